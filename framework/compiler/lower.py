@@ -1,0 +1,97 @@
+"""From a pure TF function over abstract inputs to an HLO module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+MAX_CONSTANT_BYTES = 1 << 20
+
+
+class LoweringError(ValueError):
+    """The function cannot become one XLA program; the message names the culprit."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoweredFunction:
+    """An unpartitioned XLA program and the structure of its inputs and outputs.
+
+    Args:
+      name: for messages and profiles.
+      hlo: serialized HLO module; annotations are `Sharding` custom calls in it.
+      inputs: the arguments, a tuple of nests of `tf.TensorSpec`.
+      outputs: the result, a nest of `tf.TensorSpec`.
+    """
+
+    name: str
+    hlo: bytes
+    inputs: tuple
+    outputs: Any
+
+
+def lower(
+    fn: Callable[..., Any], args: Sequence[Any], *, name: str | None = None
+) -> LoweredFunction:
+    """Traces `fn` over abstract arguments and lowers it through TF2XLA.
+
+    Args:
+      fn: a pure function of tensors; it returns a nest of tensors.
+      args: one nest (lists, tuples, dicts, nested maps) of `tf.TensorSpec` with static
+        shapes for each argument.
+      name: for messages; the function's own by default.
+
+    Raises:
+      LoweringError: a shape is not static; `fn` reads a variable or an array from
+        outside, or holds a constant over 1 MiB; or TF2XLA refuses an op of it.
+    """
+    name = name or getattr(fn, "__name__", "program")
+    args = tuple(args)
+    flat_specs = tf.nest.flatten(args)
+    for spec in flat_specs:
+        if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
+            raise LoweringError(
+                f"{name}: argument {spec} must be a tf.TensorSpec of static shape"
+            )
+    outputs = None
+
+    def flat_fn(*flat):
+        nonlocal outputs
+        outputs = fn(*tf.nest.pack_sequence_as(args, list(flat)))
+        return tf.nest.flatten(outputs)
+
+    # TF2XLA compiles for the CPU platform here whatever will run it: the module that
+    # comes out is plain HLO, and later PJRT compiles it for its own target.
+    compiled = tf.function(flat_fn, jit_compile=True, autograph=False)
+    concrete = compiled.get_concrete_function(*flat_specs)
+    _check_no_outside_values(name, concrete)
+    try:
+        ir = compiled.experimental_get_compiler_ir(*flat_specs)
+        hlo = ir(stage="hlo_serialized")
+    except (tf.errors.OpError, ValueError, TypeError) as e:
+        raise LoweringError(f"{name}: TF2XLA cannot compile it: {e}") from e
+    specs = [
+        tf.TensorSpec(out.shape, out.dtype, name=f"output_{i}")
+        for i, out in enumerate(concrete.outputs)
+    ]
+    return LoweredFunction(name, hlo, args, tf.nest.pack_sequence_as(outputs, specs))
+
+
+def _check_no_outside_values(name: str, concrete) -> None:
+    for tensor in concrete.captured_inputs:
+        kind = "variable" if tensor.dtype == tf.resource else "array"
+        raise LoweringError(
+            f"{name}: the function reads a {kind} of shape {tensor.shape} from outside; "
+            "pass it as an argument"
+        )
+    for op in concrete.graph.get_operations():
+        if op.type == "Const":
+            shape = op.outputs[0].shape
+            size = (shape.num_elements() or 0) * op.outputs[0].dtype.size
+            if size > MAX_CONSTANT_BYTES:
+                raise LoweringError(
+                    f"{name}: constant {op.name!r} of shape {shape} holds {size} bytes; "
+                    "pass it as an argument or compute it inside the function"
+                )

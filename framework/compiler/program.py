@@ -1,0 +1,262 @@
+"""A TF function, partitioned for a device mesh and ready to run."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gin
+import jax
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.compiler import jax_bridge
+from meshwright.framework.compiler.lower import lower
+from meshwright.framework.compiler.report import Collective, collectives_of
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
+
+
+@gin.constants_from_enum
+class Partitioner(enum.Enum):
+    """Which of XLA's partitioners completes the shardings."""
+
+    SHARDY = "shardy"
+    GSPMD = "gspmd"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryUsage:
+    """Bytes on one device."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """Arguments, results that are not donated arguments, and temporaries."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+class Program:
+    """One compiled SPMD program; made by `compile_program`."""
+
+    def __init__(self, lowered, mesh, partitioner, compiled, in_forms, out_forms):
+        self._lowered = lowered
+        self._compiled = compiled
+        self.mesh: DeviceMesh = mesh
+        self.partitioner: Partitioner = partitioner
+        self._in_forms: list[StoredForm | None] = in_forms
+        self._out_forms: list[StoredForm | None] = out_forms
+        self._in_shardings = jax.tree.leaves(compiled.input_shardings[0])
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program.
+
+        Args:
+          *args: nests of the compiled structure. Leaves are device arrays in stored
+            form, as other programs return them, or host arrays of logical shape.
+
+        Returns:
+          The function's result, as a nest of device arrays in stored form.
+        """
+        tf.nest.assert_same_structure(self._lowered.inputs, args)
+        leaves = tf.nest.flatten(args)
+        flat = [
+            leaf if isinstance(leaf, jax.Array) else self._put(i, leaf)
+            for i, leaf in enumerate(leaves)
+        ]
+        out = self._compiled(*flat)
+        return tf.nest.pack_sequence_as(self._lowered.outputs, list(out))
+
+    def shard(self, *args: Any) -> Any:
+        """Puts host arrays of logical shape onto the mesh, as this program takes them.
+
+        Returns:
+          The nest of device arrays; for several arguments a tuple of them.
+        """
+        leaves = [self._put(i, x) for i, x in enumerate(tf.nest.flatten(args))]
+        placed = tf.nest.pack_sequence_as(args, leaves)
+        return placed[0] if len(args) == 1 else placed
+
+    def unshard(self, outputs: Any) -> Any:
+        """The result of a call as host arrays of logical shape."""
+        flat = [
+            np.asarray(leaf) if form is None else form.unpad(np.asarray(leaf))
+            for leaf, form in zip(
+                tf.nest.flatten(outputs), self._out_forms, strict=True
+            )
+        ]
+        return tf.nest.pack_sequence_as(self._lowered.outputs, flat)
+
+    def _put(self, index: int, value: Any) -> jax.Array:
+        spec = tf.nest.flatten(self._lowered.inputs)[index]
+        form = self._in_forms[index]
+        shape = tuple(spec.shape) if form is None else form.shape
+        value = np.asarray(value)
+        if value.shape != shape:
+            raise ValueError(
+                f"{self._lowered.name}: argument leaf {index} has shape {value.shape}, "
+                f"the program was compiled for {shape}"
+            )
+        value = value.astype(spec.dtype.as_numpy_dtype, copy=False)
+        if form is not None:
+            value = form.pad(value)
+        return jax.device_put(value, self._in_shardings[index])
+
+    @property
+    def name(self) -> str:
+        return self._lowered.name
+
+    @property
+    def inputs(self) -> Any:
+        """The arguments: a tuple of nests of `tf.TensorSpec`, in stored form."""
+        return self._lowered.inputs
+
+    @property
+    def outputs(self) -> Any:
+        """The result: a nest of `tf.TensorSpec`, in stored form."""
+        return self._lowered.outputs
+
+    def hlo_text(self) -> str:
+        """The partitioned, optimized HLO of one device."""
+        return self._compiled.as_text()
+
+    def collectives(self) -> list[Collective]:
+        """The collectives of the optimized program, with the mesh axes they span."""
+        return collectives_of(self.hlo_text(), self.mesh)
+
+    def memory(self) -> MemoryUsage:
+        """What one device needs."""
+        stats = self._compiled.memory_analysis()
+        return MemoryUsage(
+            arguments=stats.argument_size_in_bytes,
+            outputs=stats.output_size_in_bytes,
+            aliased=stats.alias_size_in_bytes,
+            temporaries=stats.temp_size_in_bytes,
+        )
+
+    def cost(self) -> dict[str, float]:
+        """XLA's own estimate for one device; it counts the body of a loop once."""
+        return dict(self._compiled.cost_analysis() or {})
+
+
+def compile_program(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    mesh: DeviceMesh,
+    *,
+    in_shardings: Sequence[Any] | None = None,
+    out_shardings: Any = None,
+    donate: Sequence[int] = (),
+    partitioner: Partitioner = Partitioner.SHARDY,
+    name: str | None = None,
+) -> Program:
+    """Partitions a pure TF function over a mesh and compiles it.
+
+    Args:
+      fn: the function, written as for one device, some tensors annotated.
+      args: for each argument a nest of `tf.TensorSpec`, logical shapes.
+      mesh: the device mesh.
+      in_shardings: for each argument None, or a nest of its structure with a `Sharding`
+        for each leaf. None is left to completion. Dims that do not divide are stored
+        padded; `Program.shard` and `Program.unshard` convert.
+      out_shardings: the same for the result.
+      donate: numbers of the arguments whose buffers the results may take over.
+      partitioner: Shardy, or GSPMD as the second opinion.
+      name: for messages and profiles.
+
+    Raises:
+      LoweringError: see `lower`; or an annotation would be dropped on this mesh.
+      ValueError: more devices than exist, structures or ranks that do not agree.
+    """
+    args = tuple(args)
+    flat_args = tf.nest.flatten(args)
+    in_forms = _forms(flat_args, args, in_shardings)
+    stored_args = tf.nest.pack_sequence_as(
+        args, [_stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
+    )
+    out_forms: list[StoredForm | None] = []
+
+    def stored_fn(*stored):
+        flat = [
+            x if form is None else form.to_logical(x)
+            for x, form in zip(tf.nest.flatten(stored), in_forms, strict=True)
+        ]
+        out = fn(*tf.nest.pack_sequence_as(args, flat))
+        out = tf.nest.map_structure(tf.convert_to_tensor, out)
+        leaves = tf.nest.flatten(out)
+        out_forms[:] = _forms(leaves, out, out_shardings)
+        return tf.nest.pack_sequence_as(
+            out,
+            [
+                x if form is None else form.to_stored(x)
+                for x, form in zip(leaves, out_forms, strict=True)
+            ],
+        )
+
+    name = name or getattr(fn, "__name__", "program").strip("<>")
+    lowered = lower(stored_fn, stored_args, name=name)
+    compiled = jax_bridge.compile_lowered(
+        lowered,
+        mesh,
+        in_shardings=[form and form.sharding for form in in_forms],
+        out_shardings=[form and form.sharding for form in out_forms],
+        donate=_flat_numbers(args, donate),
+        shardy=partitioner is Partitioner.SHARDY,
+    )
+    return Program(lowered, mesh, partitioner, compiled, in_forms, out_forms)
+
+
+def _forms(leaves, structure, shardings) -> list[StoredForm | None]:
+    """For each leaf its stored form, or None where completion decides."""
+    if shardings is None:
+        return [None] * len(leaves)
+    flat = tf.nest.flatten(_filled(structure, shardings))
+    return [
+        None if s is None else StoredForm.of(tf.TensorSpec(x.shape, x.dtype), s)
+        for x, s in zip(leaves, flat, strict=True)
+    ]
+
+
+def _filled(structure, shardings):
+    """`shardings` with a None that stands for a whole branch spelt out by leaf."""
+    if shardings is None:
+        return tf.nest.map_structure(lambda _: None, structure)
+    if isinstance(structure, Mapping):
+        if not isinstance(shardings, Mapping) or set(structure) != set(shardings):
+            raise ValueError(
+                f"shardings {shardings} do not have the entries {sorted(structure)}"
+            )
+        return type(structure)(
+            {key: _filled(structure[key], shardings[key]) for key in structure}
+        )
+    if isinstance(structure, (tuple, list)):
+        if not isinstance(shardings, Sequence) or len(structure) != len(shardings):
+            raise ValueError(
+                f"shardings {shardings} do not match a sequence of {len(structure)}"
+            )
+        pairs = zip(structure, shardings, strict=True)
+        return type(structure)(_filled(one, s) for one, s in pairs)
+    return shardings
+
+
+def _stored_spec(spec: tf.TensorSpec, form: StoredForm | None) -> tf.TensorSpec:
+    shape = spec.shape if form is None else form.stored_shape
+    return tf.TensorSpec(shape, spec.dtype, spec.name)
+
+
+def _flat_numbers(args: tuple, chosen: Sequence[int]) -> list[int]:
+    """The flat leaf numbers of the arguments numbered in `chosen`."""
+    numbers, start = [], 0
+    for i, arg in enumerate(args):
+        count = len(tf.nest.flatten(arg))
+        if i in chosen:
+            numbers.extend(range(start, start + count))
+        start += count
+    return numbers

@@ -1,0 +1,45 @@
+"""Range checks for hyperparameters, with one wording for all of them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+
+def check_number(
+    config: Any,
+    field: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Checks that `config.field` is a finite number within the bounds given.
+
+    Raises:
+      ValueError: it is not; names class, field, value and bounds.
+    """
+    value = getattr(config, field)
+    check_value(f"{type(config).__name__}.{field}", value, at_least, above, below)
+
+
+def check_value(
+    name: str,
+    value: Any,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Like `check_number`, of a value under a name."""
+    good = isinstance(value, numbers.Real) and math.isfinite(value)
+    good = good and (at_least is None or value >= at_least)
+    good = good and (above is None or value > above)
+    good = good and (below is None or value < below)
+    if not good:
+        bounds = {"at least": at_least, "above": above, "below": below}
+        wanted = [
+            f"{word} {bound}" for word, bound in bounds.items() if bound is not None
+        ]
+        text = " and ".join(wanted)
+        raise ValueError(f"{name} is {value!r}; it must be a number {text}".rstrip())

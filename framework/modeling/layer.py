@@ -1,0 +1,171 @@
+"""What a layer is: frozen hyperparameters, weight specs, and a pure `fprop`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.initializers import Initializer
+from meshwright.framework.modeling.recompute import save_name
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.sharding import Sharding
+
+STACK_DIM = "layers"
+"""Logical name of the leading dim that stacks the weights of repeated layers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightSpec:
+    """One weight, described without allocating it.
+
+    Args:
+      shape: logical shape.
+      dims: the logical name of each dim, for the sharding plan. Leading `STACK_DIM`
+        dims stack weights of equal layers, which initializers and optimizers treat
+        each on its own.
+      initializer: makes the first value from a random key.
+      dtype: storage dtype, float32 unless said otherwise.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    initializer: Initializer
+    dtype: tf.DType = tf.float32
+
+    def __post_init__(self):
+        if len(self.shape) != len(self.dims):
+            raise ValueError(
+                f"weight spec has shape {self.shape} but names dims {self.dims}"
+            )
+
+    @property
+    def stack_rank(self) -> int:
+        """How many leading dims stack weights of equal layers."""
+        count = 0
+        while count < len(self.dims) and self.dims[count] == STACK_DIM:
+            count += 1
+        return count
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def sharding(self, plan: ShardingPlan, name: str = "weight") -> Sharding:
+        """Where `plan` puts this weight."""
+        return plan.weight_sharding(self.dims, name)
+
+    def stacked(self, count: int) -> WeightSpec:
+        """The spec of `count` such weights in one tensor."""
+        return dataclasses.replace(
+            self, shape=(count, *self.shape), dims=(STACK_DIM, *self.dims)
+        )
+
+
+class Mode(enum.Enum):
+    """Whether a program trains or only evaluates; dropout asks."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a layer needs beyond its weights and its input.
+
+    Args:
+      plan: where weights and activations are split.
+      mode: train or eval.
+      key: uint32 [2] random key, or None where nothing random may happen.
+      activation_dtype: dtype of activations; weights keep theirs and are cast on use.
+      path: dotted path of the layer, for names and messages.
+    """
+
+    plan: ShardingPlan = ShardingPlan()
+    mode: Mode = Mode.EVAL
+    key: tf.Tensor | None = None
+    activation_dtype: tf.DType = tf.float32
+    path: str = ""
+
+    @contextlib.contextmanager
+    def scope(self, name: str) -> Iterator[Context]:
+        """The context of a part of this layer, with its own path and random key.
+
+        Ops made inside carry the path in their names, and so does the compiled program.
+        """
+        key = None if self.key is None else random.fold_in(self.key, name)
+        path = f"{self.path}.{name}" if self.path else name
+        with tf.name_scope(name):
+            yield dataclasses.replace(self, key=key, path=path)
+
+    def cast(self, tensor: tf.Tensor) -> tf.Tensor:
+        """`tensor` in the activation dtype."""
+        return tf.cast(tensor, self.activation_dtype)
+
+    def split(
+        self, tensor: tf.Tensor, dims: Sequence[str], *, name: str | None = None
+    ) -> tf.Tensor:
+        """`tensor`, annotated as the plan's activation table says of `dims`.
+
+        A `name` lets recomputation policies save the tensor (`save_name`).
+        """
+        path = ".".join(part for part in (self.path, name) if part)
+        tensor = self.plan.annotate_activation(tensor, dims, path or "activation")
+        return tensor if name is None else save_name(tensor, name)
+
+    def random_key(self) -> tf.Tensor:
+        """The layer's random key.
+
+        Raises:
+          ValueError: the program was built without one.
+        """
+        if self.key is None:
+            raise ValueError(
+                f"layer {self.path!r} needs random numbers but the context has no key: "
+                "pass Context(key=...) or set its rate to 0"
+            )
+        return self.key
+
+
+class Layer:
+    """Base of layers: subclass as a frozen, keyword-only dataclass.
+
+    A layer holds hyperparameters only. `weights()` says what it needs, `fprop` is a
+    pure function of them, so that it can be stacked, looped, initialised in shards or
+    only planned.
+    """
+
+    def weights(self) -> NestedMap:
+        """Nested map of `WeightSpec`; a part's weights lie under the part's name."""
+        return NestedMap()
+
+    def fprop(self, ctx: Context, theta: NestedMap, x: Any, **kwargs: Any) -> Any:
+        """The layer's function; `theta` has the structure of `weights()`."""
+        raise NotImplementedError(f"{type(self).__name__}.fprop")
+
+
+def annotate_weights(
+    plan: ShardingPlan, specs: NestedMap, theta: NestedMap
+) -> NestedMap:
+    """Annotates weights where they are read, and by that their gradients."""
+    return theta.map_with_path(
+        lambda path, weight, spec: annotate(weight, spec.sharding(plan, path)), specs
+    )
+
+
+def initialize(specs: NestedMap, key: tf.Tensor) -> NestedMap:
+    """First values of all weights; each depends on `key` and its own path only."""
+    return specs.map_with_path(
+        lambda path, spec: spec.initializer(
+            random.fold_in(key, path), spec.shape, spec.dtype, spec.stack_rank
+        )
+    )

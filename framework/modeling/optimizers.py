@@ -1,0 +1,253 @@
+"""Optimizers: pure functions of step, gradients, weights and slots.
+
+Slots are what an optimizer remembers of each weight. They are described by the same
+`WeightSpec`s as weights, with the same logical dim names, so one sharding plan splits
+both. Leading `STACK_DIM` dims stack the weights of equal layers: whatever is reduced
+over a weight is reduced for each stacked layer on its own, so that stacking changes no
+result. Adafactor is in `adafactor.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.initializers import Constant
+from meshwright.framework.modeling.layer import WeightSpec
+from meshwright.framework.modeling.schedules import Schedule, check_schedule
+from meshwright.framework.nested_map import NestedMap
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerUpdate:
+    """The result of one update.
+
+    Args:
+      theta: the new weights, in the weights' dtypes.
+      slots: the new slots, float32.
+      metrics: float32 scalars: `learning_rate`; `grad_norm`, over all gradients, before
+        clipping; `weight_norm`, over all weights, before the update.
+    """
+
+    theta: NestedMap
+    slots: NestedMap
+    metrics: NestedMap
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightUpdate:
+    """The result of one update for one weight."""
+
+    weight: tf.Tensor
+    slots: NestedMap
+
+
+WeightRule = Callable[[tf.Tensor, tf.Tensor, NestedMap, WeightSpec], WeightUpdate]
+"""(gradient, weight, slots, spec) -> WeightUpdate; all tensors are float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Base of optimizers: subclasses say `slots_of` one weight and the `rule` for it.
+
+    Args:
+      learning_rate: by step.
+      clip_global_norm: gradients are scaled by min(1, clip_global_norm / norm), where
+        norm is the L2 norm of all of them together; None for no clipping.
+
+    Raises:
+      ValueError: `learning_rate` is no schedule or `clip_global_norm` not positive.
+    """
+
+    learning_rate: Schedule
+    clip_global_norm: float | None = None
+
+    def __post_init__(self):
+        check_schedule(self, "learning_rate")
+        if self.clip_global_norm is not None:
+            check_number(self, "clip_global_norm", above=0)
+
+    def slots(self, specs: NestedMap) -> NestedMap:
+        """Nested map with a `NestedMap` of slot specs under each weight's path."""
+        return specs.map(self.slots_of)
+
+    def update(
+        self,
+        step: tf.Tensor,
+        grads: NestedMap,
+        theta: NestedMap,
+        slots: NestedMap,
+        specs: NestedMap,
+    ) -> OptimizerUpdate:
+        """One update, computed in float32.
+
+        Args:
+          step: int32 scalar, the number of updates already made.
+          grads: gradients of the loss, one for each weight.
+          theta: the weights.
+          slots: their slots, as described by `slots(specs)`.
+          specs: the specs of the weights.
+
+        Raises:
+          ValueError: a weight has no gradient, or the maps do not match.
+        """
+        grads = grads.map_with_path(_float32_gradient)
+        values = theta.map(lambda w: tf.cast(w, tf.float32))
+        rate = self.learning_rate(step)
+        metrics = NestedMap(
+            learning_rate=rate,
+            grad_norm=global_norm(grads),
+            weight_norm=global_norm(values),
+        )
+        if self.clip_global_norm is not None:
+            # The maximum keeps the factor at 1 for a norm of zero and hides no NaN.
+            limit = self.clip_global_norm
+            factor = limit / tf.maximum(metrics.grad_norm, limit)
+            grads = grads.map(lambda g: g * factor)
+        rule = self.rule(step, rate)
+
+        def update_weight(path, value, grad, slot, spec):
+            # The path names the ops, here and in the compiled program.
+            with tf.name_scope("optimizer/" + path.replace(".", "/")):
+                return rule(grad, value, slot, spec)
+
+        updates = values.map_with_path(update_weight, grads, slots, specs)
+        return OptimizerUpdate(
+            theta=updates.map(lambda u, w: tf.cast(u.weight, w.dtype), theta),
+            slots=updates.map(lambda u: u.slots),
+            metrics=metrics,
+        )
+
+    def slots_of(self, spec: WeightSpec) -> NestedMap:
+        """Specs of the slots of one weight."""
+        raise NotImplementedError(f"{type(self).__name__}.slots_of")
+
+    def rule(self, step: tf.Tensor, rate: tf.Tensor) -> WeightRule:
+        """The update of one weight, given what depends on the step alone."""
+        raise NotImplementedError(f"{type(self).__name__}.rule")
+
+
+def global_norm(tensors: NestedMap) -> tf.Tensor:
+    """The L2 norm over all elements of all leaves, a float32 scalar."""
+    squares = [tf.reduce_sum(tf.square(t)) for t in tensors.leaves()]
+    return tf.sqrt(tf.add_n(squares))
+
+
+def slot_spec(spec: WeightSpec, without_dim: int | None = None) -> WeightSpec:
+    """A float32 slot that starts at zero, like `spec` or like it without one dim."""
+    kept = [i for i in range(len(spec.shape)) if i != without_dim]
+    return WeightSpec(
+        shape=tuple(spec.shape[i] for i in kept),
+        dims=tuple(spec.dims[i] for i in kept),
+        initializer=Constant(0.0),
+    )
+
+
+def one_minus_power(beta: float, count: tf.Tensor) -> tf.Tensor:
+    """1 - beta ** count, for Adam's bias correction; beta in [0, 1), float32 count."""
+    # A plain subtraction leaves float32 few digits while the power is near 1.
+    return -tf.math.expm1(count * math.log(beta)) if beta else tf.ones([])
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent, with momentum m = momentum * m + grad if asked.
+
+    Args:
+      learning_rate: by step.
+      clip_global_norm: limit of the gradients' global norm.
+      momentum: in [0, 1); 0 needs no slots.
+      nesterov: step along momentum * m + grad, instead of along m.
+
+    Raises:
+      ValueError: a field is out of range, or `nesterov` without momentum.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number(self, "momentum", at_least=0, below=1)
+        if self.nesterov and not self.momentum:
+            raise ValueError("SGD.nesterov needs momentum; set SGD.momentum above 0")
+
+    def slots_of(self, spec):
+        return NestedMap(m=slot_spec(spec)) if self.momentum else NestedMap()
+
+    def rule(self, step, rate):
+        def update(grad, weight, slots, spec):
+            if not self.momentum:
+                return WeightUpdate(weight=weight - rate * grad, slots=NestedMap())
+            m = self.momentum * slots.m + grad
+            along = self.momentum * m + grad if self.nesterov else m
+            return WeightUpdate(weight=weight - rate * along, slots=NestedMap(m=m))
+
+        return update
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam (Kingma & Ba 2015, algorithm 1) with AdamW's decoupled weight decay.
+
+    `weight_decay` subtracts learning rate * weight_decay * weight (Loshchilov & Hutter
+    2019, algorithm 2), from weights with at least two dims besides stacked ones: not
+    from biases and normalization scales.
+
+    Args:
+      learning_rate: by step.
+      clip_global_norm: limit of the gradients' global norm.
+      beta1: decay of the mean of gradients, in [0, 1).
+      beta2: decay of the mean of their squares, in [0, 1).
+      epsilon: added to the root of the mean of squares.
+      weight_decay: 0 is plain Adam.
+
+    Raises:
+      ValueError: a field is out of range.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number(self, "beta1", at_least=0, below=1)
+        check_number(self, "beta2", at_least=0, below=1)
+        check_number(self, "epsilon", above=0)
+        check_number(self, "weight_decay", at_least=0)
+
+    def slots_of(self, spec):
+        return NestedMap(m=slot_spec(spec), v=slot_spec(spec))
+
+    def rule(self, step, rate):
+        count = tf.cast(step, tf.float32) + 1.0
+        m_scale = 1.0 / one_minus_power(self.beta1, count)
+        v_scale = 1.0 / one_minus_power(self.beta2, count)
+
+        def update(grad, weight, slots, spec):
+            m = self.beta1 * slots.m + (1.0 - self.beta1) * grad
+            v = self.beta2 * slots.v + (1.0 - self.beta2) * tf.square(grad)
+            along = m_scale * m / (tf.sqrt(v_scale * v) + self.epsilon)
+            if self.weight_decay and len(spec.shape) - spec.stack_rank >= 2:
+                along += self.weight_decay * weight
+            return WeightUpdate(weight=weight - rate * along, slots=NestedMap(m=m, v=v))
+
+        return update
+
+
+def _float32_gradient(path: str, grad: tf.Tensor | None) -> tf.Tensor:
+    if grad is None:
+        raise ValueError(
+            f"weight {path!r} has no gradient: the loss does not depend on it; use the "
+            "weight or remove it from the weights to train"
+        )
+    return tf.cast(grad, tf.float32)

@@ -1,0 +1,121 @@
+"""Counter-based random numbers that partition (Threefry-2x32, Salmon et al. 2011).
+
+TF's stateless ops lower to XLA's RngBitGenerator, which a partitioned program evaluates
+in full on every device before it slices. This generator is elementwise arithmetic over
+an iota, so each device makes its own shard, and an element's value depends on its index
+and the key alone: not on the mesh, the partitioner or the process count.
+
+A key is a uint32 tensor of shape [2].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def key_from_seed(seed: int) -> tf.Tensor:
+    """A key from a Python integer of up to 64 bits."""
+    return tf.constant([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], tf.uint32)
+
+
+def fold_in(key: tf.Tensor, data: int | str | tf.Tensor) -> tf.Tensor:
+    """A new key from `key` and a name, a Python integer or a scalar integer tensor."""
+    if isinstance(data, str):
+        data = int.from_bytes(hashlib.sha256(data.encode()).digest()[:4], "little")
+    if not tf.is_tensor(data):
+        data = tf.constant(data & 0xFFFFFFFF, tf.uint32)
+    data = tf.cast(data, tf.uint32)
+    # Counters of `bits` fill the low word first; the high word marks a fold apart.
+    return tf.stack(_threefry(key, _u32(0xFFFFFFFF) + key[0], data + key[1]))
+
+
+def bits(key: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """uint32 random bits of static `shape`."""
+    first, second = _threefry(key, *_keyed_counters(key, shape))
+    return tf.bitwise.bitwise_xor(first, second)
+
+
+def uniform(key: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """float32 in [0, 1), with 24 random bits."""
+    mantissa = tf.bitwise.right_shift(bits(key, shape), _u32(8))
+    # Through int32: a uint32 to float32 conversion is slow where it has no instruction.
+    return tf.cast(tf.cast(mantissa, tf.int32), tf.float32) * 2.0**-24
+
+
+def normal(key: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """float32 standard normal, by the inverse error function."""
+    # Centred in its 2^-24 wide bin: never 0 or 1, whose normals are infinite.
+    centred = uniform(key, shape) + 2.0**-25
+    return math.sqrt(2.0) * tf.math.erfinv(
+        tf.minimum(2.0 * centred - 1.0, 1 - 2.0**-24)
+    )
+
+
+def bernoulli(key: tf.Tensor, probability: float, shape: Sequence[int]) -> tf.Tensor:
+    """bool, True with the given probability."""
+    return uniform(key, shape) < probability
+
+
+def _keyed_counters(
+    key: tf.Tensor, shape: Sequence[int]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Row-major element numbers as two uint32 words plus the key's two words.
+
+    The trailing dims count in the second word. Words split between dims, so that no
+    64-bit arithmetic is needed. The key comes in first: from constants alone, TF would
+    compute the sum of the ranges itself and bake it, at full size, into the program.
+    """
+    shape = [int(n) for n in shape]
+    words: list[list[tuple[int, int]]] = [[], []]
+    word, stride = 1, 1
+    for dim in reversed(range(len(shape))):
+        if stride * shape[dim] > 2**32:
+            word, stride = word - 1, 1
+        if word < 0 or shape[dim] > 2**32:
+            raise ValueError(f"shape {tuple(shape)} has too many elements for one key")
+        words[word].append((dim, stride))
+        stride *= shape[dim]
+    return _row_major(key[0], shape, words[0]), _row_major(key[1], shape, words[1])
+
+
+def _row_major(
+    start: tf.Tensor, shape: Sequence[int], strides: Sequence[tuple[int, int]]
+) -> tf.Tensor:
+    total = tf.reshape(start, [1] * len(shape))
+    for dim, stride in strides:
+        along = [1] * len(shape)
+        along[dim] = shape[dim]
+        index = tf.cast(tf.range(shape[dim]), tf.uint32) * _u32(stride)
+        total = total + tf.reshape(index, along)
+    return tf.broadcast_to(total, shape)
+
+
+def _u32(value: int) -> tf.Tensor:
+    return tf.constant(value, tf.uint32)
+
+
+def _rotate(x: tf.Tensor, by: int) -> tf.Tensor:
+    left = tf.bitwise.left_shift(x, _u32(by))
+    return tf.bitwise.bitwise_or(left, tf.bitwise.right_shift(x, _u32(32 - by)))
+
+
+def _threefry(
+    key: tf.Tensor, x0: tf.Tensor, x1: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Twenty rounds of Threefry-2x32 on counter words to which `key` was added."""
+    k0, k1 = key[0], key[1]
+    k2 = tf.bitwise.bitwise_xor(tf.bitwise.bitwise_xor(k0, k1), _u32(0x1BD11BDA))
+    schedule = (k0, k1, k2)
+    for group in range(5):
+        for by in _ROTATIONS[group % 2]:
+            x0 = x0 + x1
+            x1 = tf.bitwise.bitwise_xor(_rotate(x1, by), x0)
+        x0 = x0 + schedule[(group + 1) % 3]
+        x1 = x1 + schedule[(group + 2) % 3] + _u32(group + 1)
+    return x0, x1

@@ -1,0 +1,303 @@
+"""Learning-rate schedules: few pieces that compose.
+
+A schedule maps the number of updates already made (an int32 scalar tensor, 0 at the
+first update) to a float32 scalar tensor. All are traceable and computed in float32.
+
+    LinearWarmup(steps=400, schedule=RsqrtDecay(peak=0.002, start_step=400))
+    LinearWarmup(steps=100, schedule=CosineSchedule(
+        start_value=3e-4, start_step=100, end_value=3e-5, end_step=1000))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_number, check_value
+
+
+class Schedule:
+    """Base of schedules: subclass as a frozen, keyword-only dataclass."""
+
+    def __call__(self, step: tf.Tensor) -> tf.Tensor:
+        """The value at `step`.
+
+        Args:
+          step: integer scalar tensor, the number of updates already made.
+
+        Returns:
+          float32 scalar tensor.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.__call__")
+
+
+def check_schedule(config: object, field: str) -> None:
+    """Checks that `config.field` is a schedule, ValueError if it is not."""
+    value = getattr(config, field)
+    if not isinstance(value, Schedule):
+        raise ValueError(
+            f"{type(config).__name__}.{field} is {value!r}; it must be a Schedule, "
+            "such as ConstantSchedule(value=...)"
+        )
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstantSchedule(Schedule):
+    """`value` at every step.
+
+    Raises:
+      ValueError: `value` is negative.
+    """
+
+    value: float
+
+    def __post_init__(self):
+        check_number(self, "value", at_least=0)
+
+    def __call__(self, step):
+        return tf.constant(self.value, tf.float32)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearWarmup(Schedule):
+    """The smaller of `schedule` and a line from 0 to `schedule`'s value at step 0.
+
+    Made for a schedule that does not rise. One that stays level for `steps` (by its own
+    `start_step`) is met by the line where it starts to fall.
+
+    Args:
+      steps: updates until the line has the value of `schedule` at step 0.
+      schedule: what to follow from there.
+      first_step: the number the first update goes by. 1, so that it is not lost to a
+        rate of zero; 0 for formulas that count from zero, whose first rate is zero.
+        Lingvo's LinearRampupSqrtDecay counts 1, 1, 2, 3, ... instead.
+
+    Raises:
+      ValueError: `steps` is not positive, `first_step` is negative, or `schedule` is
+        not one.
+    """
+
+    steps: int
+    schedule: Schedule
+    first_step: int = 1
+
+    def __post_init__(self):
+        check_number(self, "steps", above=0)
+        check_number(self, "first_step", at_least=0)
+        check_schedule(self, "schedule")
+
+    def __call__(self, step):
+        count = tf.cast(step, tf.float32) + self.first_step
+        peak = self.schedule(tf.constant(0, tf.int32))
+        return tf.minimum(peak * (count / self.steps), self.schedule(step))
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RsqrtDecay(Schedule):
+    """`peak * sqrt(start_step / n)` from update number n = `start_step` on.
+
+    Until then it is `peak`. With `LinearWarmup` of `start_step` steps it is the
+    schedule of "Attention Is All You Need" (section 5.3), of which `peak` is
+    `1 / sqrt(model_dim * start_step)`.
+
+    Args:
+      peak: the value until `start_step`.
+      start_step: the number of the update where decay starts.
+      end_step: the number of the update that ends it; None for no end.
+      first_step: the number the first update goes by, 1 or 0.
+
+    Raises:
+      ValueError: `peak` or `first_step` is negative, `start_step` not positive, or
+        `end_step` not above `start_step`.
+    """
+
+    peak: float
+    start_step: int
+    end_step: int | None = None
+    first_step: int = 1
+
+    def __post_init__(self):
+        check_number(self, "peak", at_least=0)
+        check_number(self, "start_step", above=0)
+        check_number(self, "first_step", at_least=0)
+        if self.end_step is not None:
+            check_number(self, "end_step", above=self.start_step)
+
+    def __call__(self, step):
+        count = tf.cast(step, tf.float32) + self.first_step
+        count = tf.maximum(count, self.start_step)
+        if self.end_step is not None:
+            count = tf.minimum(count, self.end_step)
+        return self.peak * math.sqrt(self.start_step) * tf.math.rsqrt(count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Between(Schedule):
+    """From `start_value` at `start_step` to `end_value` at `end_step`, level outside.
+
+    Args:
+      start_value: the value up to `start_step`.
+      end_value: the value from `end_step` on.
+      end_step: the step where the change ends.
+      start_step: the step where it starts.
+
+    Raises:
+      ValueError: a value is negative, or `end_step` is not above `start_step`.
+    """
+
+    start_value: float
+    end_value: float
+    end_step: float
+    start_step: float = 0
+
+    def __post_init__(self):
+        check_number(self, "start_value", at_least=0)
+        check_number(self, "end_value", at_least=0)
+        check_number(self, "start_step", at_least=0)
+        check_number(self, "end_step", above=self.start_step)
+
+    def __call__(self, step):
+        passed = tf.cast(step, tf.float32) - self.start_step
+        fraction = passed / (self.end_step - self.start_step)
+        return self._at(tf.clip_by_value(fraction, 0.0, 1.0))
+
+    def _at(self, fraction: tf.Tensor) -> tf.Tensor:
+        """The value after `fraction` (float32 scalar in [0, 1]) of the way."""
+        raise NotImplementedError(f"{type(self).__name__}._at")
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolynomialSchedule(_Between):
+    """A line, or its `power`, between two values.
+
+    The power is of the distance to the end with the lower value, so `power` above 1
+    bends towards that end, rising or falling: a fall is `(1 - fraction) ** power`, the
+    "poly" decay of segmentation papers. Lingvo takes the power of the distance from the
+    start instead, where a fall of power 2 keeps near the higher value.
+
+    Args:
+      start_value: the value up to `start_step`.
+      end_value: the value from `end_step` on.
+      end_step: the step where the change ends.
+      start_step: the step where it starts.
+      power: 1 for a line.
+
+    Raises:
+      ValueError: a value is negative, `end_step` is not above `start_step`, or `power`
+        is not positive.
+    """
+
+    power: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number(self, "power", above=0)
+
+    def _at(self, fraction):
+        low = min(self.start_value, self.end_value)
+        high = max(self.start_value, self.end_value)
+        rises = self.end_value > self.start_value
+        from_low = fraction if rises else 1.0 - fraction
+        return low + (high - low) * tf.pow(from_low, self.power)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CosineSchedule(_Between):
+    """Half a cosine wave between two values (SGDR, section 3, without restarts).
+
+    Args and errors are those of `PolynomialSchedule`, without `power`.
+    """
+
+    def _at(self, fraction):
+        weight = 0.5 * (1.0 + tf.cos(math.pi * fraction))
+        return self.end_value + (self.start_value - self.end_value) * weight
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExponentialSchedule(_Between):
+    """The geometric line between two positive values.
+
+    For a half-life of h steps down to a floor: `end_step = start_step + h *
+    log2(start_value / end_value)`; steps may be fractions.
+
+    Args and errors are those of `PolynomialSchedule`, without `power`.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number(self, "start_value", above=0)
+        check_number(self, "end_value", above=0)
+
+    def _at(self, fraction):
+        ratio = math.log(self.end_value / self.start_value)
+        return self.start_value * tf.exp(ratio * fraction)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StaircaseSchedule(Schedule):
+    """`schedule`, looked up only at every `interval` steps and kept until the next.
+
+    Raises:
+      ValueError: `interval` is not positive, or `schedule` is not one.
+    """
+
+    schedule: Schedule
+    interval: int
+
+    def __post_init__(self):
+        check_number(self, "interval", above=0)
+        check_schedule(self, "schedule")
+
+    def __call__(self, step):
+        step = tf.cast(step, tf.int32)
+        return self.schedule(step - step % int(self.interval))
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PiecewiseConstantSchedule(Schedule):
+    """`values[i]` from step `boundaries[i - 1]` to the step before `boundaries[i]`.
+
+    Args:
+      boundaries: steps where the value changes, increasing.
+      values: one more than there are boundaries.
+
+    Raises:
+      ValueError: the numbers do not match, boundaries do not increase, or a value is
+        negative.
+    """
+
+    boundaries: Sequence[int]
+    values: Sequence[float]
+
+    def __post_init__(self):
+        if len(self.values) != len(self.boundaries) + 1:
+            raise ValueError(
+                f"PiecewiseConstantSchedule.values has {len(self.values)} entries for "
+                f"{len(self.boundaries)} boundaries; give one more than boundaries"
+            )
+        if list(self.boundaries) != sorted(set(self.boundaries)):
+            raise ValueError(
+                f"PiecewiseConstantSchedule.boundaries is {self.boundaries!r}; it must "
+                "increase"
+            )
+        for i, value in enumerate(self.values):
+            check_value(f"PiecewiseConstantSchedule.values[{i}]", value, at_least=0)
+
+    def __call__(self, step):
+        step = tf.cast(step, tf.float32)
+        value = tf.constant(self.values[0], tf.float32)
+        for boundary, later in zip(self.boundaries, self.values[1:], strict=True):
+            value = tf.where(step >= boundary, tf.constant(later, tf.float32), value)
+        return value

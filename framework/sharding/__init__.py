@@ -1,0 +1,1 @@
+"""What a user writes: meshes, shardings, annotations, plans."""

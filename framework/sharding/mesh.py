@@ -1,0 +1,79 @@
+"""The device mesh: devices in a grid whose axes have names."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMesh:
+    """A grid of devices with named axes (GSPMD 3.1).
+
+    It is a description only: no device is touched before a program is compiled for it,
+    so a mesh of 2048 devices can be planned for on a laptop.
+
+    Args:
+      axis_names: one name for each mesh axis.
+      shape: devices along each axis.
+      device_ids: ids of the devices in row-major order of the mesh, each once; the
+        default is 0, 1, 2, ... Any order is kept, in collectives too.
+
+    Raises:
+      ValueError: names repeat, or names, shape and ids do not agree.
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    device_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "axis_names", tuple(self.axis_names))
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        if len(self.axis_names) != len(self.shape):
+            raise ValueError(
+                f"device mesh names {len(self.axis_names)} axes {self.axis_names} "
+                f"but its shape {self.shape} has {len(self.shape)}"
+            )
+        if len(set(self.axis_names)) != len(self.axis_names):
+            raise ValueError(f"device mesh axis names repeat: {self.axis_names}")
+        if any(n < 1 for n in self.shape):
+            raise ValueError(f"device mesh shape {self.shape} must be positive")
+        if self.device_ids is not None:
+            ids = tuple(int(i) for i in np.asarray(self.device_ids).flat)
+            if len(ids) != self.size or len(set(ids)) != len(ids):
+                raise ValueError(
+                    f"device mesh of shape {self.shape} needs {self.size} distinct "
+                    f"device ids, got {len(ids)} ids, {len(set(ids))} distinct"
+                )
+            object.__setattr__(self, "device_ids", ids)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.shape)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Device ids as an array of the mesh's shape."""
+        ids = range(self.size) if self.device_ids is None else self.device_ids
+        return np.asarray(ids).reshape(self.shape)
+
+    def axis_size(self, axis: str) -> int:
+        """Devices along `axis`; ValueError names the axes there are."""
+        if axis not in self.axis_names:
+            raise ValueError(
+                f"unknown mesh axis {axis!r}: the mesh has {self.axis_names}"
+            )
+        return self.shape[self.axis_names.index(axis)]
+
+    def axes_size(self, axes: Sequence[str]) -> int:
+        """Devices along several axes together; 1 for none."""
+        return math.prod(self.axis_size(axis) for axis in axes)
+
+    def __str__(self) -> str:
+        pairs = zip(self.axis_names, self.shape, strict=True)
+        return ", ".join(f"{name}={size}" for name, size in pairs)

@@ -1,0 +1,92 @@
+"""The sharding plan: one small table from logical dim names to mesh axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+Axes = str | Sequence[str] | None
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """Maps the names that layers give to dims onto the axes of a device mesh.
+
+    Weights and activations have separate tables, so that Table 1 of GSPMD can split
+    dim `model` of the weights by X and that of the activations by Y. A name that a
+    table does not mention is left unsplit.
+
+    Args:
+      mesh_axes: names of the mesh axes.
+      mesh_shape: devices along each.
+      weights: dim name -> axis, or axes, or None, for weights.
+      activations: the same for activations.
+      device_ids: optional device order, row-major in the mesh.
+
+    Raises:
+      ValueError: a table names an axis that the mesh does not have.
+    """
+
+    mesh_axes: Sequence[str] = ("X", "Y")
+    mesh_shape: Sequence[int] = (1, 1)
+    weights: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
+    activations: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
+    device_ids: Sequence[int] | None = None
+
+    def __post_init__(self):
+        for table_name in ("weights", "activations"):
+            for dim, axes in getattr(self, table_name).items():
+                for axis in _as_axes(axes):
+                    if axis not in self.mesh_axes:
+                        near = difflib.get_close_matches(axis, self.mesh_axes, 1)
+                        hint = f"; did you mean {near[0]!r}?" if near else ""
+                        raise ValueError(
+                            f"sharding plan: {table_name}[{dim!r}] names mesh axis "
+                            f"{axis!r}, but the mesh has {tuple(self.mesh_axes)}{hint}"
+                        )
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        ids = None if self.device_ids is None else tuple(self.device_ids)
+        return DeviceMesh(tuple(self.mesh_axes), tuple(self.mesh_shape), ids)
+
+    def weight_sharding(self, dims: Sequence[str], name: str = "weight") -> Sharding:
+        """The sharding of a weight with the logical dims `dims`."""
+        return self._sharding(self.weights, dims, name)
+
+    def activation_sharding(
+        self, dims: Sequence[str], name: str = "activation"
+    ) -> Sharding:
+        """The sharding of an activation with the logical dims `dims`."""
+        return self._sharding(self.activations, dims, name)
+
+    def annotate_activation(
+        self, tensor: tf.Tensor, dims: Sequence[str], name: str = "activation"
+    ) -> tf.Tensor:
+        """`tensor`, annotated as the activation table says of `dims`."""
+        return annotate(tensor, self.activation_sharding(dims, name))
+
+    def _sharding(self, table: Mapping, dims: Sequence[str], name: str) -> Sharding:
+        split = [_as_axes(table.get(dim)) for dim in dims]
+        try:
+            return Sharding(self.mesh, tuple(split))
+        except ValueError as e:
+            named = ", ".join(
+                f"{d}->{'.'.join(a) or '_'}" for d, a in zip(dims, split, strict=True)
+            )
+            raise ValueError(f"sharding plan for {name!r} ({named}): {e}") from None
+
+
+def _as_axes(axes: Axes) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)

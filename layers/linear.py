@@ -1,0 +1,54 @@
+"""Products of activations with weights, as 2-D matrix products.
+
+Dims: B batch, S sequence, K contracted, F produced.
+"""
+
+from __future__ import annotations
+
+import math
+
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context
+
+BSM = ("batch", "sequence", "model")
+"""Logical dims of the residual stream."""
+
+
+def contract(
+    ctx: Context, x: tf.Tensor, weight: tf.Tensor, *, dims: int = 1
+) -> tf.Tensor:
+    """Contracts the last `dims` dims of `x` with the first `dims` of `weight`.
+
+    Both are flattened to matrices first: the gradients of a 3-D einsum cost transposed
+    copies of the activations. A plan that splits the sequence dim pays for the
+    flattened rows with a gather; Table 1's plans leave it whole.
+
+    Args:
+      ctx: gives the activation dtype, in which the product is taken.
+      x: [..., K...].
+      weight: [K..., F...].
+      dims: how many dims K stands for.
+
+    Returns:
+      [..., F...] in the activation dtype.
+
+    Raises:
+      ValueError: the contracted dims of `x` and `weight` differ.
+    """
+    contracted, produced = weight.shape[:dims], weight.shape[dims:]
+    check_trailing_dims(ctx, x, contracted)
+    size = math.prod(contracted)
+    rows = tf.reshape(ctx.cast(x), [-1, size])
+    product = rows @ tf.reshape(ctx.cast(weight), [size, -1])
+    return tf.reshape(product, [*x.shape[:-dims], *produced])
+
+
+def check_trailing_dims(ctx: Context, x: tf.Tensor, dims) -> None:
+    """Raises ValueError, naming the layer, unless the shape of `x` ends with `dims`."""
+    dims = list(dims)
+    if list(x.shape[-len(dims) :]) != dims:
+        raise ValueError(
+            f"layer {ctx.path!r} takes inputs whose last dims are {dims} but was given "
+            f"{x.shape}: set its dims to those of the layer that feeds it"
+        )

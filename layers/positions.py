@@ -1,0 +1,145 @@
+"""Where tokens are: positions, who may see whom, rotary and relative positions.
+
+Dims: B batch, S sequence, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import gin
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+
+
+@gin.constants_from_enum
+class MaskKind(enum.Enum):
+    """Which keys a query sees by their position: all, or none that come later."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+
+
+@gin.constants_from_enum
+class PositionKind(enum.Enum):
+    """How attention learns of positions."""
+
+    NONE = "none"
+    ROTARY = "rotary"
+    RELATIVE = "relative"
+
+
+def iota(size: int) -> tf.Tensor:
+    """int32 [0, 1, ..., size - 1] that TF cannot fold.
+
+    From a plain `tf.range`, TF computes masks and tables itself and bakes them into the
+    program: an [S, S] mask weighs 4 MB at S = 1024.
+    """
+    return tf.reshape(xla.optimization_barrier(tf.range(size)), [size])
+
+
+def rotate(x: tf.Tensor, positions: tf.Tensor, *, base: float = 10000.0) -> tf.Tensor:
+    """Rotary positions (Su et al. 2021): feature pairs turned by angles of position.
+
+    Feature i of the first half pairs with feature i of the second; the pair turns by
+    position * base^(-2i/D). The dot product of two rotated vectors depends on the
+    difference of their positions only.
+
+    Args:
+      x: [B, S, N, D], D even.
+      positions: int32 [B, S] or [1, S].
+      base: sets the longest wave length, 2 pi * base.
+
+    Returns:
+      `x` rotated, in its dtype; angles are computed in float32.
+    """
+    half = x.shape[-1] // 2
+    frequency = tf.exp(tf.range(half, dtype=tf.float32) * (-math.log(base) / half))
+    angle = tf.cast(positions, tf.float32)[:, :, None, None] * frequency
+    cos, sin = tf.cos(angle), tf.sin(angle)
+    first, second = tf.split(tf.cast(x, tf.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return tf.cast(tf.concat(turned, axis=-1), x.dtype)
+
+
+def relative_bucket(
+    relative: tf.Tensor,
+    *,
+    mask: MaskKind,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+) -> tf.Tensor:
+    """Buckets of relative positions (Raffel et al. 2020, T5).
+
+    Small distances have a bucket each; larger ones share buckets that widen
+    logarithmically up to `max_distance`; all beyond it are in the last.
+
+    Args:
+      relative: int32, key position minus query position.
+      mask: FULL gives later keys the upper half of the buckets; CAUSAL has no use for
+        them and puts them in bucket 0.
+      num_buckets: how many buckets there are.
+      max_distance: from here on there is one bucket.
+
+    Returns:
+      int32 of the shape of `relative`, in [0, num_buckets).
+
+    Raises:
+      ValueError: no distance has a bucket of its own, or all up to `max_distance` have.
+    """
+    if mask is MaskKind.FULL:
+        num_buckets //= 2
+        start = tf.where(relative > 0, num_buckets, 0)
+        distance = tf.abs(relative)
+    else:
+        start = tf.zeros_like(relative)
+        distance = tf.maximum(-relative, 0)
+    exact = num_buckets // 2
+    if not 0 < exact < max_distance:
+        raise ValueError(
+            f"relative positions: distances below {exact} get a bucket each; that must "
+            f"be 1 or more and below max_distance, which is {max_distance}: change "
+            "num_buckets or max_distance"
+        )
+    # Never the logarithm of 0, not even in the branch that is not taken.
+    ratio = tf.cast(tf.maximum(distance, exact), tf.float32) / exact
+    fraction = tf.math.log(ratio) / math.log(max_distance / exact)
+    wide = exact + tf.cast(fraction * (num_buckets - exact), tf.int32)
+    wide = tf.minimum(wide, num_buckets - 1)
+    return start + tf.where(distance < exact, distance, wide)
+
+
+def relative_bias(
+    weight: tf.Tensor, size: int, *, mask: MaskKind, max_distance: int = 128
+) -> tf.Tensor:
+    """A bias for each head and pair of tokens, by the bucket of their distance.
+
+    Distances are taken in the index: inside a packed segment, whose tokens lie side by
+    side, they are distances of positions too.
+
+    Args:
+      weight: [num_buckets, N].
+      size: S.
+      mask: as in `relative_bucket`.
+      max_distance: as in `relative_bucket`.
+
+    Returns:
+      [N, S, S], query before key, in the dtype of `weight`.
+    """
+    num_buckets, heads = weight.shape
+    # Entry k of a row of 2S is for distance k, or k - 2S in the second half.
+    entry = iota(2 * size)
+    bucket = relative_bucket(
+        tf.where(entry < size, entry, entry - 2 * size),
+        mask=mask,
+        num_buckets=num_buckets,
+        max_distance=max_distance,
+    )
+    one_hot = tf.one_hot(bucket, num_buckets, dtype=weight.dtype)
+    row = tf.matmul(weight, one_hot, transpose_a=True, transpose_b=True)
+    # Copies of the row end to end, read with a stride one short: each query's row is
+    # the last one's shifted by one. A gather's gradient would be a scatter of S*S.
+    rows = tf.broadcast_to(row[:, None, :], [heads, size, 2 * size])
+    ends = tf.reshape(rows, [heads, -1])[:, : size * (2 * size - 1)]
+    return tf.reshape(ends, [heads, size, 2 * size - 1])[:, :, :size]

@@ -1,0 +1,283 @@
+"""Equal layers in a row, as one loop over stacked weights.
+
+Dims: L layers; everything else is the body's.
+
+The loop lowers to two HLO loops, one forward and one backward, so the program's size
+does not grow with depth (GSPMD 5.1 trains up to 256 layers this way):
+
+  forward   for i in 0..L-1:  keep x[i];  x, saved[i] = layer(theta[i], x)
+  backward  for i in L-1..0:  dx, dtheta[i] = gradient(theta[i], x[i], saved[i], dx)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import gin
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.layer import Context, Layer, Mode, annotate_weights
+from meshwright.framework.modeling.recompute import (
+    Recompute,
+    Saved,
+    SplitFunction,
+    split_function,
+    stacked_sharding,
+)
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.annotations import annotate, annotate_serialized
+
+
+@gin.constants_from_enum
+class Unroll(enum.Enum):
+    """Whether the stack is a loop in the program, or its layers one after another."""
+
+    LOOP = "loop"
+    UNROLLED = "unrolled"
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repeat(Layer):
+    """`num_layers` layers like `body`, each with weights and random key of its own.
+
+    Args:
+      body: the layer; its output has the structure, shapes and dtypes of its input.
+      num_layers: L.
+      recompute: what the backward pass computes again.
+      saved_names: for `Recompute.ALL_BUT_NAMED`, the intermediates to save.
+      unroll: loop, or layers one after another; weights are stacked either way.
+
+    Raises:
+      ValueError: `num_layers` < 1, or names without the policy that reads them.
+    """
+
+    body: Layer
+    num_layers: int
+    recompute: Recompute = Recompute.EVERYTHING
+    saved_names: Sequence[str] = ()
+    unroll: Unroll = Unroll.LOOP
+
+    def __post_init__(self):
+        if self.num_layers < 1:
+            raise ValueError(f"Repeat.num_layers is {self.num_layers}, must be >= 1")
+        if self.saved_names and self.recompute is not Recompute.ALL_BUT_NAMED:
+            raise ValueError(
+                f"Repeat.saved_names {tuple(self.saved_names)} are read only by "
+                f"Recompute.ALL_BUT_NAMED, not by {self.recompute}"
+            )
+
+    def weights(self) -> NestedMap:
+        return self.body.weights().map(lambda spec: spec.stacked(self.num_layers))
+
+    def fprop(self, ctx: Context, theta: NestedMap, x: Any, **constants: Any) -> Any:
+        """Runs the stack.
+
+        Args:
+          ctx: context.
+          theta: weights of the body, stacked along a leading dim L.
+          x: the body's input, a nest of floating-point tensors.
+          **constants: nests of tensors that each layer gets unchanged, not
+            differentiated (masks, positions); None is passed on as None.
+
+        Returns:
+          The last layer's output, a nest like `x`.
+        """
+        stack = _Stack(self, ctx, theta, x, constants)
+        flat = [*tf.nest.flatten(x), *theta.leaves()]
+        if ctx.mode is Mode.EVAL:
+            outputs = stack.evaluate(flat)
+        elif self.unroll is Unroll.LOOP:
+            outputs = tf.custom_gradient(stack.looped)(*flat)
+        else:
+            outputs = tf.custom_gradient(stack.unrolled)(*flat)
+        return tf.nest.pack_sequence_as(x, tf.nest.flatten(outputs))
+
+
+class _Stack:
+    """One call of a `Repeat`; `flat` is always [*x leaves, *stacked weight leaves]."""
+
+    def __init__(self, repeat: Repeat, ctx: Context, theta, x, constants):
+        self.repeat = repeat
+        self.ctx = ctx
+        self.count = repeat.num_layers
+        self.specs = repeat.body.weights()
+        self.x = x
+        self.constants = {k: v for k, v in constants.items() if v is not None}
+        self.absent = {k: None for k, v in constants.items() if v is None}
+        self.flat_constants = tf.nest.flatten(self.constants)
+        self.split: SplitFunction = self._trace(theta)
+
+    def _trace(self, theta: NestedMap) -> SplitFunction:
+        carry = [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(self.x)]
+        slices = [tf.TensorSpec(t.shape[1:], t.dtype) for t in theta.leaves()]
+        constants = [tf.TensorSpec(t.shape, t.dtype) for t in self.flat_constants]
+        if self.ctx.key is not None:
+            constants.append(tf.TensorSpec([2], tf.uint32))
+        split = split_function(
+            self._layer,
+            [*carry, *slices],
+            constants,
+            recompute=self.repeat.recompute,
+            names=self.repeat.saved_names,
+        )
+        got = [y.spec for y in split.outputs]
+        if [(s.shape, s.dtype) for s in got] != [(s.shape, s.dtype) for s in carry]:
+            raise ValueError(
+                f"layer {self.ctx.path!r}: a repeated body must return what it takes, "
+                f"but {type(self.repeat.body).__name__} takes {carry} and returns {got}"
+            )
+        return split
+
+    def _layer(self, *args: tf.Tensor) -> list[tf.Tensor]:
+        """(*x leaves, *this layer's weights, *constants[, key]) -> output leaves."""
+        remaining = iter(args)
+        take = lambda nest: tf.nest.pack_sequence_as(  # noqa: E731
+            nest, [next(remaining) for _ in tf.nest.flatten(nest)]
+        )
+        x = take(self.x)
+        theta = self.specs.pack([next(remaining) for _ in self.specs.leaves()])
+        constants = take(self.constants)
+        ctx = dataclasses.replace(self.ctx, key=next(remaining, None))
+        theta = annotate_weights(ctx.plan, self.specs, theta)
+        y = self.repeat.body.fprop(ctx, theta, x, **constants, **self.absent)
+        return tf.nest.flatten(y)
+
+    def _arguments(self, i, x: Sequence, weights: Sequence) -> list[tf.Tensor]:
+        """Arguments of layer `i`; its key depends on its number, not on the loop."""
+        key = self.ctx.key
+        keys = [] if key is None else [random.fold_in(key, i)]
+        return [*x, *weights, *self.flat_constants, *keys]
+
+    def _divide(self, flat: Sequence) -> tuple[list, list]:
+        n = len(tf.nest.flatten(self.x))
+        return list(flat[:n]), list(flat[n:])
+
+    def evaluate(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Forward only: nothing is saved."""
+        x, stacks = self._divide(flat)
+        if self.repeat.unroll is Unroll.UNROLLED:
+            for i, weights in enumerate(_unstack(stacks)):
+                x = self.split.forward(*self._arguments(i, x, weights))[: len(x)]
+            return x
+
+        def body(i, *x):
+            arguments = self._arguments(i, x, [_read(t, i) for t in stacks])
+            y = self.split.forward(*arguments)[: len(x)]
+            return [i + 1, *self._annotated(y)]
+
+        return self._while(body, x)
+
+    def looped(self, *flat: tf.Tensor):
+        """Outputs and gradient function, both with a loop inside."""
+        x, stacks = self._divide(flat)
+        n = len(x)
+        kept = [*self.split.outputs, *self.split.saved]
+
+        def body(i, *state):
+            x, stores = state[:n], state[n:]
+            arguments = self._arguments(i, x, [_read(t, i) for t in stacks])
+            y = self.split.forward(*arguments)
+            keep = [*x, *y[n:]]
+            stores = [_write(s, t, i) for s, t in zip(stores, keep, strict=True)]
+            return [i + 1, *self._annotated(y[:n]), *stores]
+
+        final = self._while(body, [*x, *(_store(s, self.count) for s in kept)])
+        stores = final[n:]
+
+        def gradient(*dy):
+            def body(j, *state):
+                dx, dstacks = state[:n], state[n:]
+                i = self.count - 1 - j
+                kept = [_read(s, i) for s in stores]
+                arguments = self._arguments(i, kept[:n], [_read(t, i) for t in stacks])
+                grads = self.split.backward(*arguments, *kept[n:], *dx)
+                dstacks = [
+                    _write(d, g, i) for d, g in zip(dstacks, grads[n:], strict=True)
+                ]
+                return [j + 1, *self._annotated(grads[:n]), *dstacks]
+
+            return self._while(body, [*dy, *self._zero_stacks()])
+
+        return final[:n], gradient
+
+    def unrolled(self, *flat: tf.Tensor):
+        """Outputs and gradient function, layer after layer."""
+        x, stacks = self._divide(flat)
+        n = len(x)
+        weights = _unstack(stacks)
+        kept = []
+        for i in range(self.count):
+            y = self.split.forward(*self._arguments(i, x, weights[i]))
+            kept.append([*x, *y[n:]])
+            x = y[:n]
+
+        def gradient(*dx):
+            dweights: list = [None] * self.count
+            for i in reversed(range(self.count)):
+                # Without a barrier XLA finds the forward values and recomputes nothing,
+                # which keeps them all alive.
+                again = [*kept[i], *weights[i], *dx]
+                if self.repeat.recompute is not Recompute.NOTHING:
+                    again = list(xla.optimization_barrier(*again))
+                before, w, dx = (
+                    again[: len(kept[i])],
+                    again[len(kept[i]) : -n],
+                    again[-n:],
+                )
+                arguments = self._arguments(i, before[:n], w)
+                grads = self.split.backward(*arguments, *before[n:], *dx)
+                dx, dweights[i] = grads[:n], grads[n:]
+            return [*dx, *(tf.stack(g) for g in zip(*dweights, strict=True))]
+
+        return x, gradient
+
+    def _while(self, body, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        start = [tf.constant(0), *state]
+        return list(tf.while_loop(lambda i, *_: i < self.count, body, start)[1:])
+
+    def _annotated(self, x: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """`x` laid out as the body lays out its output."""
+        return [
+            t if y.sharding is None else annotate_serialized(t, y.sharding)
+            for t, y in zip(x, self.split.outputs, strict=True)
+        ]
+
+    def _zero_stacks(self) -> list[tf.Tensor]:
+        stores = []
+        for path, spec in self.specs.items_by_path():
+            sharding = spec.stacked(self.count).sharding(self.ctx.plan, path)
+            zeros = tf.zeros([self.count, *spec.shape], spec.dtype)
+            stores.append(annotate(zeros, sharding))
+        return stores
+
+
+def _store(saved: Saved, count: int) -> tf.Tensor:
+    """An empty stack for `count` tensors like `saved`."""
+    zeros = tf.zeros([count, *saved.spec.shape], saved.spec.dtype)
+    if saved.sharding is None:
+        return zeros
+    return annotate_serialized(zeros, stacked_sharding(saved.sharding))
+
+
+def _unstack(stacks: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+    return [list(layer) for layer in zip(*(tf.unstack(t) for t in stacks), strict=True)]
+
+
+def _start(tensor: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
+    return tf.stack([i] + [tf.constant(0)] * (tensor.shape.rank - 1))
+
+
+def _read(stack: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
+    shape = stack.shape[1:]
+    piece = xla.dynamic_slice(stack, _start(stack, i), [1, *shape])
+    return tf.reshape(piece, shape)
+
+
+def _write(stack: tf.Tensor, value: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
+    return xla.dynamic_update_slice(stack, value[None], _start(stack, i))

@@ -1,0 +1,85 @@
+"""What a task is: a model, its loss and metrics, and its input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context
+from meshwright.framework.nested_map import NestedMap
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskLoss:
+    """What a task says of one batch.
+
+    Args:
+      loss: float32 scalar, differentiated by training.
+      sums: float32 scalars by name, such that sums over batches make exact metrics.
+    """
+
+    loss: tf.Tensor
+    sums: NestedMap
+
+
+class Task:
+    """Base of tasks: subclass as a frozen, keyword-only dataclass.
+
+    Everything but `train_batches` and `eval_batches` is abstract and cheap, so that a
+    task can be planned without its data.
+    """
+
+    def weights(self) -> NestedMap:
+        """Nested map of `WeightSpec`."""
+        raise NotImplementedError(f"{type(self).__name__}.weights")
+
+    def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
+        """The loss of one batch, a pure function of the weights."""
+        raise NotImplementedError(f"{type(self).__name__}.loss")
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Metrics to show, from the sums of one or more batches."""
+        raise NotImplementedError(f"{type(self).__name__}.metrics")
+
+    def batch_spec(self, global_batch: int) -> NestedMap:
+        """Nested map of `tf.TensorSpec`: one batch over all devices."""
+        raise NotImplementedError(f"{type(self).__name__}.batch_spec")
+
+    def batch_dims(self) -> NestedMap:
+        """For each leaf of a batch its logical dim names, for the sharding plan."""
+        raise NotImplementedError(f"{type(self).__name__}.batch_dims")
+
+    def train_batches(
+        self, start_step: int, *, global_batch: int, rows: range
+    ) -> Iterable[Mapping[str, tf.Tensor]]:
+        """Training batches from `start_step` on, without end.
+
+        The state of the input is the step number alone: starting anew at a step gives
+        the batches that going on would have given.
+
+        Args:
+          start_step: the first step to give a batch for.
+          global_batch: rows of a batch over all processes.
+          rows: the rows that this process reads.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.train_batches")
+
+    def eval_batches(
+        self, *, global_batch: int, rows: range, max_batches: int | None = None
+    ) -> Iterable[Mapping[str, tf.Tensor]]:
+        """Held-out batches, each example once, the last one filled up with weight 0."""
+        raise NotImplementedError(f"{type(self).__name__}.eval_batches")
+
+    def describe_data(self) -> dict[str, float]:
+        """Facts on the data to print and log before training."""
+        return {}
+
+    def train_flops(self, global_batch: int) -> float:
+        """Model FLOPs of one training step: no recomputation counted."""
+        raise NotImplementedError(f"{type(self).__name__}.train_flops")
+
+    def tokens(self, global_batch: int) -> int:
+        """Tokens (or other examples' parts) that one step trains on, for tokens/s."""
+        raise NotImplementedError(f"{type(self).__name__}.tokens")

@@ -1,0 +1,404 @@
+"""Text files as language-model batches; the state of the input is the step number.
+
+Files become bytes, bytes one token stream, the stream rows of S tokens, and a stateless
+permutation orders the rows anew in every epoch. A batch is a function of the step
+alone: training resumes at any step, with any number of processes, from nothing saved.
+
+B batch rows, S sequence, T tokens of the stream, D documents, N examples (rows of S).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import fnmatch
+import functools
+import hashlib
+import os
+import pathlib
+import sysconfig
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.nested_map import NestedMap
+
+
+class ByteTokenizer:
+    """Byte b is token b + 2; 0 pads and 1 starts a document.
+
+    The 258 ids in use are rounded up to 264, so that a vocabulary dim divides by 8.
+    """
+
+    padding_id = 0
+    start_id = 1
+    first_byte_id = 2
+    vocab_size = 264
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The int32 ids of `text`, without a start token."""
+        return np.frombuffer(text, np.uint8).astype(np.int32) + self.first_byte_id
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """The bytes among `ids`; padding, start and unused ids are left out."""
+        values = np.asarray(ids, np.int64).ravel() - self.first_byte_id
+        return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes()
+
+
+class Split(enum.Enum):
+    """Which of the files: those trained on, or those kept for evaluation."""
+
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextFiles:
+    """Files of a folder, each a document. Making one does not touch the file system.
+
+    Args:
+      root: the folder, or None for the Python standard library's own sources.
+      pattern: shell pattern that a file's name, without its folder, must match.
+      excluded_dirs: names of folders to leave out, at any depth.
+      held_out_one_in: about one file in so many is held out, chosen by a hash of its
+        path below `root`, so that adding files moves no other.
+    """
+
+    root: str | None = None
+    pattern: str = "*.py"
+    excluded_dirs: tuple[str, ...] = ("site-packages", "dist-packages", "__pycache__")
+    held_out_one_in: int = 20
+
+    def __post_init__(self):
+        object.__setattr__(self, "excluded_dirs", tuple(self.excluded_dirs))
+        if self.held_out_one_in < 2:
+            raise ValueError(
+                f"TextFiles.held_out_one_in is {self.held_out_one_in}: below 2 no file "
+                "is left to train on"
+            )
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """`root`, or where the standard library lies."""
+        return pathlib.Path(self.root or sysconfig.get_path("stdlib"))
+
+    def paths(self) -> list[str]:
+        """Sorted paths below `folder`, with forward slashes.
+
+        Raises:
+          FileNotFoundError: no file matches.
+          OSError: a folder cannot be listed.
+        """
+        found = []
+        if self.folder.is_dir():
+            for parent, folders, names in os.walk(self.folder, onerror=_unreadable):
+                folders[:] = [d for d in folders if d not in self.excluded_dirs]
+                below = pathlib.Path(parent).relative_to(self.folder)
+                matching = fnmatch.filter(names, self.pattern)
+                found += [(below / name).as_posix() for name in matching]
+        if not found:
+            raise FileNotFoundError(
+                f"no text files under {str(self.folder)!r} match {self.pattern!r}: set "
+                "TextFiles.root to a folder that has some, or change TextFiles.pattern"
+            )
+        return sorted(found)
+
+    def split_of(self, path: str) -> Split:
+        """Where the file at `path`, relative to `folder`, belongs."""
+        digest = hashlib.sha256(os.fsencode(path)).digest()
+        held_out = int.from_bytes(digest[:8], "big") % self.held_out_one_in == 0
+        return Split.HELD_OUT if held_out else Split.TRAIN
+
+    def read(self, path: str) -> bytes:
+        """The content of the file at `path`, relative to `folder`.
+
+        Raises:
+          OSError: it cannot be read.
+        """
+        try:
+            return (self.folder / path).read_bytes()
+        except OSError as error:
+            _unreadable(error)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise OSError(
+        f"cannot read {str(error.filename)!r} ({error.strerror}): make it readable, or "
+        "name its folder in TextFiles.excluded_dirs"
+    ) from error
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Corpus:
+    """Documents as one stream of tokens: a start token before the bytes of each.
+
+    Args:
+      stream: uint8 [T], the bytes, with an ignored 0 for every start token.
+      bounds: int64 [D + 1], where each document starts in the stream, and T.
+    """
+
+    stream: np.ndarray
+    bounds: np.ndarray
+
+    @classmethod
+    def from_documents(cls, documents: Sequence[bytes]) -> Corpus:
+        """Packs `documents`, of which there must be one; empty ones are left out."""
+        documents = [document for document in documents if document]
+        lengths = np.array([len(document) + 1 for document in documents], np.int64)
+        return cls(
+            stream=np.frombuffer(b"\0" + b"\0".join(documents), np.uint8),
+            bounds=np.concatenate([[0], np.cumsum(lengths)]),
+        )
+
+    def example_count(self, sequence_length: int) -> int:
+        """N: rows that it takes to read every token but the last, which has no next."""
+        return -(-(len(self.stream) - 1) // sequence_length)
+
+
+@functools.cache
+def _load(files: TextFiles) -> dict[Split, Corpus | None]:
+    documents = {split: [] for split in Split}
+    for path in files.paths():
+        documents[files.split_of(path)].append(files.read(path))
+    return {
+        split: Corpus.from_documents(texts) if any(texts) else None
+        for split, texts in documents.items()
+    }
+
+
+def load_corpus(files: TextFiles, split: Split) -> Corpus:
+    """The documents of a split, sorted by path; read once in a process.
+
+    Raises:
+      FileNotFoundError: no file matches.
+      OSError: a file or folder cannot be read; it is named.
+      ValueError: the split has no text.
+    """
+    corpus = _load(files)[split]
+    if corpus is None:
+        raise ValueError(
+            f"no text in the {split.value} files under {str(files.folder)!r} that "
+            f"match {files.pattern!r}: add files, or change "
+            f"TextFiles.held_out_one_in, which holds out one in {files.held_out_one_in}"
+        )
+    return corpus
+
+
+def pack_rows(
+    stream: tf.Tensor, bounds: tf.Tensor, index: tf.Tensor, *, sequence_length: int
+) -> NestedMap:
+    """Examples by number: example i reads the S tokens from i * S on.
+
+    Every byte of the stream is a label of weight 1 in exactly one example below N.
+    From N on, examples are all padding.
+
+    Args:
+      stream: uint8 [T], as in `Corpus`.
+      bounds: int64 [D + 1], as in `Corpus`.
+      index: int64 [B], numbers of examples.
+      sequence_length: S.
+
+    Returns:
+      As `TextInput` describes them, each [B, S].
+    """
+    last = bounds[-1] - 1
+    place = index[:, None] * sequence_length + tf.range(sequence_length, dtype=tf.int64)
+    is_read = place < last
+    place = tf.minimum(place, last)
+    document = tf.searchsorted(bounds, tf.reshape(place, [-1]), side="right") - 1
+    document = tf.reshape(document, tf.shape(place))
+    start = tf.gather(bounds, document)
+    is_byte = is_read & (place + 1 < tf.gather(bounds, document + 1))
+
+    def only(where, values):
+        return tf.where(where, tf.cast(values, tf.int32), ByteTokenizer.padding_id)
+
+    def byte_id(at):
+        return tf.cast(tf.gather(stream, at), tf.int32) + ByteTokenizer.first_byte_id
+
+    ids = tf.where(place == start, ByteTokenizer.start_id, byte_id(place))
+    return NestedMap(
+        ids=only(is_read, ids),
+        labels=only(is_byte, byte_id(tf.minimum(place + 1, last))),
+        segment_ids=only(is_read, document - document[:, :1] + 1),
+        segment_positions=only(is_read, place - tf.maximum(start, place[:, :1])),
+        weights=tf.cast(is_byte, tf.float32),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextStatistics:
+    """What a split holds.
+
+    Args:
+      documents: how many files that are not empty.
+      text_bytes: their size.
+      examples: rows of S tokens, which are an epoch.
+      unigram_entropy: bits per byte of the best model without context: a loss that is
+        not well below it has learned nothing but frequencies.
+      sha256: of the token stream; processes, and runs that resume, must agree on it.
+    """
+
+    documents: int
+    text_bytes: int
+    examples: int
+    unigram_entropy: float
+    sha256: str
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextInput:
+    """Batches of packed text. Making one does not touch the file system.
+
+    A batch is a nested map of tensors [rows, S]:
+      ids: int32, tokens to read.
+      labels: int32, the byte that follows each, 0 where the document ends.
+      segment_ids: int32, documents counted from 1 within the row; 0 is padding.
+      segment_positions: int32, position within the document's part of this row.
+      weights: float32, 1 where the label is a byte of the same document, else 0.
+
+    Only bytes carry weight: never a start token, never padding. So bits per byte are
+    exactly sum(weights * loss in nats) / sum(weights) / ln 2. A row may begin in the
+    middle of a document, whose earlier part it then does not see.
+
+    Args:
+      files: where the text comes from.
+      sequence_length: S.
+      seed: of the order of the training examples.
+    """
+
+    files: TextFiles = TextFiles()
+    sequence_length: int
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.sequence_length < 1:
+            raise ValueError(
+                f"TextInput.sequence_length is {self.sequence_length}: it must be 1 or "
+                "more"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """V, above every id."""
+        return ByteTokenizer.vocab_size
+
+    def element_spec(self, batch: int) -> NestedMap:
+        """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
+        shape = [batch, self.sequence_length]
+        names = ("ids", "labels", "segment_ids", "segment_positions")
+        spec = NestedMap({name: tf.TensorSpec(shape, tf.int32) for name in names})
+        return NestedMap(spec, weights=tf.TensorSpec(shape, tf.float32))
+
+    def train_batches(
+        self, start_step: int, *, global_batch: int, rows: range
+    ) -> tf.data.Dataset:
+        """Endless batches from `start_step` on, reached without reading those before.
+
+        Args:
+          start_step: number of the first batch.
+          global_batch: examples of a step, over all processes.
+          rows: which of them to read here; processes may read the same ones.
+        """
+        place = _places(global_batch, rows)
+        corpus = load_corpus(self.files, Split.TRAIN)
+        count = corpus.example_count(self.sequence_length)
+        return self._dataset(
+            corpus,
+            tf.data.Dataset.range(start_step, tf.int64.max),
+            lambda step: shuffled_examples(place(step), count=count, seed=self.seed),
+        )
+
+    def held_out_batches(
+        self, *, global_batch: int, rows: range, max_batches: int | None = None
+    ) -> tf.data.Dataset:
+        """One pass over the held-out files in order; padding fills the last batch.
+
+        Args:
+          global_batch: examples of a step, over all processes.
+          rows: which of them to read here.
+          max_batches: read so many at most, spread evenly over the files.
+        """
+        place = _places(global_batch, rows)
+        corpus = load_corpus(self.files, Split.HELD_OUT)
+        total = -(-corpus.example_count(self.sequence_length) // global_batch)
+        count = total if max_batches is None else min(total, max_batches)
+        return self._dataset(
+            corpus,
+            tf.data.Dataset.range(count),
+            lambda step: place(step * total // count),
+        )
+
+    def statistics(self, split: Split = Split.TRAIN) -> TextStatistics:
+        """What the files of `split` hold; reads them."""
+        corpus = load_corpus(self.files, split)
+        digest = hashlib.sha256(corpus.bounds.tobytes())
+        digest.update(corpus.stream)
+        parts = np.array_split(corpus.stream, len(corpus.stream) // 2**20 + 1)
+        counts = sum(np.bincount(part, minlength=256) for part in parts)
+        documents = len(corpus.bounds) - 1
+        counts[0] -= documents  # Start tokens are no bytes.
+        share = counts[counts > 0] / counts.sum()
+        return TextStatistics(
+            documents=documents,
+            text_bytes=int(counts.sum()),
+            examples=corpus.example_count(self.sequence_length),
+            unigram_entropy=float(-(share * np.log2(share)).sum()),
+            sha256=digest.hexdigest(),
+        )
+
+    def _dataset(
+        self,
+        corpus: Corpus,
+        steps: tf.data.Dataset,
+        examples: Callable[[tf.Tensor], tf.Tensor],
+    ) -> tf.data.Dataset:
+        """Batches of the examples that `examples` names for each of `steps`."""
+        with tf.device("CPU"):  # Where there is a GPU, TF would put them there.
+            stream = tf.constant(corpus.stream)
+            bounds = tf.constant(corpus.bounds)
+
+        def batch(step):
+            S = self.sequence_length
+            return pack_rows(stream, bounds, examples(step), sequence_length=S)
+
+        return steps.map(
+            batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        ).prefetch(tf.data.AUTOTUNE)
+
+
+def shuffled_examples(place: tf.Tensor, *, count: int, seed: int) -> tf.Tensor:
+    """Numbers of the examples at int64 [B] places in the endless training order.
+
+    Each epoch is a permutation of its own. `tf.random.experimental.index_shuffle` does
+    the same with 4 rounds of its cipher, after which epochs still resemble each other
+    (half of the bits differ by a constant), and takes one seed per call only.
+    """
+    if count > 2**16 and (count - 1) & (count - 2) == 0:
+        # TF 2.21 repeats one example and skips another where the largest number is a
+        # power of 4 from 2^16 up: an example of padding more avoids that.
+        count += 1
+    epoch = place // count
+    # The cipher uses the low bits of each word: 8, or more with many examples.
+    words = tf.pad(epoch[:, None], [[0, 0], [2, 0]]) + [seed, seed >> 8, 0]
+    return tf.raw_ops.RandomIndexShuffle(
+        index=place % count,
+        seed=words,
+        max_index=tf.constant(count - 1, tf.int64),
+        rounds=8,
+    )
+
+
+def _places(global_batch: int, rows: range) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Maps a step to the int64 places of `rows` in the order of all examples."""
+    if not rows or min(rows) < 0 or max(rows) >= global_batch:
+        raise ValueError(
+            f"rows {rows} are not part of a global batch of {global_batch} rows"
+        )
+    numbers = np.array(rows, np.int64)
+    return lambda step: step * global_batch + numbers

@@ -1,0 +1,226 @@
+"""The programs of an experiment: init, shard, main, unshard, eval.
+
+    init -> shard -> [ main ]* -> unshard -> checkpoint, export
+                        |
+                       eval
+
+Init and checkpoints hold the state in logical form, main and eval in stored form; the
+trainer and the planner build the same main program here.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+
+from meshwright.framework.compiler.program import Program, compile_program
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.initializers import Constant
+from meshwright.framework.modeling.layer import (
+    Context,
+    Mode,
+    WeightSpec,
+    annotate_weights,
+    initialize,
+)
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.trainers.experiment import Experiment
+
+
+class Programs:
+    """Builds and caches the compiled programs of one experiment.
+
+    The functions (`train_step`, ...) are pure TF over logical shapes and abstract
+    enough to be planned for any topology; the cached properties compile them for the
+    mesh of the experiment's plan.
+    """
+
+    def __init__(self, experiment: Experiment):
+        self.experiment = experiment
+        self.weights = experiment.task.weights()
+
+    @functools.cached_property
+    def state_specs(self) -> NestedMap:
+        """Nested map of `WeightSpec`: step, theta, slots and, if asked for, ema."""
+        step = WeightSpec(shape=(), dims=(), initializer=Constant(0), dtype=tf.int32)
+        state = NestedMap(step=step, theta=self.weights)
+        state.slots = self.experiment.optimizer.slots(self.weights)
+        if self.experiment.ema is not None:
+            state.ema = self.weights
+        return state
+
+    def state_shardings(self) -> NestedMap:
+        """Where the plan puts each leaf of the state."""
+        plan = self.experiment.plan
+        return self.state_specs.map_with_path(
+            lambda path, spec: spec.sharding(plan, path)
+        )
+
+    def logical_shardings(self) -> NestedMap:
+        """The same, without axes that do not divide their dim (logical form)."""
+        return self.state_shardings().map(
+            lambda sharding, spec: sharding.even(spec.shape), self.state_specs
+        )
+
+    def abstract_state(self) -> NestedMap:
+        """Nested map of `tf.TensorSpec` of the state, logical shapes."""
+        return self.state_specs.map(lambda s: tf.TensorSpec(s.shape, s.dtype))
+
+    def abstract_batches(self) -> NestedMap:
+        """Nested map of `tf.TensorSpec`: the batches of one call of the main program."""
+        spec = NestedMap(self.experiment.task.batch_spec(self.experiment.global_batch))
+        steps = self.experiment.steps_per_loop
+        return spec.map(lambda s: tf.TensorSpec([steps, *s.shape], s.dtype))
+
+    def batch_shardings(self) -> NestedMap:
+        """Shardings of one batch, by the plan's activation table."""
+        plan = self.experiment.plan
+        return NestedMap(self.experiment.task.batch_dims()).map_with_path(
+            lambda path, dims: plan.activation_sharding(dims, f"batch.{path}")
+        )
+
+    def initial_state(self) -> NestedMap:
+        """The state before step 0, in logical form; a TF function of nothing."""
+        key = random.fold_in(random.key_from_seed(self.experiment.seed), "weights")
+        specs = self.state_specs
+        state = NestedMap(step=tf.constant(0), theta=initialize(specs.theta, key))
+        state.slots = initialize(specs.slots, key)
+        if "ema" in specs:
+            state.ema = state.theta
+        return state
+
+    def train_step(self, state: NestedMap, batch: NestedMap) -> NestedMap:
+        """One step: `state` after it, and `metrics`, float32 scalars by name."""
+        experiment = self.experiment
+        seed = random.key_from_seed(experiment.seed)
+        ctx = Context(
+            plan=experiment.plan,
+            mode=Mode.TRAIN,
+            key=random.fold_in(random.fold_in(seed, "train"), state.step),
+            activation_dtype=experiment.activation_dtype,
+        )
+        with tf.GradientTape() as tape:
+            leaves = state.theta.leaves()
+            tape.watch(leaves)
+            theta = annotate_weights(
+                experiment.plan, self.weights, state.theta.pack(leaves)
+            )
+            result = experiment.task.loss(ctx, theta, batch)
+        gradients = state.theta.pack(tape.gradient(result.loss, leaves))
+        with tf.name_scope("optimizer"):
+            update = experiment.optimizer.update(
+                state.step, gradients, state.theta, state.slots, self.weights
+            )
+        new = NestedMap(step=state.step + 1, theta=update.theta, slots=update.slots)
+        if experiment.ema is not None:
+            new.ema = experiment.ema.update(state.step, state.ema, update.theta)
+        metrics = NestedMap(loss=result.loss, sums=result.sums, **update.metrics)
+        return NestedMap(state=new, metrics=metrics)
+
+    def train_loop(self, state: NestedMap, batches: NestedMap) -> NestedMap:
+        """`steps_per_loop` steps; batches and metrics have a leading dim for them."""
+        steps = self.experiment.steps_per_loop
+        if steps == 1:
+            out = self.train_step(state, batches.map(lambda x: x[0]))
+            return NestedMap(
+                state=out.state, metrics=out.metrics.map(lambda m: m[None])
+            )
+        specs = tf.nest.map_structure(
+            lambda t: tf.TensorSpec(t.shape, t.dtype),
+            (state, batches.map(lambda x: x[0])),
+        )
+        # Traced ahead of the loop, which must know what metrics it will gather.
+        step = tf.function(self.train_step, autograph=False)
+        step = step.get_concrete_function(*specs)
+        metrics = step.structured_outputs["metrics"]
+
+        def body(i, leaves, stores):
+            out = step(state.pack(leaves), batches.map(lambda x: x[i]))
+            rows = zip(stores, out.metrics.leaves(), strict=True)
+            stores = [xla.dynamic_update_slice(s, m[None], [i]) for s, m in rows]
+            return i + 1, out.state.leaves(), stores
+
+        stores = [tf.zeros([steps], tf.float32) for _ in metrics.leaves()]
+        _, leaves, stores = tf.while_loop(
+            lambda i, *_: i < steps, body, (tf.constant(0), state.leaves(), stores)
+        )
+        return NestedMap(state=state.pack(leaves), metrics=metrics.pack(stores))
+
+    def eval_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """The task's sums over one held-out batch."""
+        ctx = Context(
+            plan=self.experiment.plan,
+            mode=Mode.EVAL,
+            activation_dtype=self.experiment.activation_dtype,
+        )
+        theta = annotate_weights(self.experiment.plan, self.weights, theta)
+        return self.experiment.task.loss(ctx, theta, batch).sums
+
+    @functools.cached_property
+    def init(self) -> Program:
+        """() -> state in logical form."""
+        return self._compile(
+            self.initial_state, [], [], self.logical_shardings(), name="init"
+        )
+
+    @functools.cached_property
+    def main(self) -> Program:
+        """(state, batches) -> (state, metrics), in stored form; the state is donated."""
+        shardings = self.batch_shardings().map(
+            lambda s: Sharding(s.mesh, ((), *s.dims))
+        )
+        return self._compile(
+            lambda state, batches: dict(self.train_loop(state, batches)),
+            [self.abstract_state(), self.abstract_batches()],
+            [self.state_shardings(), shardings],
+            {"state": self.state_shardings(), "metrics": None},
+            donate=(0,),
+            name="train",
+        )
+
+    @functools.cached_property
+    def eval(self) -> Program:
+        """(theta in stored form, batch) -> sums."""
+        task, experiment = self.experiment.task, self.experiment
+        return self._compile(
+            self.eval_step,
+            [self.abstract_state().theta, task.batch_spec(experiment.global_batch)],
+            [self.state_shardings().theta, self.batch_shardings()],
+            None,
+            name="eval",
+        )
+
+    @functools.cached_property
+    def shard(self) -> Program:
+        """State in logical form -> stored form."""
+        return self._convert(
+            self.logical_shardings(), self.state_shardings(), name="shard"
+        )
+
+    @functools.cached_property
+    def unshard(self) -> Program:
+        """State in stored form -> logical form."""
+        return self._convert(
+            self.state_shardings(), self.logical_shardings(), name="unshard"
+        )
+
+    def _convert(self, before: NestedMap, after: NestedMap, *, name: str) -> Program:
+        identity = lambda state: state.map(tf.identity)  # noqa: E731
+        return self._compile(
+            identity, [self.abstract_state()], [before], after, name=name
+        )
+
+    def _compile(self, fn, args, in_shardings, out_shardings, *, name, donate=()):
+        return compile_program(
+            fn,
+            args,
+            self.experiment.plan.mesh,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate=donate,
+            partitioner=self.experiment.partitioner,
+            name=name,
+        )
