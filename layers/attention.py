@@ -16,7 +16,7 @@ from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.dropout import Dropout
-from meshwright.layers.linear import BSM, contract
+from meshwright.layers.linear import BSM, contract, contract_each
 from meshwright.layers.positions import (
     MaskKind,
     PositionKind,
@@ -124,9 +124,7 @@ class MultiHeadAttention(Layer):
         Raises:
           ValueError: the last dim of `x` is not M.
         """
-        q = save_name(self._heads(ctx, theta, "q", x), "query")
-        k = save_name(self._heads(ctx, theta, "k", x), "key")
-        v = save_name(self._heads(ctx, theta, "v", x), "value")
+        q, k, v = self._project(ctx, theta, x)
         if self.positions is PositionKind.ROTARY:
             if segment_positions is None:
                 segment_positions = iota(x.shape[1])[None, :]
@@ -139,10 +137,16 @@ class MultiHeadAttention(Layer):
         out = save_name(out, "attention_out")
         return out + ctx.cast(theta.b_o) if self.use_bias else out
 
-    def _heads(self, ctx, theta, name: str, x: tf.Tensor) -> tf.Tensor:
-        """The projection of `x` to queries, keys or values [B, S, N, D]."""
-        heads = ctx.split(contract(ctx, x, theta[f"w_{name}"]), BSND)
-        return heads + ctx.cast(theta[f"b_{name}"]) if self.use_bias else heads
+    def _project(self, ctx, theta, x) -> list[tf.Tensor]:
+        """Queries, keys and values of `x`, each [B, S, N, D]."""
+        projected = contract_each(ctx, x, [theta.w_q, theta.w_k, theta.w_v])
+        projected = [ctx.split(heads, BSND) for heads in projected]
+        if self.use_bias:
+            biases = (theta.b_q, theta.b_k, theta.b_v)
+            pairs = zip(projected, biases, strict=True)
+            projected = [heads + ctx.cast(bias) for heads, bias in pairs]
+        names = ("query", "key", "value")
+        return [save_name(h, n) for h, n in zip(projected, names, strict=True)]
 
     def _probabilities(self, ctx, theta, q, k, paddings, segment_ids) -> tf.Tensor:
         """What each query takes from each key: [B, N, S, T], activation dtype."""

@@ -17,7 +17,7 @@ from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.dropout import Dropout
-from meshwright.layers.linear import BSM, contract
+from meshwright.layers.linear import BSM, contract, contract_each
 
 BSH = ("batch", "sequence", "hidden")
 
@@ -91,10 +91,12 @@ class FeedForward(Layer):
         Raises:
           ValueError: the last dim of `x` is not M.
         """
-        hidden = save_name(ctx.split(contract(ctx, x, theta.w_in), BSH), "hidden")
+        names = ("w_in", "w_gate") if self.activation.is_gated else ("w_in",)
+        products = contract_each(ctx, x, [theta[name] for name in names])
+        products = [ctx.split(product, BSH) for product in products]
+        hidden = save_name(products[0], "hidden")
         if self.activation.is_gated:
-            gate = save_name(ctx.split(contract(ctx, x, theta.w_gate), BSH), "gate")
-            hidden = self.activation(gate) * hidden
+            hidden = self.activation(save_name(products[1], "gate")) * hidden
         else:
             hidden = self.activation(hidden)
         with ctx.scope("dropout") as c:

@@ -6,6 +6,7 @@ Dims: B batch, S sequence, K contracted, F produced.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -36,15 +37,28 @@ def contract(
     Raises:
       ValueError: the contracted dims of `x` and `weight` differ.
     """
-    contracted, produced = weight.shape[:dims], weight.shape[dims:]
+    return contract_each(ctx, x, [weight], dims=dims)[0]
+
+
+def contract_each(
+    ctx: Context, x: tf.Tensor, weights: Sequence[tf.Tensor], *, dims: int = 1
+) -> list[tf.Tensor]:
+    """`contract` of one `x` with each of several weights.
+
+    They share the flattened `x`, so that a mesh gathers it once for all.
+    """
+    lead, contracted = x.shape[:-dims], weights[0].shape[:dims]
     check_trailing_dims(ctx, x, contracted)
     size = math.prod(contracted)
     rows = tf.reshape(ctx.cast(x), [-1, size])
-    product = rows @ tf.reshape(ctx.cast(weight), [size, -1])
-    return tf.reshape(product, [*x.shape[:-dims], *produced])
+    products = []
+    for weight in weights:
+        product = rows @ tf.reshape(ctx.cast(weight), [size, -1])
+        products.append(tf.reshape(product, [*lead, *weight.shape[dims:]]))
+    return products
 
 
-def check_trailing_dims(ctx: Context, x: tf.Tensor, dims) -> None:
+def check_trailing_dims(ctx: Context, x: tf.Tensor, dims: Sequence[int]) -> None:
     """Raises ValueError, naming the layer, unless the shape of `x` ends with `dims`."""
     dims = list(dims)
     if list(x.shape[-len(dims) :]) != dims:

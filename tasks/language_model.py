@@ -137,6 +137,9 @@ class LanguageModel(Task):
             "unigram entropy, bits per byte": train.unigram_entropy,
         }
 
+    def data_fingerprint(self) -> str:
+        return self.text.statistics(Split.TRAIN).sha256
+
     def train_flops(self, global_batch: int) -> float:
         """Six FLOPs a token and matrix weight, plus attention's two S x S products.
 

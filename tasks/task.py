@@ -76,6 +76,10 @@ class Task:
         """Facts on the data to print and log before training."""
         return {}
 
+    def data_fingerprint(self) -> str:
+        """Changes if the training data changes; a resumed run compares it."""
+        return ""
+
     def train_flops(self, global_batch: int) -> float:
         """Model FLOPs of one training step: no recomputation counted."""
         raise NotImplementedError(f"{type(self).__name__}.train_flops")

@@ -84,7 +84,8 @@ class TextFiles:
     @property
     def folder(self) -> pathlib.Path:
         """`root`, or where the standard library lies."""
-        return pathlib.Path(self.root or sysconfig.get_path("stdlib"))
+        stdlib = sysconfig.get_path("stdlib")
+        return pathlib.Path(stdlib if self.root is None else self.root)
 
     def paths(self) -> list[str]:
         """Sorted paths below `folder`, with forward slashes.
@@ -212,7 +213,7 @@ def pack_rows(
     document = tf.searchsorted(bounds, tf.reshape(place, [-1]), side="right") - 1
     document = tf.reshape(document, tf.shape(place))
     start = tf.gather(bounds, document)
-    is_byte = is_read & (place + 1 < tf.gather(bounds, document + 1))
+    is_byte = place + 1 < tf.gather(bounds, document + 1)
 
     def only(where, values):
         return tf.where(where, tf.cast(values, tf.int32), ByteTokenizer.padding_id)
@@ -279,8 +280,7 @@ class TextInput:
     def __post_init__(self):
         if self.sequence_length < 1:
             raise ValueError(
-                f"TextInput.sequence_length is {self.sequence_length}: it must be 1 or "
-                "more"
+                f"TextInput.sequence_length is {self.sequence_length}: make it positive"
             )
 
     @property
@@ -308,11 +308,12 @@ class TextInput:
         place = _places(global_batch, rows)
         corpus = load_corpus(self.files, Split.TRAIN)
         count = corpus.example_count(self.sequence_length)
-        return self._dataset(
-            corpus,
-            tf.data.Dataset.range(start_step, tf.int64.max),
-            lambda step: shuffled_examples(place(step), count=count, seed=self.seed),
-        )
+        steps = tf.data.Dataset.range(start_step, tf.int64.max)
+
+        def examples(step):
+            return shuffled_examples(place(step), count=count, seed=self.seed)
+
+        return self._dataset(corpus, steps, examples)
 
     def held_out_batches(
         self, *, global_batch: int, rows: range, max_batches: int | None = None
@@ -328,24 +329,20 @@ class TextInput:
         corpus = load_corpus(self.files, Split.HELD_OUT)
         total = -(-corpus.example_count(self.sequence_length) // global_batch)
         count = total if max_batches is None else min(total, max_batches)
-        return self._dataset(
-            corpus,
-            tf.data.Dataset.range(count),
-            lambda step: place(step * total // count),
-        )
+        steps = tf.data.Dataset.range(count)
+        return self._dataset(corpus, steps, lambda n: place(n * total // count))
 
     def statistics(self, split: Split = Split.TRAIN) -> TextStatistics:
         """What the files of `split` hold; reads them."""
         corpus = load_corpus(self.files, split)
-        digest = hashlib.sha256(corpus.bounds.tobytes())
+        digest = hashlib.sha256(corpus.bounds)
         digest.update(corpus.stream)
         parts = np.array_split(corpus.stream, len(corpus.stream) // 2**20 + 1)
         counts = sum(np.bincount(part, minlength=256) for part in parts)
-        documents = len(corpus.bounds) - 1
-        counts[0] -= documents  # Start tokens are no bytes.
+        counts[0] -= len(corpus.bounds) - 1  # Start tokens are no bytes.
         share = counts[counts > 0] / counts.sum()
         return TextStatistics(
-            documents=documents,
+            documents=len(corpus.bounds) - 1,
             text_bytes=int(counts.sum()),
             examples=corpus.example_count(self.sequence_length),
             unigram_entropy=float(-(share * np.log2(share)).sum()),
@@ -360,8 +357,7 @@ class TextInput:
     ) -> tf.data.Dataset:
         """Batches of the examples that `examples` names for each of `steps`."""
         with tf.device("CPU"):  # Where there is a GPU, TF would put them there.
-            stream = tf.constant(corpus.stream)
-            bounds = tf.constant(corpus.bounds)
+            stream, bounds = tf.constant(corpus.stream), tf.constant(corpus.bounds)
 
         def batch(step):
             S = self.sequence_length
@@ -375,20 +371,19 @@ class TextInput:
 def shuffled_examples(place: tf.Tensor, *, count: int, seed: int) -> tf.Tensor:
     """Numbers of the examples at int64 [B] places in the endless training order.
 
-    Each epoch is a permutation of its own. `tf.random.experimental.index_shuffle` does
-    the same with 4 rounds of its cipher, after which epochs still resemble each other
-    (half of the bits differ by a constant), and takes one seed per call only.
+    Each epoch is a permutation of its own. `tf.random.experimental.index_shuffle` takes
+    one seed per call only, and its 4 rounds leave epochs alike: in half of the bits,
+    most examples differ by one constant.
     """
     if count > 2**16 and (count - 1) & (count - 2) == 0:
         # TF 2.21 repeats one example and skips another where the largest number is a
         # power of 4 from 2^16 up: an example of padding more avoids that.
         count += 1
     epoch = place // count
-    # The cipher uses the low bits of each word: 8, or more with many examples.
-    words = tf.pad(epoch[:, None], [[0, 0], [2, 0]]) + [seed, seed >> 8, 0]
     return tf.raw_ops.RandomIndexShuffle(
         index=place % count,
-        seed=words,
+        # Of each of three words, the cipher uses the lowest 8 bits or more.
+        seed=tf.pad(epoch[:, None], [[0, 0], [2, 0]]) + [seed, seed >> 8, 0],
         max_index=tf.constant(count - 1, tf.int64),
         rounds=8,
     )

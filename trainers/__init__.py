@@ -1,1 +1,3 @@
-"""Meshwright trainers."""
+"""Training: the loop, the programs around it, checkpoints, the mains."""
+
+import meshwright.framework  # noqa: F401 (first: it quietens TF before TF is imported)

@@ -92,6 +92,15 @@ def named_sharding(
     return jax.sharding.NamedSharding(mesh or jax_mesh(sharding.mesh), spec)
 
 
+def abstract_array(
+    shape: Sequence[int], dtype: tf.DType, sharding: Sharding
+) -> jax.ShapeDtypeStruct:
+    """A described device array, for a checkpoint to be restored into."""
+    return jax.ShapeDtypeStruct(
+        tuple(shape), dtype.as_numpy_dtype, sharding=named_sharding(sharding)
+    )
+
+
 def stable_hlo(lowered: LoweredFunction, mesh: DeviceMesh, shardy: bool) -> ir.Module:
     """The StableHLO module of a lowered function, annotations ready for a partitioner.
 

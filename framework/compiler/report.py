@@ -27,6 +27,12 @@ _ARRAY = re.compile(r"\b(?P<dtype>pred|[suf]\d+|bf16|f8\w*|c\d+)\[(?P<dims>[\d,]
 _IOTA_GROUPS = re.compile(
     r"replica_groups=\[(?P<dims>[\d,]+)\]<=\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?"
 )
+_MESH_GROUPS = re.compile(
+    r"replica_groups=(?:@?\w+)?\[(?P<axes>[^\]]+)\]"
+    r"(?:, device_ids=\((?P<order>.*?)\))? \{(?P<chosen>[^}]*)\}"
+)
+_DEVICE_ORDER = re.compile(r"\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?|[\d,]+")
+_MESH_AXIS = re.compile(r"'(?P<name>[^']+)'(?:=(?P<size>\d+))?(?P<part>:\(\d+\)\d+)?")
 _LIST_GROUPS = re.compile(r"replica_groups=\{(?P<groups>\{[\d,{}]*\})\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>[\d,{}]*)\}")
 _OP_NAME = re.compile(r'op_name="(?P<op_name>[^"]*)"')
@@ -85,17 +91,41 @@ def _collective(match: re.Match, mesh: DeviceMesh) -> Collective:
 
 
 def _groups(text: str, mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
+    """The device groups of a collective, from any of the forms that HLO text has."""
     if match := _PAIRS.search(text):
-        return tuple(tuple(p) for p in _lists(match["pairs"]))
+        return _lists(match["pairs"])
     if match := _IOTA_GROUPS.search(text):
-        ids = np.arange(math.prod(_ints(match["iota"]))).reshape(_ints(match["iota"]))
-        if match["perm"]:
-            ids = ids.transpose(_ints(match["perm"]))
-        grouped = ids.reshape(_ints(match["dims"]))
-        return tuple(tuple(int(i) for i in row) for row in grouped)
+        ids = _iota(match["iota"], match["perm"]).reshape(_ints(match["dims"]))
+        return tuple(tuple(int(i) for i in row) for row in ids)
     if match := _LIST_GROUPS.search(text):
-        return tuple(tuple(g) for g in _lists(match["groups"]))
-    return (tuple(range(mesh.size)),)
+        return _lists(match["groups"])
+    if match := _MESH_GROUPS.search(text):
+        return _mesh_groups(match)
+    if "replica_groups={}" in text:
+        return (tuple(range(mesh.size)),)
+    raise ValueError(f"collective with replica groups of an unknown form: {text[:200]}")
+
+
+def _mesh_groups(match: re.Match) -> tuple[tuple[int, ...], ...]:
+    """Groups over a mesh of XLA's own: `mesh['a'=2,'b'=4], device_ids=(...) {'b'}`."""
+    axes = list(_MESH_AXIS.finditer(match["axes"]))
+    chosen = list(_MESH_AXIS.finditer(match["chosen"]))
+    order = _DEVICE_ORDER.fullmatch(match["order"] or "")
+    if any(axis["part"] for axis in chosen) or (match["order"] and order is None):
+        raise ValueError(f"replica groups of an unknown form: {match[0]}")
+    ids = None
+    if order:
+        ids = _iota(order["iota"], order["perm"]) if order["iota"] else _ints(order[0])
+        ids = tuple(np.asarray(ids).flat)
+    shape = tuple(int(axis["size"]) for axis in axes)
+    places = DeviceMesh(tuple(axis["name"] for axis in axes), shape, ids)
+    groups = axis_groups(places, tuple(axis["name"] for axis in chosen))
+    return tuple(tuple(int(places.ids.flat[i]) for i in group) for group in groups)
+
+
+def _iota(shape: str, perm: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
+    return ids.transpose(_ints(perm)) if perm else ids
 
 
 def _axes_of(groups, mesh: DeviceMesh) -> tuple[str, ...] | None:
@@ -123,8 +153,8 @@ def axis_groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...
     return tuple(tuple(int(i) for i in row) for row in rows)
 
 
-def _lists(text: str) -> list[list[int]]:
-    return [_ints(group) for group in re.findall(r"\{([\d,]*)\}", text)]
+def _lists(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]*)\}", text))
 
 
 def _ints(text: str) -> list[int]:

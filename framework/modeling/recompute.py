@@ -19,8 +19,10 @@ from tensorflow.compiler.xla import xla_data_pb2
 
 _TAG = "saved."
 _TAGGED = re.compile(r"saved\.(?P<name>[a-z_]+[a-z])(_\d+)?")
-# Ops that only rename or rearrange: saving their input serves as well.
-_VIEWS = frozenset({"Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze"})
+# Ops that only rename, rearrange or slice: saving their first input serves as well.
+_VIEWS = frozenset(
+    {"Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze", "Unpack", "SplitV"}
+)
 
 
 @gin.constants_from_enum
@@ -144,7 +146,8 @@ def _cut(graph, parts, n, recompute, names) -> list[tf.Tensor]:
             if tensor.op in varying and tensor.dtype.is_floating:
                 root = _root(tensor)
                 if root.ref() not in given:
-                    cut.setdefault(root.ref(), root)
+                    # `prune` can cut an op only as a whole.
+                    cut.update((out.ref(), out) for out in root.op.outputs)
     return list(cut.values())
 
 
@@ -171,8 +174,9 @@ def _downstream(ops, tensors) -> set:
 
 def _root(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor of which `tensor` is a view; for an annotated one, what went in."""
-    while tensor.op.type in _VIEWS:
-        tensor = tensor.op.inputs[0]
+    while tensor.op.type in _VIEWS or tensor.op.type == "IdentityN":
+        op = tensor.op
+        tensor = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
     return tensor.op.inputs[0] if tensor.op.type == "XlaSharding" else tensor
 
 

@@ -141,6 +141,12 @@ def test_each_epoch_is_another_permutation(count):
         assert (order[0] != order[1]).any() and (order[0] != other).any()
 
 
+def test_order_stays_what_it_was():
+    # Runs that resume with a newer TF would go on in another order.
+    order = shuffled_examples(tf.range(6, dtype=tf.int64), count=1000, seed=1)
+    assert order.numpy().tolist() == [300, 7, 892, 806, 879, 702]
+
+
 def test_epochs_do_not_resemble_each_other():
     # With too few rounds, half of the bits of all examples differ by one constant.
     place = tf.range(2 * 2**16, dtype=tf.int64)
@@ -183,7 +189,7 @@ def test_processes_together_read_the_batch_of_one(files, split):
             dataset = text_input.train_batches(7, global_batch=6, rows=rows).take(9)
         return list(dataset)
 
-    parts = zip(read(range(0, 4)), read(range(4, 6)), strict=True)
+    parts = zip(read(range(4)), read(range(4, 6)), strict=True)
     for whole, (left, right) in zip(read(range(6)), parts, strict=True):
         joined = left.map(lambda *pair: tf.concat(pair, 0), right)
         assert_same(whole, joined)
@@ -197,9 +203,7 @@ def test_held_out_pass_reads_every_byte_once_in_order_and_pads(files):
     expected = b"".join(files.read(path) for path in texts)
     labels = np.concatenate([batch.labels for batch in batches])
     assert TOKENIZER.decode(labels) == expected
-    assert sum(float(tf.reduce_sum(batch.weights)) for batch in batches) == len(
-        expected
-    )
+    assert sum(batch.weights.numpy().sum() for batch in batches) == len(expected)
     assert not np.any(batches[-1].segment_ids[-1])
 
 
@@ -233,12 +237,12 @@ def test_element_spec_is_the_dataset_s(files):
 
 
 @pytest.mark.parametrize(
-    ("text", "entropy"), [(b"ab" * 50, 1.0), (bytes(range(256)), 8.0), (b"a", 0.0)]
+    ("text", "entropy"), [(b"ab", 1.0), (bytes(range(256)), 8.0), (b"a", 0.0)]
 )
 def test_statistics(tmp_path, text, entropy):
     for number in range(8):
         (tmp_path / f"{number}.py").write_bytes(text)
-    files = TextFiles(root=str(tmp_path), held_out_one_in=4)
+    files = TextFiles(root=str(tmp_path), held_out_one_in=2)
     text_input = TextInput(files=files, sequence_length=10)
     train, held_out = (text_input.statistics(split) for split in Split)
     assert train.documents + held_out.documents == 8

@@ -1,0 +1,116 @@
+"""What holds for every layer: gradients, 16-bit activations, no tables, bad input."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context, Mode, initialize
+from meshwright.framework.modeling.random import key_from_seed
+from meshwright.layers.attention import MultiHeadAttention
+from meshwright.layers.embedding import Lookup, Softmax, SoftmaxKind, TokenEmbedding
+from meshwright.layers.feed_forward import Activation, FeedForward
+from meshwright.layers.normalization import LayerNorm, RMSNorm
+from meshwright.layers.positions import MaskKind, PositionKind
+from meshwright.layers.transformer import transformer_layer
+
+B, S, M, V = 2, 8, 4, 11
+KEY = key_from_seed(0)
+
+
+def attention(**kwargs) -> MultiHeadAttention:
+    sizes = {"num_heads": 2, "head_dim": 6, "num_buckets": 4, "max_distance": 6}
+    return MultiHeadAttention(model_dims=M, dropout_rate=0.2, **sizes, **kwargs)
+
+
+def feed_forward(activation: Activation) -> FeedForward:
+    return FeedForward(
+        model_dims=M, hidden_dims=10, activation=activation, dropout_rate=0.2
+    )
+
+
+def embedding(lookup: Lookup, softmax: SoftmaxKind) -> TokenEmbedding:
+    return TokenEmbedding(vocab_size=V, model_dims=M, lookup=lookup, softmax=softmax)
+
+
+LAYERS = {
+    "rms_norm": RMSNorm(model_dims=M),
+    "layer_norm": LayerNorm(model_dims=M),
+    **{f"attention_{p.value}": attention(positions=p) for p in PositionKind},
+    "attention_bias": attention(use_bias=True, mask=MaskKind.FULL),
+    **{f"feed_forward_{a.value}": feed_forward(a) for a in Activation},
+    "softmax": Softmax(model_dims=M, vocab_size=V),
+    "transformer": transformer_layer(
+        model_dims=M, hidden_dims=10, num_heads=2, head_dim=6, dropout_rate=0.2
+    ),
+    "transformer_layer_norm": transformer_layer(
+        model_dims=M, hidden_dims=10, num_heads=2, head_dim=6, norm=LayerNorm
+    ),
+}
+EMBEDDINGS = {
+    f"embedding_{lookup.value}_{softmax.value}": embedding(lookup, softmax)
+    for lookup in Lookup
+    for softmax in SoftmaxKind
+}
+over_all = pytest.mark.parametrize("name", [*LAYERS, *EMBEDDINGS])
+
+
+def input_spec(name: str, S: int = S) -> tf.TensorSpec:
+    if name in EMBEDDINGS:
+        return tf.TensorSpec([B, S], tf.int32)
+    return tf.TensorSpec([B, S, M], tf.float32)
+
+
+def build(name: str, dtype=tf.float32):
+    """Its first weights and its fprop in training, a function of (theta, x, key)."""
+    layer = {**LAYERS, **EMBEDDINGS}[name]
+
+    def fprop(theta, x, key):
+        ctx = Context(mode=Mode.TRAIN, key=key, activation_dtype=dtype, path="top")
+        return layer.fprop(ctx, theta, x)
+
+    return initialize(layer.weights(), KEY), fprop
+
+
+@over_all
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+def test_activations_have_their_dtype_and_gradients_that_of_the_weights(name, dtype):
+    theta, fprop = build(name, dtype)
+    rng = np.random.default_rng(0)
+    if name in EMBEDDINGS:
+        x = tf.constant(rng.integers(0, V, [B, S]), tf.int32)
+    else:
+        x = tf.constant(rng.standard_normal([B, S, M]), tf.float32)
+
+    with tf.GradientTape() as tape:
+        tape.watch(theta)
+        y = fprop(theta, x, KEY)
+        loss = tf.reduce_sum(tf.cast(y, tf.float32) ** 3)
+    gradients = theta.pack(tape.gradient(loss, theta.leaves()))
+    assert y.dtype == dtype
+    assert np.isfinite(tf.cast(y, tf.float32)).all()
+    for path, gradient in gradients.items_by_path():
+        assert isinstance(gradient, tf.Tensor), path
+        assert gradient.dtype == tf.float32, path
+        assert np.isfinite(gradient).all() and np.any(gradient), path
+
+
+@over_all
+def test_no_mask_or_table_is_baked_into_the_program(name, hlo_text):
+    theta, fprop = build(name)
+    theta = theta.map(tf.TensorSpec.from_tensor)
+    key = tf.TensorSpec([2], tf.uint32)
+    hlo = hlo_text(fprop, theta, input_spec(name, S=512), key)
+    constants = re.findall(r"= \w+\[([\d,]*)\]\S* constant\(", hlo)
+    sizes = [np.prod([int(n) for n in dims.split(",") if n]) for dims in constants]
+    assert max(sizes, default=0) <= 512  # One index of each token, not of each pair.
+    if "attention" in name and "bias" not in name:
+        assert " iota(" in hlo
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_input_of_other_model_dims_is_refused(name):
+    theta, fprop = build(name)
+    with pytest.raises(ValueError, match=r"'top[.\w]*' takes inputs .*\[4\].*\b5\)"):
+        fprop(theta, tf.zeros([B, S, M + 1]), KEY)

@@ -1,0 +1,258 @@
+"""Gin at the edge: files found by name, bindings that are known and take effect."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
+
+import gin
+import tensorflow as tf
+
+PARAMS = pathlib.Path(__file__).parents[1] / "params"
+"""The shipped gin files: beside this room in a checkout, and installed as well."""
+
+_MACRO = "gin.macro"
+
+# Under a module name of ours, so that `gin.tf`'s own constants can live beside them.
+for _dtype in (tf.float32, tf.bfloat16, tf.float16):
+    gin.constant(f"meshwright.{_dtype.name}", _dtype)
+
+
+class ConfigError(ValueError):
+    """A gin file or binding that is unknown, malformed or without effect."""
+
+
+def find_gin_file(path: str | os.PathLike) -> pathlib.Path:
+    """The file that `path` names.
+
+    Args:
+      path: absolute, relative to the working directory, or relative to `params/`, in
+        this order; `.gin` may be left out.
+
+    Raises:
+      ConfigError: there is none; names the shipped files that are spelled alike.
+    """
+    path = os.fspath(path)
+    names = [path] if path.endswith(".gin") else [path, f"{path}.gin"]
+    for root in (pathlib.Path(), PARAMS):
+        for name in names:
+            if (root / name).is_file():
+                return root / name
+    shipped = sorted(
+        file.relative_to(PARAMS).as_posix() for file in PARAMS.rglob("*.gin")
+    )
+    raise ConfigError(
+        f"no gin file {path!r}, neither from {os.getcwd()} nor in {PARAMS}"
+        + _did_you_mean(names[-1], shipped)
+    )
+
+
+def load(
+    gin_files: Sequence[str | os.PathLike], gin_params: Sequence[str] = ()
+) -> None:
+    """Replaces gin's configuration by files and then single bindings, and locks it.
+
+    The modules whose classes the bindings name must have been imported. `include` in
+    a file finds files as `find_gin_file` does. The constants `%float32`, `%bfloat16`
+    and `%float16` are TensorFlow's dtypes.
+
+    Args:
+      gin_files: as for `find_gin_file`; later ones override earlier ones.
+      gin_params: bindings such as `"Adam.beta1 = 0.8"`, which override the files'.
+
+    Raises:
+      ConfigError: a file that is not there or cannot be parsed; an unknown class,
+        parameter, macro or constant, with the nearest known name; a parameter left at
+        `%gin.REQUIRED`.
+    """
+    gin.clear_config()
+    with _reading_gin_files():
+        for path in gin_files:
+            with _explained(f"gin file {os.fspath(path)}"):
+                gin.parse_config_file(os.fspath(path))
+        with _explained("gin parameters"):
+            gin.parse_config(list(gin_params))
+        with _explained("gin configuration"):
+            gin.finalize()
+
+
+def check_all_operative() -> None:
+    """Checks that every binding took effect; call it when all has been built.
+
+    A binding takes effect when gin passes its value to a call of its class, or when
+    its macro is evaluated for such a call.
+
+    Raises:
+      ConfigError: lists each binding that did not, why, and what to do.
+    """
+    problems = [
+        f"  {binding}\n    {reason}"
+        for binding in _bindings()
+        if (reason := _why_inoperative(binding))
+    ]
+    if problems:
+        raise ConfigError(
+            f"{len(problems)} gin binding(s) never took effect:\n" + "\n".join(problems)
+        )
+
+
+def operative_text() -> str:
+    """All parameter values in effect, defaults included, as a gin file.
+
+    `gin.markdown` makes it fit for TensorBoard's text tab.
+    """
+    return gin.operative_config_str()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Binding:
+    """One parsed `scope/Class.parameter = value`, or a macro's `scope = value`."""
+
+    scope: tuple[str, ...]
+    selector: str
+    parameter: str
+    value: Any
+
+    def __str__(self) -> str:
+        scope = "/".join(self.scope)
+        if self.selector == _MACRO:
+            return f"{scope} = {self.value!r}"
+        prefix = f"{scope}/" if scope else ""
+        return f"{prefix}{_short(self.selector)}.{self.parameter} = {self.value!r}"
+
+
+def _bindings() -> list[_Binding]:
+    return [
+        _Binding(scope=_split(scope), selector=selector, parameter=name, value=value)
+        for (scope, selector), values in gin.config._CONFIG.items()
+        for name, value in values.items()
+    ]
+
+
+def _why_inoperative(binding: _Binding) -> str | None:
+    """Why no call got the binding's value, and the remedy; None if one did."""
+    calls = {
+        _split(scope): values
+        for (scope, selector), values in gin.config._OPERATIVE_CONFIG.items()
+        if selector == binding.selector
+    }
+    depth = len(binding.scope)
+    inside = [scope for scope in calls if scope[:depth] == binding.scope]
+    if any(
+        binding.parameter in calls[scope] and not _overridden(binding, scope)
+        for scope in inside
+    ):
+        return None
+    name = _short(binding.selector)
+    if binding.selector == _MACRO:
+        return f"nothing in use refers to %{'/'.join(binding.scope)}: remove it"
+    if not calls:
+        return f"gin built no {name}: refer to one as @{name}(), or remove the binding"
+    if not inside:
+        scope = "/".join(binding.scope)
+        built_in = ["/".join(one) for one in calls if one]
+        return (
+            f"gin built no {name} in scope {scope!r}: refer to one as "
+            f"@{scope}/{name}(), or remove the binding" + _did_you_mean(scope, built_in)
+        )
+    return (
+        f"every {name} got its {binding.parameter} from code or from the binding of an "
+        "inner scope: remove this one"
+    )
+
+
+def _overridden(binding: _Binding, scope: tuple[str, ...]) -> bool:
+    """Whether, for a call in `scope`, a more deeply scoped binding wins."""
+    return any(
+        binding.parameter
+        in gin.config._CONFIG.get(("/".join(scope[:depth]), binding.selector), {})
+        for depth in range(len(binding.scope) + 1, len(scope) + 1)
+    )
+
+
+@contextlib.contextmanager
+def _reading_gin_files() -> Iterator[None]:
+    """Makes gin find files as `find_gin_file` does, in `include` statements too."""
+
+    def open_file(path: str) -> TextIO:
+        return open(str(find_gin_file(path)))
+
+    # gin.register_file_reader would append to gin's own readers, one of which logs an
+    # error for each path that names no Python package.
+    readers = gin.config._FILE_READERS
+    gin.config._FILE_READERS = [(open_file, lambda path: True)]
+    try:
+        yield
+    finally:
+        gin.config._FILE_READERS = readers
+
+
+@contextlib.contextmanager
+def _explained(source: str) -> Iterator[None]:
+    """Turns whatever gin raises while it parses into a ConfigError with a hint."""
+    try:
+        yield
+    except SyntaxError as error:
+        place = error.filename if error.filename not in (None, "<tokenize>") else source
+        line = f"line {error.lineno}\n    {(error.text or '').strip()}"
+        raise ConfigError(f"{place}: {error.msg}\n  In {line}") from error
+    except ConfigError:
+        raise
+    # An imported module may raise anything.
+    except Exception as error:
+        raise ConfigError(f"{source}: {_message(str(error))}") from error
+
+
+def _message(text: str) -> str:
+    """Gin's message `text` with the nearest known name, where it is about a name."""
+    if match := re.match(
+        r"Configurable '(.+?)' doesn't have a parameter .*'(.+)'", text
+    ):
+        configurable = gin.config._REGISTRY.get_match(match[1])
+        parameters = inspect.signature(configurable.wrapped).parameters
+        return text + _did_you_mean(match[2], parameters)
+    if match := re.match(r"No configurable matching (?:reference )?'@?([\w./]+)", text):
+        name = match[1].rsplit("/", 1)[-1]
+        return text + _did_you_mean(name, _suffixes(gin.config._REGISTRY, like=name))
+    if match := re.match(rf"No bindings specified for '(.+)/{_MACRO}'", text):
+        return _unknown_macro(match[1])
+    return text
+
+
+def _unknown_macro(name: str) -> str:
+    macros = ["/".join(one.scope) for one in _bindings() if one.selector == _MACRO]
+    known = macros + _suffixes(gin.config._CONSTANTS, like=name)
+    users = "".join(
+        f"\n    {one}" for one in _bindings() if f"%{name}" in repr(one.value)
+    )
+    return f"no macro or constant %{name}, used by{users}" + _did_you_mean(name, known)
+
+
+def _suffixes(selectors: Any, *, like: str) -> list[str]:
+    """The ends of dotted selectors, as many parts of each as `like` has."""
+    parts = like.count(".") + 1
+    return [".".join(one.split(".")[-parts:]) for one, _ in selectors.items()]
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    known = sorted(set(known))
+    if near := difflib.get_close_matches(name, known, n=3, cutoff=0.5):
+        return f"\n  Did you mean {' or '.join(near)}?"
+    if 0 < len(known) <= 20:
+        return f"\n  Known are {', '.join(known)}."
+    return ""
+
+
+def _short(selector: str) -> str:
+    return gin.config._REGISTRY.minimal_selector(selector)
+
+
+def _split(scope: str) -> tuple[str, ...]:
+    return tuple(scope.split("/")) if scope else ()
