@@ -9,13 +9,17 @@ ROOMS = ["framework", "layers", "tasks", "params", "trainers"]
 
 
 def packages():
-    """The rooms and all folders in them that hold code or gin files, as meshwright.*"""
-    found = set()
-    for room in ROOMS:
-        for file in (ROOT / room).rglob("*"):
-            if file.suffix in (".py", ".gin"):
-                found.add(".".join(("meshwright", *file.parent.relative_to(ROOT).parts)))
-    return sorted(found)
+    """Every room and the folders under it, as meshwright.*
+
+    The rooms themselves are named even where they hold no file: an editable install
+    maps the folders named here, so that a folder added to params/ later is found too.
+    """
+    folders = [folder for room in ROOMS for folder in (ROOT / room).glob("**/")]
+    return sorted(
+        ".".join(("meshwright", *folder.relative_to(ROOT).parts))
+        for folder in folders
+        if folder.name != "__pycache__"
+    )
 
 
 setup(
@@ -25,6 +29,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     package_dir={"meshwright": "."},
     packages=packages(),

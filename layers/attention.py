@@ -34,7 +34,9 @@ _NEVER = -1e30
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiHeadAttention(Layer):
-    """Scaled dot-product self-attention (Vaswani et al. 2017), annotated as GSPMD 4.1.
+    """Scaled dot-product self-attention (Vaswani et al. 2017), annotated as GSPMD 5.1.
+
+    Recomputation may save `query`, `key`, `value`, `context` and `attention_out`.
 
     Args:
       model_dims: M.

@@ -49,7 +49,8 @@ class Activation(enum.Enum):
 class FeedForward(Layer):
     """activation(x W_in) W_out; if gated, activation(x W_gate) * (x W_in) W_out.
 
-    Annotated as GSPMD 4.1; gated variants follow Shazeer 2020.
+    Annotated as GSPMD 5.1; gated variants follow Shazeer 2020. Recomputation may save
+    `hidden`, `gate` and `feed_forward_out`.
 
     Args:
       model_dims: M.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
@@ -70,7 +71,7 @@ class Programs:
         return self.state_specs.map(lambda s: tf.TensorSpec(s.shape, s.dtype))
 
     def abstract_batches(self) -> NestedMap:
-        """Nested map of `tf.TensorSpec`: the batches of one call of the main program."""
+        """Nested map of `tf.TensorSpec`: the batches of one main program call."""
         spec = NestedMap(self.experiment.task.batch_spec(self.experiment.global_batch))
         steps = self.experiment.steps_per_loop
         return spec.map(lambda s: tf.TensorSpec([steps, *s.shape], s.dtype))
@@ -82,9 +83,18 @@ class Programs:
             lambda path, dims: plan.activation_sharding(dims, f"batch.{path}")
         )
 
-    def initial_state(self) -> NestedMap:
-        """The state before step 0, in logical form; a TF function of nothing."""
-        key = random.fold_in(random.key_from_seed(self.experiment.seed), "weights")
+    def seed(self) -> np.ndarray:
+        """The experiment's seed as a random key, uint32 [2]."""
+        seed = self.experiment.seed
+        return np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+
+    def initial_state(self, seed: tf.Tensor) -> NestedMap:
+        """The state before step 0, in logical shapes.
+
+        `seed` is an argument for its value not to be known at compile time: TF and XLA
+        would compute the weights themselves and keep them in the program.
+        """
+        key = random.fold_in(seed, "weights")
         specs = self.state_specs
         state = NestedMap(step=tf.constant(0), theta=initialize(specs.theta, key))
         state.slots = initialize(specs.slots, key)
@@ -95,7 +105,7 @@ class Programs:
     def train_step(self, state: NestedMap, batch: NestedMap) -> NestedMap:
         """One step: `state` after it, and `metrics`, float32 scalars by name."""
         experiment = self.experiment
-        seed = random.key_from_seed(experiment.seed)
+        seed = tf.constant(self.seed())
         ctx = Context(
             plan=experiment.plan,
             mode=Mode.TRAIN,
@@ -161,14 +171,18 @@ class Programs:
 
     @functools.cached_property
     def init(self) -> Program:
-        """() -> state in logical form."""
+        """(seed) -> state in logical form."""
         return self._compile(
-            self.initial_state, [], [], self.logical_shardings(), name="init"
+            self.initial_state,
+            [tf.TensorSpec([2], tf.uint32)],
+            [None],
+            self.logical_shardings(),
+            name="init",
         )
 
     @functools.cached_property
     def main(self) -> Program:
-        """(state, batches) -> (state, metrics), in stored form; the state is donated."""
+        """(state, batches) -> {state, metrics}, in stored form; donates the state."""
         shardings = self.batch_shardings().map(
             lambda s: Sharding(s.mesh, ((), *s.dims))
         )

@@ -92,6 +92,11 @@ def named_sharding(
     return jax.sharding.NamedSharding(mesh or jax_mesh(sharding.mesh), spec)
 
 
+def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
+    """A host array, put on the devices; the sharding must divide its dims."""
+    return jax.device_put(value, named_sharding(sharding))
+
+
 def abstract_array(
     shape: Sequence[int], dtype: tf.DType, sharding: Sharding
 ) -> jax.ShapeDtypeStruct:

@@ -45,7 +45,7 @@ def test_feed_forward(activation):
     np.testing.assert_allclose(y, hidden @ theta.w_out.numpy(), atol=tolerance)
 
 
-def test_hidden_dropout_spares_whole_rows_of_the_output():
+def test_dropout_is_of_hidden_activations():
     """With W_out = 1, each output is a sum of what is left of 4096 equal values."""
     layer = FeedForward(model_dims=1, hidden_dims=4096, dropout_rate=0.5)
     theta = layer.weights().map(lambda s: tf.ones(s.shape))

@@ -52,8 +52,7 @@ def test_a_part_that_is_dropped_leaves_the_stream_as_it_was():
     assert 0.1 < np.mean(y == X) < 0.4
 
 
-def test_a_sequence_in_two_halves_of_a_batch_gives_the_same():
-    """No token depends on other rows of the batch."""
+def test_no_token_depends_on_other_rows_of_the_batch():
     layer, theta = build(activation=Activation.GATED_SILU)
     y = layer.fprop(Context(), theta, X)
     rows = [layer.fprop(Context(), theta, X[b : b + 1]) for b in range(2)]

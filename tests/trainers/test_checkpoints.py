@@ -19,8 +19,8 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import checkpoints
 from meshwright.trainers.checkpoints import Access, CheckpointError, Checkpoints
 
-# A failed write closes an event loop that TensorStore still calls.
-_ORBAX_DROPS_CALLBACKS = pytest.mark.filterwarnings(
+# After a failure, TensorStore still calls an event loop that Orbax has closed.
+pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 
@@ -276,7 +276,6 @@ def test_full_disk_is_noticed_before_writing(saved, monkeypatch):
         assert saver.steps() == [1, 2]
 
 
-@_ORBAX_DROPS_CALLBACKS
 def test_disk_that_fills_up_keeps_the_previous_step(tmp_path):
     with Checkpoints(tmp_path, max_to_keep=1) as saver:
         saver.save(1, make_state(seed=1))
@@ -289,24 +288,28 @@ def test_disk_that_fills_up_keeps_the_previous_step(tmp_path):
         saver.wait()
         assert saver.latest_step() == 1
         assert_same(saver.restore(1, make_abstract()), make_state(seed=1))
-        # The next save, of the same step, works and takes the place of the first.
-        saver.save(2, make_state(seed=2))
-        assert saver.steps() == [2]
-    assert os.listdir(tmp_path) == ["2"]
+        # The next save works and takes the place of the first.
+        saver.save(3, make_state(seed=3))
+        assert saver.steps() == [3]
 
 
-@_ORBAX_DROPS_CALLBACKS
-def test_failed_save_surfaces_at_close_and_is_cleaned_up(saved):
+def test_failed_save_surfaces_at_close(saved):
     with (
         small_files_only(),
         pytest.raises(CheckpointError, match="step 3 .*step 2 is kept"),
         Checkpoints(saved) as saver,
     ):
         saver.save(3, make_state(seed=3))
-    assert len(os.listdir(saved)) == 3
+    with Checkpoints(saved) as reader:
+        assert reader.steps() == [1, 2]
+
+
+def test_what_a_killed_save_left_is_removed(saved):
+    (saved / "3.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     with Checkpoints(saved) as saver:
-        saver.save(3, make_state(seed=3))
-    assert sorted(os.listdir(saved)) == ["1", "2", "3"]
+        assert saver.latest_step() == 2
+        saver.save(4, make_state())
+    assert sorted(os.listdir(saved)) == ["1", "2", "4"]
 
 
 def test_metadata_must_be_json(tmp_path):
@@ -325,4 +328,5 @@ def test_orbax_is_quiet_at_info(tmp_path, caplog):
         absl.logging.info("ours")
         saver.save(1, make_state())
         saver.restore(1, make_abstract())
-    assert [record.getMessage() for record in caplog.records] == ["ours"]
+    messages = [one.getMessage() for one in caplog.records if one.name == "absl"]
+    assert messages == ["ours"]

@@ -1,0 +1,69 @@
+# `make train` and `make test` are all a newcomer needs; both make .venv first.
+
+# The first Python that is new enough and can make virtual environments.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+	2>/dev/null && { echo $$p; break; }; done)
+WORKERS ?= 2
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Left behind when .venv holds what setup.py and constraints.txt ask for.
+INSTALLED := .venv/installed
+
+.PHONY: install train lint test test-slow golden constraints clean
+
+install: $(INSTALLED)
+
+# pip and setuptools are pinned too, so no build environment is fetched on the side.
+# Bytecode is left to first use: compiling all of it takes longer than the download.
+# The warning is setuptools' word to the wise on every editable install.
+$(INSTALLED): setup.py pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv here (Debian:" \
+	  "apt install python3.11-venv); or name one: make PYTHON=/path/to/python" >&2; \
+	  exit 1; }
+	@echo "Installing into .venv: 600 MB to fetch, 3 GB on disk, a minute or two."
+	$(PYTHON) -m venv .venv
+	$(PIP) install --quiet --constraint constraints.txt pip setuptools
+	PYTHONWARNINGS='ignore:Editable installation' \
+	  $(PIP) install --quiet --no-compile --no-build-isolation \
+	  --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+train: install
+	$(BIN)/meshwright-train --gin_file=lm/stdlib_tiny.gin --model_dir=logs/stdlib_tiny
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+# What CI runs: all checks, then all tests but the slow ones.
+test: lint
+	$(BIN)/pytest -n $(WORKERS) -m 'not slow'
+
+test-slow: install
+	$(BIN)/pytest -n $(WORKERS) -m slow
+
+# Rewrites the sharding text of every shipped config; look at the diff.
+golden: install
+	$(BIN)/python tests/golden/refresh.py
+
+# Repins everything to the newest versions that go together, all extras included.
+# It installs nothing: run `make test test-slow` after it.
+define PINS
+import json, sys
+found = json.load(sys.stdin)["install"]
+pins = ["{name}=={version}".format(**p["metadata"]) for p in found if not p["is_direct"]]
+print("# Every package at its exact version, written by `make constraints`.")
+print(*sorted(pins, key=str.lower), sep="\n")
+endef
+export PINS
+
+constraints: install
+	$(PIP) install --quiet --dry-run --ignore-installed --report - \
+	  pip setuptools '.[test,plan,tpu,cuda]' | $(BIN)/python -c "$$PINS" > pins.tmp
+	mv pins.tmp constraints.txt
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

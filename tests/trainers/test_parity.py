@@ -1,0 +1,77 @@
+"""Parity: the same training on one device and on eight, however it is partitioned."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from meshwright.framework.nested_map import NestedMap
+from tests.trainers.parity import Trained, initial_state, small_experiment, train
+
+PLANS = ("attempt1", "attempt2", "finalized")
+LOSS_RTOL = 1e-5
+# Of a weight's largest element. Adam's first updates are gradient / |gradient|: where a
+# gradient is next to zero, rounding in another order shows.
+STATE_TOLERANCE = 1e-3
+
+
+@functools.cache
+def start(optimizer: str, *params: str) -> NestedMap:
+    experiment = small_experiment(
+        "MESH_SHAPE = (1, 1)", *params, optimizer=optimizer
+    )
+    return initial_state(experiment)
+
+
+@functools.cache
+def one_device(optimizer: str, *params: str) -> Trained:
+    experiment = small_experiment(
+        "MESH_SHAPE = (1, 1)", *params, optimizer=optimizer
+    )
+    return train(experiment, start(optimizer, *params))
+
+
+def assert_equal_training(got: Trained, want: Trained) -> None:
+    np.testing.assert_allclose(got.losses, want.losses, rtol=LOSS_RTOL)
+    assert got.losses[-1] < got.losses[0], "five steps must learn something"
+    assert got.state.keys() == want.state.keys()
+    for path, value in want.state.items():
+        scale = np.abs(value).max() or 1.0
+        np.testing.assert_allclose(
+            got.state[path] / scale, value / scale, atol=STATE_TOLERANCE, err_msg=path
+        )
+
+
+@pytest.mark.parametrize(
+    "plan,partitioner,optimizer,unroll",
+    list(
+        itertools.product(
+            PLANS, ("SHARDY", "GSPMD"), ("adam", "adafactor"), ("LOOP", "UNROLLED")
+        )
+    ),
+)
+def test_eight_devices_train_as_one(plan, partitioner, optimizer, unroll):
+    repeat = f"Repeat.unroll = %Unroll.{unroll}"
+    experiment = small_experiment(
+        "MESH_SHAPE = (2, 4)",
+        repeat,
+        f"Experiment.partitioner = %Partitioner.{partitioner}",
+        plan=plan,
+        optimizer=optimizer,
+    )
+    assert_equal_training(train(experiment, start(optimizer, repeat)), one_device(optimizer, repeat))
+
+
+@pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
+@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
+def test_axes_that_divide_no_dim(partitioner, optimizer):
+    """Batch 8, M 16, H 32, N 4, V 265 on axes of 3 and 2: padded in the stored form."""
+    vocab = "VOCAB_SIZE = 265"
+    experiment = small_experiment(
+        "MESH_SHAPE = (3, 2)",
+        vocab,
+        f"Experiment.partitioner = %Partitioner.{partitioner}",
+        optimizer=optimizer,
+    )
+    assert_equal_training(train(experiment, start(optimizer, vocab)), one_device(optimizer, vocab))
