@@ -9,11 +9,7 @@ ROOMS = ["framework", "layers", "tasks", "params", "trainers"]
 
 
 def packages():
-    """Every room and the folders under it, as meshwright.*
-
-    The rooms themselves are named even where they hold no file: an editable install
-    maps the folders named here, so that a folder added to params/ later is found too.
-    """
+    """Every room and the folders under it, as meshwright.*"""
     folders = [folder for room in ROOMS for folder in (ROOT / room).glob("**/")]
     return sorted(
         ".".join(("meshwright", *folder.relative_to(ROOT).parts))
@@ -36,6 +32,7 @@ setup(
     package_data={"": ["*.gin"]},
     install_requires=[
         "absl-py",
+        "etils[epath]",
         "gin-config",
         "jax>=0.10.2,<0.12",
         "numpy",

@@ -149,18 +149,33 @@ def _jax(programs, *, scan_layers) -> Call:
         nonlocal state
         state, metrics = program(state, jax.device_put(dict(batches), batch_shardings))
         return np.asarray(metrics["loss"])
+
     call.program = program
     return call
 
 
 def json_like(nest):
-    return {k: json_like(v) for k, v in nest.items()} if isinstance(nest, dict) else nest
+    return (
+        {k: json_like(v) for k, v in nest.items()} if isinstance(nest, dict) else nest
+    )
 
 
-VARIANTS = dict(meshwright=meshwright, tf_jit=tf_jit, tf_pure=tf_pure, jax_scan=jax_scan, jax_unrolled=jax_unrolled)
+VARIANTS = dict(
+    meshwright=meshwright,
+    tf_jit=tf_jit,
+    tf_pure=tf_pure,
+    jax_scan=jax_scan,
+    jax_unrolled=jax_unrolled,
+)
+
 
 def main():
-    variant, bindings, check_steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+    variant, bindings, check_steps = (
+        sys.argv[1],
+        json.loads(sys.argv[2]),
+        int(sys.argv[3]),
+    )
+
     def make():
         # device count: from MESH_SHAPE
         experiment = build_experiment(bindings)
@@ -171,12 +186,22 @@ def main():
         n = -(-check_steps // experiment.steps_per_loop)
         losses = np.concatenate([call(batches[i % BATCHES]) for i in range(n)])
         it = iter(range(n, 10**9))
-        d = os.environ.get('DUMP')
+        d = os.environ.get("DUMP")
         if d:
-            txt = programs.main.hlo_text() if variant == 'meshwright' else call.program.as_text() if hasattr(call,'program') else ''
-            open(d, 'w').write(txt)
-        return dict(losses=losses.tolist(), steps=experiment.steps_per_loop), lambda: call(batches[next(it) % BATCHES])
+            txt = (
+                programs.main.hlo_text()
+                if variant == "meshwright"
+                else call.program.as_text()
+                if hasattr(call, "program")
+                else ""
+            )
+            open(d, "w").write(txt)
+        return dict(
+            losses=losses.tolist(), steps=experiment.steps_per_loop
+        ), lambda: call(batches[next(it) % BATCHES])
+
     interleave.serve(make)
+
 
 if __name__ == "__main__":
     main()

@@ -89,7 +89,7 @@ class MultiHeadAttention(Layer):
             b_in = WeightSpec(
                 shape=(N, D), dims=("heads", "head_dim"), initializer=zero
             )
-            b_o = WeightSpec(shape=(M,), dims=("model",), initializer=zero)
+            b_o = WeightSpec(shape=(M,), dims=("features",), initializer=zero)
             specs.update(b_q=b_in, b_k=b_in, b_v=b_in, b_o=b_o)
         if self.positions is PositionKind.RELATIVE:
             specs.relative_bias = WeightSpec(

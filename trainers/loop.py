@@ -256,7 +256,9 @@ class _Loop:
                 kept = self.checkpoints.latest_step()
                 good = "no checkpoint was saved before it"
                 if kept is not None:
-                    good = f"checkpoint step {kept} in {self.run.checkpoint_dir} is good"
+                    good = (
+                        f"checkpoint step {kept} in {self.run.checkpoint_dir} is good"
+                    )
                 raise TrainingError(
                     f"{name} is {metrics[name]} at step {step}; {good}. Lower the "
                     "learning rate, set clip_global_norm, or check the data, and run "

@@ -85,7 +85,8 @@ class Context:
     Args:
       plan: where weights and activations are split.
       mode: train or eval.
-      key: uint32 [2] random key, or None where nothing random may happen.
+      key: uint32 [2] random key of the whole model, or None where nothing random may
+        happen. Layers draw from `random_key`, which differs by path.
       activation_dtype: dtype of activations; weights keep theirs and are cast on use.
       path: dotted path of the layer, for names and messages.
     """
@@ -98,14 +99,13 @@ class Context:
 
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[Context]:
-        """The context of a part of this layer, with its own path and random key.
+        """The context of a part of this layer, with its own path and random numbers.
 
         Ops made inside carry the path in their names, and so does the compiled program.
         """
-        key = None if self.key is None else random.fold_in(self.key, name)
         path = f"{self.path}.{name}" if self.path else name
         with tf.name_scope(name):
-            yield dataclasses.replace(self, key=key, path=path)
+            yield dataclasses.replace(self, path=path)
 
     def cast(self, tensor: tf.Tensor) -> tf.Tensor:
         """`tensor` in the activation dtype."""
@@ -123,7 +123,7 @@ class Context:
         return tensor if name is None else save_name(tensor, name)
 
     def random_key(self) -> tf.Tensor:
-        """The layer's random key.
+        """The layer's own random key, from the model's key and the layer's path.
 
         Raises:
           ValueError: the program was built without one.
@@ -133,7 +133,7 @@ class Context:
                 f"layer {self.path!r} needs random numbers but the context has no key: "
                 "pass Context(key=...) or set its rate to 0"
             )
-        return self.key
+        return random.fold_in(self.key, self.path)
 
 
 class Layer:

@@ -18,17 +18,13 @@ STATE_TOLERANCE = 1e-3
 
 @functools.cache
 def start(optimizer: str, *params: str) -> NestedMap:
-    experiment = small_experiment(
-        "MESH_SHAPE = (1, 1)", *params, optimizer=optimizer
-    )
+    experiment = small_experiment("MESH_SHAPE = (1, 1)", *params, optimizer=optimizer)
     return initial_state(experiment)
 
 
 @functools.cache
 def one_device(optimizer: str, *params: str) -> Trained:
-    experiment = small_experiment(
-        "MESH_SHAPE = (1, 1)", *params, optimizer=optimizer
-    )
+    experiment = small_experiment("MESH_SHAPE = (1, 1)", *params, optimizer=optimizer)
     return train(experiment, start(optimizer, *params))
 
 
@@ -60,7 +56,9 @@ def test_eight_devices_train_as_one(plan, partitioner, optimizer, unroll):
         plan=plan,
         optimizer=optimizer,
     )
-    assert_equal_training(train(experiment, start(optimizer, repeat)), one_device(optimizer, repeat))
+    assert_equal_training(
+        train(experiment, start(optimizer, repeat)), one_device(optimizer, repeat)
+    )
 
 
 @pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
@@ -74,4 +72,6 @@ def test_axes_that_divide_no_dim(partitioner, optimizer):
         f"Experiment.partitioner = %Partitioner.{partitioner}",
         optimizer=optimizer,
     )
-    assert_equal_training(train(experiment, start(optimizer, vocab)), one_device(optimizer, vocab))
+    assert_equal_training(
+        train(experiment, start(optimizer, vocab)), one_device(optimizer, vocab)
+    )
