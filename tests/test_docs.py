@@ -1,0 +1,72 @@
+"""Every Python snippet of the docs runs, and every command names flags that exist."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.trainers import config
+from meshwright.trainers.train import build_experiment
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
+def snippets():
+    for page in PAGES:
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        for i, block in enumerate(blocks):
+            yield pytest.param(block, id=f"{page.name}-{i}")
+
+
+def commands(pattern):
+    """Indented command lines, continuation lines joined."""
+    for page in PAGES:
+        joined = re.sub(r"\\\n\s*", "", page.read_text())
+        for line in re.findall(r"^ {4}(\S.*)$", joined, re.MULTILINE):
+            if re.match(pattern, line):
+                yield pytest.param(line.split("  #")[0].strip(), id=line[:60])
+
+
+@pytest.mark.parametrize("code", list(snippets()))
+def test_python_snippet_runs(code):
+    # A process of its own: snippets choose their platform first thing.
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd="/"
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip(), "a snippet should show something"
+
+
+@pytest.mark.parametrize("command", list(commands(r"(\.venv/bin/)?meshwright-train")))
+def test_train_command_builds(command, tmp_path):
+    words = re.findall(r"--(\w+)=('[^']*'|\S+)", command)
+    flags = {"gin_file", "gin_param", "model_dir", "mode", "platform", "device_count"}
+    assert {name for name, _ in words} <= flags
+    values = [(name, value.strip("'")) for name, value in words]
+    build_experiment(
+        [value for name, value in values if name == "gin_file"],
+        [value for name, value in values if name == "gin_param"],
+    )
+
+
+@pytest.mark.parametrize("command", list(commands(r"make ")))
+def test_make_target_exists(command):
+    makefile = (ROOT / "Makefile").read_text()
+    for target in command.split()[1:]:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_files_that_the_docs_link_to_exist():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), (page.name, link)
+
+
+def test_configurations_that_the_guide_lists_exist():
+    text = (ROOT / "docs" / "training.md").read_text()
+    for name in re.findall(r"`((?:lm|plans|paper)/[\w.]+\.gin)`", text):
+        assert config.find_gin_file(name).is_file()
