@@ -61,8 +61,8 @@ export PINS
 
 constraints: install
 	$(PIP) install --quiet --dry-run --ignore-installed --report - \
-	  pip setuptools '.[test,plan,tpu,cuda]' | $(BIN)/python -c "$$PINS" > pins.tmp
-	mv pins.tmp constraints.txt
+	  pip setuptools '.[test,plan,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
+	mv .venv/pins constraints.txt
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -9,17 +9,24 @@ from typing import Any
 class NestedMap(dict):
     """A `dict` with attribute access; its values are leaves or further nested maps.
 
-    Keys are identifiers, so that a leaf has one dotted path (`layer.attention.w_q`).
-    `tf.nest` and, once `framework.compiler` is imported, `jax.tree` see through it.
+    Keys are identifiers, so that a leaf has one dotted path (`layer.w_q`), and
+    no names of methods. A plain mapping as a value becomes a nested map.
+    `tf.nest` sees through it; `jax.tree` takes it for a leaf.
     """
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        for key, value in self.items():
-            if not isinstance(key, str) or not key.isidentifier():
-                raise ValueError(f"NestedMap key {key!r} is not an identifier")
-            if isinstance(value, Mapping) and not isinstance(value, NestedMap):
-                super().__setitem__(key, NestedMap(value))
+        super().__init__()
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(key, str) or not key.isidentifier():
+            raise ValueError(f"NestedMap key {key!r} is not an identifier")
+        if hasattr(NestedMap, key):
+            raise ValueError(f"NestedMap key {key!r} is the name of a method")
+        if isinstance(value, Mapping) and not isinstance(value, NestedMap):
+            value = NestedMap(value)
+        super().__setitem__(key, value)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -35,7 +35,11 @@ from meshwright.framework.sharding.annotations import annotate, annotate_seriali
 
 @gin.constants_from_enum
 class Unroll(enum.Enum):
-    """Whether the stack is a loop in the program, or its layers one after another."""
+    """Whether the stack is a loop in the program, or its layers one after another.
+
+    Unrolled, an optimization barrier keeps XLA from merging what is recomputed with its
+    first computation; XLA's CPU compiler drops it and merges most of it.
+    """
 
     LOOP = "loop"
     UNROLLED = "unrolled"
@@ -79,7 +83,7 @@ class Repeat(Layer):
         """Runs the stack.
 
         Args:
-          ctx: context.
+          ctx: context. In `Mode.EVAL` nothing is saved, so there is no gradient.
           theta: weights of the body, stacked along a leading dim L.
           x: the body's input, a nest of floating-point tensors.
           **constants: nests of tensors that each layer gets unchanged, not
@@ -87,6 +91,10 @@ class Repeat(Layer):
 
         Returns:
           The last layer's output, a nest like `x`.
+
+        Raises:
+          ValueError: weights are not stacked L times; the body's output is not like its
+            input.
         """
         stack = _Stack(self, ctx, theta, x, constants)
         flat = [*tf.nest.flatten(x), *theta.leaves()]
@@ -114,23 +122,33 @@ class _Stack:
         self.split: SplitFunction = self._trace(theta)
 
     def _trace(self, theta: NestedMap) -> SplitFunction:
-        carry = [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(self.x)]
+        def check(path, spec, stack):
+            if stack.shape != (self.count, *spec.shape):
+                raise ValueError(
+                    f"layer {self.ctx.path!r}: weight {path!r} has shape "
+                    f"{stack.shape}, but {self.count} repeated layers need "
+                    f"{(self.count, *spec.shape)}"
+                )
+
+        self.specs.map_with_path(check, theta)
+        carry = _specs(self.x)
         slices = [tf.TensorSpec(t.shape[1:], t.dtype) for t in theta.leaves()]
         constants = [tf.TensorSpec(t.shape, t.dtype) for t in self.flat_constants]
         if self.ctx.key is not None:
             constants.append(tf.TensorSpec([2], tf.uint32))
         split = split_function(
             self._layer,
-            [*carry, *slices],
+            tf.nest.flatten(carry),
+            slices,
             constants,
             recompute=self.repeat.recompute,
             names=self.repeat.saved_names,
         )
-        got = [y.spec for y in split.outputs]
-        if [(s.shape, s.dtype) for s in got] != [(s.shape, s.dtype) for s in carry]:
+        if self.returned != carry:
             raise ValueError(
                 f"layer {self.ctx.path!r}: a repeated body must return what it takes, "
-                f"but {type(self.repeat.body).__name__} takes {carry} and returns {got}"
+                f"but {type(self.repeat.body).__name__} takes {carry} and returns "
+                f"{self.returned}"
             )
         return split
 
@@ -146,6 +164,7 @@ class _Stack:
         ctx = dataclasses.replace(self.ctx, key=next(remaining, None))
         theta = annotate_weights(ctx.plan, self.specs, theta)
         y = self.repeat.body.fprop(ctx, theta, x, **constants, **self.absent)
+        self.returned = _specs(y)
         return tf.nest.flatten(y)
 
     def _arguments(self, i, x: Sequence, weights: Sequence) -> list[tf.Tensor]:
@@ -255,6 +274,10 @@ class _Stack:
             zeros = tf.zeros([self.count, *spec.shape], spec.dtype)
             stores.append(annotate(zeros, sharding))
         return stores
+
+
+def _specs(nest):
+    return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), nest)
 
 
 def _store(saved: Saved, count: int) -> tf.Tensor:

@@ -210,6 +210,10 @@ def compile_lowered(
     """Partitions and compiles for the devices of `mesh`; all sequences are flat.
 
     A None sharding is left to completion.
+
+    Raises:
+      LoweringError: an argument has 64-bit elements; an annotation cannot be honoured;
+        GSPMD gives a result whose sharding was left to it one of no mesh axes.
     """
     devices = jax_mesh(mesh)
 
@@ -223,10 +227,7 @@ def compile_lowered(
         return tuple(out)
 
     program.__name__ = lowered.name
-    avals = [
-        jax.ShapeDtypeStruct(tuple(spec.shape), spec.dtype.as_numpy_dtype)
-        for spec in flat_specs(lowered.inputs)
-    ]
+    avals = [_argument(lowered.name, spec) for spec in flat_specs(lowered.inputs)]
     before = jax.config.jax_use_shardy_partitioner
     jax.config.update("jax_use_shardy_partitioner", shardy)
     try:
@@ -239,5 +240,20 @@ def compile_lowered(
                 keep_unused=True,
             )
             return jitted.lower(*avals).compile()
+    except AssertionError as e:  # What JAX makes of an output that it cannot name.
+        raise LoweringError(
+            f"{lowered.name}: completion chose for a result a sharding that axes of "
+            f"the mesh ({mesh}) cannot express; give its out_shardings"
+        ) from e
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
+
+
+def _argument(name: str, spec: tf.TensorSpec) -> jax.ShapeDtypeStruct:
+    dtype = np.dtype(spec.dtype.as_numpy_dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise LoweringError(
+            f"{name}: argument {spec} has 64-bit elements, which device arrays do not "
+            "have here: pass 32 bits and cast inside"
+        )
+    return jax.ShapeDtypeStruct(tuple(spec.shape), dtype)

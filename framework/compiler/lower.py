@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.compiler.xla.service import hlo_pb2
 
 MAX_CONSTANT_BYTES = 1 << 20
 
@@ -72,6 +73,7 @@ def lower(
         hlo = ir(stage="hlo_serialized")
     except (tf.errors.OpError, ValueError, TypeError) as e:
         raise LoweringError(f"{name}: TF2XLA cannot compile it: {e}") from e
+    _check_no_large_constants(name, hlo)
     specs = [
         tf.TensorSpec(out.shape, out.dtype, name=f"output_{i}")
         for i, out in enumerate(concrete.outputs)
@@ -80,18 +82,26 @@ def lower(
 
 
 def _check_no_outside_values(name: str, concrete) -> None:
-    for tensor in concrete.captured_inputs:
-        kind = "variable" if tensor.dtype == tf.resource else "array"
+    outside = [f"variable {v.name!r} of shape {v.shape}" for v in concrete.variables]
+    outside += [
+        f"{'resource' if t.dtype == tf.resource else 'tensor'} of shape {t.shape}"
+        for t in concrete.captured_inputs
+    ]
+    if outside:
         raise LoweringError(
-            f"{name}: the function reads a {kind} of shape {tensor.shape} from outside; "
-            "pass it as an argument"
+            f"{name}: the function reads a {outside[0]} from outside; pass it as an "
+            "argument"
         )
-    for op in concrete.graph.get_operations():
-        if op.type == "Const":
-            shape = op.outputs[0].shape
-            size = (shape.num_elements() or 0) * op.outputs[0].dtype.size
+
+
+def _check_no_large_constants(name: str, hlo: bytes) -> None:
+    for computation in hlo_pb2.HloModuleProto.FromString(hlo).computations:
+        for op in computation.instructions:
+            size = op.literal.ByteSize()
             if size > MAX_CONSTANT_BYTES:
                 raise LoweringError(
-                    f"{name}: constant {op.name!r} of shape {shape} holds {size} bytes; "
-                    "pass it as an argument or compute it inside the function"
+                    f"{name}: op {op.metadata.op_name!r} has a constant of shape "
+                    f"{list(op.shape.dimensions)} that takes {size} bytes; pass it as "
+                    "an argument, or compute it from one (what depends on no argument, "
+                    "TF computes beforehand)"
                 )

@@ -16,7 +16,6 @@ from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.compiler.lower import lower
 from meshwright.framework.compiler.report import Collective, collectives_of
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
 
@@ -51,6 +50,7 @@ class Program:
         self._compiled = compiled
         self.mesh: DeviceMesh = mesh
         self.partitioner: Partitioner = partitioner
+        self._in_specs: list[tf.TensorSpec] = tf.nest.flatten(lowered.inputs)
         self._in_forms: list[StoredForm | None] = in_forms
         self._out_forms: list[StoredForm | None] = out_forms
         self._in_shardings = jax.tree.leaves(compiled.input_shardings[0])
@@ -95,7 +95,7 @@ class Program:
         return tf.nest.pack_sequence_as(self._lowered.outputs, flat)
 
     def _put(self, index: int, value: Any) -> jax.Array:
-        spec = tf.nest.flatten(self._lowered.inputs)[index]
+        spec = self._in_specs[index]
         form = self._in_forms[index]
         shape = tuple(spec.shape) if form is None else form.shape
         value = np.asarray(value)
@@ -103,6 +103,11 @@ class Program:
             raise ValueError(
                 f"{self._lowered.name}: argument leaf {index} has shape {value.shape}, "
                 f"the program was compiled for {shape}"
+            )
+        if value.dtype.kind == "f" and not spec.dtype.is_floating:
+            raise ValueError(
+                f"{self._lowered.name}: argument leaf {index} is {value.dtype}, the "
+                f"program was compiled for {spec.dtype.name}"
             )
         value = value.astype(spec.dtype.as_numpy_dtype, copy=False)
         if form is not None:

@@ -20,7 +20,7 @@ _KINDS = (
 )
 _COLLECTIVE = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.+?) "
-    rf"(?P<kind>{'|'.join(_KINDS)})(?:-start)?\((?P<rest>.*)$",
+    rf"(?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\((?P<rest>.*)$",
     re.MULTILINE,
 )
 _ARRAY = re.compile(r"\b(?P<dtype>pred|[suf]\d+|bf16|f8\w*|c\d+)\[(?P<dims>[\d,]*)\]")
@@ -32,7 +32,9 @@ _MESH_GROUPS = re.compile(
     r"(?:, device_ids=\((?P<order>.*?)\))? \{(?P<chosen>[^}]*)\}"
 )
 _DEVICE_ORDER = re.compile(r"\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?|[\d,]+")
-_MESH_AXIS = re.compile(r"'(?P<name>[^']+)'(?:=(?P<size>\d+))?(?P<part>:\(\d+\)\d+)?")
+_MESH_AXIS = re.compile(
+    r"'(?P<name>[^']+)'(?:=(?P<size>\d+))?(?::\((?P<before>\d+)\)(?P<part>\d+))?"
+)
 _LIST_GROUPS = re.compile(r"replica_groups=\{(?P<groups>\{[\d,{}]*\})\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>[\d,{}]*)\}")
 _OP_NAME = re.compile(r'op_name="(?P<op_name>[^"]*)"')
@@ -47,7 +49,7 @@ class Collective:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or
         "collective-permute".
       axes: the mesh axes its groups span, in mesh order; None if its groups are no
-        product of axes.
+        product of axes. For permutes those along which any source and target differ.
       groups: device numbers, counted by place in the mesh; for permutes the pairs.
       dtypes: element types of its results.
       shapes: shapes of its results on one device.
@@ -72,7 +74,7 @@ def collectives_of(hlo_text: str, mesh: DeviceMesh) -> list[Collective]:
 
 def _collective(match: re.Match, mesh: DeviceMesh) -> Collective:
     rest = match["rest"]
-    arrays = list(_ARRAY.finditer(match["type"]))
+    arrays = list(_ARRAY.finditer(_result_type(match)))
     shapes = tuple(tuple(_ints(a["dims"])) for a in arrays)
     dtypes = tuple(a["dtype"] for a in arrays)
     pairs = zip(shapes, dtypes, strict=True)
@@ -81,13 +83,31 @@ def _collective(match: re.Match, mesh: DeviceMesh) -> Collective:
     return Collective(
         name=match["name"],
         kind=match["kind"],
-        axes=_axes_of(groups, mesh),
+        axes=(
+            _axes_between(groups, mesh)
+            if match["kind"] == "collective-permute"
+            else _axes_of(groups, mesh)
+        ),
         groups=groups,
         dtypes=dtypes,
         shapes=shapes,
         bytes=sum(math.prod(shape) * _itemsize(dtype) for shape, dtype in pairs),
         op_name=op_name["op_name"] if op_name else "",
     )
+
+
+def _result_type(match: re.Match) -> str:
+    """The text of the result's type; a start's is its operand's, its result's, ..."""
+    if not match["start"] or match["kind"] == "all-reduce":
+        return match["type"]
+    depth, parts = 0, [""]
+    for char in match["type"][1:-1]:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts[1]
 
 
 def _groups(text: str, mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
@@ -107,20 +127,31 @@ def _groups(text: str, mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
 
 
 def _mesh_groups(match: re.Match) -> tuple[tuple[int, ...], ...]:
-    """Groups over a mesh of XLA's own: `mesh['a'=2,'b'=4], device_ids=(...) {'b'}`."""
-    axes = list(_MESH_AXIS.finditer(match["axes"]))
-    chosen = list(_MESH_AXIS.finditer(match["chosen"]))
+    """Groups over a mesh of XLA's own: `mesh['a'=2,'b'=4], device_ids=(...) {'b'}`.
+
+    `'b':(2)4` is the part of axis b with 4 entries after a part with 2.
+    """
+    sizes = {a["name"]: int(a["size"]) for a in _MESH_AXIS.finditer(match["axes"])}
     order = _DEVICE_ORDER.fullmatch(match["order"] or "")
-    if any(axis["part"] for axis in chosen) or (match["order"] and order is None):
+    if match["order"] and order is None:
         raise ValueError(f"replica groups of an unknown form: {match[0]}")
-    ids = None
-    if order:
-        ids = _iota(order["iota"], order["perm"]) if order["iota"] else _ints(order[0])
-        ids = tuple(np.asarray(ids).flat)
-    shape = tuple(int(axis["size"]) for axis in axes)
-    places = DeviceMesh(tuple(axis["name"] for axis in axes), shape, ids)
-    groups = axis_groups(places, tuple(axis["name"] for axis in chosen))
-    return tuple(tuple(int(places.ids.flat[i]) for i in group) for group in groups)
+    if order is None:
+        ids = np.arange(math.prod(sizes.values()))
+    elif order["iota"]:
+        ids = _iota(order["iota"], order["perm"]).flatten()
+    else:
+        ids = np.array(_ints(order[0]))
+    places = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
+    for axis in _MESH_AXIS.finditer(match["chosen"]):
+        size, place = sizes[axis["name"]], places[axis["name"]]
+        part = int(axis["part"] or size)
+        stride = size // (int(axis["before"] or 1) * part)
+        place -= place // stride % part * stride
+    # What is left of a device's place is its group's.
+    groups: dict[tuple, list[int]] = {}
+    for device, *place in zip(ids, *(p.flat for p in places.values()), strict=True):
+        groups.setdefault(tuple(place), []).append(int(device))
+    return tuple(map(tuple, groups.values()))
 
 
 def _iota(shape: str, perm: str | None) -> np.ndarray:
@@ -137,6 +168,14 @@ def _axes_of(groups, mesh: DeviceMesh) -> tuple[str, ...] | None:
             if _partition(axis_groups(mesh, axes)) >= wanted:
                 return axes
     return None
+
+
+def _axes_between(pairs, mesh: DeviceMesh) -> tuple[str, ...]:
+    """The axes along which the places of any pair differ."""
+    places = np.indices(mesh.shape).reshape(len(mesh.shape), -1)
+    source, target = np.array(pairs, int).reshape(-1, 2).T
+    differ = (places[:, source] != places[:, target]).any(axis=1)
+    return tuple(name for name, d in zip(mesh.axis_names, differ, strict=True) if d)
 
 
 def _partition(groups) -> frozenset:

@@ -16,6 +16,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+# TF folds a range of up to 10 MiB into a constant; a longer one, and slices of it, not.
+_UNFOLDED = 1 << 22
+_SMALL = 1 << 12
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
@@ -50,10 +53,11 @@ def uniform(key: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
 
 def normal(key: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """float32 standard normal, by the inverse error function."""
-    # Centred in its 2^-24 wide bin: never 0 or 1, whose normals are infinite.
+    # Centred in its 2^-24 wide bin, but for the last one: it would be rounded up to 1,
+    # whose normal is infinite.
     centred = uniform(key, shape) + 2.0**-25
     return math.sqrt(2.0) * tf.math.erfinv(
-        tf.minimum(2.0 * centred - 1.0, 1 - 2.0**-24)
+        tf.minimum(2.0 * centred - 1.0, 1 - 2.0**-23)
     )
 
 
@@ -91,9 +95,17 @@ def _row_major(
     for dim, stride in strides:
         along = [1] * len(shape)
         along[dim] = shape[dim]
-        index = tf.cast(tf.range(shape[dim]), tf.uint32) * _u32(stride)
+        # One element needs no stride, and one of 2**32 would not fit.
+        index = _index(shape[dim]) * _u32(stride % 2**32)
         total = total + tf.reshape(index, along)
     return tf.broadcast_to(total, shape)
+
+
+def _index(size: int) -> tf.Tensor:
+    """0, 1, ... as uint32 [size], without a large constant in the program."""
+    if size <= _SMALL:
+        return tf.cast(tf.range(size), tf.uint32)
+    return tf.cast(tf.range(max(size, _UNFOLDED))[:size], tf.uint32)
 
 
 def _u32(value: int) -> tf.Tensor:

@@ -1,8 +1,8 @@
 """Splitting a function into a forward and a backward part that recomputes.
 
-TF's own gradient of a loop saves every intermediate, and `tf.recompute_grad` saves none.
-Here the function is traced once together with its gradient; the tensors to save are then
-a cut through that graph: the backward part is the gradient pruned at the saved tensors,
+TF's own gradient of a loop saves every intermediate, `tf.recompute_grad` saves none.
+Here the function is traced once together with its gradient; the tensors to save are a
+cut through that graph: the backward part is the gradient pruned at the saved tensors,
 so whatever they do not give is recomputed from the inputs.
 """
 
@@ -17,8 +17,7 @@ import gin
 import tensorflow as tf
 from tensorflow.compiler.xla import xla_data_pb2
 
-_TAG = "saved."
-_TAGGED = re.compile(r"saved\.(?P<name>[a-z_]+[a-z])(_\d+)?")
+_TAGGED = re.compile(r"saved\.(?P<name>\w+)\.(_\d+)?")
 # Ops that only rename, rearrange or slice: saving their first input serves as well.
 _VIEWS = frozenset(
     {"Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze", "Unpack", "SplitV"}
@@ -35,8 +34,15 @@ class Recompute(enum.Enum):
 
 
 def save_name(tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Names an intermediate, for `Recompute.ALL_BUT_NAMED` to save."""
-    return tf.identity(tensor, name=_TAG + name)
+    """Names an intermediate, for `Recompute.ALL_BUT_NAMED` to save.
+
+    Raises:
+      ValueError: the name is not an identifier.
+    """
+    if not name.isidentifier():
+        raise ValueError(f"name {name!r} of a tensor to save is not an identifier")
+    # The dot at the end divides the name from the number by which TF makes it unique.
+    return tf.identity(tensor, name=f"saved.{name}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +63,9 @@ class SplitFunction:
     """A function and its gradient, cut at the saved tensors. All sequences are flat.
 
     Args:
-      forward: (*inputs, *constants) -> [*outputs, *saved].
-      backward: (*inputs, *constants, *saved, *output gradients) -> input gradients.
+      forward: (*inputs, *weights, *constants) -> [*outputs, *saved].
+      backward: (*inputs, *weights, *constants, *saved, *output gradients) ->
+        [*input gradients, *weight gradients].
       outputs: what `forward` returns first.
       saved: what it returns then.
     """
@@ -72,6 +79,7 @@ class SplitFunction:
 def split_function(
     fn: Callable[..., Sequence[tf.Tensor]],
     inputs: Sequence[tf.TensorSpec],
+    weights: Sequence[tf.TensorSpec],
     constants: Sequence[tf.TensorSpec],
     *,
     recompute: Recompute,
@@ -80,8 +88,11 @@ def split_function(
     """Traces `fn` with its gradient and cuts it.
 
     Args:
-      fn: (*inputs, *constants) -> flat list of outputs.
-      inputs: what it is differentiated by; floating point.
+      fn: (*inputs, *weights, *constants) -> flat list of outputs.
+      inputs: what it is differentiated by; floating point. What follows from the
+        others alone (masks, random bits, cast weights) is never saved by
+        `Recompute.NOTHING`: it is cheaper to compute than to keep.
+      weights: what it is differentiated by too.
       constants: what it is not: masks, random keys.
       recompute: where to cut.
       names: for `ALL_BUT_NAMED`, the `save_name` names to save.
@@ -89,8 +100,8 @@ def split_function(
     Raises:
       ValueError: a name in `names` that `fn` gives to no tensor; names the known ones.
     """
-    specs = [tf.TensorSpec(s.shape, s.dtype) for s in (*inputs, *constants)]
-    n = len(inputs)
+    specs = [tf.TensorSpec(s.shape, s.dtype) for s in (*inputs, *weights, *constants)]
+    n = len(inputs) + len(weights)
     parts: dict[str, list[tf.Tensor]] = {}
 
     def trace(*args):
@@ -106,8 +117,7 @@ def split_function(
 
     wrapped = tf.compat.v1.wrap_function(trace, specs)
     args, outputs = parts["args"], parts["outputs"]
-    saved = _cut(wrapped.graph, parts, n, recompute, names)
-    # A saved tensor may be an output or an input too; feeds must be distinct.
+    saved = _cut(wrapped.graph, parts, len(inputs), recompute, names)
     forward = wrapped.prune(args, [*outputs, *saved])
     backward = wrapped.prune([*args, *saved, *parts["cotangents"]], parts["gradients"])
     return SplitFunction(
@@ -122,42 +132,48 @@ def _flat_call(function) -> Callable[..., list[tf.Tensor]]:
     return lambda *args: tf.nest.flatten(function(*args))
 
 
-def _cut(graph, parts, n, recompute, names) -> list[tf.Tensor]:
-    if recompute is Recompute.EVERYTHING:
-        return []
+def _cut(graph, parts, inputs: int, recompute, names) -> list[tf.Tensor]:
+    """The tensors to save; none of them is an argument."""
     forward_ops, args = parts["forward_ops"], parts["args"]
-    if recompute is Recompute.ALL_BUT_NAMED:
-        tagged = _tagged(forward_ops)
-        for name in names:
-            if name not in tagged:
-                raise ValueError(
-                    f"recompute policy saves {name!r}, but the layer names no such "
-                    f"tensor; it names {sorted(tagged)}"
-                )
-        return [t for name in names for t in tagged[name]]
-    # What follows from weights and keys alone is cheaper to compute than to save.
-    varying = _downstream(forward_ops, args[:1])
+    if recompute is Recompute.EVERYTHING:
+        wanted = []
+    elif recompute is Recompute.ALL_BUT_NAMED:
+        wanted = _tagged(forward_ops, names)
+    else:
+        varying = _downstream(forward_ops, args[:inputs])
+        # Integers are left out: most of them are shapes, which must stay static.
+        wanted = [
+            tensor
+            for op in graph.get_operations()
+            if op not in forward_ops
+            for tensor in op.inputs
+            if tensor.op in varying
+            and (tensor.dtype.is_floating or tensor.dtype == tf.bool)
+        ]
     given = {t.ref() for t in args}
     cut = {}
-    for op in graph.get_operations():
-        if op in forward_ops:
-            continue
-        for tensor in op.inputs:
-            if tensor.op in varying and tensor.dtype.is_floating:
-                root = _root(tensor)
-                if root.ref() not in given:
-                    # `prune` can cut an op only as a whole.
-                    cut.update((out.ref(), out) for out in root.op.outputs)
+    for root in map(_root, wanted):
+        # `prune` cuts an op only as a whole; the history that a TF loop keeps for its
+        # own gradient is no tensor.
+        whole = root.op.outputs
+        if root.ref() not in given and all(t.dtype != tf.variant for t in whole):
+            cut.update((t.ref(), t) for t in whole)
     return list(cut.values())
 
 
-def _tagged(ops) -> dict[str, list[tf.Tensor]]:
+def _tagged(ops, names: Sequence[str]) -> list[tf.Tensor]:
     tagged: dict[str, list[tf.Tensor]] = {}
     for op in sorted(ops, key=lambda op: op.name):
         match = _TAGGED.fullmatch(op.name.rsplit("/", 1)[-1])
         if op.type == "Identity" and match:
-            tagged.setdefault(match["name"], []).append(_root(op.outputs[0]))
-    return tagged
+            tagged.setdefault(match["name"], []).append(op.outputs[0])
+    for name in names:
+        if name not in tagged:
+            raise ValueError(
+                f"recompute policy saves {name!r}, but the layer names no such "
+                f"tensor; it names {sorted(tagged)}"
+            )
+    return [tensor for name in names for tensor in tagged[name]]
 
 
 def _downstream(ops, tensors) -> set:
@@ -181,12 +197,15 @@ def _root(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _saved(tensor: tf.Tensor) -> Saved:
+    spec = tf.TensorSpec(tensor.shape, tensor.dtype)
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
     if tensor.op.type == "XlaSharding":
         annotations = [tensor.op]
     else:
         annotations = [op for op in tensor.consumers() if op.type == "XlaSharding"]
     return Saved(
-        spec=tf.TensorSpec(tensor.shape, tensor.dtype),
+        spec=spec,
         sharding=annotations[0].get_attr("sharding") if annotations else None,
     )
 

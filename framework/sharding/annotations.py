@@ -17,7 +17,8 @@ def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
 
     The gradient is annotated by a copy of the same op (GSPMD 3.6, TF's own gradient of
     XlaSharding), so the backward computation is laid out like the forward one.
-    On a mesh of one device there is nothing to say and the tensor is returned as is.
+    On a mesh of one device, and in eager execution, which has none, there is nothing to
+    say and the tensor is returned as is.
     """
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank != sharding.rank:
@@ -44,7 +45,7 @@ def mesh_split(
         its axes do not divide is padded inside the program.
 
     Returns:
-      `tensor`, annotated; so is its gradient.
+      `tensor`, annotated; so is its gradient. In eager execution just `tensor`.
 
     Raises:
       ValueError: the mapping's length is not the rank, an axis is unknown or used
@@ -65,6 +66,8 @@ def replicate(tensor: tf.Tensor) -> tf.Tensor:
 
 def annotate_serialized(tensor: tf.Tensor, op_sharding: bytes) -> tf.Tensor:
     """`tensor`, annotated with a serialized OpSharding, unchecked."""
+    if tf.executing_eagerly():
+        return tensor
     return gen_xla_ops.xla_sharding(
         input=tensor, sharding=op_sharding, unspecified_dims=[]
     )

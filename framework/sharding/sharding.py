@@ -193,12 +193,13 @@ def _sharding_from_hlo(mesh: DeviceMesh, text: str, rank: int) -> Sharding:
         if match["perm"]:
             ids = ids.transpose(_ints(match["perm"]))
     splits = tiles[:rank]
+    # Devices that hold the same shard may come in any order.
+    want = np.sort(ids.reshape([*splits, -1]), axis=-1)
     for dims in _factorings(mesh, splits):
         candidate = Sharding(mesh, dims)
-        # Devices that hold the same shard may come in any order.
         _, devices = candidate._tile_assignment()
-        want = np.sort(ids.reshape([*splits, -1]), axis=-1)
-        if (want == np.sort(devices.reshape([*splits, -1]), axis=-1)).all():
+        have = np.sort(devices.reshape([*splits, -1]), axis=-1)
+        if np.array_equal(want, have):
             return candidate
     raise ValueError(
         f"sharding {text} cannot be written over the axes of the program's mesh "

@@ -1,0 +1,157 @@
+"""Weight specs, contexts, first values."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.initializers import (
+    Constant,
+    FanIn,
+    Initializer,
+    Normal,
+)
+from meshwright.framework.modeling.layer import (
+    Context,
+    Layer,
+    WeightSpec,
+    annotate_weights,
+    initialize,
+)
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.plan import ShardingPlan
+
+KEY = random.key_from_seed(1)
+PLAN = ShardingPlan(
+    mesh_shape=(2, 4),
+    weights={"model": "X", "hidden": "Y"},
+    activations={"batch": "X", "model": "Y", "hidden": "Y"},
+)
+
+
+def weight(*shape, dims=None, initializer=None, **kwargs):
+    dims = dims or tuple(f"d{i}" for i in range(len(shape)))
+    initializer = initializer or Normal()
+    return WeightSpec(shape=shape, dims=dims, initializer=initializer, **kwargs)
+
+
+def test_a_spec_describes_a_weight():
+    spec = weight(6, 8, dims=("model", "hidden"))
+    assert spec.size == 48 and spec.stack_rank == 0 and spec.dtype == tf.float32
+    assert str(spec.sharding(PLAN)) == "[X,Y]"
+    stacked = spec.stacked(3).stacked(5)
+    assert stacked.shape == (5, 3, 6, 8) and stacked.stack_rank == 2
+    assert stacked.dims == ("layers", "layers", "model", "hidden")
+    assert str(stacked.sharding(PLAN)) == "[_,_,X,Y]"
+    assert stacked.size == 15 * 48
+
+
+def test_a_spec_names_every_dim():
+    with pytest.raises(ValueError, match=r"shape \(6, 8\) but names dims \('model',\)"):
+        weight(6, 8, dims=("model",))
+
+
+def test_scopes_have_paths_names_and_random_numbers_of_their_own():
+    ctx = Context(key=KEY)
+    keys = [ctx.random_key()]
+    with ctx.scope("stack") as outer:
+        keys.append(outer.random_key())
+        for name in ("a", "b"):
+            with outer.scope(name) as inner:
+                keys.append(inner.random_key())
+                assert inner.path == f"stack.{name}"
+    assert len({tuple(key.numpy()) for key in keys}) == 4
+    # Only the path counts, not how it was reached.
+    again = dataclasses.replace(ctx, path="stack.b").random_key()
+    np.testing.assert_array_equal(again, keys[-1])
+    with tf.Graph().as_default(), ctx.scope("stack") as c, c.scope("a"):
+        assert tf.zeros([1]).op.name == "stack/a/zeros"
+
+
+def test_without_a_key_nothing_random_happens():
+    with (
+        Context().scope("dropout") as ctx,
+        pytest.raises(ValueError, match=r"layer 'dropout' needs random .* has no key"),
+    ):
+        ctx.random_key()
+
+
+def test_a_context_splits_by_the_plan_and_names_the_layer_in_errors():
+    ctx = Context(plan=PLAN, path="stack.feed_forward")
+    x = tf.zeros([4, 2, 8], tf.bfloat16)
+    assert ctx.split(x, ("batch", "sequence", "model")) is x
+    message = re.escape("for 'stack.feed_forward.out' (model->Y, hidden->Y)")
+    with pytest.raises(ValueError, match=message):
+        ctx.split(tf.zeros([4, 8]), ("model", "hidden"), name="out")
+    with pytest.raises(ValueError, match=r"1 dims but tensor .*\(4, 2, 8\)"):
+        ctx.split(x, ("model",))
+
+
+def test_activations_are_cast_on_use():
+    ctx = Context(activation_dtype=tf.bfloat16)
+    assert ctx.cast(tf.zeros([2])).dtype == tf.bfloat16
+
+
+def test_a_layer_without_fprop_says_so():
+    class Empty(Layer):
+        pass
+
+    assert Empty().weights() == NestedMap()
+    with pytest.raises(NotImplementedError, match=r"Empty\.fprop"):
+        Empty().fprop(Context(), NestedMap(), None)
+
+
+def test_annotate_weights_names_the_weight():
+    specs = NestedMap(layer=NestedMap(w=weight(4, 4, dims=("hidden", "hidden"))))
+    with pytest.raises(ValueError, match=r"plan for 'layer\.w' \(hidden->Y, hidden->Y"):
+        annotate_weights(PLAN, specs, NestedMap(layer=NestedMap(w=tf.zeros([4, 4]))))
+
+
+def test_a_first_value_depends_on_its_path_alone():
+    specs = NestedMap(a=weight(4, 8), b=NestedMap(a=weight(4, 8), w=weight(4, 8)))
+    theta = initialize(specs, KEY)
+    fewer = initialize(NestedMap(b=NestedMap(w=weight(4, 8))), KEY)
+    np.testing.assert_array_equal(theta.b.w, fewer.b.w)
+    assert np.any(theta.b.w != theta.b.a) and np.any(theta.b.a != theta.a)
+    assert np.any(initialize(specs, random.key_from_seed(2)).a != theta.a)
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+@pytest.mark.parametrize(
+    "spec,stddev",
+    [
+        (weight(256, 256, initializer=Normal(stddev=0.02)), 0.02),
+        (weight(64, 1024, initializer=FanIn()), 64**-0.5),
+        (weight(16, 8, 512, initializer=FanIn(in_dims=2)), 128**-0.5),
+        (weight(64, 1024, initializer=FanIn(scale=4.0)), 2 * 64**-0.5),
+        # A dim that stacks layers is no fan.
+        (weight(64, 512, initializer=FanIn()).stacked(2), 64**-0.5),
+    ],
+)
+def test_spread_of_first_values(spec, stddev, dtype):
+    spec = dataclasses.replace(spec, dtype=dtype)
+    value = initialize(NestedMap(w=spec), KEY).w
+    assert value.dtype == dtype and value.shape == spec.shape
+    value = tf.cast(value, tf.float32).numpy()
+    assert abs(value.mean()) < 5 * stddev / spec.size**0.5
+    np.testing.assert_allclose(value.std(), stddev, rtol=0.02)
+
+
+def test_constant_first_values():
+    spec = weight(3, 2, initializer=Constant(1.5), dtype=tf.bfloat16)
+    value = initialize(NestedMap(w=spec), KEY).w
+    assert value.dtype == tf.bfloat16
+    np.testing.assert_array_equal(tf.cast(value, tf.float32), np.full([3, 2], 1.5))
+    assert (
+        not initialize(NestedMap(w=weight(3, initializer=Constant())), KEY)
+        .w.numpy()
+        .any()
+    )
+
+
+def test_an_initializer_without_call_says_so():
+    with pytest.raises(NotImplementedError):
+        initialize(NestedMap(w=weight(2, initializer=Initializer())), KEY)

@@ -1,0 +1,55 @@
+"""Device meshes: a description of devices, and bad ones."""
+
+import re
+
+import numpy as np
+import pytest
+
+from meshwright.framework.sharding.mesh import DeviceMesh
+
+
+def test_describes_a_grid_of_devices():
+    mesh = DeviceMesh(("X", "Y"), (2, 4))
+    assert mesh.size == 8
+    np.testing.assert_array_equal(mesh.ids, np.arange(8).reshape(2, 4))
+    assert mesh.axis_size("Y") == 4
+    assert mesh.axes_size(("Y", "X")) == 8 and mesh.axes_size(()) == 1
+    assert str(mesh) == "X=2, Y=4"
+
+
+def test_devices_may_come_in_any_order():
+    ids = [[5, 4], [1, 0], [3, 2]]
+    mesh = DeviceMesh(["X", "Y"], [3, 2], ids)
+    np.testing.assert_array_equal(mesh.ids, ids)
+    # Lists and arrays are as good as tuples: meshes are keys of caches.
+    assert mesh == DeviceMesh(("X", "Y"), (3, 2), np.array(ids))
+    assert hash(mesh) == hash(DeviceMesh(("X", "Y"), (3, 2), (5, 4, 1, 0, 3, 2)))
+    assert mesh != DeviceMesh(("X", "Y"), (3, 2))
+
+
+def test_a_mesh_larger_than_any_machine_is_only_a_description():
+    assert DeviceMesh(("X", "Y"), (32, 64)).size == 2048
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        ((("X",), (2, 4)), "names 1 axes ('X',) but its shape (2, 4) has 2"),
+        ((("X", "X"), (2, 4)), "axis names repeat: ('X', 'X')"),
+        ((("X", "Y"), (2, 0)), "shape (2, 0) must be positive"),
+        ((("X", "Y"), (2, -1)), "shape (2, -1) must be positive"),
+        ((("X",), (2,), (0, 1, 2)), "needs 2 distinct device ids, got 3 ids"),
+        ((("X",), (2,), (1, 1)), "got 2 ids, 1 distinct"),
+    ],
+)
+def test_a_bad_mesh_is_refused(args, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DeviceMesh(*args)
+
+
+def test_an_unknown_axis_names_those_there_are():
+    mesh = DeviceMesh(("data", "model"), (2, 4))
+    with pytest.raises(ValueError, match=r"'modle': the mesh has \('data', 'model'\)"):
+        mesh.axis_size("modle")
+    with pytest.raises(ValueError, match="unknown mesh axis 'modle'"):
+        mesh.axes_size(("data", "modle"))
