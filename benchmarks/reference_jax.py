@@ -10,6 +10,7 @@ L layers.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 
 import jax
@@ -42,54 +43,49 @@ NORM_EPSILON = 1e-6
 BETA1, BETA2, ADAM_EPSILON = 0.9, 0.999, 1e-8
 
 
+class Layers(enum.Enum):
+    """How the layers are written: as a `lax.scan`, or one after another."""
+
+    SCAN = "scan"
+    UNROLLED = "unrolled"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
     """The training loop of one model on one mesh.
 
     Args:
       mesh: with axes X and Y.
-      steps: inside one compiled call.
-      scan_layers: loop over the layers, or write them one after another.
+      layers: how they are written.
       warmup_steps, peak_rate, end_step, end_rate: a line up, then half a cosine down.
       clip: limit of the gradients' global norm.
     """
 
     mesh: jax.sharding.Mesh
-    steps: int
-    scan_layers: bool
+    layers: Layers
     warmup_steps: int
     peak_rate: float
     end_step: int
     end_rate: float
     clip: float
 
-    def compile(self, state, batches):
-        """The compiled loop, and the shardings of its two arguments.
+    def compile(self, state, batches) -> jax.stages.Compiled:
+        """The compiled loop: (state, batches) -> (state, metrics); donates the state.
 
         Args:
-          state: step, theta and slots, by name; only shapes and dtypes count.
-          batches: the arrays of `steps` batches, by name, each [steps, B, S].
-
-        Returns:
-          A function (state, batches) -> (state, metrics) that takes over the state's
-          buffers, and the nests of shardings for `state` and `batches`.
+          state: step, theta and slots; only shapes and dtypes count.
+          batches: the arrays of the batches, each [steps, B, S].
         """
         named = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
         slots = jax.tree.map(lambda spec: {"m": spec, "v": spec}, WEIGHTS)
-        state_shardings = jax.tree.map(
-            named, {"step": P(), "theta": WEIGHTS, "slots": slots}
-        )
-        batch_shardings = {name: named(BATCH) for name in batches}
+        shardings = jax.tree.map(named, {"step": P(), "theta": WEIGHTS, "slots": slots})
         jitted = jax.jit(
             self.train_loop,
-            in_shardings=(state_shardings, batch_shardings),
-            out_shardings=(state_shardings, None),
+            in_shardings=(shardings, named(BATCH)),
+            out_shardings=(shardings, None),
             donate_argnums=0,
         )
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batches)
-        )
-        return jitted.lower(*abstract).compile(), state_shardings, batch_shardings
+        return jitted.lower(state, batches).compile()
 
     def split(self, x, spec):
         """`x` laid out as `spec` says."""
@@ -98,12 +94,10 @@ class Reference:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def train_loop(self, state, batches):
-        if self.steps == 1:
-            state, metrics = self.train_step(
-                state, jax.tree.map(lambda x: x[0], batches)
-            )
-            return state, jax.tree.map(lambda x: x[None], metrics)
-        return jax.lax.scan(self.train_step, state, batches)
+        if batches["ids"].shape[0] > 1:
+            return jax.lax.scan(self.train_step, state, batches)
+        state, metrics = self.train_step(state, jax.tree.map(lambda x: x[0], batches))
+        return state, jax.tree.map(lambda x: x[None], metrics)
 
     def train_step(self, state, batch):
         """One step of Adam with clipping: new state, metrics."""
@@ -190,7 +184,7 @@ class Reference:
         def layer(x, w):
             return self.layer(w, x, mask, turn), None
 
-        if self.scan_layers:
+        if self.layers is Layers.SCAN:
             return jax.lax.scan(layer, x, weights)[0]
         for i in range(weights["attention"]["w_q"].shape[0]):
             x, _ = layer(x, jax.tree.map(lambda t, i=i: t[i], weights))

@@ -120,7 +120,7 @@ class Checkpoints:
                 f"{self._directory}: restore that one, or use another directory"
             )
         self._check_writable()
-        self._check_space(step, sum(array.nbytes for array in state.leaves()))
+        self.check_space(step, sum(array.nbytes for array in state.leaves()))
         json.dumps(metadata)  # What is no JSON fails here, not in the background.
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(_to_dict(state)),
@@ -130,6 +130,21 @@ class Checkpoints:
         self._saving = step
         with self._write_errors():
             self._manager.save(step, args=items, force=True)
+
+    def check_space(self, step: int, needed: int) -> None:
+        """Checks that `needed` bytes are free, for a later `save` of `step`.
+
+        Raises:
+          CheckpointError: they are not.
+        """
+        if not self._local:
+            return
+        free = shutil.disk_usage(self._directory).free
+        if free < needed:
+            raise CheckpointError(
+                f"checkpoint step {step} needs {needed:,} bytes but only {free:,} are "
+                f"free in {self._directory}: free some space; {self._kept()}"
+            )
 
     def wait(self) -> None:
         """Waits for the save under way.
@@ -225,16 +240,6 @@ class Checkpoints:
                 f"cannot write checkpoints to {self._directory} ({error}): choose "
                 "another directory or make it writable"
             ) from error
-
-    def _check_space(self, step: int, needed: int) -> None:
-        if not self._local:
-            return
-        free = shutil.disk_usage(self._directory).free
-        if free < needed:
-            raise CheckpointError(
-                f"checkpoint step {step} needs {needed:,} bytes but only {free:,} are "
-                f"free in {self._directory}: free some space; {self._kept()}"
-            )
 
     @contextlib.contextmanager
     def _write_errors(self) -> Iterator[None]:

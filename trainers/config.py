@@ -9,8 +9,8 @@ import inspect
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, TextIO, TypeVar
 
 import gin
 import tensorflow as tf
@@ -19,6 +19,10 @@ PARAMS = pathlib.Path(__file__).parents[1] / "params"
 """The shipped gin files: beside this room in a checkout, and installed as well."""
 
 _MACRO = "gin.macro"
+_T = TypeVar("_T")
+
+# Keys of bindings that a later one put out of use on purpose: see `load`.
+_set_aside: set[tuple[str, str, str]] = set()
 
 # Under a module name of ours, so that `gin.tf`'s own constants can live beside them.
 for _dtype in (tf.float32, tf.bfloat16, tf.float16):
@@ -63,6 +67,10 @@ def load(
     a file finds files as `find_gin_file` does. The constants `%float32`, `%bfloat16`
     and `%float16` are TensorFlow's dtypes.
 
+    A later binding may refer to another class: `Experiment.optimizer = @SGD()` over a
+    file that sets up Adam. What was bound until then for the class it replaces is set
+    aside: it need not take effect.
+
     Args:
       gin_files: as for `find_gin_file`; later ones override earlier ones.
       gin_params: bindings such as `"Adam.beta1 = 0.8"`, which override the files'.
@@ -73,34 +81,53 @@ def load(
         `%gin.REQUIRED`.
     """
     gin.clear_config()
-    with _reading_gin_files():
+    _set_aside.clear()
+    with _reading_gin_files(), _noting_replaced_classes():
         for path in gin_files:
             with _explained(f"gin file {os.fspath(path)}"):
                 gin.parse_config_file(os.fspath(path))
-        with _explained("gin parameters"):
-            gin.parse_config(list(gin_params))
+        for line in gin_params:
+            with _explained("gin parameters"):
+                gin.parse_config(line)
         with _explained("gin configuration"):
             gin.finalize()
 
 
-def check_all_operative() -> None:
+def build(cls: type[_T]) -> _T:
+    """The `cls` that the loaded configuration describes.
+
+    Raises:
+      ConfigError: a parameter has no binding and no default, or a value is of a wrong
+        type.
+      ValueError: a class refuses its parameters.
+    """
+    try:
+        return gin.get_configurable(cls)()
+    except TypeError as error:
+        raise ConfigError(_missing_parameters(str(error))) from error
+
+
+def check_all_operative() -> list[str]:
     """Checks that every binding took effect; call it when all has been built.
 
     A binding takes effect when gin passes its value to a call of its class, or when
     its macro is evaluated for such a call.
 
+    Returns:
+      The bindings without effect that were set aside (see `load`), as text.
+
     Raises:
-      ConfigError: lists each binding that did not, why, and what to do.
+      ConfigError: lists each other binding without effect, why, and what to do.
     """
+    unused = [(one, why) for one in _bindings() if (why := _why_inoperative(one))]
     problems = [
-        f"  {binding}\n    {reason}"
-        for binding in _bindings()
-        if (reason := _why_inoperative(binding))
+        f"  {one}\n    {why}" for one, why in unused if one.key not in _set_aside
     ]
     if problems:
         raise ConfigError(
             f"{len(problems)} gin binding(s) never took effect:\n" + "\n".join(problems)
         )
+    return [str(one) for one, _ in unused]
 
 
 def operative_text() -> str:
@@ -119,6 +146,10 @@ class _Binding:
     selector: str
     parameter: str
     value: Any
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return "/".join(self.scope), self.selector, self.parameter
 
     def __str__(self) -> str:
         scope = "/".join(self.scope)
@@ -178,6 +209,45 @@ def _overridden(binding: _Binding, scope: tuple[str, ...]) -> bool:
 
 
 @contextlib.contextmanager
+def _noting_replaced_classes() -> Iterator[None]:
+    """Sets aside what is bound for a class when another reference takes its place."""
+    bind = gin.config.bind_parameter
+
+    def bind_and_note(key, value):
+        parsed = gin.config.ParsedBindingKey.parse(key)
+        key = (*parsed.config_key, parsed.arg_name)
+        before = {one.key: one for one in _bindings()}
+        bind(key, value)
+        _set_aside.discard(key)
+        if key in before:
+            replaced = _references(before[key].value) - _references(value)
+            _put_aside(replaced, before.values())
+
+    gin.config.bind_parameter = bind_and_note
+    try:
+        yield
+    finally:
+        gin.config.bind_parameter = bind
+
+
+def _put_aside(replaced: set[tuple[str, str]], bindings: Collection[_Binding]) -> None:
+    """Puts those of `bindings` aside that serve references, directly or not."""
+    while replaced:
+        scope, selector = replaced.pop()
+        for one in bindings:
+            # A macro is named by its scope; a class may be bound in any.
+            same = selector != _MACRO or "/".join(one.scope) == scope
+            if one.selector == selector and same and one.key not in _set_aside:
+                _set_aside.add(one.key)
+                replaced |= _references(one.value)
+
+
+def _references(value: Any) -> set[tuple[str, str]]:
+    """(scope, selector) of each class and macro that a bound value refers to."""
+    return {one.config_key for one in gin.config.iterate_references({"": value})}
+
+
+@contextlib.contextmanager
 def _reading_gin_files() -> Iterator[None]:
     """Makes gin find files as `find_gin_file` does, in `include` statements too."""
 
@@ -224,6 +294,20 @@ def _message(text: str) -> str:
     if match := re.match(rf"No bindings specified for '(.+)/{_MACRO}'", text):
         return _unknown_macro(match[1])
     return text
+
+
+def _missing_parameters(text: str) -> str:
+    """What a `TypeError` with the message `text` says, in terms of bindings."""
+    missing = re.search(r"missing \d+ required .*arguments?: (.*)", text)
+    culprit = re.search(r"In call to configurable '(\S+)'(?: in scope '(\S+)')?", text)
+    if not missing or not culprit:
+        return text
+    prefix = f"{culprit[2]}/{culprit[1]}" if culprit[2] else culprit[1]
+    names = [f"{prefix}.{name}" for name in re.findall(r"'(\w+)'", missing[1])]
+    return (
+        f"{', '.join(names)} must be set: bind it in a gin file, or by "
+        f"--gin_param='{names[0]} = ...'"
+    )
 
 
 def _unknown_macro(name: str) -> str:

@@ -26,7 +26,7 @@ class Experiment:
       ema: moving average of the weights for evaluation and export, or None.
       global_batch: examples a step over all devices.
       num_steps: when training ends.
-      steps_per_loop: steps inside one compiled program; saves dispatch for small models.
+      steps_per_loop: steps inside one compiled program; saves small models' dispatch.
       seed: of weights, dropout and input order.
       activation_dtype: of activations; weights are float32.
       partitioner: Shardy or GSPMD.
@@ -34,11 +34,11 @@ class Experiment:
       eval_batches: held-out batches of an evaluation; None for all.
       checkpoint_interval: steps between checkpoints; also saved at the end.
       summary_interval: steps between TensorBoard points.
-      keep_checkpoints: how many of the last checkpoints stay.
+      keep_checkpoints: how many of the last checkpoints stay; None for all.
 
     Raises:
-      ValueError: a count out of range, or an interval that is no multiple of
-        `steps_per_loop`.
+      ValueError: a field of another type, a count out of range, or an interval that is
+        no multiple of `steps_per_loop`.
     """
 
     task: Task
@@ -55,15 +55,11 @@ class Experiment:
     eval_batches: int | None = None
     checkpoint_interval: int = 1000
     summary_interval: int = 10
-    keep_checkpoints: int = 2
+    keep_checkpoints: int | None = 2
 
     def __post_init__(self):
-        positive = ("global_batch", "num_steps", "steps_per_loop")
-        for name in (*positive, "checkpoint_interval", "summary_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"Experiment.{name} is {getattr(self, name)}, must be >= 1"
-                )
+        self._check_types()
+        self._check_counts()
         intervals = ("eval_interval", "checkpoint_interval", "summary_interval")
         for name in ("num_steps", *intervals):
             if getattr(self, name) % self.steps_per_loop:
@@ -72,3 +68,51 @@ class Experiment:
                     f"steps_per_loop = {self.steps_per_loop}: a compiled loop cannot "
                     "stop in the middle"
                 )
+
+    def _check_types(self) -> None:
+        types = {
+            "task": Task,
+            "plan": ShardingPlan,
+            "optimizer": Optimizer,
+            "ema": ExponentialMovingAverage,
+            "partitioner": Partitioner,
+            "activation_dtype": tf.DType,
+        }
+        for name, wanted in types.items():
+            value = getattr(self, name)
+            if not isinstance(value, wanted) and not (name == "ema" and value is None):
+                # In gin, @Adam is the class and @Adam() an instance.
+                raise ValueError(
+                    f"Experiment.{name} is {value!r}, must be a {wanted.__name__}"
+                    + (f": write @{value.__name__}()" if callable(value) else "")
+                )
+
+    def _check_counts(self) -> None:
+        least = {
+            "global_batch": 1,
+            "num_steps": 1,
+            "steps_per_loop": 1,
+            "seed": 0,
+            "eval_interval": 0,
+            "eval_batches": 1,
+            "checkpoint_interval": 1,
+            "summary_interval": 1,
+            "keep_checkpoints": 1,
+        }
+        for name, at_least in least.items():
+            value = getattr(self, name)
+            if value is None and name in ("eval_batches", "keep_checkpoints"):
+                continue
+            if not isinstance(value, int) or value < at_least:
+                raise ValueError(
+                    f"Experiment.{name} is {value!r}, must be a whole number >= "
+                    f"{at_least}"
+                )
+
+    def is_due(self, step: int, interval: int) -> bool:
+        """Whether the call that ends with `step` made a multiple of `interval` steps.
+
+        0 is never due.
+        """
+        before = step - self.steps_per_loop
+        return interval > 0 and step // interval > before // interval

@@ -34,6 +34,8 @@ from meshwright.trainers.experiment import Experiment
 class Programs:
     """Builds and caches the compiled programs of one experiment.
 
+    Raises ValueError if the plan does not fit the weights.
+
     The functions (`train_step`, ...) are pure TF over logical shapes and abstract
     enough to be planned for any topology; the cached properties compile them for the
     mesh of the experiment's plan.
@@ -42,6 +44,9 @@ class Programs:
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
         self.weights = experiment.task.weights()
+        # What a plan gets wrong is said of weights, not of their slots.
+        for path, spec in self.weights.items_by_path():
+            spec.sharding(experiment.plan, path)
 
     @functools.cached_property
     def state_specs(self) -> NestedMap:
@@ -205,6 +210,22 @@ class Programs:
             [self.state_shardings().theta, self.batch_shardings()],
             None,
             name="eval",
+        )
+
+    @functools.cached_property
+    def finite(self) -> Program:
+        """State in stored form -> bool [leaves]: whether all of each leaf is finite."""
+
+        def all_finite(x):
+            known = tf.math.is_finite(x) if x.dtype.is_floating else x == x
+            return tf.reduce_all(known)
+
+        return self._compile(
+            lambda state: tf.stack([all_finite(x) for x in state.leaves()]),
+            [self.abstract_state()],
+            [self.state_shardings()],
+            None,
+            name="finite",
         )
 
     @functools.cached_property

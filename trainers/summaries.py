@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 
 import gin
 import numpy as np
 import tensorflow as tf
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+log = logging.getLogger("absl")
 
 
 class Summaries:
-    """Writes scalars and texts below `model_dir`.
+    """Writes scalars and texts below `model_dir`; they are on disk at once.
+
+    The first point takes the place of those that an earlier run wrote from its step on:
+    a run that was killed had gone on after the checkpoint that this one starts from.
+    A disk that fills up later costs points, not the training: it is warned of once.
 
     Args:
       model_dir: the run's folder.
@@ -22,28 +32,60 @@ class Summaries:
     """
 
     def __init__(self, model_dir: str, name: str):
-        folder = os.path.join(model_dir, name)
+        self._folder = os.path.join(model_dir, name)
+        self._is_new, self._has_failed = True, False
         try:
-            os.makedirs(folder, exist_ok=True)
-            self._writer = tf.summary.create_file_writer(folder)
-        except (OSError, tf.errors.OpError) as e:
+            os.makedirs(self._folder, exist_ok=True)
+            self._writer = tf.summary.create_file_writer(self._folder)
+        except (OSError, tf.errors.OpError) as error:
             raise OSError(
-                f"cannot write summaries to {folder}: {e}; choose another --model_dir"
-            ) from e
+                f"cannot write summaries to {self._folder} ({_brief(error)}): choose "
+                "another --model_dir, or free some space"
+            ) from error
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One point of each curve, at `step`."""
-        with self._writer.as_default(step=step):
+        with self._writing(step):
+            if self._is_new:
+                self._drop_points_from(step)
             for name, value in values.items():
                 tf.summary.scalar(name, np.float32(value))
 
     def gin_config(self, step: int, text: str) -> None:
         """The operative gin configuration, in the text tab."""
-        with self._writer.as_default(step=step):
+        with self._writing(step):
             tf.summary.text("gin config", gin.markdown(text))
 
-    def flush(self) -> None:
-        self._writer.flush()
-
     def close(self) -> None:
-        self._writer.close()
+        with self._failures_as_warnings():
+            self._writer.close()
+
+    @contextlib.contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        # as_default flushes at its end.
+        with self._failures_as_warnings(), self._writer.as_default(step=step):
+            yield
+
+    @contextlib.contextmanager
+    def _failures_as_warnings(self) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.OpError as error:
+            if not self._has_failed:
+                reason = _brief(error)
+                log.warning("summaries are lost: %s: %s", self._folder, reason)
+            self._has_failed = True
+
+    def _drop_points_from(self, step: int) -> None:
+        # What TensorBoard takes for a restart; tf.summary has no function for it.
+        start = SessionLog(status=SessionLog.START)
+        event = Event(wall_time=time.time(), step=step, session_log=start)
+        tf.raw_ops.ImportEvent(
+            writer=self._writer._resource, event=event.SerializeToString()
+        )
+        self._is_new = False
+
+
+def _brief(error: Exception) -> str:
+    """TF's own messages are long; `path; reason` opens them."""
+    return str(error).splitlines()[0].rsplit("; ", 1)[-1]

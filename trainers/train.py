@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging as python_logging
+import signal
 import sys
 import time
 
-import gin
 from absl import app, flags, logging
 
 import meshwright.layers
@@ -14,6 +15,7 @@ from meshwright.framework.compiler.jax_bridge import set_platform
 from meshwright.trainers import config, loop
 from meshwright.trainers.checkpoints import CheckpointError
 from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.programs import Programs
 
 _GIN_FILE = flags.DEFINE_multi_string(
     "gin_file", None, "Gin file, by path or by its path under params/; may repeat."
@@ -38,6 +40,8 @@ _PROFILE_STEPS = flags.DEFINE_list(
 )
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error was raised.")
 
+_INTERRUPTED = 128 + signal.SIGINT
+
 
 def build_experiment(
     gin_files: list[str], gin_params: list[str]
@@ -45,33 +49,41 @@ def build_experiment(
     """The experiment of gin files and bindings, and the configuration in effect.
 
     Raises:
-      ConfigError: see `config.load` and `config.check_all_operative`.
+      ConfigError: see `config.load`, `config.build` and `config.check_all_operative`.
       ValueError: a class refuses its parameters.
     """
     config.load(gin_files, gin_params)
-    try:
-        experiment = gin.get_configurable(Experiment)()
-    except TypeError as error:  # A required parameter that no binding gives.
-        raise config.ConfigError(str(error)) from error
-    config.check_all_operative()
+    experiment = config.build(Experiment)
+    if unused := config.check_all_operative():
+        logging.info("without effect, as replaced: %s", ", ".join(unused))
     return experiment, config.operative_text()
 
 
-def main(argv: list[str]) -> None:
-    """Parses flags and calls."""
+def main(argv: list[str]) -> int | None:
+    """Parses flags and calls; returns the exit status."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    style = python_logging.Formatter(
+        "%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"
+    )
+    logging.get_absl_handler().setFormatter(style)
     try:
-        _train(*build_experiment(_GIN_FILE.value, _GIN_PARAM.value))
+        return _run(*build_experiment(_GIN_FILE.value, _GIN_PARAM.value))
     except (ValueError, OSError, CheckpointError, loop.TrainingError) as error:
         if _TRACEBACK.value:
             raise
         sys.exit(f"meshwright-train: {error}\n(--traceback shows where)")
+    except KeyboardInterrupt:
+        if _TRACEBACK.value:
+            raise
+        print("meshwright-train: interrupted", file=sys.stderr)
+        return _INTERRUPTED
 
 
-def _train(experiment: Experiment, config_text: str) -> None:
+def _run(experiment: Experiment, config_text: str) -> int | None:
     mesh = experiment.plan.mesh
     set_platform(_PLATFORM.value, _DEVICE_COUNT.value or _cpu_devices(mesh.size))
+    programs = Programs(experiment)
     model_dir = _MODEL_DIR.value
     run = loop.Run(
         model_dir=model_dir,
@@ -84,16 +96,24 @@ def _train(experiment: Experiment, config_text: str) -> None:
         print(f"  {name}: {value:,.4g}" if value < 1000 else f"  {name}: {value:,.0f}")
     sys.stdout.flush()
     if _MODE.value == "eval":
-        print("Held-out:", loop.format_metrics(loop.evaluate_latest(experiment, run)))
-        return
+        print("Held-out:", loop.format_metrics(loop.evaluate_latest(programs, run)))
+        return None
     start = time.time()
-    result = loop.train_and_evaluate(experiment, run)
-    how = "Stopped by a signal and saved" if result.stopped else "Trained"
-    print(f"{how} at step {result.step} after {time.time() - start:.0f} s.")
+    result = loop.train_and_evaluate(programs, run)
+    _print_result(result, time.time() - start)
+    return _INTERRUPTED if result.stop == signal.SIGINT else None
+
+
+def _print_result(result: loop.TrainResult, seconds: float) -> None:
+    how = "Trained"
+    if result.stop is not None:
+        how = f"Stopped by {signal.Signals(result.stop).name}: saved training"
+    print(f"{how} to step {result.step} in {seconds:.0f} s.")
     if result.losses:
-        print(f"Training loss: {result.losses[max(result.losses)]:.4f} nats")
+        print(f"Training loss: {result.losses[result.step]:.4f} nats")
     if result.evaluation:
         print("Held-out:", loop.format_metrics(result.evaluation))
+    model_dir = _MODEL_DIR.value
     print(f"Logs and checkpoints: {model_dir}\n  tensorboard --logdir {model_dir}")
 
 
@@ -108,9 +128,10 @@ def _profile_steps() -> tuple[int, int] | None:
         first, last = (int(step) for step in _PROFILE_STEPS.value)
     except ValueError:
         first, last = 1, 0
-    if not 0 <= first <= last:
+    if not 1 <= first <= last:
         raise ValueError(
-            f"--profile_steps={','.join(_PROFILE_STEPS.value)} must be FIRST,LAST"
+            f"--profile_steps={','.join(_PROFILE_STEPS.value)} must be FIRST,LAST: two "
+            "step numbers, from 1"
         )
     return first, last
 

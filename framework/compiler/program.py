@@ -11,6 +11,7 @@ import gin
 import jax
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.util import nest
 
 from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.compiler.lower import lower
@@ -64,13 +65,14 @@ class Program:
 
         Returns:
           The function's result, as a nest of device arrays in stored form.
+
+        Raises:
+          ValueError: an argument's structure, shape or kind is not what was compiled
+            for, or an earlier call took over its buffer.
         """
         tf.nest.assert_same_structure(self._lowered.inputs, args)
         leaves = tf.nest.flatten(args)
-        flat = [
-            leaf if isinstance(leaf, jax.Array) else self._put(i, leaf)
-            for i, leaf in enumerate(leaves)
-        ]
+        flat = [self._take(i, leaf) for i, leaf in enumerate(leaves)]
         out = self._compiled(*flat)
         return tf.nest.pack_sequence_as(self._lowered.outputs, list(out))
 
@@ -94,6 +96,20 @@ class Program:
         ]
         return tf.nest.pack_sequence_as(self._lowered.outputs, flat)
 
+    def _take(self, index: int, leaf: Any) -> jax.Array:
+        if not isinstance(leaf, jax.Array):
+            return self._put(index, leaf)
+        if leaf.is_deleted():  # To run with it would end the process.
+            raise ValueError(
+                f"{self._argument(index)} was donated to an earlier call, which took "
+                "over its buffer: pass that call's result"
+            )
+        return leaf
+
+    def _argument(self, index: int) -> str:
+        paths = nest.flatten_with_joined_string_paths(self._lowered.inputs)
+        return f"{self._lowered.name}: argument {paths[index][0]}"
+
     def _put(self, index: int, value: Any) -> jax.Array:
         spec = self._in_specs[index]
         form = self._in_forms[index]
@@ -101,13 +117,13 @@ class Program:
         value = np.asarray(value)
         if value.shape != shape:
             raise ValueError(
-                f"{self._lowered.name}: argument leaf {index} has shape {value.shape}, "
-                f"the program was compiled for {shape}"
+                f"{self._argument(index)} has shape {value.shape}, the program was "
+                f"compiled for {shape}"
             )
         if value.dtype.kind == "f" and not spec.dtype.is_floating:
             raise ValueError(
-                f"{self._lowered.name}: argument leaf {index} is {value.dtype}, the "
-                f"program was compiled for {spec.dtype.name}"
+                f"{self._argument(index)} is {value.dtype}, the program was compiled "
+                f"for {spec.dtype.name}"
             )
         value = value.astype(spec.dtype.as_numpy_dtype, copy=False)
         if form is not None:
@@ -178,11 +194,12 @@ def compile_program(
 
     Raises:
       LoweringError: see `lower`; or an annotation would be dropped on this mesh.
-      ValueError: more devices than exist, structures or ranks that do not agree.
+      ValueError: more devices than exist, structures, ranks or meshes that do not
+        agree, an argument to donate that is not there.
     """
     args = tuple(args)
     flat_args = tf.nest.flatten(args)
-    in_forms = _forms(flat_args, args, in_shardings)
+    in_forms = _forms(flat_args, args, in_shardings, mesh)
     stored_args = tf.nest.pack_sequence_as(
         args, [_stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
@@ -196,7 +213,7 @@ def compile_program(
         out = fn(*tf.nest.pack_sequence_as(args, flat))
         out = tf.nest.map_structure(tf.convert_to_tensor, out)
         leaves = tf.nest.flatten(out)
-        out_forms[:] = _forms(leaves, out, out_shardings)
+        out_forms[:] = _forms(leaves, out, out_shardings, mesh)
         return tf.nest.pack_sequence_as(
             out,
             [
@@ -218,13 +235,19 @@ def compile_program(
     return Program(lowered, mesh, partitioner, compiled, in_forms, out_forms)
 
 
-def _forms(leaves, structure, shardings) -> list[StoredForm | None]:
+def _forms(leaves, structure, shardings, mesh) -> list[StoredForm | None]:
     """For each leaf its stored form, or None where completion decides."""
     if shardings is None:
         return [None] * len(leaves)
     flat = tf.nest.flatten(_filled(structure, shardings))
+    for sharding in flat:
+        if sharding is not None and sharding.mesh != mesh:
+            raise ValueError(
+                f"sharding {sharding} is over another device mesh ({sharding.mesh}) "
+                f"than the program ({mesh}), or over its devices in another order"
+            )
     return [
-        None if s is None else StoredForm.of(tf.TensorSpec(x.shape, x.dtype), s)
+        None if s is None else StoredForm.of(tf.TensorSpec(x.shape, x.dtype, x.name), s)
         for x, s in zip(leaves, flat, strict=True)
     ]
 
@@ -258,6 +281,10 @@ def _stored_spec(spec: tf.TensorSpec, form: StoredForm | None) -> tf.TensorSpec:
 
 def _flat_numbers(args: tuple, chosen: Sequence[int]) -> list[int]:
     """The flat leaf numbers of the arguments numbered in `chosen`."""
+    if not set(chosen) <= set(range(len(args))):
+        raise ValueError(
+            f"donate={list(chosen)} for a program of {len(args)} arguments"
+        )
     numbers, start = [], 0
     for i, arg in enumerate(args):
         count = len(tf.nest.flatten(arg))

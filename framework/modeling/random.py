@@ -95,8 +95,7 @@ def _row_major(
     for dim, stride in strides:
         along = [1] * len(shape)
         along[dim] = shape[dim]
-        # One element needs no stride, and one of 2**32 would not fit.
-        index = _index(shape[dim]) * _u32(stride % 2**32)
+        index = _index(shape[dim]) * _u32(stride)
         total = total + tf.reshape(index, along)
     return tf.broadcast_to(total, shape)
 

@@ -20,7 +20,7 @@ class DeviceMesh:
       axis_names: one name for each mesh axis.
       shape: devices along each axis.
       device_ids: ids of the devices in row-major order of the mesh, each once; the
-        default is 0, 1, 2, ... Any order is kept, in collectives too.
+        default, None, is 0, 1, 2, ... Any order is kept, in collectives too.
 
     Raises:
       ValueError: names repeat, or names, shape and ids do not agree.
@@ -49,7 +49,8 @@ class DeviceMesh:
                     f"device mesh of shape {self.shape} needs {self.size} distinct "
                     f"device ids, got {len(ids)} ids, {len(set(ids))} distinct"
                 )
-            object.__setattr__(self, "device_ids", ids)
+            in_order = ids == tuple(range(self.size))
+            object.__setattr__(self, "device_ids", None if in_order else ids)
 
     @property
     def size(self) -> int:

@@ -25,6 +25,7 @@ def test_devices_may_come_in_any_order():
     assert mesh == DeviceMesh(("X", "Y"), (3, 2), np.array(ids))
     assert hash(mesh) == hash(DeviceMesh(("X", "Y"), (3, 2), (5, 4, 1, 0, 3, 2)))
     assert mesh != DeviceMesh(("X", "Y"), (3, 2))
+    assert DeviceMesh(("X",), (3,), [0, 1, 2]) == DeviceMesh(("X",), (3,))
 
 
 def test_a_mesh_larger_than_any_machine_is_only_a_description():

@@ -56,7 +56,7 @@ def test_element_n_has_counter_n():
     "shape",
     [
         [1, 2**32 - 1],
-        [1, 2**16, 2**16],  # The stride of the first dim is 2**32.
+        [1, 2**16, 2**16],
         [2**31 + 1],
         [3, 2**31, 2],
         [2**30, 2**30],

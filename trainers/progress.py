@@ -1,0 +1,129 @@
+"""What a user sees of training: progress bar, log lines, points, and bad numbers."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import tqdm
+
+from meshwright.framework.compiler.devices import peak_flops
+from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.summaries import Summaries
+
+log = logging.getLogger("absl")
+
+
+class NotFiniteError(ArithmeticError):
+    """A loss, gradient or weight became infinite or NaN; the message names the step."""
+
+
+def say(text: str, *args: Any) -> None:
+    """Logs a line above the progress bar, if there is one."""
+    with tqdm.tqdm.external_write_mode(file=sys.stderr):
+        log.info(text, *args)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call of the main program whose metrics nobody has waited for yet."""
+
+    last_step: int
+    metrics: NestedMap
+
+
+class Progress(contextlib.AbstractContextManager):
+    """Follows the calls of the main program; the context is that of its bar.
+
+    Args:
+      experiment: what is trained.
+      summaries: where the points go.
+      start: updates made before.
+    """
+
+    def __init__(self, experiment: Experiment, summaries: Summaries, start: int):
+        self.losses: dict[int, float] = {}
+        self._experiment = experiment
+        self._summaries = summaries
+        self._in_flight: collections.deque[_Call] = collections.deque()
+        self._peak_flops = peak_flops(experiment.plan.mesh.size)
+        # A log file gets a line now and then; a terminal a live bar.
+        self._live = sys.stderr.isatty()
+        self._bar = tqdm.tqdm(
+            initial=start,
+            total=experiment.num_steps,
+            desc="training",
+            mininterval=0.5 if self._live else 15.0,
+            dynamic_ncols=True,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
+            "[{elapsed}<{remaining}{postfix}]",
+        )
+        self._start_window()
+
+    def __exit__(self, *exc_info) -> None:
+        self._bar.close()
+
+    def add(self, last_step: int, metrics: NestedMap) -> None:
+        """Takes note of a call just made, whose results may be long in coming."""
+        self._in_flight.append(_Call(last_step=last_step, metrics=metrics))
+
+    def wait(self, *, in_flight: int = 0) -> None:
+        """Waits for calls and reports them until only so many are left.
+
+        Raises:
+          NotFiniteError: a loss or gradient is not finite.
+        """
+        while len(self._in_flight) > in_flight:
+            self._report(self._in_flight.popleft())
+
+    @contextlib.contextmanager
+    def pause(self, doing: str):
+        """Does something else meanwhile, when no call is in flight."""
+        self._bar.set_description_str(doing, refresh=self._live)
+        yield
+        self._bar.set_description_str("training", refresh=self._live)
+        self._clock = time.perf_counter()
+
+    def _start_window(self) -> None:
+        """Starts the steps that the next point of step time and tokens/s is about."""
+        self._clock, self._seconds, self._steps = time.perf_counter(), 0.0, 0
+
+    def _report(self, call: _Call) -> None:
+        metrics = call.metrics.map(np.asarray)  # Waits.
+        experiment, steps = self._experiment, self._experiment.steps_per_loop
+        before, self._clock = self._clock, time.perf_counter()
+        self._seconds += self._clock - before
+        self._steps += steps
+        for i in range(steps):
+            step = call.last_step - steps + i + 1
+            for name in ("loss", "grad_norm"):
+                if not np.isfinite(metrics[name][i]):
+                    raise NotFiniteError(f"{name} is {metrics[name][i]} at step {step}")
+            self.losses[step] = float(metrics.loss[i])
+        seconds = self._seconds / self._steps
+        rate = experiment.task.tokens(experiment.global_batch) / seconds
+        self._bar.set_postfix_str(
+            f"loss={metrics.loss[-1]:.3f}, tokens/s={rate:,.0f}", refresh=False
+        )
+        self._bar.update(steps)
+        if experiment.is_due(call.last_step, experiment.summary_interval):
+            self._write_scalars(call.last_step, metrics, seconds)
+            self._start_window()
+
+    def _write_scalars(self, step: int, metrics: NestedMap, seconds: float) -> None:
+        task, batch = self._experiment.task, self._experiment.global_batch
+        scalars = {k: float(v[-1]) for k, v in metrics.items() if k != "sums"}
+        scalars |= task.metrics({k: float(v[-1]) for k, v in metrics.sums.items()})
+        scalars["step_time_s"] = seconds
+        scalars["tokens_per_s"] = task.tokens(batch) / seconds
+        if self._peak_flops:
+            rate = task.train_flops(batch) / seconds
+            scalars["model_flops_utilization"] = rate / self._peak_flops
+        self._summaries.scalars(step, scalars)
