@@ -1,14 +1,16 @@
-"""Variants of a program, each in a process of its own, timed in turns.
+"""Variants of a training program, each in a process of its own, timed in turns.
 
-A worker prints one JSON line when it is ready, then answers each number of calls on its
+A worker prints one JSON line when it is ready, then answers each number of steps on its
 stdin with the seconds that they took. What else it or its libraries print goes to
 stderr.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,11 +21,26 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Turn:
-    """What each of some calls took in the mean, in seconds.
+class Served:
+    """What a worker serves.
 
     Args:
-      wall: on the clock.
+      facts: what to tell of it; JSON.
+      call: runs some steps and returns when they are done.
+      steps: how many.
+    """
+
+    facts: dict[str, Any]
+    call: Callable[[], Any]
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Seconds a step, the mean of some steps.
+
+    Args:
+      wall: by the clock.
       cpu: of all the process's threads, user and system.
     """
 
@@ -31,28 +48,24 @@ class Turn:
     cpu: float
 
 
-def serve(make: Callable[[], tuple[dict[str, Any], Callable[[], Any]]]) -> None:
-    """The worker's side, until stdin ends.
-
-    Args:
-      make: gives what to announce and the function to call; it returns when its work
-        is done.
-    """
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    announced, call = make()
-    print(json.dumps(announced), file=answers)
+def serve(make: Callable[[], Served]) -> None:
+    """The worker's side: makes what it serves, and serves it until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    served = make()
+    print(json.dumps(served.facts), file=answers)
     for line in sys.stdin:
-        calls = int(line)
+        calls = math.ceil(int(line) / served.steps)
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(calls):
-            call()
+            served.call()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        print(json.dumps({"wall": wall / calls, "cpu": cpu / calls}), file=answers)
+        steps = calls * served.steps
+        print(json.dumps({"wall": wall / steps, "cpu": cpu / steps}), file=answers)
 
 
 class Worker:
-    """A running variant; use it as a context, or the process stays.
+    """A running variant; as a context it ends the process.
 
     Args:
       name: for messages.
@@ -61,7 +74,7 @@ class Worker:
 
     def __init__(self, name: str, command: Sequence[str]):
         self.name = name
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (see __exit__)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -75,36 +88,44 @@ class Worker:
 
     def __exit__(self, *_) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
         self._log.close()
 
-    def announced(self) -> dict[str, Any]:
-        """What the worker says of itself; waits until it is ready."""
+    def facts(self) -> dict[str, Any]:
+        """What the worker tells of itself, once it is ready; ask first, and once."""
         return self._answer()
 
-    def turn(self, calls: int) -> Turn:
-        """Runs the variant so many times."""
-        print(calls, file=self._process.stdin, flush=True)
+    def turn(self, steps: int) -> Turn:
+        """Runs so many steps, made up to whole calls.
+
+        Raises:
+          RuntimeError: the worker ended; shows the last lines it wrote.
+        """
+        with contextlib.suppress(BrokenPipeError):
+            print(steps, file=self._process.stdin, flush=True)
         return Turn(**self._answer())
 
     def _answer(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
-            raise RuntimeError(f"{self.name} ended:\n{self._log.read()[-2000:]}")
+            last = "".join(self._log.readlines()[-20:])
+            raise RuntimeError(f"worker {self.name!r} ended:\n{last}")
         return json.loads(line)
 
 
-def take_turns(workers: Sequence[Worker], *, rounds: int, calls: int) -> list[list]:
-    """Times all workers in `rounds` rounds, every second one in reverse order.
+def take_turns(
+    workers: Sequence[Worker], *, rounds: int, steps: int
+) -> list[list[Turn]]:
+    """Times all workers round after round, every second round in reverse order.
 
     Returns:
-      For each worker its `Turn`s; those with the same index are from the same round,
-      so that what else the machine does meets all of a round alike.
+      For each worker its turns. Those of the same index are from the same round, so
+      that whatever else the machine does meets them alike.
     """
     turns: list[list[Turn]] = [[] for _ in workers]
+    pairs = list(zip(workers, turns, strict=True))
     for number in range(rounds):
-        order = list(zip(workers, turns, strict=True))
-        for worker, of_worker in reversed(order) if number % 2 else order:
-            of_worker.append(worker.turn(calls))
+        for worker, of_worker in reversed(pairs) if number % 2 else pairs:
+            of_worker.append(worker.turn(steps))
     return turns

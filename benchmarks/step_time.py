@@ -1,45 +1,44 @@
 """Step times of Meshwright, of hand-written JAX and of TF's own compiler, in turns.
 
-    python benchmarks/step_time.py [--rounds=6] [--steps=10] [--settings=tiny,large]
-      [--meshes=1x1,2x1,2x4]
+    python benchmarks/step_time.py [--settings=tiny,large] [--meshes=1x1,2x1,2x4]
+      [--rounds=6] [--steps=N]
 
 Every program trains the language model of `lm/stdlib_tiny.gin` in a process of its own:
-the same maths, initial weights, tokens and shardings, as many steps in a compiled call,
-the state donated. `reference_jax.py` is the JAX one, twice: its layers in a `lax.scan`,
-as Meshwright's are in a loop, and one after another. TF runs on one device only.
+the same maths, initial weights, tokens, shardings, and steps in a compiled call, the
+state donated. `reference_jax.py` is the JAX one, twice: its layers in a `lax.scan`, as
+Meshwright's are in a loop, and one after another. TF's runs on one device only.
 
-The programs of a mesh take turns, so that what else the machine does meets them alike.
-A ratio is Meshwright's time over another program's in the same round, and the table has
-medians over rounds: below 1 Meshwright is faster. On a shared machine trust CPU seconds
-more than the clock. Nothing is printed if the programs do not train alike.
+The programs of a mesh take turns, so that whatever else the machine does meets them
+alike. A ratio is Meshwright's time over another program's in the same round; the table
+has medians over rounds, and below 1 Meshwright is faster. On a busy machine trust CPU
+seconds more than the clock. Programs that do not train alike are not compared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import pathlib
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import interleave
 from absl import app, flags
-from interleave import Turn
+from interleave import Turn, Worker, take_turns
 
 VARIANTS = pathlib.Path(__file__).with_name("variants.py")
+OURS = "meshwright"
 LABELS = {
-    "meshwright": "Meshwright",
+    OURS: "Meshwright",
     "jax_scan": "JAX, scan",
     "jax_unrolled": "JAX, unrolled",
     "tf_jit": "TF jit_compile",
 }
-"""Variants and what the table calls them."""
+"""The variants, and what the table calls them."""
 CHECKED_STEPS = 4
-LOSS_TOLERANCE = 1e-4  # relative
+LOSS_TOLERANCE = 1e-4  # Relative.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ class Setting:
 
     Args:
       bindings: over those of `lm/stdlib_tiny.gin`.
-      steps: default length of a turn: seconds, not milliseconds.
+      steps: of a turn, enough for seconds.
     """
 
     bindings: Sequence[str]
@@ -57,7 +56,7 @@ class Setting:
 
 SETTINGS = {
     "tiny": Setting(bindings=(), steps=10),
-    # A second a step on one device over two cores.
+    # About a second a step on one device of two cores.
     "large": Setting(
         bindings=(
             "MODEL_DIMS = 512",
@@ -75,66 +74,135 @@ SETTINGS = {
         bindings=(
             "MODEL_DIMS = 16",
             "HIDDEN_DIMS = 32",
-            "NUM_HEADS = 2",
-            "HEAD_DIM = 8",
+            "HEAD_DIM = 4",
             "NUM_LAYERS = 2",
             "SEQUENCE_LENGTH = 16",
             "Experiment.global_batch = 4",
-            "Experiment.steps_per_loop = 2",
+            "Experiment.steps_per_loop = 1",
         ),
-        steps=2,
+        steps=1,
     ),
 }
 
 _ROUNDS = flags.DEFINE_integer("rounds", 6, "Turns of each program.", lower_bound=1)
 _STEPS = flags.DEFINE_integer(
-    "steps", None, "Steps of a turn, made up to whole calls; default: by setting.", 1
+    "steps", None, "Steps of a turn, made up to whole calls.", lower_bound=1
 )
-_SETTINGS = flags.DEFINE_multi_enum(
-    "settings", ["tiny", "large"], list(SETTINGS), "Sizes of the model."
-)
-_MESHES = flags.DEFINE_list("meshes", ["1x1", "2x1", "2x4"], "Device meshes XxY.")
+_SETTINGS = flags.DEFINE_list("settings", ["tiny", "large"], "Sizes of the model.")
+_MESHES = flags.DEFINE_list("meshes", ["1x1", "2x1", "2x4"], "Meshes of CPU devices.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The turns of one variant, in seconds a step.
+class Comparison:
+    """What was measured of one setting on one mesh.
 
     Args:
-      setting: name.
-      mesh: such as "2x4".
-      variant: name.
-      turns: by round.
+      turns: of each variant, by round.
+      loss_difference: the largest relative one between our losses and another's.
+      versions: of the libraries.
     """
 
-    setting: str
-    mesh: str
-    variant: str
-    turns: Sequence[Turn]
+    turns: Mapping[str, Sequence[Turn]]
+    loss_difference: float
+    versions: Mapping[str, str]
 
 
-def measure(setting: str, mesh: str, rounds: int, steps: int | None) -> list[Measured]:
-    """Starts the variants for one mesh, checks that they train alike, times them.
+def compare(setting: str, mesh: str, rounds: int, steps: int | None) -> Comparison:
+    """Starts a worker for each variant, checks that they train alike, times them.
 
     Raises:
-      RuntimeError: a process ended.
-      ValueError: losses differ.
+      ValueError: the losses differ.
+      RuntimeError: a worker ended.
     """
-    variants = [v for v in LABELS if v != "tf_jit" or mesh == "1x1"]
-    bindings = [*SETTINGS[setting].bindings, f"MESH_SHAPE = ({mesh.replace('x', ',')})"]
+    size = SETTINGS[setting]
+    bindings = [*size.bindings, f"MESH_SHAPE = ({mesh.replace('x', ', ')})"]
     arguments = [str(CHECKED_STEPS), *bindings]
+    variants = [v for v in LABELS if v != "tf_jit" or mesh == "1x1"]
     with contextlib.ExitStack() as stack:
-        workers = [
-            stack.enter_context(
-                interleave.Worker(
-                    f"{setting} {mesh} {variant}",
-                    [sys.executable, str(VARIANTS), variant, *arguments],
+        workers = []
+        for variant in variants:
+            command = [sys.executable, str(VARIANTS), variant, *arguments]
+            worker = Worker(f"{variant}, {setting}, {mesh}", command)
+            workers.append(stack.enter_context(worker))
+        facts = {v: w.facts() for v, w in zip(variants, workers, strict=True)}
+        difference = loss_difference({v: f["losses"] for v, f in facts.items()})
+        turns = take_turns(workers, rounds=rounds, steps=steps or size.steps)
+    return Comparison(
+        turns=dict(zip(variants, turns, strict=True)),
+        loss_difference=difference,
+        versions=facts[OURS]["versions"],
+    )
+
+
+def loss_difference(losses: Mapping[str, Sequence[float]]) -> float:
+    """The largest relative difference between our losses and another variant's.
+
+    Raises:
+      ValueError: it is above `LOSS_TOLERANCE`; names the variant and the step.
+    """
+    largest = 0.0
+    for variant, others in losses.items():
+        for step, (ours, other) in enumerate(zip(losses[OURS], others, strict=True)):
+            difference = abs(other / ours - 1.0)
+            if not difference <= LOSS_TOLERANCE:
+                raise ValueError(
+                    f"{LABELS[variant]} does not train as Meshwright does: loss "
+                    f"{other} against {ours} at step {step}; the times of different "
+                    "maths are not comparable"
                 )
-            )
-            for variant in variants
-        ]
-        announced = [worker.announced() for worker in workers]
-        check_losses({w.name: a["losses"] for w, a in zip(workers, announced)})
-        in_call = announced[0]["steps_per_call"]
-        calls = -(-(steps or SETTINGS[setting].steps) // in_call)
-        turns = interleave.take_turns(workers, rounds=rounds, calls=calls)
+            largest = max(largest, difference)
+    return largest
+
+
+HEADER = f"""\
+{"":30}  {"seconds a step":^16}  {"Meshwright / program":^20}
+{"setting":9}{"mesh":6}{"program":15}  {"CPU":>7}  {"wall":>7}  {"CPU":>9}  {"wall":>9}
+{"-" * 70}"""
+
+
+def table_rows(
+    setting: str, mesh: str, turns: Mapping[str, Sequence[Turn]]
+) -> list[str]:
+    """The lines of the table, below `HEADER`, for one comparison: medians."""
+    rows = []
+    for variant, theirs in turns.items():
+        is_ours = variant == OURS
+        cells = [f"{setting if is_ours else '':9}{mesh if is_ours else '':6}"]
+        cells[0] += f"{LABELS[variant]:15}"
+        for clock in ("cpu", "wall"):
+            seconds = statistics.median(getattr(turn, clock) for turn in theirs)
+            cells.append(f"{seconds:7.4f}")
+        for clock in () if is_ours else ("cpu", "wall"):
+            pairs = zip(turns[OURS], theirs, strict=True)
+            ratios = [getattr(a, clock) / getattr(b, clock) for a, b in pairs]
+            cells.append(f"{statistics.median(ratios):9.2f}")
+        rows.append("  ".join(cells))
+    return rows
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures and prints."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    unknown = [name for name in _SETTINGS.value if name not in SETTINGS]
+    if unknown:
+        raise app.UsageError(f"unknown setting {unknown[0]!r}: one of {[*SETTINGS]}")
+    difference = None
+    for setting in _SETTINGS.value:
+        for mesh in _MESHES.value:
+            try:
+                found = compare(setting, mesh, _ROUNDS.value, _STEPS.value)
+            except (RuntimeError, ValueError) as error:
+                sys.exit(f"step_time.py: {error}")
+            if difference is None:
+                versions = {"Python": platform.python_version(), **found.versions}
+                names = ", ".join(f"{name} {v}" for name, v in versions.items())
+                print(f"{names}; {os.cpu_count()} cores; {_ROUNDS.value} rounds")
+                print(HEADER)
+            difference = max(difference or 0.0, found.loss_difference)
+            print(*table_rows(setting, mesh, found.turns), sep="\n", flush=True)
+    print(f"Losses of the first {CHECKED_STEPS} steps agree within {difference:.0e}.")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -95,7 +95,9 @@ def _jax(programs: Programs, layers: reference_jax.Layers) -> Call:
 
     def call(batches):
         nonlocal state
-        state, metrics = program(state, jax.device_put(_plain(batches), batch_shardings))
+        state, metrics = program(
+            state, jax.device_put(_plain(batches), batch_shardings)
+        )
         return np.asarray(metrics["loss"])
 
     return call
@@ -137,7 +139,7 @@ def _plain(nest):
 def main() -> None:
     name, checked_steps, *bindings = sys.argv[1:]
 
-    def make():
+    def make() -> interleave.Served:
         experiment, _ = build_experiment(["lm/stdlib_tiny.gin"], bindings)
         jax_bridge.set_platform("cpu", experiment.plan.mesh.size)
         programs = Programs(experiment)
@@ -147,13 +149,15 @@ def main() -> None:
         losses: list[float] = []
         while len(losses) < int(checked_steps):
             losses.extend(train(next(endless)).tolist())
-        versions = {"tensorflow": tf.__version__, "jax": jax.__version__}
-        announced = {
+        facts = {
             "losses": losses[: int(checked_steps)],
-            "steps_per_call": experiment.steps_per_loop,
-            "versions": versions,
+            "versions": {"tensorflow": tf.__version__, "jax": jax.__version__},
         }
-        return announced, lambda: train(next(endless))
+        return interleave.Served(
+            facts=facts,
+            call=lambda: train(next(endless)),
+            steps=experiment.steps_per_loop,
+        )
 
     interleave.serve(make)
 

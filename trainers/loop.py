@@ -251,12 +251,13 @@ class _Loop:
 
     def _explained(self, error: NotFiniteError) -> TrainingError:
         steps = ", ".join(map(str, self.checkpoints.steps()))
-        kept = "nothing was saved before"
+        kept, again = "nothing was saved before", ""
         if steps:
             kept = f"checkpoint {steps} is kept in {self.run.checkpoint_dir}"
+            again = ", and run again to go on from the newest checkpoint"
         return TrainingError(
             f"{error}; {kept}. Lower the learning rate, set clip_global_norm, or check "
-            "the data, and run again to go on from the newest checkpoint"
+            f"the data{again}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The sharding of every tensor that an experiment keeps or reads, as text to compare."""
+"""The sharding of every tensor that an experiment keeps or reads, as text."""
 
 from __future__ import annotations
 

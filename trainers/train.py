@@ -11,7 +11,7 @@ from absl import app, flags, logging
 
 import meshwright.layers
 import meshwright.tasks  # noqa: F401 (both register what gin files name)
-from meshwright.framework.compiler.jax_bridge import set_platform
+from meshwright.framework.compiler.jax_bridge import jax_mesh, set_platform
 from meshwright.trainers import config, loop
 from meshwright.trainers.checkpoints import CheckpointError
 from meshwright.trainers.experiment import Experiment
@@ -83,6 +83,7 @@ def main(argv: list[str]) -> int | None:
 def _run(experiment: Experiment, config_text: str) -> int | None:
     mesh = experiment.plan.mesh
     set_platform(_PLATFORM.value, _DEVICE_COUNT.value or _cpu_devices(mesh.size))
+    jax_mesh(mesh)  # Too large a mesh is told of at once.
     programs = Programs(experiment)
     model_dir = _MODEL_DIR.value
     run = loop.Run(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
+from tensorflow.python.client import pywrap_tf_session
 
 MAX_CONSTANT_BYTES = 1 << 20
 
@@ -70,7 +72,8 @@ def lower(
     _check_no_outside_values(name, concrete)
     try:
         ir = compiled.experimental_get_compiler_ir(*flat_specs)
-        hlo = ir(stage="hlo_serialized")
+        with _without_constant_folding():
+            hlo = ir(stage="hlo_serialized")
     except (tf.errors.OpError, ValueError, TypeError) as e:
         raise LoweringError(f"{name}: TF2XLA cannot compile it: {e}") from e
     _check_no_large_constants(name, hlo)
@@ -102,6 +105,18 @@ def _check_no_large_constants(name: str, hlo: bytes) -> None:
                 raise LoweringError(
                     f"{name}: op {op.metadata.op_name!r} has a constant of shape "
                     f"{list(op.shape.dimensions)} that takes {size} bytes; pass it as "
-                    "an argument, or compute it from one (what depends on no argument, "
-                    "TF computes beforehand)"
+                    "an argument or compute it inside the function"
                 )
+
+
+@contextlib.contextmanager
+def _without_constant_folding() -> Iterator[None]:
+    """Else TF computes beforehand what depends on no argument, such as masks and index
+    tables, and bakes up to 10 MiB of each into the program.
+    """
+    before = pywrap_tf_session.TF_GetXlaConstantFoldingDisabled()
+    pywrap_tf_session.TF_SetXlaConstantFoldingDisabled(True)
+    try:
+        yield
+    finally:
+        pywrap_tf_session.TF_SetXlaConstantFoldingDisabled(before)

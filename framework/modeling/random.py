@@ -16,9 +16,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# TF folds a range of up to 10 MiB into a constant; a longer one, and slices of it, not.
-_UNFOLDED = 1 << 22
-_SMALL = 1 << 12
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
@@ -72,8 +69,7 @@ def _keyed_counters(
     """Row-major element numbers as two uint32 words plus the key's two words.
 
     The trailing dims count in the second word. Words split between dims, so that no
-    64-bit arithmetic is needed. The key comes in first: from constants alone, TF would
-    compute the sum of the ranges itself and bake it, at full size, into the program.
+    64-bit arithmetic is needed.
     """
     shape = [int(n) for n in shape]
     words: list[list[tuple[int, int]]] = [[], []]
@@ -95,16 +91,9 @@ def _row_major(
     for dim, stride in strides:
         along = [1] * len(shape)
         along[dim] = shape[dim]
-        index = _index(shape[dim]) * _u32(stride)
+        index = tf.cast(tf.range(shape[dim]), tf.uint32) * _u32(stride)
         total = total + tf.reshape(index, along)
     return tf.broadcast_to(total, shape)
-
-
-def _index(size: int) -> tf.Tensor:
-    """0, 1, ... as uint32 [size], without a large constant in the program."""
-    if size <= _SMALL:
-        return tf.cast(tf.range(size), tf.uint32)
-    return tf.cast(tf.range(max(size, _UNFOLDED))[:size], tf.uint32)
 
 
 def _u32(value: int) -> tf.Tensor:

@@ -1,6 +1,7 @@
 """Random numbers: known answers, statistics, and that they partition."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -47,9 +48,6 @@ def test_element_n_has_counter_n():
     np.testing.assert_array_equal(random.bits(KEY, [64]).numpy()[:60], flat)
     assert random.bits(KEY, []).numpy() == flat[0]
     assert random.bits(KEY, [0, 3]).shape == (0, 3)
-    # Past the size from which the index is no longer made as a small constant.
-    long = random.bits(KEY, [5000]).numpy()
-    np.testing.assert_array_equal(random.bits(KEY, [100, 50]).numpy().flatten(), long)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +61,14 @@ def test_element_n_has_counter_n():
         [128, 8192, 65536],  # A stacked weight of Table 2.
     ],
 )
-def test_large_shapes_lower_without_large_constants(shape):
+def test_large_shapes_lower_without_tables(shape):
     lowered = lower(lambda key: random.normal(key, shape), [KEY_SPEC])
     assert lowered.outputs.shape == shape
     assert len(lowered.hlo) < 100_000
     module = hlo_pb2.HloModuleProto.FromString(lowered.hlo)
     operations = [op for c in module.computations for op in c.instructions]
     constants = [op.shape.dimensions for op in operations if op.opcode == "constant"]
-    assert max(map(math.prod, constants)) <= 4096
+    assert max(map(math.prod, constants)) == 1
 
 
 def test_high_words_of_the_counter_count():
@@ -158,6 +156,7 @@ def draw(key):
         "uniform": random.uniform(key, [16, 8]),
         "normal": random.normal(random.fold_in(key, "normal"), [1024, 1024]),
         "mask": random.bernoulli(key, 0.3, [4, 2, 16]),
+        "long": random.bits(key, [2**16, 16]),
     }
 
 
@@ -166,6 +165,7 @@ DIMS = {
     "uniform": [("Y", "X"), None],
     "normal": ["X", "Y"],
     "mask": ["Y", None, "X"],
+    "long": [("Y", "X"), None],
 }
 
 
@@ -183,6 +183,7 @@ def test_numbers_do_not_depend_on_the_mesh_and_are_made_in_shards(partitioner):
         else:
             np.testing.assert_array_equal(got[name], value)
     assert program.collectives() == []
-    shard = 4 * 1024 * 1024 // mesh.size
-    assert program.memory().outputs < 1.01 * shard
-    assert program.memory().temporaries < shard
+    shard = 1024 * 1024 // mesh.size
+    shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program.hlo_text())
+    assert max(math.prod(map(int, dims.split(","))) for dims in shapes) == shard
+    assert program.memory().temporaries < 1000

@@ -1,0 +1,29 @@
+"""Runs that several tests look at."""
+
+import functools
+
+import pytest
+
+from meshwright.trainers import loop
+from tests.trainers import small_run
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory):
+    """Maps steps_per_loop to (result, folder) of 20 steps without a break."""
+
+    @functools.cache
+    def run(steps_per_loop=1):
+        folder = tmp_path_factory.mktemp("straight")
+        programs = small_run.small_programs()
+        if steps_per_loop == 5:
+            programs = small_run.five_steps_a_loop()
+        else:
+            programs = small_run.at(programs)
+        config = "Experiment.num_steps = 20"
+        result = loop.train_and_evaluate(
+            programs, loop.Run(model_dir=str(folder), config=config)
+        )
+        return result, folder
+
+    return run

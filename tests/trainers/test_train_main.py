@@ -1,0 +1,263 @@
+"""meshwright-train as a user meets it: what it prints, and how it fails."""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from meshwright.trainers import train as main_module
+from tests.trainers.small_run import (
+    GIN_FILES,
+    GIN_PARAMS,
+    at,
+    points,
+    saved_steps,
+    small_programs,
+)
+
+MESH = "MESH_SHAPE = (2, 4)"
+
+
+def call_main(model_dir, *params, gin_files=GIN_FILES, **more_flags):
+    """Runs the main in this process, whose eight devices are in use; its status."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["meshwright-train"])
+    with flagsaver.as_parsed(
+        gin_file=list(gin_files),
+        gin_param=[*GIN_PARAMS, MESH, *params],
+        model_dir=str(model_dir),
+        device_count="8",
+        **more_flags,
+    ):
+        return main_module.main(["meshwright-train"])
+
+
+def error_of(model_dir, *params, **more):
+    with pytest.raises(SystemExit) as info:
+        call_main(model_dir, *params, **more)
+    assert str(info.value.code).startswith("meshwright-train: ")
+    return info.value.code
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The main uses programs that other tests have compiled too."""
+
+    def programs(experiment):
+        other = at(small_programs())
+        other.experiment = experiment
+        return other
+
+    monkeypatch.setattr(main_module, "Programs", programs)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (["Experimnt.seed = 1"], r"'Experimnt'.*line 1\n.*\n  Did you mean Experiment"),
+        (["Experiment.sed = 1"], r"'Experiment' .*'sed'(.|\n)*Did you mean seed"),
+        (["Adafactor.beta1 = 0.5"], "Adafactor.beta1 = 0.5\n.*built no Adafactor"),
+        (
+            ["Experiment.optimizer = @SGD()"],
+            "SGD.learning_rate must be set: .*--gin_param='SGD.learning_rate = ...'",
+        ),
+        (["Experiment.optimizer = @Adam"], r"must be a Optimizer: write @Adam\(\)"),
+        (["Experiment.plan = 3"], "Experiment.plan is 3, must be a ShardingPlan"),
+        (["Experiment.num_steps = '9'"], "num_steps is '9', must be a whole number"),
+        (["Experiment.num_steps = 9.0"], "num_steps is 9.0, must be a whole number"),
+        (["Experiment.eval_batches = 0"], "eval_batches is 0, .* >= 1"),
+        (["Experiment.steps_per_loop = 3"], "num_steps = 20 is no multiple of"),
+        (["MESH_SHAPE = (4, 4)"], "needs 16 devices but 8 cpu devices exist"),
+        (["MESH_SHAPE = (2, 2, 2)"], r"names 2 axes .* shape \(2, 2, 2\) has 3"),
+        (
+            ["ShardingPlan.weights = {'model': 'X', 'heads': 'X'}"],
+            r"'stack.attention.w_k' \(.*mesh axis 'X' is used twice in one tensor",
+        ),
+        (["ShardingPlan.weights = {'model': 'Z'}"], "'model'.*'Z', but the mesh has"),
+        (["TextFiles.root = '/none'"], "no text files under '/none'.*TextFiles.root"),
+        (["TextFiles.pattern = '*.c'"], r"match '\*.c': .*TextFiles.pattern"),
+    ],
+)
+def test_bad_parameter(tmp_path, params, message):
+    assert re.search(message, error_of(tmp_path / "run", *params))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more_flags", "message"),
+    [
+        ({"gin_files": ["lm/stdlib_tny"]}, "'lm/stdlib_tny'.*\n.*mean lm/stdlib_tiny"),
+        ({"gin_files": GIN_FILES[:2]}, "Experiment.optimizer must be set: bind it"),
+        ({"profile_steps": "a,b"}, "--profile_steps=a,b must be FIRST,LAST"),
+        ({"profile_steps": "3"}, "--profile_steps=3 must be"),
+        ({"profile_steps": "0,3"}, "=0,3 must be .* from 1"),
+        ({"profile_steps": "5,4"}, "=5,4 must be"),
+        ({"mode": "eval"}, "there is no checkpoint in .*run/checkpoints"),
+    ],
+)
+def test_bad_flag(tmp_path, more_flags, message):
+    assert re.search(message, error_of(tmp_path / "run", **more_flags))
+    assert not (tmp_path / "run").exists()
+
+
+def test_traceback_on_demand(tmp_path):
+    with pytest.raises(ValueError, match="no text files"):
+        call_main(tmp_path, "TextFiles.root = '/none'", traceback="true")
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "{tmp}/file"])
+def test_unwritable_model_dir(tmp_path, folder):
+    (tmp_path / "file").write_text("precious")
+    error = error_of(folder.format(tmp=tmp_path))
+    assert re.search("cannot write checkpoints to .*another directory", error)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_checkpoint_of_another_model(straight, tmp_path):
+    shutil.copytree(straight()[1], tmp_path / "run")
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    error = error_of(tmp_path / "run", "MODEL_DIMS = 32")
+    assert "checkpoint step 20 in " in error
+    assert (
+        "theta.final_norm.scale is float32[16] in the checkpoint, float32[32] in this"
+        in error
+    )
+    error = error_of(tmp_path / "run", "MODEL_DIMS = 32", mode="eval")
+    assert "is of another model" in error
+    events = re.compile("events.out")
+    after = sorted(str(path) for path in tmp_path.rglob("*"))
+    assert [one for one in after if not events.search(one)] == [
+        one for one in before if not events.search(one)
+    ]
+
+
+def test_replaced_optimizer_sets_its_bindings_aside(compiled, tmp_path, caplog):
+    """The files bind Adam and its schedule; neither must be taken back by hand."""
+    caplog.set_level("INFO", logger="absl")
+    sgd = ["Experiment.optimizer = @SGD()", "SGD.learning_rate = @ConstantSchedule()"]
+    error_of(tmp_path, *sgd, "Experiment.num_steps = 0")
+    main_module.build_experiment(list(GIN_FILES), [*GIN_PARAMS, MESH, *sgd])
+    for name in ("Adam.learning_rate", "Adam.weight_decay", "LinearWarmup.steps"):
+        assert re.search(f"without effect, as replaced: .*{name}", caplog.text)
+    # What is bound afterwards must take effect.
+    error = error_of(tmp_path, *sgd, "Adam.weight_decay = 0.5")
+    assert "Adam.weight_decay = 0.5\n" in error
+    assert "LinearWarmup" not in error
+
+
+def test_later_files_and_parameters_win(tmp_path):
+    files = [*GIN_FILES, "plans/attempt1.gin"]
+    params = [*GIN_PARAMS, MESH, "Experiment.seed = 1", "Experiment.seed = 2"]
+    experiment, text = main_module.build_experiment(files, params)
+    assert experiment.plan.activations["model"] == "X"  # Finalized has Y.
+    assert "batch" not in experiment.plan.activations
+    assert experiment.seed == 2
+    assert "Experiment.seed = 2" in text
+
+
+def test_train_then_eval(compiled, tmp_path, capsys):
+    assert call_main(tmp_path, "Experiment.num_steps = 5", mode="train") is None
+    out = capsys.readouterr().out
+    assert re.search(r"Mesh: X=2, Y=4 \(shardy\)", out)
+    assert re.search(r"training files: \d+\n", out)
+    assert re.search(r"Trained to step 5 in \d+ s.\nTraining loss: \d.\d+ nats\n", out)
+    assert f"tensorboard --logdir {tmp_path}" in out
+    assert "Held-out" not in out
+    assert points(tmp_path, "eval") == {}
+    assert call_main(tmp_path, mode="eval") is None
+    held_out = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"Held-out: loss [\d.]+, bits_per_byte [\d.]+", held_out)
+    assert [step for step, _ in points(tmp_path, "eval")["loss"]] == [5]
+    assert saved_steps(tmp_path) == [5]
+    # Training on evaluates the new state, and says what eval mode says.
+    assert call_main(tmp_path, "Experiment.num_steps = 6") is None
+    assert "Held-out: loss" in capsys.readouterr().out
+    ((_, text),) = points(tmp_path, "train")["gin config"][1:]
+    assert "Experiment.num_steps = 6" in text
+
+
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGTERM, None), (signal.SIGINT, 130)]
+)
+def test_status_after_a_signal(compiled, tmp_path, monkeypatch, capsys, signum, status):
+    evaluate = main_module.loop._evaluate
+
+    def stop(*args):
+        signal.raise_signal(signum)
+        return evaluate(*args)
+
+    monkeypatch.setattr(main_module.loop, "_evaluate", stop)
+    assert call_main(tmp_path) == status
+    assert f"Stopped by {signum.name}: saved training to step 10 in" in (
+        capsys.readouterr().out
+    )
+
+
+def test_interrupt_outside_of_the_loop(tmp_path, monkeypatch, capsys):
+    def interrupt(experiment):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_module, "Programs", interrupt)
+    assert call_main(tmp_path) == 130
+    assert capsys.readouterr().err == "meshwright-train: interrupted\n"
+
+
+def start(model_dir, *params, device_count):
+    """Starts the installed command, as from a shell."""
+    command = [
+        str(pathlib.Path(sys.executable).parent / "meshwright-train"),
+        f"--model_dir={model_dir}",
+        f"--device_count={device_count}",
+        *(f"--gin_file={one}" for one in GIN_FILES),
+        *(f"--gin_param={one}" for one in (*GIN_PARAMS, *params)),
+    ]
+    ours = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS")
+    env = {k: v for k, v in os.environ.items() if k not in ours}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+
+
+def test_command_fails_with_one_message(tmp_path):
+    process = start(tmp_path / "run", MESH, device_count=4)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (1, "")
+    assert err == (
+        "meshwright-train: device mesh (X=2, Y=4) needs 8 devices but 4 cpu devices "
+        "exist (no device 4); use a smaller mesh or, on CPU, ask for more virtual "
+        "devices (--device_count)\n(--traceback shows where)\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_command_ended_by_sigterm_goes_on_later(tmp_path):
+    params = ("MESH_SHAPE = (2, 1)", "Experiment.num_steps = 1000000")
+    process = start(tmp_path, *params, device_count=2)
+    try:
+        while process.poll() is None and not (tmp_path / "checkpoints/5").exists():
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    step = int(re.search("Stopped by SIGTERM: saved training to step (.*) in", out)[1])
+    assert saved_steps(tmp_path)[-1] == step
+    # Nothing but our own lines, a stop message, and the bar.
+    ours = r"\d\d:\d\d:\d\d INFO .*|training .*|saving .*|\nSIGTERM: stopping .*|"
+    for line in re.split(r"[\r\n]", err):
+        assert re.fullmatch(ours + r"evaluating .*|\s*|SIGTERM: .*", line), line
+    programs = small_programs()
+    from tests.trainers.small_run import train
+
+    num_steps = 5 * (step // 5) + 5
+    result = train(programs, tmp_path, num_steps=num_steps, eval_interval=0)
+    assert list(result.losses) == list(range(step + 1, num_steps + 1))
