@@ -59,8 +59,8 @@ class LanguageModel(Task):
         if shared == (self.softmax is not None):
             raise ValueError(
                 f"TokenEmbedding.softmax is {self.embedding.softmax} but "
-                f"LanguageModel.softmax is {self.softmax}: give a softmax layer if, and "
-                "only if, the table is SEPARATE"
+                f"LanguageModel.softmax is {self.softmax}: give a softmax layer, if "
+                "and only if the table is SEPARATE"
             )
 
     def weights(self) -> NestedMap:

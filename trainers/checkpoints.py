@@ -272,10 +272,14 @@ def _manifest(state: NestedMap) -> dict[str, Any]:
 
 
 def _differences(saved: Mapping[str, Any], abstract: NestedMap) -> list[str]:
-    """One line for each weight that is missing, extra, or of another form."""
+    """One line for each leaf that is missing, extra, or of another form.
+
+    Weights come first: what differs in their optimizer slots follows from them.
+    """
     wanted = _manifest(abstract)
     lines = []
-    for path in sorted(saved.keys() | wanted.keys()):
+    paths = saved.keys() | wanted.keys()
+    for path in sorted(paths, key=lambda p: (not p.startswith("theta."), p)):
         if path not in saved:
             lines.append(f"{path} {_form(wanted[path])} is not in the checkpoint")
         elif path not in wanted:

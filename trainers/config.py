@@ -299,11 +299,10 @@ def _message(text: str) -> str:
 def _missing_parameters(text: str) -> str:
     """What a `TypeError` with the message `text` says, in terms of bindings."""
     missing = re.search(r"missing \d+ required .*arguments?: (.*)", text)
-    culprit = re.search(r"In call to configurable '(\S+)'(?: in scope '(\S+)')?", text)
+    culprit = re.search(r"In call to configurable '(\S+)'", text)
     if not missing or not culprit:
         return text
-    prefix = f"{culprit[2]}/{culprit[1]}" if culprit[2] else culprit[1]
-    names = [f"{prefix}.{name}" for name in re.findall(r"'(\w+)'", missing[1])]
+    names = [f"{culprit[1]}.{name}" for name in re.findall(r"'(\w+)'", missing[1])]
     return (
         f"{', '.join(names)} must be set: bind it in a gin file, or by "
         f"--gin_param='{names[0]} = ...'"

@@ -240,7 +240,8 @@ class _Loop:
         self.checkpoints.save(step, state.logical(), metadata=metadata)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
-        if not self.run.evaluate or self.evaluated_step == step:
+        done = self.evaluated_step == step
+        if done or not self.run.evaluate or self.stop.requested:
             return
         metrics = _evaluate(self.programs, state.stored(), self.stop)
         if metrics is None:

@@ -77,16 +77,15 @@ def test_a_smaller_constant_is_none_of_our_business():
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: tf.where(tf.range(3000)[:, None] >= tf.range(3000), x, 0.0),
-        lambda x: x + tf.one_hot(tf.range(3000), 3000) + tf.eye(3000),
-        lambda x: x * tf.cumsum(tf.ones([3000])),
+        lambda x: tf.where(tf.range(600)[:, None] >= tf.range(600), x, 0.0),
+        lambda x: x + tf.one_hot(tf.range(600), 600) + tf.eye(600),
         lambda x: tf.while_loop(
-            lambda i, x: i < 3, lambda i, x: (i + 1, x + tf.eye(3000)), (0, x)
+            lambda i, x: i < 3, lambda i, x: (i + 1, x + tf.eye(600)), (0, x)
         )[1],
     ],
 )
 def test_what_depends_on_no_argument_is_computed_in_the_program(fn):
-    hlo = lower(fn, [tf.TensorSpec([3000, 3000])]).hlo
+    hlo = lower(fn, [tf.TensorSpec([600, 600])]).hlo
     assert len(hlo) < 40_000
 
 

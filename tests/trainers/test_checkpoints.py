@@ -189,11 +189,11 @@ def test_checkpoint_of_another_model_lists_the_differences(saved):
     ):
         reader.restore(None, abstract)
     assert str(info.value).splitlines()[1:-1] == [
-        "  slots.m float32[3] is not in the checkpoint",
-        "  step is int32[] in the checkpoint, uint32[] in this model",
         "  theta.b bfloat16[7] is only in the checkpoint",
         "  theta.layer.w is float32[256, 64] in the checkpoint, "
         "float32[8, 64] in this model",
+        "  slots.m float32[3] is not in the checkpoint",
+        "  step is int32[] in the checkpoint, uint32[] in this model",
     ]
 
 

@@ -197,3 +197,35 @@ def test_binding_without_effect_is_an_error(line, message):
 def test_errors_of_the_classes_themselves_pass_through():
     with pytest.raises(TypeError, match=r"(?s)'width'.*configurable 'Inner'"):
         build("Outer.first = @Inner()")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["Outer.first = @Inner()"], r"Inner.width must .*--gin_param='Inner.width ="),
+        (["Outer.first = @x/Inner()", "Inner.depth = 2"], "Inner.width must be set"),
+        ([], "Outer.first must be set: bind it in a gin file"),
+    ],
+)
+def test_missing_parameter_is_named(lines, message):
+    with pytest.raises(config.ConfigError, match=message):
+        config.load([], lines)
+        config.build(Outer)
+
+
+def test_bindings_of_a_replaced_class_are_set_aside(params, tmp_path):
+    (tmp_path / "cwd" / "mine.gin").write_text(
+        "DEPTH = 3\ninclude 'lm/big'\nInner.depth = %DEPTH\nOuter.first = @one.Twin()\n"
+    )
+    config.load(["mine"])
+    assert config.build(Outer).first == Twin()
+    unused = ["DEPTH = 3", "Inner.width = 64", "Inner.depth = %DEPTH"]
+    assert sorted(config.check_all_operative()) == sorted(unused)
+    # What is bound when the class is out of use, or comes back into it, must work.
+    config.load(["mine"], ["Inner.depth = 5"])
+    config.build(Outer)
+    with pytest.raises(config.ConfigError, match="1 gin.*\n.*Inner.depth = 5\n"):
+        config.check_all_operative()
+    config.load(["mine"], ["Outer.first = @Inner()", "Inner.depth = 5"])
+    assert config.build(Outer).first == Inner(width=64, depth=5)
+    assert config.check_all_operative() == ["DEPTH = 3"]

@@ -21,6 +21,7 @@ from tests.trainers.small_run import (
     points,
     saved_steps,
     small_programs,
+    train,
 )
 
 MESH = "MESH_SHAPE = (2, 4)"
@@ -62,15 +63,18 @@ def compiled(monkeypatch):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (["Experimnt.seed = 1"], r"'Experimnt'.*line 1\n.*\n  Did you mean Experiment"),
+        (["Experimnt.seed = 1"], r"'Experimnt'.\n.*line 1\n.*\n  Did you mean Exper"),
         (["Experiment.sed = 1"], r"'Experiment' .*'sed'(.|\n)*Did you mean seed"),
         (["Adafactor.beta1 = 0.5"], "Adafactor.beta1 = 0.5\n.*built no Adafactor"),
         (
             ["Experiment.optimizer = @SGD()"],
             "SGD.learning_rate must be set: .*--gin_param='SGD.learning_rate = ...'",
         ),
-        (["Experiment.optimizer = @Adam"], r"must be a Optimizer: write @Adam\(\)"),
-        (["Experiment.plan = 3"], "Experiment.plan is 3, must be a ShardingPlan"),
+        (
+            ["Experiment.optimizer = @Adam"],
+            r"must be of class Optimizer: write @Adam\(\)",
+        ),
+        (["Experiment.plan = 3"], "Experiment.plan is 3, must be of class Shard"),
         (["Experiment.num_steps = '9'"], "num_steps is '9', must be a whole number"),
         (["Experiment.num_steps = 9.0"], "num_steps is 9.0, must be a whole number"),
         (["Experiment.eval_batches = 0"], "eval_batches is 0, .* >= 1"),
@@ -109,7 +113,7 @@ def test_bad_flag(tmp_path, more_flags, message):
 
 
 def test_traceback_on_demand(tmp_path):
-    with pytest.raises(ValueError, match="no text files"):
+    with pytest.raises(FileNotFoundError, match="no text files"):
         call_main(tmp_path, "TextFiles.root = '/none'", traceback="true")
 
 
@@ -126,10 +130,8 @@ def test_checkpoint_of_another_model(straight, tmp_path):
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     error = error_of(tmp_path / "run", "MODEL_DIMS = 32")
     assert "checkpoint step 20 in " in error
-    assert (
-        "theta.final_norm.scale is float32[16] in the checkpoint, float32[32] in this"
-        in error
-    )
+    expected = "scale is float32[16] in the checkpoint, float32[32] in this model"
+    assert f"theta.final_norm.{expected}" in error
     error = error_of(tmp_path / "run", "MODEL_DIMS = 32", mode="eval")
     assert "is of another model" in error
     events = re.compile("events.out")
@@ -251,13 +253,9 @@ def test_command_ended_by_sigterm_goes_on_later(tmp_path):
     assert process.returncode == 0, err
     step = int(re.search("Stopped by SIGTERM: saved training to step (.*) in", out)[1])
     assert saved_steps(tmp_path)[-1] == step
-    # Nothing but our own lines, a stop message, and the bar.
-    ours = r"\d\d:\d\d:\d\d INFO .*|training .*|saving .*|\nSIGTERM: stopping .*|"
+    # Nothing but our own lines and the bar.
+    ours = r"\d\d:\d\d:\d\d INFO .*|(training|saving|evaluating) .*|SIGTERM: .*|\s*"
     for line in re.split(r"[\r\n]", err):
-        assert re.fullmatch(ours + r"evaluating .*|\s*|SIGTERM: .*", line), line
-    programs = small_programs()
-    from tests.trainers.small_run import train
-
-    num_steps = 5 * (step // 5) + 5
-    result = train(programs, tmp_path, num_steps=num_steps, eval_interval=0)
-    assert list(result.losses) == list(range(step + 1, num_steps + 1))
+        assert re.fullmatch(ours, line), line
+    result = train(small_programs(), tmp_path, num_steps=step + 2)
+    assert list(result.losses) == [step + 1, step + 2]
