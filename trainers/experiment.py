@@ -83,7 +83,8 @@ class Experiment:
             if not isinstance(value, wanted) and not (name == "ema" and value is None):
                 # In gin, @Adam is the class and @Adam() an instance.
                 raise ValueError(
-                    f"Experiment.{name} is {value!r}, must be a {wanted.__name__}"
+                    f"Experiment.{name} is {value!r}, must be of class "
+                    f"{wanted.__name__}"
                     + (f": write @{value.__name__}()" if callable(value) else "")
                 )
 
