@@ -112,7 +112,7 @@ def _print_result(result: loop.TrainResult, seconds: float) -> None:
     print(f"{how} to step {result.step} in {seconds:.0f} s.")
     if result.losses:
         print(f"Training loss: {result.losses[result.step]:.4f} nats")
-    if result.evaluation:
+    if result.evaluation and result.stop is None:
         print("Held-out:", loop.format_metrics(result.evaluation))
     model_dir = _MODEL_DIR.value
     print(f"Logs and checkpoints: {model_dir}\n  tensorboard --logdir {model_dir}")

@@ -44,8 +44,9 @@ def set_platform(platform: str, device_count: int | None = None) -> None:
     Raises:
       ValueError: devices are in use already with another setting.
     """
-    # TF only traces here; on a GPU it would take the memory that programs run in.
-    tf.config.set_visible_devices([], "GPU")
+    if platform == "cuda":
+        # TF only traces here; it would take the memory that programs run in.
+        tf.config.set_visible_devices([], "GPU")
     flags = os.environ.get("XLA_FLAGS", "")
     for flag in ("terminate_timeout_seconds", "warn_stuck_timeout_seconds"):
         if f"xla_cpu_collective_call_{flag}" not in flags:
