@@ -4,6 +4,7 @@ import os
 
 # TF logs start-up notes on stderr, and does so while it is imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # It announces itself otherwise.
 
 from meshwright.framework.compiler.jax_bridge import set_platform  # noqa: E402
 from meshwright.framework.compiler.lower import LoweringError  # noqa: E402

@@ -188,7 +188,8 @@ class _Loop:
                 progress.wait(in_flight=1)
                 if self.profile.ends_by(step):
                     progress.wait()
-                    self.profile.close()
+                    with progress.pause("writing the trace"):
+                        self.profile.close()
                 if experiment.is_due(step, experiment.checkpoint_interval):
                     progress.wait()
                     with progress.pause("saving"):

@@ -43,6 +43,12 @@ class ShardingPlan:
     device_ids: Sequence[int] | None = None
 
     def __post_init__(self):
+        for name in ("mesh_axes", "mesh_shape"):
+            if isinstance(getattr(self, name), (str, int)):
+                raise ValueError(
+                    f"ShardingPlan.{name} is {getattr(self, name)!r}, must be a "
+                    "sequence with an entry for each mesh axis, such as (2, 4)"
+                )
         for table_name in ("weights", "activations"):
             for dim, axes in getattr(self, table_name).items():
                 for axis in _as_axes(axes):
