@@ -52,6 +52,12 @@ def set_platform(platform: str, device_count: int | None = None) -> None:
         if f"xla_cpu_collective_call_{flag}" not in flags:
             flags += f" --xla_cpu_collective_call_{flag}={_COLLECTIVE_SECONDS}"
     os.environ["XLA_FLAGS"] = flags.strip()
+    if platform == "cpu" and (device_count or 1) > 1:
+        # Devices wait for each other in threads of one pool, by default no more than
+        # cores or devices. What they wait for may need a thread too: two devices on two
+        # cores came to a standstill within minutes.
+        threads = device_count + (os.cpu_count() or 1)
+        os.environ.setdefault("PJRT_NPROC", str(threads))
     try:
         jax.config.update("jax_platforms", platform)
         if device_count is not None and platform == "cpu":
