@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 WEIGHTS = {
     "embedding": {"table": P("Y", "X")},
-    "final_norm": {"scale": P("X")},
+    "final_norm": {"scale": P(None)},
     "stack": {
         "attention": {
             "w_q": P(None, "X", "Y", None),
@@ -28,9 +28,9 @@ WEIGHTS = {
             "w_v": P(None, "X", "Y", None),
             "w_o": P(None, "Y", None, "X"),
         },
-        "attention_norm": {"scale": P(None, "X")},
+        "attention_norm": {"scale": P(None, None)},
         "feed_forward": {"w_in": P(None, "X", "Y"), "w_out": P(None, "Y", "X")},
-        "feed_forward_norm": {"scale": P(None, "X")},
+        "feed_forward_norm": {"scale": P(None, None)},
     },
 }
 """Weights by name; those of the stack have a leading dim L."""
