@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
+
+_PART = re.compile(r"(?P<axis>.+):\((?P<before>\d+)\)(?P<size>\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisPart:
+    """`size` steps of a mesh axis, after `before` coarser ones: a mixed-radix digit.
+
+    Written `Y:(2)4` as Shardy does; the whole axis is just `Y`.
+    """
+
+    axis: str
+    before: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.before * self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +35,8 @@ class DeviceMesh:
     """A grid of devices with named axes (GSPMD 3.1).
 
     It is a description only: no device is touched before a program is compiled for it,
-    so a mesh of 2048 devices can be planned for on a laptop.
+    so a mesh of 2048 devices can be planned for on a laptop. Where an axis is named, a
+    part of one can be too: `Y:(1)2` is the coarser half of an axis of four.
 
     Args:
       axis_names: one name for each mesh axis.
@@ -63,18 +85,50 @@ class DeviceMesh:
         ids = range(self.size) if self.device_ids is None else self.device_ids
         return np.asarray(ids).reshape(self.shape)
 
+    def part(self, axis: str) -> AxisPart:
+        """The mesh axis, or part of one, that `axis` names.
+
+        Raises:
+          ValueError: no such axis, or a part that does not divide it.
+        """
+        return _part(self, axis)
+
     def axis_size(self, axis: str) -> int:
         """Devices along `axis`; ValueError names the axes there are."""
-        if axis not in self.axis_names:
-            raise ValueError(
-                f"unknown mesh axis {axis!r}: the mesh has {self.axis_names}"
-            )
-        return self.shape[self.axis_names.index(axis)]
+        return self.part(axis).size
 
     def axes_size(self, axes: Sequence[str]) -> int:
         """Devices along several axes together; 1 for none."""
         return math.prod(self.axis_size(axis) for axis in axes)
 
+    def place_along(self, axis: str) -> np.ndarray:
+        """The place along `axis` of each device, an array of the mesh's shape."""
+        part = self.part(axis)
+        number = self.axis_names.index(part.axis)
+        along = np.indices(self.shape)[number]
+        return along // (self.shape[number] // part.end) % part.size
+
     def __str__(self) -> str:
         pairs = zip(self.axis_names, self.shape, strict=True)
         return ", ".join(f"{name}={size}" for name, size in pairs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _part(mesh: DeviceMesh, axis: str) -> AxisPart:
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    if axis in sizes:
+        return AxisPart(axis, 1, sizes[axis])
+    match = _PART.fullmatch(axis)
+    if match is None or match["axis"] not in sizes:
+        near = difflib.get_close_matches(axis, mesh.axis_names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"unknown mesh axis {axis!r}: the mesh has {mesh.axis_names}{hint}"
+        )
+    part = AxisPart(match["axis"], int(match["before"]), int(match["size"]))
+    if part.end < 1 or sizes[part.axis] % part.end:
+        raise ValueError(
+            f"mesh axis part {axis!r}: {part.before} * {part.size} must divide the "
+            f"size {sizes[part.axis]} of axis {part.axis!r}"
+        )
+    return part

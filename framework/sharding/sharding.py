@@ -1,16 +1,15 @@
-"""How one tensor lies on a device mesh, and its forms in XLA's languages."""
+"""How one tensor lies on a device mesh (GSPMD 3.1)."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 
+from meshwright.framework.sharding import xla_form
 from meshwright.framework.sharding.mesh import DeviceMesh
 
 
@@ -20,30 +19,62 @@ class Sharding:
 
     `dims[i]` are the axes splitting tensor dim i, major first; () leaves it unsplit.
     No axis at all is the paper's replicated, every axis its tiled, and some axes its
-    partially tiled sharding (GSPMD 3.1).
+    partially tiled sharding (GSPMD 3.1). An axis may be a part of one, `Y:(1)2`.
+
+    Args:
+      mesh: the device mesh.
+      dims: the axes that split each dim.
+      unspecified: numbers of the dims that completion may split, or split further
+        (GSPMD 3.5, partial specification).
+      manual: axes along which the tensor is one device's own: each device holds a
+        tensor of this very shape (GSPMD 3.4). Along all axes the paper's manual, along
+        some its manual subgroups.
 
     Raises:
-      ValueError: an unknown axis, or one axis splitting the tensor twice.
+      ValueError: an unknown axis, or one axis used twice.
     """
 
     mesh: DeviceMesh
     dims: tuple[tuple[str, ...], ...]
+    unspecified: tuple[int, ...] = ()
+    manual: tuple[str, ...] = ()
 
     def __post_init__(self):
-        used: dict[str, int] = {}
+        used: list[tuple[str, str]] = []
         for dim, axes in enumerate(self.dims):
             for axis in axes:
-                self.mesh.axis_size(axis)
-                if axis in used:
-                    raise ValueError(
-                        f"mesh axis {axis!r} is used twice in one tensor: on dim "
-                        f"{used[axis]} and on dim {dim}; an axis can split one dim only"
-                    )
-                used[axis] = dim
+                self._check_free(axis, f"on dim {dim}", used)
+        for axis in self.manual:
+            self._check_free(axis, "as manual", used)
+        if not all(0 <= dim < self.rank for dim in self.unspecified):
+            raise ValueError(
+                f"unspecified dims {self.unspecified} of a tensor of rank {self.rank}"
+            )
+        object.__setattr__(self, "unspecified", tuple(sorted(set(self.unspecified))))
+
+    def _check_free(self, axis: str, where: str, used: list[tuple[str, str]]) -> None:
+        part = self.mesh.part(axis)
+        for other, there in used:
+            taken = self.mesh.part(other)
+            if (
+                part.axis == taken.axis
+                and part.before < taken.end
+                and taken.before < part.end
+            ):
+                raise ValueError(
+                    f"mesh axis {axis!r} is used twice in one tensor: {there} and "
+                    f"{where}; an axis can split one dim only"
+                )
+        used.append((axis, where))
 
     @classmethod
     def from_dims_mapping(
-        cls, mesh: DeviceMesh, dims_mapping: Sequence, rank: int | None = None
+        cls,
+        mesh: DeviceMesh,
+        dims_mapping: Sequence,
+        rank: int | None = None,
+        *,
+        unspecified_dims: Sequence[int] = (),
     ) -> Sharding:
         """Reads the paper's `dims_mapping`.
 
@@ -52,6 +83,7 @@ class Sharding:
           dims_mapping: for each tensor dim a mesh axis, as its index or its name, -1 or
             None for no split, or a sequence of axes for a dim split by several.
           rank: the tensor's rank, to check the mapping against.
+          unspecified_dims: numbers of the dims that completion decides.
 
         Raises:
           ValueError: wrong length, an axis that is not there, an axis used twice.
@@ -61,7 +93,8 @@ class Sharding:
                 f"dims_mapping {list(dims_mapping)} has {len(dims_mapping)} entries "
                 f"but the tensor has rank {rank}; give one entry for each dim"
             )
-        return cls(mesh, tuple(_axes(mesh, entry) for entry in dims_mapping))
+        dims = tuple(_axes(mesh, entry) for entry in dims_mapping)
+        return cls(mesh, dims, tuple(unspecified_dims))
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh, rank: int) -> Sharding:
@@ -77,7 +110,9 @@ class Sharding:
         return tuple(self.mesh.axes_size(axes) for axes in self.dims)
 
     def is_replicated(self) -> bool:
-        return all(n == 1 for n in self.splits())
+        """Whether every device is to hold the whole tensor."""
+        open_or_own = self.unspecified or self.mesh.axes_size(self.manual) > 1
+        return not open_or_own and all(n == 1 for n in self.splits())
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`shape` with each dim raised to a multiple of its number of shards."""
@@ -89,64 +124,141 @@ class Sharding:
         pairs = zip(shape, self.splits(), strict=True)
         return tuple(-(-size // n) for size, n in pairs)
 
+    def shard_offsets(self, shape: Sequence[int]) -> np.ndarray:
+        """Where the shard of each device begins in a tensor of `shape`.
+
+        Returns:
+          int [*mesh.shape, rank]; an offset past the end is that of padding alone.
+        """
+        places = [self._shard_number(dim) for dim in range(self.rank)]
+        if not places:
+            return np.zeros((*self.mesh.shape, 0), int)
+        return np.stack(places, axis=-1) * np.array(self.shard_shape(shape), int)
+
+    def _shard_number(self, dim: int) -> np.ndarray:
+        """Which shard along `dim` each device has, an array of the mesh's shape."""
+        return xla_form.place_along(self.mesh, self.dims[dim])
+
     def even(self, shape: Sequence[int]) -> Sharding:
         """This sharding without the axes of dims that they do not divide."""
         dims = tuple(
             axes if size % n == 0 else ()
             for axes, size, n in zip(self.dims, shape, self.splits(), strict=True)
         )
-        return Sharding(self.mesh, dims)
+        return dataclasses.replace(self, dims=dims)
+
+    def merge(self, other: Sharding) -> Sharding | None:
+        """The merged sharding of two compatible ones, None if they are not (3.5).
+
+        In it each device's offset is that of `self` along each dim that `self` splits,
+        and that of `other` along each that `other` splits. The meshes may differ, the
+        devices may not; the result is over the mesh of `self`.
+        """
+        if self.rank != other.rank or set(self.manual) != set(other.manual):
+            return None
+        if sorted(self.mesh.ids.flat) != sorted(other.mesh.ids.flat):
+            return None
+        # Where the devices of `self.mesh` stand in the other mesh.
+        order = np.argsort(other.mesh.ids.flat)[
+            np.searchsorted(np.sort(other.mesh.ids.flat), self.mesh.ids)
+        ]
+        numbers, splits = [], []
+        pairs = zip(self.splits(), other.splits(), strict=True)
+        for dim, (ours, theirs) in enumerate(pairs):
+            mine = self._shard_number(dim)
+            yours = other._shard_number(dim).flat[order]
+            if ours > 1 and theirs > 1 and not np.array_equal(mine, yours):
+                return None
+            numbers.append(mine if ours > 1 else yours)
+            splits.append(max(ours, theirs))
+        dims = [
+            xla_form.axes_of_place(self.mesh, number, count)
+            for number, count in zip(numbers, splits, strict=True)
+        ]
+        if None in dims:
+            return None
+        left = set(self.unspecified) & set(other.unspecified)
+        try:
+            return Sharding(self.mesh, tuple(dims), tuple(left), self.manual)
+        except ValueError:  # One axis would split two dims.
+            return None
 
     def __str__(self) -> str:
-        """Text form, a dim's axes joined by `.`: `[X,_,Y]`, `[X.Y,_]`; `[]` scalar."""
-        return "[" + ",".join(".".join(axes) or "_" for axes in self.dims) + "]"
+        """Text form: a dim's axes joined by `.`, `_` none, `?` left to completion.
+
+        `[X,_,Y]`, `[X.Y,_]`, `[X,?]`, `[X?]`, `[_,Y] manual{X}`; `[]` is a scalar's.
+        """
+        entries = [
+            (".".join(axes) + ("?" if dim in self.unspecified else "")) or "_"
+            for dim, axes in enumerate(self.dims)
+        ]
+        manual = f" manual{{{','.join(self.manual)}}}" if self.manual else ""
+        return f"[{','.join(entries)}]{manual}"
+
+    @classmethod
+    def parse(cls, mesh: DeviceMesh, text: str) -> Sharding:
+        """Reads the text form.
+
+        Raises:
+          ValueError: it is none, or names an axis that the mesh does not have.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no sharding such as '[X,_,Y.Z]'")
+        entries = match["dims"].split(",") if match["dims"] else []
+        names = [entry.rstrip("?").strip("_") for entry in entries]
+        return cls(
+            mesh,
+            tuple(tuple(name.split(".")) if name else () for name in names),
+            tuple(dim for dim, entry in enumerate(entries) if entry.endswith("?")),
+            tuple(match["manual"].split(",")) if match["manual"] else (),
+        )
 
     def to_op_sharding(self) -> xla_data_pb2.OpSharding:
-        """XLA's OpSharding over the mesh's device ids."""
-        proto = xla_data_pb2.OpSharding()
-        if self.is_replicated():
-            proto.type = xla_data_pb2.OpSharding.REPLICATED
-            return proto
-        proto.type = xla_data_pb2.OpSharding.OTHER
-        tiles, devices = self._tile_assignment()
-        proto.tile_assignment_dimensions.extend(tiles)
-        proto.tile_assignment_devices.extend(int(d) for d in devices.flat)
-        proto.replicate_on_last_tile_dim = len(tiles) > self.rank
-        return proto
+        """XLA's OpSharding over the mesh's device ids.
+
+        It has no word for unspecified dims; XLA keeps those beside it.
+        """
+        return xla_form.to_op_sharding(self)
+
+    @classmethod
+    def from_op_sharding(
+        cls, mesh: DeviceMesh, proto: xla_data_pb2.OpSharding, rank: int
+    ) -> Sharding:
+        """Reads an OpSharding back into mesh axes; see `from_hlo`."""
+        return cls(**xla_form.from_op_sharding(mesh, proto, rank))
 
     def to_hlo(self) -> str:
         """HLO's text form over the mesh's device ids."""
-        if self.is_replicated():
-            return "{replicated}"
-        tiles, devices = self._tile_assignment()
-        last = " last_tile_dim_replicate" if len(tiles) > self.rank else ""
-        ids = ",".join(str(d) for d in devices.flat)
-        return f"{{devices=[{','.join(map(str, tiles))}]{ids}{last}}}"
-
-    def _tile_assignment(self) -> tuple[list[int], np.ndarray]:
-        used = [axis for axes in self.dims for axis in axes]
-        rest = [axis for axis in self.mesh.axis_names if axis not in used]
-        order = [self.mesh.axis_names.index(axis) for axis in used + rest]
-        tiles = list(self.splits())
-        if (replicas := self.mesh.axes_size(rest)) > 1:
-            tiles.append(replicas)
-        return tiles, self.mesh.ids.transpose(order).reshape(tiles)
-
-    def to_sdy(self) -> str:
-        """Shardy's dim shardings over the mesh's axes: `[{"X"}, {}, {"Y"}]`."""
-        dims = ", ".join(
-            "{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in self.dims
-        )
-        return f"[{dims}]"
+        return xla_form.to_hlo(self)
 
     @classmethod
     def from_hlo(cls, mesh: DeviceMesh, text: str, rank: int) -> Sharding:
         """Reads an HLO sharding (`{devices=[2,1,4]0,1,...}`) back into mesh axes.
 
+        A device order that the axes of `mesh` cannot give is kept: the result is then
+        over a mesh of the same axes and devices in another order.
+
         Raises:
-          ValueError: no assignment of mesh axes to dims gives this device order.
+          ValueError: it spans other devices than the mesh, or is of one device alone.
         """
-        return _sharding_from_hlo(mesh, text, rank)
+        return cls(**xla_form.from_hlo(mesh, text, rank))
+
+    def to_sdy(self) -> str:
+        """Shardy's dim shardings over the mesh's axes: `[{"X"}, {}, {"Y", ?}]`."""
+        return xla_form.to_sdy(self)
+
+    @classmethod
+    def from_sdy(cls, mesh: DeviceMesh, text: str) -> Sharding:
+        """Reads Shardy's dim shardings, alone or in an `#sdy.sharding<...>`.
+
+        Raises:
+          ValueError: there are none, or an axis that the mesh does not have.
+        """
+        return cls(**xla_form.from_sdy(mesh, text))
+
+
+_TEXT = re.compile(r"\[(?P<dims>[^\]]*)\](?: manual\{(?P<manual>[^}]*)\})?")
 
 
 def _axes(mesh: DeviceMesh, entry) -> tuple[str, ...]:
@@ -164,62 +276,3 @@ def _axes(mesh: DeviceMesh, entry) -> tuple[str, ...]:
             )
         return (mesh.axis_names[entry],)
     return tuple(axis for one in entry for axis in _axes(mesh, one))
-
-
-_HLO_SHARDING = re.compile(
-    r"\{devices=\[(?P<tiles>[\d,]+)\]"
-    r"(?:<=\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?|(?P<ids>[\d,]+))"
-    r"(?P<last> last_tile_dim_replicate)?(?P<other>[^}]*)\}"
-)
-
-
-def _ints(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
-
-
-@functools.lru_cache(maxsize=4096)
-def _sharding_from_hlo(mesh: DeviceMesh, text: str, rank: int) -> Sharding:
-    if text == "{replicated}" or (text == "{maximal device=0}" and mesh.size == 1):
-        return Sharding.replicated(mesh, rank)
-    match = _HLO_SHARDING.fullmatch(text)
-    if match is None or match["other"].strip():
-        raise ValueError(f"sharding {text} is of a kind that is not supported here")
-    tiles = _ints(match["tiles"])
-    if match["ids"]:
-        ids = np.array(_ints(match["ids"]))
-    else:
-        iota = _ints(match["iota"])
-        ids = np.arange(np.prod(iota)).reshape(iota)
-        if match["perm"]:
-            ids = ids.transpose(_ints(match["perm"]))
-    splits = tiles[:rank]
-    # Devices that hold the same shard may come in any order.
-    want = np.sort(ids.reshape([*splits, -1]), axis=-1)
-    for dims in _factorings(mesh, splits):
-        candidate = Sharding(mesh, dims)
-        _, devices = candidate._tile_assignment()
-        have = np.sort(devices.reshape([*splits, -1]), axis=-1)
-        if np.array_equal(want, have):
-            return candidate
-    raise ValueError(
-        f"sharding {text} cannot be written over the axes of the program's mesh "
-        f"({mesh}): annotate with that mesh, or compile for the annotation's"
-    )
-
-
-def _factorings(mesh: DeviceMesh, splits: Sequence[int]) -> Iterator[tuple]:
-    """All ways to give each dim axes whose sizes multiply to its number of shards."""
-    axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
-
-    def assign(dim: int, free: tuple[str, ...]) -> Iterator[tuple]:
-        if dim == len(splits):
-            yield ()
-            return
-        for count in range(len(free) + 1):
-            for chosen in itertools.permutations(free, count):
-                if mesh.axes_size(chosen) == splits[dim]:
-                    left = tuple(a for a in free if a not in chosen)
-                    for others in assign(dim + 1, left):
-                        yield (chosen, *others)
-
-    return assign(0, tuple(axes))
