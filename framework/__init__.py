@@ -6,6 +6,10 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # It announces itself otherwise.
 
+from meshwright.framework.compiler.explain import (  # noqa: E402
+    Explanation,
+    explain,
+)
 from meshwright.framework.compiler.jax_bridge import set_platform  # noqa: E402
 from meshwright.framework.compiler.lower import LoweringError  # noqa: E402
 from meshwright.framework.compiler.program import (  # noqa: E402
@@ -13,6 +17,7 @@ from meshwright.framework.compiler.program import (  # noqa: E402
     Program,
     compile_program,
 )
+from meshwright.framework.modeling import schedules  # noqa: E402
 from meshwright.framework.modeling.adafactor import Adafactor  # noqa: E402
 from meshwright.framework.modeling.ema import ExponentialMovingAverage  # noqa: E402
 from meshwright.framework.modeling.initializers import (  # noqa: E402
@@ -29,21 +34,29 @@ from meshwright.framework.modeling.layer import (  # noqa: E402
 from meshwright.framework.modeling.optimizers import SGD, Adam  # noqa: E402
 from meshwright.framework.modeling.recompute import Recompute  # noqa: E402
 from meshwright.framework.nested_map import NestedMap  # noqa: E402
+from meshwright.framework.sharding import collectives  # noqa: E402
 from meshwright.framework.sharding.annotations import (  # noqa: E402
     mesh_split,
     replicate,
+    shard,
+    split,
+)
+from meshwright.framework.sharding.manual import (  # noqa: E402
+    auto_to_manual,
+    manual_partition,
+    manual_to_auto,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh  # noqa: E402
 from meshwright.framework.sharding.plan import ShardingPlan  # noqa: E402
 from meshwright.framework.sharding.sharding import Sharding  # noqa: E402
 
 __all__ = [
-    "SGD",
     "Adafactor",
     "Adam",
     "Constant",
     "Context",
     "DeviceMesh",
+    "Explanation",
     "ExponentialMovingAverage",
     "FanIn",
     "Layer",
@@ -54,11 +67,20 @@ __all__ = [
     "Partitioner",
     "Program",
     "Recompute",
+    "SGD",
     "Sharding",
     "ShardingPlan",
     "WeightSpec",
+    "auto_to_manual",
+    "collectives",
     "compile_program",
+    "explain",
+    "manual_partition",
+    "manual_to_auto",
     "mesh_split",
     "replicate",
+    "schedules",
     "set_platform",
+    "shard",
+    "split",
 ]

@@ -11,8 +11,13 @@ switch the whole module to GSPMD propagation, so that is an error. For GSPMD the
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,16 +27,23 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import mlir
 from jaxlib import _jax
-from jaxlib.mlir.dialects import sdy
 
+from meshwright.framework.compiler.constraints import (
+    refuse_foreign,
+    rewrite_annotations,
+)
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
+from meshwright.framework.compiler.manual_regions import rewrite_manual_regions
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 # XLA's CPU backend ends the process when a device waits this long for the others; with
 # more virtual devices than cores a long wait is load, not a deadlock.
 _COLLECTIVE_SECONDS = 1200
-_PLACEHOLDERS = ("SPMDFullToShardShape", "SPMDShardToFullShape")
+# What XLA takes for a program of GSPMD's, whatever partitioner it is asked for.
+_GSPMD_MARK = re.compile(
+    r"mhlo\.sharding|@(?:Sharding|SPMDFullToShardShape|SPMDShardToFullShape)\b"
+)
 
 
 def set_platform(platform: str, device_count: int | None = None) -> None:
@@ -42,8 +54,14 @@ def set_platform(platform: str, device_count: int | None = None) -> None:
       device_count: for "cpu", how many virtual devices.
 
     Raises:
-      ValueError: devices are in use already with another setting.
+      ValueError: there are no such devices here, or devices are in use already with
+        another setting.
     """
+    if device_count is not None and (platform != "cpu" or device_count < 1):
+        raise ValueError(
+            f"device_count={device_count} with platform={platform!r}: it is the number "
+            "of virtual cpu devices, 1 or more; other platforms bring their own"
+        )
     if platform == "cuda":
         # TF only traces here; it would take the memory that programs run in.
         tf.config.set_visible_devices([], "GPU")
@@ -64,7 +82,14 @@ def set_platform(platform: str, device_count: int | None = None) -> None:
             jax.config.update("jax_num_cpu_devices", device_count)
     except RuntimeError:
         pass  # The backend is up; what counts is whether it fits.
-    have, backend = len(jax.devices()), jax.default_backend()
+    try:
+        have, backend = len(jax.devices()), jax.default_backend()
+    except (AssertionError, RuntimeError) as e:  # By JAX's plugins, each in its way.
+        raise ValueError(
+            f"no {platform} devices can be used here ({str(e)[:200] or 'no plugin'}); "
+            f"install meshwright[{platform}] on a machine that has some, or choose "
+            "platform cpu"
+        ) from e
     expected = "gpu" if platform == "cuda" else platform
     if backend != expected or device_count not in (None, have):
         raise ValueError(
@@ -74,21 +99,34 @@ def set_platform(platform: str, device_count: int | None = None) -> None:
         )
 
 
-def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:
+def jax_mesh(
+    mesh: DeviceMesh, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
     """The devices of `mesh`, in its order.
 
+    Args:
+      mesh: the device mesh; its ids are places in `devices`.
+      devices: those of a topology to compile for; by default all that this program's
+        processes have, `jax.devices()`, whatever numbers they go by.
+
     Raises:
-      ValueError: it has more devices than exist, or ids that no device has.
+      ValueError: it has more devices than there are, or ids that none has.
     """
-    devices = {device.id: device for device in jax.devices()}
-    missing = [i for i in mesh.ids.flat if i not in devices]
+    here = devices is None
+    devices = jax.devices() if here else list(devices)
+    missing = [i for i in mesh.ids.flat if not 0 <= i < len(devices)]
+    if missing and not here:
+        raise ValueError(
+            f"device mesh ({mesh}) needs {mesh.size} devices but the topology has "
+            f"{len(devices)} (no device {missing[0]}); name a larger one"
+        )
     if missing:
         raise ValueError(
             f"device mesh ({mesh}) needs {mesh.size} devices but {len(devices)} "
             f"{jax.default_backend()} devices exist (no device {missing[0]}); use a "
             "smaller mesh or, on CPU, ask for more virtual devices (--device_count)"
         )
-    grid = np.vectorize(devices.get, otypes=[object])(mesh.ids)
+    grid = np.vectorize(devices.__getitem__, otypes=[object])(mesh.ids)
     auto = (jax.sharding.AxisType.Auto,) * len(mesh.shape)
     return jax.sharding.Mesh(grid, mesh.axis_names, axis_types=auto)
 
@@ -115,75 +153,34 @@ def abstract_array(
     )
 
 
-def stable_hlo(lowered: LoweredFunction, mesh: DeviceMesh, shardy: bool) -> ir.Module:
+def stable_hlo(lowered: LoweredFunction, mesh: DeviceMesh, shardy: bool) -> bytes:
     """The StableHLO module of a lowered function, annotations ready for a partitioner.
 
-    Must be called with an MLIR context of JAX's active.
+    Returns:
+      MLIR bytecode.
 
     Raises:
-      LoweringError: an annotation cannot be honoured on `mesh`.
+      LoweringError: an annotation or a manual region cannot be honoured on `mesh`.
     """
-    module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(lowered.hlo))
-    for op in list(_custom_calls(module.operation)):
-        target = ir.StringAttr(op.attributes["call_target_name"]).value
-        if target == "Sharding":
-            _rewrite_annotation(lowered.name, op, mesh, shardy)
-        elif target in _PLACEHOLDERS:
-            raise LoweringError(
-                f"{lowered.name}: op {target} needs a manual region, which programs do "
-                "not support yet"
-            )
-    return module
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(lowered.hlo))
+        refuse_foreign(lowered.name, module)
+        rewrite_manual_regions(lowered.name, module, mesh, shardy=shardy)
+        rewrite_annotations(lowered.name, module, mesh, shardy=shardy)
+        buffer = io.BytesIO()
+        module.operation.write_bytecode(buffer)
+    return buffer.getvalue()
 
 
-def _custom_calls(op) -> Iterator:
-    for region in op.regions:
-        for block in region.blocks:
-            for inner in block.operations:
-                if inner.operation.name == "stablehlo.custom_call":
-                    yield inner.operation
-                yield from _custom_calls(inner.operation)
-
-
-def _rewrite_annotation(name: str, op, mesh: DeviceMesh, shardy: bool) -> None:
-    text = ir.StringAttr(op.attributes["mhlo.sharding"]).value
-    operand = op.operands[0]
-    rank = ir.RankedTensorType(operand.type).rank
-    try:
-        sharding = Sharding.from_hlo(mesh, text, rank)
-    except ValueError as e:
-        raise LoweringError(f"{name}: an annotation would be dropped: {e}") from None
-    if mesh.size == 1:
-        op.results[0].replace_all_uses_with(operand)
-        op.erase()
-    elif shardy:
-        axes = ", ".join(
-            f'"{axis}"={size}'
-            for axis, size in zip(mesh.axis_names, mesh.shape, strict=True)
-        )
-        attribute = ir.Attribute.parse(
-            f"#sdy.sharding<mesh<[{axes}]>, {sharding.to_sdy()}>"
-        )
-        with ir.InsertionPoint(op), op.location:
-            constraint = sdy.ShardingConstraintOp(operand, attribute)
-        op.results[0].replace_all_uses_with(constraint.result)
-        op.erase()
-    elif mesh.device_ids is not None:
-        # The compiled program counts devices by their place in the mesh.
-        logical = DeviceMesh(mesh.axis_names, mesh.shape)
-        text = Sharding(logical, sharding.dims).to_hlo()
-        op.attributes["mhlo.sharding"] = ir.StringAttr.get(text)
-
-
-def _abstract(*args, lowered, mesh, shardy):
+def _abstract(*args, lowered, module):
     return [
         jax.core.ShapedArray(tuple(spec.shape), spec.dtype.as_numpy_dtype)
         for spec in flat_specs(lowered.outputs)
     ]
 
 
-def _lowering(ctx, *args, lowered, mesh, shardy):
-    module = stable_hlo(lowered, mesh, shardy)
+def _lowering(ctx, *args, lowered, module):
+    module = ir.Module.parse(module)
     main = ir.SymbolTable(module.operation)["main"]
     results = main.type.results
     symbol = mlir.merge_mlir_modules(
@@ -207,7 +204,7 @@ def flat_specs(nest) -> list:
     return tf.nest.flatten(nest)
 
 
-def compile_lowered(
+def lower_for_mesh(
     lowered: LoweredFunction,
     mesh: DeviceMesh,
     *,
@@ -215,45 +212,95 @@ def compile_lowered(
     out_shardings: Sequence[Sharding | None],
     donate: Sequence[int],
     shardy: bool,
-) -> jax.stages.Compiled:
-    """Partitions and compiles for the devices of `mesh`; all sequences are flat.
+    devices: Sequence[jax.Device] | None = None,
+) -> MeshProgram:
+    """Puts a program on the devices of `mesh`, unpartitioned; all sequences are flat.
 
     A None sharding is left to completion.
 
     Raises:
-      LoweringError: an argument has 64-bit elements; an annotation cannot be honoured;
-        GSPMD gives a result whose sharding was left to it one of no mesh axes.
+      LoweringError: an argument has 64-bit elements; an annotation cannot be honoured.
     """
-    devices = jax_mesh(mesh)
+    grid = jax_mesh(mesh, devices)
 
     def border(shardings):
-        return tuple(
-            None if s is None else named_sharding(s, devices) for s in shardings
-        )
+        return tuple(None if s is None else named_sharding(s, grid) for s in shardings)
+
+    module = stable_hlo(lowered, mesh, shardy)
 
     def program(*flat):
-        out = _TF_PROGRAM.bind(*flat, lowered=lowered, mesh=mesh, shardy=shardy)
+        out = _TF_PROGRAM.bind(*flat, lowered=lowered, module=module)
         return tuple(out)
 
     program.__name__ = lowered.name
     avals = [_argument(lowered.name, spec) for spec in flat_specs(lowered.inputs)]
+    jitted = jax.jit(
+        program,
+        in_shardings=border(in_shardings),
+        out_shardings=border(out_shardings),
+        donate_argnums=tuple(donate),
+        keep_unused=True,
+    )
+    with _partitioner(shardy), jax.set_mesh(grid):
+        ready = jitted.lower(*avals)
+    return MeshProgram(lowered.name, mesh, ready, shardy)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MeshProgram:
+    """A program on a mesh, not partitioned yet.
+
+    Args:
+      name: for messages.
+      mesh: the device mesh.
+      lowered: as JAX lowered it.
+      shardy: whether Shardy is to complete its shardings, or GSPMD.
+    """
+
+    name: str
+    mesh: DeviceMesh
+    lowered: jax.stages.Lowered
+    shardy: bool
+
+    def compile(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+        """Partitions and compiles.
+
+        Args:
+          options: XLA's, for this compilation.
+
+        Raises:
+          LoweringError: the module would make XLA fall back to GSPMD; GSPMD gives a
+            result whose sharding was left to it one of no mesh axes.
+        """
+        if self.shardy:
+            self._check_no_fallback()
+        try:
+            with _partitioner(self.shardy):
+                return self.lowered.compile(compiler_options=options)
+        # What JAX makes of an output that it cannot name.
+        except (AssertionError, NotImplementedError) as e:
+            raise LoweringError(
+                f"{self.name}: completion chose for a result a sharding that axes of "
+                f"the mesh ({self.mesh}) cannot express; give its out_shardings"
+            ) from e
+
+    def _check_no_fallback(self) -> None:
+        for line in self.lowered.as_text().splitlines():
+            if found := _GSPMD_MARK.search(line):
+                raise LoweringError(
+                    f"{self.name}: {found[0]} is left in the program, for which XLA "
+                    "would give up Shardy for all of it; compile it for "
+                    f"Partitioner.GSPMD, or take out: {line.strip()[:200]}"
+                )
+
+
+@contextlib.contextmanager
+def _partitioner(shardy: bool) -> Iterator[None]:
+    """Both lowering and compiling ask JAX's configuration which one to use."""
     before = jax.config.jax_use_shardy_partitioner
     jax.config.update("jax_use_shardy_partitioner", shardy)
     try:
-        with jax.set_mesh(devices):
-            jitted = jax.jit(
-                program,
-                in_shardings=border(in_shardings),
-                out_shardings=border(out_shardings),
-                donate_argnums=tuple(donate),
-                keep_unused=True,
-            )
-            return jitted.lower(*avals).compile()
-    except AssertionError as e:  # What JAX makes of an output that it cannot name.
-        raise LoweringError(
-            f"{lowered.name}: completion chose for a result a sharding that axes of "
-            f"the mesh ({mesh}) cannot express; give its out_shardings"
-        ) from e
+        yield
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
 

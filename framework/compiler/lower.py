@@ -11,6 +11,8 @@ import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
 from tensorflow.python.client import pywrap_tf_session
 
+from meshwright.framework.compiler.sources import Sources
+
 MAX_CONSTANT_BYTES = 1 << 20
 
 
@@ -27,12 +29,14 @@ class LoweredFunction:
       hlo: serialized HLO module; annotations are `Sharding` custom calls in it.
       inputs: the arguments, a tuple of nests of `tf.TensorSpec`.
       outputs: the result, a nest of `tf.TensorSpec`.
+      sources: where its ops come from.
     """
 
     name: str
     hlo: bytes
     inputs: tuple
     outputs: Any
+    sources: Sources
 
 
 def lower(
@@ -81,7 +85,8 @@ def lower(
         tf.TensorSpec(out.shape, out.dtype, name=f"output_{i}")
         for i, out in enumerate(concrete.outputs)
     ]
-    return LoweredFunction(name, hlo, args, tf.nest.pack_sequence_as(outputs, specs))
+    outputs = tf.nest.pack_sequence_as(outputs, specs)
+    return LoweredFunction(name, hlo, args, outputs, Sources(concrete))
 
 
 def _check_no_outside_values(name: str, concrete) -> None:

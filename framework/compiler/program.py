@@ -14,9 +14,11 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler import jax_bridge
-from meshwright.framework.compiler.lower import lower
+from meshwright.framework.compiler.lower import LoweredFunction, lower
 from meshwright.framework.compiler.report import Collective, collectives_of
+from meshwright.framework.compiler.sources import Sources
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
 
@@ -46,15 +48,17 @@ class MemoryUsage:
 class Program:
     """One compiled SPMD program; made by `compile_program`."""
 
-    def __init__(self, lowered, mesh, partitioner, compiled, in_forms, out_forms):
-        self._lowered = lowered
-        self._compiled = compiled
-        self.mesh: DeviceMesh = mesh
+    def __init__(self, lowered, partitioner, unpartitioned, in_forms, out_forms):
+        self._lowered: LoweredFunction = lowered
+        self._compiled = compiled = unpartitioned.compile()
+        self.unpartitioned: jax_bridge.MeshProgram = unpartitioned
+        self.mesh: DeviceMesh = unpartitioned.mesh
         self.partitioner: Partitioner = partitioner
         self._in_specs: list[tf.TensorSpec] = tf.nest.flatten(lowered.inputs)
         self._in_forms: list[StoredForm | None] = in_forms
         self._out_forms: list[StoredForm | None] = out_forms
         self._in_shardings = jax.tree.leaves(compiled.input_shardings[0])
+        self.can_run = True  # Not if its devices are a topology's.
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program.
@@ -70,7 +74,7 @@ class Program:
           ValueError: an argument's structure, shape or kind is not what was compiled
             for, or an earlier call took over its buffer.
         """
-        tf.nest.assert_same_structure(self._lowered.inputs, args)
+        self._check_structure("its arguments", self._lowered.inputs, args)
         leaves = tf.nest.flatten(args)
         flat = [self._take(i, leaf) for i, leaf in enumerate(leaves)]
         out = self._compiled(*flat)
@@ -81,13 +85,24 @@ class Program:
 
         Returns:
           The nest of device arrays; for several arguments a tuple of them.
+
+        Raises:
+          ValueError: they are not the program's first arguments, in structure, shape
+            and kind.
         """
+        first = self._lowered.inputs[: len(args)]
+        self._check_structure("its arguments", first, args)
         leaves = [self._put(i, x) for i, x in enumerate(tf.nest.flatten(args))]
         placed = tf.nest.pack_sequence_as(args, leaves)
         return placed[0] if len(args) == 1 else placed
 
     def unshard(self, outputs: Any) -> Any:
-        """The result of a call as host arrays of logical shape."""
+        """The result of a call as host arrays of logical shape.
+
+        Raises:
+          ValueError: it has another structure than the program's result.
+        """
+        self._check_structure("its results", self._lowered.outputs, outputs)
         flat = [
             np.asarray(leaf) if form is None else form.unpad(np.asarray(leaf))
             for leaf, form in zip(
@@ -96,6 +111,24 @@ class Program:
         ]
         return tf.nest.pack_sequence_as(self._lowered.outputs, flat)
 
+    def _check_structure(self, what: str, want: Any, given: Any) -> None:
+        try:
+            tf.nest.assert_same_structure(want, given)
+        except (TypeError, ValueError):
+            wanted, got = (
+                [path for path, _ in nest.flatten_with_joined_string_paths(structure)]
+                for structure in (want, given)
+            )
+            missing = [path for path in wanted if path not in got]
+            unknown = [path for path in got if path not in wanted]
+            raise ValueError(
+                f"{self.name}: {what} have another structure than it was compiled for: "
+                f"missing {missing[:3]}, unknown {unknown[:3]}"
+                if missing or unknown
+                else f"{self.name}: {what} are other kinds of sequences or mappings "
+                f"than it was compiled for: {type(given)} for {type(want)}"
+            ) from None
+
     def _take(self, index: int, leaf: Any) -> jax.Array:
         if not isinstance(leaf, jax.Array):
             return self._put(index, leaf)
@@ -103,6 +136,13 @@ class Program:
             raise ValueError(
                 f"{self._argument(index)} was donated to an earlier call, which took "
                 "over its buffer: pass that call's result"
+            )
+        spec = self._in_specs[index]
+        if leaf.shape != tuple(spec.shape) or leaf.dtype != spec.dtype.as_numpy_dtype:
+            raise ValueError(
+                f"{self._argument(index)} is a device array {leaf.dtype}{leaf.shape}, "
+                f"the program takes {spec.dtype.name}{tuple(spec.shape)} in stored "
+                "form; host arrays have the logical shape"
             )
         return leaf
 
@@ -125,14 +165,41 @@ class Program:
                 f"{self._argument(index)} is {value.dtype}, the program was compiled "
                 f"for {spec.dtype.name}"
             )
+        if value.dtype.kind in "iu" and value.size and spec.dtype.is_integer:
+            least, most = spec.dtype.min, spec.dtype.max
+            if value.min() < least or value.max() > most:
+                raise ValueError(
+                    f"{self._argument(index)} has values from {value.min()} to "
+                    f"{value.max()}, which {spec.dtype.name} cannot hold"
+                )
         value = value.astype(spec.dtype.as_numpy_dtype, copy=False)
         if form is not None:
             value = form.pad(value)
+        if not self.can_run:
+            raise ValueError(
+                f"{self._lowered.name} was compiled for a topology, whose devices are "
+                "not here: look at it, or compile it without devices= to run it"
+            )
         return jax.device_put(value, self._in_shardings[index])
 
     @property
     def name(self) -> str:
         return self._lowered.name
+
+    @property
+    def sources(self) -> Sources:
+        """Where the program's ops come from."""
+        return self._lowered.sources
+
+    @property
+    def in_shardings(self) -> list[Sharding | None]:
+        """What was asked for each leaf of the arguments; None: left to completion."""
+        return [form and form.sharding for form in self._in_forms]
+
+    @property
+    def out_shardings(self) -> list[Sharding | None]:
+        """What was asked for each leaf of the result; None: left to completion."""
+        return [form and form.sharding for form in self._out_forms]
 
     @property
     def inputs(self) -> Any:
@@ -177,6 +244,7 @@ def compile_program(
     donate: Sequence[int] = (),
     partitioner: Partitioner = Partitioner.SHARDY,
     name: str | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Program:
     """Partitions a pure TF function over a mesh and compiles it.
 
@@ -191,6 +259,8 @@ def compile_program(
       donate: numbers of the arguments whose buffers the results may take over.
       partitioner: Shardy, or GSPMD as the second opinion.
       name: for messages and profiles.
+      devices: those of a topology (`topology_devices`), to compile for: the program can
+        be looked at, not run. The mesh's ids are places among them.
 
     Raises:
       LoweringError: see `lower`; or an annotation would be dropped on this mesh.
@@ -224,15 +294,18 @@ def compile_program(
 
     name = name or getattr(fn, "__name__", "program").strip("<>")
     lowered = lower(stored_fn, stored_args, name=name)
-    compiled = jax_bridge.compile_lowered(
+    unpartitioned = jax_bridge.lower_for_mesh(
         lowered,
         mesh,
         in_shardings=[form and form.sharding for form in in_forms],
         out_shardings=[form and form.sharding for form in out_forms],
         donate=_flat_numbers(args, donate),
         shardy=partitioner is Partitioner.SHARDY,
+        devices=devices,
     )
-    return Program(lowered, mesh, partitioner, compiled, in_forms, out_forms)
+    program = Program(lowered, partitioner, unpartitioned, in_forms, out_forms)
+    program.can_run = devices is None
+    return program
 
 
 def _forms(leaves, structure, shardings, mesh) -> list[StoredForm | None]:

@@ -183,10 +183,13 @@ def _partition(groups) -> frozenset:
 
 
 def axis_groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """The device groups of a collective along `axes`, counted by place in the mesh."""
+    """The device groups of a collective along `axes`, counted by place in the mesh.
+
+    In a group devices come in the order of their places along `axes`, major first.
+    """
     places = np.arange(mesh.size).reshape(mesh.shape)
     names = mesh.axis_names
-    inner = [names.index(a) for a in names if a in axes]
+    inner = [names.index(a) for a in axes]
     outer = [i for i in range(len(names)) if i not in inner]
     rows = places.transpose(outer + inner).reshape(-1, mesh.axes_size(axes))
     return tuple(tuple(int(i) for i in row) for row in rows)

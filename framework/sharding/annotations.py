@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla import xla_data_pb2
@@ -17,8 +18,7 @@ def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
 
     The gradient is annotated by a copy of the same op (GSPMD 3.6, TF's own gradient of
     XlaSharding), so the backward computation is laid out like the forward one.
-    On a mesh of one device, and in eager execution, which has none, there is nothing to
-    say and the tensor is returned as is.
+    Eager execution has no mesh; there the tensor is returned as is.
     """
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank != sharding.rank:
@@ -27,13 +27,22 @@ def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
             f"{tensor.name if not tf.executing_eagerly() else ''} has shape "
             f"{tensor.shape}"
         )
-    if sharding.mesh.size == 1:
-        return tensor
-    return annotate_serialized(tensor, sharding.to_op_sharding().SerializeToString())
+    proto = sharding.to_op_sharding()
+    if sharding.mesh.size == 1:  # So that a program for more devices can tell.
+        proto = xla_data_pb2.OpSharding(
+            type=xla_data_pb2.OpSharding.MAXIMAL,
+            tile_assignment_dimensions=[1],
+            tile_assignment_devices=[0],
+        )
+    return annotate_serialized(tensor, proto.SerializeToString(), sharding.unspecified)
 
 
 def mesh_split(
-    tensor: tf.Tensor, device_mesh: DeviceMesh, dims_mapping: Sequence
+    tensor: tf.Tensor,
+    device_mesh: DeviceMesh,
+    dims_mapping: Sequence,
+    *,
+    unspecified_dims: Sequence[int] = (),
 ) -> tf.Tensor:
     """Splits `tensor` over mesh axes.
 
@@ -43,6 +52,8 @@ def mesh_split(
       dims_mapping: for each tensor dim the mesh axis that splits it, by index or name;
         -1 or None for none; a sequence of axes for a dim split by several. A dim that
         its axes do not divide is padded inside the program.
+      unspecified_dims: numbers of the dims that completion decides (GSPMD 3.5); those
+        that the mapping splits it may split further.
 
     Returns:
       `tensor`, annotated; so is its gradient. In eager execution just `tensor`.
@@ -53,9 +64,65 @@ def mesh_split(
     """
     tensor = tf.convert_to_tensor(tensor)
     sharding = Sharding.from_dims_mapping(
-        device_mesh, dims_mapping, rank=tensor.shape.rank
+        device_mesh,
+        dims_mapping,
+        rank=tensor.shape.rank,
+        unspecified_dims=unspecified_dims,
     )
     return annotate(tensor, sharding)
+
+
+def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Tensor:
+    """Splits one dim of `tensor` over devices 0, 1, 2, ... (GShard 3.2).
+
+    Args:
+      tensor: any tensor of static rank.
+      split_dimension: number of the dim.
+      num_partitions: into how many shards: the program's devices, or a divisor of
+        their number with which `mesh_split` over fewer axes says it better.
+
+    Raises:
+      ValueError: no such dim. A number of partitions other than the program's devices
+        is refused when it is compiled.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    rank = tensor.shape.rank
+    if not -rank <= split_dimension < rank:
+        raise ValueError(
+            f"split: a tensor of shape {tensor.shape} has no dim {split_dimension}"
+        )
+    assignment = np.arange(num_partitions).reshape(
+        [num_partitions if d == split_dimension % rank else 1 for d in range(rank)]
+    )
+    return shard(tensor, assignment)
+
+
+def shard(tensor: tf.Tensor, device_assignment: np.ndarray) -> tf.Tensor:
+    """Gives each device the shard at its place in `device_assignment` (GShard 3.2).
+
+    Args:
+      tensor: any tensor of static rank.
+      device_assignment: int array of the tensor's rank: ids of all devices of the
+        program, each once; its shape is the number of shards along each dim.
+
+    Raises:
+      ValueError: another rank, or ids that are not distinct. Other devices than the
+        program's are refused when it is compiled.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    ids = np.asarray(device_assignment)
+    if ids.ndim != tensor.shape.rank or len(set(ids.flat)) != ids.size:
+        raise ValueError(
+            f"shard: device_assignment of shape {ids.shape} with {len(set(ids.flat))} "
+            f"distinct ids for a tensor of shape {tensor.shape}: it needs the tensor's "
+            "rank, and each device once"
+        )
+    proto = xla_data_pb2.OpSharding(
+        type=xla_data_pb2.OpSharding.OTHER,
+        tile_assignment_dimensions=ids.shape,
+        tile_assignment_devices=[int(i) for i in ids.flat],
+    )
+    return annotate_serialized(tensor, proto.SerializeToString())
 
 
 def replicate(tensor: tf.Tensor) -> tf.Tensor:
@@ -64,10 +131,12 @@ def replicate(tensor: tf.Tensor) -> tf.Tensor:
     return annotate_serialized(tf.convert_to_tensor(tensor), proto.SerializeToString())
 
 
-def annotate_serialized(tensor: tf.Tensor, op_sharding: bytes) -> tf.Tensor:
+def annotate_serialized(
+    tensor: tf.Tensor, op_sharding: bytes, unspecified_dims: Sequence[int] = ()
+) -> tf.Tensor:
     """`tensor`, annotated with a serialized OpSharding, unchecked."""
     if tf.executing_eagerly():
         return tensor
     return gen_xla_ops.xla_sharding(
-        input=tensor, sharding=op_sharding, unspecified_dims=[]
+        input=tensor, sharding=op_sharding, unspecified_dims=list(unspecified_dims)
     )

@@ -9,7 +9,13 @@ from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.compiler.xla.service import hlo_pb2
 
 from meshwright.framework.compiler.lower import lower
-from meshwright.framework.sharding.annotations import annotate, mesh_split, replicate
+from meshwright.framework.sharding.annotations import (
+    annotate,
+    mesh_split,
+    replicate,
+    shard,
+    split,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -63,9 +69,39 @@ def test_replicate_annotates_tensor_and_gradient():
     assert [sharding for _, sharding in unsplit] == [REPLICATED]
 
 
-def test_on_one_device_there_is_nothing_to_say():
+def test_a_mesh_of_one_device_says_so():
+    """A program for more devices can tell it from an annotation of its own."""
     mesh = DeviceMesh(("X", "Y"), (1, 1))
-    assert annotations(lambda x: mesh_split(x, mesh, ["X", "Y"]), X) == []
+    ((_, sharding),) = annotations(lambda x: mesh_split(x, mesh, ["X", "Y"]), X)
+    assert sharding.type == xla_data_pb2.OpSharding.MAXIMAL
+
+
+def test_split_and_shard_name_devices():
+    (split_dim,) = annotations(lambda x: split(x, -1, 8), X)
+    assert list(split_dim[1].tile_assignment_dimensions) == [1, 8]
+    assert list(split_dim[1].tile_assignment_devices) == list(range(8))
+    order = np.array([[3, 1], [2, 0]])
+    (sharded,) = annotations(lambda x: shard(x, order), X)
+    assert list(sharded[1].tile_assignment_dimensions) == [2, 2]
+    assert list(sharded[1].tile_assignment_devices) == [3, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (lambda x: split(x, 2, 8), "split: a tensor of shape (8, 16) has no dim 2"),
+        (lambda x: shard(x, np.arange(8)), "device_assignment of shape (8,) with 8"),
+        (lambda x: shard(x, np.zeros([2, 4], int)), "of shape (2, 4) with 1 distinct"),
+    ],
+)
+def test_a_wrong_split_or_shard_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        wrong(tf.zeros([8, 16]))
+
+
+def test_unspecified_dims_are_carried():
+    hlo = lower(lambda x: mesh_split(x, MESH, [0, -1], unspecified_dims=[1]), [X]).hlo
+    assert b"unspecified_dims=[1]" in hlo
 
 
 def test_in_eager_execution_the_tensor_stays_as_it_is():

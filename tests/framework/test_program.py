@@ -7,16 +7,20 @@ import sys
 import textwrap
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorflow as tf
+from jax.extend.mlir import ir
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.python.compiler.xla.experimental import xla_sharding
 
 from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.compiler.lower import LoweringError, lower
 from meshwright.framework.compiler.program import Partitioner, compile_program
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.annotations import mesh_split, replicate
+from meshwright.framework.sharding.annotations import mesh_split, replicate, shard
+from meshwright.framework.sharding.annotations import split as split_dim
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -153,7 +157,10 @@ def test_reports_memory_cost_and_collectives(program):
             {"x": BATCH["x"], "skip": np.float32(0)},
             r"train_step: argument 1/skip is float32, .* compiled for bool",
         ),
-        ({"x": BATCH["x"]}, "same set of keys|same number of elements"),
+        (
+            {"x": BATCH["x"]},
+            r"structure .*: missing \['1/skip'\], unknown \[\]",
+        ),
     ],
 )
 def test_an_argument_that_is_not_what_was_compiled_for_is_refused(
@@ -161,6 +168,37 @@ def test_an_argument_that_is_not_what_was_compiled_for_is_refused(
 ):
     with pytest.raises(ValueError, match=message):
         program(STATE, batch)
+
+
+@over_partitioners
+def test_device_arrays_of_another_shape_or_kind_are_refused(program):
+    placed = program.shard(STATE, BATCH)
+    logical = jnp.zeros([B, M])  # The stored form has one row more.
+    for x, message in [
+        (
+            logical,
+            r"1/x is a device array float32\(9, 10\), .* takes float32\(10, 10\)",
+        ),
+        (jnp.zeros([10, 10], jnp.int32), r"1/x is a device array int32\(10, 10\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            program(placed[0], {**placed[1], "x": x})
+
+
+@over_partitioners
+def test_what_is_to_be_placed_has_the_structure_of_the_program(program):
+    with pytest.raises(ValueError, match="its arguments .*unknown .'2/skip', '2/x'.$"):
+        program.shard(STATE, BATCH, BATCH)
+    with pytest.raises(ValueError, match="its results .*missing .*unknown .'count'"):
+        program.unshard(STATE)
+
+
+def test_integers_that_do_not_fit_are_refused():
+    one = DeviceMesh(("X",), (1,))
+    program = compile_program(lambda n: n + 1, [tf.TensorSpec([2], tf.int32)], one)
+    with pytest.raises(ValueError, match="from 0 to 1099511627776, which int32 cannot"):
+        program(np.array([0, 2**40]))
+    assert program(np.array([-(2**31), 5])).tolist() == [1 - 2**31, 6]
 
 
 def test_wider_host_arrays_are_narrowed():
@@ -193,13 +231,13 @@ def test_devices_in_any_order(partitioner):
     assert [c.axes for c in program.collectives() if c.kind == "all-reduce"] == [("Y",)]
     # Each device holds what its place in the mesh says.
     row_of = {int(id_): row for row, ids in enumerate(PERMUTED.ids) for id_ in ids}
-    for shard in out.addressable_shards:
-        assert shard.index[0].start == 4 * row_of[shard.device.id]
+    for own in out.addressable_shards:
+        assert own.index[0].start == 4 * row_of[own.device.id]
     # Argument shards are of 4 rows and 2 columns.
-    for shard in program.shard(x, w)[0].addressable_shards:
-        row, column = np.argwhere(PERMUTED.ids == shard.device.id)[0]
+    for own in program.shard(x, w)[0].addressable_shards:
+        row, column = np.argwhere(PERMUTED.ids == own.device.id)[0]
         np.testing.assert_array_equal(
-            shard.data, x[4 * row : 4 * row + 4, 2 * column : 2 * column + 2]
+            own.data, x[4 * row : 4 * row + 4, 2 * column : 2 * column + 2]
         )
 
 
@@ -239,29 +277,88 @@ def test_an_annotation_over_another_mesh_of_the_devices_is_honoured(partitioner)
 
 @over_partitioners
 @pytest.mark.parametrize(
-    "annotation_mesh,mesh",
+    "annotation_mesh,mesh,message",
     [
-        (DeviceMesh(("X", "Y"), (4, 2)), MESH),
-        (DeviceMesh(("X", "Y"), (2, 2)), MESH),
-        (PERMUTED, MESH),
-        (MESH, DeviceMesh(("X",), (1,))),
+        (
+            DeviceMesh(("X", "Y"), (2, 2)),
+            MESH,
+            r"splits over 4 devices, 0 to 3, and th",
+        ),
+        (
+            MESH,
+            DeviceMesh(("X",), (1,)),
+            r"splits over 8 devices, .* \(X=1\) has 1: ann",
+        ),
+        (
+            DeviceMesh(("Y",), (1,)),
+            MESH,
+            r"over a mesh of one device, and the program's",
+        ),
+        (DeviceMesh(("Y",), (2048,)), MESH, r"1023,1024.{0,40}\}: it splits over 2048"),
     ],
 )
 def test_an_annotation_that_the_mesh_cannot_honour_is_an_error(
-    annotation_mesh, mesh, partitioner
+    annotation_mesh, mesh, message, partitioner
 ):
+    def fn(x):
+        with tf.name_scope("stack/attention"):
+            return mesh_split(x, annotation_mesh, ["Y", None])
+
     with pytest.raises(
         LoweringError,
-        match=r"step: an annotation would be dropped: sharding \{devices=.* cannot be "
-        r"written over the axes of the program's mesh \(X=",
+        match=r"step: the annotation of op 'stack/attention/XlaSharding' would be "
+        f"dropped: .*{message}".replace("1023,1024.{0,40}", ".{0,99}"),
     ):
         compile_program(
-            lambda x: mesh_split(x, annotation_mesh, ["Y", None]),
-            [tf.TensorSpec([8, 8])],
-            mesh,
-            partitioner=partitioner,
-            name="step",
+            fn, [tf.TensorSpec([8, 8])], mesh, partitioner=partitioner, name="step"
         )
+
+
+@over_partitioners
+def test_any_mesh_of_the_programs_devices_is_honoured(partitioner):
+    """GSPMD 3.1: another mesh for each tensor, in parts of axes or another order."""
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    for annotation in (
+        lambda x: mesh_split(x, DeviceMesh(("A", "B"), (4, 2)), ["B", "A"]),
+        lambda x: mesh_split(x, PERMUTED, ["X", "Y"]),
+        lambda x: split_dim(x, 1, 8),
+        lambda x: shard(x, np.array([[7, 1], [3, 2], [4, 5], [6, 0]])),
+        lambda x: mesh_split(x, MESH, ["Y:(2)2", "Y:(1)2"]),
+    ):
+        program = compile_program(
+            lambda x, annotation=annotation: tf.sin(annotation(x * 2.0)) + x,
+            [tf.TensorSpec([8, 8])],
+            MESH,
+            in_shardings=[split("X", "Y")],
+            out_shardings=split("X", "Y"),
+            partitioner=partitioner,
+        )
+        np.testing.assert_allclose(program(x), np.sin(2 * x) + x, rtol=1e-6)
+        # It is honoured: the data has to move.
+        assert program.collectives()
+
+
+@over_partitioners
+def test_unspecified_dims_are_left_to_completion(partitioner):
+    def fn(x, unspecified):
+        y = mesh_split(x, MESH, ["X", None], unspecified_dims=unspecified)
+        return tf.sin(y)
+
+    for unspecified, want in ([], (("X",),)), ([1], (("X",), ("Y",))):
+        program = compile_program(
+            lambda x, dims=unspecified: fn(x, dims),
+            [tf.TensorSpec([8, 8])],
+            MESH,
+            in_shardings=[split(None, "Y")],
+            partitioner=partitioner,
+        )
+        out = program(np.ones([8, 8], np.float32))
+        spec = [
+            (axes,) if isinstance(axes, str) else axes for axes in out.sharding.spec
+        ]
+        while spec and spec[-1] is None:
+            spec.pop()
+        assert tuple(spec) == want
 
 
 def test_every_annotation_goes_to_the_partitioner_asked_for():
@@ -269,7 +366,7 @@ def test_every_annotation_goes_to_the_partitioner_asked_for():
 
     def text(shardy):
         with jax.interpreters.mlir.make_ir_context():
-            return str(jax_bridge.stable_hlo(lowered, MESH, shardy))
+            return str(ir.Module.parse(jax_bridge.stable_hlo(lowered, MESH, shardy)))
 
     assert "sdy.sharding_constraint" in text(True) and "@Sharding" not in text(True)
     assert "@Sharding" in text(False) and "sdy" not in text(False)
@@ -403,14 +500,28 @@ def test_a_result_whose_sharding_no_axes_express_is_refused():
     assert None in {c.axes for c in program.collectives()}
 
 
-def test_manual_regions_are_not_supported_yet():
-    def fn(x):
-        return gen_xla_ops.xla_spmd_full_to_shard_shape(
-            x, split("X").to_op_sharding().SerializeToString(), dim=-1
-        )
+@over_partitioners
+def test_what_tfs_own_functions_say_is_refused(partitioner):
+    def region(x):
+        sharding = split("X").to_op_sharding().SerializeToString()
+        return gen_xla_ops.xla_spmd_full_to_shard_shape(x, sharding, dim=-1)
 
-    with pytest.raises(LoweringError, match="SPMDFullToShardShape needs a manual reg"):
-        compile_program(fn, [tf.TensorSpec([8])], MESH)
+    def of_op(x):
+        return xla_sharding.split(tf.sin(x), 0, 8) + 1.0
+
+    def of_argument(x):
+        return xla_sharding.split(x, 0, 8) + 1.0
+
+    for fn, message in [
+        (region, "XlaSpmdFullToShardShape.*is TF's own SPMDFullToShardShape"),
+        (
+            of_op,
+            "op 'Sin' carries its sharding as an attribute, which would be dropped",
+        ),
+        (of_argument, "an argument carries its sharding as an attribute"),
+    ]:
+        with pytest.raises(LoweringError, match=message):
+            compile_program(fn, [tf.TensorSpec([8])], MESH, partitioner=partitioner)
 
 
 def test_describes_arrays_for_a_checkpoint():

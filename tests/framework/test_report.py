@@ -199,5 +199,6 @@ def test_other_ops_are_no_collectives():
 def test_axis_groups():
     assert sets(axis_groups(MESH, ("X",))) == sets(ALONG_X)
     assert sets(axis_groups(MESH, ("Y",))) == sets(ALONG_Y)
-    assert axis_groups(MESH, ("Y", "X")) == (tuple(range(8)),)
+    assert axis_groups(MESH, ("X", "Y")) == (tuple(range(8)),)
+    assert axis_groups(MESH, ("Y", "X")) == ((0, 4, 1, 5, 2, 6, 3, 7),)
     assert axis_groups(MESH, ()) == tuple((i,) for i in range(8))

@@ -1,0 +1,216 @@
+"""What XLA's completion and partitioner did to a program (GSPMD 3.5, 4.5).
+
+One mechanism serves both partitioners: the program is compiled once more with XLA
+asked to write its module down between passes, and HLO text is read. So it is the
+compiler's own word on every tensor. Shardy's propagation can be run from Python too and
+would give named axes, but for Shardy only, and on a module before XLA's own clean-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from meshwright.framework.compiler.hlo_text import (
+    HloModule,
+    Instruction,
+    tuple_shardings,
+)
+from meshwright.framework.compiler.jax_bridge import MeshProgram
+from meshwright.framework.compiler.lower import LoweringError
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+_SHARDY, _GSPMD = "shardy-xla", "sharding-propagation"
+# TPU's compiler, which libtpu brings, calls its own "tpu-spmd-partitioning".
+_PARTITIONER = r"[\w-]*spmd[-_]partition\w+"
+# What comes between a gather and the slice of it when a dim does not divide.
+_BETWEEN = ("pad", "copy", "reshape", "slice", "bitcast")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rematerialization:
+    """A tensor made whole on every device only to be split again.
+
+    XLA calls it involuntary full rematerialization: it knows no better way from the one
+    sharding to the other. Its warning is logged in C++, where nobody reads it.
+
+    Args:
+      tensor: op name of the tensor.
+      at: op name of what wanted it in another sharding.
+      shape: that each device holds; the whole tensor's, except for dims that the two
+        shardings split alike.
+      dtype: as HLO names it.
+      bytes: of that.
+    """
+
+    tensor: str
+    at: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Completion:
+    """A program after completion and after partitioning.
+
+    Args:
+      mesh: the program's.
+      completed: the module at logical shapes, every tensor's sharding decided.
+      partitioned: the module of one device, as the partitioner left it.
+    """
+
+    mesh: DeviceMesh
+    completed: HloModule
+    partitioned: HloModule
+
+    def sharding(self, one: Instruction) -> Sharding | str:
+        """Of an array of `completed`; HLO's text where mesh axes cannot say it."""
+        return self._read(one.sharding, len(one.shape))
+
+    def result_shardings(self, ranks: Sequence[int]) -> list[Sharding | str]:
+        """Of the program's results, which have these ranks, in order."""
+        root = self.completed.root()
+        if root.dtype:
+            texts = [root.sharding]
+        elif root.sharding:
+            texts = tuple_shardings(root.sharding)
+        else:
+            texts = [one.sharding for one in self.completed.operands(root)]
+        pairs = zip(texts, ranks, strict=True)
+        return [self._read(text, rank) for text, rank in pairs]
+
+    def _read(self, text: str, rank: int) -> Sharding | str:
+        # XLA counts devices by their place in the mesh; no sharding is replicated.
+        logical = DeviceMesh(self.mesh.axis_names, self.mesh.shape)
+        try:
+            read = Sharding.from_hlo(logical, text or "{replicated}", rank)
+        except ValueError:
+            return text
+        if read.mesh != logical:
+            return text
+        return dataclasses.replace(read, mesh=self.mesh)
+
+    def rematerializations(self) -> list[Rematerialization]:
+        """The tensors that a reshard makes whole on its way.
+
+        The partitioner's last resort leaves one trace: an all-gather out of which each
+        device slices the shard that its number says. Cheaper ways slice first, and a
+        tensor that is meant to be whole is read by an op in between. XLA warned of the
+        very same ones in 260 random reshards, sums and transposes on a (2, 2, 2) mesh.
+        """
+        found = {}
+        for one in self.partitioned.instructions:
+            if one.opcode != "dynamic-slice" or not self._is_own_shard(one):
+                continue
+            gather = self.partitioned.by_name[one.operands[0]]
+            while gather.opcode in _BETWEEN:
+                gather = self.partitioned.by_name[gather.operands[0]]
+            if shard := self._gathered(gather):
+                found[shard.op_name, one.op_name] = Rematerialization(
+                    tensor=shard.op_name,
+                    at=one.op_name,
+                    shape=gather.shape,
+                    dtype=gather.dtype,
+                    bytes=gather.bytes,
+                )
+        return list(found.values())
+
+    def _is_own_shard(self, one: Instruction) -> bool:
+        """Whether a slice starts where the device's number says."""
+        pending, seen = list(one.operands[1:]), set()
+        while pending:
+            start = self.partitioned.by_name[pending.pop()]
+            if start.opcode == "partition-id":
+                return True
+            # Its number is looked up in constants; an index of the user's is not.
+            if start.opcode in ("dynamic-slice", "reshape") and start.name not in seen:
+                seen.add(start.name)
+                pending += start.operands
+        return False
+
+    def _gathered(self, one: Instruction) -> Instruction | None:
+        """What gathers in a row were made of, or None if `one` is no gather."""
+        if one.opcode != "all-gather":
+            return None
+        while one.opcode == "all-gather":
+            one = self.partitioned.by_name[one.operands[0]]
+        return one
+
+
+def complete(program: MeshProgram) -> Completion:
+    """Compiles a program to see how it is completed and partitioned.
+
+    The backend's own optimizations, most of a compile's time, come after that; on CPU
+    they are left out.
+
+    Raises:
+      LoweringError: see `MeshProgram.compile`; or XLA used another partitioner than
+        asked.
+      ValueError: the mesh has one device: there is nothing to partition.
+    """
+    if program.mesh.size == 1:
+        raise ValueError(
+            f"{program.name}: the mesh ({program.mesh}) has one device, so no "
+            "tensor is split and there is nothing to explain"
+        )
+    with tempfile.TemporaryDirectory() as folder, _not_cached():
+        program.compile(_dump_options(folder))
+        completed = _dumped(folder, _completing_pass(program, folder))
+        partitioned = _dumped(folder, _PARTITIONER)
+        return Completion(program.mesh, completed, partitioned)
+
+
+def _dump_options(folder: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "xla_dump_to": folder,
+        "xla_dump_hlo_pass_re": f"{_SHARDY}|{_GSPMD}|{_PARTITIONER}",
+        # Limits what does not concern us; by the folder's name it also keeps JAX's
+        # persistent cache, which does not look at where dumps go, from answering.
+        "xla_dump_emitter_re": folder,
+    }
+    if jax.default_backend() == "cpu":
+        options["xla_backend_optimization_level"] = 0
+        options["xla_llvm_disable_expensive_passes"] = True
+    return options
+
+
+@contextlib.contextmanager
+def _not_cached() -> Iterator[None]:
+    """Keeps what is compiled only to be looked at out of JAX's persistent cache."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+def _completing_pass(program: MeshProgram, folder: str) -> str:
+    """The pass that completed the program; an error if it is not what was asked for."""
+    used = [one for one in (_SHARDY, _GSPMD) if _paths(folder, one)]
+    asked = _SHARDY if program.shardy else _GSPMD
+    if used != [asked]:
+        raise LoweringError(
+            f"{program.name}: XLA completed the program by "
+            f"{' and '.join(used) or 'other passes'}, but {asked} was asked for"
+        )
+    return asked
+
+
+def _dumped(folder: str, name: str) -> HloModule:
+    """The module after the last run of a pass."""
+    return HloModule(_paths(folder, name)[-1].read_text())
+
+
+def _paths(folder: str, name: str) -> list[pathlib.Path]:
+    found = pathlib.Path(folder).glob("*.txt")
+    return sorted(one for one in found if re.search(rf"\.after_{name}\.", one.name))

@@ -1,0 +1,205 @@
+"""Where the ops of a compiled program come from: layer, TF op, line of user code."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from meshwright.framework.sharding.origins import noted_layer, original_of
+
+_FRAMEWORK = pathlib.Path(__file__).parents[1]
+# Frames of these are no user's.
+_LIBRARIES = (
+    os.path.dirname(tf.__file__) + os.sep,
+    os.path.dirname(tf.keras.__file__) + os.sep,
+    f"{_FRAMEWORK}{os.sep}",
+)
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+# JAX's scope, and the name of a called computation that XLA puts before it.
+_PREFIX = re.compile(r"^(?:jit\([^)]*\)/)?(?:tf_program/?)?(?:call\.\d+/)?")
+_TF_GRADIENT = re.compile(r"(?:.*/)?gradients/(?P<op>.+)_grad(?:/.*)?")
+_TAPE_GRADIENT = re.compile(r"(?:.*/)?gradient_tape/(?P<scope>.+)/[^/]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a TF op was made.
+
+    Args:
+      op_name: the op's name in the program: calls around it, then scopes, then its own.
+      op_type: TF's, such as "MatMul".
+      layer: dotted path of the layer it lies in, or of its name scopes outside of any.
+      file: of the user's code; "" if no frame of it is.
+      line: in the file.
+      is_gradient: whether the op belongs to the gradient of what the line says.
+      shapes: of its outputs, None for those that are not static.
+    """
+
+    op_name: str
+    op_type: str
+    layer: str
+    file: str
+    line: int
+    is_gradient: bool
+    shapes: tuple[tuple[int, ...] | None, ...]
+
+    def __str__(self) -> str:
+        """`folder/file.py:12`."""
+        return f"{'/'.join(pathlib.Path(self.file).parts[-2:])}:{self.line}"
+
+
+class Sources:
+    """The sources of a traced function's ops.
+
+    The function is only kept, and read when first asked: reading the call stacks of the
+    default job's 2,900 ops takes 0.16 s, a tenth of what tracing takes.
+
+    Args:
+      function: the traced function; with it its graphs stay alive.
+    """
+
+    def __init__(self, function):
+        self._function = function
+
+    def find(self, op_name: str, shape: tuple[int, ...] | None = None) -> Source | None:
+        """The source of an op by the name that compiled programs know it by.
+
+        Args:
+          op_name: `op_name` of HLO metadata, or a StableHLO location. The bodies of
+            different loops may share a name.
+          shape: of the op's output, to tell such ops apart.
+        """
+        # XLA joins the names of ops that it merges; the last is the innermost.
+        for part in reversed(op_name.split(";")):
+            if found := self._by_name.get(program_name(part)):
+                exact = (one for one in found if shape in one.shapes)
+                return next(exact, found[0])
+        return None
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, list[Source]]:
+        found: dict[str, list[Source]] = {}
+        for source in _Walk().visit(self._function.graph, _Place()):
+            found.setdefault(source.op_name, []).append(source)
+        return found
+
+
+def program_name(op_name: str) -> str:
+    """An op's name without what JAX and XLA put before it."""
+    return _PREFIX.sub("", op_name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a graph is called.
+
+    Args:
+      prefix: that TF2XLA puts before the names of its ops.
+      scope: name scope that TF put around them to say the same.
+      layer: of the call.
+    """
+
+    prefix: str = ""
+    scope: str = ""
+    layer: str = ""
+
+
+class _Walk:
+    """A walk over a graph and the graphs that its ops call."""
+
+    def __init__(self):
+        self._layers: dict[int, str] = {}
+
+    def visit(self, graph: tf.Graph, place: _Place) -> Iterator[Source]:
+        original = original_of(graph)
+        # A backward part lies outside of the layer's scope, and its forward part comes
+        # first: both are cut from one graph.
+        layer = self._layers.setdefault(id(original), place.layer) or place.layer
+        place = dataclasses.replace(place, layer=layer)
+        for op in graph.get_operations():
+            source = _source(op, original, place)
+            yield source
+            for name in _called(op):
+                # TF2XLA compiles calls in place, and gives loops and branches
+                # computations of their own, where names start anew.
+                is_call = op.type in _CALLS
+                inner = _Place(
+                    prefix=f"{place.prefix}{op.name}/" if is_call else "",
+                    scope="" if is_call else f"{op.name}/",
+                    layer=source.layer,
+                )
+                if function := graph._get_function(name):
+                    yield from self.visit(function.graph, inner)
+
+
+def _called(op: tf.Operation) -> list[str]:
+    attributes = op.node_def.attr.values()
+    single = [a.func.name for a in attributes if a.HasField("func")]
+    return single + [f.name for a in attributes for f in a.list.func]
+
+
+def _source(op: tf.Operation, original: tf.Graph, place: _Place) -> Source:
+    made = _made_as(op, original)
+    forward = _forward_op(made)
+    file, line = _user_frame(forward)
+    return Source(
+        op_name=place.prefix + op.name,
+        op_type=op.type,
+        layer=_layer(forward, place),
+        file=file,
+        line=line,
+        is_gradient=_is_gradient(op.name),
+        shapes=tuple(
+            tuple(t.shape) if t.shape.is_fully_defined() else None for t in op.outputs
+        ),
+    )
+
+
+def _made_as(op: tf.Operation, original: tf.Graph) -> tf.Operation:
+    try:
+        return original.get_operation_by_name(op.name)
+    except KeyError:  # An argument of the copy.
+        return op
+
+
+def _is_gradient(op_name: str) -> bool:
+    return not {"gradients", "gradient_tape"}.isdisjoint(op_name.split("/"))
+
+
+def _forward_op(op: tf.Operation) -> tf.Operation:
+    """For an op of a gradient the op that it is the gradient of, if names tell."""
+    if match := _TF_GRADIENT.fullmatch(op.name):
+        candidates = [match["op"]]
+    elif match := _TAPE_GRADIENT.fullmatch(op.name):
+        # The tape names the scope in which the op was made: its own, for most.
+        candidates = [match["scope"], f"{match['scope']}/{op.type}"]
+    else:
+        return op
+    for name in candidates:
+        try:
+            return op.graph.get_operation_by_name(name)
+        except KeyError:
+            pass
+    return op
+
+
+def _layer(op: tf.Operation, place: _Place) -> str:
+    if (noted := noted_layer(op.graph, op.name)) is not None:
+        return noted
+    name = op.name.removeprefix(place.scope)
+    scopes = [part for part in name.split("/")[:-1] if part != "gradient_tape"]
+    return ".".join(part for part in (place.layer, *scopes) if part)
+
+
+def _user_frame(op: tf.Operation) -> tuple[str, int]:
+    # The placeholders that TF adds to the conditions of loops have no call stack.
+    for frame in reversed(list(op.traceback or ())):
+        if not frame.filename.startswith(_LIBRARIES):
+            return frame.filename, frame.lineno
+    return "", 0

@@ -1,0 +1,145 @@
+"""Small tools for StableHLO modules in MLIR's Python form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.sharding.placeholders import PREFIX
+
+INTO_MANUAL, OUT_OF_MANUAL = "auto_to_manual", "manual_to_auto"
+_NAME = re.compile(r'loc\((?:fused\[)?"([^"]+)"')
+
+
+def walk(op) -> Iterator:
+    """The operations in the regions of `op`, outer ones first."""
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in list(block.operations):
+                yield inner.operation
+                yield from walk(inner.operation)
+
+
+def operand_places(op) -> list[tuple[Any, int]]:
+    """(operation, operand number) where `op` or one in it uses an outside value."""
+    inside = {result for inner in walk(op) for result in inner.results}
+    for holder in (op, *walk(op)):
+        for region in holder.regions:
+            for block in region.blocks:
+                inside.update(block.arguments)
+    return [
+        (user, i)
+        for user in (op, *walk(op))
+        for i, value in enumerate(user.operands)
+        if value not in inside
+    ]
+
+
+def operands_of(op) -> list:
+    """The values from outside that `op` uses, in its regions too."""
+    return [user.operands[i] for user, i in operand_places(op)]
+
+
+def where(op) -> str:
+    """The TF op that an operation came from."""
+    match = _NAME.search(str(op.location))
+    return match[1] if match else "?"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placeholder:
+    """A custom call of `framework/sharding/placeholders.py`."""
+
+    kind: str
+    config: dict[str, Any]
+
+    @property
+    def mesh(self) -> str:
+        return self.config["mesh"]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.config["axes"])
+
+
+def call_target(op) -> str | None:
+    """The name that a custom call calls; None for other operations."""
+    if op.name != "stablehlo.custom_call":
+        return None
+    return ir.StringAttr(op.attributes["call_target_name"]).value
+
+
+def placeholder_of(op) -> Placeholder | None:
+    """What `op` stands for, None if it is no placeholder of ours."""
+    target = call_target(op)
+    if target is None or not target.startswith(PREFIX):
+        return None
+    config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+    return Placeholder(target.removeprefix(PREFIX), config)
+
+
+def placeholder_call(kind: str, value, result_type, config: dict[str, Any]):
+    """A placeholder as TF would have made it, at the current insertion point."""
+    call = stablehlo.CustomCallOp(
+        [result_type],
+        [value],
+        call_target_name=PREFIX + kind,
+        backend_config=ir.StringAttr.get(json.dumps(config)),
+    )
+    return call.results[0]
+
+
+def sharding_call(
+    target: str, value, result_type, sharding: str, unspecified: tuple[int, ...] = ()
+):
+    """A custom call that carries an HLO sharding, at the current insertion point."""
+    listed = ",".join(map(str, unspecified))
+    call = stablehlo.CustomCallOp(
+        [result_type],
+        [value],
+        call_target_name=target,
+        backend_config=ir.StringAttr.get(
+            f"unspecified_dims=[{listed}]" if unspecified else ""
+        ),
+    )
+    call.operation.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
+    return call.results[0]
+
+
+def tensor_type(like, shape) -> ir.Type:
+    """A tensor type of `like`'s element type."""
+    element = ir.RankedTensorType(like).element_type
+    return ir.RankedTensorType.get(list(shape), element)
+
+
+def copy_floating(
+    op,
+    is_floating: Callable[[ir.Value], bool],
+    copies: dict[ir.Value, ir.Value],
+    finish: Callable[[Any], Sequence[ir.Value]],
+) -> None:
+    """Gives `op`, which is in a manual region, its own copies of floating values.
+
+    Args:
+      op: the operation; copies are made at the current insertion point.
+      is_floating: whether a value is made of constants only.
+      copies: those that the region has already, by value.
+      finish: makes a copied op one of the region; returns its results.
+    """
+    for user, i in operand_places(op):
+        value = user.operands[i]
+        if not is_floating(value):
+            continue
+        if value not in copies:
+            source = value.owner
+            copy = source.clone(ir.InsertionPoint.current)
+            with ir.InsertionPoint(copy):
+                copy_floating(copy, is_floating, copies, finish)
+            copies.update(zip(source.results, finish(copy), strict=True))
+        user.operands[i] = copies[value]

@@ -1,0 +1,236 @@
+"""Collectives for the body of a manual region, with their gradients (GSPMD 3.4).
+
+Each device calls them with a tensor of its own. Gradients are those of all devices'
+bodies taken together as one function: what one device receives from another sends its
+gradient back there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import placeholder
+
+Axes = str | Sequence[str]
+
+
+class Reduction(enum.Enum):
+    """How `all_reduce` combines the tensors of several devices."""
+
+    SUM = "add"
+    MAX = "maximum"
+    MIN = "minimum"
+
+
+def all_reduce(
+    tensor: tf.Tensor,
+    mesh: DeviceMesh,
+    axes: Axes,
+    *,
+    reduction: Reduction = Reduction.SUM,
+) -> tf.Tensor:
+    """The sum, or maximum or minimum, over the devices along `axes`, on each of them.
+
+    Args:
+      tensor: numbers of any shape.
+      mesh: the program's mesh.
+      axes: one or several manual axes.
+      reduction: where several devices hold the maximum or minimum, they share its
+        gradient evenly.
+
+    Raises:
+      ValueError: an unknown axis, or eager execution.
+    """
+    axes, count = _axes(mesh, axes)
+    tensor = tf.convert_to_tensor(tensor)
+    if count == 1:
+        return tensor
+
+    @tf.custom_gradient
+    def op(x):
+        config = {"axes": axes, "reduction": reduction.value}
+        y = placeholder("all_reduce", mesh, [x], x.shape, x.dtype, config)
+
+        def grad(dy):
+            total = all_reduce(dy, mesh, axes)
+            if reduction is Reduction.SUM:
+                return total
+            holds = tf.cast(tf.equal(x, y), x.dtype)
+            return total * holds / all_reduce(holds, mesh, axes)
+
+        return y, grad
+
+    return op(tensor)
+
+
+def all_gather(
+    tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, *, dim: int = 0
+) -> tf.Tensor:
+    """The tensors of the devices along `axes`, concatenated along `dim`.
+
+    Args:
+      tensor: rank 1 or more.
+      mesh: the program's mesh.
+      axes: one or several manual axes, major first.
+      dim: tensor dim, which gets `count` times as long.
+
+    Raises:
+      ValueError: an unknown axis or dim, or eager execution.
+    """
+    axes, count = _axes(mesh, axes)
+    tensor = tf.convert_to_tensor(tensor)
+    dim = _dim(tensor, dim, "all_gather")
+    if count == 1:
+        return tensor
+
+    @tf.custom_gradient
+    def op(x):
+        shape = _scaled(x.shape, {dim: (count, 1)})
+        config = {"axes": axes, "dim": dim}
+        y = placeholder("all_gather", mesh, [x], shape, x.dtype, config)
+        return y, lambda dy: reduce_scatter(dy, mesh, axes, dim=dim)
+
+    return op(tensor)
+
+
+def reduce_scatter(
+    tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, *, dim: int = 0
+) -> tf.Tensor:
+    """The sum over the devices along `axes`, of which each keeps its slice of `dim`.
+
+    Args:
+      tensor: rank 1 or more; the devices must divide `dim`.
+      mesh: the program's mesh.
+      axes: one or several manual axes, major first.
+      dim: tensor dim that is cut.
+
+    Raises:
+      ValueError: an unknown axis or dim, a dim that is not divided, eager execution.
+    """
+    axes, count = _axes(mesh, axes)
+    tensor = tf.convert_to_tensor(tensor)
+    dim = _dim(tensor, dim, "reduce_scatter", count)
+    if count == 1:
+        return tensor
+
+    @tf.custom_gradient
+    def op(x):
+        shape = _scaled(x.shape, {dim: (1, count)})
+        config = {"axes": axes, "dim": dim}
+        y = placeholder("reduce_scatter", mesh, [x], shape, x.dtype, config)
+        return y, lambda dy: all_gather(dy, mesh, axes, dim=dim)
+
+    return op(tensor)
+
+
+def all_to_all(
+    tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, *, split_dim: int, concat_dim: int
+) -> tf.Tensor:
+    """Cuts `split_dim` among the devices along `axes`, joins theirs along `concat_dim`.
+
+    Args:
+      tensor: rank 1 or more; the devices must divide `split_dim`.
+      mesh: the program's mesh.
+      axes: one or several manual axes, major first.
+      split_dim: tensor dim that gets shorter.
+      concat_dim: tensor dim that gets longer.
+
+    Raises:
+      ValueError: an unknown axis or dim, a dim that is not divided, eager execution.
+    """
+    axes, count = _axes(mesh, axes)
+    tensor = tf.convert_to_tensor(tensor)
+    split = _dim(tensor, split_dim, "all_to_all", count)
+    concat = _dim(tensor, concat_dim, "all_to_all")
+    if count == 1:
+        return tensor
+
+    @tf.custom_gradient
+    def op(x):
+        scales = {} if split == concat else {split: (1, count), concat: (count, 1)}
+        shape = _scaled(x.shape, scales)
+        config = {"axes": axes, "split_dim": split, "concat_dim": concat}
+        y = placeholder("all_to_all", mesh, [x], shape, x.dtype, config)
+        return y, lambda dy: all_to_all(
+            dy, mesh, axes, split_dim=concat, concat_dim=split
+        )
+
+    return op(tensor)
+
+
+def collective_permute(
+    tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, pairs: Sequence[tuple[int, int]]
+) -> tf.Tensor:
+    """Sends each device's tensor along `axes`; who receives none has zeros.
+
+    Args:
+      tensor: numbers of any shape.
+      mesh: the program's mesh.
+      axes: one or several manual axes, major first.
+      pairs: (source, target), places along `axes` from 0.
+
+    Raises:
+      ValueError: an unknown axis, a place that is not there, one that is source or
+        target twice, or eager execution.
+    """
+    axes, count = _axes(mesh, axes)
+    tensor = tf.convert_to_tensor(tensor)
+    pairs = [(int(source), int(target)) for source, target in pairs]
+    for role, number in (("source", 0), ("target", 1)):
+        places = [pair[number] for pair in pairs]
+        wrong = [p for p in places if not 0 <= p < count or places.count(p) > 1]
+        if wrong:
+            raise ValueError(
+                f"collective_permute pairs {pairs}: {role} {wrong[0]} must be a place "
+                f"along {axes}, 0..{count - 1}, and {role} once"
+            )
+
+    @tf.custom_gradient
+    def op(x):
+        config = {"axes": axes, "pairs": pairs}
+        y = placeholder("collective_permute", mesh, [x], x.shape, x.dtype, config)
+        back = [(target, source) for source, target in pairs]
+        return y, lambda dy: collective_permute(dy, mesh, axes, back)
+
+    return op(tensor)
+
+
+def axis_index(mesh: DeviceMesh, axes: Axes) -> tf.Tensor:
+    """The device's own place along `axes`: int32 scalar, from 0.
+
+    Raises:
+      ValueError: an unknown axis, or eager execution.
+    """
+    axes, count = _axes(mesh, axes)
+    if count == 1:
+        return tf.constant(0)
+    return placeholder("axis_index", mesh, [], [], tf.int32, {"axes": axes})
+
+
+def _axes(mesh: DeviceMesh, axes: Axes) -> tuple[list[str], int]:
+    axes = [axes] if isinstance(axes, str) else list(axes)
+    return axes, mesh.axes_size(axes)
+
+
+def _dim(tensor: tf.Tensor, dim: int, what: str, count: int = 1) -> int:
+    rank = tensor.shape.rank
+    if not -rank <= dim < rank:
+        raise ValueError(f"{what}: the tensor of shape {tensor.shape} has no dim {dim}")
+    if tensor.shape[dim] % count:
+        raise ValueError(
+            f"{what}: dim {dim} of a tensor of shape {tensor.shape} does not divide "
+            f"among {count} devices; pad it first"
+        )
+    return dim % rank
+
+
+def _scaled(shape: tf.TensorShape, scales: dict[int, tuple[int, int]]) -> list[int]:
+    """`shape` with dims multiplied and divided."""
+    sizes = shape.as_list()
+    for dim, (times, over) in scales.items():
+        sizes[dim] = sizes[dim] * times // over
+    return sizes

@@ -1,0 +1,43 @@
+"""Notes on where a graph's ops come from, which TF does not keep itself.
+
+They are written while a function is traced, and read when a compiled program is
+explained: an op's name alone does not tell a layer from a scope of TF's own, and a
+graph cut out of another has forgotten the lines that made it.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+_LAYERS = "_meshwright_layers"
+_ORIGINAL = "_meshwright_original"
+
+
+def note_layer(scope: str, path: str) -> None:
+    """Notes that ops under the name scope `scope` ("a/b/") are of the layer `path`."""
+    if not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph()
+        layers = getattr(graph, _LAYERS, {})
+        layers[scope] = path
+        setattr(graph, _LAYERS, layers)
+
+
+def noted_layer(graph: tf.Graph, op_name: str) -> str | None:
+    """The path of the innermost noted layer that an op lies in, or None."""
+    scopes = getattr(graph, _LAYERS, {})
+    while "/" in op_name:
+        op_name = op_name.rsplit("/", 1)[0]
+        if f"{op_name}/" in scopes:
+            return scopes[f"{op_name}/"]
+    return None
+
+
+def note_original(copy: tf.Graph, original) -> None:
+    """Notes that the ops of `copy` were copied, by name, from a function's graph."""
+    setattr(copy, _ORIGINAL, original)
+
+
+def original_of(graph: tf.Graph) -> tf.Graph:
+    """The graph in which the ops of `graph` were first made; mostly itself."""
+    original = getattr(graph, _ORIGINAL, None)
+    return graph if original is None else original.graph

@@ -1,0 +1,57 @@
+"""The parity check passes what agrees, and names what does not."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.modeling.initializers import FanIn
+from meshwright.framework.modeling.layer import Layer, WeightSpec
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.testing import assert_layer_parity
+
+PLAN = ShardingPlan(
+    mesh_shape=(2, 4),
+    weights={"model": "X", "hidden": "Y"},
+    activations={"batch": "X", "hidden": "Y"},
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaled(Layer):
+    """x W, times a number for each row, and its mean; wrong on a mesh if told so."""
+
+    wrong_output: float = 0.0
+    wrong_gradient: float = 0.0
+
+    def weights(self):
+        w = WeightSpec(shape=(6, 7), dims=("model", "hidden"), initializer=FanIn())
+        return NestedMap(w=w)
+
+    def fprop(self, ctx, theta, x, *, row):
+        h = ctx.split(tf.matmul(x, theta.w), ("batch", "hidden"))
+        if ctx.plan.mesh.size > 1:
+            h *= 1 + self.wrong_output
+            h += self.wrong_gradient * (h - tf.stop_gradient(h))
+        return [h * row[:, None], tf.reduce_mean(h)]
+
+
+def check(layer):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal([4, 6], np.float32)
+    assert_layer_parity(layer, x, plan=PLAN, row=rng.standard_normal(4, np.float32))
+
+
+def test_a_layer_that_agrees_passes():
+    check(Scaled())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [({"wrong_output": 1e-4}, "output 0"), ({"wrong_gradient": 1e-4}, "gradient of")],
+)
+def test_a_layer_that_differs_on_the_mesh_is_told_where(wrong, name):
+    with pytest.raises(AssertionError, match=f"\n{name}"):
+        check(Scaled(**wrong))

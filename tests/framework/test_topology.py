@@ -1,0 +1,103 @@
+"""Compiling for devices that are not here: TPU topologies, and what goes wrong."""
+
+import importlib.util
+
+import jax
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.topology import topology_devices
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed")
+MESH = DeviceMesh(("X", "Y"), (2, 4))
+
+
+def matmul(mesh, devices):
+    """A product whose contracting dim is split along Y."""
+    splits = [["X", "Y"], ["Y", -1], ["X", -1]]
+    a, b, out = [Sharding.from_dims_mapping(mesh, s) for s in splits]
+    specs = [tf.TensorSpec([64, 32]), tf.TensorSpec([32, 16])]
+    return compile_program(
+        tf.matmul,
+        specs,
+        mesh,
+        in_shardings=[a, b],
+        out_shardings=out,
+        name="product",
+        devices=devices,
+    )
+
+
+@pytest.mark.parametrize(
+    "name,message",
+    [
+        ("v9:2x2", "unknown kind: one of v2, v3, .*as in 'v3:16x16'"),
+        ("", "unknown kind"),
+        ("v3", "v3 pods have 2 dims and go up to 'v3:32x32'"),
+        ("v3:64x64", "v3 pods have 2 dims and go up to 'v3:32x32'"),
+        ("v3:16x64", "go up to 'v3:32x32'"),
+        ("v3:8x", "go up to 'v3:32x32'"),
+        ("v3:0x2", "go up to 'v3:32x32'"),
+        ("v3:2x2x2", "v3 pods have 2 dims"),
+        ("v4:4x4", "v4 pods have 3 dims and go up to 'v4:16x16x16'"),
+        ("v5p:28x28x28", "go up to 'v5p:16x20x28'"),
+    ],
+)
+def test_a_topology_that_nobody_has_is_an_error(name, message):
+    with pytest.raises(ValueError, match=message):
+        topology_devices(name)
+
+
+@pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed")
+def test_without_libtpu_the_error_names_the_extra():
+    with pytest.raises(ImportError, match=r"'v3:2x2' needs libtpu.*meshwright\[plan\]"):
+        topology_devices("v3:2x2")
+
+
+def test_a_program_for_other_devices_can_be_read_but_not_run():
+    program = matmul(MESH, jax.devices())
+    (collective,) = program.collectives()
+    assert (collective.kind, collective.axes) == ("all-reduce", ("Y",))
+    with pytest.raises(ValueError, match="product was compiled for a topology.*not he"):
+        program(np.ones([64, 32]), np.ones([32, 16]))
+
+
+def test_mesh_ids_are_places_among_the_devices():
+    devices = jax.devices()[::-1]
+    program = matmul(MESH, devices)
+    indices = program._in_shardings[0].devices_indices_map((64, 32))
+    assert indices[devices[0]] == (slice(0, 32), slice(0, 8))
+    assert indices[devices[5]] == (slice(32, 64), slice(8, 16))
+
+
+def test_a_mesh_larger_than_the_topology_is_an_error():
+    with pytest.raises(ValueError, match="needs 8 devices but the topology has 4.*lar"):
+        matmul(MESH, jax.devices()[:4])
+
+
+@needs_libtpu
+def test_devices_come_row_by_row():
+    devices = topology_devices("v3:4x2")
+    places = [(d.coords[1], d.coords[0], d.core_on_chip) for d in devices]
+    assert places == sorted(places) and len(set(places)) == 16
+    assert [d.coords[:2] for d in devices[:4]] == [[0, 0], [0, 0], [1, 0], [1, 0]]
+
+
+@needs_libtpu
+def test_compiles_for_a_tpu_that_is_not_here():
+    program = matmul(DeviceMesh(("X", "Y"), (4, 8)), topology_devices("v3:4x4"))
+    (collective,) = program.collectives()
+    assert (collective.kind, collective.axes) == ("all-reduce", ("Y",))
+    assert collective.shapes == ((16, 16),)
+    assert program.memory().arguments > 0
+
+
+@needs_libtpu
+def test_a_size_that_hosts_do_not_divide_is_an_error():
+    with pytest.raises(ValueError, match="'v3:3x5'.*not divisible"):
+        topology_devices("v3:3x5")
