@@ -23,9 +23,7 @@ def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank != sharding.rank:
         raise ValueError(
-            f"sharding {sharding} has {sharding.rank} dims but tensor "
-            f"{tensor.name if not tf.executing_eagerly() else ''} has shape "
-            f"{tensor.shape}"
+            f"sharding {sharding} has {sharding.rank} dims but {describe(tensor)}"
         )
     proto = sharding.to_op_sharding()
     if sharding.mesh.size == 1:  # So that a program for more devices can tell.
@@ -63,13 +61,22 @@ def mesh_split(
         twice.
     """
     tensor = tf.convert_to_tensor(tensor)
-    sharding = Sharding.from_dims_mapping(
-        device_mesh,
-        dims_mapping,
-        rank=tensor.shape.rank,
-        unspecified_dims=unspecified_dims,
-    )
+    try:
+        sharding = Sharding.from_dims_mapping(
+            device_mesh,
+            dims_mapping,
+            rank=tensor.shape.rank,
+            unspecified_dims=unspecified_dims,
+        )
+    except ValueError as e:
+        raise ValueError(f"mesh_split: {describe(tensor)}: {e}") from None
     return annotate(tensor, sharding)
+
+
+def describe(tensor: tf.Tensor) -> str:
+    """A tensor in a message; in a program its name tells the layer."""
+    name = "" if tf.executing_eagerly() else f" {tensor.name!r}"
+    return f"tensor{name} has shape {tensor.shape}"
 
 
 def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Tensor:
@@ -89,7 +96,7 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
     rank = tensor.shape.rank
     if not -rank <= split_dimension < rank:
         raise ValueError(
-            f"split: a tensor of shape {tensor.shape} has no dim {split_dimension}"
+            f"split: {describe(tensor)}, which has no dim {split_dimension}"
         )
     assignment = np.arange(num_partitions).reshape(
         [num_partitions if d == split_dimension % rank else 1 for d in range(rank)]
@@ -113,9 +120,9 @@ def shard(tensor: tf.Tensor, device_assignment: np.ndarray) -> tf.Tensor:
     ids = np.asarray(device_assignment)
     if ids.ndim != tensor.shape.rank or len(set(ids.flat)) != ids.size:
         raise ValueError(
-            f"shard: device_assignment of shape {ids.shape} with {len(set(ids.flat))} "
-            f"distinct ids for a tensor of shape {tensor.shape}: it needs the tensor's "
-            "rank, and each device once"
+            f"shard: {describe(tensor)}, device_assignment {ids.shape} with "
+            f"{len(set(ids.flat))} distinct ids: it needs the tensor's rank, and each "
+            "device once"
         )
     proto = xla_data_pb2.OpSharding(
         type=xla_data_pb2.OpSharding.OTHER,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from meshwright.framework.sharding.annotations import describe
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import placeholder
 
@@ -219,11 +220,11 @@ def _axes(mesh: DeviceMesh, axes: Axes) -> tuple[list[str], int]:
 def _dim(tensor: tf.Tensor, dim: int, what: str, count: int = 1) -> int:
     rank = tensor.shape.rank
     if not -rank <= dim < rank:
-        raise ValueError(f"{what}: the tensor of shape {tensor.shape} has no dim {dim}")
+        raise ValueError(f"{what}: {describe(tensor)}, which has no dim {dim}")
     if tensor.shape[dim] % count:
         raise ValueError(
-            f"{what}: dim {dim} of a tensor of shape {tensor.shape} does not divide "
-            f"among {count} devices; pad it first"
+            f"{what}: {describe(tensor)}, whose dim {dim} does not divide among "
+            f"{count} devices; pad it first"
         )
     return dim % rank
 

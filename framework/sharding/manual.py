@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.util import nest
 
+from meshwright.framework.sharding.annotations import describe
 from meshwright.framework.sharding.collectives import all_reduce
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import placeholder
@@ -46,8 +47,8 @@ def auto_to_manual(
     if sharding.padded_shape(shape) != shape:
         dim = [a != b for a, b in zip(sharding.padded_shape(shape), shape, strict=True)]
         raise ValueError(
-            f"auto_to_manual: dim {dim.index(True)} of a tensor of shape {shape} does "
-            f"not divide by {sharding} over the mesh ({mesh}); pad it first"
+            f"auto_to_manual: {describe(tensor)}, whose dim {dim.index(True)} does not "
+            f"divide by {sharding} over the mesh ({mesh}); pad it first"
         )
     if mesh.axes_size(axes) == 1:
         return tensor
@@ -173,7 +174,12 @@ def _sharding(
     dims_mapping: Sequence,
     manual_axes: Sequence[str] | None,
 ) -> Sharding:
-    sharding = Sharding.from_dims_mapping(mesh, dims_mapping, rank=tensor.shape.rank)
+    try:
+        sharding = Sharding.from_dims_mapping(
+            mesh, dims_mapping, rank=tensor.shape.rank
+        )
+    except ValueError as e:
+        raise ValueError(f"manual region: {describe(tensor)}: {e}") from None
     manual = mesh.axis_names if manual_axes is None else tuple(manual_axes)
     if isinstance(manual_axes, str):
         raise ValueError(f"manual_axes={manual_axes!r} must be a sequence of axes")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 _LAYERS = "_meshwright_layers"
+_WEIGHTS = "_meshwright_weights"
 _ORIGINAL = "_meshwright_original"
 
 
@@ -30,6 +31,20 @@ def noted_layer(graph: tf.Graph, op_name: str) -> str | None:
         if f"{op_name}/" in scopes:
             return scopes[f"{op_name}/"]
     return None
+
+
+def note_weight(tensor: tf.Tensor, path: str) -> tf.Tensor:
+    """Notes that the op of `tensor` annotates the weight `path`; returns `tensor`."""
+    if not tf.executing_eagerly():
+        weights = getattr(tensor.graph, _WEIGHTS, {})
+        weights[tensor.op.name] = path
+        setattr(tensor.graph, _WEIGHTS, weights)
+    return tensor
+
+
+def noted_weight(graph: tf.Graph, op_name: str) -> str | None:
+    """The path of the weight that an op annotates, or None."""
+    return getattr(graph, _WEIGHTS, {}).get(op_name)
 
 
 def note_original(copy: tf.Graph, original) -> None:

@@ -89,9 +89,9 @@ def test_split_and_shard_name_devices():
 @pytest.mark.parametrize(
     "wrong,message",
     [
-        (lambda x: split(x, 2, 8), "split: a tensor of shape (8, 16) has no dim 2"),
-        (lambda x: shard(x, np.arange(8)), "device_assignment of shape (8,) with 8"),
-        (lambda x: shard(x, np.zeros([2, 4], int)), "of shape (2, 4) with 1 distinct"),
+        (lambda x: split(x, 2, 8), "split: tensor has shape (8, 16), which has no dim"),
+        (lambda x: shard(x, np.arange(8)), "device_assignment (8,) with 8 distinct"),
+        (lambda x: shard(x, np.zeros([2, 4], int)), "assignment (2, 4) with 1 distin"),
     ],
 )
 def test_a_wrong_split_or_shard_is_refused(wrong, message):
@@ -116,7 +116,7 @@ def test_in_eager_execution_the_tensor_stays_as_it_is():
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_rank_mismatch_names_the_shape(eager):
     sharding = Sharding.from_dims_mapping(MESH, ["X"])
-    message = re.escape("sharding [X] has 1 dims but tensor") + ".*" + r"\(8, 16\)"
+    message = r"sharding \[X\] has 1 dims but tensor.* has shape \(8, 16\)"
     with pytest.raises(ValueError, match=message):
         if eager:
             annotate(tf.zeros([8, 16]), sharding)
@@ -124,3 +124,13 @@ def test_a_rank_mismatch_names_the_shape(eager):
             lower(lambda x: annotate(x, sharding), [X])
     with pytest.raises(ValueError, match="1 entries but the tensor has rank 2"):
         mesh_split(tf.zeros([8, 16]), MESH, ["X"])
+
+
+def test_in_a_program_the_tensor_and_with_it_the_layer_is_named():
+    def twice(x):
+        with tf.name_scope("stack/attention"):
+            return mesh_split(tf.sin(x), MESH, ["X", "X"])
+
+    message = "mesh_split: tensor 'stack/attention/Sin:0' has shape (8, 16): mesh axis"
+    with pytest.raises(ValueError, match=re.escape(f"{message} 'X' is used twice")):
+        lower(twice, [X])

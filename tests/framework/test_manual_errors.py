@@ -121,22 +121,22 @@ def test_a_region_over_another_mesh_is_refused():
         ),
         (
             lambda x: into(x[:7], ["Y", None]),
-            "auto_to_manual: dim 0 of a tensor of shape (7, 16) does not divide by "
+            "auto_to_manual: tensor has shape (7, 16), whose dim 0 does not divide by "
             "[Y,_] over the mesh (X=2, Y=4); pad it first",
         ),
         (
             lambda x: collectives.reduce_scatter(x, MESH, "Y", dim=2),
-            "reduce_scatter: the tensor of shape (8, 16) has no dim 2",
+            "reduce_scatter: tensor has shape (8, 16), which has no dim 2",
         ),
         (
             lambda x: collectives.reduce_scatter(x[:6], MESH, "Y"),
-            "reduce_scatter: dim 0 of a tensor of shape (6, 16) does not divide among",
+            "reduce_scatter: tensor has shape (6, 16), whose dim 0 does not divide",
         ),
         (
             lambda x: collectives.all_to_all(
                 x[:6], MESH, "Y", split_dim=0, concat_dim=1
             ),
-            "all_to_all: dim 0 of a tensor of shape (6, 16) does not divide among 4",
+            "all_to_all: tensor has shape (6, 16), whose dim 0 does not divide among",
         ),
         (
             lambda x: collectives.collective_permute(x, MESH, "X", [(0, 2)]),

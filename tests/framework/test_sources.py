@@ -9,8 +9,10 @@ from tensorflow.compiler.xla.service import hlo_pb2
 
 from meshwright.framework.compiler.lower import lower
 from meshwright.framework.compiler.sources import program_name
-from meshwright.framework.modeling.layer import Context
+from meshwright.framework.modeling.initializers import Constant
+from meshwright.framework.modeling.layer import Context, WeightSpec, annotate_weights
 from meshwright.framework.modeling.recompute import Recompute, split_function
+from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 
 HERE = pathlib.Path(__file__)
@@ -143,6 +145,19 @@ def test_a_gradient_is_of_the_line_and_layer_of_its_forward_op():
     source = lower(fn, [X]).sources.find("gradient_tape/dense/MatMul/MatMul")
     assert source.is_gradient
     assert (source.layer, source.line) == ("dense", line("forward"))
+
+
+def test_the_annotation_of_a_weight_names_the_weight():
+    plan = ShardingPlan(mesh_shape=(2, 4), weights={"in": "X"})
+    weight = WeightSpec(shape=(4, 4), dims=("in", "out"), initializer=Constant(0))
+    specs = NestedMap(dense=NestedMap(w=weight))
+
+    def fn(w):
+        theta = annotate_weights(plan, specs, NestedMap(dense=NestedMap(w=w)))
+        return theta.dense.w + 1.0
+
+    source = lower(fn, [X]).sources.find("XlaSharding")
+    assert (source.op_type, source.layer) == ("XlaSharding", "dense.w")
 
 
 @pytest.mark.parametrize("recompute", [Recompute.EVERYTHING, Recompute.NOTHING])
