@@ -22,9 +22,9 @@ import tensorflow as tf
 
 from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.mains import build_experiment
 from meshwright.trainers.programs import Programs
 from meshwright.trainers.state import TrainState
-from meshwright.trainers.train import build_experiment
 
 Call = Callable[[NestedMap], np.ndarray]
 """Trains on the batches of one call; returns the loss of each step."""
