@@ -20,7 +20,6 @@ from meshwright.layers.linear import BSM, contract, contract_each
 from meshwright.layers.positions import (
     MaskKind,
     PositionKind,
-    iota,
     relative_bias,
     rotate,
 )
@@ -129,7 +128,7 @@ class MultiHeadAttention(Layer):
         q, k, v = self._project(ctx, theta, x)
         if self.positions is PositionKind.ROTARY:
             if segment_positions is None:
-                segment_positions = iota(x.shape[1])[None, :]
+                segment_positions = tf.range(x.shape[1])[None, :]
             q = rotate(q, segment_positions, base=self.rotary_base)
             k = rotate(k, segment_positions, base=self.rotary_base)
         probs = self._probabilities(ctx, theta, q, k, paddings, segment_ids)
@@ -138,6 +137,10 @@ class MultiHeadAttention(Layer):
         out = ctx.split(contract(ctx, context, theta.w_o, dims=2), BSM)
         out = save_name(out, "attention_out")
         return out + ctx.cast(theta.b_o) if self.use_bias else out
+
+    def extra_flops(self, sequence_length: int) -> float:
+        """Of two S x S products; what a causal mask hides counts too, as is usual."""
+        return 4.0 * sequence_length * self.num_heads * self.head_dim
 
     def _project(self, ctx, theta, x) -> list[tf.Tensor]:
         """Queries, keys and values of `x`, each [B, S, N, D]."""
@@ -189,7 +192,7 @@ def visibility(
     """
     parts = []
     if mask is MaskKind.CAUSAL:
-        index = iota(size)
+        index = tf.range(size)
         parts.append((index[:, None] >= index[None, :])[None])
     if segment_ids is not None:
         parts.append(segment_ids[:, :, None] == segment_ids[:, None, :])

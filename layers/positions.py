@@ -10,7 +10,6 @@ import math
 
 import gin
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.python import xla
 
 
 @gin.constants_from_enum
@@ -28,15 +27,6 @@ class PositionKind(enum.Enum):
     NONE = "none"
     ROTARY = "rotary"
     RELATIVE = "relative"
-
-
-def iota(size: int) -> tf.Tensor:
-    """int32 [0, 1, ..., size - 1] that TF cannot fold.
-
-    From a plain `tf.range`, TF computes masks and tables itself and bakes them into the
-    program: an [S, S] mask weighs 4 MB at S = 1024.
-    """
-    return tf.reshape(xla.optimization_barrier(tf.range(size)), [size])
 
 
 def rotate(x: tf.Tensor, positions: tf.Tensor, *, base: float = 10000.0) -> tf.Tensor:
@@ -129,7 +119,7 @@ def relative_bias(
     """
     num_buckets, heads = weight.shape
     # Entry k of a row of 2S is for distance k, or k - 2S in the second half.
-    entry = iota(2 * size)
+    entry = tf.range(2 * size)
     bucket = relative_bucket(
         tf.where(entry < size, entry, entry - 2 * size),
         mask=mask,

@@ -7,6 +7,9 @@ does not grow with depth (GSPMD 5.1 trains up to 256 layers this way):
 
   forward   for i in 0..L-1:  keep x[i];  x, saved[i] = layer(theta[i], x)
   backward  for i in L-1..0:  dx, dtheta[i] = gradient(theta[i], x[i], saved[i], dx)
+
+What all layers share (the memory of cross-attention) gets its gradients summed over
+them in the backward loop.
 """
 
 from __future__ import annotations
@@ -27,10 +30,9 @@ from meshwright.framework.modeling.recompute import (
     Saved,
     SplitFunction,
     split_function,
-    stacked_sharding,
 )
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.annotations import annotate, annotate_serialized
+from meshwright.framework.sharding.annotations import annotate
 
 
 @gin.constants_from_enum
@@ -79,6 +81,9 @@ class Repeat(Layer):
     def weights(self) -> NestedMap:
         return self.body.weights().map(lambda spec: spec.stacked(self.num_layers))
 
+    def extra_flops(self, sequence_length: int) -> float:
+        return self.num_layers * self.body.extra_flops(sequence_length)
+
     def fprop(self, ctx: Context, theta: NestedMap, x: Any, **constants: Any) -> Any:
         """Runs the stack.
 
@@ -86,8 +91,9 @@ class Repeat(Layer):
           ctx: context. In `Mode.EVAL` nothing is saved, so there is no gradient.
           theta: weights of the body, stacked along a leading dim L.
           x: the body's input, a nest of floating-point tensors.
-          **constants: nests of tensors that each layer gets unchanged, not
-            differentiated (masks, positions); None is passed on as None.
+          **constants: nests of tensors that each layer gets unchanged; None is passed
+            on as None. Floating-point ones are differentiated; XLA takes out again what
+            computes a gradient that nobody reads, such as a mask's.
 
         Returns:
           The last layer's output, a nest like `x`.
@@ -97,7 +103,7 @@ class Repeat(Layer):
             input.
         """
         stack = _Stack(self, ctx, theta, x, constants)
-        flat = [*tf.nest.flatten(x), *theta.leaves()]
+        flat = [*tf.nest.flatten(x), *theta.leaves(), *stack.shared]
         if ctx.mode is Mode.EVAL:
             outputs = stack.evaluate(flat)
         elif self.unroll is Unroll.LOOP:
@@ -108,7 +114,11 @@ class Repeat(Layer):
 
 
 class _Stack:
-    """One call of a `Repeat`; `flat` is always [*x leaves, *stacked weight leaves]."""
+    """One call of a `Repeat`.
+
+    `flat` is always [*x leaves, *stacked weight leaves, *shared]: `shared` are the
+    constants that are differentiated, `fixed` those that are not.
+    """
 
     def __init__(self, repeat: Repeat, ctx: Context, theta, x, constants):
         self.repeat = repeat
@@ -118,7 +128,10 @@ class _Stack:
         self.x = x
         self.constants = {k: v for k, v in constants.items() if v is not None}
         self.absent = {k: None for k, v in constants.items() if v is None}
-        self.flat_constants = tf.nest.flatten(self.constants)
+        flat = [tf.convert_to_tensor(t) for t in tf.nest.flatten(self.constants)]
+        self.is_shared = [t.dtype.is_floating for t in flat]
+        self.shared = [t for t in flat if t.dtype.is_floating]
+        self.fixed = [t for t in flat if not t.dtype.is_floating]
         self.split: SplitFunction = self._trace(theta)
 
     def _trace(self, theta: NestedMap) -> SplitFunction:
@@ -133,14 +146,15 @@ class _Stack:
         self.specs.map_with_path(check, theta)
         carry = _specs(self.x)
         slices = [tf.TensorSpec(t.shape[1:], t.dtype) for t in theta.leaves()]
-        constants = [tf.TensorSpec(t.shape, t.dtype) for t in self.flat_constants]
+        fixed = _specs(self.fixed)
         if self.ctx.key is not None:
-            constants.append(tf.TensorSpec([2], tf.uint32))
+            fixed.append(tf.TensorSpec([2], tf.uint32))
         split = split_function(
             self._layer,
             tf.nest.flatten(carry),
             slices,
-            constants,
+            fixed,
+            shared=_specs(self.shared),
             recompute=self.repeat.recompute,
             names=self.repeat.saved_names,
         )
@@ -153,40 +167,43 @@ class _Stack:
         return split
 
     def _layer(self, *args: tf.Tensor) -> list[tf.Tensor]:
-        """(*x leaves, *this layer's weights, *constants[, key]) -> output leaves."""
+        """(*x leaves, *a layer's weights, *shared, *fixed[, key]) -> output leaves."""
         remaining = iter(args)
-        take = lambda nest: tf.nest.pack_sequence_as(  # noqa: E731
-            nest, [next(remaining) for _ in tf.nest.flatten(nest)]
-        )
-        x = take(self.x)
-        theta = self.specs.pack([next(remaining) for _ in self.specs.leaves()])
-        constants = take(self.constants)
+        take = lambda leaves: [next(remaining) for _ in leaves]  # noqa: E731
+        x = tf.nest.pack_sequence_as(self.x, take(tf.nest.flatten(self.x)))
+        theta = self.specs.pack(take(self.specs.leaves()))
+        shared, fixed = iter(take(self.shared)), iter(take(self.fixed))
+        flat = [next(shared if is_shared else fixed) for is_shared in self.is_shared]
+        constants = tf.nest.pack_sequence_as(self.constants, flat)
         ctx = dataclasses.replace(self.ctx, key=next(remaining, None))
         theta = annotate_weights(ctx.plan, self.specs, theta)
         y = self.repeat.body.fprop(ctx, theta, x, **constants, **self.absent)
         self.returned = _specs(y)
         return tf.nest.flatten(y)
 
-    def _arguments(self, i, x: Sequence, weights: Sequence) -> list[tf.Tensor]:
+    def _arguments(self, i, x, weights, shared) -> list[tf.Tensor]:
         """Arguments of layer `i`; its key depends on its number, not on the loop."""
         key = self.ctx.key
         keys = [] if key is None else [random.fold_in(key, i)]
-        return [*x, *weights, *self.flat_constants, *keys]
+        return [*x, *weights, *shared, *self.fixed, *keys]
 
-    def _divide(self, flat: Sequence) -> tuple[list, list]:
-        n = len(tf.nest.flatten(self.x))
-        return list(flat[:n]), list(flat[n:])
+    def _divide(self, flat: Sequence) -> tuple[list, list, list]:
+        """Leaves of x, stacked weights, shared tensors."""
+        n, m = len(tf.nest.flatten(self.x)), len(self.specs.leaves())
+        return list(flat[:n]), list(flat[n : n + m]), list(flat[n + m :])
 
     def evaluate(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Forward only: nothing is saved."""
-        x, stacks = self._divide(flat)
+        x, stacks, shared = self._divide(flat)
         if self.repeat.unroll is Unroll.UNROLLED:
             for i, weights in enumerate(_unstack(stacks)):
-                x = self.split.forward(*self._arguments(i, x, weights))[: len(x)]
+                y = self.split.forward(*self._arguments(i, x, weights, shared))
+                x = y[: len(x)]
             return x
 
         def body(i, *x):
-            arguments = self._arguments(i, x, [_read(t, i) for t in stacks])
+            weights = [_read(t, i) for t in stacks]
+            arguments = self._arguments(i, x, weights, shared)
             y = self.split.forward(*arguments)[: len(x)]
             return [i + 1, *self._annotated(y)]
 
@@ -194,14 +211,14 @@ class _Stack:
 
     def looped(self, *flat: tf.Tensor):
         """Outputs and gradient function, both with a loop inside."""
-        x, stacks = self._divide(flat)
+        x, stacks, shared = self._divide(flat)
         n = len(x)
         kept = [*self.split.outputs, *self.split.saved]
 
         def body(i, *state):
             x, stores = state[:n], state[n:]
-            arguments = self._arguments(i, x, [_read(t, i) for t in stacks])
-            y = self.split.forward(*arguments)
+            weights = [_read(t, i) for t in stacks]
+            y = self.split.forward(*self._arguments(i, x, weights, shared))
             keep = [*x, *y[n:]]
             stores = [_write(s, t, i) for s, t in zip(stores, keep, strict=True)]
             return [i + 1, *self._annotated(y[:n]), *stores]
@@ -211,33 +228,37 @@ class _Stack:
 
         def gradient(*dy):
             def body(j, *state):
-                dx, dstacks = state[:n], state[n:]
+                dx, dstacks, dshared = self._divide(state)
                 i = self.count - 1 - j
                 kept = [_read(s, i) for s in stores]
-                arguments = self._arguments(i, kept[:n], [_read(t, i) for t in stacks])
+                weights = [_read(t, i) for t in stacks]
+                arguments = self._arguments(i, kept[:n], weights, shared)
                 grads = self.split.backward(*arguments, *kept[n:], *dx)
+                dx, dweights, more = self._divide(grads)
                 dstacks = [
-                    _write(d, g, i) for d, g in zip(dstacks, grads[n:], strict=True)
+                    _write(d, g, i) for d, g in zip(dstacks, dweights, strict=True)
                 ]
-                return [j + 1, *self._annotated(grads[:n]), *dstacks]
+                return [j + 1, *self._annotated(dx), *dstacks, *_sums(dshared, more)]
 
-            return self._while(body, [*dy, *self._zero_stacks()])
+            zeros = [tf.zeros(t.shape, t.dtype) for t in shared]
+            return self._while(body, [*dy, *self._zero_stacks(), *zeros])
 
         return final[:n], gradient
 
     def unrolled(self, *flat: tf.Tensor):
         """Outputs and gradient function, layer after layer."""
-        x, stacks = self._divide(flat)
+        x, stacks, shared = self._divide(flat)
         n = len(x)
         weights = _unstack(stacks)
         kept = []
         for i in range(self.count):
-            y = self.split.forward(*self._arguments(i, x, weights[i]))
+            y = self.split.forward(*self._arguments(i, x, weights[i], shared))
             kept.append([*x, *y[n:]])
             x = y[:n]
 
         def gradient(*dx):
             dweights: list = [None] * self.count
+            dshared = [tf.zeros(t.shape, t.dtype) for t in shared]
             for i in reversed(range(self.count)):
                 # Without a barrier XLA finds the forward values and recomputes nothing,
                 # which keeps them all alive.
@@ -249,10 +270,12 @@ class _Stack:
                     again[len(kept[i]) : -n],
                     again[-n:],
                 )
-                arguments = self._arguments(i, before[:n], w)
+                arguments = self._arguments(i, before[:n], w, shared)
                 grads = self.split.backward(*arguments, *before[n:], *dx)
-                dx, dweights[i] = grads[:n], grads[n:]
-            return [*dx, *(tf.stack(g) for g in zip(*dweights, strict=True))]
+                dx, dweights[i], more = self._divide(grads)
+                dshared = _sums(dshared, more)
+            dstacks = [tf.stack(g) for g in zip(*dweights, strict=True)]
+            return [*dx, *dstacks, *dshared]
 
         return x, gradient
 
@@ -262,10 +285,7 @@ class _Stack:
 
     def _annotated(self, x: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """`x` laid out as the body lays out its output."""
-        return [
-            t if y.sharding is None else annotate_serialized(t, y.sharding)
-            for t, y in zip(x, self.split.outputs, strict=True)
-        ]
+        return [y.annotate(t) for t, y in zip(x, self.split.outputs, strict=True)]
 
     def _zero_stacks(self) -> list[tf.Tensor]:
         stores = []
@@ -280,12 +300,14 @@ def _specs(nest):
     return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), nest)
 
 
+def _sums(totals: Sequence, more: Sequence) -> list[tf.Tensor]:
+    return [total + one for total, one in zip(totals, more, strict=True)]
+
+
 def _store(saved: Saved, count: int) -> tf.Tensor:
     """An empty stack for `count` tensors like `saved`."""
     zeros = tf.zeros([count, *saved.spec.shape], saved.spec.dtype)
-    if saved.sharding is None:
-        return zeros
-    return annotate_serialized(zeros, stacked_sharding(saved.sharding))
+    return saved.annotate_stack(zeros)
 
 
 def _unstack(stacks: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:

@@ -58,6 +58,15 @@ class TransformerLayer(Layer):
         x = self._add(ctx, theta, "attention", ctx.cast(x), **attention_inputs)
         return self._add(ctx, theta, "feed_forward", x)
 
+    def extra_flops(self, sequence_length: int) -> float:
+        parts = (
+            self.attention_norm,
+            self.attention,
+            self.feed_forward_norm,
+            self.feed_forward,
+        )
+        return sum(part.extra_flops(sequence_length) for part in parts)
+
     def _add(self, ctx, theta, name: str, x: tf.Tensor, **kwargs) -> tf.Tensor:
         """`x` plus what the part called `name` makes of it."""
         norm_name = f"{name}_norm"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import gin
 import tensorflow as tf
@@ -116,12 +116,12 @@ class LanguageModel(Task):
 
     def train_batches(
         self, start_step: int, *, global_batch: int, rows: range
-    ) -> Iterable[Mapping[str, tf.Tensor]]:
+    ) -> tf.data.Dataset:
         return self.text.train_batches(start_step, global_batch=global_batch, rows=rows)
 
     def eval_batches(
         self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> Iterable[Mapping[str, tf.Tensor]]:
+    ) -> tf.data.Dataset:
         return self.text.held_out_batches(
             global_batch=global_batch, rows=rows, max_batches=max_batches
         )
@@ -137,13 +137,17 @@ class LanguageModel(Task):
             "unigram entropy, bits per byte": train.unigram_entropy,
         }
 
-    def data_fingerprint(self) -> str:
-        return self.text.statistics(Split.TRAIN).sha256
+    def data_fingerprint(self) -> dict[str, str | int]:
+        return {
+            "files or Python version": self.text.statistics(Split.TRAIN).sha256,
+            "TextInput.seed": self.text.seed,
+            "TextInput.sequence_length": self.text.sequence_length,
+        }
 
     def train_flops(self, global_batch: int) -> float:
-        """Six FLOPs a token and matrix weight, plus attention's two S x S products.
+        """Six FLOPs a token and matrix weight, plus what layers have beyond weights.
 
-        The causal half that is masked counts too, as is usual; lookup does not.
+        Embedding lookup does not count. The backward pass costs twice the forward one.
         """
         weights = self.weights()
         matrices = [weights.stack, weights.get("softmax", weights.embedding)]
@@ -153,10 +157,8 @@ class LanguageModel(Task):
             for spec in part.leaves()
             if len(spec.shape) - spec.stack_rank >= 2
         )
-        attention = self.stack.body.attention
-        head_dims = attention.num_heads * attention.head_dim
-        products = 12 * self.stack.num_layers * head_dims * self.text.sequence_length
-        return self.tokens(global_batch) * (6.0 * size + products)
+        extra = self.stack.extra_flops(self.text.sequence_length)
+        return self.tokens(global_batch) * (6.0 * size + 3.0 * extra)
 
     def tokens(self, global_batch: int) -> int:
         return global_batch * self.text.sequence_length

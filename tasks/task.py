@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import tensorflow as tf
 
@@ -53,11 +53,12 @@ class Task:
 
     def train_batches(
         self, start_step: int, *, global_batch: int, rows: range
-    ) -> Iterable[Mapping[str, tf.Tensor]]:
+    ) -> tf.data.Dataset:
         """Training batches from `start_step` on, without end.
 
-        The state of the input is the step number alone: starting anew at a step gives
-        the batches that going on would have given.
+        An element is a mapping like `batch_spec`, of the rows asked for. The state of
+        the input is the step number alone: starting anew at a step gives the batches
+        that going on would have given.
 
         Args:
           start_step: the first step to give a batch for.
@@ -68,7 +69,7 @@ class Task:
 
     def eval_batches(
         self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> Iterable[Mapping[str, tf.Tensor]]:
+    ) -> tf.data.Dataset:
         """Held-out batches, each example once, the last one filled up with weight 0."""
         raise NotImplementedError(f"{type(self).__name__}.eval_batches")
 
@@ -76,9 +77,9 @@ class Task:
         """Facts on the data to print and log before training."""
         return {}
 
-    def data_fingerprint(self) -> str:
-        """Changes if the training data changes; a resumed run compares it."""
-        return ""
+    def data_fingerprint(self) -> dict[str, str | int]:
+        """What training batches follow from, by name; a resumed run compares it."""
+        return {}
 
     def train_flops(self, global_batch: int) -> float:
         """Model FLOPs of one training step: no recomputation counted."""

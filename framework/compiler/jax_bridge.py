@@ -40,6 +40,11 @@ from meshwright.framework.sharding.sharding import Sharding
 # XLA's CPU backend ends the process when a device waits this long for the others; with
 # more virtual devices than cores a long wait is load, not a deadlock.
 _COLLECTIVE_SECONDS = 1200
+_COLLECTIVE_TIMEOUTS = (
+    "xla_cpu_collective_call_terminate_timeout_seconds",
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds",
+    "xla_cpu_collective_timeout_seconds",
+)
 # What XLA takes for a program of GSPMD's, whatever partitioner it is asked for.
 _GSPMD_MARK = re.compile(
     r"mhlo\.sharding|@(?:Sharding|SPMDFullToShardShape|SPMDShardToFullShape)\b"
@@ -66,9 +71,9 @@ def set_platform(platform: str, device_count: int | None = None) -> None:
         # TF only traces here; it would take the memory that programs run in.
         tf.config.set_visible_devices([], "GPU")
     flags = os.environ.get("XLA_FLAGS", "")
-    for flag in ("terminate_timeout_seconds", "warn_stuck_timeout_seconds"):
-        if f"xla_cpu_collective_call_{flag}" not in flags:
-            flags += f" --xla_cpu_collective_call_{flag}={_COLLECTIVE_SECONDS}"
+    for flag in _COLLECTIVE_TIMEOUTS:
+        if flag not in flags:
+            flags += f" --{flag}={_COLLECTIVE_SECONDS}"
     os.environ["XLA_FLAGS"] = flags.strip()
     if platform == "cpu" and (device_count or 1) > 1:
         # Devices wait for each other in threads of one pool, by default no more than
@@ -137,11 +142,6 @@ def named_sharding(
     """`sharding` over real devices."""
     spec = jax.sharding.PartitionSpec(*(axes or None for axes in sharding.dims))
     return jax.sharding.NamedSharding(mesh or jax_mesh(sharding.mesh), spec)
-
-
-def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """A host array, put on the devices; the sharding must divide its dims."""
-    return jax.device_put(value, named_sharding(sharding))
 
 
 def abstract_array(

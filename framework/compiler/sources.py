@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from meshwright.framework.sharding.origins import noted_layer, original_of
+from meshwright.framework.sharding.origins import noted_layer, noted_weight, original_of
 
 _FRAMEWORK = pathlib.Path(__file__).parents[1]
 # Frames of these are no user's.
@@ -34,7 +34,8 @@ class Source:
     Args:
       op_name: the op's name in the program: calls around it, then scopes, then its own.
       op_type: TF's, such as "MatMul".
-      layer: dotted path of the layer it lies in, or of its name scopes outside of any.
+      layer: dotted path of the layer it lies in, or of its name scopes outside of any;
+        of a weight's annotation the weight's path.
       file: of the user's code; "" if no frame of it is.
       line: in the file.
       is_gradient: whether the op belongs to the gradient of what the line says.
@@ -58,7 +59,8 @@ class Sources:
     """The sources of a traced function's ops.
 
     The function is only kept, and read when first asked: reading the call stacks of the
-    default job's 2,900 ops takes 0.16 s, a tenth of what tracing takes.
+    default job's 2,900 ops takes 0.16 s, a tenth of what tracing takes. The graphs that
+    stay are 18 MB for all of its programs.
 
     Args:
       function: the traced function; with it its graphs stay alive.
@@ -192,8 +194,11 @@ def _forward_op(op: tf.Operation) -> tf.Operation:
 def _layer(op: tf.Operation, place: _Place) -> str:
     if (noted := noted_layer(op.graph, op.name)) is not None:
         return noted
-    name = op.name.removeprefix(place.scope)
-    scopes = [part for part in name.split("/")[:-1] if part != "gradient_tape"]
+    if weight := noted_weight(op.graph, op.name):
+        scopes = [weight]
+    else:
+        name = op.name.removeprefix(place.scope)
+        scopes = [part for part in name.split("/")[:-1] if part != "gradient_tape"]
     return ".".join(part for part in (place.layer, *scopes) if part)
 
 

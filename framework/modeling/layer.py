@@ -16,6 +16,7 @@ from meshwright.framework.modeling.initializers import Initializer
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.origins import note_layer, note_weight
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -104,7 +105,8 @@ class Context:
         Ops made inside carry the path in their names, and so does the compiled program.
         """
         path = f"{self.path}.{name}" if self.path else name
-        with tf.name_scope(name):
+        with tf.name_scope(name) as scope:
+            note_layer(scope, path)
             yield dataclasses.replace(self, path=path)
 
     def cast(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -152,13 +154,24 @@ class Layer:
         """The layer's function; `theta` has the structure of `weights()`."""
         raise NotImplementedError(f"{type(self).__name__}.fprop")
 
+    def extra_flops(self, sequence_length: int) -> float:
+        """Forward FLOPs of a token beyond the two that each matrix weight costs it.
+
+        Of products of activations with each other, such as attention's; a layer of
+        layers adds up theirs. It is for utilisation figures, and matters nowhere else.
+        """
+        return 0.0
+
 
 def annotate_weights(
     plan: ShardingPlan, specs: NestedMap, theta: NestedMap
 ) -> NestedMap:
     """Annotates weights where they are read, and by that their gradients."""
     return theta.map_with_path(
-        lambda path, weight, spec: annotate(weight, spec.sharding(plan, path)), specs
+        lambda path, weight, spec: note_weight(
+            annotate(weight, spec.sharding(plan, path)), path
+        ),
+        specs,
     )
 
 

@@ -17,6 +17,9 @@ import gin
 import tensorflow as tf
 from tensorflow.compiler.xla import xla_data_pb2
 
+from meshwright.framework.sharding.annotations import annotate_serialized
+from meshwright.framework.sharding.origins import note_original
+
 _TAGGED = re.compile(r"saved\.(?P<name>\w+)\.(_\d+)?")
 # Ops that only rename, rearrange or slice: saving their first input serves as well.
 _VIEWS = frozenset(
@@ -52,10 +55,28 @@ class Saved:
     Args:
       spec: its shape and dtype.
       sharding: serialized OpSharding it was annotated with, or None.
+      unspecified_dims: dims that the annotation leaves to completion.
     """
 
     spec: tf.TensorSpec
     sharding: bytes | None
+    unspecified_dims: tuple[int, ...] = ()
+
+    def annotate(self, tensor: tf.Tensor) -> tf.Tensor:
+        """`tensor`, of the same rank, annotated as this one was."""
+        if self.sharding is None:
+            return tensor
+        return annotate_serialized(tensor, self.sharding, self.unspecified_dims)
+
+    def annotate_stack(self, stack: tf.Tensor) -> tf.Tensor:
+        """A stack of such tensors, along a new leading dim, annotated accordingly."""
+        if self.sharding is None:
+            return stack
+        proto = xla_data_pb2.OpSharding.FromString(self.sharding)
+        if proto.type == xla_data_pb2.OpSharding.OTHER:
+            proto.tile_assignment_dimensions.insert(0, 1)
+        unspecified = [dim + 1 for dim in self.unspecified_dims]
+        return annotate_serialized(stack, proto.SerializeToString(), unspecified)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +84,9 @@ class SplitFunction:
     """A function and its gradient, cut at the saved tensors. All sequences are flat.
 
     Args:
-      forward: (*inputs, *weights, *constants) -> [*outputs, *saved].
-      backward: (*inputs, *weights, *constants, *saved, *output gradients) ->
-        [*input gradients, *weight gradients].
+      forward: (*inputs, *weights, *shared, *constants) -> [*outputs, *saved].
+      backward: (*inputs, *weights, *shared, *constants, *saved, *output gradients) ->
+        [*input gradients, *weight gradients, *shared gradients].
       outputs: what `forward` returns first.
       saved: what it returns then.
     """
@@ -82,26 +103,30 @@ def split_function(
     weights: Sequence[tf.TensorSpec],
     constants: Sequence[tf.TensorSpec],
     *,
+    shared: Sequence[tf.TensorSpec] = (),
     recompute: Recompute,
     names: Sequence[str] = (),
 ) -> SplitFunction:
     """Traces `fn` with its gradient and cuts it.
 
     Args:
-      fn: (*inputs, *weights, *constants) -> flat list of outputs.
-      inputs: what it is differentiated by; floating point. What follows from the
-        others alone (masks, random bits, cast weights) is never saved by
+      fn: (*inputs, *weights, *shared, *constants) -> flat list of outputs.
+      inputs: what it is differentiated by; floating point. What follows from only one
+        of the other kinds (masks, random bits, cast weights) is never saved by
         `Recompute.NOTHING`: it is cheaper to compute than to keep.
       weights: what it is differentiated by too.
       constants: what it is not: masks, random keys.
+      shared: what it is differentiated by, and is the same wherever it is used: the
+        memory of cross-attention. With weights it makes what is saved.
       recompute: where to cut.
       names: for `ALL_BUT_NAMED`, the `save_name` names to save.
 
     Raises:
       ValueError: a name in `names` that `fn` gives to no tensor; names the known ones.
     """
-    specs = [tf.TensorSpec(s.shape, s.dtype) for s in (*inputs, *weights, *constants)]
-    n = len(inputs) + len(weights)
+    groups = (inputs, weights, shared, constants)
+    specs = [tf.TensorSpec(s.shape, s.dtype) for group in groups for s in group]
+    n = len(specs) - len(constants)
     parts: dict[str, list[tf.Tensor]] = {}
 
     def trace(*args):
@@ -117,9 +142,12 @@ def split_function(
 
     wrapped = tf.compat.v1.wrap_function(trace, specs)
     args, outputs = parts["args"], parts["outputs"]
-    saved = _cut(wrapped.graph, parts, len(inputs), recompute, names)
+    ends = (len(inputs), len(inputs) + len(weights), n)
+    saved = _cut(wrapped.graph, parts, ends, recompute, names)
     forward = wrapped.prune(args, [*outputs, *saved])
     backward = wrapped.prune([*args, *saved, *parts["cotangents"]], parts["gradients"])
+    for part in (forward, backward):
+        note_original(part.graph, wrapped)
     return SplitFunction(
         forward=_flat_call(forward),
         backward=_flat_call(backward),
@@ -132,15 +160,22 @@ def _flat_call(function) -> Callable[..., list[tf.Tensor]]:
     return lambda *args: tf.nest.flatten(function(*args))
 
 
-def _cut(graph, parts, inputs: int, recompute, names) -> list[tf.Tensor]:
-    """The tensors to save; none of them is an argument."""
+def _cut(graph, parts, ends: Sequence[int], recompute, names) -> list[tf.Tensor]:
+    """The tensors to save; none of them is an argument.
+
+    Inputs, weights and shared tensors end at `ends` among the arguments.
+    """
     forward_ops, args = parts["forward_ops"], parts["args"]
     if recompute is Recompute.EVERYTHING:
         wanted = []
     elif recompute is Recompute.ALL_BUT_NAMED:
         wanted = _tagged(forward_ops, names)
     else:
-        varying = _downstream(forward_ops, args[:inputs])
+        bounds = zip((0, *ends), ends, strict=False)
+        inputs, weights, shared = (
+            _downstream(forward_ops, args[start:end]) for start, end in bounds
+        )
+        varying = inputs | (weights & shared)
         # Integers are left out: most of them are shapes, which must stay static.
         wanted = [
             tensor
@@ -204,15 +239,10 @@ def _saved(tensor: tf.Tensor) -> Saved:
         annotations = [tensor.op]
     else:
         annotations = [op for op in tensor.consumers() if op.type == "XlaSharding"]
+    if not annotations:
+        return Saved(spec=spec, sharding=None)
     return Saved(
         spec=spec,
-        sharding=annotations[0].get_attr("sharding") if annotations else None,
+        sharding=annotations[0].get_attr("sharding"),
+        unspecified_dims=tuple(annotations[0].get_attr("unspecified_dims")),
     )
-
-
-def stacked_sharding(serialized: bytes) -> bytes:
-    """The OpSharding of a stack, along a new leading dim, of tensors sharded so."""
-    proto = xla_data_pb2.OpSharding.FromString(serialized)
-    if proto.type == xla_data_pb2.OpSharding.OTHER:
-        proto.tile_assignment_dimensions.insert(0, 1)
-    return proto.SerializeToString()

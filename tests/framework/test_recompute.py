@@ -10,9 +10,9 @@ from tensorflow.compiler.xla.service import hlo_pb2
 from meshwright.framework.compiler.lower import lower
 from meshwright.framework.modeling.recompute import (
     Recompute,
+    Saved,
     save_name,
     split_function,
-    stacked_sharding,
 )
 from meshwright.framework.sharding.annotations import mesh_split, replicate
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -223,12 +223,28 @@ def test_saved_tensors_and_outputs_know_their_annotation():
 def test_the_sharding_of_a_stack_has_one_more_dim(dims_mapping):
     sharding = Sharding.from_dims_mapping(MESH, dims_mapping).to_op_sharding()
     stack = Sharding.from_dims_mapping(MESH, [None, *dims_mapping]).to_op_sharding()
-    got = stacked_sharding(sharding.SerializeToString())
-    assert got == stack.SerializeToString()
+    saved = Saved(tf.TensorSpec([4, 4]), sharding.SerializeToString(), (1,))
+    with tf.Graph().as_default():
+        got = saved.annotate_stack(tf.zeros([3, 4, 4])).op
+    assert got.get_attr("sharding") == stack.SerializeToString()
+    assert got.get_attr("unspecified_dims") == [2]
 
 
 def test_a_stack_of_replicated_tensors_is_replicated():
-    graph = tf.Graph()
-    with graph.as_default():
+    with tf.Graph().as_default():
         serialized = replicate(tf.zeros([2])).op.get_attr("sharding")
-    assert stacked_sharding(serialized) == serialized
+        saved = Saved(tf.TensorSpec([2]), serialized)
+        stack = saved.annotate_stack(tf.zeros([3, 2])).op
+    assert stack.get_attr("sharding") == serialized
+
+
+def test_what_an_annotation_leaves_open_stays_open():
+    def fn(x, w_in, w_out, mask):
+        h = mesh_split(x @ w_in, MESH, ["X", None], unspecified_dims=[1])
+        return [x + tf.nn.relu(save_name(h, "hidden")) @ w_out * mask]
+
+    (saved,) = cut(fn, Recompute.ALL_BUT_NAMED).saved
+    assert saved.unspecified_dims == (1,)
+    with tf.Graph().as_default():
+        again = saved.annotate(tf.zeros([4, 4])).op
+    assert again.get_attr("unspecified_dims") == [1]

@@ -243,6 +243,97 @@ def test_eager_execution_gives_the_same(unroll):
     assert_close(got, feed_forward_in_a_row(unroll))
 
 
+class Reader(FeedForward):
+    """Reads a memory that all layers share, as cross-attention does."""
+
+    def fprop(self, ctx, theta, x, *, memory, mask):
+        h = tf.einsum("bsm,mh->bsh", x, theta.w_in)
+        key = tf.einsum("bsm,mh->bsh", tf.sin(memory["a"]), theta.w_in)
+        h = ctx.split(h * key, BSH, name="hidden")
+        y = ctx.split(tf.einsum("bsh,hm->bsm", h, theta.w_out), BSM)
+        return ctx.split(x + tf.tanh(y) * ctx.cast(mask)[:, :, None], BSM)
+
+
+def memory_gradients_of(layer, mesh_shape=(1, 1)):
+    """(theta, x, memory) -> the gradients of a loss that reads `memory` itself too."""
+    plan = plan_of(mesh_shape)
+    mask = MASK.astype(np.int32)
+
+    def fn(theta, x, memory):
+        ctx = Context(plan=plan, mode=Mode.TRAIN)
+        with tf.GradientTape() as tape:
+            tape.watch((theta, x, memory))
+            shared = ctx.split(2.0 * memory, BSM)
+            theta_in = annotate_weights(plan, layer.weights(), theta)
+            y = layer.fprop(ctx, theta_in, x, memory={"a": shared}, mask=mask)
+            loss = tf.reduce_sum(y**2) + tf.reduce_sum(shared**3)
+        return tape.gradient(loss, (theta, x, memory))
+
+    return fn
+
+
+def memory_arguments(layer):
+    theta = initialize(layer.weights(), KEY).map(lambda w: w.numpy())
+    return [theta, X, X[::-1].copy()]
+
+
+@functools.cache
+def memory_gradients_in_a_row(unroll, body=None):
+    layer = InARow(body=body or Reader(), num_layers=DEPTH[unroll])
+    args = tf.nest.map_structure(tf.constant, memory_arguments(layer))
+    return memory_gradients_of(layer)(*args)
+
+
+@over_unroll
+@over_recompute
+def test_what_the_layers_share_gets_the_sum_of_their_gradients(recompute, unroll):
+    layer = repeat(Reader(), recompute, unroll=unroll)
+    args = tf.nest.map_structure(tf.constant, memory_arguments(layer))
+    assert_close(memory_gradients_of(layer)(*args), memory_gradients_in_a_row(unroll))
+
+
+@over_unroll
+def test_stacks_of_stacks_share_it_too(unroll):
+    group = repeat(Reader(), Recompute.NOTHING, num_layers=2)
+    layer = repeat(group, unroll=unroll)
+    args = tf.nest.map_structure(tf.constant, memory_arguments(layer))
+    want = memory_gradients_in_a_row(unroll, InARow(body=Reader(), num_layers=2))
+    assert_close(memory_gradients_of(layer)(*args), want)
+
+
+@pytest.mark.parametrize("partitioner", Partitioner)
+def test_the_gradient_of_what_the_layers_share_on_eight_devices(partitioner):
+    layer = repeat(Reader(), Recompute.NOTHING)
+    args = memory_arguments(layer)
+    program = compile_program(
+        memory_gradients_of(layer, (2, 4)),
+        specs(args),
+        plan_of((2, 4)).mesh,
+        partitioner=partitioner,
+    )
+    got = program.unshard(program(*args))
+    assert_close(got, memory_gradients_in_a_row(Unroll.LOOP))
+
+
+def test_what_follows_from_the_memory_alone_is_not_saved_for_each_layer():
+    layer = repeat(Reader(), Recompute.NOTHING)
+    found = operations(memory_gradients_of(layer), memory_arguments(layer))
+    assert found["dot"] == 3 + 6  # The product of memory and weights is saved,
+    assert found["sine"] == 2  # the sine of the memory is computed again.
+
+
+def test_a_mask_whose_gradient_nobody_reads_costs_none():
+    layer = repeat(recompute=Recompute.NOTHING)
+
+    def compiled(mask):
+        args = [*arguments(layer)[:2], mask, KEY.numpy()]
+        return compile_program(gradients_of(layer), specs(args), plan_of((1, 1)).mesh)
+
+    floating, whole = compiled(MASK), compiled(MASK.astype(np.int32))
+    assert floating.memory().peak <= whole.memory().peak
+    assert floating.cost()["flops"] <= whole.cost()["flops"]
+
+
 def operations(fn, args):
     """How often each opcode is in the program as it is handed to XLA."""
     module = hlo_pb2.HloModuleProto.FromString(lower(fn, specs(args)).hlo)

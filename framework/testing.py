@@ -1,0 +1,119 @@
+"""What layers are tested with: the same numbers on one device and on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.layer import (
+    Context,
+    Layer,
+    Mode,
+    annotate_weights,
+    initialize,
+)
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.plan import ShardingPlan
+
+# A tensor may be rounding alone: the gradient of attention's key bias is zero, and what
+# comes out is left over from sums of larger numbers.
+_LEAST_SCALE = 0.1
+
+
+def assert_layer_parity(
+    layer: Layer,
+    x: Any,
+    *,
+    plan: ShardingPlan,
+    partitioner: Partitioner = Partitioner.SHARDY,
+    mode: Mode = Mode.TRAIN,
+    activation_dtype: tf.DType = tf.float32,
+    tolerance: float = 1e-5,
+    **inputs: Any,
+) -> None:
+    """Asserts that a layer computes on `plan`'s mesh what it does on one device.
+
+    Compared are its outputs and the gradients, by weights and floating-point inputs, of
+    the outputs' product with random numbers. One device means TF alone, eagerly: no
+    mesh, no compiler. Needs as many devices as the mesh has, see `set_platform`.
+
+    Args:
+      layer: the layer, with its first weights from a fixed key.
+      x: its input, a nest of arrays.
+      plan: where weights and activations are split.
+      partitioner: who splits them.
+      mode: in `Mode.TRAIN`, dropout is at work, with the same random numbers.
+      activation_dtype: of activations; a 16-bit one needs a larger tolerance.
+      tolerance: of an element, in units of the largest one of its tensor, or of a
+        tenth of the largest of all where that is more.
+      **inputs: what else `fprop` takes, nests of arrays.
+
+    Raises:
+      AssertionError: a tensor differs; it is named.
+    """
+    plan_of_one = dataclasses.replace(
+        plan, mesh_shape=(1,) * len(plan.mesh_shape), device_ids=None
+    )
+    key = random.key_from_seed(0)
+    theta = initialize(layer.weights(), key)
+    args = tf.nest.map_structure(tf.convert_to_tensor, (theta, x, inputs, key))
+
+    def results_under(plan):
+        def results(theta, x, inputs, key):
+            ctx = Context(
+                plan=plan, mode=mode, key=key, activation_dtype=activation_dtype
+            )
+            return _outputs_and_gradients(layer, ctx, theta, x, inputs)
+
+        return results
+
+    want = results_under(plan_of_one)(*args)
+    weights = layer.weights().map_with_path(lambda path, s: s.sharding(plan, path))
+    program = compile_program(
+        results_under(plan),
+        tf.nest.map_structure(tf.TensorSpec.from_tensor, args),
+        plan.mesh,
+        in_shardings=[weights, None, None, None],
+        partitioner=partitioner,
+        name=type(layer).__name__,
+    )
+    got = program.unshard(program(*tf.nest.map_structure(lambda t: t.numpy(), args)))
+    want = {name: np.float64(value) for name, value in want.items()}
+    largest = {name: np.abs(value).max(initial=0) for name, value in want.items()}
+    for name, expected in want.items():
+        atol = tolerance * max(largest[name], _LEAST_SCALE * max(largest.values()))
+        found = np.float64(got[name])
+        np.testing.assert_allclose(found, expected, rtol=0, atol=atol, err_msg=name)
+
+
+def _outputs_and_gradients(
+    layer: Layer, ctx: Context, theta: NestedMap, x: Any, inputs: Any
+) -> dict[str, tf.Tensor]:
+    """Tensors by a name that tells a reader what they are."""
+    sources = {f"gradient of weight {p}": w for p, w in theta.items_by_path()}
+    for i, leaf in enumerate(tf.nest.flatten((x, inputs))):
+        if leaf.dtype.is_floating:
+            sources[f"gradient of input {i}"] = leaf
+    with tf.GradientTape() as tape:
+        tape.watch(sources)
+        annotated = annotate_weights(ctx.plan, layer.weights(), theta)
+        outputs = tf.nest.flatten(layer.fprop(ctx, annotated, x, **inputs))
+        products = [
+            tf.reduce_sum(tf.cast(y, tf.float32) * _like(y, i))
+            for i, y in enumerate(outputs)
+        ]
+        loss = tf.add_n(products)
+    gradients = tape.gradient(
+        loss, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO
+    )
+    return {f"output {i}": y for i, y in enumerate(outputs)} | gradients
+
+
+def _like(output: tf.Tensor, i: int) -> tf.Tensor:
+    """Random numbers, for a gradient that depends on every element of the output."""
+    return random.normal(random.key_from_seed(i + 1), output.shape)
