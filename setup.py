@@ -48,6 +48,9 @@ setup(
         "cuda": ["jax[cuda12]>=0.10.2,<0.12"],
     },
     entry_points={
-        "console_scripts": ["meshwright-train=meshwright.trainers.train:run"],
+        "console_scripts": [
+            "meshwright-plan=meshwright.trainers.plan:run",
+            "meshwright-train=meshwright.trainers.train:run",
+        ],
     },
 )

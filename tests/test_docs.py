@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from meshwright.trainers import config
-from meshwright.trainers.train import build_experiment
+from meshwright.trainers.mains import build_experiment
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -40,10 +40,14 @@ def test_python_snippet_runs(code):
     assert ran.stdout.strip(), "a snippet should show something"
 
 
-@pytest.mark.parametrize("command", list(commands(r"(\.venv/bin/)?meshwright-train")))
-def test_train_command_builds(command, tmp_path):
-    words = re.findall(r"--(\w+)=('[^']*'|\S+)", command)
-    flags = {"gin_file", "gin_param", "model_dir", "mode", "platform", "device_count"}
+@pytest.mark.parametrize("command", list(commands(r"(\.venv/bin/)?meshwright-\w+")))
+def test_command_builds(command):
+    words = re.findall(r"--(\w+)(?:=('[^']*'|\S+))?", command)
+    flags = {"gin_file", "gin_param", "device_count"}
+    if "meshwright-plan" in command:
+        flags |= {"explain"}
+    else:
+        flags |= {"model_dir", "mode", "platform"}
     assert {name for name, _ in words} <= flags
     values = [(name, value.strip("'")) for name, value in words]
     build_experiment(

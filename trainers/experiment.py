@@ -27,7 +27,8 @@ class Experiment:
       global_batch: examples a step over all devices.
       num_steps: when training ends.
       steps_per_loop: steps inside one compiled program; saves small models' dispatch.
-      seed: of weights, dropout and input order.
+      seed: of weights and dropout, below 2**64. Input order has its own, such as
+        `TextInput.seed`.
       activation_dtype: of activations; weights are float32.
       partitioner: Shardy or GSPMD.
       eval_interval: steps between evaluations; also evaluated at the end. 0: end only.
@@ -35,6 +36,8 @@ class Experiment:
       checkpoint_interval: steps between checkpoints; also saved at the end.
       summary_interval: steps between TensorBoard points.
       keep_checkpoints: how many of the last checkpoints stay; None for all.
+      replicated_budget: bytes that may lie replicated on each device, of state, batch
+        and activations, before the run stops; None for no limit.
 
     Raises:
       ValueError: a field of another type, a count out of range, or an interval that is
@@ -56,6 +59,7 @@ class Experiment:
     checkpoint_interval: int = 1000
     summary_interval: int = 10
     keep_checkpoints: int | None = 2
+    replicated_budget: int | None = None
 
     def __post_init__(self):
         self._check_types()
@@ -99,16 +103,23 @@ class Experiment:
             "checkpoint_interval": 1,
             "summary_interval": 1,
             "keep_checkpoints": 1,
+            "replicated_budget": 0,
         }
+        optional = ("eval_batches", "keep_checkpoints", "replicated_budget")
         for name, at_least in least.items():
             value = getattr(self, name)
-            if value is None and name in ("eval_batches", "keep_checkpoints"):
+            if value is None and name in optional:
                 continue
             if not isinstance(value, int) or value < at_least:
                 raise ValueError(
                     f"Experiment.{name} is {value!r}, must be a whole number >= "
                     f"{at_least}"
                 )
+        if self.seed >= 2**64:
+            raise ValueError(
+                f"Experiment.seed is {self.seed}, must be below 2**64: a random key "
+                "has no more bits"
+            )
 
     def is_due(self, step: int, interval: int) -> bool:
         """Whether the call that ends with `step` made a multiple of `interval` steps.

@@ -17,7 +17,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from meshwright.framework.compiler.explain import explain
+from meshwright.framework.compiler.explain_text import rematerialized_lines
+from meshwright.framework.compiler.program import Program
 from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers import replication
 from meshwright.trainers.checkpoints import Access, Checkpoints
 from meshwright.trainers.programs import Programs
 from meshwright.trainers.progress import NotFiniteError, Progress, say
@@ -80,6 +84,7 @@ def train_and_evaluate(programs: Programs, run: Run) -> TrainResult:
       TrainingError: a loss, gradient or weight is not finite; it is not saved.
       CheckpointError: see `Checkpoints`.
       OSError: no data, or a folder that cannot be written.
+      ReplicationError: more is left replicated than the experiment's budget.
       ValueError: the checkpoint's step does not fit with `steps_per_loop`.
     """
     with contextlib.ExitStack() as stack:
@@ -123,7 +128,10 @@ class _Loop:
         self.run = run
         self.checkpoints = checkpoints
         self.stop = stop
-        self.fingerprint = self.experiment.task.data_fingerprint()
+        self.fingerprint = {
+            "Experiment.global_batch": self.experiment.global_batch,
+            **self.experiment.task.data_fingerprint(),
+        }
         self.summaries = Summaries(run.model_dir, "train")
         self.eval_summaries = Summaries(run.model_dir, "eval")
         self.profile = StepProfile(run.model_dir, run.profile_steps)
@@ -138,9 +146,12 @@ class _Loop:
 
     def run_to_end(self) -> TrainResult:
         _warn_of_unknown_dims(self.programs)
+        replicated = self._replicated()
         state = self._restored_or_initial()
         step = state.step
         self.summaries.gin_config(step, self.run.config)
+        table = replication.report_text(replicated)
+        self.summaries.text(step, "left replicated", table)
         if step < self.experiment.num_steps:
             try:
                 step = self._train(state, step)
@@ -210,22 +221,51 @@ class _Loop:
         main = self.programs.main
         seconds, megabytes = time.perf_counter() - start, main.memory().peak / 1e6
         say("compiled in %.0f s; takes %.1f MB on each device", seconds, megabytes)
+        self._check_activations(main)
         return main
+
+    def _replicated(self) -> list[replication.ReplicatedTensor]:
+        """Reports what of state and batch is left replicated, before any compiling."""
+        found = replication.replicated_state(self.programs)
+        for line in replication.report_lines(self.programs, found):
+            say("%s", line)
+        replication.check_budget(found, self.experiment.replicated_budget)
+        return found
+
+    def _check_activations(self, main: Program) -> None:
+        """With a budget: activations count too, for a second, shorter compilation."""
+        budget = self.experiment.replicated_budget
+        if budget is None or main.mesh.size == 1:
+            return
+        explanation = explain(main)
+        for one in explanation.rematerialized():
+            lines = "\n".join(rematerialized_lines(one))
+            log.warning("a reshard makes a tensor whole on every device:\n%s", lines)
+        state = replication.replicated_state(self.programs)
+        activations = replication.replicated_activations(explanation)
+        replication.check_budget([*state, *activations], budget)
 
     def _restored_or_initial(self) -> TrainState:
         step = self.checkpoints.latest_step()
         if step is None:
             say("initializing weights")
             return TrainState.initial(self.programs)
-        if self.checkpoints.metadata(step).get("data", "") != self.fingerprint:
-            log.warning(
-                "the training data is not what checkpoint step %d was trained on "
-                "(files or Python version changed): examples now come in another order",
-                step,
-            )
+        self._warn_of_other_data(step)
         say("restoring step %d from %s", step, self.run.checkpoint_dir)
         abstract = TrainState.abstract(self.programs)
         return TrainState(self.programs, self.checkpoints.restore(step, abstract))
+
+    def _warn_of_other_data(self, step: int) -> None:
+        """Says so if training batches are not those of the run that saved `step`."""
+        saved = self.checkpoints.metadata(step).get("batches", {})
+        changed = [k for k, v in self.fingerprint.items() if saved.get(k) != v]
+        if changed:
+            log.warning(
+                "the training data is not what checkpoint step %d was trained on (%s "
+                "changed): examples now come in another order",
+                step,
+                ", ".join(changed),
+            )
 
     def _save(self, step: int, state: TrainState) -> None:
         """Saves in the background what is fit to be trained on."""
@@ -237,7 +277,7 @@ class _Loop:
                 f"after step {step}, {len(bad)} parts of the state are not finite, "
                 f"among them {bad[-1]}"
             )
-        metadata = {"config": self.run.config, "data": self.fingerprint}
+        metadata = {"config": self.run.config, "batches": self.fingerprint}
         self.checkpoints.save(step, state.logical(), metadata=metadata)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
@@ -300,15 +340,23 @@ def _device_batches(programs: Programs, start_step: int) -> Iterator[NestedMap]:
 
 
 def _warn_of_unknown_dims(programs: Programs) -> None:
-    """Says so if the plan splits a dim that no weight has: a typo splits nothing."""
-    known = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
-    for dim in sorted(set(programs.experiment.plan.weights) - known):
-        near = difflib.get_close_matches(dim, known, n=1) or sorted(known)
-        log.warning(
-            "ShardingPlan.weights splits dim %r, which no weight has; do you mean %s?",
-            dim,
-            " or ".join(near),
-        )
+    """Says so if the plan splits a dim that nothing has: a typo splits nothing."""
+    plan = programs.experiment.plan
+    weight_dims = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
+    tables = {
+        "weights": (plan.weights, weight_dims, "weight"),
+        "activations": (plan.activations, programs.activation_dims(), "activation"),
+    }
+    for name, (table, known, what) in tables.items():
+        for dim in sorted(set(table) - known):
+            near = difflib.get_close_matches(dim, known, n=1) or sorted(known)
+            log.warning(
+                "ShardingPlan.%s splits dim %r, which no %s has; do you mean %s?",
+                name,
+                dim,
+                what,
+                " or ".join(near),
+            )
 
 
 def format_metrics(metrics: dict[str, float]) -> str:

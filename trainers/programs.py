@@ -10,6 +10,7 @@ trainer and the planner build the same main program here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -29,6 +30,18 @@ from meshwright.framework.modeling.layer import (
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.experiment import Experiment
+
+
+class _Asked(dict):
+    """A table that notes which names are looked up in it."""
+
+    def __init__(self, table):
+        super().__init__(table)
+        self.names: set[str] = set()
+
+    def get(self, name, default=None):
+        self.names.add(name)
+        return super().get(name, default)
 
 
 class Programs:
@@ -88,10 +101,21 @@ class Programs:
             lambda path, dims: plan.activation_sharding(dims, f"batch.{path}")
         )
 
+    def activation_dims(self) -> set[str]:
+        """Names of the dims that activations have, found by tracing the task's loss."""
+        table = _Asked(self.experiment.plan.activations)
+        plan = dataclasses.replace(self.experiment.plan, activations=table)
+        programs = Programs(dataclasses.replace(self.experiment, plan=plan))
+        programs.batch_shardings()
+        tf.function(programs.eval_step, autograph=False).get_concrete_function(
+            self.abstract_state().theta,
+            NestedMap(self.experiment.task.batch_spec(self.experiment.global_batch)),
+        )
+        return table.names
+
     def seed(self) -> np.ndarray:
         """The experiment's seed as a random key, uint32 [2]."""
-        seed = self.experiment.seed
-        return np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+        return random.key_from_seed(self.experiment.seed).numpy()
 
     def initial_state(self, seed: tf.Tensor) -> NestedMap:
         """The state before step 0, in logical shapes.
@@ -110,7 +134,7 @@ class Programs:
     def train_step(self, state: NestedMap, batch: NestedMap) -> NestedMap:
         """One step: `state` after it, and `metrics`, float32 scalars by name."""
         experiment = self.experiment
-        seed = tf.constant(self.seed())
+        seed = random.key_from_seed(experiment.seed)
         ctx = Context(
             plan=experiment.plan,
             mode=Mode.TRAIN,

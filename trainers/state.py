@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.framework.compiler.jax_bridge import abstract_array, place
+from meshwright.framework.compiler.jax_bridge import abstract_array
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.programs import Programs
 
@@ -25,11 +25,6 @@ class TrainState:
     def initial(cls, programs: Programs) -> TrainState:
         """The state before step 0."""
         return cls(programs, programs.init(programs.seed()))
-
-    @classmethod
-    def from_host(cls, programs: Programs, state: NestedMap) -> TrainState:
-        """A state of host arrays in logical shapes."""
-        return cls(programs, state.map(place, programs.logical_shardings()))
 
     @classmethod
     def abstract(cls, programs: Programs) -> NestedMap:

@@ -35,7 +35,7 @@ class Summaries:
         self._folder = os.path.join(model_dir, name)
         self._is_new, self._has_failed = True, False
         try:
-            os.makedirs(self._folder, exist_ok=True)
+            tf.io.gfile.makedirs(self._folder)
             self._writer = tf.summary.create_file_writer(self._folder)
         except (OSError, tf.errors.OpError) as error:
             raise OSError(
@@ -53,8 +53,12 @@ class Summaries:
 
     def gin_config(self, step: int, text: str) -> None:
         """The operative gin configuration, in the text tab."""
+        self.text(step, "gin config", gin.markdown(text))
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Some Markdown, in the text tab."""
         with self._writing(step):
-            tf.summary.text("gin config", gin.markdown(text))
+            tf.summary.text(name, markdown)
 
     def close(self) -> None:
         with self._failures_as_warnings():

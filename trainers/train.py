@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import logging as python_logging
 import signal
 import sys
 import time
 
 from absl import app, flags, logging
 
-import meshwright.layers
-import meshwright.tasks  # noqa: F401 (both register what gin files name)
 from meshwright.framework.compiler.jax_bridge import jax_mesh, set_platform
-from meshwright.trainers import config, loop
+from meshwright.trainers import loop, mains
 from meshwright.trainers.checkpoints import CheckpointError
 from meshwright.trainers.experiment import Experiment
 from meshwright.trainers.programs import Programs
 
-_GIN_FILE = flags.DEFINE_multi_string(
-    "gin_file", None, "Gin file, by path or by its path under params/; may repeat."
-)
-_GIN_PARAM = flags.DEFINE_multi_string(
-    "gin_param", [], "A gin binding that overrides the files; may repeat."
-)
 _MODEL_DIR = flags.DEFINE_string(
     "model_dir", None, "Folder of checkpoints and TensorBoard events."
 )
@@ -32,57 +23,20 @@ _MODE = flags.DEFINE_enum(
 _PLATFORM = flags.DEFINE_enum(
     "platform", "cpu", ["cpu", "cuda", "tpu"], "Which devices to run on."
 )
-_DEVICE_COUNT = flags.DEFINE_integer(
-    "device_count", None, "Virtual devices on cpu; default: as many as the mesh has."
-)
 _PROFILE_STEPS = flags.DEFINE_list(
     "profile_steps", None, "FIRST,LAST step to trace into model_dir, for xprof."
 )
-_TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error was raised.")
-
-_INTERRUPTED = 128 + signal.SIGINT
-
-
-def build_experiment(
-    gin_files: list[str], gin_params: list[str]
-) -> tuple[Experiment, str]:
-    """The experiment of gin files and bindings, and the configuration in effect.
-
-    Raises:
-      ConfigError: see `config.load`, `config.build` and `config.check_all_operative`.
-      ValueError: a class refuses its parameters.
-    """
-    config.load(gin_files, gin_params)
-    experiment = config.build(Experiment)
-    if unused := config.check_all_operative():
-        logging.info("without effect, as replaced: %s", ", ".join(unused))
-    return experiment, config.operative_text()
 
 
 def main(argv: list[str]) -> int | None:
     """Parses flags and calls; returns the exit status."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    style = python_logging.Formatter(
-        "%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"
-    )
-    logging.get_absl_handler().setFormatter(style)
-    try:
-        return _run(*build_experiment(_GIN_FILE.value, _GIN_PARAM.value))
-    except (ValueError, OSError, CheckpointError, loop.TrainingError) as error:
-        if _TRACEBACK.value:
-            raise
-        sys.exit(f"meshwright-train: {error}\n(--traceback shows where)")
-    except KeyboardInterrupt:
-        if _TRACEBACK.value:
-            raise
-        print("meshwright-train: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+    errors = (CheckpointError, loop.TrainingError)
+    return mains.call("meshwright-train", argv, _run, errors)
 
 
 def _run(experiment: Experiment, config_text: str) -> int | None:
     mesh = experiment.plan.mesh
-    set_platform(_PLATFORM.value, _DEVICE_COUNT.value or _cpu_devices(mesh.size))
+    set_platform(_PLATFORM.value, mains.DEVICE_COUNT.value or _cpu_devices(mesh.size))
     jax_mesh(mesh)  # Too large a mesh is told of at once.
     programs = Programs(experiment)
     model_dir = _MODEL_DIR.value
@@ -102,7 +56,7 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
     start = time.time()
     result = loop.train_and_evaluate(programs, run)
     _print_result(result, time.time() - start)
-    return _INTERRUPTED if result.stop == signal.SIGINT else None
+    return mains.INTERRUPTED if result.stop == signal.SIGINT else None
 
 
 def _print_result(result: loop.TrainResult, seconds: float) -> None:

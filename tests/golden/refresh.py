@@ -3,8 +3,8 @@
 import pathlib
 
 from meshwright.trainers.config import PARAMS
+from meshwright.trainers.mains import build_experiment
 from meshwright.trainers.sharding_text import sharding_text
-from meshwright.trainers.train import build_experiment
 
 GOLDEN = pathlib.Path(__file__).parent
 

@@ -6,12 +6,13 @@ import dataclasses
 import pathlib
 
 import numpy as np
+import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.mains import build_experiment
 from meshwright.trainers.programs import Programs
 from meshwright.trainers.state import TrainState
-from meshwright.trainers.train import build_experiment
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
@@ -62,16 +63,16 @@ def random_batches(experiment: Experiment, calls: int) -> list[NestedMap]:
 
 
 def initial_state(experiment: Experiment) -> NestedMap:
-    """The state before step 0 as host arrays, made on one device."""
-    plan = dataclasses.replace(experiment.plan, mesh_shape=(1, 1))
-    programs = Programs(dataclasses.replace(experiment, plan=plan))
-    return programs.init(programs.seed()).map(np.asarray)
+    """The state before step 0 as host arrays, made eagerly."""
+    programs = Programs(experiment)
+    seed = tf.constant(programs.seed())
+    return programs.initial_state(seed).map(lambda leaf: leaf.numpy())
 
 
 def train(experiment: Experiment, start: NestedMap, calls: int = 5) -> Trained:
     """Trains from `start` (host arrays) for `calls` calls of the main program."""
     programs = Programs(experiment)
-    state = TrainState.from_host(programs, start)
+    state = TrainState(programs, start)
     losses = []
     for batches in random_batches(experiment, calls):
         out = programs.main(state.stored(), batches)
@@ -84,3 +85,15 @@ def train(experiment: Experiment, start: NestedMap, calls: int = 5) -> Trained:
     return Trained(
         np.array(losses), {p: np.asarray(x) for p, x in logical.items_by_path()}
     )
+
+
+def train_by_tf(experiment: Experiment, start: NestedMap, calls: int = 5) -> Trained:
+    """The same by TF's own kernels on one device: no XLA."""
+    step = tf.function(Programs(experiment).train_step, autograph=False)
+    state, losses = start.map(tf.constant), []
+    for batches in random_batches(experiment, calls):
+        for i in range(experiment.steps_per_loop):
+            out = step(state, batches.map(lambda x, i=i: tf.constant(x[i])))
+            state = out.state
+            losses.append(out.metrics.loss.numpy())
+    return Trained(np.array(losses), {p: x.numpy() for p, x in state.items_by_path()})

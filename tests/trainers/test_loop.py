@@ -260,30 +260,56 @@ def test_evaluates_at_the_end_whatever_the_interval(tmp_path):
     assert result.evaluation == latest
 
 
-def test_changed_training_data_is_warned_of(straight, tmp_path, caplog):
-    programs = at(small_programs())
-    resume_from(straight()[1], 10, tmp_path)
-    train(programs, tmp_path, num_steps=11)
-    assert "training data" not in caplog.text
-    task = programs.experiment.task
-    files = dataclasses.replace(task.text.files, pattern="[a-m]*.py")
-    text = dataclasses.replace(task.text, files=files)
-    programs.experiment = dataclasses.replace(
-        programs.experiment, task=dataclasses.replace(task, text=text)
-    )
-    train(programs, tmp_path, num_steps=12)
-    assert "training data is not what checkpoint step 11 was" in caplog.text
+def only_restored(straight, folder, *params):
+    """Starts a run that has nothing left to do."""
+    run = loop.Run(model_dir=str(resume_from(straight()[1], 20, folder)))
+    run = dataclasses.replace(run, evaluate=False)
+    loop.train_and_evaluate(small_programs(*params), run)
 
 
-def test_plan_for_a_dim_that_no_weight_has_is_warned_of(straight, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("param", "changed"),
+    [
+        ("TextFiles.pattern = '[a-m]*.py'", "files or Python version"),
+        ("TextInput.seed = 1", "TextInput.seed"),
+        ("SEQUENCE_LENGTH = 16", "TextInput.sequence_length"),
+        ("Experiment.global_batch = 16", "Experiment.global_batch"),
+    ],
+)
+def test_changed_training_data_is_warned_of(straight, tmp_path, caplog, param, changed):
+    only_restored(straight, tmp_path, param)
+    assert (
+        f"is not what checkpoint step 20 was trained on ({changed} changed): examples "
+        "now come in another order"
+    ) in caplog.text
+
+
+def test_the_same_training_data_is_not_warned_of(straight, tmp_path, caplog):
+    only_restored(straight, tmp_path, "Experiment.seed = 1")
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("table", "what", "typo", "dim"),
+    [
+        ("weights", "weight", "hiden", "hidden"),
+        ("activations", "activation", "bacth", "batch"),
+    ],
+)
+def test_plan_for_a_dim_that_nothing_has_is_warned_of(
+    straight, tmp_path, caplog, table, what, typo, dim
+):
     programs = at(small_programs())
     plan = programs.experiment.plan
-    tables = {**plan.weights, "hiden": "X"}
+    tables = {table: {**getattr(plan, table), typo: "X"}}
     programs.experiment = dataclasses.replace(
-        programs.experiment, plan=dataclasses.replace(plan, weights=tables)
+        programs.experiment, plan=dataclasses.replace(plan, **tables)
     )
     train(programs, resume_from(straight()[1], 20, tmp_path))
-    assert "'hiden', which no weight has; do you mean hidden?" in caplog.text
+    assert (
+        f"ShardingPlan.{table} splits dim {typo!r}, which no {what} has; do you mean "
+        f"{dim}?"
+    ) in caplog.text
 
 
 def test_checkpoint_in_the_middle_of_a_compiled_loop(straight, tmp_path):

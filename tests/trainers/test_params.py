@@ -6,9 +6,9 @@ import pytest
 
 from meshwright.framework.compiler.lower import lower
 from meshwright.trainers.config import PARAMS
+from meshwright.trainers.mains import build_experiment
 from meshwright.trainers.programs import Programs
 from meshwright.trainers.sharding_text import sharding_text
-from meshwright.trainers.train import build_experiment
 from tests.golden.refresh import experiment_files, golden_path
 
 # GSPMD Tables 2 and 3 count a layer's matrices; embeddings come on top.

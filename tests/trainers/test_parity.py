@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from meshwright.framework.nested_map import NestedMap
-from tests.trainers.parity import Trained, initial_state, small_experiment, train
+from tests.trainers.parity import (
+    Trained,
+    initial_state,
+    small_experiment,
+    train,
+    train_by_tf,
+)
 
 PLANS = ("attempt1", "attempt2", "finalized")
 LOSS_RTOL = 1e-5
@@ -75,3 +81,41 @@ def test_axes_that_divide_no_dim(partitioner, optimizer):
     assert_equal_training(
         train(experiment, start(optimizer, vocab)), one_device(optimizer, vocab)
     )
+
+
+OPTIONS = (
+    "transformer_layer.dropout_rate = 0.1",
+    "transformer_layer.activation = %Activation.GATED_GELU",
+    "transformer_layer.positions = %PositionKind.RELATIVE",
+    "transformer_layer.norm = @LayerNorm",
+    "LanguageModel.final_norm = @LayerNorm()",
+    "LayerNorm.model_dims = %MODEL_DIMS",
+    "TokenEmbedding.softmax = %SoftmaxKind.SEPARATE",
+    "LanguageModel.softmax = @Softmax()",
+    "Softmax.model_dims = %MODEL_DIMS",
+    "Softmax.vocab_size = %VOCAB_SIZE",
+    "Repeat.recompute = %Recompute.ALL_BUT_NAMED",
+    "Repeat.saved_names = ('query', 'context', 'hidden', 'gate')",
+    "Experiment.ema = @ExponentialMovingAverage()",
+    "Experiment.steps_per_loop = 5",
+)
+
+
+@functools.cache
+def without_xla(optimizer: str, *params: str) -> Trained:
+    experiment = small_experiment("MESH_SHAPE = (1, 1)", *params, optimizer=optimizer)
+    return train_by_tf(experiment, start(optimizer, *params), calls=1)
+
+
+@pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
+def test_every_option_at_once(partitioner):
+    """Dropout and all, five steps in one compiled loop, against TF without XLA."""
+    experiment = small_experiment(
+        "MESH_SHAPE = (2, 4)",
+        *OPTIONS,
+        f"Experiment.partitioner = %Partitioner.{partitioner}",
+    )
+    got = train(experiment, start("adam", *OPTIONS), calls=1)
+    assert len(got.losses) == 5
+    assert_equal_training(got, without_xla("adam", *OPTIONS))
+    assert any(path.startswith("ema.softmax") for path in got.state)

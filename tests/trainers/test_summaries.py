@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 import pytest
+import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from meshwright.trainers import loop
@@ -34,6 +35,9 @@ def test_training_curves(straight):
     ((step, text),) = curves.pop("gin config")
     assert step == 0
     assert "Experiment.num_steps = 20" in text
+    ((step, text),) = curves.pop("left replicated")
+    assert step == 0
+    assert "| theta.final_norm.scale | ShardingPlan.weights names no axis" in text
     assert curves.keys() == {
         "loss",
         "bits_per_byte",
@@ -109,6 +113,16 @@ def test_full_disk_costs_points_not_the_training(tmp_path, caplog):
     assert warning.getMessage() == (
         f"summaries are lost: {tmp_path}/train: File too large"
     )
+
+
+def test_a_bucket_is_no_local_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(tf.io.gfile, "makedirs", asked.append)
+    monkeypatch.setattr(tf.summary, "create_file_writer", asked.append)
+    Summaries("gs://bucket/run", "train")
+    assert asked == ["gs://bucket/run/train"] * 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_unwritable_folder(tmp_path):

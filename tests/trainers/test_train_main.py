@@ -13,6 +13,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+from meshwright.trainers import mains
 from meshwright.trainers import train as main_module
 from tests.trainers.small_run import (
     GIN_FILES,
@@ -77,6 +78,7 @@ def compiled(monkeypatch):
         (["Experiment.plan = 3"], "Experiment.plan is 3, must be of class Shard"),
         (["Experiment.num_steps = '9'"], "num_steps is '9', must be a whole number"),
         (["Experiment.num_steps = 9.0"], "num_steps is 9.0, must be a whole number"),
+        (["Experiment.seed = 18446744073709551616"], r"must be below 2\*\*64"),
         (["Experiment.eval_batches = 0"], "eval_batches is 0, .* >= 1"),
         (["Experiment.steps_per_loop = 3"], "num_steps = 20 is no multiple of"),
         (["MESH_SHAPE = (4, 4)"], "needs 16 devices but 8 cpu devices exist"),
@@ -146,7 +148,7 @@ def test_replaced_optimizer_sets_its_bindings_aside(compiled, tmp_path, caplog):
     caplog.set_level("INFO", logger="absl")
     sgd = ["Experiment.optimizer = @SGD()", "SGD.learning_rate = @ConstantSchedule()"]
     error_of(tmp_path, *sgd, "Experiment.num_steps = 0")
-    main_module.build_experiment(list(GIN_FILES), [*GIN_PARAMS, MESH, *sgd])
+    mains.build_experiment(list(GIN_FILES), [*GIN_PARAMS, MESH, *sgd])
     for name in ("Adam.learning_rate", "Adam.weight_decay", "LinearWarmup.steps"):
         assert re.search(f"without effect, as replaced: .*{name}", caplog.text)
     # What is bound afterwards must take effect.
@@ -158,7 +160,7 @@ def test_replaced_optimizer_sets_its_bindings_aside(compiled, tmp_path, caplog):
 def test_later_files_and_parameters_win(tmp_path):
     files = [*GIN_FILES, "plans/attempt1.gin"]
     params = [*GIN_PARAMS, MESH, "Experiment.seed = 1", "Experiment.seed = 2"]
-    experiment, text = main_module.build_experiment(files, params)
+    experiment, text = mains.build_experiment(files, params)
     assert experiment.plan.activations["model"] == "X"  # Finalized has Y.
     assert "batch" not in experiment.plan.activations
     assert experiment.seed == 2
@@ -221,7 +223,7 @@ def start(model_dir, *params, device_count):
         *(f"--gin_file={one}" for one in GIN_FILES),
         *(f"--gin_param={one}" for one in (*GIN_PARAMS, *params)),
     ]
-    ours = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS")
+    ours = ("XLA_FLAGS", "PJRT_NPROC", "TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS")
     env = {k: v for k, v in os.environ.items() if k not in ours}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env

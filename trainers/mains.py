@@ -1,0 +1,77 @@
+"""What the mains share: flags, building the experiment, telling errors."""
+
+from __future__ import annotations
+
+import logging as python_logging
+import signal
+import sys
+from collections.abc import Callable
+
+from absl import app, flags, logging
+
+import meshwright.layers
+import meshwright.tasks  # noqa: F401 (both register what gin files name)
+from meshwright.trainers import config
+from meshwright.trainers.experiment import Experiment
+
+GIN_FILE = flags.DEFINE_multi_string(
+    "gin_file", None, "Gin file, by path or by its path under params/; may repeat."
+)
+GIN_PARAM = flags.DEFINE_multi_string(
+    "gin_param", [], "A gin binding that overrides the files; may repeat."
+)
+DEVICE_COUNT = flags.DEFINE_integer(
+    "device_count", None, "Virtual devices on cpu; default: as many as the mesh has."
+)
+TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error was raised.")
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def build_experiment(
+    gin_files: list[str], gin_params: list[str]
+) -> tuple[Experiment, str]:
+    """The experiment of gin files and bindings, and the configuration in effect.
+
+    Raises:
+      ConfigError: see `config.load`, `config.build` and `config.check_all_operative`.
+      ValueError: a class refuses its parameters.
+    """
+    config.load(gin_files, gin_params)
+    experiment = config.build(Experiment)
+    if unused := config.check_all_operative():
+        logging.info("without effect, as replaced: %s", ", ".join(unused))
+    return experiment, config.operative_text()
+
+
+def call(
+    name: str,
+    argv: list[str],
+    body: Callable[[Experiment, str], int | None],
+    errors: tuple[type[Exception], ...] = (),
+) -> int | None:
+    """Builds the experiment that the flags name and calls `body` with it.
+
+    Args:
+      name: the command's, for messages.
+      argv: what absl left over; there must be no arguments.
+      body: takes the experiment and its configuration; returns the exit status.
+      errors: what is told by its message alone, beside ValueError and OSError.
+    """
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    style = python_logging.Formatter(
+        "%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"
+    )
+    logging.get_absl_handler().setFormatter(style)
+    try:
+        return body(*build_experiment(GIN_FILE.value, GIN_PARAM.value))
+    except (ValueError, OSError, *errors) as error:
+        if TRACEBACK.value:
+            raise
+        sys.exit(f"{name}: {error}\n(--traceback shows where)")
+    except KeyboardInterrupt:
+        if TRACEBACK.value:
+            raise
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
