@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Left behind when .venv holds what setup.py and constraints.txt ask for.
 INSTALLED := .venv/installed
 
-.PHONY: install train lint test test-slow golden constraints clean
+.PHONY: install train lint test test-slow matrix golden constraints clean
 
 install: $(INSTALLED)
 
@@ -43,6 +43,11 @@ test: lint
 
 test-slow: install
 	$(BIN)/pytest -n $(WORKERS) -m slow
+
+# The operator matrix with this many cases, drawn anew; docs/operators.md.
+CASES ?= 5000
+matrix: install
+	MATRIX_CASES=$(CASES) $(BIN)/pytest -n $(WORKERS) tests/operators
 
 # Rewrites the sharding text of every shipped config; look at the diff.
 golden: install

@@ -48,9 +48,11 @@ class MemoryUsage:
 class Program:
     """One compiled SPMD program; made by `compile_program`."""
 
-    def __init__(self, lowered, partitioner, unpartitioned, in_forms, out_forms):
+    def __init__(
+        self, lowered, partitioner, unpartitioned, compiled, in_forms, out_forms
+    ):
         self._lowered: LoweredFunction = lowered
-        self._compiled = compiled = unpartitioned.compile()
+        self._compiled = compiled
         self.unpartitioned: jax_bridge.MeshProgram = unpartitioned
         self.mesh: DeviceMesh = unpartitioned.mesh
         self.partitioner: Partitioner = partitioner
@@ -245,6 +247,7 @@ def compile_program(
     partitioner: Partitioner = Partitioner.SHARDY,
     name: str | None = None,
     devices: Sequence[jax.Device] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Program:
     """Partitions a pure TF function over a mesh and compiles it.
 
@@ -261,6 +264,7 @@ def compile_program(
       name: for messages and profiles.
       devices: those of a topology (`topology_devices`), to compile for: the program can
         be looked at, not run. The mesh's ids are places among them.
+      compiler_options: XLA's own, by flag name, for this program.
 
     Raises:
       LoweringError: see `lower`; or an annotation would be dropped on this mesh.
@@ -303,7 +307,10 @@ def compile_program(
         shardy=partitioner is Partitioner.SHARDY,
         devices=devices,
     )
-    program = Program(lowered, partitioner, unpartitioned, in_forms, out_forms)
+    compiled = unpartitioned.compile(compiler_options)
+    program = Program(
+        lowered, partitioner, unpartitioned, compiled, in_forms, out_forms
+    )
     program.can_run = devices is None
     return program
 
