@@ -26,6 +26,9 @@ import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
 
+_PARALLEL_BATCHES = 4
+_READY_BATCHES = 8
+
 
 class ByteTokenizer:
     """Byte b is token b + 2; 0 pads and 1 starts a document.
@@ -363,9 +366,13 @@ class TextInput:
             S = self.sequence_length
             return pack_rows(stream, bounds, examples(step), sequence_length=S)
 
-        return steps.map(
-            batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-        ).prefetch(tf.data.AUTOTUNE)
+        options = tf.data.Options()
+        # On a busy machine an iterator waited up to a minute for its tuner to end.
+        options.autotune.enabled = False
+        batches = steps.map(
+            batch, num_parallel_calls=_PARALLEL_BATCHES, deterministic=True
+        )
+        return batches.prefetch(_READY_BATCHES).with_options(options)
 
 
 def shuffled_examples(place: tf.Tensor, *, count: int, seed: int) -> tf.Tensor:

@@ -9,44 +9,35 @@ import numpy as np
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from meshwright.framework.compiler.lower import LoweringError
-from meshwright.framework.compiler.stable_hlo import call_target, walk, where
+from meshwright.framework.compiler.stable_hlo import (
+    Blame,
+    call_target,
+    is_of_region,
+    walk,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-_BORDERS = ("arg_attrs", "res_attrs")
 _UNSPECIFIED = re.compile(r"unspecified_dims=\[(?P<dims>[\d,]*)\]")
 
 
-def refuse_foreign(name: str, module: ir.Module) -> None:
-    """Refuses what TF's own functions say of shardings and this project says otherwise.
-
-    Their annotations are attributes of ops by default. TF2XLA puts them on all that an
-    op becomes, of whatever shape, and XLA heeds them under GSPMD alone. Their manual
-    regions are GSPMD's too.
+def refuse_foreign(blame: Blame, module: ir.Module) -> None:
+    """Refuses TF's own way into and out of manual regions, which is GSPMD's alone.
 
     Raises:
       LoweringError: there is one.
     """
     for op in walk(module.operation):
-        borders = [op.attributes[k] for k in _BORDERS if k in op.attributes]
-        of_op = call_target(op) is None and "mhlo.sharding" in op.attributes
-        if of_op or "mhlo.sharding" in str(borders):
-            holder = f"op {where(op)!r}" if of_op else "an argument"
-            raise LoweringError(
-                f"{name}: {holder} carries its sharding as an attribute, which would "
-                "be dropped: annotate by mesh_split, or pass TF's own functions "
-                "use_sharding_op=True"
-            )
         if (call_target(op) or "").startswith("SPMD"):
-            raise LoweringError(
-                f"{name}: op {where(op)!r} is TF's own {call_target(op)}, which Shardy "
-                "does not know: use auto_to_manual and manual_to_auto"
+            raise blame.error(
+                op,
+                f"is TF's own {call_target(op)}, which Shardy does not know: use "
+                "auto_to_manual and manual_to_auto",
             )
 
 
 def rewrite_annotations(
-    name: str, module: ir.Module, mesh: DeviceMesh, *, shardy: bool
+    blame: Blame, module: ir.Module, mesh: DeviceMesh, *, shardy: bool
 ) -> None:
     """Makes all annotations outside of manual regions ready for a partitioner.
 
@@ -54,9 +45,8 @@ def rewrite_annotations(
       LoweringError: one cannot be honoured on `mesh`; see `rewrite_annotation`.
     """
     for op in list(walk(module.operation)):
-        # Those of regions are ready.
-        if call_target(op) == "Sharding" and "manual" not in _text(op):
-            rewrite_annotation(name, op, mesh, shardy=shardy)
+        if call_target(op) == "Sharding" and not is_of_region(op):
+            rewrite_annotation(blame, op, mesh, shardy=shardy)
 
 
 def _text(op) -> str:
@@ -64,12 +54,12 @@ def _text(op) -> str:
 
 
 def rewrite_annotation(
-    name: str, op, mesh: DeviceMesh, *, shardy: bool, manual: tuple[str, ...] = ()
+    blame: Blame, op, mesh: DeviceMesh, *, shardy: bool, manual: tuple[str, ...] = ()
 ) -> ir.Value:
     """Rewrites a `@Sharding` custom call, or keeps it in the program's device numbers.
 
     Args:
-      name: the program's, for messages.
+      blame: for messages.
       op: the custom call.
       mesh: the program's mesh.
       shardy: to an `sdy.sharding_constraint`; else the call stays, for GSPMD.
@@ -81,12 +71,13 @@ def rewrite_annotation(
     Raises:
       LoweringError: the annotation cannot be honoured on `mesh`.
     """
-    sharding = _annotation(name, op, mesh)
+    sharding = _annotation(blame, op, mesh)
     clash = [a for axes in sharding.dims for a in axes if mesh.part(a).axis in manual]
     if clash:
-        raise LoweringError(
-            f"{name}: op {where(op)!r} splits a tensor by mesh axis {clash[0]!r}, "
-            "which is manual there: in a manual region annotate by the other axes"
+        raise blame.error(
+            op,
+            f"splits a tensor by mesh axis {clash[0]!r}, which is manual there: in a "
+            "manual region annotate by the other axes",
         )
     operand, result = op.operands[0], op.results[0]
     if mesh.size > 1 and not shardy:
@@ -103,15 +94,13 @@ def rewrite_annotation(
     return operand
 
 
-def _annotation(name: str, op, mesh: DeviceMesh) -> Sharding:
+def _annotation(blame: Blame, op, mesh: DeviceMesh) -> Sharding:
     text = _text(op)
     rank = ir.RankedTensorType(op.operands[0].type).rank
     try:
         sharding = Sharding.from_hlo(mesh, text, rank)
     except ValueError as e:
-        raise LoweringError(
-            f"{name}: the annotation of op {where(op)!r} would be dropped: {e}"
-        ) from None
+        raise blame.error(op, f"annotates what would be dropped: {e}") from None
     config = ir.StringAttr(op.attributes["backend_config"]).value
     if match := _UNSPECIFIED.search(config):
         dims = tuple(int(dim) for dim in match["dims"].split(",") if dim)

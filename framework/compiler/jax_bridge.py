@@ -34,6 +34,7 @@ from meshwright.framework.compiler.constraints import (
 )
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
 from meshwright.framework.compiler.manual_regions import rewrite_manual_regions
+from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -164,9 +165,10 @@ def stable_hlo(lowered: LoweredFunction, mesh: DeviceMesh, shardy: bool) -> byte
     """
     with mlir.make_ir_context(), ir.Location.unknown():
         module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(lowered.hlo))
-        refuse_foreign(lowered.name, module)
-        rewrite_manual_regions(lowered.name, module, mesh, shardy=shardy)
-        rewrite_annotations(lowered.name, module, mesh, shardy=shardy)
+        blame = Blame(lowered.name, lowered.sources)
+        refuse_foreign(blame, module)
+        rewrite_manual_regions(blame, module, mesh, shardy=shardy)
+        rewrite_annotations(blame, module, mesh, shardy=shardy)
         buffer = io.BytesIO()
         module.operation.write_bytecode(buffer)
     return buffer.getvalue()
@@ -278,7 +280,7 @@ class MeshProgram:
             with _partitioner(self.shardy):
                 return self.lowered.compile(compiler_options=options)
         # What JAX makes of an output that it cannot name.
-        except (AssertionError, NotImplementedError) as e:
+        except (AssertionError, KeyError, NotImplementedError) as e:
             raise LoweringError(
                 f"{self.name}: completion chose for a result a sharding that axes of "
                 f"the mesh ({self.mesh}) cannot express; give its out_shardings"

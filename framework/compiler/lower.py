@@ -14,6 +14,7 @@ from tensorflow.python.client import pywrap_tf_session
 from meshwright.framework.compiler.sources import Sources
 
 MAX_CONSTANT_BYTES = 1 << 20
+_SHARDING_ATTRIBUTE = "_XlaSharding"
 
 
 class LoweringError(ValueError):
@@ -59,8 +60,9 @@ def lower(
     flat_specs = tf.nest.flatten(args)
     for spec in flat_specs:
         if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
+            given = spec if isinstance(spec, tf.TensorSpec) else type(spec).__name__
             raise LoweringError(
-                f"{name}: argument {spec} must be a tf.TensorSpec of static shape"
+                f"{name}: argument {given} must be a tf.TensorSpec of static shape"
             )
     outputs = None
 
@@ -74,6 +76,8 @@ def lower(
     compiled = tf.function(flat_fn, jit_compile=True, autograph=False)
     concrete = compiled.get_concrete_function(*flat_specs)
     _check_no_outside_values(name, concrete)
+    sources = Sources(concrete)
+    _check_no_attributes(name, concrete, sources)
     try:
         ir = compiled.experimental_get_compiler_ir(*flat_specs)
         with _without_constant_folding():
@@ -86,7 +90,7 @@ def lower(
         for i, out in enumerate(concrete.outputs)
     ]
     outputs = tf.nest.pack_sequence_as(outputs, specs)
-    return LoweredFunction(name, hlo, args, outputs, Sources(concrete))
+    return LoweredFunction(name, hlo, args, outputs, sources)
 
 
 def _check_no_outside_values(name: str, concrete) -> None:
@@ -100,6 +104,24 @@ def _check_no_outside_values(name: str, concrete) -> None:
             f"{name}: the function reads a {outside[0]} from outside; pass it as an "
             "argument"
         )
+
+
+def _check_no_attributes(name: str, concrete, sources: Sources) -> None:
+    """Refuses annotations as TF's own functions make them by default: as attributes.
+
+    TF2XLA puts one on all that the op becomes, of whatever shape, or on nothing at all;
+    and XLA heeds what is left under GSPMD alone.
+    """
+    graph = concrete.graph.as_graph_def()
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    for node in nodes:
+        if _SHARDING_ATTRIBUTE in node.attr and node.op != "XlaSharding":
+            source = sources.find(node.name)
+            raise LoweringError(
+                f"{name}: op {node.name!r}{f' ({source})' if source else ''} carries "
+                "its sharding as an attribute, which would be dropped: annotate by "
+                "mesh_split, or pass TF's own functions use_sharding_op=True"
+            )
 
 
 def _check_no_large_constants(name: str, hlo: bytes) -> None:

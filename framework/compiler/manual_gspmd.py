@@ -20,8 +20,10 @@ from meshwright.framework.compiler.manual_collectives import (
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,
+    Blame,
     Placeholder,
     call_target,
+    check_axes,
     copy_floating,
     placeholder_of,
     sharding_call,
@@ -31,11 +33,13 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 Axes = tuple[str, ...]
+# What GSPMD ends the process at where some axes are manual and others are not.
+_ABORT = ("stablehlo.fft", "stablehlo.cholesky", "stablehlo.triangular_solve")
 _HAVE_BODIES = ("stablehlo.while", "stablehlo.if", "stablehlo.case")
 
 
 def write_for_gspmd(
-    name: str,
+    blame: Blame,
     mesh: DeviceMesh,
     ops: Sequence,
     axes: Sequence[Axes | None],
@@ -45,17 +49,21 @@ def write_for_gspmd(
     regions: dict[Axes, _Region] = {}
     for op, manual in zip(ops, axes, strict=True):
         if manual is not None:
-            region = regions.setdefault(manual, _Region(name, mesh, manual))
-            with ir.InsertionPoint(op):
-                copy_floating(op, is_floating, region.copies, region.finish)
+            region = regions.setdefault(manual, _Region(blame, mesh, manual))
+            found = placeholder_of(op)
+            if (
+                found is None or found.kind != INTO_MANUAL
+            ):  # That takes it from outside.
+                with ir.InsertionPoint(op):
+                    copy_floating(op, is_floating, region.copies, region.finish)
             region.finish(op)
 
 
 class _Region:
     """All of a block that is manual along the same axes."""
 
-    def __init__(self, name: str, mesh: DeviceMesh, axes: Axes):
-        self.name = name
+    def __init__(self, blame: Blame, mesh: DeviceMesh, axes: Axes):
+        self.blame = blame
         self.mesh = mesh
         self.axes = axes
         self.copies: dict[ir.Value, ir.Value] = {}
@@ -64,6 +72,7 @@ class _Region:
     def finish(self, op) -> list[ir.Value]:
         """Rewrites an op of the region; its results in the end."""
         found = placeholder_of(op)
+        check_axes(self.blame, op, found, self.axes)
         if found is None:
             return self._mark_op(op)
         with ir.InsertionPoint(op), op.location:
@@ -85,14 +94,32 @@ class _Region:
                 for block in region.blocks:
                     for inner in list(block.operations)[:-1]:
                         self.finish(inner.operation)
+        if op.name == "stablehlo.set_dimension_size" and (
+            op.operands[0].type == op.results[0].type
+        ):
+            # Says nothing new (TF's sort makes one), and GSPMD ends the process at it.
+            op.results[0].replace_all_uses_with(op.operands[0])
+            value = op.operands[0]
+            op.erase()
+            return [value]
+        self._check(op)
         if call_target(op) == "Sharding":
             return [
                 rewrite_annotation(
-                    self.name, op, self.mesh, shardy=False, manual=self.axes
+                    self.blame, op, self.mesh, shardy=False, manual=self.axes
                 )
             ]
         with ir.InsertionPoint.after(op), op.location:
             return [self._marked(result) for result in op.results]
+
+    def _check(self, op) -> None:
+        arrays = all(isinstance(r.type, ir.RankedTensorType) for r in op.results)
+        if self.has_automatic_axes and (op.name in _ABORT or not arrays):
+            raise self.blame.error(
+                op,
+                f"becomes a {op.name} in a manual subgroup, which GSPMD cannot "
+                "partition: use Partitioner.SHARDY, or make all axes manual",
+            )
 
     def _marked(self, value: ir.Value) -> ir.Value:
         """`value` with its kind in words, for all who use it."""

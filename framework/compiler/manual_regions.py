@@ -20,11 +20,11 @@ from meshwright.framework.compiler.manual_shardy import write_for_shardy
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,
+    Blame,
     Placeholder,
     operands_of,
     placeholder_of,
     walk,
-    where,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import mesh_text
@@ -46,10 +46,14 @@ class _Kind:
 
 
 _AUTO = _Kind()
+_RECOMPUTE = (
+    "; if TF keeps it for the gradient of a loop or branch, recompute the region "
+    "(tf.recompute_grad, or in Repeat Recompute.EVERYTHING)"
+)
 
 
 def rewrite_manual_regions(
-    name: str, module: ir.Module, mesh: DeviceMesh, *, shardy: bool
+    blame: Blame, module: ir.Module, mesh: DeviceMesh, *, shardy: bool
 ) -> None:
     """Replaces the placeholders of manual regions in `module`.
 
@@ -60,22 +64,22 @@ def rewrite_manual_regions(
     placeholders = [(op, placeholder_of(op)) for op in walk(module.operation)]
     for op, found in placeholders:
         if found is not None and found.mesh != mesh_text(mesh):
-            raise LoweringError(
-                f"{name}: {found.kind} ({where(op)}) is over the mesh ({found.mesh}) "
-                f"but the program is compiled for ({mesh_text(mesh)}); a manual region "
-                "needs the program's own mesh"
+            raise blame.error(
+                op,
+                f"is over the mesh ({found.mesh}), the program is compiled for "
+                f"({mesh_text(mesh)}); a manual region needs the program's own mesh",
             )
     if any(found for _, found in placeholders):
         # A call may not cut a region in two.
         PassManager.parse("builtin.module(inline,symbol-dce)").run(module.operation)
-        _rewrite_blocks(_Rewriting(name, mesh, shardy), module.operation)
+        _rewrite_blocks(_Rewriting(blame, mesh, shardy), module.operation)
 
 
 class _Rewriting:
     """What all blocks share."""
 
-    def __init__(self, name: str, mesh: DeviceMesh, shardy: bool):
-        self.name = name
+    def __init__(self, blame: Blame, mesh: DeviceMesh, shardy: bool):
+        self.blame = blame
         self.mesh = mesh
         self.write = write_for_shardy if shardy else write_for_gspmd
         self.kinds: dict[ir.Value, _Kind] = {}
@@ -87,10 +91,10 @@ class _Rewriting:
         return self.of(value).floating
 
     def error(self, op, what: str) -> LoweringError:
-        return LoweringError(
-            f"{self.name}: op {where(op)!r} {what}. Tensors enter a manual region by "
-            "auto_to_manual and leave by manual_to_auto, over the same axes; in a loop "
-            "that is differentiated the region must be recomputed (tf.recompute_grad)"
+        return self.blame.error(
+            op,
+            f"{what}. Tensors enter a manual region by auto_to_manual and leave by "
+            "manual_to_auto, over the same axes",
         )
 
 
@@ -106,7 +110,7 @@ def _rewrite_block(shared: _Rewriting, block) -> None:
     kinds = [_classify(shared, op) for op in ops]
     if any(kind.axes for kind in kinds):
         axes = [kind.axes for kind in kinds]
-        shared.write(shared.name, shared.mesh, ops, axes, shared.is_floating)
+        shared.write(shared.blame, shared.mesh, ops, axes, shared.is_floating)
     for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
         if kind.own:  # Its copies are in the regions now.
             op.erase()
@@ -138,8 +142,13 @@ def _plain_kind(shared: _Rewriting, op, inputs: Sequence[_Kind]) -> _Kind:
     axes = {kind.axes for kind in inputs} - {None}
     own = any(kind.own for kind in inputs)
     if op.name in ("func.func", "func.return", "stablehlo.return"):
-        if axes or own:
-            raise shared.error(op, "takes a manual tensor out of its region")
+        for value in operands_of(op):
+            if shared.of(value).axes or shared.of(value).own:
+                raise shared.error(
+                    value.owner.operation,
+                    "is in a manual region, and goes out as a result of the program, "
+                    "of a loop or of a branch" + _RECOMPUTE,
+                )
         return _AUTO
     if all(kind.floating for kind in inputs):
         converts = any(_converts(inner) for inner in walk(op))
@@ -149,7 +158,12 @@ def _plain_kind(shared: _Rewriting, op, inputs: Sequence[_Kind]) -> _Kind:
     if len(axes) > 1:
         raise shared.error(op, f"mixes tensors of manual axes {sorted(axes)}")
     if not axes or _AUTO in inputs:
-        raise shared.error(op, "uses a manual tensor together with an automatic one")
+        kept = "update_slice" in op.name or any(True for _ in walk(op))
+        raise shared.error(
+            op,
+            "uses a manual tensor together with an automatic one"
+            + (_RECOMPUTE if kept else ""),
+        )
     return _Kind(axes=axes.pop())
 
 

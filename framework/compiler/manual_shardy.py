@@ -17,7 +17,9 @@ from meshwright.framework.compiler.manual_collectives import (
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,
+    Blame,
     call_target,
+    check_axes,
     copy_floating,
     operand_places,
     operands_of,
@@ -41,7 +43,7 @@ class _Group:
 
 
 def write_for_shardy(
-    name: str,
+    blame: Blame,
     mesh: DeviceMesh,
     ops: Sequence,
     axes: Sequence[Axes | None],
@@ -50,7 +52,7 @@ def write_for_shardy(
     """Rewrites the regions of one block.
 
     Args:
-      name: the program's, for messages.
+      blame: for messages.
       mesh: the program's mesh.
       ops: all ops of the block.
       axes: for each the manual axes of its region, None for an automatic one.
@@ -62,7 +64,7 @@ def write_for_shardy(
     for group in groups:
         if group.axes is not None:
             with ir.InsertionPoint(end):
-                _Region(name, mesh, group, is_floating).build()
+                _Region(blame, mesh, group, is_floating).build()
         else:
             for op in group.ops:
                 if op != end:
@@ -168,8 +170,8 @@ def _is(op, kind: str) -> bool:
 class _Region:
     """One `sdy.manual_computation`, built before the insertion point."""
 
-    def __init__(self, name: str, mesh: DeviceMesh, group: _Group, is_floating):
-        self.name = name
+    def __init__(self, blame: Blame, mesh: DeviceMesh, group: _Group, is_floating):
+        self.blame = blame
         self.mesh = mesh
         self.axes = group.axes
         self.ops = group.ops
@@ -231,6 +233,7 @@ class _Region:
         results = list(op.results)
         for inner in [*walk(op), op]:
             found = placeholder_of(inner)
+            check_axes(self.blame, inner, found, self.axes)
             with ir.InsertionPoint(inner), inner.location:
                 if found is None:
                     new = None
@@ -243,7 +246,7 @@ class _Region:
                     ).results[0]
             if call_target(inner) == "Sharding":
                 new = rewrite_annotation(
-                    self.name, inner, self.mesh, shardy=True, manual=self.axes
+                    self.blame, inner, self.mesh, shardy=True, manual=self.axes
                 )
             elif new is not None:
                 inner.results[0].replace_all_uses_with(new)

@@ -14,7 +14,11 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler import jax_bridge
-from meshwright.framework.compiler.lower import LoweredFunction, lower
+from meshwright.framework.compiler.lower import (
+    LoweredFunction,
+    LoweringError,
+    lower,
+)
 from meshwright.framework.compiler.report import Collective, collectives_of
 from meshwright.framework.compiler.sources import Sources
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -86,7 +90,8 @@ class Program:
         """Puts host arrays of logical shape onto the mesh, as this program takes them.
 
         Returns:
-          The nest of device arrays; for several arguments a tuple of them.
+          The nest of device arrays of a single argument, or a tuple of such nests for
+          several.
 
         Raises:
           ValueError: they are not the program's first arguments, in structure, shape
@@ -271,8 +276,15 @@ def compile_program(
       ValueError: more devices than exist, structures, ranks or meshes that do not
         agree, an argument to donate that is not there.
     """
+    name = name or getattr(fn, "__name__", "program").strip("<>")
     args = tuple(args)
     flat_args = tf.nest.flatten(args)
+    for spec in flat_args:
+        if not isinstance(spec, tf.TensorSpec):
+            raise LoweringError(
+                f"{name}: argument of type {type(spec).__name__} must be a "
+                "tf.TensorSpec; values are given when the program is called"
+            )
     in_forms = _forms(flat_args, args, in_shardings, mesh)
     stored_args = tf.nest.pack_sequence_as(
         args, [_stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
@@ -285,6 +297,11 @@ def compile_program(
             for x, form in zip(tf.nest.flatten(stored), in_forms, strict=True)
         ]
         out = fn(*tf.nest.pack_sequence_as(args, flat))
+        if any(leaf is None for leaf in tf.nest.flatten(out)):
+            raise LoweringError(
+                f"{name}: the function returns None, or a nest with one in it, such as "
+                "the gradient of what the loss does not depend on"
+            )
         out = tf.nest.map_structure(tf.convert_to_tensor, out)
         leaves = tf.nest.flatten(out)
         out_forms[:] = _forms(leaves, out, out_shardings, mesh)
@@ -296,7 +313,6 @@ def compile_program(
             ],
         )
 
-    name = name or getattr(fn, "__name__", "program").strip("<>")
     lowered = lower(stored_fn, stored_args, name=name)
     unpartitioned = jax_bridge.lower_for_mesh(
         lowered,
@@ -326,10 +342,24 @@ def _forms(leaves, structure, shardings, mesh) -> list[StoredForm | None]:
                 f"sharding {sharding} is over another device mesh ({sharding.mesh}) "
                 f"than the program ({mesh}), or over its devices in another order"
             )
+        if sharding is not None:
+            _check_border(sharding)
+    paths = nest.flatten_with_joined_string_paths(structure)
     return [
-        None if s is None else StoredForm.of(tf.TensorSpec(x.shape, x.dtype, x.name), s)
-        for x, s in zip(leaves, flat, strict=True)
+        None if s is None else StoredForm.of(tf.TensorSpec(x.shape, x.dtype, path), s)
+        for x, s, (path, _) in zip(leaves, flat, paths, strict=True)
     ]
+
+
+def _check_border(sharding: Sharding) -> None:
+    axes = [axis for axes in sharding.dims for axis in axes]
+    parts = [axis for axis in axes if sharding.mesh.part(axis).axis != axis]
+    if sharding.unspecified or sharding.manual or parts:
+        raise ValueError(
+            f"sharding {sharding} of an argument or result: at the border of a program "
+            "every dim is split by whole axes or unsplit; annotate inside by "
+            "mesh_split, which can leave dims open or use parts of axes"
+        )
 
 
 def _filled(structure, shardings):

@@ -11,9 +11,12 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
+from meshwright.framework.compiler.lower import LoweringError
+from meshwright.framework.compiler.sources import Sources
 from meshwright.framework.sharding.placeholders import PREFIX
 
 INTO_MANUAL, OUT_OF_MANUAL = "auto_to_manual", "manual_to_auto"
+_RESULT = "XLA_Retvals"
 _NAME = re.compile(r'loc\((?:fused\[)?"([^"]+)"')
 
 
@@ -46,10 +49,34 @@ def operands_of(op) -> list:
     return [user.operands[i] for user, i in operand_places(op)]
 
 
-def where(op) -> str:
-    """The TF op that an operation came from."""
+def _name(op) -> str:
     match = _NAME.search(str(op.location))
     return match[1] if match else "?"
+
+
+@dataclasses.dataclass(frozen=True)
+class Blame:
+    """Names in messages the TF op that an operation came from.
+
+    Args:
+      program: the program's name.
+      sources: where its ops come from.
+    """
+
+    program: str
+    sources: Sources
+
+    def error(self, op, what: str) -> LoweringError:
+        """`program: op 'stack/attention/mul' (stack.attention, mine.py:12) <what>`."""
+        name = _name(op)
+        while name == _RESULT and not isinstance(op.operands[0].owner, ir.Block):
+            op = op.operands[0].owner  # A program's results are copies by TF2XLA.
+            name = _name(op)
+        source = self.sources.find(name)
+        made = (
+            f" ({source.layer}{', ' if source.layer else ''}{source})" if source else ""
+        )
+        return LoweringError(f"{self.program}: op {name!r}{made} {what}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +109,27 @@ def placeholder_of(op) -> Placeholder | None:
         return None
     config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
     return Placeholder(target.removeprefix(PREFIX), config)
+
+
+def check_axes(
+    blame: Blame, op, found: Placeholder | None, manual: Sequence[str]
+) -> None:
+    """Refuses a collective along an axis that is not manual in its region.
+
+    Raises:
+      LoweringError: it is one.
+    """
+    if found is not None and not set(found.axes) <= set(manual):
+        raise blame.error(
+            op,
+            f"is a collective along {', '.join(found.axes)} in a region manual along "
+            f"{', '.join(manual)}",
+        )
+
+
+def is_of_region(op) -> bool:
+    """Whether an annotation is of a manual region, where only we put any so far."""
+    return "manual" in ir.StringAttr(op.attributes["mhlo.sharding"]).value
 
 
 def placeholder_call(kind: str, value, result_type, config: dict[str, Any]):

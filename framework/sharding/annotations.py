@@ -25,6 +25,11 @@ def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
         raise ValueError(
             f"sharding {sharding} has {sharding.rank} dims but {describe(tensor)}"
         )
+    if sharding.manual:
+        raise ValueError(
+            f"sharding {sharding} of {describe(tensor)} is manual, which an annotation "
+            "cannot make it: use auto_to_manual or manual_partition"
+        )
     proto = sharding.to_op_sharding()
     if sharding.mesh.size == 1:  # So that a program for more devices can tell.
         proto = xla_data_pb2.OpSharding(
@@ -85,8 +90,8 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
     Args:
       tensor: any tensor of static rank.
       split_dimension: number of the dim.
-      num_partitions: into how many shards: the program's devices, or a divisor of
-        their number with which `mesh_split` over fewer axes says it better.
+      num_partitions: into how many shards, the number of the program's devices; over
+        fewer use `mesh_split`.
 
     Raises:
       ValueError: no such dim. A number of partitions other than the program's devices

@@ -190,6 +190,9 @@ def collective_permute(
                 f"along {axes}, 0..{count - 1}, and {role} once"
             )
 
+    if count == 1:
+        return tensor if pairs else tf.zeros_like(tensor)
+
     @tf.custom_gradient
     def op(x):
         config = {"axes": axes, "pairs": pairs}
@@ -214,7 +217,22 @@ def axis_index(mesh: DeviceMesh, axes: Axes) -> tf.Tensor:
 
 def _axes(mesh: DeviceMesh, axes: Axes) -> tuple[list[str], int]:
     axes = [axes] if isinstance(axes, str) else list(axes)
-    return axes, mesh.axes_size(axes)
+    return axes, mesh.axes_size(whole_axes(mesh, axes))
+
+
+def whole_axes(mesh: DeviceMesh, axes: Sequence[str]) -> Sequence[str]:
+    """`axes`, of which none may be a part of one or come twice.
+
+    Raises:
+      ValueError: one is, does, or the mesh has no such axis.
+    """
+    for axis in axes:
+        if mesh.part(axis).axis != axis or list(axes).count(axis) > 1:
+            raise ValueError(
+                f"manual regions and collectives are along whole axes, each once, not "
+                f"{axis!r} of {list(axes)}: give the mesh a further axis for a part"
+            )
+    return axes
 
 
 def _dim(tensor: tf.Tensor, dim: int, what: str, count: int = 1) -> int:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.sharding.annotations import describe
-from meshwright.framework.sharding.collectives import all_reduce
+from meshwright.framework.sharding.collectives import all_reduce, whole_axes
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import placeholder
 from meshwright.framework.sharding.sharding import Sharding
@@ -41,6 +41,8 @@ def auto_to_manual(
         unknown axis, a mapping of the wrong length, or eager execution.
     """
     tensor = tf.convert_to_tensor(tensor)
+    if not tensor.shape.is_fully_defined():
+        raise ValueError(f"manual region: {describe(tensor)}, which must be static")
     sharding = _sharding(tensor, mesh, dims_mapping, manual_axes)
     axes = list(mesh.axis_names if manual_axes is None else manual_axes)
     shape = tuple(tensor.shape)
@@ -92,6 +94,8 @@ def manual_to_auto(
       ValueError: as `auto_to_manual`.
     """
     tensor = tf.convert_to_tensor(tensor)
+    if not tensor.shape.is_fully_defined():
+        raise ValueError(f"manual region: {describe(tensor)}, which must be static")
     sharding = _sharding(tensor, mesh, dims_mapping, manual_axes)
     axes = list(mesh.axis_names if manual_axes is None else manual_axes)
     if mesh.axes_size(axes) == 1:
@@ -183,9 +187,9 @@ def _sharding(
     manual = mesh.axis_names if manual_axes is None else tuple(manual_axes)
     if isinstance(manual_axes, str):
         raise ValueError(f"manual_axes={manual_axes!r} must be a sequence of axes")
-    mesh.axes_size(manual)
+    whole_axes(mesh, manual)
     named = [axis for axes in sharding.dims for axis in axes]
-    for axis in named:
+    for axis in whole_axes(mesh, named):
         if axis not in manual:
             raise ValueError(
                 f"dims_mapping {list(dims_mapping)} names mesh axis {axis!r}, which is "

@@ -62,6 +62,11 @@ class DeviceMesh:
             )
         if len(set(self.axis_names)) != len(self.axis_names):
             raise ValueError(f"device mesh axis names repeat: {self.axis_names}")
+        for name in self.axis_names:
+            if not re.fullmatch(r"\w[\w-]*", name) or name == "_":
+                raise ValueError(
+                    f"device mesh axis {name!r}: a name is of letters, digits, - and _"
+                )
         if any(n < 1 for n in self.shape):
             raise ValueError(f"device mesh shape {self.shape} must be positive")
         if self.device_ids is not None:

@@ -32,13 +32,14 @@ def placeholder(
             f"{kind} over the mesh ({mesh}) was called eagerly: it needs a program of "
             "compile_program, whose devices each hold a shard"
         )
-    (result,) = xla.custom_call_v2(
-        PREFIX + kind,
-        list(tensors),
-        [tf.TensorSpec(shape, dtype)],
-        backend_config=json.dumps({"mesh": mesh_text(mesh), **config}),
-        has_side_effect=False,
-    )
+    with tf.name_scope(kind):
+        (result,) = xla.custom_call_v2(
+            PREFIX + kind,
+            list(tensors),
+            [tf.TensorSpec(shape, dtype)],
+            backend_config=json.dumps({"mesh": mesh_text(mesh), **config}),
+            has_side_effect=False,
+        )
     return result
 
 

@@ -206,7 +206,10 @@ class Sharding:
         if match is None:
             raise ValueError(f"{text!r} is no sharding such as '[X,_,Y.Z]'")
         entries = match["dims"].split(",") if match["dims"] else []
-        names = [entry.rstrip("?").strip("_") for entry in entries]
+        names = [entry.removesuffix("?") for entry in entries]
+        if "" in entries:
+            raise ValueError(f"{text!r} has a dim without a word: `_` is for unsplit")
+        names = ["" if name == "_" else name for name in names]
         return cls(
             mesh,
             tuple(tuple(name.split(".")) if name else () for name in names),

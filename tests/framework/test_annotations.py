@@ -134,3 +134,8 @@ def test_in_a_program_the_tensor_and_with_it_the_layer_is_named():
     message = "mesh_split: tensor 'stack/attention/Sin:0' has shape (8, 16): mesh axis"
     with pytest.raises(ValueError, match=re.escape(f"{message} 'X' is used twice")):
         lower(twice, [X])
+
+
+def test_an_annotation_cannot_make_a_tensor_manual():
+    with pytest.raises(ValueError, match="use auto_to_manual or manual_partition"):
+        annotate(tf.zeros([8, 16]), Sharding.parse(MESH, "[_,_] manual{X}"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.program import Partitioner, compile_program
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.collectives import (
@@ -342,3 +343,97 @@ def test_on_one_device_a_region_is_its_body():
     np.testing.assert_array_equal(fn(tf.constant(X)), X)
     program = compile_program(fn, [tf.TensorSpec(X.shape)], mesh)
     np.testing.assert_array_equal(program(X), X)
+
+
+@over_partitioners
+@pytest.mark.parametrize("manual_axes", [None, ("X",)], ids=["all axes", "subgroups"])
+def test_constants_enter_a_region(manual_axes, partitioner):
+    """The gradient of a plain sum is a constant; so is what is made of ones."""
+    borders = {"manual_axes": manual_axes, "out_dims": ["X", None]}
+    partitioned = manual_partition(
+        lambda x, ones: tf.nn.tanh(x + all_reduce(ones, MESH, "X")),
+        mesh=MESH,
+        in_dims=[["X", None], [None, None]],
+        **borders,
+    )
+
+    def fn(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(partitioned(x, tf.ones([4, 16])))
+        return loss, tape.gradient(loss, x)
+
+    program = compile_program(
+        fn, [tf.TensorSpec(X.shape)], MESH, partitioner=partitioner
+    )
+    loss, gradient = program(X)
+    close(loss, np.tanh(X + 2).sum())
+    close(gradient, 1 - np.tanh(X + 2) ** 2)
+
+
+@over_partitioners
+@pytest.mark.parametrize("manual_axes", [None, ("X",)], ids=["all axes", "subgroups"])
+def test_sorts_in_a_region(manual_axes, partitioner):
+    partitioned = manual_partition(
+        lambda x: (tf.sort(x), tf.math.top_k(x, 3).indices),
+        mesh=MESH,
+        manual_axes=manual_axes,
+        in_dims=[["X", None]],
+        out_dims=(["X", None], ["X", None]),
+    )
+    program = compile_program(
+        partitioned, [tf.TensorSpec(X.shape)], MESH, partitioner=partitioner
+    )
+    ordered, places = map(np.asarray, program(X))
+    np.testing.assert_array_equal(ordered, np.sort(X))
+    np.testing.assert_array_equal(places, np.argsort(-X)[:, :3])
+
+
+@over_partitioners
+def test_a_region_in_a_branch_that_is_differentiated(partitioner):
+    partitioned = manual_partition(
+        lambda x: all_reduce(tf.nn.tanh(x), MESH, "Y"),
+        mesh=MESH,
+        in_dims=[["X", "Y"]],
+        out_dims=["X", None],
+    )
+
+    def fn(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            step = tf.recompute_grad(partitioned)
+            y = tf.cond(x[0, 0] > -100, lambda: step(x), lambda: x[:, :4])
+            loss = tf.reduce_sum(y**2)
+        return tape.gradient(loss, x)
+
+    program = compile_program(
+        fn, [tf.TensorSpec(X.shape)], MESH, partitioner=partitioner
+    )
+    total = np.tanh(X).reshape(8, 4, 4).sum(1)
+    close(program(X), 2 * np.tile(total, 4) * (1 - np.tanh(X) ** 2))
+
+
+def test_gspmd_refuses_what_it_would_end_the_process_at():
+    def fft(x):
+        return tf.math.real(tf.signal.fft(tf.cast(x, tf.complex64)))
+
+    borders = {"in_dims": [["X", None]], "out_dims": ["X", None]}
+    for manual_axes in (None, ["X"]):
+        region = manual_partition(fft, mesh=MESH, manual_axes=manual_axes, **borders)
+        for partitioner in Partitioner:
+            spec = [tf.TensorSpec(X.shape)]
+            if partitioner is Partitioner.GSPMD and manual_axes:
+                with pytest.raises(
+                    LoweringError, match="fft in a manual subgroup, which"
+                ):
+                    compile_program(region, spec, MESH, partitioner=partitioner)
+            else:
+                program = compile_program(region, spec, MESH, partitioner=partitioner)
+                close(program(X), np.fft.fft(X).real)
+
+
+def test_a_permute_among_one_device_keeps_or_drops():
+    mesh = DeviceMesh(("X", "Y"), (1, 1))
+    x = tf.constant(X)
+    assert collective_permute(x, mesh, "X", [(0, 0)]) is x
+    assert not np.any(collective_permute(x, mesh, "X", []))

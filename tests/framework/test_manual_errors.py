@@ -64,6 +64,19 @@ def annotated_by_a_manual_axis(x):
     return out(y, manual_axes=["X"])
 
 
+def constant_summed_along_an_automatic_axis(x):
+    one = collectives.all_reduce(tf.ones([4, 16]), MESH, "Y")
+    return out(into(x, manual_axes=["X"]) * one, manual_axes=["X"])
+
+
+def kept_by_an_automatic_branch(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.cond(x[0, 0] > 0, lambda: out(tf.sin(into(x))), lambda: x)
+        loss = tf.reduce_sum(y)
+    return tape.gradient(loss, x)
+
+
 def kept_by_an_automatic_loop(x):
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -84,19 +97,31 @@ def kept_by_an_automatic_loop(x):
         (mixed, "moe/dispatch/mul.* uses a manual tensor together with an automatic"),
         (of_two_regions, "mixes tensors of manual axes"),
         (manual_twice, "takes a tensor that is manual already"),
-        (never_left, "takes a manual tensor out of its region"),
+        (never_left, "is in a manual region, and goes out as a result of the program"),
         (never_entered, "takes a tensor that is not manual along X, Y"),
         (collective_outside, "takes a tensor that is not manual along X"),
         (collective_along_an_automatic_axis, "is not manual along Y"),
+        (constant_summed_along_an_automatic_axis, "collective along Y in a region man"),
+        (
+            kept_by_an_automatic_branch,
+            "for the gradient of a loop or branch, recompute",
+        ),
         (place_outside, "uses a manual tensor together with an automatic one"),
         (annotated_by_a_manual_axis, "by mesh axis 'X', which is manual there"),
-        (kept_by_an_automatic_loop, "region must be recomputed .tf.recompute_grad"),
+        (
+            kept_by_an_automatic_loop,
+            "keeps it for the gradient of a loop .*recompute_grad",
+        ),
     ],
 )
 def test_a_tensor_on_the_wrong_side_is_named(fn, message, partitioner):
     with pytest.raises(LoweringError, match=message) as raised:
         compile_program(fn, [X], MESH, partitioner=partitioner)
-    assert str(raised.value).startswith(f"{fn.__name__}: op '")
+    # The op, its layer or scopes, and the line above that made it.
+    assert re.match(
+        rf"{fn.__name__}: op '[^']+' \(.*framework/test_manual_errors.py:\d+\) ",
+        str(raised.value),
+    )
 
 
 def test_a_region_over_another_mesh_is_refused():
@@ -145,6 +170,18 @@ def test_a_region_over_another_mesh_is_refused():
         (
             lambda x: collectives.collective_permute(x, MESH, "X", [(0, 1), (0, 0)]),
             "source 0 must be a place along ['X'], 0..1, and source once",
+        ),
+        (
+            lambda x: collectives.all_reduce(x, MESH, "Y:(1)2"),
+            "along whole axes, each once, not 'Y:(1)2'",
+        ),
+        (
+            lambda x: collectives.all_reduce(x, MESH, ("X", "X")),
+            "along whole axes, each once, not 'X'",
+        ),
+        (
+            lambda x: into(x, ["Y:(1)2", None]),
+            "along whole axes, each once, not 'Y:(1)2'",
         ),
         (into, "auto_to_manual over the mesh (X=2, Y=4) was called eagerly"),
         (

@@ -54,3 +54,9 @@ def test_an_unknown_axis_names_those_there_are():
         mesh.axis_size("modle")
     with pytest.raises(ValueError, match="unknown mesh axis 'modle'"):
         mesh.axes_size(("data", "modle"))
+
+
+@pytest.mark.parametrize("name", ["", "_", "x.y", "x,y", "x?", "x:(1)2", "x y"])
+def test_an_axis_name_that_no_text_could_tell_is_refused(name):
+    with pytest.raises(ValueError, match="a name is of letters, digits, - and _"):
+        DeviceMesh((name,), (2,))

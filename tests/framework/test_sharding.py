@@ -99,6 +99,8 @@ def test_reads_its_own_text(text):
     "text,message",
     [
         ("X,Y", "'X,Y' is no sharding such as '[X,_,Y.Z]'"),
+        ("[X,,Y]", "'[X,,Y]' has a dim without a word: `_` is for unsplit"),
+        ("[X__]", "unknown mesh axis 'X__'"),
         ("[X,Z]", "unknown mesh axis 'Z'"),
         ("[X] manual{X}", "'X' is used twice in one tensor: on dim 0 and as manual"),
     ],
