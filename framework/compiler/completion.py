@@ -17,7 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from meshwright.framework.compiler.constraints import logical
 from meshwright.framework.compiler.hlo_text import (
     HloModule,
     Instruction,
@@ -27,6 +29,7 @@ from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.xla_form import place_along
 
 _SHARDY, _GSPMD = "shardy-xla", "sharding-propagation"
 # TPU's compiler, which libtpu brings, calls its own "tpu-spmd-partitioning".
@@ -58,6 +61,19 @@ class Rematerialization:
     bytes: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Neighbour:
+    """An array that reads another, or that another is made of.
+
+    Args:
+      shape: logical.
+      sharding: completed; HLO's text where mesh axes cannot say it.
+    """
+
+    shape: tuple[int, ...]
+    sharding: Sharding | str
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Completion:
     """A program after completion and after partitioning.
@@ -79,25 +95,99 @@ class Completion:
     def result_shardings(self, ranks: Sequence[int]) -> list[Sharding | str]:
         """Of the program's results, which have these ranks, in order."""
         root = self.completed.root()
-        if root.dtype:
-            texts = [root.sharding]
-        elif root.sharding:
-            texts = tuple_shardings(root.sharding)
-        else:
-            texts = [one.sharding for one in self.completed.operands(root)]
+        texts = [root.sharding] if root.dtype else self._leaves(root)
         pairs = zip(texts, ranks, strict=True)
         return [self._read(text, rank) for text, rank in pairs]
 
-    def _read(self, text: str, rank: int) -> Sharding | str:
-        # XLA counts devices by their place in the mesh; no sharding is replicated.
-        logical = DeviceMesh(self.mesh.axis_names, self.mesh.shape)
+    def _leaves(self, one: Instruction) -> list[str]:
+        """The shardings of a tuple's elements."""
+        if one.sharding:
+            return tuple_shardings(one.sharding)
+        return [operand.sharding for operand in self.completed.operands(one)]
+
+    def around(self, one: Instruction) -> list[Neighbour]:
+        """The arrays that an array of `completed` is made of, and its readers.
+
+        Tuples, which loops take and give, are looked through.
+        """
+        inner = self.unpacked(one)
+        makers = self.completed.operands(one) if inner is one else [inner]
+        readers = self.completed.users.get(one.name, [])
+        near = [self.as_neighbour(other) for other in makers + readers if other.dtype]
+        for maker in makers:
+            if maker.opcode == "while":
+                near += self._elements_like(one, maker)
+        for reader in readers:
+            if reader.opcode == "tuple":
+                text = self._leaves(reader)[reader.operands.index(one.name)]
+                near.append(self._neighbour(one.shape, text))
+        return [other for other in near if other.shape]
+
+    def as_neighbour(self, one: Instruction) -> Neighbour:
+        """An array of `completed` as what is next to another."""
+        return self._neighbour(one.shape, one.sharding)
+
+    def _neighbour(self, shape: tuple[int, ...], text: str) -> Neighbour:
+        return Neighbour(shape=shape, sharding=self._read(text, len(shape)))
+
+    def unpacked(self, one: Instruction) -> Instruction:
+        """What an array is, past a tuple that it was only put into."""
+        while one.opcode == "get-tuple-element":
+            packed = self.completed.by_name[one.operands[0]]
+            takers = self.completed.users[packed.name]
+            # Those of results are taken out all, and in order.
+            if packed.opcode != "tuple" or len(takers) != len(packed.operands):
+                return one
+            one = self.completed.by_name[packed.operands[takers.index(one)]]
+        return one
+
+    def _elements_like(self, one: Instruction, loop: Instruction) -> list[Neighbour]:
+        """The elements of a loop's result that `one` can be, by its type."""
+        before = self.completed.by_name[loop.operands[0]]
+        elements = self.completed.operands(before) if before.opcode == "tuple" else []
+        return [
+            self._neighbour(one.shape, text)
+            for element, text in zip(elements, self._leaves(loop), strict=False)
+            if (element.shape, element.dtype) == (one.shape, one.dtype)
+        ]
+
+    def follows(self, completed: Sharding | str, asked: Sharding) -> bool:
+        """Whether each device holds the shard that was asked for.
+
+        Of a dim that was left open, that or a part of it.
+        """
         try:
-            read = Sharding.from_hlo(logical, text or "{replicated}", rank)
+            if isinstance(completed, str):
+                ours = self._over_places(completed, asked.rank)
+            else:
+                ours = logical(completed, self.mesh)
+        except ValueError:
+            return False
+        theirs = logical(asked, self.mesh)
+        counts = zip(ours.splits(), theirs.splits(), strict=True)
+        for dim, (count, wanted) in enumerate(counts):
+            parts = count // wanted
+            if count % wanted or (parts > 1 and dim not in asked.unspecified):
+                return False
+            places = _by_device(ours, dim) // parts
+            if not np.array_equal(places, _by_device(theirs, dim)):
+                return False
+        return True
+
+    def _read(self, text: str, rank: int) -> Sharding | str:
+        try:
+            read = self._over_places(text, rank)
         except ValueError:
             return text
-        if read.mesh != logical:
+        if read.mesh.device_ids is not None:
             return text
         return dataclasses.replace(read, mesh=self.mesh)
+
+    def _over_places(self, text: str, rank: int) -> Sharding:
+        """As XLA counts devices: by their place in the mesh."""
+        places = DeviceMesh(self.mesh.axis_names, self.mesh.shape)
+        # No sharding is replicated.
+        return Sharding.from_hlo(places, text or "{replicated}", rank)
 
     def rematerializations(self) -> list[Rematerialization]:
         """The tensors that a reshard makes whole on its way.
@@ -144,6 +234,12 @@ class Completion:
         while one.opcode == "all-gather":
             one = self.partitioned.by_name[one.operands[0]]
         return one
+
+
+def _by_device(sharding: Sharding, dim: int) -> np.ndarray:
+    """Which shard along `dim` each device has, by its number."""
+    order = np.argsort(sharding.mesh.ids.flatten())
+    return place_along(sharding.mesh, sharding.dims[dim]).flatten()[order]
 
 
 def complete(program: MeshProgram) -> Completion:

@@ -12,18 +12,20 @@ from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.completion import (
     Completion,
+    Neighbour,
     Rematerialization,
     complete,
 )
 from meshwright.framework.compiler.explain_text import explanation_text
 from meshwright.framework.compiler.hlo_text import HloModule, Instruction, itemsize
 from meshwright.framework.compiler.program import Program
-from meshwright.framework.compiler.sources import Source, Sources, program_name
+from meshwright.framework.compiler.sources import (
+    Source,
+    Sources,
+    program_name,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-
-ANNOTATION = "XlaSharding"
-"""Type of the TF op that carries an annotation."""
 
 # What holds no data of its own.
 _NO_TENSOR = frozenset(
@@ -51,6 +53,7 @@ class Why(enum.Enum):
 
     ANNOTATED = "annotated so"
     PLAN = "its plan names no axis for these dims"
+    UNEVEN = "its size does not divide; give its sharding and it is stored padded"
     NOTHING_SPLIT = "nothing around it is split"
     UNDECIDED = "completion could not decide"
 
@@ -92,6 +95,10 @@ class TensorReport:
       dtype: element type in HLO's words: "f32", "bf16", ...
       sharding: completed; HLO's text where mesh axes cannot say it.
       annotated: whether the program asked for it; otherwise completion inferred it.
+      asked: what the program asked for if that is another sharding, else None.
+      resharded_from: sharding of the annotated tensor that this one annotates again,
+        differently; None of others. Two annotations in a row are a reshard, as of an
+        AllToAll that is wanted there (GShard 3.2).
       why_replicated: the reason if no axis splits it, else None.
       bytes: of the whole tensor.
       bytes_per_device: of one device's shard.
@@ -110,6 +117,8 @@ class TensorReport:
     why_replicated: Why | None
     bytes: int
     bytes_per_device: int
+    asked: Sharding | None = None
+    resharded_from: Sharding | str | None = None
     collectives: tuple[InsertedCollective, ...] = ()
 
 
@@ -185,12 +194,16 @@ def explain(program: Program) -> Explanation:
     """
     completion = complete(program.unpartitioned)
     at, elsewhere = _inserted(program)
-    report = _Report(completion, program.sources, at)
+    arguments, results = _arguments(program, completion), _results(program, completion)
+    root = completion.completed.root()
+    # The root of several results is a tuple, no op's own tensor.
+    root_why = {root.name: results[0].why_replicated} if root.dtype else {}
+    report = _Report(completion, program.sources, at, root_why)
     return Explanation(
         name=program.name,
         mesh=program.mesh,
         partitioner=program.partitioner.value,
-        tensors=(*_border(program, completion), *report.tensors()),
+        tensors=(*arguments, *results, *report.tensors()),
         elsewhere=tuple(elsewhere + report.unclaimed()),
         _rematerialized=tuple(
             _rematerialized(one, program.sources)
@@ -199,34 +212,70 @@ def explain(program: Program) -> Explanation:
     )
 
 
-def _border(program: Program, completion: Completion) -> list[TensorReport]:
-    """The arguments and results."""
-    entry = completion.completed.entry
+def _arguments(program: Program, completion: Completion) -> list[TensorReport]:
+    module = completion.completed
     found = [
         one
-        for one in completion.completed.instructions
-        if one.opcode == "parameter" and one.computation == entry
+        for one in module.instructions
+        if one.opcode == "parameter" and one.computation == module.entry
     ]
     found.sort(key=lambda one: one.number)
-    ins = [completion.sharding(one) for one in found]
-    results = nest.flatten(program.outputs)
-    return [
-        *_leaves(Kind.ARGUMENT, program.inputs, ins, program.in_shardings),
-        *_leaves(
-            Kind.RESULT,
-            program.outputs,
-            completion.result_shardings([len(spec.shape) for spec in results]),
-            program.out_shardings,
-        ),
-    ]
+    shardings = [completion.sharding(one) for one in found]
+    whys = [_why_border(completion.around(one), one.shape) for one in found]
+    return _leaves(Kind.ARGUMENT, program.inputs, shardings, program.in_shardings, whys)
 
 
-def _leaves(kind: Kind, specs, shardings, asked) -> list[TensorReport]:
+def _results(program: Program, completion: Completion) -> list[TensorReport]:
+    ranks = [len(spec.shape) for spec in nest.flatten(program.outputs)]
+    shardings = completion.result_shardings(ranks)
+    root = completion.completed.root()
+    if root.dtype:
+        whys = [_why_border(completion.around(root), root.shape)]
+    else:
+        makers = completion.completed.operands(root)
+        whys = [_why_element(completion, one) for one in makers]
+    return _leaves(Kind.RESULT, program.outputs, shardings, program.out_shardings, whys)
+
+
+def _why_element(completion: Completion, maker: Instruction) -> Why:
+    """Why the result that `maker` makes is left whole."""
+    why = _why_border([completion.as_neighbour(maker)], maker.shape)
+    if why is not Why.NOTHING_SPLIT:
+        return why
+    return _why_inside(completion.around(completion.unpacked(maker)))
+
+
+def _why_border(near: Sequence[Neighbour], shape: tuple[int, ...]) -> Why:
+    """Why an argument or a result of `shape` next to these is left whole.
+
+    JAX splits arrays between programs evenly. What has no sharding of its own it
+    therefore leaves whole where a dim does not divide.
+    """
+    for one in near:
+        if not isinstance(one.sharding, Sharding):
+            continue
+        pairs = zip(one.shape, one.sharding.splits(), strict=True)
+        if any(size % count and size in shape for size, count in pairs):
+            return Why.UNEVEN
+    return _why_inside(near)
+
+
+def _why_inside(near: Sequence[Neighbour]) -> Why:
+    """Why a tensor next to these is left whole."""
+    if all(_is_replicated(one.sharding) for one in near):
+        return Why.NOTHING_SPLIT
+    return Why.UNDECIDED
+
+
+def _leaves(kind: Kind, specs, shardings, asked, whys) -> list[TensorReport]:
+    """The arguments or results; `whys` are of those that completion left whole."""
     paths = nest.flatten_with_joined_string_paths(specs, separator=".")
     reports = []
-    for (path, spec), sharding, wanted in zip(paths, shardings, asked, strict=True):
+    for (path, spec), sharding, wanted, why in zip(
+        paths, shardings, asked, whys, strict=True
+    ):
         shape = tuple(spec.shape)
-        why = Why.NOTHING_SPLIT if wanted is None else Why.PLAN
+        why = why if wanted is None else Why.PLAN
         size = itemsize(_hlo_dtype(spec.dtype))
         reports.append(
             TensorReport(
@@ -254,11 +303,13 @@ class _Report:
         completion: Completion,
         sources: Sources,
         collectives: dict[str, list[InsertedCollective]],
+        root_why: dict[str, Why | None],
     ):
         self.completion = completion
         self.module = completion.completed
         self.sources = sources
         self.collectives = collectives
+        self.root_why = root_why
         self.by_op: dict[str, list[Instruction]] = collections.defaultdict(list)
         inside = _running(self.module)
         for one in self.module.instructions:
@@ -284,7 +335,11 @@ class _Report:
         own = [p for p in parts if source is not None and p.shape in source.shapes]
         one = own[-1] if own else one
         sharding = self.completion.sharding(one)
-        annotated = source is not None and source.op_type == ANNOTATION
+        annotated = source is not None and source.annotation is not None
+        asked = None
+        if annotated and own:
+            asked = source.annotation.sharding(self.completion.mesh, len(one.shape))
+        followed = asked is None or self.completion.follows(sharding, asked)
         return TensorReport(
             kind=Kind.INSIDE,
             layer=source.layer if source else "",
@@ -295,24 +350,33 @@ class _Report:
             dtype=one.dtype,
             sharding=sharding,
             annotated=annotated,
-            why_replicated=self._why(parts, sharding, annotated),
+            why_replicated=self._why(parts, sharding, asked),
             collectives=tuple(self.collectives.get(name, ())),
+            asked=None if followed else asked,
+            resharded_from=self._resharded_from(one) if annotated else None,
             **_sizes(sharding, one.shape, itemsize(one.dtype)),
         )
 
-    def _why(self, parts, sharding, annotated: bool) -> Why | None:
+    def _why(self, parts, sharding, asked: Sharding | None) -> Why | None:
         if not _is_replicated(sharding):
             return None
-        if annotated:
+        if asked is not None and asked.is_replicated():
             return Why.ANNOTATED
-        around = [other for one in parts for other in self._around(one)]
-        if all(_is_replicated(self.completion.sharding(one)) for one in around):
-            return Why.NOTHING_SPLIT
-        return Why.UNDECIDED
+        for one in parts:
+            if why := self.root_why.get(one.name):
+                return why
+        return _why_inside(
+            [near for one in parts for near in self.completion.around(one)]
+        )
 
-    def _around(self, one: Instruction) -> list[Instruction]:
-        near = self.module.operands(one) + self.module.users.get(one.name, [])
-        return [other for other in near if other.dtype and other.shape]
+    def _resharded_from(self, one: Instruction) -> Sharding | str | None:
+        """The sharding of what an annotation annotates again, if that is another."""
+        for annotated in self.module.operands(one):
+            source = self.sources.find(annotated.op_name, annotated.shape)
+            if source is not None and source.annotation is not None:
+                before = self.completion.sharding(annotated)
+                return before if before != self.completion.sharding(one) else None
+        return None
 
 
 def _running(module: HloModule) -> set[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from meshwright.framework.compiler.sources import PLACEHOLDER
+
 if TYPE_CHECKING:
     from meshwright.framework.compiler.explain import (
         Explanation,
@@ -46,7 +48,8 @@ def tensor_name(one: TensorReport) -> str:
     """The tensor's own name in its layer; of a gradient's op with the op it is of."""
     if not one.layer and one.source is None:
         return one.op_name
-    parts = one.op_name.split("/")
+    # What TF has no op for has a scope of its name.
+    parts = one.op_name.removesuffix(f"/{PLACEHOLDER}").split("/")
     return "/".join(parts[-2:] if one.source and one.source.is_gradient else parts[-1:])
 
 
@@ -89,6 +92,7 @@ def _interesting(tensors: Iterable[TensorReport]) -> list[TensorReport]:
 
 def _tensor_lines(one: TensorReport) -> Iterator[str]:
     how = "annotated" if one.annotated else "inferred"
+    how = how if one.asked is None else f"asked {one.asked}"
     columns = [
         f"  {tensor_name(one):<31}",
         f"{_type(one):<19}",
@@ -99,6 +103,8 @@ def _tensor_lines(one: TensorReport) -> Iterator[str]:
     if one.source is not None:
         of = "gradient of " if one.source.is_gradient else ""
         yield f"      {of}{one.source}"
+    if one.resharded_from is not None:
+        yield f"      annotated again, differently: resharded from {one.resharded_from}"
     for collective in one.collectives:
         yield f"      {collective_text(collective)}"
 

@@ -10,8 +10,16 @@ import re
 from collections.abc import Iterator
 
 import tensorflow as tf
+from tensorflow.compiler.xla import xla_data_pb2
 
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.origins import noted_layer, noted_weight, original_of
+from meshwright.framework.sharding.sharding import Sharding
+
+ANNOTATION = "XlaSharding"
+"""Type of the TF op that carries an annotation."""
+PLACEHOLDER = "XlaCustomCallV2"
+"""Type of the TF op that stands for what TF has none for, in a scope of its name."""
 
 _FRAMEWORK = pathlib.Path(__file__).parents[1]
 # Frames of these are no user's.
@@ -28,6 +36,25 @@ _TAPE_GRADIENT = re.compile(r"(?:.*/)?gradient_tape/(?P<scope>.+)/[^/]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Annotation:
+    """What an annotation asks for, as its TF op says it.
+
+    Args:
+      op_sharding: a serialized OpSharding.
+      unspecified_dims: numbers of the dims that completion decides.
+    """
+
+    op_sharding: bytes
+    unspecified_dims: tuple[int, ...]
+
+    def sharding(self, mesh: DeviceMesh, rank: int) -> Sharding:
+        """Over the axes of the program's mesh; see `Sharding.from_op_sharding`."""
+        proto = xla_data_pb2.OpSharding.FromString(self.op_sharding)
+        sharding = Sharding.from_op_sharding(mesh, proto, rank)
+        return dataclasses.replace(sharding, unspecified=self.unspecified_dims)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
     """Where a TF op was made.
 
@@ -40,6 +67,7 @@ class Source:
       line: in the file.
       is_gradient: whether the op belongs to the gradient of what the line says.
       shapes: of its outputs, None for those that are not static.
+      annotation: what it asks for if it is an annotation, else None.
     """
 
     op_name: str
@@ -49,6 +77,7 @@ class Source:
     line: int
     is_gradient: bool
     shapes: tuple[tuple[int, ...] | None, ...]
+    annotation: Annotation | None = None
 
     def __str__(self) -> str:
         """`folder/file.py:12`."""
@@ -160,6 +189,16 @@ def _source(op: tf.Operation, original: tf.Graph, place: _Place) -> Source:
         shapes=tuple(
             tuple(t.shape) if t.shape.is_fully_defined() else None for t in op.outputs
         ),
+        annotation=_annotation(op),
+    )
+
+
+def _annotation(op: tf.Operation) -> Annotation | None:
+    if op.type != ANNOTATION:
+        return None
+    return Annotation(
+        op_sharding=op.get_attr("sharding"),
+        unspecified_dims=tuple(op.get_attr("unspecified_dims")),
     )
 
 
@@ -198,6 +237,7 @@ def _layer(op: tf.Operation, place: _Place) -> str:
         scopes = [weight]
     else:
         name = op.name.removeprefix(place.scope)
+        name = name.removesuffix(f"/{PLACEHOLDER}")
         scopes = [part for part in name.split("/")[:-1] if part != "gradient_tape"]
     return ".".join(part for part in (place.layer, *scopes) if part)
 

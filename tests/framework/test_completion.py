@@ -10,7 +10,8 @@ import sys
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.completion import complete
+from meshwright.framework.compiler.completion import Completion, complete
+from meshwright.framework.compiler.constraints import logical
 from meshwright.framework.compiler.hlo_text import (
     HloModule,
     itemsize,
@@ -145,6 +146,34 @@ def test_what_makes_xla_fall_back_to_gspmd_is_an_error(monkeypatch):
         LoweringError, match="completed the program by sharding-propagation, but shardy"
     ):
         complete(asked_shardy)
+
+
+@pytest.mark.parametrize(
+    ("completed", "asked", "follows"),
+    [
+        ("[X,_]", "[X,_]", True),
+        ("[X,_]", "[_,X]", False),
+        ("[X,Y]", "[X,_]", False),
+        ("[X,Y]", "[X,?]", True),
+        ("[X.Y,_]", "[X?,_]", True),
+        ("[Y.X,_]", "[X?,_]", False),
+        ("[_,_]", "[X?,_]", False),
+        ("[_,_]", "[?,?]", True),
+    ],
+)
+def test_whether_an_annotation_was_followed(completed, asked, follows):
+    completion = Completion(PERMUTED, HloModule(TEXT), HloModule(TEXT))
+    completed, asked = (Sharding.parse(PERMUTED, text) for text in (completed, asked))
+    assert completion.follows(completed, asked) is follows
+
+
+def test_whether_an_annotation_over_another_device_order_was_followed():
+    completion = Completion(PERMUTED, HloModule(TEXT), HloModule(TEXT))
+    other = Sharding.parse(MESH, "[X.Y,_]")
+    text = logical(other, PERMUTED).to_hlo()
+    assert completion.follows(text, other)
+    assert not completion.follows(text, Sharding.parse(PERMUTED, "[X.Y,_]"))
+    assert not completion.follows("{unknown}", other)
 
 
 TEXT = """

@@ -11,6 +11,7 @@ from meshwright import framework as mw
 from meshwright.framework.compiler.explain import Kind, Why
 from meshwright.framework.compiler.explain_text import bytes_text
 from meshwright.framework.compiler.topology import topology_devices
+from meshwright.framework.sharding.collectives import all_gather, all_reduce
 from tests.framework import reshards
 
 HERE = pathlib.Path(__file__)
@@ -147,6 +148,153 @@ def test_why_tensors_are_replicated(partitioner):
     large = explanation.replicated(at_least=4 * 64)
     assert {one.bytes for one in large} == {4 * 64}
     assert "whole/mul" in {one.op_name for one in large}
+
+
+def explain_fn(fn, shapes, partitioner, mesh=MESH, **kwargs):
+    specs = [tf.TensorSpec(shape) for shape in shapes]
+    return mw.explain(
+        mw.compile_program(fn, specs, mesh, partitioner=partitioner, **kwargs)
+    )
+
+
+def whys(explanation):
+    return {
+        (one.kind, one.op_name): one.why_replicated for one in explanation.replicated()
+    }
+
+
+@over_partitioners
+def test_a_border_tensor_that_does_not_divide_says_so(partitioner):
+    def fn(x, z):
+        y = mw.mesh_split(x, MESH, ["X", None])
+        return tf.tanh(y), z + 1.0
+
+    explanation = explain_fn(fn, [(63, 64), (63, 64)], partitioner)
+    assert whys(explanation) == {
+        (Kind.ARGUMENT, "0"): Why.UNEVEN,
+        (Kind.RESULT, "0"): Why.UNEVEN,
+        (Kind.ARGUMENT, "1"): Why.NOTHING_SPLIT,
+        (Kind.RESULT, "1"): Why.NOTHING_SPLIT,
+        (Kind.INSIDE, "add"): Why.NOTHING_SPLIT,
+    }
+    assert "its size does not divide; give its sharding and it is" in str(explanation)
+
+
+@over_partitioners
+def test_a_border_tensor_of_a_loop_that_does_not_divide_says_so(partitioner):
+    def body(i, x):
+        return i + 1, mw.mesh_split(tf.tanh(x), MESH, [None, "Y"])
+
+    def fn(x):
+        return tf.while_loop(lambda i, _: i < 3, body, (tf.constant(0), x))[1]
+
+    found = whys(explain_fn(fn, [(64, 63)], partitioner))
+    assert found[Kind.ARGUMENT, "0"] is found[Kind.RESULT, "result"] is Why.UNEVEN
+
+
+@over_partitioners
+def test_a_border_tensor_that_divides_is_not_called_uneven(partitioner):
+    def fn(x):
+        return tf.reduce_sum(mw.mesh_split(x, MESH, ["X", None])), x
+
+    found = whys(explain_fn(fn, [(64, 64)], partitioner))
+    assert found[Kind.RESULT, "0"] is found[Kind.INSIDE, "Sum"] is Why.UNDECIDED
+
+
+@over_partitioners
+def test_an_annotation_that_was_not_followed(partitioner):
+    """Under GSPMD the result itself is what was annotated, and JAX leaves it whole."""
+
+    def fn(x):
+        return mw.mesh_split(tf.tanh(x), MESH, [None, "Y"])  # uneven
+
+    explanation = explain_fn(fn, [(64, 63)], partitioner)
+    found, text = tensor(explanation, "XlaSharding"), str(explanation)
+    row = next(one for one in text.splitlines() if one.startswith("  XlaSharding"))
+    assert found.annotated
+    if partitioner is mw.Partitioner.SHARDY:
+        assert (found.asked, found.why_replicated) == (None, None)
+        assert row.split()[2:] == ["[_,Y]", "annotated"]
+    else:
+        assert (found.asked, found.why_replicated) == (split(None, "Y"), Why.UNEVEN)
+        assert row.split()[2:] == ["[_,_]", "asked", "[_,Y]"]
+    assert "annotated so" not in text
+
+
+@over_partitioners
+def test_an_annotation_with_open_dims_was_not_the_reason(partitioner):
+    def fn(x, y):
+        x = mw.mesh_split(tf.tanh(x), MESH, [None, None], unspecified_dims=[0, 1])
+        y = mw.mesh_split(y, MESH, ["X", "Y"])
+        y = mw.mesh_split(tf.tanh(y), MESH, ["X", None], unspecified_dims=[1])
+        return x, mw.mesh_split(y, MESH, ["X", "Y"])
+
+    explanation = explain_fn(fn, [(64, 64), (64, 64)], partitioner)
+    assert whys(explanation)[Kind.INSIDE, "XlaSharding"] is Why.NOTHING_SPLIT
+    assert tensor(explanation, "XlaSharding_2").sharding == split("X", "Y")
+    assert [one.asked for one in explanation.tensors if one.asked] == []
+
+
+@over_partitioners
+def test_annotations_over_other_device_orders_are_followed(partitioner):
+    mesh = mw.DeviceMesh(("X", "Y"), (2, 4), (3, 1, 4, 0, 5, 7, 2, 6))
+    order = np.array([5, 2, 7, 0, 1, 4, 3, 6]).reshape(8, 1)
+
+    def fn(x, y):
+        return mw.mesh_split(tf.tanh(x), mesh, ["Y", None]), mw.shard(y, order) + 1.0
+
+    out = [None, mw.Sharding.replicated(mesh, 2)]
+    explanation = explain_fn(
+        fn, [(64, 64), (64, 64)], partitioner, mesh, out_shardings=out
+    )
+    found = [one for one in explanation.tensors if one.op_type == "XlaSharding"]
+    assert len(found) == 2 and all(one.annotated for one in found)
+    assert [one.asked for one in found] == [None, None]
+
+
+@over_partitioners
+def test_two_annotations_in_a_row_are_a_reshard(partitioner):
+    def fn(x):
+        x = mw.mesh_split(tf.tanh(x), MESH, ["X", None])
+        x = mw.mesh_split(x, MESH, ["X", None])
+        return tf.tanh(mw.mesh_split(tf.identity(x), MESH, [None, "X"]))
+
+    explanation = explain_fn(fn, [(64, 64)], partitioner)
+    found = {
+        one.op_name: one.resharded_from
+        for one in explanation.tensors
+        if one.resharded_from is not None
+    }
+    assert found == {"XlaSharding_2": split("X", None)}
+    lines = str(explanation).splitlines()
+    at = next(i for i, one in enumerate(lines) if one.startswith("  XlaSharding_2"))
+    again = "      annotated again, differently: resharded from [X,_]"
+    assert lines[at + 2] == again
+    assert sum("annotated again" in one for one in lines) == 1
+
+
+@over_partitioners
+def test_collectives_of_manual_regions_are_shown(partitioner):
+    def body(x):
+        return all_reduce(x, MESH, "Y") + all_gather(x, MESH, "Y")[:8]  # manual
+
+    def fn(x):
+        over = mw.manual_partition(
+            body, mesh=MESH, in_dims=[["X", "Y"]], out_dims=["X", None]
+        )
+        return over(x)
+
+    explanation = explain_fn(fn, [(16, 16)], partitioner)
+    lines = str(explanation).splitlines()
+    at = lines.index("body")
+    for name, collective in [
+        ("all_reduce", "all-reduce"),
+        ("all_gather", "all-gather"),
+    ]:
+        row = next(i for i, one in enumerate(lines) if one.startswith(f"  {name} "))
+        assert row > at
+        assert lines[row + 1] == f"      framework/test_explain.py:{line('manual')}"
+        assert lines[row + 2].startswith(f"      {collective} along Y, ")
 
 
 @over_partitioners

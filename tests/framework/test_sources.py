@@ -8,12 +8,16 @@ import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
 
 from meshwright.framework.compiler.lower import lower
-from meshwright.framework.compiler.sources import program_name
+from meshwright.framework.compiler.sources import Sources, program_name
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import Context, WeightSpec, annotate_weights
 from meshwright.framework.modeling.recompute import Recompute, split_function
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.annotations import mesh_split, replicate
+from meshwright.framework.sharding.manual import auto_to_manual
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.sharding import Sharding
 
 HERE = pathlib.Path(__file__)
 X = tf.TensorSpec([4, 4])
@@ -158,6 +162,33 @@ def test_the_annotation_of_a_weight_names_the_weight():
 
     source = lower(fn, [X]).sources.find("XlaSharding")
     assert (source.op_type, source.layer) == ("XlaSharding", "dense.w")
+
+
+def test_what_an_annotation_asks_for():
+    mesh = DeviceMesh(("X", "Y"), (2, 4), (3, 1, 4, 0, 5, 7, 2, 6))
+
+    def fn(x):
+        y = mesh_split(x, mesh, ["Y", None], unspecified_dims=[1])
+        return tf.tanh(replicate(y))
+
+    sources = lower(fn, [X]).sources
+    found = [sources.find(name) for name in ("XlaSharding", "XlaSharding_1", "Tanh")]
+    first, second, none = (one.annotation for one in found)
+    assert first.sharding(mesh, 2) == Sharding.parse(mesh, "[Y,?]")
+    assert second.sharding(mesh, 2) == Sharding.replicated(mesh, 2)
+    assert none is None
+
+
+def test_a_placeholder_is_no_layer():
+    mesh = DeviceMesh(("X", "Y"), (2, 4))
+
+    def fn(x):
+        with tf.name_scope("dense"):
+            return auto_to_manual(x, mesh, ["X", "Y"])
+
+    sources = Sources(tf.function(fn, autograph=False).get_concrete_function(X))
+    source = sources.find("dense/auto_to_manual/XlaCustomCallV2")
+    assert (source.op_type, source.layer) == ("XlaCustomCallV2", "dense")
 
 
 @pytest.mark.parametrize("recompute", [Recompute.EVERYTHING, Recompute.NOTHING])
