@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 
-import numpy as np
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
@@ -15,7 +14,7 @@ from meshwright.framework.compiler.stable_hlo import (
     is_of_region,
     walk,
 )
-from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.mesh import DeviceMesh, places_in
 from meshwright.framework.sharding.sharding import Sharding
 
 _UNSPECIFIED = re.compile(r"unspecified_dims=\[(?P<dims>[\d,]*)\]")
@@ -110,11 +109,9 @@ def _annotation(blame: Blame, op, mesh: DeviceMesh) -> Sharding:
 
 def logical(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
     """`sharding` with devices numbered by their place in `mesh`, as programs do."""
-    places = np.argsort(mesh.ids.flatten())[
-        np.searchsorted(np.sort(mesh.ids.flat), sharding.mesh.ids.flatten())
-    ]
     own = sharding.mesh
-    numbered = DeviceMesh(own.axis_names, own.shape, tuple(int(p) for p in places))
+    places = places_in(mesh.ids, own.ids)
+    numbered = DeviceMesh(own.axis_names, own.shape, tuple(int(p) for p in places.flat))
     return dataclasses.replace(sharding, mesh=numbered)
 
 

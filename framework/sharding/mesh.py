@@ -118,6 +118,16 @@ class DeviceMesh:
         return ", ".join(f"{name}={size}" for name, size in pairs)
 
 
+def places_in(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The place in `ids`, flattened, of each of `wanted`; both hold the same ids.
+
+    Returns:
+      int array of the shape of `wanted`.
+    """
+    order = np.argsort(ids, axis=None)
+    return order[np.searchsorted(np.ravel(ids)[order], wanted)]
+
+
 @functools.lru_cache(maxsize=4096)
 def _part(mesh: DeviceMesh, axis: str) -> AxisPart:
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 
 from meshwright.framework.sharding import xla_form
-from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.mesh import DeviceMesh, places_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,9 +159,7 @@ class Sharding:
         if sorted(self.mesh.ids.flat) != sorted(other.mesh.ids.flat):
             return None
         # Where the devices of `self.mesh` stand in the other mesh.
-        order = np.argsort(other.mesh.ids.flat)[
-            np.searchsorted(np.sort(other.mesh.ids.flat), self.mesh.ids)
-        ]
+        order = places_in(other.mesh.ids, self.mesh.ids)
         numbers, splits = [], []
         pairs = zip(self.splits(), other.splits(), strict=True)
         for dim, (ours, theirs) in enumerate(pairs):

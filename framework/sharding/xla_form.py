@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 
-from meshwright.framework.sharding.mesh import AxisPart, DeviceMesh
+from meshwright.framework.sharding.mesh import AxisPart, DeviceMesh, places_in
 
 if TYPE_CHECKING:
     from meshwright.framework.sharding.sharding import Sharding
@@ -195,9 +195,7 @@ def _over_axes(mesh: DeviceMesh, tiles: _Tiles, rank: int) -> dict[str, Any] | N
     found: list[tuple[str, ...]] = []
     manual: tuple[str, ...] = ()
     # The place in the tile assignment of each device, in the mesh's order.
-    where = np.argsort(tiles.devices.flatten())[
-        np.searchsorted(np.sort(mesh.ids.flat), mesh.ids)
-    ]
+    where = places_in(tiles.devices, mesh.ids)
     places = np.unravel_index(where, tiles.devices.shape)
     for dim, (place, count) in enumerate(zip(places, tiles.devices.shape, strict=True)):
         if dim >= rank and tiles.groups[dim - rank] == _REPLICATED:
