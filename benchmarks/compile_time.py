@@ -67,7 +67,12 @@ class Compile:
         return self.trace + self.compile
 
 
-def programs_for(side: int) -> Programs:
+def programs_for(
+    side: int,
+    *,
+    partitioner: mw.Partitioner = mw.Partitioner.SHARDY,
+    devices: Sequence[jax.Device] | None = None,
+) -> Programs:
     """The programs of the experiment for 2 * side * side partitions."""
     X, Y = side, 2 * side
     experiment, _ = build_experiment(
@@ -82,7 +87,8 @@ def programs_for(side: int) -> Programs:
             "NUM_LAYERS = 4",
         ],
     )
-    return Programs(experiment)
+    experiment = dataclasses.replace(experiment, partitioner=partitioner)
+    return Programs(experiment, devices=devices)
 
 
 def measure(
@@ -96,25 +102,9 @@ def measure(
       lowered: CPU times at which modules were lowered, the latest last.
     """
     devices = topology_devices(f"v3:{side}x{side}")
-    programs = programs_for(side)
-    plan = programs.experiment.plan
+    programs = programs_for(side, partitioner=partitioner, devices=devices)
     start = time.process_time()
-    program = mw.compile_program(
-        lambda state, batches: dict(programs.train_loop(state, batches)),
-        [programs.abstract_state(), programs.abstract_batches()],
-        plan.mesh,
-        in_shardings=[
-            programs.state_shardings(),
-            programs.batch_shardings().map(
-                lambda s: mw.Sharding(s.mesh, ((), *s.dims))
-            ),
-        ],
-        out_shardings={"state": programs.state_shardings(), "metrics": None},
-        donate=[0],
-        partitioner=partitioner,
-        name="train",
-        devices=devices,
-    )
+    program = programs.main
     end = time.process_time()
     return Compile(
         trace=lowered[-1] - start,

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
+import jax
 import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
@@ -47,15 +49,24 @@ class _Asked(dict):
 class Programs:
     """Builds and caches the compiled programs of one experiment.
 
-    Raises ValueError if the plan does not fit the weights.
-
     The functions (`train_step`, ...) are pure TF over logical shapes and abstract
     enough to be planned for any topology; the cached properties compile them for the
     mesh of the experiment's plan.
+
+    Args:
+      experiment: whose.
+      devices: those of a topology (`topology_devices`), to compile for; such programs
+        can be looked at, not run.
+
+    Raises:
+      ValueError: the plan does not fit the weights.
     """
 
-    def __init__(self, experiment: Experiment):
+    def __init__(
+        self, experiment: Experiment, *, devices: Sequence[jax.Device] | None = None
+    ):
         self.experiment = experiment
+        self.devices = devices
         self.weights = experiment.task.weights()
         # What a plan gets wrong is said of weights, not of their slots.
         for path, spec in self.weights.items_by_path():
@@ -282,4 +293,5 @@ class Programs:
             donate=donate,
             partitioner=self.experiment.partitioner,
             name=name,
+            devices=self.devices,
         )

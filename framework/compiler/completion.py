@@ -23,7 +23,7 @@ from meshwright.framework.compiler.constraints import logical
 from meshwright.framework.compiler.hlo_text import (
     HloModule,
     Instruction,
-    tuple_shardings,
+    elements,
 )
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.lower import LoweringError
@@ -102,7 +102,7 @@ class Completion:
     def _leaves(self, one: Instruction) -> list[str]:
         """The shardings of a tuple's elements."""
         if one.sharding:
-            return tuple_shardings(one.sharding)
+            return elements(one.sharding)
         return [operand.sharding for operand in self.completed.operands(one)]
 
     def around(self, one: Instruction) -> list[Neighbour]:
@@ -114,13 +114,14 @@ class Completion:
         makers = self.completed.operands(one) if inner is one else [inner]
         readers = self.completed.users.get(one.name, [])
         near = [self.as_neighbour(other) for other in makers + readers if other.dtype]
-        for maker in makers:
-            if maker.opcode == "while":
-                near += self._elements_like(one, maker)
+        if one.opcode == "get-tuple-element" and makers[0].opcode == "while":
+            leaves = elements(makers[0].sharding)
+            near += [self._neighbour(one.shape, leaves[one.number])] if leaves else []
         for reader in readers:
-            if reader.opcode == "tuple":
-                text = self._leaves(reader)[reader.operands.index(one.name)]
-                near.append(self._neighbour(one.shape, text))
+            for number, name in enumerate(reader.operands):
+                if reader.opcode == "tuple" and name == one.name:
+                    text = self._leaves(reader)[number]
+                    near.append(self._neighbour(one.shape, text))
         return [other for other in near if other.shape]
 
     def as_neighbour(self, one: Instruction) -> Neighbour:
@@ -134,22 +135,10 @@ class Completion:
         """What an array is, past a tuple that it was only put into."""
         while one.opcode == "get-tuple-element":
             packed = self.completed.by_name[one.operands[0]]
-            takers = self.completed.users[packed.name]
-            # Those of results are taken out all, and in order.
-            if packed.opcode != "tuple" or len(takers) != len(packed.operands):
+            if packed.opcode != "tuple":
                 return one
-            one = self.completed.by_name[packed.operands[takers.index(one)]]
+            one = self.completed.by_name[packed.operands[one.number]]
         return one
-
-    def _elements_like(self, one: Instruction, loop: Instruction) -> list[Neighbour]:
-        """The elements of a loop's result that `one` can be, by its type."""
-        before = self.completed.by_name[loop.operands[0]]
-        elements = self.completed.operands(before) if before.opcode == "tuple" else []
-        return [
-            self._neighbour(one.shape, text)
-            for element, text in zip(elements, self._leaves(loop), strict=False)
-            if (element.shape, element.dtype) == (one.shape, one.dtype)
-        ]
 
     def follows(self, completed: Sharding | str, asked: Sharding) -> bool:
         """Whether each device holds the shard that was asked for.

@@ -16,6 +16,7 @@ from meshwright.framework.compiler.stable_hlo import (
 )
 from meshwright.framework.sharding.mesh import DeviceMesh, places_in
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.xla_form import ints
 
 _UNSPECIFIED = re.compile(r"unspecified_dims=\[(?P<dims>[\d,]*)\]")
 
@@ -102,7 +103,7 @@ def _annotation(blame: Blame, op, mesh: DeviceMesh) -> Sharding:
         raise blame.error(op, f"annotates what would be dropped: {e}") from None
     config = ir.StringAttr(op.attributes["backend_config"]).value
     if match := _UNSPECIFIED.search(config):
-        dims = tuple(int(dim) for dim in match["dims"].split(",") if dim)
+        dims = tuple(ints(match["dims"]))
         sharding = dataclasses.replace(sharding, unspecified=dims)
     return sharding
 

@@ -19,6 +19,7 @@ from meshwright.framework.compiler.completion import (
 from meshwright.framework.compiler.explain_text import explanation_text
 from meshwright.framework.compiler.hlo_text import HloModule, Instruction, itemsize
 from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.report import collectives_of
 from meshwright.framework.compiler.sources import (
     Source,
     Sources,
@@ -64,7 +65,7 @@ class InsertedCollective:
 
     Args:
       kind: "all-reduce", "all-gather", ...
-      axes: mesh axes that it spans; None if its groups are no product of axes.
+      axes: mesh axes, or parts, that it spans; None if those make no such groups.
       bytes: of its result on one device, each time it runs.
       times: how often one call of the program runs it: trips of the loops around it
         multiplied; None if a loop's are not known.
@@ -394,7 +395,7 @@ def _inserted(
     """The collectives by TF op, and those without one."""
     module = HloModule(program.hlo_text())
     by_op, nameless = collections.defaultdict(list), []
-    for collective in program.collectives():
+    for collective in collectives_of(module, program.mesh):
         loops = module.loops_around(module.by_name[collective.name].computation)
         names = _combined_names(collective.op_name)
         one = InsertedCollective(

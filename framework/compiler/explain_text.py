@@ -111,8 +111,11 @@ def _tensor_lines(one: TensorReport) -> Iterator[str]:
 
 def collective_text(one: InsertedCollective) -> str:
     """`all-gather along X, 33 kB, 40 times in a loop`."""
-    axes = "axes that are no product" if one.axes is None else ", ".join(one.axes)
-    text = f"{one.kind} along {axes or 'no axis'}, {bytes_text(one.bytes)}"
+    if one.axes is None:
+        where = "in groups that no axes make"
+    else:
+        where = f"along {', '.join(one.axes) or 'no axis'}"
+    text = f"{one.kind} {where}, {bytes_text(one.bytes)}"
     if one.in_loop:
         times = "unknown times" if one.times is None else f"{one.times} times"
         text += f", {times} in a loop"

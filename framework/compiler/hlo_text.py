@@ -1,4 +1,9 @@
-"""Reading HLO text: instructions, their shardings, and who calls whom."""
+"""Reading HLO text: instructions, their shardings, and who calls whom.
+
+The text of a program for a whole pod can take hundreds of MB, nearly all of it device
+groups written out. They are set aside by `str.find`, unread, before anything else looks
+at a line.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import dataclasses
 import functools
 import math
 import re
+import sys
 from collections.abc import Iterator
 
 _HEAD = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\) -> .* \{$")
@@ -15,11 +21,15 @@ _OPCODE = re.compile(r" ?(?P<opcode>[\w-]+)\(")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _OP_NAME = re.compile(r'op_name="(?P<name>[^"]*)"')
 _CALLED = re.compile(
-    r"(?:body|condition|calls|to_apply|(?:true|false)_computation)=%(?P<one>[\w.-]+)"
-    r"|branch_computations=\{(?P<many>[^}]*)\}"
+    r"(?:body|condition|calls|to_apply|select|scatter|(?:true|false)_computation)"
+    r"=%(?P<one>[\w.-]+)|(?:branch|called)_computations=\{(?P<many>[^}]*)\}"
 )
+_INDEX = re.compile(r"index=(?P<index>\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(?P<n>\d+)"')
-_CLOSING = {"(": ")", "{": "}"}
+_ITEM = re.compile(r"(?:bf|[sufc])(?P<bits>\d+)(?:e\w+)?")
+_BRACKETS = {"(": re.compile(r"[()]"), "{": re.compile(r"[{}]")}
+_MARK = re.compile(r"[][(){},]")
+_COMMENT = re.compile(r"/\*.*?\*/")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,35 +40,55 @@ class Instruction:
       name: in its module.
       opcode: such as "dot".
       computation: name of the computation that it is in.
-      dtype: element type, such as "f32"; "" for a tuple.
-      shape: of an array; () for a tuple.
+      type: of its result, as text: "f32[8,16]{1,0}", "(f32[8]{0}, s32[])".
       operands: names of its operands; what a parameter or constant has in their place
         is in `number`.
-      number: of a parameter, else None.
+      number: of a parameter, or of the tuple's element that a get-tuple-element takes;
+        the value of a scalar constant that is an integer from 0 up; else None.
+      groups: of a collective, the devices that take part together: the text of its
+        replica_groups or source_target_pairs; else "".
       sharding: as text; "" if it has none.
       op_name: metadata: what it was lowered from.
-      called: names of the computations that it calls.
-      trips: of a loop, if the compiler knows.
+      called: names of the computations that it calls: a loop's condition and body, a
+        conditional's branches, what a fusion calls or a reduction applies.
+      trips: of a loop, if the compiler says; TPU's does not.
+      backend_config: text of the backend's own, such as the "estimated_cycles" of a TPU
+        program; "" if there is none.
       is_root: whether it is its computation's result.
     """
 
     name: str
     opcode: str
     computation: str
-    dtype: str
-    shape: tuple[int, ...]
+    type: str
     operands: tuple[str, ...]
     number: int | None
+    groups: str
     sharding: str
     op_name: str
     called: tuple[str, ...]
     trips: int | None
+    backend_config: str
     is_root: bool
+
+    @property
+    def dtype(self) -> str:
+        """Element type of an array, such as "f32"; "" of a tuple."""
+        return self._array[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of an array; () of a tuple."""
+        return self._array[1]
 
     @property
     def bytes(self) -> int:
         """Size of an array of this type; 0 for tuples and what holds no data."""
         return math.prod(self.shape) * itemsize(self.dtype)
+
+    @functools.cached_property
+    def _array(self) -> tuple[str, tuple[int, ...]]:
+        return ("", ()) if self.type.startswith("(") else arrays_of(self.type)[0]
 
 
 class HloModule:
@@ -104,10 +134,35 @@ class HloModule:
 
 def itemsize(dtype: str) -> int:
     """Bytes of an element; 0 for tuples, tokens and opaque types."""
-    if dtype == "pred" or dtype.startswith("f8"):
+    if dtype == "pred":
         return 1
-    bits = re.fullmatch(r"(?:bf|[sufc])(\d+)", dtype)
-    return max(1, int(bits[1]) // 8) if bits else 0
+    item = _ITEM.fullmatch(dtype)
+    return max(1, int(item["bits"]) // 8) if item else 0
+
+
+def arrays_of(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Element type and shape of each array in the text of a type."""
+    return [
+        (array["dtype"], tuple(int(n) for n in array["dims"].split(",") if n))
+        for array in _ARRAY.finditer(type_)
+    ]
+
+
+def elements(text: str) -> list[str]:
+    """Those of a tuple's type or sharding: `(f32[2]{0}, s32[])`, `{{manual}, {...}}`.
+
+    None of what is no tuple.
+    """
+    if not text.startswith(("(", "{{")):
+        return []
+    found, depth, start = [], 0, 1
+    for mark in _MARK.finditer(text):
+        depth += (mark[0] in "([{") - (mark[0] in "}])")
+        if depth == (mark[0] == ","):  # Between two elements, or behind the last one.
+            found.append(text[start : mark.start()])
+            start = mark.end()
+    plain = (_COMMENT.sub("", one).strip() for one in found)
+    return [one for one in plain if one]
 
 
 def _instructions(text: str) -> Iterator[Instruction]:
@@ -120,58 +175,85 @@ def _instructions(text: str) -> Iterator[Instruction]:
 
 
 def _instruction(match: re.Match, line: str, computation: str) -> Instruction:
-    type_, rest = _split_type(line[match.end() :])
-    opcode = _OPCODE.match(rest)
-    arguments = _balanced(rest, opcode.end() - 1)
-    rest = rest[opcode.end() + len(arguments) - 1 :]
-    array = None if type_.startswith("(") else _ARRAY.match(type_)
-    op_name, trips = _OP_NAME.search(rest), _TRIPS.search(rest)
-    start = rest.find(", sharding={")
+    start = match.end()
+    end = _close(line, start) if line[start] == "(" else line.index(" ", start)
+    head = _OPCODE.match(line, end)
+    opcode, type_ = head["opcode"], line[start:end]
+    end = _close(line, head.end() - 1)
+    arguments = line[head.end() : end - 1]
+    groups, rest = _without_groups(line[end:])
+    sharding, rest = _without_sharding(rest)
+    attributes, _, backend_config = rest.partition(", backend_config=")
+    op_name = _OP_NAME.search(attributes)
+    trips = _TRIPS.search(backend_config) if opcode == "while" else None
     return Instruction(
         name=match["name"],
-        opcode=opcode["opcode"],
+        opcode=opcode,
         computation=computation,
-        dtype=array["dtype"] if array else "",
-        shape=tuple(int(n) for n in array["dims"].split(",") if n) if array else (),
+        type=type_,
         operands=tuple(_OPERAND.findall(arguments)),
-        number=int(arguments[1:-1]) if opcode["opcode"] == "parameter" else None,
-        sharding="" if start < 0 else _balanced(rest, start + len(", sharding=")),
+        number=_number(opcode, arguments, attributes),
+        groups=groups,
+        sharding=sharding,
         op_name=op_name["name"] if op_name else "",
-        called=tuple(_called(rest)),
+        called=tuple(_called(attributes)),
         trips=int(trips["n"]) if trips else None,
+        backend_config=backend_config,
         is_root=match["root"] is not None,
     )
 
 
-def _split_type(text: str) -> tuple[str, str]:
-    type_ = _balanced(text, 0) if text.startswith("(") else text.split(" ", 1)[0]
-    return type_, text[len(type_) :]
+def _number(opcode: str, arguments: str, attributes: str) -> int | None:
+    if opcode == "parameter":
+        return int(arguments)
+    if opcode == "get-tuple-element":
+        return int(_INDEX.search(attributes)["index"])
+    if opcode == "constant" and arguments.isdecimal():
+        return int(arguments)
+    return None
 
 
-def _balanced(text: str, start: int) -> str:
-    """The text from a bracket at `start` to the one that closes it."""
-    opening = text[start]
-    closing, depth = _CLOSING[opening], 0
-    for end in range(start, len(text)):
-        depth += (text[end] == opening) - (text[end] == closing)
+def _without_groups(text: str) -> tuple[str, str]:
+    """The device groups among attributes, and the other attributes."""
+    for name in (", replica_groups=", ", source_target_pairs="):
+        if (at := text.find(name)) < 0:
+            continue
+        start = at + len(name)
+        if text.startswith("{{", start):
+            closing = "}}"
+        elif text[start : start + 1] == "[":  # [4,2]<=[2,4]T(1,0)
+            closing = ""
+        else:  # {}, or mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}
+            closing = "}"
+        end = text.find(closing or ", ", start)
+        end = len(text) if end < 0 else end + len(closing)
+        # Few of a program's differ.
+        return sys.intern(text[start:end]), text[:at] + text[end:]
+    return "", text
+
+
+def _without_sharding(text: str) -> tuple[str, str]:
+    """The sharding among attributes, and the other attributes."""
+    name = ", sharding="
+    if (at := text.find(name + "{")) < 0:
+        return "", text
+    end = _close(text, at + len(name))
+    return text[at + len(name) : end], text[:at] + text[end:]
+
+
+def _close(text: str, start: int) -> int:
+    """Where what a bracket at `start` encloses ends, behind the one that closes it."""
+    opening, depth = text[start], 0
+    for bracket in _BRACKETS[opening].finditer(text, start):
+        depth += 1 if bracket[0] == opening else -1
         if depth == 0:
-            return text[start : end + 1]
+            return bracket.end()
     raise ValueError(f"HLO text without its closing bracket: {text[:200]}")
 
 
-def _called(rest: str) -> Iterator[str]:
-    for match in _CALLED.finditer(rest):
+def _called(attributes: str) -> Iterator[str]:
+    for match in _CALLED.finditer(attributes):
         if match["one"]:
             yield match["one"]
         else:
             yield from _OPERAND.findall(match["many"])
-
-
-def tuple_shardings(text: str) -> list[str]:
-    """The shardings of a tuple's leaves, from `{{replicated}, {devices=...}}`."""
-    leaves, start = [], text.find("{", 1)
-    while start > 0:
-        leaf = _balanced(text, start)
-        leaves.append(leaf)
-        start = text.find("{", start + len(leaf))
-    return leaves

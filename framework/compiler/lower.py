@@ -57,13 +57,7 @@ def lower(
     """
     name = name or getattr(fn, "__name__", "program")
     args = tuple(args)
-    flat_specs = tf.nest.flatten(args)
-    for spec in flat_specs:
-        if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
-            given = spec if isinstance(spec, tf.TensorSpec) else type(spec).__name__
-            raise LoweringError(
-                f"{name}: argument {given} must be a tf.TensorSpec of static shape"
-            )
+    flat_specs = argument_specs(name, args)
     outputs = None
 
     def flat_fn(*flat):
@@ -91,6 +85,24 @@ def lower(
     ]
     outputs = tf.nest.pack_sequence_as(outputs, specs)
     return LoweredFunction(name, hlo, args, outputs, sources)
+
+
+def argument_specs(name: str, args: Sequence[Any]) -> list[tf.TensorSpec]:
+    """The leaves of a program's arguments.
+
+    Raises:
+      LoweringError: one is no `tf.TensorSpec`, or its shape is not static.
+    """
+    leaves = tf.nest.flatten(args)
+    for leaf in leaves:
+        is_spec = isinstance(leaf, tf.TensorSpec)
+        if not is_spec or not leaf.shape.is_fully_defined():
+            given = leaf if is_spec else f"of type {type(leaf).__name__}"
+            raise LoweringError(
+                f"{name}: argument {given} must be a tf.TensorSpec of static shape; "
+                "values are given when the program is called"
+            )
+    return leaves
 
 
 def _check_no_outside_values(name: str, concrete) -> None:

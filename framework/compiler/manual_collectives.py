@@ -107,10 +107,8 @@ def build_axis_index(axes: Sequence[str], mesh: DeviceMesh):
     device = stablehlo.PartitionIdOp().result
     place = constant(0).result
     for axis in axes:
-        number = mesh.axis_names.index(axis)
-        below = int(np.prod(mesh.shape[number + 1 :]))
-        digit = stablehlo.DivOp(device, constant(below).result).result
-        size = constant(mesh.shape[number]).result
+        digit = stablehlo.DivOp(device, constant(mesh.stride(axis)).result).result
+        size = constant(mesh.axis_size(axis)).result
         digit = stablehlo.RemOp(digit, size).result
         place = stablehlo.AddOp(stablehlo.MulOp(place, size).result, digit).result
     signed = ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))

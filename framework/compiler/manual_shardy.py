@@ -18,6 +18,7 @@ from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,
     Blame,
+    border_config,
     call_target,
     check_axes,
     copy_floating,
@@ -120,7 +121,7 @@ def _carry_across(mesh: DeviceMesh, groups: Sequence[_Group]) -> None:
             if value not in left_by:
                 left_by[value] = _lead_out(mesh, source, value)
             if value not in entered:
-                entered[value] = _lead_in(group, left_by[value], value, entries)
+                entered[value] = _lead_in(mesh, group, left_by[value], value, entries)
             user.operands[i] = entered[value]
         group.ops[:0] = entries
 
@@ -138,28 +139,31 @@ def _lead_out(mesh: DeviceMesh, group: _Group, value: ir.Value) -> ir.Value:
             OUT_OF_MANUAL,
             kept.result,
             tensor_type(value.type, [count, *shape]),
-            _border_config(group.axes, len(shape)),
+            _leading_config(mesh, group.axes, len(shape)),
         )
     group.ops += [kept.operation, out.owner.operation]
     return out
 
 
-def _lead_in(group: _Group, out: ir.Value, value: ir.Value, entries: list) -> ir.Value:
+def _lead_in(
+    mesh: DeviceMesh, group: _Group, out: ir.Value, value: ir.Value, entries: list
+) -> ir.Value:
     shape = ir.RankedTensorType(value.type).shape
     with ir.InsertionPoint(group.ops[0]), value.owner.location:
         entry = placeholder_call(
             INTO_MANUAL,
             out,
             tensor_type(value.type, [1, *shape]),
-            _border_config(group.axes, len(shape)),
+            _leading_config(mesh, group.axes, len(shape)),
         )
         own = stablehlo.ReshapeOp(value.type, entry)
     entries += [entry.owner.operation, own.operation]
     return own.result
 
 
-def _border_config(axes: Axes, rank: int) -> dict:
-    return {"axes": list(axes), "dims": [list(axes), *([] for _ in range(rank))]}
+def _leading_config(mesh: DeviceMesh, axes: Axes, rank: int) -> dict:
+    """Of a border that splits a leading dim, which `rank` others follow."""
+    return border_config(mesh, axes, [axes, *[()] * rank])
 
 
 def _is(op, kind: str) -> bool:

@@ -14,9 +14,11 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler import jax_bridge
+from meshwright.framework.compiler.hlo_text import HloModule
 from meshwright.framework.compiler.lower import (
     LoweredFunction,
     LoweringError,
+    argument_specs,
     lower,
 )
 from meshwright.framework.compiler.report import Collective, collectives_of
@@ -50,21 +52,40 @@ class MemoryUsage:
 
 
 class Program:
-    """One compiled SPMD program; made by `compile_program`."""
+    """One compiled SPMD program; made by `compile_program`.
+
+    Args:
+      lowered: the TF function's program for one giant device.
+      unpartitioned: the same on the mesh.
+      compiled: the same, partitioned.
+      partitioner: what completed it.
+      in_forms: for each leaf of the arguments its stored form; None: left to
+        completion.
+      out_forms: the same for the result.
+      can_run: whether its devices are here, not a topology's.
+    """
 
     def __init__(
-        self, lowered, partitioner, unpartitioned, compiled, in_forms, out_forms
+        self,
+        *,
+        lowered: LoweredFunction,
+        unpartitioned: jax_bridge.MeshProgram,
+        compiled: jax.stages.Compiled,
+        partitioner: Partitioner,
+        in_forms: Sequence[StoredForm | None],
+        out_forms: Sequence[StoredForm | None],
+        can_run: bool,
     ):
-        self._lowered: LoweredFunction = lowered
-        self._compiled = compiled
-        self.unpartitioned: jax_bridge.MeshProgram = unpartitioned
+        self.unpartitioned = unpartitioned
         self.mesh: DeviceMesh = unpartitioned.mesh
-        self.partitioner: Partitioner = partitioner
+        self.partitioner = partitioner
+        self.can_run = can_run
+        self._lowered = lowered
+        self._compiled = compiled
         self._in_specs: list[tf.TensorSpec] = tf.nest.flatten(lowered.inputs)
-        self._in_forms: list[StoredForm | None] = in_forms
-        self._out_forms: list[StoredForm | None] = out_forms
+        self._in_forms = in_forms
+        self._out_forms = out_forms
         self._in_shardings = jax.tree.leaves(compiled.input_shardings[0])
-        self.can_run = True  # Not if its devices are a topology's.
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program.
@@ -224,7 +245,7 @@ class Program:
 
     def collectives(self) -> list[Collective]:
         """The collectives of the optimized program, with the mesh axes they span."""
-        return collectives_of(self.hlo_text(), self.mesh)
+        return collectives_of(HloModule(self.hlo_text()), self.mesh)
 
     def memory(self) -> MemoryUsage:
         """What one device needs."""
@@ -278,13 +299,7 @@ def compile_program(
     """
     name = name or getattr(fn, "__name__", "program").strip("<>")
     args = tuple(args)
-    flat_args = tf.nest.flatten(args)
-    for spec in flat_args:
-        if not isinstance(spec, tf.TensorSpec):
-            raise LoweringError(
-                f"{name}: argument of type {type(spec).__name__} must be a "
-                "tf.TensorSpec; values are given when the program is called"
-            )
+    flat_args = argument_specs(name, args)
     in_forms = _forms(flat_args, args, in_shardings, mesh)
     stored_args = tf.nest.pack_sequence_as(
         args, [_stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
@@ -323,12 +338,15 @@ def compile_program(
         shardy=partitioner is Partitioner.SHARDY,
         devices=devices,
     )
-    compiled = unpartitioned.compile(compiler_options)
-    program = Program(
-        lowered, partitioner, unpartitioned, compiled, in_forms, out_forms
+    return Program(
+        lowered=lowered,
+        unpartitioned=unpartitioned,
+        compiled=unpartitioned.compile(compiler_options),
+        partitioner=partitioner,
+        in_forms=in_forms,
+        out_forms=out_forms,
+        can_run=devices is None,
     )
-    program.can_run = devices is None
-    return program
 
 
 def _forms(leaves, structure, shardings, mesh) -> list[StoredForm | None]:

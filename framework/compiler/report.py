@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.compiler.hlo_text import (
+    HloModule,
+    Instruction,
+    arrays_of,
+    elements,
+    itemsize,
+)
+from meshwright.framework.sharding.mesh import AxisPart, DeviceMesh
+from meshwright.framework.sharding.xla_form import ints, iota, place_along
 
-_KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
-_COLLECTIVE = re.compile(
-    r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.+?) "
-    rf"(?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\((?P<rest>.*)$",
-    re.MULTILINE,
-)
-_ARRAY = re.compile(r"\b(?P<dtype>pred|[suf]\d+|bf16|f8\w*|c\d+)\[(?P<dims>[\d,]*)\]")
-_IOTA_GROUPS = re.compile(
-    r"replica_groups=\[(?P<dims>[\d,]+)\]<=\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?"
-)
+_PERMUTE = "collective-permute"
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", _PERMUTE)
+_IOTA = r"\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?"
+_IOTA_GROUPS = re.compile(rf"\[(?P<dims>[\d,]+)\]<={_IOTA}")
 _MESH_GROUPS = re.compile(
-    r"replica_groups=(?:@?\w+)?\[(?P<axes>[^\]]+)\]"
+    r"(?:@?\w+)?\[(?P<axes>[^\]]+)\]"
     r"(?:, device_ids=\((?P<order>.*?)\))? \{(?P<chosen>[^}]*)\}"
 )
-_DEVICE_ORDER = re.compile(r"\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?|[\d,]+")
-_MESH_AXIS = re.compile(
-    r"'(?P<name>[^']+)'(?:=(?P<size>\d+))?(?::\((?P<before>\d+)\)(?P<part>\d+))?"
-)
-_LIST_GROUPS = re.compile(r"replica_groups=\{(?P<groups>\{[\d,{}]*\})\}")
-_PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>[\d,{}]*)\}")
-_OP_NAME = re.compile(r'op_name="(?P<op_name>[^"]*)"')
+_DEVICE_ORDER = re.compile(rf"{_IOTA}|[\d,]+")
+_MESH_AXIS = re.compile(r"'(?P<name>[^']+)'(?:=(?P<size>\d+))?(?P<part>:\(\d+\)\d+)?")
+_LISTS = re.compile(r"\{[\d,{}]*\}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +41,9 @@ class Collective:
       name: HLO name.
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or
         "collective-permute".
-      axes: the mesh axes its groups span, in mesh order; None if its groups are no
-        product of axes. For permutes those along which any source and target differ.
+      axes: the mesh axes its groups span, in mesh order, or parts of them such as
+        `Y:(1)2`; None if no such parts make these groups. For permutes the axes along
+        which any source and target differ.
       groups: device numbers, counted by place in the mesh; for permutes the pairs.
       dtypes: element types of its results.
       shapes: shapes of its results on one device.
@@ -67,62 +61,62 @@ class Collective:
     op_name: str
 
 
-def collectives_of(hlo_text: str, mesh: DeviceMesh) -> list[Collective]:
-    """All collectives in optimized HLO text, in textual order."""
-    return [_collective(match, mesh) for match in _COLLECTIVE.finditer(hlo_text)]
+def collectives_of(module: HloModule, mesh: DeviceMesh) -> list[Collective]:
+    """All collectives of an optimized module for `mesh`, in textual order.
+
+    Raises:
+      ValueError: one has device groups of a form that is not known here.
+    """
+
+    @functools.cache  # Thousands of collectives have few different groups.
+    def read(text: str, moves: bool):
+        groups = _groups(text, () if moves else (tuple(range(mesh.size)),))
+        return groups, (_axes_between if moves else _axes_of)(groups, mesh)
+
+    return [
+        _collective(one, kind, *read(one.groups, kind == _PERMUTE))
+        for one in module.instructions
+        if (kind := one.opcode.removesuffix("-start")) in _KINDS
+    ]
 
 
-def _collective(match: re.Match, mesh: DeviceMesh) -> Collective:
-    rest = match["rest"]
-    arrays = list(_ARRAY.finditer(_result_type(match)))
-    shapes = tuple(tuple(_ints(a["dims"])) for a in arrays)
-    dtypes = tuple(a["dtype"] for a in arrays)
-    pairs = zip(shapes, dtypes, strict=True)
-    groups = _groups(rest, mesh)
-    op_name = _OP_NAME.search(rest)
+def _collective(one: Instruction, kind: str, groups, axes) -> Collective:
+    arrays = arrays_of(_result_type(one, kind))
     return Collective(
-        name=match["name"],
-        kind=match["kind"],
-        axes=(
-            _axes_between(groups, mesh)
-            if match["kind"] == "collective-permute"
-            else _axes_of(groups, mesh)
-        ),
+        name=one.name,
+        kind=kind,
+        axes=axes,
         groups=groups,
-        dtypes=dtypes,
-        shapes=shapes,
-        bytes=sum(math.prod(shape) * _itemsize(dtype) for shape, dtype in pairs),
-        op_name=op_name["op_name"] if op_name else "",
+        dtypes=tuple(dtype for dtype, _ in arrays),
+        shapes=tuple(shape for _, shape in arrays),
+        bytes=sum(math.prod(shape) * itemsize(dtype) for dtype, shape in arrays),
+        op_name=one.op_name,
     )
 
 
-def _result_type(match: re.Match) -> str:
+def _result_type(one: Instruction, kind: str) -> str:
     """The text of the result's type; a start's is its operand's, its result's, ..."""
-    if not match["start"] or match["kind"] == "all-reduce":
-        return match["type"]
-    depth, parts = 0, [""]
-    for char in match["type"][1:-1]:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts[1]
+    if one.opcode == kind or kind == "all-reduce":
+        return one.type
+    return elements(one.type)[1]
 
 
-def _groups(text: str, mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
-    """The device groups of a collective, from any of the forms that HLO text has."""
-    if match := _PAIRS.search(text):
-        return _lists(match["pairs"])
-    if match := _IOTA_GROUPS.search(text):
-        ids = _iota(match["iota"], match["perm"]).reshape(_ints(match["dims"]))
-        return tuple(tuple(int(i) for i in row) for row in ids)
-    if match := _LIST_GROUPS.search(text):
-        return _lists(match["groups"])
-    if match := _MESH_GROUPS.search(text):
+def _groups(
+    text: str, none: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    """The device groups, or pairs, of a collective; `none` where none are named.
+
+    Raises:
+      ValueError: HLO has a form that is not known here.
+    """
+    if text == "{}":
+        return none
+    if _LISTS.fullmatch(text):
+        return tuple(tuple(ints(one)) for one in re.findall(r"\{([\d,]*)\}", text))
+    if match := _IOTA_GROUPS.fullmatch(text):
+        return _rows(_device_order(match).reshape(ints(match["dims"])))
+    if match := _MESH_GROUPS.fullmatch(text):
         return _mesh_groups(match)
-    if "replica_groups={}" in text:
-        return (tuple(range(mesh.size)),)
     raise ValueError(f"collective with replica groups of an unknown form: {text[:200]}")
 
 
@@ -131,79 +125,77 @@ def _mesh_groups(match: re.Match) -> tuple[tuple[int, ...], ...]:
 
     `'b':(2)4` is the part of axis b with 4 entries after a part with 2.
     """
-    sizes = {a["name"]: int(a["size"]) for a in _MESH_AXIS.finditer(match["axes"])}
     order = _DEVICE_ORDER.fullmatch(match["order"] or "")
     if match["order"] and order is None:
-        raise ValueError(f"replica groups of an unknown form: {match[0]}")
-    if order is None:
-        ids = np.arange(math.prod(sizes.values()))
-    elif order["iota"]:
-        ids = _iota(order["iota"], order["perm"]).flatten()
-    else:
-        ids = np.array(_ints(order[0]))
-    places = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
-    for axis in _MESH_AXIS.finditer(match["chosen"]):
-        size, place = sizes[axis["name"]], places[axis["name"]]
-        part = int(axis["part"] or size)
-        stride = size // (int(axis["before"] or 1) * part)
-        place -= place // stride % part * stride
-    # What is left of a device's place is its group's.
-    groups: dict[tuple, list[int]] = {}
-    for device, *place in zip(ids, *(p.flat for p in places.values()), strict=True):
-        groups.setdefault(tuple(place), []).append(int(device))
-    return tuple(map(tuple, groups.values()))
+        raise ValueError(f"replica groups of an unknown form: {match[0][:200]}")
+    axes = list(_MESH_AXIS.finditer(match["axes"]))
+    mesh = DeviceMesh(
+        [axis["name"] for axis in axes],
+        [int(axis["size"]) for axis in axes],
+        order and _device_order(order),
+    )
+    chosen = [
+        axis["name"] + (axis["part"] or "")
+        for axis in _MESH_AXIS.finditer(match["chosen"])
+    ]
+    return _rows(mesh.ids.flatten()[np.array(axis_groups(mesh, chosen))])
 
 
-def _iota(shape: str, perm: str | None) -> np.ndarray:
-    ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
-    return ids.transpose(_ints(perm)) if perm else ids
+def _device_order(match: re.Match) -> np.ndarray:
+    """Device numbers from `[2,4]T(1,0)`, or written out."""
+    if match["iota"]:
+        return iota(ints(match["iota"]), ints(match["perm"] or "")).flatten()
+    return np.array(ints(match[0]))
 
 
 def _axes_of(groups, mesh: DeviceMesh) -> tuple[str, ...] | None:
     """The axes along which devices of a group differ, if groups are whole in them."""
-    wanted = _partition(groups)
-    real = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
-    for count in range(len(real) + 1):
-        for axes in itertools.combinations(real, count):
-            if _partition(axis_groups(mesh, axes)) >= wanted:
-                return axes
-    return None
+    places = np.unravel_index(groups[0], mesh.shape)
+    axes = tuple(
+        mesh.name(part)
+        for axis, along in zip(mesh.axis_names, places, strict=True)
+        for part in _parts(mesh, axis, along)
+    )
+    whole = _partition(axis_groups(mesh, axes)) >= _partition(groups)
+    return axes if whole else None
+
+
+def _parts(mesh: DeviceMesh, axis: str, places: np.ndarray) -> list[AxisPart]:
+    """The parts of an axis along which one gets to these places, if parts do it."""
+    parts, size = [], mesh.axis_size(axis)
+    steps = np.unique(places) - places.min()
+    while steps.size > 1:
+        stride = int(steps[1])
+        # The finest part's steps are the first ones, and then come around again.
+        in_a_row = steps == stride * np.arange(steps.size)
+        count = int(in_a_row.argmin()) or steps.size
+        if size % (stride * count):
+            return []
+        parts.insert(0, AxisPart(axis, size // (stride * count), count))
+        steps = steps[::count]
+    return parts
 
 
 def _axes_between(pairs, mesh: DeviceMesh) -> tuple[str, ...]:
     """The axes along which the places of any pair differ."""
-    places = np.indices(mesh.shape).reshape(len(mesh.shape), -1)
     source, target = np.array(pairs, int).reshape(-1, 2).T
-    differ = (places[:, source] != places[:, target]).any(axis=1)
-    return tuple(name for name, d in zip(mesh.axis_names, differ, strict=True) if d)
+    along = {axis: mesh.place_along(axis).flatten() for axis in mesh.axis_names}
+    return tuple(a for a, p in along.items() if (p[source] != p[target]).any())
 
 
 def _partition(groups) -> frozenset:
     return frozenset(frozenset(group) for group in groups)
 
 
-def axis_groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def axis_groups(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The device groups of a collective along `axes`, counted by place in the mesh.
 
     In a group devices come in the order of their places along `axes`, major first.
     """
-    places = np.arange(mesh.size).reshape(mesh.shape)
-    names = mesh.axis_names
-    inner = [names.index(a) for a in axes]
-    outer = [i for i in range(len(names)) if i not in inner]
-    rows = places.transpose(outer + inner).reshape(-1, mesh.axes_size(axes))
-    return tuple(tuple(int(i) for i in row) for row in rows)
+    # Devices of one place along the axes come group by group.
+    order = np.argsort(place_along(mesh, axes), axis=None, kind="stable")
+    return _rows(order.reshape(mesh.axes_size(axes), -1).T)
 
 
-def _lists(text: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]*)\}", text))
-
-
-def _ints(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n]
-
-
-def _itemsize(dtype: str) -> int:
-    if dtype == "pred" or dtype.startswith("f8"):
-        return 1
-    return int(re.sub(r"\D", "", dtype)) // 8
+def _rows(array: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, array.tolist()))

@@ -13,7 +13,8 @@ from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.sources import Sources
-from meshwright.framework.sharding.placeholders import PREFIX
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import PREFIX, mesh_text
 
 INTO_MANUAL, OUT_OF_MANUAL = "auto_to_manual", "manual_to_auto"
 _RESULT = "XLA_Retvals"
@@ -49,7 +50,8 @@ def operands_of(op) -> list:
     return [user.operands[i] for user, i in operand_places(op)]
 
 
-def _name(op) -> str:
+def op_name(op) -> str:
+    """The name of the TF op that an operation came from, `?` if it has none."""
     match = _NAME.search(str(op.location))
     return match[1] if match else "?"
 
@@ -68,10 +70,10 @@ class Blame:
 
     def error(self, op, what: str) -> LoweringError:
         """`program: op 'stack/attention/mul' (stack.attention, mine.py:12) <what>`."""
-        name = _name(op)
+        name = op_name(op)
         while name == _RESULT and not isinstance(op.operands[0].owner, ir.Block):
             op = op.operands[0].owner  # A program's results are copies by TF2XLA.
-            name = _name(op)
+            name = op_name(op)
         source = self.sources.find(name)
         made = (
             f" ({source.layer}{', ' if source.layer else ''}{source})" if source else ""
@@ -130,6 +132,13 @@ def check_axes(
 def is_of_region(op) -> bool:
     """Whether an annotation is of a manual region, where only we put any so far."""
     return "manual" in ir.StringAttr(op.attributes["mhlo.sharding"]).value
+
+
+def border_config(
+    mesh: DeviceMesh, axes: Sequence[str], dims: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """What a placeholder at the border of a manual region carries."""
+    return {"mesh": mesh_text(mesh), "axes": list(axes), "dims": [[*d] for d in dims]}
 
 
 def placeholder_call(kind: str, value, result_type, config: dict[str, Any]):

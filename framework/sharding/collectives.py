@@ -8,7 +8,7 @@ gradient back there.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -82,20 +82,7 @@ def all_gather(
     Raises:
       ValueError: an unknown axis or dim, or eager execution.
     """
-    axes, count = _axes(mesh, axes)
-    tensor = tf.convert_to_tensor(tensor)
-    dim = _dim(tensor, dim, "all_gather")
-    if count == 1:
-        return tensor
-
-    @tf.custom_gradient
-    def op(x):
-        shape = _scaled(x.shape, {dim: (count, 1)})
-        config = {"axes": axes, "dim": dim}
-        y = placeholder("all_gather", mesh, [x], shape, x.dtype, config)
-        return y, lambda dy: reduce_scatter(dy, mesh, axes, dim=dim)
-
-    return op(tensor)
+    return _along_dim("all_gather", reduce_scatter, tensor, mesh, axes, dim)
 
 
 def reduce_scatter(
@@ -112,18 +99,25 @@ def reduce_scatter(
     Raises:
       ValueError: an unknown axis or dim, a dim that is not divided, eager execution.
     """
+    return _along_dim("reduce_scatter", all_gather, tensor, mesh, axes, dim)
+
+
+def _along_dim(
+    kind: str, back: Callable, tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, dim: int
+) -> tf.Tensor:
+    """An all-gather or reduce-scatter, each of which is the other's gradient."""
     axes, count = _axes(mesh, axes)
+    times, over = (count, 1) if kind == "all_gather" else (1, count)
     tensor = tf.convert_to_tensor(tensor)
-    dim = _dim(tensor, dim, "reduce_scatter", count)
+    dim = _dim(tensor, dim, kind, over)
     if count == 1:
         return tensor
 
     @tf.custom_gradient
     def op(x):
-        shape = _scaled(x.shape, {dim: (1, count)})
-        config = {"axes": axes, "dim": dim}
-        y = placeholder("reduce_scatter", mesh, [x], shape, x.dtype, config)
-        return y, lambda dy: all_gather(dy, mesh, axes, dim=dim)
+        shape = _scaled(x.shape, {dim: (times, over)})
+        y = placeholder(kind, mesh, [x], shape, x.dtype, {"axes": axes, "dim": dim})
+        return y, lambda dy: back(dy, mesh, axes, dim=dim)
 
     return op(tensor)
 

@@ -41,10 +41,8 @@ def auto_to_manual(
         unknown axis, a mapping of the wrong length, or eager execution.
     """
     tensor = tf.convert_to_tensor(tensor)
-    if not tensor.shape.is_fully_defined():
-        raise ValueError(f"manual region: {describe(tensor)}, which must be static")
-    sharding = _sharding(tensor, mesh, dims_mapping, manual_axes)
-    axes = list(mesh.axis_names if manual_axes is None else manual_axes)
+    axes = _manual(mesh, manual_axes)
+    sharding = _sharding(tensor, mesh, dims_mapping, axes)
     shape = tuple(tensor.shape)
     if sharding.padded_shape(shape) != shape:
         dim = [a != b for a, b in zip(sharding.padded_shape(shape), shape, strict=True)]
@@ -94,10 +92,8 @@ def manual_to_auto(
       ValueError: as `auto_to_manual`.
     """
     tensor = tf.convert_to_tensor(tensor)
-    if not tensor.shape.is_fully_defined():
-        raise ValueError(f"manual region: {describe(tensor)}, which must be static")
-    sharding = _sharding(tensor, mesh, dims_mapping, manual_axes)
-    axes = list(mesh.axis_names if manual_axes is None else manual_axes)
+    axes = _manual(mesh, manual_axes)
+    sharding = _sharding(tensor, mesh, dims_mapping, axes)
     if mesh.axes_size(axes) == 1:
         return tensor
 
@@ -172,29 +168,31 @@ def manual_partition(
     return partitioned
 
 
+def _manual(mesh: DeviceMesh, manual_axes: Sequence[str] | None) -> list[str]:
+    if isinstance(manual_axes, str):
+        raise ValueError(f"manual_axes={manual_axes!r} must be a sequence of axes")
+    axes = list(mesh.axis_names if manual_axes is None else manual_axes)
+    return whole_axes(mesh, axes)
+
+
 def _sharding(
-    tensor: tf.Tensor,
-    mesh: DeviceMesh,
-    dims_mapping: Sequence,
-    manual_axes: Sequence[str] | None,
+    tensor: tf.Tensor, mesh: DeviceMesh, dims_mapping: Sequence, manual: Sequence[str]
 ) -> Sharding:
+    if not tensor.shape.is_fully_defined():
+        raise ValueError(f"manual region: {describe(tensor)}, which must be static")
     try:
         sharding = Sharding.from_dims_mapping(
             mesh, dims_mapping, rank=tensor.shape.rank
         )
     except ValueError as e:
         raise ValueError(f"manual region: {describe(tensor)}: {e}") from None
-    manual = mesh.axis_names if manual_axes is None else tuple(manual_axes)
-    if isinstance(manual_axes, str):
-        raise ValueError(f"manual_axes={manual_axes!r} must be a sequence of axes")
-    whole_axes(mesh, manual)
     named = [axis for axes in sharding.dims for axis in axes]
     for axis in whole_axes(mesh, named):
         if axis not in manual:
             raise ValueError(
                 f"dims_mapping {list(dims_mapping)} names mesh axis {axis!r}, which is "
-                f"not among the manual axes {manual}; leave it out here and annotate "
-                "with it in the body"
+                f"not among the manual axes {tuple(manual)}; leave it out here and "
+                "annotate with it in the body"
             )
     return sharding
 

@@ -18,7 +18,7 @@ _PART = re.compile(r"(?P<axis>.+):\((?P<before>\d+)\)(?P<size>\d+)")
 class AxisPart:
     """`size` steps of a mesh axis, after `before` coarser ones: a mixed-radix digit.
 
-    Written `Y:(2)4` as Shardy does; the whole axis is just `Y`.
+    Written `Y:(2)4` as Shardy does; `DeviceMesh.name` calls the whole axis just `Y`.
     """
 
     axis: str
@@ -28,6 +28,9 @@ class AxisPart:
     @property
     def end(self) -> int:
         return self.before * self.size
+
+    def __str__(self) -> str:
+        return f"{self.axis}:({self.before}){self.size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +109,20 @@ class DeviceMesh:
         """Devices along several axes together; 1 for none."""
         return math.prod(self.axis_size(axis) for axis in axes)
 
-    def place_along(self, axis: str) -> np.ndarray:
-        """The place along `axis` of each device, an array of the mesh's shape."""
+    def name(self, part: AxisPart) -> str:
+        """How `part` is named: `Y:(2)4`, or just `Y` for all of an axis."""
+        return part.axis if part.size == self.axis_size(part.axis) else str(part)
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours along `axis` are in the mesh's row-major order."""
         part = self.part(axis)
         number = self.axis_names.index(part.axis)
-        along = np.indices(self.shape)[number]
-        return along // (self.shape[number] // part.end) % part.size
+        return math.prod(self.shape[number:]) // part.end
+
+    def place_along(self, axis: str) -> np.ndarray:
+        """The place along `axis` of each device, an array of the mesh's shape."""
+        places = np.arange(self.size).reshape(self.shape)
+        return places // self.stride(axis) % self.axis_size(axis)
 
     def __str__(self) -> str:
         pairs = zip(self.axis_names, self.shape, strict=True)

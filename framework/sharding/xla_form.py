@@ -101,12 +101,7 @@ def _joined(mesh: DeviceMesh, digits: Sequence[AxisPart]) -> tuple[str, ...]:
             parts[-1] = AxisPart(last.axis, last.before, last.size * digit.size)
         else:
             parts.append(digit)
-    return tuple(
-        part.axis
-        if part.size == mesh.axis_size(part.axis)
-        else f"{part.axis}:({part.before}){part.size}"
-        for part in parts
-    )
+    return tuple(map(mesh.name, parts))
 
 
 def _tiles(sharding: Sharding) -> _Tiles:
@@ -167,9 +162,8 @@ def from_op_sharding(
         raise ValueError(f"sharding of kind {kind} {groups} is not supported here")
     shape = list(proto.tile_assignment_dimensions)
     if proto.iota_reshape_dims:
-        iota = list(proto.iota_reshape_dims)
-        ids = np.arange(math.prod(iota)).reshape(iota)
-        devices = ids.transpose(list(proto.iota_transpose_perm)).reshape(shape)
+        devices = iota(proto.iota_reshape_dims, proto.iota_transpose_perm)
+        devices = devices.reshape(shape)
     else:
         devices = np.array(proto.tile_assignment_devices, int).reshape(shape)
     return _from_tiles(mesh, _Tiles(devices=devices, groups=groups), rank)
@@ -285,13 +279,11 @@ def from_hlo(mesh: DeviceMesh, text: str, rank: int) -> dict[str, Any]:
             f"sharding {_short(text)} is of a kind that is not supported here"
         )
     if match["ids"]:
-        ids = np.array(_ints(match["ids"]))
+        ids = np.array(ints(match["ids"]))
     else:
-        iota = _ints(match["iota"])
-        ids = np.arange(math.prod(iota)).reshape(iota)
-        ids = ids.transpose(_ints(match["perm"])) if match["perm"] else ids
+        ids = iota(ints(match["iota"]), ints(match["perm"] or ""))
     tiles = _Tiles(
-        devices=ids.reshape(_ints(match["tiles"])),
+        devices=ids.reshape(ints(match["tiles"])),
         groups=(_REPLICATED,) if match["last"] else groups,
     )
     try:
@@ -300,13 +292,20 @@ def from_hlo(mesh: DeviceMesh, text: str, rank: int) -> dict[str, Any]:
         raise ValueError(f"sharding {_short(text)}: {e}") from None
 
 
+def iota(shape: Sequence[int], perm: Sequence[int] = ()) -> np.ndarray:
+    """Device ids as XLA writes them in short, `<=[2,4]T(1,0)`; no `perm`: as is."""
+    ids = np.arange(math.prod(shape)).reshape(tuple(shape))
+    return ids.transpose(tuple(perm)) if perm else ids
+
+
 def _short(text: str) -> str:
     """Device numbers of a pod would fill pages."""
     return text if len(text) <= 80 else f"{text[:60]} ... {text[-17:]}"
 
 
-def _ints(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
+def ints(text: str) -> list[int]:
+    """The numbers in `2,3,4`; none in an empty text."""
+    return [int(n) for n in text.split(",") if n]
 
 
 def to_sdy(sharding: Sharding) -> str:
@@ -321,9 +320,7 @@ def to_sdy(sharding: Sharding) -> str:
 
 def _sdy_axis(mesh: DeviceMesh, axis: str) -> str:
     part = mesh.part(axis)
-    if part.size == mesh.axis_size(part.axis):
-        return f'"{part.axis}"'
-    return f'"{part.axis}":({part.before}){part.size}'
+    return f'"{part.axis}"{mesh.name(part).removeprefix(part.axis)}'
 
 
 _SDY_DIMS = re.compile(r"\[(?P<dims>(?:\{[^{}]*\}(?:, )?)*)\]")

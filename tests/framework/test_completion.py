@@ -12,11 +12,7 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.completion import Completion, complete
 from meshwright.framework.compiler.constraints import logical
-from meshwright.framework.compiler.hlo_text import (
-    HloModule,
-    itemsize,
-    tuple_shardings,
-)
+from meshwright.framework.compiler.hlo_text import HloModule
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.program import Partitioner, compile_program
@@ -148,6 +144,9 @@ def test_what_makes_xla_fall_back_to_gspmd_is_an_error(monkeypatch):
         complete(asked_shardy)
 
 
+NO_MODULE = HloModule("ENTRY %main () -> () {\n}")
+
+
 @pytest.mark.parametrize(
     ("completed", "asked", "follows"),
     [
@@ -162,65 +161,15 @@ def test_what_makes_xla_fall_back_to_gspmd_is_an_error(monkeypatch):
     ],
 )
 def test_whether_an_annotation_was_followed(completed, asked, follows):
-    completion = Completion(PERMUTED, HloModule(TEXT), HloModule(TEXT))
+    completion = Completion(PERMUTED, NO_MODULE, NO_MODULE)
     completed, asked = (Sharding.parse(PERMUTED, text) for text in (completed, asked))
     assert completion.follows(completed, asked) is follows
 
 
 def test_whether_an_annotation_over_another_device_order_was_followed():
-    completion = Completion(PERMUTED, HloModule(TEXT), HloModule(TEXT))
+    completion = Completion(PERMUTED, NO_MODULE, NO_MODULE)
     other = Sharding.parse(MESH, "[X.Y,_]")
     text = logical(other, PERMUTED).to_hlo()
     assert completion.follows(text, other)
     assert not completion.follows(text, Sharding.parse(PERMUTED, "[X.Y,_]"))
     assert not completion.follows("{unknown}", other)
-
-
-TEXT = """
-HloModule jit_f
-
-%body (p: (s32[], f32[4,2])) -> (s32[], f32[4,2]) {
-  %p = (s32[], f32[4,2]{1,0}) parameter(0), sharding={{replicated}, \
-/*index=1*/{devices=[2,1]<=[2]}}
-  %get = f32[4,2]{1,0} get-tuple-element(%p), index=1, sharding={devices=[1,2,1]0,1 \
-last_tile_dims={manual}}
-  ROOT %t = (s32[], f32[4,2]{1,0}) tuple(%n, %get)
-}
-
-ENTRY %main (a: f32[4,2]) -> bf16[4] {
-  %a = f32[4,2]{1,0:T(8,128)} parameter(0), metadata={op_name="args[0]"}
-  %w = (s32[], f32[4,2]{1,0}) while(%a), condition=%cond, body=%body, \
-backend_config={"known_trip_count":{"n":"7"}}
-  %c = (f32[4], f32[]) conditional(%w, %a), branch_computations={%one, %two}
-  ROOT %r = bf16[4]{0} custom-call(%c), custom_call_target="x(y)", \
-metadata={op_name="f/(a:b)"}
-}
-"""
-
-
-def test_reads_hlo_text():
-    module = HloModule(TEXT)
-    assert module.entry == "main" and module.root().name == "r"
-    get, a, w = (module.by_name[name] for name in ("get", "a", "w"))
-    assert (a.number, a.shape, a.dtype, a.op_name) == (0, (4, 2), "f32", "args[0]")
-    assert a.bytes == 32 and w.bytes == 0 and module.root().bytes == 8
-    assert get.sharding == "{devices=[1,2,1]0,1 last_tile_dims={manual}}"
-    assert get.operands == ("p",) and get.computation == "body"
-    assert tuple_shardings(module.by_name["p"].sharding) == [
-        "{replicated}",
-        "{devices=[2,1]<=[2]}",
-    ]
-    assert (w.called, w.trips) == (("cond", "body"), 7)
-    assert module.by_name["c"].called == ("one", "two")
-    assert module.loops_around("body") == [w] and module.loops_around("main") == []
-    assert [one.name for one in module.users["a"]] == ["w", "c"]
-    assert module.root().op_name == "f/(a:b)"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [("pred", 1), ("f8e4m3fn", 1), ("s4", 1), ("bf16", 2), ("u32", 4), ("c64", 8)],
-)
-def test_item_sizes(dtype, size):
-    assert itemsize(dtype) == size
-    assert itemsize("token") == itemsize("") == 0

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.explain import Kind, Why
-from meshwright.framework.compiler.explain_text import bytes_text
+from meshwright.framework.compiler.explain import InsertedCollective, Kind, Why
+from meshwright.framework.compiler.explain_text import bytes_text, collective_text
 from meshwright.framework.compiler.topology import topology_devices
 from meshwright.framework.sharding.collectives import all_gather, all_reduce
 from tests.framework import reshards
@@ -193,6 +193,23 @@ def test_a_border_tensor_of_a_loop_that_does_not_divide_says_so(partitioner):
 
 
 @over_partitioners
+@pytest.mark.parametrize("uneven", [0, 1])
+def test_tensors_of_one_type_in_a_loop_keep_their_own_reasons(uneven, partitioner):
+    def body(i, x, y):
+        xy = [tf.tanh(x), tf.sin(y)]
+        xy[uneven] = mw.mesh_split(xy[uneven], MESH, [None, "Y"])
+        return i + 1, *xy
+
+    def fn(x, y):
+        return tf.while_loop(lambda i, *_: i < 3, body, (tf.constant(0), x, y))[1:]
+
+    found = whys(explain_fn(fn, [(64, 63), (64, 63)], partitioner))
+    for kind in (Kind.ARGUMENT, Kind.RESULT):
+        assert found[kind, str(uneven)] is Why.UNEVEN
+        assert found[kind, str(1 - uneven)] is Why.NOTHING_SPLIT
+
+
+@over_partitioners
 def test_a_border_tensor_that_divides_is_not_called_uneven(partitioner):
     def fn(x):
         return tf.reduce_sum(mw.mesh_split(x, MESH, ["X", None])), x
@@ -345,6 +362,21 @@ def test_reads_well_at_80_columns(partitioner):
     assert lines[at + 3].startswith("      all-reduce along Y, ")
     assert lines[at + 3].endswith(", 5 times in a loop")
     assert "its plan names no axis for these dims" in text
+
+
+@pytest.mark.parametrize(
+    ("axes", "where"),
+    [
+        (("X", "Y:(1)2"), "along X, Y:(1)2"),
+        ((), "along no axis"),
+        (None, "in groups that no axes make"),
+    ],
+)
+def test_says_which_devices_a_collective_is_among(axes, where):
+    one = InsertedCollective(
+        kind="all-reduce", axes=axes, bytes=8, times=1, in_loop=False, shared_by=1
+    )
+    assert collective_text(one) == f"all-reduce {where}, 8 B"
 
 
 @pytest.mark.parametrize(

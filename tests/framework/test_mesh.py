@@ -32,6 +32,22 @@ def test_a_mesh_larger_than_any_machine_is_only_a_description():
     assert DeviceMesh(("X", "Y"), (32, 64)).size == 2048
 
 
+def test_places_along_axes_and_parts():
+    mesh = DeviceMesh(("X", "Y"), (2, 6), range(11, -1, -1))
+    for axis, stride, first_row in [
+        ("X", 6, [0, 0, 0, 0, 0, 0]),
+        ("Y", 1, [0, 1, 2, 3, 4, 5]),
+        ("Y:(1)2", 3, [0, 0, 0, 1, 1, 1]),
+        ("Y:(2)3", 1, [0, 1, 2, 0, 1, 2]),
+        ("Y:(1)3", 2, [0, 0, 1, 1, 2, 2]),
+    ]:
+        assert mesh.stride(axis) == stride
+        assert mesh.place_along(axis)[0].tolist() == first_row
+        assert mesh.name(mesh.part(axis)) == axis
+    assert mesh.name(mesh.part("Y:(1)6")) == "Y"
+    assert mesh.place_along("X")[1].tolist() == [1] * 6
+
+
 @pytest.mark.parametrize(
     "args,message",
     [

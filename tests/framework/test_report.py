@@ -1,18 +1,27 @@
 """Reading collectives from HLO text, in every form that XLA prints."""
 
+import itertools
+
 import pytest
 
+from meshwright.framework.compiler.hlo_text import HloModule
 from meshwright.framework.compiler.report import Collective, axis_groups, collectives_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 
 MESH = DeviceMesh(("X", "Y"), (2, 4))
 CUBE = DeviceMesh(("A", "B", "C"), (2, 2, 2))
+LINE = DeviceMesh(("L",), (12,))
 ALONG_X = ((0, 4), (1, 5), (2, 6), (3, 7))
 ALONG_Y = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
+def collectives(lines: str, mesh: DeviceMesh = MESH) -> list[Collective]:
+    text = f"HloModule f\n\nENTRY %main (x: f32[]) -> f32[] {{\n{lines}\n}}\n"
+    return collectives_of(HloModule(text), mesh)
+
+
 def only(text: str, mesh: DeviceMesh = MESH) -> Collective:
-    (found,) = collectives_of(f"ENTRY %main {{\n  {text}\n}}\n", mesh)
+    (found,) = collectives(f"  {text}", mesh)
     return found
 
 
@@ -74,7 +83,20 @@ def test_replica_groups_of_an_unknown_form_are_an_error(text):
         (MESH, "{{0,1,2,3},{4,5,6,7}}", ("Y",)),
         (MESH, "{}", ("X", "Y")),
         (MESH, "[8,1]<=[8]", ()),
-        (MESH, "{{0,2},{1,3},{4,6},{5,7}}", None),  # Half of Y.
+        # Half of Y: the coarser one, the finer one, and pairs that no part makes.
+        (MESH, "{{0,2},{1,3},{4,6},{5,7}}", ("Y:(1)2",)),
+        (MESH, "{{0,1},{2,3},{4,5},{6,7}}", ("Y:(2)2",)),
+        (MESH, "{{0,3},{1,2},{4,7},{5,6}}", None),
+        (MESH, "{{0,2,4,6},{1,3,5,7}}", ("X", "Y:(1)2")),
+        # Whole in a group, but with others in another one.
+        (MESH, "{{0,2},{1,3},{4,5},{6,7}}", None),
+        (MESH, "{{0,1,2},{3,4,5}}", None),
+        (LINE, "{{0,3,6,9},{1,4,7,10},{2,5,8,11}}", ("L:(1)4",)),
+        (LINE, "{{0,2,4},{1,3,5},{6,8,10},{7,9,11}}", ("L:(2)3",)),
+        # The finest and the coarsest part of an axis; one that is not the first group.
+        (LINE, "{{0,1,6,7},{2,3,8,9},{4,5,10,11}}", ("L:(1)2", "L:(6)2")),
+        (LINE, "{{7,9,11},{1,3,5}}", ("L:(2)3",)),
+        (LINE, "{{0,8},{1,9}}", None),
         (CUBE, "{{0,4},{1,5},{2,6},{3,7}}", ("A",)),
         (CUBE, "{{0,2},{1,3},{4,6},{5,7}}", ("B",)),
         (CUBE, "{{0,1},{2,3},{4,5},{6,7}}", ("C",)),
@@ -92,8 +114,26 @@ def test_replica_groups_of_an_unknown_form_are_an_error(text):
 def test_names_the_axes_that_groups_span(mesh, groups, axes):
     found = all_reduce(f"replica_groups={groups}", mesh)
     assert found.axes == axes
-    if axes and groups.count("{") != 3:
-        assert sets(axis_groups(mesh, axes)) == sets(found.groups)
+    if axes:
+        assert sets(axis_groups(mesh, axes)) >= sets(found.groups)
+
+
+def parts(axis: str, size: int) -> list[str]:
+    """The names of all parts of an axis, and of the whole."""
+    pairs = itertools.product(range(1, size), range(2, size + 1))
+    names = [f"{axis}:({b}){n}" for b, n in pairs if size % (b * n) == 0 and n < size]
+    return ["", axis, *names]
+
+
+@pytest.mark.parametrize("x", parts("X", 12))
+@pytest.mark.parametrize("y", parts("Y", 4))
+def test_names_any_part_of_an_axis(x, y):
+    mesh = DeviceMesh(("X", "Y"), (12, 4))
+    axes = tuple(filter(None, (x, y)))
+    groups = ",".join(
+        "{" + ",".join(map(str, group)) + "}" for group in axis_groups(mesh, axes)
+    )
+    assert all_reduce(f"replica_groups={{{groups}}}", mesh).axes == axes
 
 
 @pytest.mark.parametrize(
@@ -188,11 +228,12 @@ def test_other_ops_are_no_collectives():
     text = """
   %all-reduce-done = f32[8]{0} all-reduce-done(%all-reduce-start)
   %get-tuple-element = f32[8]{0} get-tuple-element(%all-reduce.3), index=0
+  %crs = f32[8]{0} custom-call(%x), custom_call_target="all-reduce(%y)"
   %fusion = f32[8]{0} fusion(%all-gather.1), kind=kLoop, calls=%all-reduce.clone
   %all-to-all.5 = (f32[1]{0}, f32[1]{0}) all-to-all(%a, %b), replica_groups=[4,2]<=[8]
-  all-gather.9 = f32[8]{0} all-gather(b.1), replica_groups=[1,8]<=[8], dimensions={0}
+  %all-gather.9 = f32[8]{0} all-gather(%b.1), replica_groups=[1,8]<=[8], dimensions={0}
 """
-    found = collectives_of(text, MESH)
+    found = collectives(text)
     assert [c.name for c in found] == ["all-to-all.5", "all-gather.9"]
 
 
@@ -202,3 +243,8 @@ def test_axis_groups():
     assert axis_groups(MESH, ("X", "Y")) == (tuple(range(8)),)
     assert axis_groups(MESH, ("Y", "X")) == ((0, 4, 1, 5, 2, 6, 3, 7),)
     assert axis_groups(MESH, ()) == tuple((i,) for i in range(8))
+    assert axis_groups(MESH, ("Y:(2)2", "X")) == (
+        (0, 4, 1, 5),
+        (2, 6, 3, 7),
+    )
+    assert axis_groups(MESH, ("Y:(1)2",)) == ((0, 2), (1, 3), (4, 6), (5, 7))

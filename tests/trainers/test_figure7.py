@@ -10,6 +10,7 @@ import re
 
 import pytest
 
+from meshwright.framework.compiler.hlo_text import HloModule, arrays_of
 from meshwright.framework.compiler.report import axis_groups, collectives_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers.programs import Programs
@@ -130,71 +131,36 @@ def test_gathered_weights_are_whole_along_x_only(plan):
     assert gathered == {(M, H // 4)}
 
 
-_COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) .*\{$")
-_INSTRUCTION = re.compile(
-    r"  (?P<root>ROOT )?%(?P<name>\S+) = (?P<shape>\([^()]*\)|\S+) (?P<opcode>[\w-]+)"
-    r"\((?P<operands>[^()]*)\)(?:.*, calls=%(?P<calls>[^,\s]+))?"
-)
 _RENAMINGS = {"get-tuple-element", "bitcast", "reshape", "copy", "transpose"}
 
 
-def instructions(text):
-    """{computation: [match of `_INSTRUCTION`]}"""
-    found, here = {}, []
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            here = found[header[1]] = []
-        elif instruction := _INSTRUCTION.match(line):
-            here.append(instruction)
-    return found
-
-
-def dims_of(shape):
-    """The dims of each array in the text of a shape."""
-    return [
-        tuple(int(n) for n in dims.split(",") if n)
-        for dims in re.findall(r"\[([\d,]*)\]", shape)
-    ]
-
-
-def readers(program, computation, name):
+def readers(module, name):
     """(opcode, dims of each result) of what reads a value, also inside of fusions."""
-    for user in program[computation]:
-        operands = re.findall(r"%([^,\s]+)", user["operands"])
-        if name not in operands:
-            continue
-        if user["opcode"] == "fusion":
-            inside = program[user["calls"]]
-            for i in (i for i, operand in enumerate(operands) if operand == name):
-                parameter = next(
-                    p["name"]
-                    for p in inside
-                    if p["opcode"] == "parameter" and p["operands"] == str(i)
-                )
-                yield from readers(program, user["calls"], parameter)
-        elif user["opcode"] in _RENAMINGS and not user["root"]:
-            yield from readers(program, computation, user["name"])
+    for user in module.users.get(name, []):
+        if user.opcode == "fusion":
+            for inside in module.instructions:
+                if (
+                    inside.computation in user.called
+                    and inside.opcode == "parameter"
+                    and user.operands[inside.number] == name
+                ):
+                    yield from readers(module, inside.name)
+        elif user.opcode in _RENAMINGS and not user.is_root:
+            yield from readers(module, user.name)
         else:
-            yield user["opcode"], *dims_of(user["shape"])
+            yield user.opcode, *(dims for _, dims in arrays_of(user.type))
 
 
-def sums_along(text, axis):
+def sums_along(module, axis):
     """[(dims, readers)] of each array that is summed along a mesh axis."""
-    program = instructions(text)
-    for computation, found in program.items():
-        for sum_ in (one for one in found if one["opcode"] == AR):
-            (collective,) = collectives_of(sum_.string, MESH)
-            if collective.axes != (axis,):
-                continue
-            arrays = dims_of(sum_["shape"])
-            if len(arrays) == 1:
-                yield arrays[0], list(readers(program, computation, sum_["name"]))
-                continue
-            for part in found:
-                if part["operands"] == f"%{sum_['name']}":
-                    index = int(re.search(r"index=(\d+)", part.string)[1])
-                    read = list(readers(program, computation, part["name"]))
-                    yield arrays[index], read
+    for sum_ in collectives_of(module, MESH):
+        if sum_.kind != AR or sum_.axes != (axis,):
+            continue
+        if len(sum_.shapes) == 1:
+            yield sum_.shapes[0], list(readers(module, sum_.name))
+            continue
+        for part in module.users[sum_.name]:
+            yield sum_.shapes[part.number], list(readers(module, part.name))
 
 
 @pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
@@ -204,14 +170,15 @@ def test_finalized_sums_are_scattered(partitioner):
     So they are reduce-scatters in all but name, and no long-lived tensor is whole.
     """
     text = program("finalized", partitioner).hlo_text()
-    outputs = [r for dims, r in sums_along(text, "Y") if dims == (B // 2 * S, M)]
+    module = HloModule(text)
+    outputs = [r for dims, r in sums_along(module, "Y") if dims == (B // 2 * S, M)]
     assert len(outputs) == len(PRODUCTS) + 2  # Embedding and softmax, too.
     for read in outputs:
         assert read and set(read) <= {
             ("dynamic-slice", (B // 2, S, M // 4)),
             ("dynamic-slice", (B // 2 * S, M // 4)),
         }
-    gradients = [(dims, r) for dims, r in sums_along(text, "X") if len(dims) == 2]
+    gradients = [(dims, r) for dims, r in sums_along(module, "X") if len(dims) == 2]
     assert len(gradients) == len(PRODUCTS) + 2
     for dims, read in gradients:
         assert {opcode for opcode, *_ in read} == {"dynamic-slice"}

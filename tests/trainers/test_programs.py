@@ -1,9 +1,11 @@
 """First values do not depend on where they are made; bad ones are found."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshwright.trainers.programs import Programs
 from tests.trainers.small_run import small_programs
 
 
@@ -40,3 +42,12 @@ def test_finite_names_the_leaf(value):
     paths = [path for path, _ in state.items_by_path()]
     bad = np.flatnonzero(~np.asarray(programs.finite(state)))
     assert [paths[i] for i in bad] == ["slots.final_norm.scale.m"]
+
+
+def test_programs_for_devices_of_a_topology_are_not_run():
+    experiment = small_programs("MESH_SHAPE = (2, 2)").experiment
+    programs = Programs(experiment, devices=jax.devices()[4:])
+    assert programs.eval.collectives()
+    state = programs.state_specs.map(lambda s: np.zeros(s.shape, s.dtype.name))
+    with pytest.raises(ValueError, match="finite was compiled for a topology, whose"):
+        programs.finite(state)
