@@ -16,6 +16,7 @@ import dataclasses
 import io
 import os
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,9 +33,11 @@ from meshwright.framework.compiler.constraints import (
     refuse_foreign,
     rewrite_annotations,
 )
+from meshwright.framework.compiler.device_order import device_order
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
 from meshwright.framework.compiler.manual_regions import rewrite_manual_regions
 from meshwright.framework.compiler.stable_hlo import Blame
+from meshwright.framework.compiler.topology import place_on_torus, topology_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -108,7 +111,7 @@ def set_platform(platform: str, device_count: int | None = None) -> None:
 def jax_mesh(
     mesh: DeviceMesh, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """The devices of `mesh`, in its order.
+    """The devices of `mesh`, in its order; without one, along the links of a TPU torus.
 
     Args:
       mesh: the device mesh; its ids are places in `devices`.
@@ -132,7 +135,11 @@ def jax_mesh(
             f"{jax.default_backend()} devices exist (no device {missing[0]}); use a "
             "smaller mesh or, on CPU, ask for more virtual devices (--device_count)"
         )
-    grid = np.vectorize(devices.__getitem__, otypes=[object])(mesh.ids)
+    ids, torus = mesh.ids, topology_of(devices)
+    if mesh.device_ids is None and torus is not None and torus.size == mesh.size:
+        devices = sorted(devices, key=place_on_torus)
+        ids = device_order(mesh.shape, torus).ids
+    grid = np.vectorize(devices.__getitem__, otypes=[object])(ids)
     auto = (jax.sharding.AxisType.Auto,) * len(mesh.shape)
     return jax.sharding.Mesh(grid, mesh.axis_names, axis_types=auto)
 
@@ -279,8 +286,9 @@ class MeshProgram:
         try:
             with _partitioner(self.shardy):
                 return self.lowered.compile(compiler_options=options)
-        # What JAX makes of an output that it cannot name.
-        except (AssertionError, KeyError, NotImplementedError) as e:
+        except (AssertionError, LookupError, NotImplementedError, ValueError) as e:
+            if not _names_a_sharding(e):
+                raise
             raise LoweringError(
                 f"{self.name}: completion chose for a result a sharding that axes of "
                 f"the mesh ({self.mesh}) cannot express; give its out_shardings"
@@ -294,6 +302,15 @@ class MeshProgram:
                     "would give up Shardy for all of it; compile it for "
                     f"Partitioner.GSPMD, or take out: {line.strip()[:200]}"
                 )
+
+
+def _names_a_sharding(error: Exception) -> bool:
+    """Whether JAX raised it on its way from a tile assignment to mesh axes.
+
+    Of what it cannot name it says so, or some step of the way fails.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(f.f_code.co_name == "parse_flatten_op_sharding" for f, _ in frames)
 
 
 @contextlib.contextmanager
