@@ -45,7 +45,7 @@ def test_command_builds(command):
     words = re.findall(r"--(\w+)(?:=('[^']*'|\S+))?", command)
     flags = {"gin_file", "gin_param", "device_count"}
     if "meshwright-plan" in command:
-        flags |= {"explain"}
+        flags |= {"explain", "topology", "json_out"}
     else:
         flags |= {"model_dir", "mode", "platform"}
     assert {name for name, _ in words} <= flags

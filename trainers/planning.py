@@ -1,0 +1,271 @@
+"""Planning: what an experiment's train program needs and takes, on devices not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+
+import jax
+
+from meshwright.framework.compiler import topology as topologies
+from meshwright.framework.compiler.device_order import DeviceOrder, order_of
+from meshwright.framework.compiler.hlo_text import HloModule
+from meshwright.framework.compiler.jax_bridge import set_platform
+from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.report import collectives_of
+from meshwright.framework.compiler.step_time import StepTime, step_time
+from meshwright.framework.compiler.topology import Topology, topology_devices
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.programs import Programs
+from meshwright.trainers.replication import ReplicatedTensor, replicated_state
+
+CPU = "cpu"
+"""Name of the topology of as many virtual cpu devices as the mesh has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveSum:
+    """The collectives of one kind, along one axis, in one layer; over one step.
+
+    Args:
+      kind: such as "all-gather".
+      axis: the mesh axis, or axes joined by "."; "?" for groups that no axes make.
+      layer: dotted path; "" for what lies in none.
+      count: how many.
+      bytes: of whole tensors of a group, all of them together.
+      seconds: all of them together; None where there is no estimate.
+    """
+
+    kind: str
+    axis: str
+    layer: str
+    count: float
+    bytes: float
+    seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """What `plan` found. Bytes are of one device, seconds and FLOPs of one step.
+
+    Args:
+      experiment: what was planned.
+      topology: its name.
+      torus: None on cpu.
+      order: where the mesh's devices are on the torus; None on cpu.
+      program: the compiled program; None if the compiler refused it, for it needs more
+        memory than a device has.
+      refusal: what the compiler said then; "" otherwise.
+      memory_limit: what a device has.
+      compile_seconds: wall time of tracing and compiling.
+      time: estimate for one call of the program, `steps_per_loop` steps; None on cpu
+        and for what does not fit.
+      collectives: those of a step, longest first; on cpu the largest.
+      replicated: what of state and batch every device holds in full.
+      model_flops: of a step over all devices, as the task counts them.
+    """
+
+    experiment: Experiment
+    topology: str
+    torus: Topology | None
+    order: DeviceOrder | None
+    program: Program | None
+    refusal: str
+    memory_limit: int
+    compile_seconds: float
+    time: StepTime | None
+    collectives: tuple[CollectiveSum, ...]
+    replicated: tuple[ReplicatedTensor, ...]
+    model_flops: float
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Estimated time of one step."""
+        if self.time is None:
+            return None
+        return self.time.seconds / self.experiment.steps_per_loop
+
+    @property
+    def flops_utilization(self) -> float | None:
+        """The model's FLOPs over those that all devices could do in a step's time."""
+        if self.step_seconds is None:
+            return None
+        peak = self.torus.kind.peak_flops * self.torus.size
+        return self.model_flops / (peak * self.step_seconds)
+
+
+def plan(experiment: Experiment, *, topology: str) -> PlanReport:
+    """Compiles the program that the trainer would run, for devices that are not here.
+
+    Args:
+      experiment: what to train.
+      topology: name of a TPU topology, such as "v3:32x32", or "cpu".
+
+    Raises:
+      ValueError: an unknown topology, or one of another size than the mesh.
+      ImportError: libtpu is not installed.
+      LoweringError: the program cannot be partitioned.
+    """
+    mesh, name = experiment.plan.mesh, topology
+    torus = None if name == CPU else torus_for(name, mesh)
+    set_platform("cpu", mesh.size if torus is None else None)
+    devices = None if torus is None else topology_devices(name)
+    order = None if torus is None else order_of(mesh, torus)
+    programs = Programs(experiment, devices=devices)
+    start = time.monotonic()
+    program, refusal = _compiled(programs)
+    seconds = time.monotonic() - start
+    module = program and HloModule(program.hlo_text())
+    times = step_time(module, mesh, order) if program and order else None
+    return PlanReport(
+        experiment=experiment,
+        topology=name,
+        torus=torus,
+        order=order,
+        program=program,
+        refusal=refusal,
+        memory_limit=_memory_limit(torus, mesh),
+        compile_seconds=seconds,
+        time=times,
+        collectives=_sums(
+            program, _sent(module, mesh, times), experiment.steps_per_loop
+        ),
+        replicated=tuple(replicated_state(programs)),
+        model_flops=experiment.task.train_flops(experiment.global_batch),
+    )
+
+
+def _compiled(programs: Programs) -> tuple[Program | None, str]:
+    """The training program, or why the compiler refused it for want of memory."""
+    try:
+        return programs.main, ""
+    except jax.errors.JaxRuntimeError as e:
+        if not str(e).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return None, str(e)
+
+
+_REFUSALS = (
+    # Said before buffers are laid out, and after.
+    re.compile(r"required for HLO temporaries \((?P<size>[\d.]+)(?P<unit>[KMGT])\)"),
+    re.compile(r"Used (?P<size>[\d.]+)(?P<unit>[KMGT]) of [\d.]+[KMGT] hbm"),
+)
+
+
+def refused_bytes(refusal: str) -> int | None:
+    """What the program would have taken beside its arguments, or all in all.
+
+    The TPU compiler gives up on a program early if its temporaries alone are too large,
+    and else says what everything takes. None if it says neither.
+    """
+    for pattern in _REFUSALS:
+        if match := pattern.search(refusal):
+            return int(
+                float(match["size"]) * 2 ** (10 * (1 + "KMGT".index(match["unit"])))
+            )
+    return None
+
+
+def torus_for(name: str, mesh: DeviceMesh) -> Topology:
+    """The TPU topology of a name, which must have as many devices as the mesh.
+
+    Raises:
+      ValueError: there is no such topology, or it has another size; names those that
+        have the mesh's.
+    """
+    torus = topologies.topology(name)
+    if torus.size != mesh.size:
+        same = ", ".join(repr(one.name) for one in topologies.of_size(mesh.size))
+        raise ValueError(
+            f"TPU topology {name!r} has {torus.size} devices, but the device mesh "
+            f"({mesh}) has {mesh.size}: set ShardingPlan.mesh_shape to a product of "
+            f"{torus.size}, or choose a topology of {mesh.size} devices"
+            + (f", such as {same}" if same else "")
+        )
+    return torus
+
+
+def _memory_limit(torus: Topology | None, mesh: DeviceMesh) -> int:
+    """Bytes a device; virtual ones share the machine's."""
+    if torus is not None:
+        return torus.kind.memory
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine // mesh.size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """A collective: kind, axes and TF op; trips, bytes of one and seconds of all."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    op_name: str
+    count: int
+    bytes: int
+    seconds: float | None
+
+
+def _sent(
+    module: HloModule | None, mesh: DeviceMesh, times: StepTime | None
+) -> list[_Sent]:
+    """The collectives of a call of the program; without times those that it has."""
+    if times is not None:
+        return [
+            _Sent(
+                kind=one.kind,
+                axes=one.collective.axes,
+                op_name=one.collective.op_name,
+                count=one.count,
+                bytes=one.bytes,
+                seconds=one.seconds,
+            )
+            for one in times.collectives
+        ]
+    if module is None:
+        return []
+    found = []
+    for one in collectives_of(module, mesh):
+        loops = module.loops_around(module.by_name[one.name].computation)
+        found.append(
+            _Sent(
+                kind=one.kind,
+                axes=one.axes,
+                op_name=one.op_name,
+                count=math.prod(loop.trips or 1 for loop in loops),
+                bytes=one.bytes,
+                seconds=None,
+            )
+        )
+    return found
+
+
+def _sums(
+    program: Program | None, sent: Sequence[_Sent], steps: int
+) -> tuple[CollectiveSum, ...]:
+    groups: dict[tuple[str, str, str], list[_Sent]] = {}
+    for one in sent:
+        source = program.sources.find(one.op_name)
+        axis = "?" if one.axes is None else ".".join(one.axes)
+        key = (one.kind, axis, source.layer if source else "")
+        groups.setdefault(key, []).append(one)
+    sums = [
+        CollectiveSum(
+            kind=kind,
+            axis=axis,
+            layer=layer,
+            count=sum(one.count for one in ones) / steps,
+            bytes=sum(one.count * one.bytes for one in ones) / steps,
+            seconds=(
+                None
+                if ones[0].seconds is None
+                else sum(one.seconds for one in ones) / steps
+            ),
+        )
+        for (kind, axis, layer), ones in groups.items()
+    ]
+    return tuple(sorted(sums, key=lambda one: (-(one.seconds or 0), -one.bytes)))
