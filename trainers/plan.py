@@ -1,6 +1,13 @@
-"""meshwright-plan: what a gin file's program does on its mesh, without training it."""
+"""meshwright-plan: what a gin file's program does on its mesh, without training it.
+
+With --topology it is compiled for devices that are not here. Exit status: 1 for wrong
+input, 3 for a program that does not fit into the devices' memory.
+"""
 
 from __future__ import annotations
+
+import json
+import pathlib
 
 from absl import app, flags, logging
 
@@ -8,6 +15,9 @@ from meshwright.framework.compiler.explain import explain
 from meshwright.framework.compiler.jax_bridge import jax_mesh, set_platform
 from meshwright.trainers import mains, replication
 from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.plan_document import document
+from meshwright.trainers.plan_text import plan_text
+from meshwright.trainers.planning import plan
 from meshwright.trainers.programs import Programs
 from meshwright.trainers.sharding_text import sharding_text
 
@@ -17,15 +27,28 @@ _EXPLAIN = flags.DEFINE_bool(
     "Compile the training program for virtual cpu devices and print the sharding, "
     "source and collectives of its tensors.",
 )
+_TOPOLOGY = flags.DEFINE_string(
+    "topology",
+    None,
+    "Compile the training program for these devices, such as v3:32x32 or cpu, and "
+    "print what it needs and takes.",
+)
+_JSON = flags.DEFINE_string("json_out", None, "With --topology: a file for it as JSON.")
+
+DOES_NOT_FIT = 3
+"""Exit status."""
 
 
 def main(argv: list[str]) -> int | None:
     """Parses flags and calls; returns the exit status."""
-    return mains.call("meshwright-plan", argv, _run)
+    return mains.call("meshwright-plan", argv, _run, errors=(ImportError,))
 
 
-def _run(experiment: Experiment, config_text: str) -> None:
-    del config_text
+def _run(experiment: Experiment, config_text: str) -> int | None:
+    if _TOPOLOGY.value:
+        return _plan(experiment, config_text)
+    if _JSON.value:
+        raise ValueError("--json_out needs --topology, such as --topology=cpu")
     programs = Programs(experiment)
     print(sharding_text(experiment))
     replicated = replication.replicated_state(programs)
@@ -35,6 +58,24 @@ def _run(experiment: Experiment, config_text: str) -> None:
         set_platform("cpu", mains.DEVICE_COUNT.value or mesh.size)
         jax_mesh(mesh)  # Too large a mesh is told of at once.
         print(f"\n{explain(programs.main)}")
+    return None
+
+
+def _plan(experiment: Experiment, config_text: str) -> int | None:
+    if _EXPLAIN.value:
+        raise ValueError(
+            "--explain reads the program for virtual cpu devices: give it without "
+            "--topology"
+        )
+    found = document(
+        plan(experiment, topology=_TOPOLOGY.value), config_text=config_text
+    )
+    if _JSON.value:
+        path = pathlib.Path(_JSON.value)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=2) + "\n")
+    print(plan_text(found), end="")
+    return None if found["fits"] else DOES_NOT_FIT
 
 
 def run() -> None:
