@@ -31,12 +31,17 @@ from meshwright.trainers import plan_cache
 from meshwright.trainers.mains import build_experiment
 from meshwright.trainers.planning import plan
 
-_TABLES = flags.DEFINE_multi_enum("table", ["2", "3"], ["2", "3"], "Which; may repeat.")
-_ROWS = flags.DEFINE_list("rows", [], "Names of rows; default: all.")
-_CACHE = flags.DEFINE_string(
-    "cache_dir", str(plan_cache.default_folder()), "Folder of what was found before."
-)
-_JSON = flags.DEFINE_string("json_out", None, "File for the rows, as JSON.")
+
+def define_flags() -> None:
+    """Only where this is the program: `meshwright-plan` has flags of these names."""
+    flags.DEFINE_multi_enum("table", ["2", "3"], ["2", "3"], "Which; may repeat.")
+    flags.DEFINE_list("rows", [], "Names of rows; default: all.")
+    flags.DEFINE_string(
+        "cache_dir",
+        str(plan_cache.default_folder()),
+        "Folder of what was found before.",
+    )
+    flags.DEFINE_string("json_out", None, "File for the rows, as JSON.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,19 +216,23 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     try:
-        rows = chosen_rows(_TABLES.value, _ROWS.value)
+        rows = chosen_rows(flags.FLAGS.table, flags.FLAGS.rows)
         print(HEADER)
-        found, cache = [], plan_cache.PlanCache(folder=pathlib.Path(_CACHE.value))
+        found, cache = (
+            [],
+            plan_cache.PlanCache(folder=pathlib.Path(flags.FLAGS.cache_dir)),
+        )
         for row in rows:
             found.append((row, ours(row, cache)))
             print(table_row(*found[-1]), flush=True)
     except (ValueError, ImportError) as error:
         sys.exit(f"paper_tables.py: {error}")
     print(*summary(found), sep="\n")
-    if _JSON.value:
+    if flags.FLAGS.json_out:
         text = json.dumps([json_row(*pair) for pair in found], indent=2)
-        pathlib.Path(_JSON.value).write_text(text + "\n")
+        pathlib.Path(flags.FLAGS.json_out).write_text(text + "\n")
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)
