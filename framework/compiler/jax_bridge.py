@@ -33,9 +33,12 @@ from meshwright.framework.compiler.constraints import (
     refuse_foreign,
     rewrite_annotations,
 )
+from meshwright.framework.compiler.conv_layout import Layout
+from meshwright.framework.compiler.conv_rewrite import Key, lay_out
 from meshwright.framework.compiler.device_order import device_order
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
 from meshwright.framework.compiler.manual_regions import rewrite_manual_regions
+from meshwright.framework.compiler.slices import drop_idle_steps
 from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.compiler.topology import place_on_torus, topology_of
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -161,7 +164,12 @@ def abstract_array(
     )
 
 
-def stable_hlo(lowered: LoweredFunction, mesh: DeviceMesh, shardy: bool) -> bytes:
+def stable_hlo(
+    lowered: LoweredFunction,
+    mesh: DeviceMesh,
+    shardy: bool,
+    layouts: Mapping[Key, Layout] | None = None,
+) -> bytes:
     """The StableHLO module of a lowered function, annotations ready for a partitioner.
 
     Returns:
@@ -174,6 +182,8 @@ def stable_hlo(lowered: LoweredFunction, mesh: DeviceMesh, shardy: bool) -> byte
         module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(lowered.hlo))
         blame = Blame(lowered.name, lowered.sources)
         refuse_foreign(blame, module)
+        drop_idle_steps(module)
+        lay_out(module, mesh, layouts or {})
         rewrite_manual_regions(blame, module, mesh, shardy=shardy)
         rewrite_annotations(blame, module, mesh, shardy=shardy)
         buffer = io.BytesIO()
@@ -222,6 +232,7 @@ def lower_for_mesh(
     donate: Sequence[int],
     shardy: bool,
     devices: Sequence[jax.Device] | None = None,
+    layouts: Mapping[Key, Layout] | None = None,
 ) -> MeshProgram:
     """Puts a program on the devices of `mesh`, unpartitioned; all sequences are flat.
 
@@ -235,7 +246,7 @@ def lower_for_mesh(
     def border(shardings):
         return tuple(None if s is None else named_sharding(s, grid) for s in shardings)
 
-    module = stable_hlo(lowered, mesh, shardy)
+    module = stable_hlo(lowered, mesh, shardy, layouts)
 
     def program(*flat):
         out = _TF_PROGRAM.bind(*flat, lowered=lowered, module=module)

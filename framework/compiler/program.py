@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.util import nest
 
-from meshwright.framework.compiler import jax_bridge
+from meshwright.framework.compiler import conv_check, jax_bridge
 from meshwright.framework.compiler.hlo_text import HloModule
 from meshwright.framework.compiler.lower import (
     LoweredFunction,
@@ -329,7 +329,7 @@ def compile_program(
         )
 
     lowered = lower(stored_fn, stored_args, name=name)
-    unpartitioned = jax_bridge.lower_for_mesh(
+    unpartitioned = conv_check.lower_for_mesh(
         lowered,
         mesh,
         in_shardings=[form and form.sharding for form in in_forms],

@@ -1,4 +1,4 @@
-"""One case of the matrix, and how cases are drawn, run and judged."""
+"""One case of the matrix, and how cases are run and judged."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
-from hypothesis import assume
-from hypothesis import strategies as st
 
 from meshwright.framework.compiler.program import Partitioner, compile_program
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from tests.operators.operators import OPERATORS
 from tests.operators.use import Use
 
 MESHES = (
@@ -56,7 +53,7 @@ class Case:
     result: tuple[Sharding | None, ...]
     leaves: tuple[Sharding, ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"{self.operator}: {self.use.expression}  on mesh ({self.mesh})"]
         for (name, one), arrives, annotated in zip(
             self.use.inputs.items(), self.arrives, self.annotated, strict=True
@@ -173,91 +170,3 @@ def run(cases: Sequence[Case], partitioner: Partitioner) -> list[dict]:
         compiler_options=_FAST_COMPILE,
     )
     return compiled.unshard(compiled(*[case.use.values for case in cases]))
-
-
-@st.composite
-def shardings(
-    draw, mesh: DeviceMesh, shape, *, unsplit=(), even=(), all_axes=False
-) -> Sharding:
-    """Each axis splits one of the dims or none; several may split one, in any order."""
-    dims = {dim: [] for dim in range(len(shape))}
-    for axis in draw(st.permutations(mesh.axis_names)):
-        shards = {dim: mesh.axes_size([*dims[dim], axis]) for dim in dims}
-        free = [
-            dim
-            for dim in dims
-            if dim not in unsplit
-            and (dim not in even or _leaves_several(shape[dim], shards[dim]))
-        ]
-        chosen = draw(st.sampled_from(free if all_axes else [None, *free]))
-        if chosen is not None:
-            dims[chosen].append(axis)
-    return Sharding(mesh, tuple(tuple(axes) for axes in dims.values()))
-
-
-def _leaves_several(size: int, shards: int) -> bool:
-    return size % shards == 0 and size > shards
-
-
-@st.composite
-def cases(draw, operator: str, mesh: DeviceMesh, partitioner: Partitioner) -> Case:
-    use = draw(OPERATORS[operator])
-    inputs = [(name, one.shape) for name, one in use.inputs.items()]
-    results = [("result", shape) for shape in use.result_shapes]
-
-    def any_of(tensors, free: bool):
-        of = [
-            shardings(
-                mesh,
-                shape,
-                unsplit=use.unsplit.get(name, ()),
-                even=range(len(shape)) if name in use.even else (),
-            )
-            for name, shape in tensors
-        ]
-        return tuple(draw(st.none() | one if free else one) for one in of)
-
-    case = Case(
-        operator=operator,
-        use=use,
-        mesh=mesh,
-        arrives=any_of(inputs, free=False),
-        annotated=any_of(inputs, free=True),
-        result=any_of(results, free=True),
-        leaves=any_of(results, free=False),
-    )
-    assume(partitioner is Partitioner.SHARDY or not _splits_batches_apart(case))
-    return draw(_with_halos(case)) if use.halo and draw(st.booleans()) else case
-
-
-def _splits_batches_apart(case: Case) -> bool:
-    """Whether x and y reach a contraction with a batch dim split by different axes."""
-    if not case.use.batch:
-        return False
-    pairs = zip(case.arrives, case.annotated, strict=True)
-    x, y = [(annotated or arrives).dims for arrives, annotated in pairs]
-    batches = zip(x[: case.use.batch], y[: case.use.batch], strict=True)
-    return any(a and b and a != b for a, b in batches)
-
-
-@st.composite
-def _with_halos(draw, case: Case) -> Case:
-    """Batch, evenly, and window dims split, alike in x and result; the kernel whole.
-
-    No window dim has more shards than elements.
-    """
-    shape = case.use.inputs["x"].shape
-    channels = len(shape) - 1
-    alike = draw(
-        shardings(case.mesh, shape, unsplit=[channels], even=[0], all_axes=True)
-    )
-    fewest = map(min, zip(shape, case.use.result_shapes[0], strict=True))
-    assume(all(n >= s for n, s in zip(fewest, alike.splits(), strict=True)))
-    whole = Sharding.replicated(case.mesh, len(shape))
-    return dataclasses.replace(
-        case,
-        arrives=(alike, case.arrives[1]),
-        annotated=(alike, whole),
-        result=(alike,),
-        leaves=(alike,),
-    )

@@ -33,7 +33,7 @@ class KnownFailure:
         of x.
       annotated: dims_mapping by input name, and of the "result"; what is not here is
         left to completion. At the border all is replicated.
-      mesh: its shape; axes X, Y.
+      mesh: its shape; axes X, Y, Z.
       partitioners: that fail.
     """
 
@@ -46,7 +46,7 @@ class KnownFailure:
     partitioners: Sequence[Partitioner] = tuple(Partitioner)
 
     def case(self) -> Case:
-        mesh = DeviceMesh(("X", "Y")[: len(self.mesh)], self.mesh)
+        mesh = DeviceMesh(("X", "Y", "Z")[: len(self.mesh)], self.mesh)
         limit = self.shapes["x"][self.indexed]
         inputs = {
             name: Input(shape, Kind.INDEX, limit) if name == "i" else Input(shape)
@@ -75,30 +75,19 @@ class KnownFailure:
 _ROWS = [None, "X", None]
 
 KNOWN_FAILURES = {
-    "convolution_of_split_kernel": KnownFailure(
-        Outcome.WRONG,
-        "tf.nn.conv1d(x, y, 1, 'SAME')",
-        {"x": (1, 4, 1), "y": (3, 1, 1)},
-        {"x": _ROWS, "y": ["X", None, None]},
-    ),
-    "convolution_kernel_gradient": KnownFailure(
-        Outcome.WRONG,
-        "tf.nn.conv1d(x, y, 1, 'SAME')",
-        {"x": (1, 4, 1), "y": (3, 1, 1)},
-        {"x": _ROWS, "result": _ROWS},
-    ),
-    "grouped_convolution_kernel_gradient": KnownFailure(
-        Outcome.WRONG,
-        # Eager TF has no gradient of a grouped conv1d.
-        "tf.nn.depthwise_conv2d(x, y, [1, 1, 1, 1], 'SAME')",
-        {"x": (2, 1, 1, 2), "y": (1, 1, 2, 1)},
-        {"x": ["X", None, None, None], "result": ["X", None, None, None]},
-    ),
     "grouped_convolution_of_split_kernel": KnownFailure(
         Outcome.ABORTED,
         "tf.nn.depthwise_conv2d(x, y, [1, 1, 1, 1], 'SAME')",
         {"x": (1, 1, 4, 2), "y": (1, 1, 2, 1)},
         {"x": [None, None, None, "X"], "y": [None, None, "Y", None]},
+        partitioners=[Partitioner.GSPMD],
+    ),
+    "strided_convolution_with_windows_of_padding": KnownFailure(
+        Outcome.ABORTED,
+        "tf.nn.conv2d(x, y, [1, 1, 2, 1], [[0, 0], [0, 0], [1, 0], [0, 0]])",
+        {"x": (1, 1, 3, 1), "y": (1, 1, 1, 1)},
+        {"x": [None, None, "X", None], "result": [None, None, "X", None]},
+        mesh=(2,),
     ),
     "max_pool_gradient": KnownFailure(
         Outcome.WRONG,
@@ -142,11 +131,10 @@ KNOWN_FAILURES = {
     ),
     "gather_of_split_rows": KnownFailure(
         Outcome.REFUSED,
-        "tf.gather(x, i, axis=1, batch_dims=1)",
-        {"x": (2, 4, 4), "i": (2, 4)},
-        {"x": [None, None, "X"], "i": [None, "X"], "result": [None, "Y", "X"]},
+        "tf.gather(x, i)",
+        {"x": (4, 2), "i": (4,)},
+        {"x": [None, "X"], "i": ["X"], "result": ["Y", None]},
         mesh=(2, 4),
-        indexed=1,
     ),
     "contraction_of_batches_split_apart": KnownFailure(
         Outcome.WRONG,  # The gradient of y.
@@ -156,18 +144,11 @@ KNOWN_FAILURES = {
         mesh=(2, 4),
         partitioners=[Partitioner.GSPMD],
     ),
-    "strided_slice_of_one_element": KnownFailure(
+    "product_onto_regrouped_axes": KnownFailure(
         Outcome.WRONG,
-        "x[1:2:3]",
-        {"x": (2,)},
-        {"result": ["X"]},
-        mesh=(2,),
-    ),
-    "transposed_convolution_of_few_rows": KnownFailure(
-        Outcome.WRONG,
-        "tf.nn.conv1d_transpose(x, y, [1, 4, 1], 2, 'SAME')",
-        {"x": (1, 2, 1), "y": (3, 1, 1)},
-        {"x": [None, ("X", "Y"), None], "result": [None, ("X", "Y"), None]},
-        mesh=(2, 4),
+        "x @ y",
+        {"x": (4, 2), "y": (2, 2)},
+        {"x": ["X", "Z"], "y": ["Z", None], "result": [("Y", "X"), "Z"]},
+        mesh=(2, 2, 2),
     ),
 }

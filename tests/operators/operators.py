@@ -36,7 +36,9 @@ def einsum(draw, equations) -> Use:
     # In all equations here batch dims come first.
     alike = [a == b for a, b in zip(*operands, strict=False)]
     batch = [*alike, False].index(False)
-    return of_shape(f"tf.einsum({equation!r}, x, y)", *shapes, batch=batch)
+    return of_shape(
+        f"tf.einsum({equation!r}, x, y)", *shapes, batch=batch, product=True
+    )
 
 
 @operator
@@ -199,10 +201,14 @@ def gather(draw):
     shape = shape_of(draw)
     dim = dim_of(draw, shape)
     index = Input(shape_of(draw, 1, 2, SEVERAL), Kind.INDEX, shape[dim])
+    after = range(dim + 1, len(shape))
+    after_index = [d + len(index.shape) - 1 for d in after]
     return Use(
         f"tf.gather(x, i, axis={dim})",
         {"x": Input(shape), "i": index},
         even=("i", "result"),
+        picked="result",
+        rows={"x": (*range(dim), *after), "result": (*range(dim), *after_index)},
     )
 
 
@@ -213,8 +219,9 @@ def gather_batched(draw):
     return Use(
         "tf.gather(x, i, axis=1, batch_dims=1)",
         {"x": Input((batch, rows, width)), "i": index},
-        unsplit={"x": (1, 2), "result": (2,)},
         even=("i", "result"),
+        picked="result",
+        rows={"x": (2,), "result": (2,)},
     )
 
 
@@ -227,6 +234,8 @@ def gather_nd(draw):
         {"x": Input(shape), "i": Input((*counts, 2), Kind.INDEX, min(shape[:2]))},
         unsplit={"i": (len(counts),)},
         even=("i", "result"),
+        picked="result",
+        rows={"x": (2,), "result": (len(counts),)},
     )
 
 
@@ -239,6 +248,9 @@ def embedding(draw):
         "tf.matmul(tf.nn.embedding_lookup(x, i), x, transpose_b=True)",
         {"x": Input((vocabulary, width)), "i": ids},
         even=("i", "result"),
+        product=True,
+        picked="result",
+        rows={"x": (1,)},
     )
 
 
@@ -255,6 +267,8 @@ def scatter_add(draw):
         },
         unsplit={"i": (1,)},
         even=("i", "y"),
+        picked="y",
+        rows={"x": (1,), "y": (1,), "result": (1,)},
     )
 
 
@@ -271,6 +285,8 @@ def scatter_update(draw):
         },
         unsplit={"i": (1,)},
         even=("i", "y"),
+        picked="y",
+        rows={"x": (1,), "y": (1,), "result": (1,)},
     )
 
 
@@ -282,6 +298,8 @@ def segment_sum(draw):
         f"tf.math.unsorted_segment_sum(x, i, {segments})",
         {"x": Input(shape), "i": Input(shape[:1], Kind.INDEX, segments)},
         even=("i", "x"),
+        picked="x",
+        rows={"x": (1, 2), "result": (1, 2)},
     )
 
 
@@ -360,7 +378,9 @@ def layer_norm(draw):
 def while_loop(draw):
     rows, width = shape_of(draw, 2, 2)
     steps = draw(st.integers(1, 4))
-    return of_shape(f"repeat(x, y, {steps})", (rows, width), (width, width))
+    return of_shape(
+        f"repeat(x, y, {steps})", (rows, width), (width, width), product=True
+    )
 
 
 @operator
@@ -380,6 +400,7 @@ def cond(draw):
             "y": Input((width, draw(SIZES))),
             "p": Input((), Kind.FLAG),
         },
+        product=True,
     )
 
 

@@ -1,28 +1,27 @@
 """Every operator on one device and on eight, under both partitioners."""
 
 import os
-import pathlib
-import subprocess
-import sys
+import re
 import zlib
 
 import pytest
-from hypothesis import HealthCheck, assume, given, seed, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from jax.errors import JaxRuntimeError
 
 from meshwright.framework.compiler.program import Partitioner
-from tests.operators.cases import MESHES, cases, run
+from tests.operators.apart import ProcessEndedError, complaints
+from tests.operators.cases import MESHES
+from tests.operators.draws import cases
 from tests.operators.known_failures import KNOWN_FAILURES, Outcome
 from tests.operators.operators import OPERATORS
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 # Cases share a compiled program, which costs less than one for each.
 CASES_IN_A_PROGRAM = 2
 TESTS = len(OPERATORS) * len(Partitioner) * len(MESHES)
-# `make matrix` draws that many anew; without it the draws are always the same.
+# `make matrix` draws that many, others for each seed.
 CASES = int(os.environ.get("MATRIX_CASES", 0))
+SEED = os.environ.get("MATRIX_SEED", "")
 PROGRAMS = max(1, -(-CASES // (TESTS * CASES_IN_A_PROGRAM)))
 
 
@@ -41,6 +40,7 @@ def test_one_device_and_eight_agree(operator, partitioner, mesh):
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
         report_multiple_bugs=False,
     )
     @given(
@@ -54,33 +54,27 @@ def test_one_device_and_eight_agree(operator, partitioner, mesh):
     )
     def check(batch, luck):
         assume(luck)  # Else the simplest draw comes first, and alone where it is one.
-        found = run(batch, partitioner)
-        complaints = [c.complaint(f) for c, f in zip(batch, found, strict=True)]
-        assert not any(complaints), "\n\n".join(filter(None, complaints))
+        wrong = list(filter(None, complaints(batch, partitioner)))
+        assert not wrong, "\n\n".join(wrong)
         compared.append(len(batch))
 
-    if not CASES:  # A seed of its own: derandomize=True draws alike for all operators.
-        check = seed(zlib.crc32(f"{operator} on {mesh}".encode()))(check)
-    check()
+    # A seed of its own: derandomize=True draws alike for all operators.
+    own = f"{operator} on {mesh}, {partitioner.value} {SEED}"
+    seed(zlib.crc32(own.encode()))(check)()
     assert sum(compared) >= CASES_IN_A_PROGRAM
 
 
-RUN_ALONE = """
-import tests.conftest
-from tests.operators.cases import run
-from tests.operators.known_failures import KNOWN_FAILURES
-from meshwright.framework.compiler.program import Partitioner
-case = KNOWN_FAILURES["{name}"].case()
-print(case.complaint(run([case], Partitioner.{partitioner})[0]))
-"""
+RAISES = {
+    Outcome.WRONG: AssertionError,
+    Outcome.REFUSED: JaxRuntimeError,
+    Outcome.ABORTED: ProcessEndedError,
+}
 
 
 def known_failures():
     """Strict: the test tells when XLA has mended one."""
     for name, failure in KNOWN_FAILURES.items():
-        raises = (
-            JaxRuntimeError if failure.outcome is Outcome.REFUSED else AssertionError
-        )
+        raises = RAISES[failure.outcome]
         mark = pytest.mark.xfail(raises=raises, strict=True, reason="XLA gets it wrong")
         for partitioner in failure.partitioners:
             label = f"{name}-{partitioner.value}"
@@ -89,14 +83,14 @@ def known_failures():
 
 @pytest.mark.parametrize("name,partitioner", list(known_failures()))
 def test_known_failure(name, partitioner):
-    failure = KNOWN_FAILURES[name]
-    if failure.outcome is Outcome.ABORTED:
-        code = RUN_ALONE.format(name=name, partitioner=partitioner.name)
-        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
-        if ran.returncode > 0:  # An error of Python's is no abort.
-            ran.check_returncode()
-        assert ran.returncode == 0
-    else:
-        case = failure.case()
-        complaint = case.complaint(run([case], partitioner)[0])
-        assert complaint is None, complaint
+    (complaint,) = complaints([KNOWN_FAILURES[name].case()], partitioner)
+    assert complaint is None, complaint
+
+
+def test_what_ends_a_process_is_named_and_the_next_case_runs():
+    name = "grouped_convolution_of_split_kernel"
+    case, partitioner = KNOWN_FAILURES[name].case(), Partitioner.GSPMD
+    named = re.escape(f"ended by SIGABRT:\n{case}")
+    with pytest.raises(ProcessEndedError, match=named):
+        complaints([case], partitioner)
+    assert complaints([case.on_one_device()], partitioner) == [None]

@@ -23,10 +23,13 @@ def layer_norm(x, scale, bias):
 
 
 def repeat(x, w, steps):
-    """`steps` layers that share their weight, in a loop."""
+    """`steps` layers that share their weight, in a loop.
+
+    Each a mean, not a sum: else differences in the last bit grow from layer to layer.
+    """
     return tf.while_loop(
         lambda i, _: i < steps,
-        lambda i, x: (i + 1, tf.tanh(x @ w)),
+        lambda i, x: (i + 1, tf.tanh(x @ w / w.shape[0])),
         (0, x),
         maximum_iterations=steps,
     )[1]
@@ -106,8 +109,13 @@ class Use:
       even: names whose dims may only be split evenly into shards of two and more,
         likewise.
       halo: `unsplit` holds unless x and the result are laid out alike over all axes.
+      whole: the dims of x and the result that no axis may split even then.
       batch: how many leading dims of x and y are a batch that a contraction keeps;
         under GSPMD they may not be split by different axes.
+      product: whether it, or its gradient, multiplies matrices.
+      picked: the name of what has a row for each index i, if the use or its gradient
+        is a gather.
+      rows: by input name, and "result", the dims of rows.
     """
 
     expression: str
@@ -117,7 +125,15 @@ class Use:
     unsplit: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     even: tuple[str, ...] = ()
     halo: bool = False
+    whole: tuple[int, ...] = ()
     batch: int = 0
+    product: bool = False
+    picked: str = ""
+    rows: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is cached, which does not travel to another process."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @functools.cached_property
     def fn(self) -> Callable[..., Any]:

@@ -41,7 +41,10 @@ def convolution(draw, rank: int, sizes) -> Use:
     apart, by = dilations, strides
     if rank > 1:
         apart, by = [1, *dilations, 1], [1, *strides, 1]
-    padding = draw(st.sampled_from(paddings(draw, sizes, covered)))
+    padding, low = draw(st.sampled_from(paddings(draw, sizes, covered)))
+    # Elements that only windows of padding would read, if these came first.
+    beyond = [n - (c - 1) for n, c in zip(low, covered, strict=True)]
+    whole = [1 + d for d, n in enumerate(beyond) if n > 0 and n % strides[d]]
     return of_shape(
         f"tf.nn.conv{rank}d(x, y, {by}, {padding}, dilations={apart})",
         (batch, *sizes, groups * per_group),
@@ -50,15 +53,19 @@ def convolution(draw, rank: int, sizes) -> Use:
         eager=groups == 1
         and dilations == [1] * rank
         and all(s <= w for s, w in zip(strides, window, strict=True)),
+        whole=tuple(whole),
         **split_of_windows(rank, grouped=groups > 1),
     )
 
 
-def paddings(draw, sizes, covered) -> list[str]:
-    """Those that TF has for these sizes and what a window covers of them."""
-    found = ["'SAME'"]
+def paddings(draw, sizes, covered) -> list[tuple[str, list[int]]]:
+    """Those that TF has for these sizes and what a window covers of them.
+
+    With what is known to precede each dim.
+    """
+    found = [("'SAME'", [0] * len(sizes))]
     if all(c <= n for c, n in zip(covered, sizes, strict=True)):
-        found.append("'VALID'")
+        found.append(("'VALID'", [0] * len(sizes)))
     if len(sizes) == 2:
         low = [draw(st.integers(0, 3)) for _ in sizes]
         high = [
@@ -66,7 +73,7 @@ def paddings(draw, sizes, covered) -> list[str]:
             for c, n in zip(covered, sizes, strict=True)
         ]
         explicit = [[0, 0], [low[0], high[0]], [low[1], high[1]], [0, 0]]
-        found.append(str(explicit))
+        found.append((str(explicit), low))
     return found
 
 

@@ -1,0 +1,303 @@
+"""How a convolution may lie on a mesh so that XLA's partitioner gets it right.
+
+Where both operands are split and so is a window dim (or channels are in groups), the
+partitioner lets each device convolve its shards, and adds the results up over all
+devices that it has at hand. Devices that hold the same shards are counted twice: the
+result is right only if every axis splits both operands, and the same dims of them
+(jaxlib 0.10.2; it is `PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS` that
+adds). Here such a convolution is given a layout of this kind, from where its tensors
+lie: axes that cannot take part go into a manual region around it, in which the
+partitioner does not see them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+Dims = tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convolution:
+    """A convolution's shapes, and which dims are what.
+
+    Args:
+      lhs, rhs, out: shapes of image, kernel and result.
+      lhs_batch, lhs_feature, lhs_window: dims of the image; of a kernel's gradient the
+        batch is what the forward convolution calls features, and its features are the
+        batch.
+      rhs_in, rhs_out, rhs_window: dims of the kernel.
+      out_batch, out_feature, out_window: dims of the result.
+      moves: for each window dim whether the window moves along it; else it is a dim of
+        a matrix product.
+      feature_groups, batch_groups: into how many groups channels, or the batch, are
+        split; 1 if into none.
+    """
+
+    lhs: tuple[int, ...]
+    rhs: tuple[int, ...]
+    out: tuple[int, ...]
+    lhs_batch: int
+    lhs_feature: int
+    lhs_window: tuple[int, ...]
+    rhs_in: int
+    rhs_out: int
+    rhs_window: tuple[int, ...]
+    out_batch: int
+    out_feature: int
+    out_window: tuple[int, ...]
+    moves: tuple[bool, ...]
+    feature_groups: int = 1
+    batch_groups: int = 1
+
+    @property
+    def groups(self) -> int:
+        return self.feature_groups * self.batch_groups
+
+    @property
+    def lhs_channels(self) -> int:
+        """The dim of the image that is in groups, if any is."""
+        return self.lhs_batch if self.batch_groups > 1 else self.lhs_feature
+
+    @property
+    def is_kernel_gradient(self) -> bool:
+        """Whether the kernel is an image too: larger than the result."""
+
+        def size(shape, dims):
+            return math.prod(shape[dim] for dim in dims)
+
+        window = size(self.rhs, self.rhs_window)
+        return window > size(self.out, self.out_window)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a convolution is to lie.
+
+    Args:
+      manual: axes of the region around it; () for none.
+      lhs, rhs: axes that split the operands' dims, the partitioner's part.
+      out: the same of the result; None to leave it to completion.
+      manual_lhs, manual_rhs, manual_out: the same along the manual axes.
+      groups: into how many groups a device's part of the channels is split.
+    """
+
+    manual: tuple[str, ...]
+    lhs: Dims
+    rhs: Dims
+    out: Dims | None
+    manual_lhs: Dims
+    manual_rhs: Dims
+    manual_out: Dims
+    groups: int
+
+
+def layout(
+    conv: Convolution,
+    mesh: DeviceMesh,
+    lhs: Sharding | None,
+    rhs: Sharding | None,
+    out: Sharding | None,
+) -> Layout | None:
+    """A right layout near a completed one, None if XLA gets the completed one right.
+
+    Args:
+      conv: the convolution.
+      mesh: the program's.
+      lhs, rhs, out: its operands' and its result's shardings; None for one that axes
+        of the mesh cannot express.
+    """
+    known = [one or Sharding.replicated(mesh, len(conv.lhs)) for one in (lhs, rhs, out)]
+    if None not in (lhs, rhs, out) and _is_right(conv, *known):
+        return None
+    return _Choice(conv, *known).layout()
+
+
+def _is_right(conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding) -> bool:
+    """Whether XLA adds up nothing, or as for a matrix product."""
+    if not (_is_split(lhs) and _is_split(rhs)):
+        channels = lhs.dims[conv.lhs_channels]
+        agree = channels == rhs.dims[conv.rhs_out] == out.dims[conv.out_feature]
+        return conv.groups == 1 or agree
+    return conv.groups == 1 and not _splits_window(conv, lhs, rhs, out)
+
+
+def _is_split(sharding: Sharding) -> bool:
+    return any(n > 1 for n in sharding.splits())
+
+
+def _splits_window(
+    conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding
+) -> bool:
+    windows = ((lhs, conv.lhs_window), (rhs, conv.rhs_window), (out, conv.out_window))
+    return any(
+        moves and sharding.splits()[dim] > 1
+        for sharding, dims in windows
+        for dim, moves in zip(dims, conv.moves, strict=True)
+    )
+
+
+class _Choice:
+    """Finds for each axis the dims that it is to split, or that it splits none.
+
+    Automatic axes split what the convolution sums over or its window dims, of both
+    operands alike; of a convolution that is no kernel's gradient the window dims of the
+    image alone. Manual axes split what operands share with the result, where they
+    divide it.
+    """
+
+    def __init__(self, conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding):
+        self.conv = conv
+        self.mesh: DeviceMesh = lhs.mesh
+        self.tensors = (lhs, rhs, out)
+        rank = len(conv.lhs)
+        self.auto = [[[] for _ in range(rank)] for _ in range(3)]
+        self.kept = [[[] for _ in range(rank)] for _ in range(3)]
+
+    def layout(self) -> Layout | None:
+        """The layout, None if the tensors lie so already."""
+        automatic = []
+        for axis in self._axes():
+            if self._share(axis):
+                automatic.append(axis)
+            else:
+                self._keep(axis)
+        manual = tuple(
+            axis
+            for axis in self.mesh.axis_names
+            if self.mesh.axis_size(axis) > 1
+            and axis not in automatic
+            and axis not in self.tensors[0].manual
+        )
+        operands = tuple(one.dims for one in self.tensors[:2])
+        same = operands == tuple(_frozen(dims) for dims in self.auto[:2])
+        if same and not manual and self._result_fits(automatic):
+            return None
+        channels = self.kept[0][self.conv.lhs_channels]
+        lhs, rhs, out, *kept = (_frozen(dims) for dims in (*self.auto, *self.kept))
+        return Layout(
+            manual=manual,
+            lhs=lhs,
+            rhs=rhs,
+            out=None if self.conv.is_kernel_gradient else out,
+            manual_lhs=kept[0],
+            manual_rhs=kept[1],
+            manual_out=kept[2],
+            groups=max(1, self.conv.groups // self.mesh.axes_size(channels)),
+        )
+
+    def _result_fits(self, automatic: list[str]) -> bool:
+        """Whether axes of window dims split the same one, or none, of the result."""
+        windows = self.conv.out_window
+        for axis in automatic:
+            at = self._dims(axis)[2]
+            placed = next((dim for dim in windows if axis in self.auto[2][dim]), None)
+            moved = at != placed and (placed is not None or at in windows)
+            if at is not None and moved and not self.conv.is_kernel_gradient:
+                return False
+        return True
+
+    def _axes(self) -> list[str]:
+        """Whole axes that split something, as they come in the tensors."""
+        found = dict.fromkeys(
+            axis for one in self.tensors for axes in one.dims for axis in axes
+        )
+        return [axis for axis in found if axis in self.mesh.axis_names]
+
+    def _dims(self, axis: str) -> list[int | None]:
+        """The dim of each tensor that an axis splits."""
+        return [
+            next((dim for dim, axes in enumerate(one.dims) if axis in axes), None)
+            for one in self.tensors
+        ]
+
+    def _share(self, axis: str) -> bool:
+        """Lets an axis be automatic, if it has a place as such."""
+        conv = self.conv
+        lhs, rhs, _ = self._dims(axis)
+        if conv.feature_groups == 1 and (
+            lhs == conv.lhs_feature or (lhs is None and rhs == conv.rhs_in)
+        ):
+            return self._divide(self.auto, axis, conv.lhs_feature, conv.rhs_in, None)
+        window = self._window(axis)
+        if window is None:
+            return False
+        number, both = window
+        image, kernel = conv.lhs_window[number], conv.rhs_window[number]
+        # XLA gets some kernel gradients wrong whose image is split unevenly along one
+        # window dim and along another one too, or whose result is larger than it.
+        several = sum(self._window(one) is not None for one in self._axes()) > 1
+        delicate = both and (several or conv.rhs[kernel] > conv.lhs[image])
+        return self._divide(
+            self.auto,
+            axis,
+            image,
+            kernel if both else None,
+            None if both else conv.out_window[number],
+            may_pad=not delicate,
+        )
+
+    def _window(self, axis: str) -> tuple[int, bool] | None:
+        """The number of the window dim that an axis splits, and if it is the kernel's
+        too.
+        """
+        conv = self.conv
+        lhs, rhs, out = self._dims(axis)
+        windows = zip(conv.lhs_window, conv.rhs_window, conv.out_window, strict=True)
+        for number, (image, kernel, result) in enumerate(windows):
+            if (lhs, rhs) == (image, kernel):
+                return number, True
+            if conv.is_kernel_gradient:
+                if lhs == image or (lhs is None and rhs == kernel):
+                    return number, True
+            elif lhs == image or (lhs is None and rhs is None and out == result):
+                return number, False
+        return None
+
+    def _keep(self, axis: str) -> bool:
+        """Lets a manual axis split dims, if it has a place as such."""
+        conv = self.conv
+        lhs, rhs, out = self._dims(axis)
+        channels = (conv.lhs_channels, conv.rhs_out, conv.out_feature)
+        if conv.groups > 1 and (
+            lhs == channels[0]
+            or (lhs is None and rhs == channels[1])
+            or (lhs is None and rhs is None and out == channels[2])
+        ):
+            axes = [*self.kept[0][channels[0]], axis]
+            return conv.groups % self.mesh.axes_size(axes) == 0 and self._divide(
+                self.kept, axis, *channels
+            )
+        if conv.batch_groups == 1 and (
+            lhs == conv.lhs_batch or (lhs is None and out == conv.out_batch)
+        ):
+            return self._divide(self.kept, axis, conv.lhs_batch, None, conv.out_batch)
+        if conv.groups == 1 and (rhs == conv.rhs_out or out == conv.out_feature):
+            return self._divide(self.kept, axis, None, conv.rhs_out, conv.out_feature)
+        return False
+
+    def _divide(
+        self, dims: list, axis: str, *chosen: int | None, may_pad: bool = False
+    ) -> bool:
+        """Lets `axis` split the chosen dim of each tensor, if it divides all of them.
+
+        With `may_pad` it is enough that there are not more shards than elements.
+        """
+        shapes = (self.conv.lhs, self.conv.rhs, self.conv.out)
+        for of, shape, dim in zip(dims, shapes, chosen, strict=True):
+            if dim is not None:
+                count = self.mesh.axes_size([*of[dim], axis])
+                if shape[dim] < count or (shape[dim] % count and not may_pad):
+                    return False
+        for of, dim in zip(dims, chosen, strict=True):
+            if dim is not None:
+                of[dim].append(axis)
+        return True
+
+
+def _frozen(dims: list[list[str]]) -> Dims:
+    return tuple(tuple(axes) for axes in dims)
