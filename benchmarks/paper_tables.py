@@ -126,7 +126,7 @@ def ours(row: Row, cache: plan_cache.PlanCache) -> dict[str, Any]:
         report = plan(experiment, topology=row.topology)
         link_s = sum(one.exposed for one in report.time.collectives) * LINK_EFFICIENCY
         found = {
-            "peak_gb": report.program.memory().peak / 2**30,
+            "peak_gb": report.peak_bytes / 2**30,
             "limit_gb": report.memory_limit / 2**30,
             "recompute": str(experiment.task.stack.recompute),
             "ops_s": report.time.seconds - link_s / LINK_EFFICIENCY,

@@ -1,22 +1,30 @@
 """A plan as a document: plain values that the text, the page and JSON are made of.
 
 Top-level keys are stable; new ones may come. Bytes are of one device, seconds of one
-step, None what is not known: times on cpu, needs of a program that does not fit.
+step, None what is not known: times on cpu, much of a program that does not fit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.trainers.planning import PlanReport, refused_bytes
+from tensorflow.python.util import nest
+
+from meshwright.framework.compiler.memory import MemoryTimeline, breakdown
+from meshwright.framework.compiler.refusal import Allocation
+from meshwright.trainers.planning import PlanReport
 from meshwright.trainers.programs import Programs
 
 _PACKAGES = ("meshwright", "jax", "jaxlib", "tensorflow", "libtpu")
 _STATE = {"theta": "weights", "slots": "slots", "ema": "ema"}
+_BATCHES = "batches"
+_LARGEST = 20
+_MOMENTS = 400
 
 
 def document(report: PlanReport, *, config_text: str = "") -> dict[str, Any]:
@@ -66,29 +74,88 @@ def document(report: PlanReport, *, config_text: str = "") -> dict[str, Any]:
 
 
 def _memory(report: PlanReport, programs: Programs) -> dict[str, Any]:
-    needs = report.program and report.program.memory()
     state = _state_bytes(programs)
-    parts = {name: size for name, size in state.items() if size or name != "ema"}
-    if needs:
-        parts["batches and padding"] = needs.arguments - sum(state.values())
-        parts["results"] = needs.outputs - needs.aliased
-        parts["temporaries"] = needs.temporaries
-    elif refused := refused_bytes(report.refusal):
-        parts["what the compiler would need"] = refused
-    peak = needs.peak if needs else refused_bytes(report.refusal)
+    limit, peak = report.memory_limit, report.peak_bytes
     return {
-        "fits": bool(needs) and peak <= report.memory_limit,
-        "memory_limit": report.memory_limit,
+        "fits": report.fits,
+        "memory_limit": limit,
         "peak_bytes": peak,
-        "over_bytes": peak and max(0, peak - report.memory_limit),
-        "refusal": report.refusal,
-        "argument_bytes": needs and needs.arguments,
-        "output_bytes": needs and needs.outputs - needs.aliased,
-        "temp_bytes": needs and needs.temporaries,
+        "over_bytes": 0 if report.fits else max(0, peak - limit),
+        "refusal": str(report.refusal or ""),
         "weights_bytes": state["weights"],
         "slots_bytes": state["slots"],
+        **_uses(report, programs, state),
+        "buffers": _alike(report.allocations)[:_LARGEST],
+        "timeline": _timeline(report.memory),
+    }
+
+
+def _uses(
+    report: PlanReport, programs: Programs, state: dict[str, int]
+) -> dict[str, Any]:
+    """What the memory at the peak is for."""
+    if report.memory is None:
+        parts = {name: size for name, size in state.items() if size}
+        parts[_BATCHES] = report.peak_bytes - sum(state.values())
+        arguments, outputs, saved, temporaries = report.peak_bytes, None, None, None
+    else:
+        found = breakdown(report.memory, _groups(programs))
+        parts = found.parts()
+        arguments = sum(found.arguments.values())
+        outputs, saved = found.results, found.saved
+        temporaries = found.gradients + found.weight_copies + found.other
+    return {
+        "argument_bytes": arguments,
+        "output_bytes": outputs,
+        "saved_bytes": saved,
+        "temp_bytes": temporaries,
         "breakdown": [{"part": name, "bytes": size} for name, size in parts.items()],
     }
+
+
+def _groups(programs: Programs) -> dict[str, list[int]]:
+    """Numbers of the training program's arguments by what they are."""
+    given = (programs.abstract_state(), programs.abstract_batches())
+    found: dict[str, list[int]] = {}
+    for number, (path, _) in enumerate(
+        nest.flatten_with_joined_string_paths(given, separator=".")
+    ):
+        argument, part = path.split(".")[:2]
+        what = _BATCHES if argument == "1" else _STATE.get(part)
+        if what:
+            found.setdefault(what, []).append(number)
+    order = [*_STATE.values(), _BATCHES]
+    return {what: found[what] for what in order if what in found}
+
+
+def _alike(allocations: Sequence[Allocation]) -> list[dict[str, Any]]:
+    """What takes most; several of one type, place and use are one entry."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for one in allocations:
+        # The program's arguments are the state and the batches.
+        first, _, path = one.name.partition(".")
+        named = {"0": path, "1": f"batch.{path}"}.get(first, one.layer)
+        entry = {
+            "kind": one.what,
+            "type": one.type,
+            "name": named or one.name,
+            "source": one.source,
+        }
+        known = found.setdefault(
+            tuple(entry.values()), entry | {"bytes": 0, "count": 0}
+        )
+        known["bytes"] += one.bytes
+        known["count"] += 1
+    return sorted(found.values(), key=lambda one: -one["bytes"])
+
+
+def _timeline(memory: MemoryTimeline | None) -> list[int] | None:
+    """Bytes alive over the run of the program, at most so many; peaks stay."""
+    if memory is None:
+        return None
+    alive = [one.bytes for one in memory.points]
+    ends = [len(alive) * i // _MOMENTS for i in range(_MOMENTS + 1)]
+    return [max(alive[a:b]) for a, b in itertools.pairwise(ends) if a < b]
 
 
 def _time(report: PlanReport) -> dict[str, Any]:

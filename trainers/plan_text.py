@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.framework.compiler.explain_text import bytes_text
+from meshwright.framework.compiler.refusal import REMEDY
 
 _WIDTH = 80
 _LARGEST = 8
+_BUFFERS = 5
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
@@ -19,6 +21,7 @@ def plan_text(document: dict[str, Any]) -> str:
     sections = (
         _head(document),
         _memory(document),
+        _buffers(document),
         _time(document),
         _collectives(document),
         _device_order(document["device_order"]),
@@ -36,8 +39,6 @@ def verdict(document: dict[str, Any]) -> str:
     if document["fits"]:
         free = bytes_text(limit - peak)
         return f"fits: {bytes_text(peak)} {of}, {free} to spare"
-    if document["over_bytes"] is None:
-        return f"does not fit: more than the {bytes_text(limit)} of a device"
     over = bytes_text(document["over_bytes"])
     return f"does not fit: {over} more than the {bytes_text(limit)} of a device"
 
@@ -98,17 +99,22 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
 def _memory(document: dict[str, Any]) -> Iterator[str]:
     whole = document["memory_limit"]
     yield "memory of a device" + f"{bytes_text(whole):>28}"
-    for one in document["breakdown"]:
-        share = share_text(one["bytes"], whole)
-        yield f"  {one['part']:<31}{bytes_text(one['bytes']):>13}{share:>9}"
-    if document["fits"]:
-        peak = document["peak_bytes"]
-        share = share_text(peak, whole)
-        yield f"  {'at its peak':<31}{bytes_text(peak):>13}{share:>9}"
-    elif document["refusal"]:
+    parts = [(one["part"], one["bytes"]) for one in document["breakdown"]]
+    for part, size in [*parts, ("at its peak", document["peak_bytes"])]:
+        yield f"  {part:<31}{bytes_text(size):>13}{share_text(size, whole):>9}"
+
+
+def _buffers(document: dict[str, Any]) -> Iterator[str]:
+    yield "most at the peak is taken by"
+    for one in document["buffers"][:_BUFFERS]:
+        times = f" ({one['count']} of them)" if one["count"] > 1 else ""
+        place = f"{one['name']}, {one['source']}" if one["source"] else one["name"]
+        text = f"{bytes_text(one['bytes'])} {one['kind']} {one['type']}{times}: {place}"
         yield from textwrap.wrap(
-            f"The compiler: {document['refusal']}", _WIDTH, max_lines=6
+            text, _WIDTH, initial_indent="  ", subsequent_indent="      "
         )
+    if not document["fits"]:
+        yield from textwrap.wrap(f"To make it fit: {REMEDY}.", _WIDTH)
 
 
 def _time(document: dict[str, Any]) -> Iterator[str]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import time
 from collections.abc import Sequence
-
-import jax
 
 from meshwright.framework.compiler import topology as topologies
 from meshwright.framework.compiler.device_order import DeviceOrder, order_of
 from meshwright.framework.compiler.hlo_text import HloModule
 from meshwright.framework.compiler.jax_bridge import set_platform
+from meshwright.framework.compiler.memory import MemoryTimeline, memory_timeline
 from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.refusal import (
+    Allocation,
+    DoesNotFit,
+    allocations_of,
+)
 from meshwright.framework.compiler.report import collectives_of
 from meshwright.framework.compiler.step_time import StepTime, step_time
 from meshwright.framework.compiler.topology import Topology, topology_devices
@@ -60,7 +63,11 @@ class PlanReport:
       order: where the mesh's devices are on the torus; None on cpu.
       program: the compiled program; None if the compiler refused it, for it needs more
         memory than a device has.
-      refusal: what the compiler said then; "" otherwise.
+      refusal: by how much, then; else None.
+      memory: what is alive when on a device, also in a program that was refused; None
+        if its arguments alone do not fit, or the compiler does not tell.
+      allocations: what takes the memory at the peak, largest first; arguments alone
+        where there is no `memory`.
       memory_limit: what a device has.
       compile_seconds: wall time of tracing and compiling.
       time: estimate for one call of the program, `steps_per_loop` steps; None on cpu
@@ -75,13 +82,25 @@ class PlanReport:
     torus: Topology | None
     order: DeviceOrder | None
     program: Program | None
-    refusal: str
+    refusal: DoesNotFit | None
+    memory: MemoryTimeline | None
+    allocations: tuple[Allocation, ...]
     memory_limit: int
     compile_seconds: float
     time: StepTime | None
     collectives: tuple[CollectiveSum, ...]
     replicated: tuple[ReplicatedTensor, ...]
     model_flops: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """What is alive on a device at most, or would be."""
+        return self.memory.peak if self.memory else self.refusal.refusal.needed
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has that, and the compiler agrees."""
+        return self.program is not None and self.peak_bytes <= self.memory_limit
 
     @property
     def step_seconds(self) -> float | None:
@@ -118,9 +137,17 @@ def plan(experiment: Experiment, *, topology: str) -> PlanReport:
     order = None if torus is None else order_of(mesh, torus)
     programs = Programs(experiment, devices=devices)
     start = time.monotonic()
-    program, refusal = _compiled(programs)
+    program = refusal = module = None
+    try:
+        program = programs.main
+    except DoesNotFit as e:
+        refusal, memory, allocations = e, e.timeline, e.allocations
     seconds = time.monotonic() - start
-    module = program and HloModule(program.hlo_text())
+    if program is not None:
+        text = program.hlo_text()
+        module = HloModule(text)
+        memory = memory_timeline(text, program.sources, module)
+        allocations = allocations_of(memory, program.unpartitioned.function)
     times = step_time(module, mesh, order) if program and order else None
     return PlanReport(
         experiment=experiment,
@@ -129,6 +156,8 @@ def plan(experiment: Experiment, *, topology: str) -> PlanReport:
         order=order,
         program=program,
         refusal=refusal,
+        memory=memory,
+        allocations=tuple(allocations),
         memory_limit=_memory_limit(torus, mesh),
         compile_seconds=seconds,
         time=times,
@@ -138,37 +167,6 @@ def plan(experiment: Experiment, *, topology: str) -> PlanReport:
         replicated=tuple(replicated_state(programs)),
         model_flops=experiment.task.train_flops(experiment.global_batch),
     )
-
-
-def _compiled(programs: Programs) -> tuple[Program | None, str]:
-    """The training program, or why the compiler refused it for want of memory."""
-    try:
-        return programs.main, ""
-    except jax.errors.JaxRuntimeError as e:
-        if not str(e).startswith("RESOURCE_EXHAUSTED"):
-            raise
-        return None, str(e)
-
-
-_REFUSALS = (
-    # Said before buffers are laid out, and after.
-    re.compile(r"required for HLO temporaries \((?P<size>[\d.]+)(?P<unit>[KMGT])\)"),
-    re.compile(r"Used (?P<size>[\d.]+)(?P<unit>[KMGT]) of [\d.]+[KMGT] hbm"),
-)
-
-
-def refused_bytes(refusal: str) -> int | None:
-    """What the program would have taken beside its arguments, or all in all.
-
-    The TPU compiler gives up on a program early if its temporaries alone are too large,
-    and else says what everything takes. None if it says neither.
-    """
-    for pattern in _REFUSALS:
-        if match := pattern.search(refusal):
-            return int(
-                float(match["size"]) * 2 ** (10 * (1 + "KMGT".index(match["unit"])))
-            )
-    return None
 
 
 def torus_for(name: str, mesh: DeviceMesh) -> Topology:

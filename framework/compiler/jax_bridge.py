@@ -15,7 +15,9 @@ import contextlib
 import dataclasses
 import io
 import os
+import pathlib
 import re
+import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -38,6 +40,13 @@ from meshwright.framework.compiler.conv_rewrite import Key, lay_out
 from meshwright.framework.compiler.device_order import device_order
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
 from meshwright.framework.compiler.manual_regions import rewrite_manual_regions
+from meshwright.framework.compiler.memory import MemoryTimeline, memory_timeline
+from meshwright.framework.compiler.refusal import (
+    DoesNotFit,
+    allocations_of,
+    check_arguments_fit,
+    parse_refusal,
+)
 from meshwright.framework.compiler.slices import drop_idle_steps
 from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.compiler.topology import place_on_torus, topology_of
@@ -240,8 +249,10 @@ def lower_for_mesh(
 
     Raises:
       LoweringError: an argument has 64-bit elements; an annotation cannot be honoured.
+      DoesNotFit: the arguments alone do not fit into the devices' memory.
     """
     grid = jax_mesh(mesh, devices)
+    check_arguments_fit(lowered, mesh, in_shardings, grid.devices.flat[0])
 
     def border(shardings):
         return tuple(None if s is None else named_sharding(s, grid) for s in shardings)
@@ -263,7 +274,7 @@ def lower_for_mesh(
     )
     with _partitioner(shardy), jax.set_mesh(grid):
         ready = jitted.lower(*avals)
-    return MeshProgram(lowered.name, mesh, ready, shardy)
+    return MeshProgram(lowered.name, mesh, ready, shardy, lowered)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -275,12 +286,14 @@ class MeshProgram:
       mesh: the device mesh.
       lowered: as JAX lowered it.
       shardy: whether Shardy is to complete its shardings, or GSPMD.
+      function: what it was lowered from, to name its arguments and ops.
     """
 
     name: str
     mesh: DeviceMesh
     lowered: jax.stages.Lowered
     shardy: bool
+    function: LoweredFunction | None = None
 
     def compile(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
         """Partitions and compiles.
@@ -291,6 +304,7 @@ class MeshProgram:
         Raises:
           LoweringError: the module would make XLA fall back to GSPMD; GSPMD gives a
             result whose sharding was left to it one of no mesh axes.
+          DoesNotFit: it needs more memory than a device has.
         """
         if self.shardy:
             self._check_no_fallback()
@@ -304,6 +318,28 @@ class MeshProgram:
                 f"{self.name}: completion chose for a result a sharding that axes of "
                 f"the mesh ({self.mesh}) cannot express; give its out_shardings"
             ) from e
+        except jax.errors.JaxRuntimeError as e:
+            refusal = parse_refusal(str(e))
+            if refusal is None:
+                raise
+            timeline = self._refused(options)
+            largest = allocations_of(timeline, self.function) if timeline else ()
+            raise DoesNotFit(self.name, refusal, largest, timeline) from e
+
+    def _refused(self, options: Mapping[str, Any] | None) -> MemoryTimeline | None:
+        """What would be alive when in a program that the compiler refuses.
+
+        It writes down such a program if it is told where to. None if it does not.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            refused = contextlib.suppress(jax.errors.JaxRuntimeError)
+            with _partitioner(self.shardy), refused:
+                self.lowered.compile(compiler_options={**(options or {}), **dump})
+            found = list(pathlib.Path(folder).rglob("*.oom_intermediate_module.txt"))
+            if self.function is None or not found:
+                return None
+            return memory_timeline(found[0].read_text(), self.function.sources)
 
     def _check_no_fallback(self) -> None:
         for line in self.lowered.as_text().splitlines():

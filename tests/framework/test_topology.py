@@ -53,12 +53,6 @@ def test_a_topology_that_nobody_has_is_an_error(name, message):
         topology_devices(name)
 
 
-@pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed")
-def test_without_libtpu_the_error_names_the_extra():
-    with pytest.raises(ImportError, match=r"'v3:2x2' needs libtpu.*meshwright\[plan\]"):
-        topology_devices("v3:2x2")
-
-
 def test_a_program_for_other_devices_can_be_read_but_not_run():
     program = matmul(MESH, jax.devices())
     (collective,) = program.collectives()

@@ -2,19 +2,32 @@
 
 import importlib.util
 import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
+from meshwright.framework.compiler.jax_bridge import MeshProgram
+from meshwright.framework.compiler.memory import memory_timeline
+from meshwright.framework.compiler.refusal import (
+    REMEDY,
+    DoesNotFit,
+    Refusal,
+    allocations_of,
+)
+from meshwright.trainers import planning
 from meshwright.trainers.plan import DOES_NOT_FIT
-from meshwright.trainers.planning import refused_bytes
 from tests.trainers.test_plan_main import call_main
 
+ROOT = pathlib.Path(__file__).parents[2]
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed")
 KEYS = {
     "fits": bool,
     "peak_bytes": int,
     "argument_bytes": int,
+    "saved_bytes": int,
     "temp_bytes": int,
     "compile_seconds": float,
 }
@@ -24,18 +37,41 @@ def check_text(out):
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
+def check_memory(found):
+    parts = {one["part"]: one["bytes"] for one in found["breakdown"]}
+    assert sum(parts.values()) == found["peak_bytes"] == max(found["timeline"])
+    # They are donated: where nobody needs them before they are written anew, they are
+    # not alive.
+    assert 0 < parts["weights"] <= found["weights_bytes"]
+    assert 0 < parts["slots"] <= found["slots_bytes"] == 2 * found["weights_bytes"]
+    batches = found["argument_bytes"] - parts["weights"] - parts["slots"]
+    assert batches == parts["batches"] + parts["other arguments"]
+    assert parts["batches"] == 5 * 4 * 4 * 8  # 5 arrays of [4, 8] on a device
+    uses = ("argument_bytes", "output_bytes", "saved_bytes", "temp_bytes")
+    assert sum(found[use] for use in uses) == found["peak_bytes"]
+    assert parts["saved activations"] == found["saved_bytes"] > 0
+    buffers = found["buffers"]
+    assert [one["bytes"] for one in buffers] == sorted(
+        (one["bytes"] for one in buffers), reverse=True
+    )
+    saved = [one for one in buffers if one["kind"] == "saved activation"]
+    assert any(one["name"].startswith("stack") for one in saved)
+    assert all(one["source"].startswith("layers/") for one in saved)
+    table = {one["name"]: one for one in buffers}["theta.embedding.table"]
+    assert (table["kind"], table["type"]) == ("argument", "f32[66,8]")
+    assert (table["bytes"], table["count"]) == (66 * 8 * 4, 1)
+
+
 def test_on_the_cpu_mesh(tmp_path, capsys):
-    path = tmp_path / "made" / "plan.json"
-    assert call_main("NUM_LAYERS = 3", topology="cpu", json_out=str(path)) is None
-    out = capsys.readouterr().out
-    check_text(out)
+    folder = tmp_path / "made"
+    status, out, found = planned(folder, capsys, "NUM_LAYERS = 3", topology="cpu")
+    assert status is None
     assert out.startswith("cpu: 8 devices as X=2, Y=4, partitioned by shardy\nfits: ")
-    found = json.loads(path.read_text())
     assert {key: type(found[key]) for key in KEYS} == KEYS
     assert found["fits"] and found["step_seconds"] is None
     assert found["flops_utilization"] is None
-    state = found["weights_bytes"] + found["slots_bytes"]
-    assert state < found["argument_bytes"] < found["peak_bytes"]
+    check_memory(found)
+    assert "\nmost at the peak is taken by\n" in out
     by_axis = {(one["kind"], one["axis"]) for one in found["collectives"]}
     assert ("all-gather", "X") in by_axis
     # Each layer gathers: the loop over them counts.
@@ -49,13 +85,10 @@ def test_on_the_cpu_mesh(tmp_path, capsys):
 
 @needs_libtpu
 def test_on_a_pod(tmp_path, capsys):
-    path = tmp_path / "plan.json"
-    assert call_main(topology="v3:2x2", json_out=str(path)) is None
-    out = capsys.readouterr().out
-    check_text(out)
+    status, out, found = planned(tmp_path, capsys, topology="v3:2x2")
+    assert status is None
     assert "device order on 2 x 2 chips of 2 cores, no ends linked" in out
     assert "a step, estimated" in out
-    found = json.loads(path.read_text())
     assert found["step_seconds"] == pytest.approx(sum(found["parts"].values()))
     assert 0 < found["flops_utilization"] < 1
     assert found["parts"]["matrix"] > 0
@@ -66,25 +99,89 @@ def test_on_a_pod(tmp_path, capsys):
         assert (one["seconds"] > 0) == (one["axis"] != "X")
 
 
-@needs_libtpu
-def test_what_does_not_fit_is_told_with_the_bytes_over(capsys):
-    too_large = ["VOCAB_SIZE = 4194304", "MODEL_DIMS = 4096"]
-    assert call_main(*too_large, topology="v3:2x2") == DOES_NOT_FIT
+LIMIT = 2**14
+
+
+@pytest.fixture
+def small_devices(monkeypatch):
+    monkeypatch.setattr(planning, "_memory_limit", lambda torus, mesh: LIMIT)
+
+
+@pytest.fixture
+def refusing_compiler(monkeypatch, small_devices):
+    """One that says no like that for TPUs, and knows what would be alive when."""
+    compile_ = MeshProgram.compile
+
+    def refuse(self, options=None):
+        text = compile_(self, options).as_text()
+        timeline = memory_timeline(text, self.function.sources)
+        refusal = Refusal(needed=timeline.peak, available=LIMIT)
+        largest = allocations_of(timeline, self.function)
+        raise DoesNotFit(self.name, refusal, largest, timeline)
+
+    monkeypatch.setattr(MeshProgram, "compile", refuse)
+
+
+def planned(tmp_path, capsys, *params, **more_flags):
+    """Exit status, text and document."""
+    path = tmp_path / "plan.json"
+    status = call_main(*params, json_out=str(path), **more_flags)
     out = capsys.readouterr().out
     check_text(out)
+    return status, out, json.loads(path.read_text())
+
+
+def test_what_the_compiler_refuses_is_told_with_what_takes_most(
+    refusing_compiler, tmp_path, capsys
+):
+    status, out, found = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
+    assert status == DOES_NOT_FIT and not found["fits"]
+    check_memory(found)
+    assert found["over_bytes"] == found["peak_bytes"] - LIMIT > 0
+    assert found["refusal"].startswith("train: 0.00 GiB more than fit: a device has 0.")
+    assert "\ndoes not fit: " in out and " more than the 16 kB of a device\n" in out
+    lines = out.splitlines()
+    at = lines.index("most at the peak is taken by") + 1
+    end = next(i for i in range(at, len(lines)) if not lines[i].startswith("  "))
+    told = " ".join(" ".join(lines[at:end]).split())
+    for one in found["buffers"][:3]:
+        assert f"{one['kind']} {one['type']}" in told and one["name"] in told
+        assert one["source"] in told
+    assert f"To make it fit: {REMEDY}." in " ".join(out.split())
+    assert "no estimate of its time" in out
+
+
+def test_what_compiles_but_is_too_large_does_not_fit(small_devices, tmp_path, capsys):
+    status, out, found = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
+    assert status == DOES_NOT_FIT and not found["fits"] and found["refusal"] == ""
+    assert found["over_bytes"] == found["peak_bytes"] - LIMIT > 0
+    check_memory(found)
+
+
+@needs_libtpu
+def test_arguments_that_do_not_fit_alone(tmp_path, capsys):
+    too_large = ["VOCAB_SIZE = 4194304", "MODEL_DIMS = 4096"]
+    status, out, found = planned(tmp_path, capsys, *too_large, topology="v3:2x2")
+    assert status == DOES_NOT_FIT
     assert " more than the 17 GB of a device" in out
-    assert "The compiler: RESOURCE_EXHAUSTED" in out
+    assert found["timeline"] is found["temp_bytes"] is None
+    assert sum(one["bytes"] for one in found["breakdown"]) == found["peak_bytes"]
+    names = [one["name"] for one in found["buffers"][:3]]
+    assert sorted(names) == [
+        "slots.embedding.table.m",
+        "slots.embedding.table.v",
+        "theta.embedding.table",
+    ]
 
 
-def test_the_bytes_in_a_refusal():
-    early = (
-        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for "
-        "HLO temporaries (89.65G) exceeds available HBM (15.48G)."
-    )
-    late = "RESOURCE_EXHAUSTED: ... Used 16.50G of 15.48G hbm. Exceeded hbm capacity"
-    assert refused_bytes(early) == int(89.65 * 2**30)
-    assert refused_bytes(late) == int(16.5 * 2**30)
-    assert refused_bytes("RESOURCE_EXHAUSTED: something else") is None
+@needs_libtpu
+def test_what_the_tpu_compiler_refuses(tmp_path, capsys):
+    long = ["SEQUENCE_LENGTH = 8192", "Experiment.global_batch = 1024"]
+    status, out, found = planned(tmp_path, capsys, *long, topology="v3:2x2")
+    assert status == DOES_NOT_FIT
+    assert found["over_bytes"] == found["peak_bytes"] - found["memory_limit"] > 0
+    assert found["buffers"][0]["source"].startswith("layers/")
+    assert max(found["timeline"]) == found["peak_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +205,19 @@ def test_wrong_input(more_flags, message):
         call_main(**more_flags)
 
 
-@pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed")
+WITHOUT_LIBTPU = """
+import os, sys
+sys.modules["libtpu"] = None  # As if it were not installed, nor found by a test before.
+os.environ.pop("TPU_LIBRARY_PATH", None)
+import tests.conftest
+from tests.trainers.test_plan_main import call_main
+call_main(topology="v3:2x2")
+"""
+
+
 def test_without_libtpu_it_says_how_to_install_it():
-    with pytest.raises(SystemExit, match=r"pip install 'meshwright\[plan\]'"):
-        call_main(topology="v3:2x2")
+    command = [sys.executable, "-c", WITHOUT_LIBTPU]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "'v3:2x2' needs libtpu" in ran.stderr
+    assert "pip install 'meshwright[plan]'" in ran.stderr
