@@ -22,12 +22,12 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv here (Debian:" \
 	  "apt install python3.11-venv); or name one: make PYTHON=/path/to/python" >&2; \
 	  exit 1; }
-	@echo "Installing into .venv: 600 MB to fetch, 3 GB on disk, a minute or two."
+	@echo "Installing into .venv: 800 MB to fetch, 4 GB on disk, a minute or two."
 	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet --constraint constraints.txt pip setuptools
 	PYTHONWARNINGS='ignore:Editable installation' \
 	  $(PIP) install --quiet --no-compile --no-build-isolation \
-	  --constraint constraints.txt --editable '.[test]'
+	  --constraint constraints.txt --editable '.[test,plan,mt]'
 	@touch $@
 
 train: install
@@ -68,7 +68,7 @@ export PINS
 
 constraints: install
 	$(PIP) install --quiet --dry-run --ignore-installed --report - \
-	  pip setuptools '.[test,plan,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
+	  pip setuptools '.[test,plan,mt,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
 	mv .venv/pins constraints.txt
 
 clean:

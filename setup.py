@@ -43,7 +43,8 @@ setup(
     ],
     extras_require={
         "test": ["hypothesis", "pytest", "pytest-xdist", "ruff", "xprof"],
-        "plan": ["libtpu"],
+        "plan": ["libtpu", "matplotlib"],
+        "mt": ["polib", "sacrebleu", "sentencepiece"],
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "cuda": ["jax[cuda12]>=0.10.2,<0.12"],
     },
