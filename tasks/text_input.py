@@ -308,7 +308,7 @@ class TextInput:
           global_batch: examples of a step, over all processes.
           rows: which of them to read here; processes may read the same ones.
         """
-        place = _places(global_batch, rows)
+        place = places(global_batch, rows)
         corpus = load_corpus(self.files, Split.TRAIN)
         count = corpus.example_count(self.sequence_length)
         steps = tf.data.Dataset.range(start_step, tf.int64.max)
@@ -328,7 +328,7 @@ class TextInput:
           rows: which of them to read here.
           max_batches: read so many at most, spread evenly over the files.
         """
-        place = _places(global_batch, rows)
+        place = places(global_batch, rows)
         corpus = load_corpus(self.files, Split.HELD_OUT)
         total = -(-corpus.example_count(self.sequence_length) // global_batch)
         count = total if max_batches is None else min(total, max_batches)
@@ -366,38 +366,58 @@ class TextInput:
             S = self.sequence_length
             return pack_rows(stream, bounds, examples(step), sequence_length=S)
 
-        options = tf.data.Options()
-        # On a busy machine an iterator waited up to a minute for its tuner to end.
-        options.autotune.enabled = False
-        batches = steps.map(
-            batch, num_parallel_calls=_PARALLEL_BATCHES, deterministic=True
-        )
-        return batches.prefetch(_READY_BATCHES).with_options(options)
+        return text_dataset(steps, batch)
 
 
-def shuffled_examples(place: tf.Tensor, *, count: int, seed: int) -> tf.Tensor:
+def text_dataset(
+    steps: tf.data.Dataset, batch: Callable[[tf.Tensor], NestedMap]
+) -> tf.data.Dataset:
+    """What `batch` makes of each of `steps`, in order, some of them ahead of time."""
+    options = tf.data.Options()
+    # On a busy machine an iterator waited up to a minute for its tuner to end.
+    options.autotune.enabled = False
+    batches = steps.map(batch, num_parallel_calls=_PARALLEL_BATCHES, deterministic=True)
+    return batches.prefetch(_READY_BATCHES).with_options(options)
+
+
+def shuffled_examples(
+    place: tf.Tensor, *, count: int | tf.Tensor, seed: int
+) -> tf.Tensor:
     """Numbers of the examples at int64 [B] places in the endless training order.
 
     Each epoch is a permutation of its own. `tf.random.experimental.index_shuffle` takes
     one seed per call only, and its 4 rounds leave epochs alike: in half of the bits,
     most examples differ by one constant.
+
+    Args:
+      place: int64 [B].
+      count: how many examples there are; int64 [B] if the places are of several orders.
+      seed: of the order.
+
+    Returns:
+      int64 [B], below `count`; equal to it at some places if there are 2^16 and more.
     """
-    if count > 2**16 and (count - 1) & (count - 2) == 0:
-        # TF 2.21 repeats one example and skips another where the largest number is a
-        # power of 4 from 2^16 up: an example of padding more avoids that.
-        count += 1
+    count = tf.convert_to_tensor(count, tf.int64)
+    # TF 2.21 repeats one example and skips another where the largest number is a power
+    # of 4 from 2^16 up: an example of padding more avoids that.
+    is_power = tf.equal(tf.bitwise.bitwise_and(count - 1, count - 2), 0)
+    count += tf.cast((count > 2**16) & is_power, tf.int64)
     epoch = place // count
     return tf.raw_ops.RandomIndexShuffle(
         index=place % count,
         # Of each of three words, the cipher uses the lowest 8 bits or more.
         seed=tf.pad(epoch[:, None], [[0, 0], [2, 0]]) + [seed, seed >> 8, 0],
-        max_index=tf.constant(count - 1, tf.int64),
+        max_index=count - 1,
         rounds=8,
     )
 
 
-def _places(global_batch: int, rows: range) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Maps a step to the int64 places of `rows` in the order of all examples."""
+def places(global_batch: int, rows: range) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Maps a step to the int64 places of `rows` in the order of all examples.
+
+    Raises:
+      ValueError: the rows are not of a batch of so many.
+    """
     if not rows or min(rows) < 0 or max(rows) >= global_batch:
         raise ValueError(
             f"rows {rows} are not part of a global batch of {global_batch} rows"

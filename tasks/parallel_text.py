@@ -1,0 +1,317 @@
+"""Parallel text: sentences with their translations, from files of three kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import os
+import pathlib
+import struct
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, NoReturn
+
+import gin
+import tensorflow as tf
+from absl import logging
+
+from meshwright.tasks.text_input import Split
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Pair:
+    """A text and its translation.
+
+    Args:
+      source_language: what the source is written in, such as "en".
+      target_language: what the target is written in, such as "de" or "pt_BR".
+      source: one line of text.
+      target: one line of text.
+    """
+
+    source_language: str
+    target_language: str
+    source: str
+    target: str
+
+    @property
+    def direction(self) -> str:
+        """Both languages, such as "en-de"."""
+        return f"{self.source_language}-{self.target_language}"
+
+    def reversed(self) -> Pair:
+        """The translation, and the text as its translation."""
+        return Pair(
+            self.target_language, self.source_language, self.target, self.source
+        )
+
+
+@gin.constants_from_enum
+class Direction(enum.Enum):
+    """Which way pairs are translated: as they are, the other way, or both."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BOTH = "both"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelFiles:
+    """Base of where pairs come from. Making one does not touch the file system.
+
+    Args:
+      root: the folder.
+      languages: those to translate the source language to; none for all there are.
+      source_language: of all sources.
+      direction: which way to translate.
+      held_out_one_in: about one source in so many is held out, with its translations
+        to all languages, chosen by a hash of its text: adding files moves no other.
+
+    Raises:
+      ValueError: nothing is left to train on; a language comes twice.
+    """
+
+    root: str
+    languages: tuple[str, ...] = ()
+    source_language: str = "en"
+    direction: Direction = Direction.FORWARD
+    held_out_one_in: int = 20
+
+    hint: ClassVar[str] = ""
+    """Where files may come from, the end of a sentence."""
+
+    def __post_init__(self):
+        name = type(self).__name__
+        object.__setattr__(self, "languages", tuple(self.languages))
+        if self.held_out_one_in < 2:
+            raise ValueError(
+                f"{name}.held_out_one_in is {self.held_out_one_in}: below 2 no pair is "
+                "left to train on"
+            )
+        listed = [*self.languages, self.source_language]
+        twice = sorted({one for one in listed if listed.count(one) > 1})
+        if twice:
+            raise ValueError(
+                f"{name}.languages names {', '.join(twice)} twice, or as a translation "
+                "of itself: name each language once"
+            )
+
+    def pairs(self, split: Split) -> list[Pair]:
+        """The pairs of a split, sorted, each once; files are read once in a process.
+
+        Raises:
+          FileNotFoundError: no file has pairs of a language that is asked for.
+          ValueError: a file is malformed; the split is empty.
+          OSError: a file cannot be read.
+        """
+        found = _load(self)[split]
+        if not found:
+            raise ValueError(
+                f"no {split.value} pairs under {self.root!r}: add files, or change "
+                f"{type(self).__name__}.held_out_one_in ({self.held_out_one_in})"
+            )
+        return found
+
+    def read(self) -> Iterator[Pair]:
+        """All pairs of `languages`, in any order, forward."""
+        raise NotImplementedError(f"{type(self).__name__}.read")
+
+    def split_of(self, pair: Pair) -> Split:
+        """Where a forward pair belongs: by its source, whatever the language."""
+        digest = hashlib.sha256(pair.source.encode()).digest()
+        held_out = int.from_bytes(digest[:8], "big") % self.held_out_one_in == 0
+        return Split.HELD_OUT if held_out else Split.TRAIN
+
+    def _files(self, suffixes: Sequence[str]) -> list[pathlib.Path]:
+        root = pathlib.Path(self.root).expanduser()
+        found = sorted(
+            pathlib.Path(parent, name)
+            for parent, _, names in os.walk(root, onerror=_unreadable)
+            for name in names
+            if name.endswith(tuple(suffixes))
+        )
+        if not found:
+            raise FileNotFoundError(
+                f"no {' or '.join(suffixes)} files under {self.root!r}: set "
+                f"{type(self).__name__}.root to a folder that has some{self.hint}"
+            )
+        return found
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise error
+
+
+@functools.cache
+def _load(files: ParallelFiles) -> dict[Split, list[Pair]]:
+    found = {split: set() for split in Split}
+    read, missing = set(), set(files.languages)
+    for pair in files.read():
+        missing.discard(pair.target_language)
+        if pair in read:
+            continue
+        read.add(pair)
+        part = found[files.split_of(pair)]
+        if files.direction is not Direction.BACKWARD:
+            part.add(pair)
+        if files.direction is not Direction.FORWARD:
+            part.add(pair.reversed())
+    if missing:
+        raise FileNotFoundError(
+            f"no pairs of language {', '.join(sorted(missing))} under {files.root!r}: "
+            f"take it out of {type(files).__name__}.languages, or add its files"
+            f"{files.hint}"
+        )
+    return {split: sorted(part) for split, part in found.items()}
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GettextCatalogues(ParallelFiles):
+    """Messages of programs and their translations, from .mo and .po files.
+
+    The language of a file is the folder around its LC_MESSAGES, else what its header
+    says, else its name without suffix. Fuzzy and untranslated messages are left out,
+    and so are plurals other than the first form, and messages of several lines. A
+    catalogue that cannot be decoded is left out with a warning: most machines have one.
+
+    Args:
+      root: where catalogues lie; on Debian the default, where `apt install iso-codes`
+        puts names of languages, countries and currencies in over a hundred languages.
+      domains: names of catalogues without suffix, such as "iso_639-3"; none for all.
+      max_chars: of a message or its translation; longer ones are left out.
+    """
+
+    root: str = "/usr/share/locale"
+    domains: tuple[str, ...] = ()
+    max_chars: int = 200
+
+    hint = "; on Debian, `apt install iso-codes` brings names in most languages"
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "domains", tuple(self.domains))
+
+    def read(self) -> Iterator[Pair]:
+        read = set()  # Packages link the old names of catalogues to the new ones.
+        for path in self._files((".mo", ".po")):
+            if path.resolve() not in read:
+                read.add(path.resolve())
+                yield from self._pairs_of(path)
+
+    def _pairs_of(self, path: pathlib.Path) -> Iterator[Pair]:
+        language = None
+        if path.parent.name == "LC_MESSAGES":
+            language = path.parent.parent.name
+            asked_for = not self.domains or path.stem in self.domains
+            if not asked_for or not self._is_wanted(language):
+                return
+        catalogue = _catalogue(path)
+        language = language or catalogue.metadata.get("Language") or path.stem
+        if self._is_wanted(language):
+            for entry in catalogue:
+                source, target = _texts_of(entry)
+                longest = max(len(source), len(target))
+                if source and target and longest <= self.max_chars:
+                    yield Pair(self.source_language, language, source, target)
+
+    def _is_wanted(self, language: str) -> bool:
+        if not self.languages:
+            return language != self.source_language
+        return language in self.languages
+
+
+def _catalogue(path: pathlib.Path):
+    """What is in a .mo or .po file; nothing if it cannot be decoded."""
+    polib = _import_polib()
+    read = polib.mofile if path.suffix == ".mo" else polib.pofile
+    try:
+        return read(str(path))
+    # What polib raises on broken files, some of which distributions install.
+    except (OSError, UnicodeDecodeError, LookupError, ValueError, struct.error) as e:
+        logging.warning("left out, as it is no gettext catalogue: %s (%s)", path, e)
+        return polib.POFile()
+
+
+def _import_polib():
+    try:
+        import polib  # Only catalogues want it.
+    except ImportError as e:
+        raise ImportError(
+            "gettext catalogues need polib, which is not installed: "
+            "pip install 'meshwright[mt]'"
+        ) from e
+    return polib
+
+
+def _texts_of(entry) -> tuple[str, str]:
+    """A message and its translation, empty if it has none of one line."""
+    source = entry.msgid.strip()
+    target = (entry.msgstr or entry.msgstr_plural.get(0, "")).strip()
+    left_out = "fuzzy" in entry.flags or entry.obsolete
+    if left_out or len(source.splitlines()) != 1 or len(target.splitlines()) != 1:
+        return "", ""
+    return source, target
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TsvFiles(ParallelFiles):
+    """Files of two columns, source and translation, parted by a tab; UTF-8.
+
+    A file is called after its languages: en-de.tsv holds English and German.
+    """
+
+    def read(self) -> Iterator[Pair]:
+        for path in self._files((".tsv",)):
+            source, _, target = path.stem.partition("-")
+            if source == self.source_language and (
+                not self.languages or target in self.languages
+            ):
+                yield from self._pairs_of(path, target)
+
+    def _pairs_of(self, path: pathlib.Path, language: str) -> Iterator[Pair]:
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{path} is not in UTF-8: {e}") from e
+        for number, line in enumerate(lines, start=1):
+            columns = line.rstrip("\r").split("\t")
+            if columns == [""]:
+                continue
+            if len(columns) != 2 or not all(map(str.strip, columns)):
+                raise ValueError(
+                    f"{path}:{number} has {len(columns)} columns, or an empty one: "
+                    "write the source, one tab and the translation on each line"
+                )
+            source, target = map(str.strip, columns)
+            yield Pair(self.source_language, language, source, target)
+
+
+_FEATURES = ("source", "target", "target_language")
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TFRecordFiles(ParallelFiles):
+    """Files of `tf.train.Example`, *.tfrecord, with bytes features in UTF-8.
+
+    Features: source, target, target_language; others are left alone.
+    """
+
+    def read(self) -> Iterator[Pair]:
+        spec = {name: tf.io.FixedLenFeature([], tf.string) for name in _FEATURES}
+        for path in self._files((".tfrecord", ".tfrecords")):
+            try:
+                for record in tf.data.TFRecordDataset(str(path)):
+                    one = tf.io.parse_single_example(record, spec)
+                    texts = [one[name].numpy().decode().strip() for name in _FEATURES]
+                    source, target, language = texts
+                    if not self.languages or language in self.languages:
+                        yield Pair(self.source_language, language, source, target)
+            except (tf.errors.OpError, UnicodeDecodeError) as e:
+                raise ValueError(
+                    f"{path} is no file of tf.train.Example with the bytes features "
+                    f"{', '.join(_FEATURES)} in UTF-8: {e}"
+                ) from e

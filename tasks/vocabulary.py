@@ -1,0 +1,186 @@
+"""Subword vocabularies, trained from the text itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import io
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import gin
+
+
+@gin.constants_from_enum
+class Subwords(enum.Enum):
+    """How a vocabulary is found: by likelihood of pieces, or by merging pairs."""
+
+    UNIGRAM = "unigram"
+    BPE = "bpe"
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentencePieceVocabulary:
+    """What SentencePiece (Kudo and Richardson 2018) is to make of training text.
+
+    Making one reads nothing, so that a task can be planned without its data. The same
+    text gives the same vocabulary in every process.
+
+    Args:
+      vocab_size: V; control symbols and 256 bytes, for what has no piece, count.
+      subwords: how pieces are found.
+      character_coverage: share of all characters that get a piece; others are spelt as
+        bytes.
+      max_texts: a larger corpus is sampled, evenly.
+      model_file: a trained model to read instead of training one.
+
+    Raises:
+      ValueError: a size too small for bytes and control symbols.
+    """
+
+    vocab_size: int
+    subwords: Subwords = Subwords.UNIGRAM
+    character_coverage: float = 0.9995
+    max_texts: int = 1_000_000
+    model_file: str | None = None
+
+    def __post_init__(self):
+        least = 256 + 8
+        if self.vocab_size < least:
+            raise ValueError(
+                f"SentencePieceVocabulary.vocab_size is {self.vocab_size}: make it "
+                f"{least} or more, as every byte has a piece"
+            )
+
+    def trained(self, texts: Sequence[str], languages: Iterable[str]) -> Vocabulary:
+        """The vocabulary of `texts`, with a tag for each language.
+
+        Raises:
+          ValueError: the text has too few pieces for V; the file is no such model or
+            another one.
+        """
+        tags = tuple(map(tag_of, sorted(set(languages))))
+        if self.model_file is None:
+            step = -(-len(texts) // self.max_texts)
+            return Vocabulary(self._train(texts[::step], tags))
+        return self._read(tags)
+
+    def _train(self, texts: Sequence[str], tags: tuple[str, ...]) -> bytes:
+        model = io.BytesIO()
+        try:
+            _sentencepiece().SentencePieceTrainer.train(
+                sentence_iterator=iter(texts),
+                model_writer=model,
+                vocab_size=self.vocab_size,
+                model_type=self.subwords.value,
+                character_coverage=self.character_coverage,
+                control_symbols=list(tags),
+                byte_fallback=True,
+                normalization_rule_name="nfkc",
+                pad_id=Vocabulary.padding_id,
+                bos_id=Vocabulary.start_id,
+                eos_id=Vocabulary.end_id,
+                unk_id=3,
+                num_threads=1,  # It is written into the model.
+                minloglevel=2,
+            )
+        except RuntimeError as e:
+            raise ValueError(
+                f"no vocabulary of {self.vocab_size} pieces can be trained on "
+                f"{len(texts)} texts: change SentencePieceVocabulary.vocab_size, or "
+                f"give more text. SentencePiece: {e}"
+            ) from e
+        return model.getvalue()
+
+    def _read(self, tags: tuple[str, ...]) -> Vocabulary:
+        path = pathlib.Path(self.model_file).expanduser()
+        try:
+            found = Vocabulary(path.read_bytes())
+            size = found.size
+        except RuntimeError as e:
+            raise ValueError(f"{path} is no SentencePiece model: {e}") from e
+        missing = [tag for tag in tags if not found.has(tag)]
+        if missing or size != self.vocab_size:
+            raise ValueError(
+                f"{path} has {size} pieces and lacks the tags {missing}: it must have "
+                f"SentencePieceVocabulary.vocab_size ({self.vocab_size}) pieces and a "
+                "tag for each language, as one has that was trained for this task"
+            )
+        return found
+
+
+def tag_of(language: str) -> str:
+    """The symbol that asks for a translation to `language`."""
+    return f"<2{language}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """A trained vocabulary.
+
+    Args:
+      model: SentencePiece's serialized model.
+    """
+
+    model: bytes
+
+    padding_id = 0
+    start_id = 1
+    end_id = 2
+
+    @property
+    def size(self) -> int:
+        """V."""
+        return len(self._processor)
+
+    @property
+    def sha256(self) -> str:
+        """Of the model; runs that resume must agree on it."""
+        return hashlib.sha256(self.model).hexdigest()
+
+    def has(self, symbol: str) -> bool:
+        """Whether `symbol` is a piece of its own."""
+        return (
+            self._processor.id_to_piece(self._processor.piece_to_id(symbol)) == symbol
+        )
+
+    def tag_id(self, language: str) -> int:
+        """The id of the tag of `language`.
+
+        Raises:
+          ValueError: it has none.
+        """
+        if not self.has(tag_of(language)):
+            raise ValueError(f"the vocabulary has no tag for language {language!r}")
+        return self._processor.piece_to_id(tag_of(language))
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without start, end and tag."""
+        return self._processor.encode(list(texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids` up to the first end; control symbols are left out."""
+        kept = []
+        for i in map(int, ids):
+            if i == self.end_id:
+                break
+            kept.append(i)
+        return self._processor.decode(kept)
+
+    @functools.cached_property
+    def _processor(self):
+        return _sentencepiece().SentencePieceProcessor(model_proto=self.model)
+
+
+def _sentencepiece():
+    try:
+        import sentencepiece  # Only tasks on subwords want it.
+    except ImportError as e:
+        raise ImportError(
+            "subword vocabularies need sentencepiece, which is not installed: "
+            "pip install 'meshwright[mt]'"
+        ) from e
+    return sentencepiece
