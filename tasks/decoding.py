@@ -1,0 +1,289 @@
+"""Search for what a model says: beam search, greedy, sampling; one token at a time.
+
+All of it is one XLA program with static shapes. Rows finish at different lengths; the
+loop ends when no row can get better.
+
+Dims: B batch, K beams, T length, V vocabulary, J candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.layer import Context
+from meshwright.framework.nested_map import NestedMap
+
+Step = Callable[
+    [tf.Tensor, NestedMap, tf.Tensor],
+    tuple[tf.Tensor, NestedMap],
+]
+"""(ids int32 [B, K], cache, position) -> (logits [B, K, V], cache), cache [B * K, ...].
+"""
+
+# Below every sum of log probabilities, and finite: 0 times it is 0.
+_NEVER = -1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """What was found for each row, the best first.
+
+    Args:
+      ids: int32 [B, K, T], up to and with the end; then 0.
+      scores: float32 [B, K], log probabilities in nats, over their length penalty.
+    """
+
+    ids: tf.Tensor
+    scores: tf.Tensor
+
+
+class Decoder:
+    """Base of searches: subclass as a frozen, keyword-only dataclass."""
+
+    beams: int
+    """K."""
+
+    def decode(
+        self,
+        ctx: Context,
+        step: Step,
+        cache: NestedMap,
+        *,
+        batch: int,
+        length: int,
+        start_id: int,
+        end_id: int,
+    ) -> Decoded:
+        """Searches from `start_id` on.
+
+        Args:
+          ctx: gives the plan that splits the batch, and a random key to samplers.
+          step: logits of the tokens after `ids`.
+          cache: what `step` keeps, before the first token, [B * K, ...].
+          batch: B.
+          length: T.
+          start_id: what comes before the first token.
+          end_id: what comes after the last.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.decode")
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling(Decoder):
+    """Draws each token from the model's distribution.
+
+    Args:
+      temperature: of the distribution; 0 is greedy: always the likeliest.
+
+    Raises:
+      ValueError: a temperature below 0.
+    """
+
+    temperature: float = 1.0
+
+    beams: ClassVar[int] = 1
+
+    def __post_init__(self):
+        check_number(self, "temperature", at_least=0)
+
+    def decode(
+        self,
+        ctx: Context,
+        step: Step,
+        cache: NestedMap,
+        *,
+        batch: int,
+        length: int,
+        start_id: int,
+        end_id: int,
+    ) -> Decoded:
+        def body(position, state):
+            logits, cache = step(state.last[:, None], state.cache, position)
+            logits = tf.cast(logits[:, 0], tf.float32)
+            chosen = tf.argmax(self._noisy(ctx, logits, position), -1, tf.int32)
+            gain = _pick(tf.nn.log_softmax(logits), chosen)
+            chosen = tf.where(state.ended, 0, chosen)
+            new = NestedMap(
+                last=chosen,
+                ids=_put(state.ids, chosen, position),
+                score=state.score + tf.where(state.ended, 0.0, gain),
+                ended=state.ended | (chosen == end_id),
+            )
+            return [position + 1, NestedMap(new.map(_split(ctx)), cache=cache)]
+
+        start = NestedMap(
+            last=tf.fill([batch], start_id),
+            ids=tf.zeros([batch, length], tf.int32),
+            score=tf.zeros([batch]),
+            ended=tf.zeros([batch], tf.bool),
+        )
+        _, found = tf.while_loop(
+            lambda position, state: (position < length) & ~tf.reduce_all(state.ended),
+            body,
+            [tf.constant(0), NestedMap(start.map(_split(ctx)), cache=cache)],
+        )
+        return Decoded(ids=found.ids[:, None], scores=found.score[:, None])
+
+    def _noisy(self, ctx: Context, logits: tf.Tensor, position) -> tf.Tensor:
+        """Logits whose largest is a draw (Gumbel's trick)."""
+        if self.temperature == 0:
+            return logits
+        key = random.fold_in(ctx.random_key(), position)
+        uniform = tf.maximum(random.uniform(key, logits.shape), 2.0**-25)
+        return logits / self.temperature - tf.math.log(-tf.math.log(uniform))
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearch(Decoder):
+    """Keeps the K likeliest beginnings; one that ends among them is set aside.
+
+    A row is done when K have ended, or at length T, where beginnings count as ended.
+    They are ranked by log probability over ((5 + length) / 6) ** alpha (Wu et al.
+    2016). One beam is greedy search.
+
+    Args:
+      beams: K.
+      alpha: how much length is rewarded; 0: not at all.
+
+    Raises:
+      ValueError: K below 1 or alpha below 0.
+    """
+
+    beams: int = 4
+    alpha: float = 0.6
+
+    def __post_init__(self):
+        check_number(self, "beams", at_least=1)
+        check_number(self, "alpha", at_least=0)
+
+    def decode(
+        self,
+        ctx: Context,
+        step: Step,
+        cache: NestedMap,
+        *,
+        batch: int,
+        length: int,
+        start_id: int,
+        end_id: int,
+    ) -> Decoded:
+        K = self.beams
+
+        def body(position, state):
+            logits, cache = step(state.last, state.cache, position)
+            logits = tf.nn.log_softmax(tf.cast(logits, tf.float32))
+            score, beam, token = _best(state.score[:, :, None] + logits, 2 * K)
+            ids = _put(_take(state.ids, beam), token, position)
+            is_end = token == end_id
+            # Below the K best nothing ends: it would cut off likelier beginnings. Rows
+            # that are done stay so, whatever the others of the batch still do.
+            ends = is_end & (tf.range(2 * K) < K) & ~_done(state)[:, None]
+            ended = _merge(
+                state.ended_ids,
+                state.ended_score,
+                ids,
+                tf.where(ends, score / self._penalty(position + 1), _NEVER),
+            )
+            live, at, _ = _best(tf.where(is_end, _NEVER, score)[:, :, None], K)
+            beam = _take(beam, at)
+            new = NestedMap(
+                last=_take(token, at),
+                ids=_take(ids, at),
+                score=live,
+                ended_ids=ended.ids,
+                ended_score=ended.scores,
+            )
+            cache = cache.map(lambda t: _take_rows(t, beam))
+            return [position + 1, NestedMap(new.map(_split(ctx)), cache=cache)]
+
+        start = NestedMap(
+            last=tf.fill([batch, K], start_id),
+            ids=tf.zeros([batch, K, length], tf.int32),
+            # All beams are alike at first: one counts.
+            score=tf.fill([batch, K], _NEVER) * tf.cast(tf.range(K) > 0, tf.float32),
+            ended_ids=tf.zeros([batch, K, length], tf.int32),
+            ended_score=tf.fill([batch, K], _NEVER),
+        )
+        _, found = tf.while_loop(
+            lambda position, state: (position < length) & ~tf.reduce_all(_done(state)),
+            body,
+            [tf.constant(0), NestedMap(start.map(_split(ctx)), cache=cache)],
+        )
+        cut = found.score / self._penalty(length)
+        cut = tf.where(_done(found)[:, None], _NEVER, cut)
+        return _merge(found.ended_ids, found.ended_score, found.ids, cut)
+
+    def _penalty(self, length) -> tf.Tensor:
+        return ((5.0 + tf.cast(length, tf.float32)) / 6.0) ** self.alpha
+
+
+def _done(state: NestedMap) -> tf.Tensor:
+    """bool [B], whether K beams have ended."""
+    return tf.reduce_min(state.ended_score, -1) > _NEVER / 2
+
+
+def _split(ctx: Context):
+    """Annotates tensors [B, ...] along the batch alone."""
+    return lambda t: ctx.split(t, ("batch", *[None] * (t.shape.rank - 1)))
+
+
+def _put(ids: tf.Tensor, chosen: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
+    """`ids` [..., T] with `chosen` [...] at `position`."""
+    return tf.where(tf.range(ids.shape[-1]) == position, chosen[..., None], ids)
+
+
+def _pick(values: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+    """From [..., N], the value at index [...]; a sum, which a split N partitions."""
+    here = tf.range(values.shape[-1]) == index[..., None]
+    return tf.reduce_sum(tf.where(here, values, 0), -1)
+
+
+def _best(scores: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """The largest of scores [B, K, V], the first of equals first.
+
+    By `count` maxima: `top_k` would gather a batch that is split.
+
+    Returns:
+      Scores, beams and tokens, each [B, count].
+    """
+    batch, beams, size = scores.shape
+    scores = tf.reshape(scores, [batch, beams * size])
+    found = []
+    for _ in range(count):
+        at = tf.argmax(scores, -1, tf.int32)
+        found.append((tf.reduce_max(scores, -1), at))
+        here = tf.range(beams * size) == at[:, None]
+        scores = tf.where(here, 2 * _NEVER, scores)
+    best, at = (tf.stack(values, -1) for values in zip(*found, strict=True))
+    return best, at // size, at % size
+
+
+def _take(values: tf.Tensor, beam: tf.Tensor) -> tf.Tensor:
+    """From [B, K, ...], those of beams [B, J]: [B, J, ...]."""
+    here = tf.range(values.shape[1]) == beam[:, :, None]
+    here = tf.reshape(here, [*here.shape, *[1] * (values.shape.rank - 2)])
+    zero = tf.zeros([], values.dtype)
+    return tf.reduce_sum(tf.where(here, values[:, None], zero), axis=2)
+
+
+def _take_rows(values: tf.Tensor, beam: tf.Tensor) -> tf.Tensor:
+    """`_take` of values [B * K, ...]."""
+    split = tf.reshape(values, [*beam.shape, *values.shape[1:]])
+    return tf.reshape(_take(split, beam), values.shape)
+
+
+def _merge(ids, scores, more_ids, more_scores) -> Decoded:
+    """The K best of K and J more, [B, K] and [B, J]."""
+    all_scores = tf.concat([scores, more_scores], axis=1)
+    all_ids = tf.concat([ids, more_ids], axis=1)
+    best, at, _ = _best(all_scores[:, :, None], scores.shape[1])
+    return Decoded(ids=_take(all_ids, at), scores=best)
