@@ -1,13 +1,15 @@
 """meshwright-plan: what a gin file's program does on its mesh, without training it.
 
-With --topology it is compiled for devices that are not here. Exit status: 1 for wrong
-input, 3 for a program that does not fit into the devices' memory.
+With --topology it is compiled for devices that are not here, and with --search too the
+mesh, plan and recomputation that train fastest on them are sought. Exit status: 1 for
+wrong input, 3 for a program that does not fit into the devices' memory.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
+import sys
 
 from absl import app, flags, logging
 
@@ -19,6 +21,8 @@ from meshwright.trainers.plan_document import document
 from meshwright.trainers.plan_text import plan_text
 from meshwright.trainers.planning import plan
 from meshwright.trainers.programs import Programs
+from meshwright.trainers.search import NothingFitsError
+from meshwright.trainers.search_main import SEARCH, search_main
 from meshwright.trainers.sharding_text import sharding_text
 
 _EXPLAIN = flags.DEFINE_bool(
@@ -45,6 +49,8 @@ def main(argv: list[str]) -> int | None:
 
 
 def _run(experiment: Experiment, config_text: str) -> int | None:
+    if SEARCH.value:
+        return _search(experiment)
     if _TOPOLOGY.value:
         return _plan(experiment, config_text)
     if _JSON.value:
@@ -58,6 +64,20 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
         set_platform("cpu", mains.DEVICE_COUNT.value or mesh.size)
         jax_mesh(mesh)  # Too large a mesh is told of at once.
         print(f"\n{explain(programs.main)}")
+    return None
+
+
+def _search(experiment: Experiment) -> int | None:
+    if _EXPLAIN.value or _JSON.value:
+        raise ValueError(
+            "--search writes a gin file: give --explain or --json_out with that file, "
+            "without --search"
+        )
+    try:
+        search_main(experiment, topology=_TOPOLOGY.value)
+    except NothingFitsError as error:
+        print(f"meshwright-plan: {error}", file=sys.stderr)
+        return DOES_NOT_FIT
     return None
 
 
