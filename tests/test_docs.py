@@ -45,7 +45,7 @@ def test_command_builds(command):
     words = re.findall(r"--(\w+)(?:=('[^']*'|\S+))?", command)
     flags = {"gin_file", "gin_param", "device_count"}
     if "meshwright-plan" in command:
-        flags |= {"explain", "topology", "json_out"}
+        flags |= {"explain", "topology", "json_out", "html_out", "log_dir"}
     else:
         flags |= {"model_dir", "mode", "platform"}
     assert {name for name, _ in words} <= flags
@@ -67,7 +67,16 @@ def test_files_that_the_docs_link_to_exist():
     for page in PAGES:
         for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
             if not link.startswith("http"):
-                assert (page.parent / link).exists(), (page.name, link)
+                path, _, anchor = link.partition("#")
+                target = page.parent / path if path else page
+                assert target.exists(), (page.name, link)
+                assert not anchor or anchor in anchors(target), (page.name, link)
+
+
+def anchors(page):
+    """What links to headings of a page end in."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 def test_configurations_that_the_guide_lists_exist():
