@@ -38,6 +38,15 @@ _TOPOLOGY = flags.DEFINE_string(
     "print what it needs and takes.",
 )
 _JSON = flags.DEFINE_string("json_out", None, "With --topology: a file for it as JSON.")
+_HTML = flags.DEFINE_string(
+    "html_out", None, "With --topology: a file for it as a page with pictures."
+)
+_LOG_DIR = flags.DEFINE_string(
+    "log_dir",
+    None,
+    "With --topology: a folder to show it from in TensorBoard.",
+    allow_override=True,  # absl's own is for log files, which nobody here writes.
+)
 
 DOES_NOT_FIT = 3
 """Exit status."""
@@ -50,11 +59,13 @@ def main(argv: list[str]) -> int | None:
 
 def _run(experiment: Experiment, config_text: str) -> int | None:
     if SEARCH.value:
+        _refuse(
+            (_HTML, _LOG_DIR), "shows one plan: give it with the file that is found"
+        )
         return _search(experiment)
     if _TOPOLOGY.value:
         return _plan(experiment, config_text)
-    if _JSON.value:
-        raise ValueError("--json_out needs --topology, such as --topology=cpu")
+    _refuse((_JSON, _HTML, _LOG_DIR), "needs --topology, such as --topology=cpu")
     programs = Programs(experiment)
     print(sharding_text(experiment))
     replicated = replication.replicated_state(programs)
@@ -65,6 +76,12 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
         jax_mesh(mesh)  # Too large a mesh is told of at once.
         print(f"\n{explain(programs.main)}")
     return None
+
+
+def _refuse(given: tuple[flags.FlagHolder, ...], why: str) -> None:
+    for flag in given:
+        if flag.value:
+            raise ValueError(f"--{flag.name} {why}")
 
 
 def _search(experiment: Experiment) -> int | None:
@@ -87,15 +104,25 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
             "--explain reads the program for virtual cpu devices: give it without "
             "--topology"
         )
+    if _HTML.value or _LOG_DIR.value:
+        # matplotlib is only there for planning; told before anything is compiled.
+        from meshwright.trainers import plan_html, plan_tensorboard
     found = document(
         plan(experiment, topology=_TOPOLOGY.value), config_text=config_text
     )
+    print(plan_text(found), end="", flush=True)
     if _JSON.value:
-        path = pathlib.Path(_JSON.value)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=2) + "\n")
-    print(plan_text(found), end="")
+        _write(_JSON.value, json.dumps(found, indent=2) + "\n")
+    if _HTML.value:
+        _write(_HTML.value, plan_html.page(found))
+    if _LOG_DIR.value:
+        plan_tensorboard.write(found, _LOG_DIR.value)
     return None if found["fits"] else DOES_NOT_FIT
+
+
+def _write(path: str, text: str) -> None:
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    pathlib.Path(path).write_text(text)
 
 
 def run() -> None:

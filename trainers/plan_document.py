@@ -17,6 +17,11 @@ from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.memory import MemoryTimeline, breakdown
 from meshwright.framework.compiler.refusal import Allocation
+from meshwright.framework.compiler.step_time import (
+    CALIBRATED_KIND,
+    MEAN_ERROR,
+    WORST_ERROR,
+)
 from meshwright.trainers.planning import PlanReport
 from meshwright.trainers.programs import Programs
 
@@ -168,9 +173,17 @@ def _time(report: PlanReport) -> dict[str, Any]:
         "model_flops": report.model_flops,
         "peak_flops": torus and torus.kind.peak_flops * torus.size,
         "step_seconds": report.step_seconds,
+        "step_error": _step_error(report),
         "flops_utilization": report.flops_utilization,
         "parts": parts,
     }
+
+
+def _step_error(report: PlanReport) -> dict[str, float] | None:
+    """Relative; None where no measured step was ever compared."""
+    if report.time is None or report.torus.kind.name != CALIBRATED_KIND:
+        return None
+    return {"mean": MEAN_ERROR, "worst": WORST_ERROR}
 
 
 def _device_order(report: PlanReport) -> dict[str, Any] | None:
@@ -208,6 +221,7 @@ def _weights(programs: Programs) -> Iterator[dict[str, Any]]:
             "type": _type(spec.dtype.name, spec.shape),
             "dims": list(spec.dims),
             "sharding": str(sharding),
+            "axes": [list(axes) for axes in sharding.dims],
             "shard_shape": list(shard),
             "bytes": math.prod(shard) * spec.dtype.size,
         }

@@ -124,12 +124,30 @@ def _time(document: dict[str, Any]) -> Iterator[str]:
         return
     step = document["step_seconds"]
     yield f"a step, estimated{seconds_text(step):>29}"
+    yield from textwrap.wrap(
+        error_text(document), _WIDTH, initial_indent="  ", subsequent_indent="  "
+    )
     for part, seconds in by_size(document["parts"]):
         share = share_text(seconds, step)
         yield f"  {part:<31}{seconds_text(seconds):>13}{share:>9}"
     peak = flops_text(document["peak_flops"])
     use = share_text(document["flops_utilization"], 1)
     yield f"  {flops}, {use} of what the devices can do ({peak}/s)"
+
+
+def error_text(document: dict[str, Any]) -> str:
+    """How far off the step time may be, by what it was compared with."""
+    error = document["step_error"]
+    if error is None:
+        return "error unknown: no measured step of such devices was compared"
+    worst, mean = share_text(error["worst"], 1), share_text(error["mean"], 1)
+    step = document["step_seconds"]
+    least, most = step * (1 - error["worst"]), step * (1 + error["worst"])
+    return (
+        f"{seconds_text(least)} to {seconds_text(most)}, if no further off than the 13 "
+        f"published TPU v3 steps compared ({worst} at worst, {mean} on average; dense "
+        "Transformers only)"
+    )
 
 
 def by_size(parts: dict[str, float]) -> list[tuple[str, float]]:

@@ -17,7 +17,7 @@ log = logging.getLogger("absl")
 
 
 class Summaries:
-    """Writes scalars and texts below `model_dir`; they are on disk at once.
+    """Writes scalars, texts and images below `model_dir`; they are on disk at once.
 
     The first point takes the place of those that an earlier run wrote from its step on:
     a run that was killed had gone on after the checkpoint that this one starts from.
@@ -25,13 +25,14 @@ class Summaries:
 
     Args:
       model_dir: the run's folder.
-      name: sub-folder, "train" or "eval": a run of its own in TensorBoard.
+      name: sub-folder, such as "train" or "eval": a run of its own in TensorBoard.
+      flag: what the folder is chosen by, for messages.
 
     Raises:
       OSError: the folder cannot be written.
     """
 
-    def __init__(self, model_dir: str, name: str):
+    def __init__(self, model_dir: str, name: str, *, flag: str = "--model_dir"):
         self._folder = os.path.join(model_dir, name)
         self._is_new, self._has_failed = True, False
         try:
@@ -40,7 +41,7 @@ class Summaries:
         except (OSError, tf.errors.OpError) as error:
             raise OSError(
                 f"cannot write summaries to {self._folder} ({_brief(error)}): choose "
-                "another --model_dir, or free some space"
+                f"another {flag}, or free some space"
             ) from error
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -59,6 +60,19 @@ class Summaries:
         """Some Markdown, in the text tab."""
         with self._writing(step):
             tf.summary.text(name, markdown)
+
+    def images(self, step: int, values: Mapping[str, bytes]) -> None:
+        """PNG files, each in the images tab by its name."""
+        with self._writing(step):
+            for name, png in values.items():
+                tf.summary.image(name, tf.io.decode_png(png, channels=3)[None])
+
+    def heat_maps(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        """Matrices as pictures, in the images tab: darker is more."""
+        if values:
+            with self._writing(step):
+                for name, matrix in values.items():
+                    tf.summary.image(name, _heat_map(matrix)[None])
 
     def close(self) -> None:
         with self._failures_as_warnings():
@@ -88,6 +102,14 @@ class Summaries:
             writer=self._writer._resource, event=event.SerializeToString()
         )
         self._is_new = False
+
+
+def _heat_map(matrix: np.ndarray, cell: int = 16) -> np.ndarray:
+    """uint8 [rows * cell, columns * cell, 3], from near white for 0 to dark blue."""
+    white, blue = np.array([247.0, 251.0, 255.0]), np.array([8.0, 48.0, 107.0])
+    share = np.asarray(matrix, np.float64) / max(np.max(matrix), 1e-30)
+    pixels = white + share[:, :, None] * (blue - white)
+    return pixels.round().astype(np.uint8).repeat(cell, axis=0).repeat(cell, axis=1)
 
 
 def _brief(error: Exception) -> str:
