@@ -155,7 +155,7 @@ class Gating(Layer):
         1 - jitter to 1 + jitter (Fedus et al. 2021); 0 for none.
 
     Raises:
-      ValueError: no expert, or the jitter is out of range.
+      ValueError: a size below 1, a jitter out of range, or a capacity that is none.
     """
 
     model_dims: int
@@ -165,7 +165,13 @@ class Gating(Layer):
 
     def __post_init__(self):
         check_number(self, "num_experts", at_least=1)
+        check_number(self, "model_dims", at_least=1)
         check_number(self, "jitter", at_least=0, below=1)
+        if not isinstance(self.capacity, Capacity):
+            raise ValueError(
+                f"{type(self).__name__}.capacity is {self.capacity!r}; it must be a "
+                "Capacity, such as Capacity(factor=2.0)"
+            )
 
     def weights(self) -> NestedMap:
         spec = WeightSpec(

@@ -53,7 +53,7 @@ class ExpertFeedForward(Layer):
       dropout_rate: of hidden activations.
 
     Raises:
-      ValueError: no expert, or the rate is out of range.
+      ValueError: a size below 1, or the rate is out of range.
     """
 
     num_experts: int
@@ -63,7 +63,8 @@ class ExpertFeedForward(Layer):
     dropout_rate: float = 0.0
 
     def __post_init__(self):
-        check_number(self, "num_experts", at_least=1)
+        for field in ("num_experts", "model_dims", "hidden_dims"):
+            check_number(self, field, at_least=1)
         check_number(self, "dropout_rate", at_least=0, below=1)
 
     def weights(self) -> NestedMap:
@@ -133,7 +134,8 @@ class MoE(Layer):
       z_weight: what `Routing.z_loss` counts in it.
 
     Raises:
-      ValueError: gating and experts disagree on a size; a number is out of range.
+      ValueError: gating and experts disagree on a size, or are none; a number is out
+        of range.
     """
 
     gating: Gating
@@ -147,6 +149,13 @@ class MoE(Layer):
         check_number(self, "z_weight", at_least=0)
         if self.group_size is not None:
             check_number(self, "group_size", at_least=1)
+        for field, kind in (("gating", Gating), ("experts", ExpertFeedForward)):
+            value = getattr(self, field)
+            if not isinstance(value, kind):
+                raise ValueError(
+                    f"MoE.{field} is {value!r}; it must be of class {kind.__name__}, "
+                    + f"such as {'Top2' if kind is Gating else kind.__name__}(...)"
+                )
         for field in ("num_experts", "model_dims"):
             ours, theirs = getattr(self.gating, field), getattr(self.experts, field)
             if ours != theirs:

@@ -112,6 +112,73 @@ class Repeat(Layer):
             outputs = tf.custom_gradient(stack.unrolled)(*flat)
         return tf.nest.pack_sequence_as(x, tf.nest.flatten(outputs))
 
+    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+        """The body's, stacked along a leading dim L."""
+        one = self.body.start_cache(ctx, batch, length)
+        return one.map(lambda t: tf.zeros([self.num_layers, *t.shape], t.dtype))
+
+    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+        """The body's, of each layer's weights, stacked along a leading dim L."""
+
+        def layer(ctx, theta, i, found):
+            one = self.body.remember(ctx, theta, memory)
+            return found.map(lambda stack, t: _write(stack, t, i), one)
+
+        specs = tf.function(
+            lambda: self.body.remember(ctx, self._layer_theta(ctx, theta, 0), memory),
+            autograph=False,
+        ).get_concrete_function()
+        stacks = specs.structured_outputs.map(
+            lambda t: tf.zeros([self.num_layers, *t.shape], t.dtype)
+        )
+        return self._layers(ctx, theta, layer, stacks)
+
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        position: tf.Tensor,
+        *,
+        memory: NestedMap | None = None,
+        memory_paddings: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """One more token through all layers, see `TransformerLayer.step`."""
+
+        def layer(ctx, theta, i, state):
+            x, cache = self.body.step(
+                ctx,
+                theta,
+                state.x,
+                state.cache.map(lambda t: _read(t, i)),
+                position,
+                memory=memory and memory.map(lambda t: _read(t, i)),
+                memory_paddings=memory_paddings,
+            )
+            cache = state.cache.map(lambda stack, t: _write(stack, t, i), cache)
+            return NestedMap(x=x, cache=cache)
+
+        state = NestedMap(x=ctx.cast(x), cache=cache)
+        out = self._layers(ctx, theta, layer, state)
+        return out.x, out.cache
+
+    def _layers(self, ctx: Context, theta: NestedMap, layer, state: NestedMap):
+        """`state` after (ctx, theta, i, state) -> state of each layer."""
+
+        def body(i, state):
+            key = None if ctx.key is None else random.fold_in(ctx.key, i)
+            own = dataclasses.replace(ctx, key=key)
+            return [i + 1, layer(own, self._layer_theta(ctx, theta, i), i, state)]
+
+        start = [tf.constant(0), state]
+        return tf.while_loop(lambda i, _: i < self.num_layers, body, start)[1]
+
+    def _layer_theta(self, ctx: Context, theta: NestedMap, i) -> NestedMap:
+        """The weights of layer `i`, annotated."""
+        own = theta.map(lambda stack: _read(stack, i))
+        return annotate_weights(ctx.plan, self.body.weights(), own)
+
 
 class _Stack:
     """One call of a `Repeat`.

@@ -27,12 +27,20 @@ from meshwright.layers.positions import MaskKind, PositionKind
 class TransformerLayer(Layer):
     """x + attention(norm(x)), then the same with feed-forward, in pre-norm form.
 
+    A decoder's layer attends to a memory, such as an encoder's output, in between.
+
     Args:
       attention_norm: normalizes what attention reads.
       attention: takes [B, S, M] and the keywords of `fprop`.
       feed_forward_norm: normalizes what the feed-forward layer reads.
       feed_forward: takes [B, S, M]; or a mixture of experts.
       residual_dropout: of what is added to the stream.
+      cross_attention_norm: normalizes what attends to the memory; given if
+        `cross_attention` is.
+      cross_attention: attention to the memory, or None for a layer without.
+
+    Raises:
+      ValueError: one of the two is given without the other.
     """
 
     attention_norm: Layer
@@ -40,14 +48,18 @@ class TransformerLayer(Layer):
     feed_forward_norm: Layer
     feed_forward: Layer
     residual_dropout: Dropout = Dropout()
+    cross_attention_norm: Layer | None = None
+    cross_attention: MultiHeadAttention | None = None
+
+    def __post_init__(self):
+        if (self.cross_attention is None) != (self.cross_attention_norm is None):
+            raise ValueError(
+                "TransformerLayer.cross_attention and cross_attention_norm go "
+                "together: give both or neither"
+            )
 
     def weights(self) -> NestedMap:
-        return NestedMap(
-            attention_norm=self.attention_norm.weights(),
-            attention=self.attention.weights(),
-            feed_forward_norm=self.feed_forward_norm.weights(),
-            feed_forward=self.feed_forward.weights(),
-        )
+        return NestedMap({name: part.weights() for name, part in self._parts()})
 
     def fprop(
         self,
@@ -56,6 +68,8 @@ class TransformerLayer(Layer):
         x: tf.Tensor,
         *,
         token_ids: tf.Tensor | None = None,
+        memory: tf.Tensor | None = None,
+        memory_segment_ids: tf.Tensor | None = None,
         **attention_inputs,
     ) -> tf.Tensor | NestedMap:
         """Transforms `x` [B, S, M]; same shape, activation dtype.
@@ -63,8 +77,22 @@ class TransformerLayer(Layer):
         `attention_inputs` go to attention: paddings, segment_ids, segment_positions. A
         mixture of experts reads `token_ids` and the first two of these, and makes the
         result a nested map of `x` and `aux`, see `MoE.fprop`.
+
+        Raises:
+          ValueError: a `memory` [B, T, M] and no cross-attention, or the reverse.
         """
+        self._check_memory(ctx, memory)
         x = self._add(ctx, theta, "attention", ctx.cast(x), **attention_inputs)
+        if memory is not None:
+            x = self._add(
+                ctx,
+                theta,
+                "cross_attention",
+                x,
+                memory=memory,
+                memory_segment_ids=memory_segment_ids,
+                segment_ids=attention_inputs.get("segment_ids"),
+            )
         if not isinstance(self.feed_forward, MoE):
             return self._add(ctx, theta, "feed_forward", x)
         return self._add(
@@ -78,13 +106,84 @@ class TransformerLayer(Layer):
         )
 
     def extra_flops(self, sequence_length: int) -> float:
-        parts = (
-            self.attention_norm,
-            self.attention,
-            self.feed_forward_norm,
-            self.feed_forward,
-        )
-        return sum(part.extra_flops(sequence_length) for part in parts)
+        return sum(part.extra_flops(sequence_length) for _, part in self._parts())
+
+    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+        """See `MultiHeadAttention.start_cache`."""
+        with ctx.scope("attention") as c:
+            return NestedMap(attention=self.attention.start_cache(c, batch, length))
+
+    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+        """See `MultiHeadAttention.remember`; nothing without cross-attention."""
+        if self.cross_attention is None:
+            return NestedMap()
+        with ctx.scope("cross_attention") as c:
+            return self.cross_attention.remember(c, theta.cross_attention, memory)
+
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        position: tf.Tensor,
+        *,
+        memory: NestedMap | None = None,
+        memory_paddings: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """`fprop` of one more token, see `MultiHeadAttention.step`.
+
+        Args:
+          ctx: context.
+          theta: weights.
+          x: [B * K, 1, M]: K tokens, such as beams, for each row of the memory.
+          cache: as `start_cache` makes it.
+          position: int32 scalar.
+          memory: as `remember` makes it, [B, T, ...].
+          memory_paddings: [B, T], 1 at what no one may see.
+
+        Returns:
+          [B * K, 1, M] in the activation dtype, and the new cache.
+        """
+        x = ctx.cast(x)
+        with ctx.scope("attention_norm") as c:
+            normed = self.attention_norm.fprop(c, theta.attention_norm, x)
+        with ctx.scope("attention") as c:
+            y, own = self.attention.step(
+                c, theta.attention, normed, cache.attention, position
+            )
+        x = ctx.split(x + y, BSM)
+        if self.cross_attention is not None:
+            with ctx.scope("cross_attention_norm") as c:
+                normed = self.cross_attention_norm.fprop(
+                    c, theta.cross_attention_norm, x
+                )
+            # The tokens of one row attend as one sequence does.
+            rows = tf.reshape(normed, [memory.key.shape[0], -1, normed.shape[-1]])
+            with ctx.scope("cross_attention") as c:
+                y = self.cross_attention.recall(
+                    c, theta.cross_attention, rows, memory, memory_paddings
+                )
+            x = ctx.split(x + tf.reshape(y, x.shape), BSM)
+        x = self._add(ctx, theta, "feed_forward", x)
+        x = x.x if isinstance(x, NestedMap) else x
+        return x, NestedMap(attention=own)
+
+    def _parts(self) -> list[tuple[str, Layer]]:
+        """What has weights, by name, as the stream meets it."""
+        names = ["attention_norm", "attention"]
+        if self.cross_attention is not None:
+            names += ["cross_attention_norm", "cross_attention"]
+        names += ["feed_forward_norm", "feed_forward"]
+        return [(name, getattr(self, name)) for name in names]
+
+    def _check_memory(self, ctx: Context, memory) -> None:
+        if (memory is None) != (self.cross_attention is None):
+            raise ValueError(
+                f"layer {ctx.path!r} was given {'no' if memory is None else 'a'} "
+                f"memory, and has {'no' if self.cross_attention is None else 'a'} "
+                "cross_attention: a decoder's layer has both, an encoder's neither"
+            )
 
     def _add(self, ctx, theta, name: str, x: tf.Tensor, **kwargs):
         """`x` plus what the part called `name` makes of it, with its `aux` if any."""
@@ -113,6 +212,7 @@ def transformer_layer(
     activation: Activation = Activation.RELU,
     dropout_rate: float = 0.0,
     norm: Callable[..., Layer] = RMSNorm,
+    has_memory: bool = False,
 ) -> TransformerLayer:
     """The usual layer from its sizes.
 
@@ -129,6 +229,7 @@ def transformer_layer(
       dropout_rate: of attention probabilities, hidden activations and what is added to
         the residual stream.
       norm: makes a normalization layer from `model_dims`.
+      has_memory: adds cross-attention, for a decoder.
 
     Raises:
       ValueError: both `hidden_dims` and `feed_forward` are given, or neither.
@@ -146,17 +247,27 @@ def transformer_layer(
             activation=activation,
             dropout_rate=dropout_rate,
         )
-    return TransformerLayer(
-        attention_norm=norm(model_dims=model_dims),
-        attention=MultiHeadAttention(
+
+    def attention(mask, positions):
+        return MultiHeadAttention(
             model_dims=model_dims,
             num_heads=num_heads,
             head_dim=head_dim,
             mask=mask,
             positions=positions,
             dropout_rate=dropout_rate,
-        ),
+        )
+
+    cross_attention = cross_attention_norm = None
+    if has_memory:
+        cross_attention = attention(MaskKind.FULL, PositionKind.NONE)
+        cross_attention_norm = norm(model_dims=model_dims)
+    return TransformerLayer(
+        attention_norm=norm(model_dims=model_dims),
+        attention=attention(mask, positions),
         feed_forward_norm=norm(model_dims=model_dims),
         feed_forward=feed_forward,
         residual_dropout=Dropout(rate=dropout_rate),
+        cross_attention_norm=cross_attention_norm,
+        cross_attention=cross_attention,
     )

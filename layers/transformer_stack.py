@@ -92,6 +92,26 @@ class TransformerStack(Layer):
         aux = NestedMap(loss=tf.reduce_mean(out.aux.loss), sums=out.aux.sums)
         return NestedMap(x=out.x, aux=aux)
 
+    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+        """See `Repeat.start_cache`."""
+        return self._repeat().start_cache(ctx, batch, length)
+
+    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+        """See `Repeat.remember`."""
+        return self._repeat().remember(ctx, theta, memory)
+
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        position: tf.Tensor,
+        **memory: NestedMap | tf.Tensor | None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """See `TransformerLayer.step`."""
+        return self._repeat().step(ctx, theta, x, cache, position, **memory)
+
     def _mixtures(self) -> list[MoE]:
         parts = [layer.feed_forward for layer in self.layers]
         return [part for part in parts if isinstance(part, MoE)]
@@ -134,6 +154,45 @@ class _Turn(Layer):
             if isinstance(out, NestedMap):
                 aux = aux.map(_push, out.aux)
         return NestedMap(x=stream, aux=aux)
+
+    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+        found = NestedMap()
+        for name, layer in self._named():
+            with ctx.scope(name) as c:
+                found[name] = layer.start_cache(c, batch, length)
+        return found
+
+    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+        found = NestedMap()
+        for name, layer in self._named():
+            with ctx.scope(name) as c:
+                found[name] = layer.remember(c, theta[name], memory)
+        return found
+
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        position: tf.Tensor,
+        *,
+        memory: NestedMap | None = None,
+        memory_paddings: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        after = NestedMap()
+        for name, layer in self._named():
+            with ctx.scope(name) as c:
+                x, after[name] = layer.step(
+                    c,
+                    theta[name],
+                    x,
+                    cache[name],
+                    position,
+                    memory=memory and memory[name],
+                    memory_paddings=memory_paddings,
+                )
+        return x, after
 
     def _named(self) -> list[tuple[str, TransformerLayer]]:
         return [(f"layer_{i}", layer) for i, layer in enumerate(self.layers)]

@@ -24,8 +24,7 @@ Step = Callable[
     [tf.Tensor, NestedMap, tf.Tensor],
     tuple[tf.Tensor, NestedMap],
 ]
-"""(ids int32 [B, K], cache, position) -> (logits [B, K, V], cache), cache [B * K, ...].
-"""
+"""(ids int32 [B, K], cache, position) -> (logits [B, K, V], cache)."""
 
 # Below every sum of log probabilities, and finite: 0 times it is 0.
 _NEVER = -1e9
@@ -60,17 +59,19 @@ class Decoder:
         length: int,
         start_id: int,
         end_id: int,
+        cache_dim: int = 0,
     ) -> Decoded:
         """Searches from `start_id` on.
 
         Args:
           ctx: gives the plan that splits the batch, and a random key to samplers.
           step: logits of the tokens after `ids`.
-          cache: what `step` keeps, before the first token, [B * K, ...].
+          cache: what `step` keeps, before the first token.
           batch: B.
           length: T.
           start_id: what comes before the first token.
           end_id: what comes after the last.
+          cache_dim: which dim of the cache's tensors is B * K; 1 in stacked layers.
         """
         raise NotImplementedError(f"{type(self).__name__}.decode")
 
@@ -104,6 +105,7 @@ class Sampling(Decoder):
         length: int,
         start_id: int,
         end_id: int,
+        cache_dim: int = 0,
     ) -> Decoded:
         def body(position, state):
             logits, cache = step(state.last[:, None], state.cache, position)
@@ -175,6 +177,7 @@ class BeamSearch(Decoder):
         length: int,
         start_id: int,
         end_id: int,
+        cache_dim: int = 0,
     ) -> Decoded:
         K = self.beams
 
@@ -202,7 +205,7 @@ class BeamSearch(Decoder):
                 ended_ids=ended.ids,
                 ended_score=ended.scores,
             )
-            cache = cache.map(lambda t: _take_rows(t, beam))
+            cache = cache.map(lambda t: _take_rows(t, beam, cache_dim))
             return [position + 1, NestedMap(new.map(_split(ctx)), cache=cache)]
 
         start = NestedMap(
@@ -275,10 +278,15 @@ def _take(values: tf.Tensor, beam: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.where(here, values[:, None], zero), axis=2)
 
 
-def _take_rows(values: tf.Tensor, beam: tf.Tensor) -> tf.Tensor:
-    """`_take` of values [B * K, ...]."""
-    split = tf.reshape(values, [*beam.shape, *values.shape[1:]])
-    return tf.reshape(_take(split, beam), values.shape)
+def _take_rows(values: tf.Tensor, beam: tf.Tensor, dim: int) -> tf.Tensor:
+    """`_take` of values with B * K rows along `dim`."""
+    before, after = values.shape[:dim], values.shape[dim + 1 :]
+    here = tf.range(beam.shape[1]) == beam[:, :, None]
+    here = tf.reshape(here, [*[1] * dim, *here.shape, *[1] * len(after)])
+    split = tf.reshape(values, [*before, beam.shape[0], 1, beam.shape[1], *after])
+    zero = tf.zeros([], values.dtype)
+    taken = tf.reduce_sum(tf.where(here, split, zero), axis=dim + 2)
+    return tf.reshape(taken, values.shape)
 
 
 def _merge(ids, scores, more_ids, more_scores) -> Decoded:

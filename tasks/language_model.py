@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 import gin
+import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context, Layer
@@ -103,8 +104,8 @@ class LanguageModel(Task):
             loss = total / tf.maximum(count, 1.0)
         return TaskLoss(loss=loss, sums=NestedMap(nats=total, tokens=count))
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        nats = sums["nats"] / max(sums["tokens"], 1.0)
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+        nats = float(sums["nats"] / max(sums["tokens"], 1.0))
         # The tokenizer is bytes, and only bytes carry weight.
         return {"loss": nats, "bits_per_byte": nats / math.log(2)}
 

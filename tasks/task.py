@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
@@ -17,11 +18,25 @@ class TaskLoss:
 
     Args:
       loss: float32 scalar, differentiated by training.
-      sums: float32 scalars by name, such that sums over batches make exact metrics.
+      sums: float32 tensors by name, such that sums over batches make exact metrics;
+        scalars mostly.
     """
 
     loss: tf.Tensor
     sums: NestedMap
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """What a model said of held-out examples.
+
+    Args:
+      metrics: scores by name.
+      samples: some of it, as Markdown.
+    """
+
+    metrics: dict[str, float]
+    samples: str
 
 
 class Task:
@@ -39,9 +54,13 @@ class Task:
         """The loss of one batch, a pure function of the weights."""
         raise NotImplementedError(f"{type(self).__name__}.loss")
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Metrics to show, from the sums of one or more batches."""
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Metrics to show, from the sums of one or more batches, by path."""
         raise NotImplementedError(f"{type(self).__name__}.metrics")
+
+    def heat_maps(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Matrices to show as pictures: how much of a row falls on each column."""
+        return {}
 
     def batch_spec(self, global_batch: int) -> NestedMap:
         """Nested map of `tf.TensorSpec`: one batch over all devices."""
@@ -72,6 +91,31 @@ class Task:
     ) -> tf.data.Dataset:
         """Held-out batches, each example once, the last one filled up with weight 0."""
         raise NotImplementedError(f"{type(self).__name__}.eval_batches")
+
+    def decodes(self) -> bool:
+        """Whether the task says something, such as a translation, token by token.
+
+        If so it has the four functions below, which the evaluation calls.
+        """
+        return False
+
+    def decode_spec(self, global_batch: int) -> NestedMap:
+        """Nested map of `tf.TensorSpec`: what `decode` reads, [B, ...] each."""
+        raise NotImplementedError(f"{type(self).__name__}.decode_spec")
+
+    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What the model says of each row, a nested map of tensors [B, ...]."""
+        raise NotImplementedError(f"{type(self).__name__}.decode")
+
+    def decode_batches(
+        self, *, global_batch: int, max_batches: int | None = None
+    ) -> Iterator[NestedMap]:
+        """Held-out examples like `decode_spec`, as arrays; the last batch is padded."""
+        raise NotImplementedError(f"{type(self).__name__}.decode_batches")
+
+    def decoded(self, batches: Sequence[tuple[NestedMap, NestedMap]]) -> Decoding:
+        """Scores what was said, from pairs of a batch and what `decode` made of it."""
+        raise NotImplementedError(f"{type(self).__name__}.decoded")
 
     def describe_data(self) -> dict[str, float]:
         """Facts on the data to print and log before training."""

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import gin
 import numpy as np
@@ -168,6 +168,40 @@ class TranslationInput:
         steps = tf.data.Dataset.range(count)
         return _dataset(packed, steps, lambda n: place(n * total // count))
 
+    def source_spec(self, batch: int) -> NestedMap:
+        """The `tf.TensorSpec` of each tensor in a batch to translate."""
+        names = ("ids", "segment_ids", "positions")
+        shape = [batch, self.source_length]
+        spec = {f"source_{name}": tf.TensorSpec(shape, tf.int32) for name in names}
+        return NestedMap(spec, pair=tf.TensorSpec([batch], tf.int32))
+
+    def source_batches(
+        self, global_batch: int, *, max_batches: int | None = None
+    ) -> Iterator[NestedMap]:
+        """Held-out sources, one to a row, as `source_spec`; `pair` is the number of
+        each in `files.pairs`, -1 for rows that fill up the last batch.
+
+        Args:
+          global_batch: rows.
+          max_batches: so many at most, their pairs spread evenly over all.
+        """
+        pairs = self.files.pairs(Split.HELD_OUT)
+        encoded = encode_pairs(self.trained_vocabulary(), pairs)
+        fits = [
+            i for i, one in enumerate(encoded) if len(one.source) <= self.source_length
+        ]
+        if max_batches is not None and len(fits) > max_batches * global_batch:
+            wanted = max_batches * global_batch
+            fits = [fits[i * len(fits) // wanted] for i in range(wanted)]
+        for at in range(0, len(fits), global_batch):
+            numbers = fits[at : at + global_batch]
+            rows = [[encoded[i].source] for i in numbers]
+            fill = global_batch - len(numbers)
+            yield NestedMap(
+                _side("source", [*rows, *[[]] * fill], self.source_length),
+                pair=np.array([*numbers, *[-1] * fill], np.int32),
+            )
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class SampledOrder:
@@ -292,19 +326,24 @@ def _fill(pairs: Sequence[_Encoded], S: int, T: int) -> list[list[_Encoded]]:
 
 def _columns(rows: Sequence[Sequence[_Encoded]], S: int, T: int) -> dict:
     """The tensors of a batch that would hold all rows."""
-    source = [[pair.source for pair in row] for row in rows]
     labels = [[pair.target for pair in row] for row in rows]
     start = Vocabulary.start_id
-    target = [[[start, *one[:-1]] for one in row] for row in labels]
-    found = {"source_ids": _side_by_side(source, S)}
-    found["target_ids"] = _side_by_side(target, T)
-    found["target_labels"] = _side_by_side(labels, T)
-    for side, texts, length in (("source", source, S), ("target", target, T)):
-        numbers = [[[i] * len(t) for i, t in enumerate(row, 1)] for row in texts]
-        positions = [[range(len(t)) for t in row] for row in texts]
-        found[f"{side}_segment_ids"] = _side_by_side(numbers, length)
-        found[f"{side}_positions"] = _side_by_side(positions, length)
-    return found
+    return {
+        **_side("source", [[pair.source for pair in row] for row in rows], S),
+        **_side("target", [[[start, *one[:-1]] for one in row] for row in labels], T),
+        "target_labels": _side_by_side(labels, T),
+    }
+
+
+def _side(name: str, rows: Sequence[Sequence[Sequence[int]]], length: int) -> dict:
+    """Tokens of each row's texts, their numbers from 1, and their positions."""
+    numbers = [[[i] * len(text) for i, text in enumerate(row, 1)] for row in rows]
+    positions = [[range(len(text)) for text in row] for row in rows]
+    return {
+        f"{name}_ids": _side_by_side(rows, length),
+        f"{name}_segment_ids": _side_by_side(numbers, length),
+        f"{name}_positions": _side_by_side(positions, length),
+    }
 
 
 def _side_by_side(rows: Sequence[Sequence[Sequence[int]]], length: int) -> np.ndarray:

@@ -33,6 +33,8 @@ class Experiment:
       partitioner: Shardy or GSPMD.
       eval_interval: steps between evaluations; also evaluated at the end. 0: end only.
       eval_batches: held-out batches of an evaluation; None for all.
+      decode_batches: held-out batches that an evaluation lets the model translate or
+        the like, if its task decodes; 0 for none, None for all.
       checkpoint_interval: steps between checkpoints; also saved at the end.
       summary_interval: steps between TensorBoard points.
       keep_checkpoints: how many of the last checkpoints stay; None for all.
@@ -56,6 +58,7 @@ class Experiment:
     partitioner: Partitioner = Partitioner.SHARDY
     eval_interval: int = 0
     eval_batches: int | None = None
+    decode_batches: int | None = 0
     checkpoint_interval: int = 1000
     summary_interval: int = 10
     keep_checkpoints: int | None = 2
@@ -100,12 +103,18 @@ class Experiment:
             "seed": 0,
             "eval_interval": 0,
             "eval_batches": 1,
+            "decode_batches": 0,
             "checkpoint_interval": 1,
             "summary_interval": 1,
             "keep_checkpoints": 1,
             "replicated_budget": 0,
         }
-        optional = ("eval_batches", "keep_checkpoints", "replicated_budget")
+        optional = (
+            "eval_batches",
+            "decode_batches",
+            "keep_checkpoints",
+            "replicated_budget",
+        )
         for name, at_least in least.items():
             value = getattr(self, name)
             if value is None and name in optional:
@@ -115,6 +124,11 @@ class Experiment:
                     f"Experiment.{name} is {value!r}, must be a whole number >= "
                     f"{at_least}"
                 )
+        if self.decode_batches != 0 and not self.task.decodes():
+            raise ValueError(
+                f"Experiment.decode_batches is {self.decode_batches}, but "
+                f"{type(self.task).__name__} says nothing token by token: set it to 0"
+            )
         if self.seed >= 2**64:
             raise ValueError(
                 f"Experiment.seed is {self.seed}, must be below 2**64: a random key "

@@ -21,6 +21,7 @@ from meshwright.framework.compiler.explain import explain
 from meshwright.framework.compiler.explain_text import rematerialized_lines
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.task import Decoding
 from meshwright.trainers import replication
 from meshwright.trainers.checkpoints import Access, Checkpoints
 from meshwright.trainers.programs import Programs
@@ -107,10 +108,10 @@ def evaluate_latest(programs: Programs, run: Run) -> dict[str, float]:
         abstract = TrainState.abstract(programs)
         state = TrainState(programs, checkpoints.restore(None, abstract))
     say("evaluating step %d", state.step)
-    metrics = _evaluate(programs, state.stored(), StopRequest())
+    found = _evaluate(programs, state.stored(), StopRequest())
     with contextlib.closing(Summaries(run.model_dir, "eval")) as summaries:
-        summaries.scalars(state.step, metrics)
-    return metrics
+        _summarize(summaries, state.step, found)
+    return found.metrics
 
 
 class _Loop:
@@ -284,12 +285,12 @@ class _Loop:
         done = self.evaluated_step == step
         if done or not self.run.evaluate or self.stop.requested:
             return
-        metrics = _evaluate(self.programs, state.stored(), self.stop)
-        if metrics is None:
+        found = _evaluate(self.programs, state.stored(), self.stop)
+        if found is None:
             return
-        self.evaluation, self.evaluated_step = metrics, step
-        self.eval_summaries.scalars(step, metrics)
-        say("step %d: held-out %s", step, format_metrics(metrics))
+        self.evaluation, self.evaluated_step = found.metrics, step
+        _summarize(self.eval_summaries, step, found)
+        say("step %d: held-out %s", step, format_metrics(found.metrics))
 
     def _explained(self, error: NotFiniteError) -> TrainingError:
         steps = ", ".join(map(str, self.checkpoints.steps()))
@@ -303,16 +304,31 @@ class _Loop:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Evaluation:
+    """What an evaluation finds.
+
+    Args:
+      metrics: by name.
+      heat_maps: see `Task.heat_maps`.
+      samples: Markdown of what was decoded, "" if nothing.
+    """
+
+    metrics: dict[str, float]
+    heat_maps: dict[str, np.ndarray]
+    samples: str
+
+
 def _evaluate(
     programs: Programs, stored: NestedMap, stop: StopRequest
-) -> dict[str, float] | None:
+) -> _Evaluation | None:
     """Metrics over the held-out batches, by the moving average if there is one.
 
     None if stopped in the middle.
     """
     experiment = programs.experiment
     theta = stored.get("ema", stored.theta)
-    totals: dict[str, float] = collections.defaultdict(float)
+    totals: dict[str, np.ndarray] = collections.defaultdict(float)
     batches = experiment.task.eval_batches(
         global_batch=experiment.global_batch,
         rows=range(experiment.global_batch),
@@ -322,9 +338,36 @@ def _evaluate(
         if stop.requested:
             return None
         sums = programs.eval(theta, NestedMap(batch).map(lambda t: t.numpy()))
-        for name, value in sums.items():
-            totals[name] += float(value)
-    return experiment.task.metrics(totals)
+        for path, value in sums.items_by_path():
+            totals[path] += np.asarray(value, np.float64)
+    task, samples = experiment.task, ""
+    metrics = task.metrics(totals)
+    if experiment.decode_batches != 0:
+        decoded = _decode(programs, theta, stop)
+        if decoded is None:
+            return None
+        metrics, samples = metrics | decoded.metrics, decoded.samples
+    heat_maps = task.heat_maps(totals)
+    return _Evaluation(metrics=metrics, heat_maps=heat_maps, samples=samples)
+
+
+def _decode(programs: Programs, theta: NestedMap, stop: StopRequest) -> Decoding | None:
+    """What the model says of held-out examples; None if stopped in the middle."""
+    experiment, pairs = programs.experiment, []
+    for batch in experiment.task.decode_batches(
+        global_batch=experiment.global_batch, max_batches=experiment.decode_batches
+    ):
+        if stop.requested:
+            return None
+        pairs.append((batch, programs.decode(theta, batch)))
+    return experiment.task.decoded(pairs)
+
+
+def _summarize(summaries: Summaries, step: int, found: _Evaluation) -> None:
+    summaries.scalars(step, found.metrics)
+    summaries.heat_maps(step, found.heat_maps)
+    if found.samples:
+        summaries.text(step, "samples", found.samples)
 
 
 def _device_batches(programs: Programs, start_step: int) -> Iterator[NestedMap]:

@@ -143,7 +143,7 @@ class Programs:
         return state
 
     def train_step(self, state: NestedMap, batch: NestedMap) -> NestedMap:
-        """One step: `state` after it, and `metrics`, float32 scalars by name."""
+        """One step: `state` after it, and `metrics`, float32, scalars but for sums."""
         experiment = self.experiment
         seed = random.key_from_seed(experiment.seed)
         ctx = Context(
@@ -190,10 +190,13 @@ class Programs:
         def body(i, leaves, stores):
             out = step(state.pack(leaves), batches.map(lambda x: x[i]))
             rows = zip(stores, out.metrics.leaves(), strict=True)
-            stores = [xla.dynamic_update_slice(s, m[None], [i]) for s, m in rows]
+            stores = [
+                xla.dynamic_update_slice(s, m[None], [i, *[0] * m.shape.rank])
+                for s, m in rows
+            ]
             return i + 1, out.state.leaves(), stores
 
-        stores = [tf.zeros([steps], tf.float32) for _ in metrics.leaves()]
+        stores = [tf.zeros([steps, *m.shape], m.dtype) for m in metrics.leaves()]
         _, leaves, stores = tf.while_loop(
             lambda i, *_: i < steps, body, (tf.constant(0), state.leaves(), stores)
         )
@@ -201,13 +204,24 @@ class Programs:
 
     def eval_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """The task's sums over one held-out batch."""
+        ctx, theta = self._to_evaluate(theta)
+        return self.experiment.task.loss(ctx, theta, batch).sums
+
+    def decode_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What the task's model says of one batch of `Task.decode_spec`."""
+        ctx, theta = self._to_evaluate(theta)
+        # Always the same draws, if any are made.
+        key = random.fold_in(random.key_from_seed(self.experiment.seed), "decode")
+        ctx = dataclasses.replace(ctx, key=key)
+        return self.experiment.task.decode(ctx, theta, batch)
+
+    def _to_evaluate(self, theta: NestedMap) -> tuple[Context, NestedMap]:
         ctx = Context(
             plan=self.experiment.plan,
             mode=Mode.EVAL,
             activation_dtype=self.experiment.activation_dtype,
         )
-        theta = annotate_weights(self.experiment.plan, self.weights, theta)
-        return self.experiment.task.loss(ctx, theta, batch).sums
+        return ctx, annotate_weights(self.experiment.plan, self.weights, theta)
 
     @functools.cached_property
     def init(self) -> Program:
@@ -245,6 +259,24 @@ class Programs:
             [self.state_shardings().theta, self.batch_shardings()],
             None,
             name="eval",
+        )
+
+    @functools.cached_property
+    def decode(self) -> Program:
+        """(theta in stored form, batch to decode) -> what is said of each row."""
+        batch = self.experiment.task.decode_spec(self.experiment.global_batch)
+        plan = self.experiment.plan
+        rows = batch.map_with_path(
+            lambda path, spec: plan.activation_sharding(
+                ("batch", *[None] * (len(spec.shape) - 1)), f"batch.{path}"
+            )
+        )
+        return self._compile(
+            self.decode_step,
+            [self.abstract_state().theta, batch],
+            [self.state_shardings().theta, rows],
+            None,
+            name="decode",
         )
 
     @functools.cached_property

@@ -120,10 +120,12 @@ class Progress(contextlib.AbstractContextManager):
     def _write_scalars(self, step: int, metrics: NestedMap, seconds: float) -> None:
         task, batch = self._experiment.task, self._experiment.global_batch
         scalars = {k: float(v[-1]) for k, v in metrics.items() if k != "sums"}
-        scalars |= task.metrics({k: float(v[-1]) for k, v in metrics.sums.items()})
+        sums = {path: v[-1] for path, v in metrics.sums.items_by_path()}
+        scalars |= task.metrics(sums)
         scalars["step_time_s"] = seconds
         scalars["tokens_per_s"] = task.tokens(batch) / seconds
         if self._peak_flops:
             rate = task.train_flops(batch) / seconds
             scalars["model_flops_utilization"] = rate / self._peak_flops
         self._summaries.scalars(step, scalars)
+        self._summaries.heat_maps(step, task.heat_maps(sums))

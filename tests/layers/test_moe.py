@@ -409,6 +409,19 @@ OTHER = ExpertFeedForward(num_experts=4, model_dims=M, hidden_dims=H)
             lambda: ExpertFeedForward(**SIZES, hidden_dims=1, dropout_rate=1),
             r"ExpertFeedForward\.dropout_rate is 1",
         ),
+        (
+            lambda: ExpertFeedForward(**SIZES, hidden_dims=0),
+            r"ExpertFeedForward\.hidden_dims is 0",
+        ),
+        (
+            lambda: MoE(gating=Switch, experts=OTHER),
+            r"MoE\.gating is <class .*must be of class Gating, such",
+        ),
+        (
+            lambda: MoE(gating=Switch(**SIZES), experts=None),
+            r"MoE\.experts is None; it must be of class Expert",
+        ),
+        (lambda: Switch(**SIZES, capacity=2.0), r"Switch\.capacity is 2\.0"),
     ],
 )
 def test_hyperparameters_that_make_no_sense_are_refused(build, message):
