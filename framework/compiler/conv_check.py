@@ -20,6 +20,7 @@ from jaxlib.mlir.passmanager import PassManager
 from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.compiler.completion import complete
 from meshwright.framework.compiler.conv_layout import Layout, layout
+from meshwright.framework.compiler.conv_match import Shardings, originals
 from meshwright.framework.compiler.conv_rewrite import (
     CONVOLUTION,
     Key,
@@ -30,17 +31,13 @@ from meshwright.framework.compiler.conv_rewrite import (
 from meshwright.framework.compiler.hlo_text import Instruction
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
-from meshwright.framework.compiler.sources import program_name
 from meshwright.framework.compiler.stable_hlo import Blame, walk
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-# What is laid out stays so, but others may lie otherwise after it.
+# What is laid out stays so, but others may lie otherwise after it; so many looks.
 _ROUNDS = 4
 _QUOTED = re.compile(r'"([^"]+)"')
-
-Shardings = list[Sharding | None]
-"""Of the operands and the result; None: axes of the mesh cannot express it."""
 
 
 def lower_for_mesh(
@@ -52,17 +49,16 @@ def lower_for_mesh(
       LoweringError: as there; or XLA would get a convolution wrong that cannot be laid
         out, such as one in a manual region.
     """
-    program = jax_bridge.lower_for_mesh(lowered, mesh, **border)
     if mesh.size == 1 or b"convolution" not in lowered.hlo:
-        return program
+        return jax_bridge.lower_for_mesh(lowered, mesh, **border)
     blame = Blame(lowered.name, lowered.sources)
     layouts: dict[Key, Layout] = {}
     for _ in range(_ROUNDS):
+        program = jax_bridge.lower_for_mesh(lowered, mesh, layouts=layouts, **border)
         wrong = _wrong(blame, program)
         if not wrong:
             return program
         layouts.update(wrong)
-        program = jax_bridge.lower_for_mesh(lowered, mesh, layouts=layouts, **border)
     name, *_, shape = next(iter(wrong))
     raise LoweringError(
         f"{lowered.name}: no layout was found in which XLA gets convolution {name!r} "
@@ -193,24 +189,27 @@ def _by_gspmd(
     for one in found.completed.instructions:
         if one.opcode == "convolution":
             values = [*found.completed.operands(one), one]
+            shapes = [value.shape for value in values]
             read = [found.sharding(value) for value in values]
-            yield (
-                _original(program, ops, one, [value.shape for value in values]),
-                [None if isinstance(s, str) else s for s in read],
-            )
+            known = [None if isinstance(s, str) else s for s in read]
+            alike = list(originals(ops, one.op_name, shapes, known))
+            if not alike:
+                _check_adds_nothing(program, ops, one, known)
+            yield from alike
 
 
-def _original(program: MeshProgram, ops: list, one: Instruction, shapes: list):
-    """The operation that a convolution was before XLA's own clean-up.
+def _check_adds_nothing(
+    program: MeshProgram, ops: list, one: Instruction, shardings: Shardings
+) -> None:
+    """Refuses a convolution of XLA's own making unless it is right however it lies.
 
-    XLA may have folded the padding of an operand into it.
+    It is if an operand is whole: there is nothing to add up.
     """
-    key: Key = (program_name(one.op_name), *shapes)
-    alike = [op for op in ops if (key_of(op)[0], key_of(op)[-1]) == (key[0], key[-1])]
-    if not alike:
+    known = None not in shardings
+    whole = known and any(max(s.splits(), default=1) == 1 for s in shardings[:2])
+    if not whole or any(convolution_of(op).groups > 1 for op in ops):
         raise LoweringError(
             f"{program.name}: XLA made a convolution {one.op_name!r} of shape "
             f"{list(one.shape)} before GSPMD completed it, like none in the program, "
             "so whether it comes out right is not known; use Partitioner.SHARDY"
         )
-    return next((op for op in alike if key_of(op) == key), alike[0])

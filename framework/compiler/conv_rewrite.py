@@ -12,6 +12,7 @@ from meshwright.framework.compiler.sources import program_name
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,
+    border_config,
     op_name,
     placeholder_call,
     sharding_call,
@@ -19,7 +20,6 @@ from meshwright.framework.compiler.stable_hlo import (
     walk,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.placeholders import mesh_text
 from meshwright.framework.sharding.sharding import Sharding
 
 CONVOLUTION = "stablehlo.convolution"
@@ -150,11 +150,7 @@ class _Laid:
         return sharding_call("Sharding", value, value.type, sharding)
 
     def _border(self, dims: Dims) -> dict:
-        return {
-            "mesh": mesh_text(self.mesh),
-            "axes": list(self.layout.manual),
-            "dims": [list(axes) for axes in dims],
-        }
+        return border_config(self.mesh, self.layout.manual, dims)
 
     def _part(self, value: ir.Value, manual: Dims) -> ir.Type:
         shape = Sharding(self.mesh, manual).shard_shape(shape_of(value))

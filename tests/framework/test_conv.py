@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from meshwright import framework as mw
 from meshwright.framework.compiler import conv_check, jax_bridge
 from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.topology import topology_devices
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import Context, Layer, Mode, WeightSpec
 from meshwright.framework.nested_map import NestedMap
@@ -20,10 +22,27 @@ from meshwright.layers.repeat import Repeat
 MESHES = [(2, 4), (4, 2), (1, 8), (8, 1)]
 ONE = mw.DeviceMesh(("one",), (1,))
 CHANNELS = 2
+MESH_OF_V3 = mw.DeviceMesh(("data", "spatial"), (2, 4))
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
 
 
 def mesh_of(*shape, names=("data", "spatial", "model")):
     return mw.DeviceMesh(names[: len(shape)], shape)
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The keyword arguments of each lowering."""
+    found = []
+    lower = jax_bridge.lower_for_mesh
+    monkeypatch.setattr(
+        jax_bridge,
+        "lower_for_mesh",
+        lambda *args, **kwargs: found.append(kwargs) or lower(*args, **kwargs),
+    )
+    return found
 
 
 def with_gradients(fn, mesh=None, annotated=None, result=None):
@@ -240,15 +259,8 @@ def test_in_stacks_that_are_loops(partitioner):
     ids=str,
 )
 @pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
-def test_what_is_right_is_left_alone(shape, names, rows, partitioner, monkeypatch):
+def test_what_is_right_is_left_alone(shape, names, rows, partitioner, lowered):
     """A region or annotation more would mean that the program was lowered twice."""
-    lowered = []
-    lower = jax_bridge.lower_for_mesh
-    monkeypatch.setattr(
-        jax_bridge,
-        "lower_for_mesh",
-        lambda *args, **kwargs: lowered.append(kwargs) or lower(*args, **kwargs),
-    )
     mesh = mesh_of(*shape, names=names)
     shapes = [(8, 16, 4, 2), (3, 3, 2, 4)]
     compiled(conv2d, shapes, mesh, [rows, None], rows, partitioner)
@@ -301,28 +313,121 @@ def test_a_slice_of_one_element_by_a_step(partitioner):
     assert_parity(take, [(2,)], mesh_of(2), [None], ["data"], partitioner)
 
 
-def test_what_cannot_be_laid_out_is_refused(monkeypatch):
+def test_what_cannot_be_laid_out_is_refused(monkeypatch, lowered):
     """As if no layout helped."""
     rows = [None, "spatial", None]
+    args = [(2, 8, 2), (3, 2, 4)], mesh_of(2, 4), [rows, None], rows
     monkeypatch.setattr(conv_check, "_ROUNDS", 1)
     with pytest.raises(
         LoweringError,
         match=r"convolve: no layout was found in which XLA gets convolution .* right; "
         "annotate",
     ):
-        compiled(conv1d, [(2, 8, 2), (3, 2, 4)], mesh_of(2, 4), [rows, None], rows)
+        compiled(conv1d, *args)
+    assert len(lowered) == 1
+    monkeypatch.setattr(conv_check, "_ROUNDS", 2)  # The last lowering counts too.
+    compiled(conv1d, *args)
+    assert len(lowered) == 3
+
+
+def unlike_any(monkeypatch, rows):
+    """Compiles as if XLA had made its convolutions anew."""
+    monkeypatch.setattr(conv_check, "originals", lambda *args: ())
+    args = [(2, 8, 2), (3, 2, 4)], mesh_of(2, 4), [rows, None], rows
+    compiled(conv1d, *args, Partitioner.GSPMD)
 
 
 def test_what_xla_made_anew_is_refused(monkeypatch):
-    """As if XLA had given its convolutions other names."""
-    monkeypatch.setattr(conv_check, "program_name", lambda name: "other")
     with pytest.raises(
         LoweringError,
         match=r"convolve: XLA made a convolution '.*' of shape \[.*\] before GSPMD "
         r"completed it, like none .*; use Partitioner\.SHARDY",
     ):
-        args = [(2, 8, 2), (3, 2, 4)], mesh_of(2, 4), [None, None], None
-        compiled(conv1d, *args, Partitioner.GSPMD)
+        unlike_any(monkeypatch, [None, "spatial", None])
+
+
+def test_what_xla_made_anew_is_right_where_nothing_is_added_up(monkeypatch):
+    unlike_any(monkeypatch, None)
+
+
+# TPU's compiler has no devices here: fn, shapes of x and y, how x and the result lie,
+# and the op whose gradient is laid out.
+ON_TPU = {
+    "batch": (conv1d, (8, 16, 2), (3, 2, 4), ["data", None, None], ""),
+    "rows": (conv1d, (8, 16, 2), (3, 2, 4), ["data", "spatial", None], ""),
+    "spare": (conv1d, (2, 8, 2), (3, 2, 4), [None, "spatial", None], "conv1d"),
+    "kernel larger than image": (
+        conv1d,
+        (2, 4, 2),
+        (7, 2, 4),
+        [None, "spatial", None],
+        "conv1d",
+    ),
+    "padding": (
+        lambda x, y: tf.nn.conv1d(tf.pad(x, [[0, 0], [2, 2], [0, 0]]), y, 1, "VALID"),
+        (2, 8, 2),
+        (5, 2, 4),
+        [None, "spatial", None],
+        "conv1d",
+    ),
+    "transposed": (
+        lambda x, y: tf.nn.conv1d_transpose(x, y, [2, 16, 3], 2, "SAME"),
+        (2, 8, 2),
+        (3, 3, 2),
+        [None, "spatial", None],
+        "conv1d_transpose",
+    ),
+    "depthwise": (
+        depthwise,
+        (2, 8, 4, 4),
+        (3, 3, 4, 2),
+        [None, "spatial", None, None],
+        "depthwise",
+    ),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ON_TPU)
+def test_what_tpu_makes_of_convolutions_is_known_again(name, lowered):
+    """TPU's clean-up changes ranks, names and the order of operands."""
+    fn, x, y, rows, laid_out = ON_TPU[name]
+    compile_program(
+        with_gradients(fn, MESH_OF_V3, [rows, None], rows),
+        [tf.TensorSpec(shape) for shape in (x, y)],
+        MESH_OF_V3,
+        partitioner=Partitioner.GSPMD,
+        devices=topology_devices("v3:2x2"),
+    )
+    last = lowered[-1]["layouts"]
+    assert bool(last) == bool(laid_out)
+    # All that is wrong is the gradient of the kernel, counted along the axis to spare.
+    for (op, *_), chosen in last.items():
+        assert op.startswith(f"gradient_tape/{laid_out}/")
+        assert op.endswith("BackpropFilter") and chosen.manual == ("data",)
+
+
+@needs_libtpu
+def test_what_tpu_names_otherwise_is_known_by_its_shapes():
+    """By an op of another scope, behind the reshape that takes a dim of 1 away."""
+    rows = ["data", "spatial", None]
+
+    def fn(x, y):
+        image = mw.mesh_split(x, MESH_OF_V3, rows)[:, None]
+        with tf.name_scope("inner"):
+            out = tf.nn.conv2d(image, y[None], 1, "SAME")
+        with tf.name_scope("outer"):
+            return tf.squeeze(out, 1)
+
+    specs = [tf.TensorSpec([8, 16, 2]), tf.TensorSpec([3, 2, 4])]
+    program = compile_program(
+        fn,
+        specs,
+        MESH_OF_V3,
+        partitioner=Partitioner.GSPMD,
+        devices=topology_devices("v3:2x2"),
+    )
+    assert {c.kind for c in program.collectives()} == {"collective-permute"}
 
 
 def test_programs_without_convolutions_are_not_looked_at(monkeypatch):

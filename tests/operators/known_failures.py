@@ -73,6 +73,7 @@ class KnownFailure:
 
 
 _ROWS = [None, "X", None]
+_IMAGE = [None, "X", "Y", None]
 
 KNOWN_FAILURES = {
     "grouped_convolution_of_split_kernel": KnownFailure(
@@ -88,6 +89,27 @@ KNOWN_FAILURES = {
         {"x": (1, 1, 3, 1), "y": (1, 1, 1, 1)},
         {"x": [None, None, "X", None], "result": [None, None, "X", None]},
         mesh=(2,),
+    ),
+    "strided_convolution_with_halos_of_a_shard": KnownFailure(
+        Outcome.ABORTED,
+        "tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')",
+        {"x": (1, 3, 4, 1), "y": (1, 2, 1, 1)},
+        {"x": _IMAGE, "result": _IMAGE},
+        mesh=(2, 3),
+    ),
+    "strided_convolution_with_halos_of_more": KnownFailure(
+        Outcome.REFUSED,
+        "tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')",
+        {"x": (1, 5, 5, 1), "y": (2, 2, 1, 1)},
+        {"x": _IMAGE, "result": _IMAGE},
+        mesh=(2, 4),
+    ),
+    "strided_convolution_with_halos_and_rows_unread": KnownFailure(
+        Outcome.WRONG,  # The gradient of x.
+        "tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')",
+        {"x": (1, 5, 5, 1), "y": (1, 2, 1, 1)},
+        {"x": _IMAGE, "result": _IMAGE},
+        mesh=(2, 4),
     ),
     "max_pool_gradient": KnownFailure(
         Outcome.WRONG,
