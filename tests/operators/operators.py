@@ -355,7 +355,9 @@ def argsort(draw):
 @operator
 def top_k(draw):
     shape = shape_of(draw)
-    return of_shape(f"tf.math.top_k(x, {draw(st.integers(1, shape[-1]))})", shape)
+    # Its gradient is a scatter, of as many indices as the result has elements.
+    count = draw(st.integers(1, shape[-1]))
+    return of_shape(f"tf.math.top_k(x, {count})", shape, even=("result",))
 
 
 @operator

@@ -54,6 +54,7 @@ def convolution(draw, rank: int, sizes) -> Use:
         and dilations == [1] * rank
         and all(s <= w for s, w in zip(strides, window, strict=True)),
         whole=tuple(whole),
+        product=max(window) == 1,
         **split_of_windows(rank, grouped=groups > 1),
     )
 
@@ -104,6 +105,7 @@ def transposed(draw, rank: int) -> Use:
         (batch, *sizes, channels),
         (*window, features, channels),
         eager=all(s <= w for s, w in zip(strides, window, strict=True)),
+        product=max(window) == 1,
         **split_of_windows(rank),
     )
 
