@@ -20,7 +20,13 @@ M, H, T = 256, 512, 256
 
 @pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed")
 @pytest.mark.parametrize("partitioner", Partitioner)
-@pytest.mark.parametrize(("experts", "topology"), [(128, "v3:8x8"), (2048, "v3:32x32")])
+@pytest.mark.parametrize(
+    ("experts", "topology"),
+    [
+        (128, "v3:8x8"),
+        pytest.param(2048, "v3:32x32", marks=pytest.mark.slow),
+    ],
+)
 def test_one_all_to_all_each_way(experts, topology, partitioner):
     plan = ShardingPlan(
         mesh_axes=("X",),

@@ -138,7 +138,7 @@ def decoded_alone(root, plan):
 
 @pytest.mark.parametrize(
     ("plan", "partitioner"),
-    settings(("sparse", Partitioner.GSPMD), ("hybrid", Partitioner.SHARDY)),
+    settings(("sparse", Partitioner.GSPMD)),
 )
 def test_eight_devices_decode_as_one(root, plan, partitioner):
     def change(one):
