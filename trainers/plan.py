@@ -22,7 +22,7 @@ from meshwright.trainers.plan_text import plan_text
 from meshwright.trainers.planning import plan
 from meshwright.trainers.programs import Programs
 from meshwright.trainers.search import NothingFitsError
-from meshwright.trainers.search_main import SEARCH, search_main
+from meshwright.trainers.search_main import OPTIONS, SEARCH, search_main
 from meshwright.trainers.sharding_text import sharding_text
 
 _EXPLAIN = flags.DEFINE_bool(
@@ -60,9 +60,12 @@ def main(argv: list[str]) -> int | None:
 def _run(experiment: Experiment, config_text: str) -> int | None:
     if SEARCH.value:
         _refuse(
-            (_HTML, _LOG_DIR), "shows one plan: give it with the file that is found"
+            (_EXPLAIN, _JSON, _HTML, _LOG_DIR),
+            "shows one plan: give it with the gin file that --search writes, "
+            "without --search",
         )
         return _search(experiment)
+    _refuse(OPTIONS, "needs --search")
     if _TOPOLOGY.value:
         return _plan(experiment, config_text)
     _refuse((_JSON, _HTML, _LOG_DIR), "needs --topology, such as --topology=cpu")
@@ -80,16 +83,11 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
 
 def _refuse(given: tuple[flags.FlagHolder, ...], why: str) -> None:
     for flag in given:
-        if flag.value:
+        if flag.value != flag.default:
             raise ValueError(f"--{flag.name} {why}")
 
 
 def _search(experiment: Experiment) -> int | None:
-    if _EXPLAIN.value or _JSON.value:
-        raise ValueError(
-            "--search writes a gin file: give --explain or --json_out with that file, "
-            "without --search"
-        )
     try:
         search_main(experiment, topology=_TOPOLOGY.value)
     except NothingFitsError as error:
@@ -99,11 +97,10 @@ def _search(experiment: Experiment) -> int | None:
 
 
 def _plan(experiment: Experiment, config_text: str) -> int | None:
-    if _EXPLAIN.value:
-        raise ValueError(
-            "--explain reads the program for virtual cpu devices: give it without "
-            "--topology"
-        )
+    _refuse(
+        (_EXPLAIN,),
+        "reads the program for virtual cpu devices: give it without --topology",
+    )
     if _HTML.value or _LOG_DIR.value:
         # matplotlib is only there for planning; told before anything is compiled.
         from meshwright.trainers import plan_html, plan_tensorboard

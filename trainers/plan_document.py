@@ -81,11 +81,13 @@ def document(report: PlanReport, *, config_text: str = "") -> dict[str, Any]:
 def _memory(report: PlanReport, programs: Programs) -> dict[str, Any]:
     state = _state_bytes(programs)
     limit, peak = report.memory_limit, report.peak_bytes
+    # The compiler also counts the gaps between what is alive.
+    over = report.refusal.refusal.over if report.refusal else max(0, peak - limit)
     return {
         "fits": report.fits,
         "memory_limit": limit,
         "peak_bytes": peak,
-        "over_bytes": 0 if report.fits else max(0, peak - limit),
+        "over_bytes": over,
         "refusal": str(report.refusal or ""),
         "weights_bytes": state["weights"],
         "slots_bytes": state["slots"],
@@ -99,7 +101,11 @@ def _uses(
     report: PlanReport, programs: Programs, state: dict[str, int]
 ) -> dict[str, Any]:
     """What the memory at the peak is for."""
-    if report.memory is None:
+    if report.memory is None and not report.allocations:
+        # The compiler gives nothing but the sum.
+        parts = {"not known": report.peak_bytes}
+        arguments = outputs = saved = temporaries = None
+    elif report.memory is None:  # The arguments alone do not fit.
         parts = {name: size for name, size in state.items() if size}
         parts[_BATCHES] = report.peak_bytes - sum(state.values())
         arguments, outputs, saved, temporaries = report.peak_bytes, None, None, None

@@ -195,7 +195,7 @@ def _step_time(document: Mapping[str, Any]) -> Picture | None:
 
 
 def _collectives(document: Mapping[str, Any]) -> Picture | None:
-    found = document["collectives"]
+    found = [one for one in document["collectives"] if one["bytes"]]
     if not found:
         return None
     kinds = list(dict.fromkeys(one["kind"] for one in found))

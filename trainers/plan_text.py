@@ -100,7 +100,11 @@ def _memory(document: dict[str, Any]) -> Iterator[str]:
     whole = document["memory_limit"]
     yield "memory of a device" + f"{bytes_text(whole):>28}"
     parts = [(one["part"], one["bytes"]) for one in document["breakdown"]]
-    for part, size in [*parts, ("at its peak", document["peak_bytes"])]:
+    peak = document["peak_bytes"]
+    parts.append(("at its peak", peak))
+    if peak <= whole and document["over_bytes"]:
+        parts.append(("with gaps between buffers", whole + document["over_bytes"]))
+    for part, size in parts:
         yield f"  {part:<31}{bytes_text(size):>13}{share_text(size, whole):>9}"
 
 

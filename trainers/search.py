@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 
 import tqdm
 
+from meshwright.framework.compiler.memory import memory_text
 from meshwright.framework.compiler.topology import Topology
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers import config, plan_cache, search_worker
@@ -46,6 +47,7 @@ from meshwright.trainers.search_space import (
 )
 
 _LOG = "log.txt"
+SAME = "the same program as with another plan"
 TOO_LARGE = "state and saved activations alone exceed memory"
 
 
@@ -202,8 +204,11 @@ def screen(space: Space) -> Screened:
     seen, dims = set(), dims_of(space.experiment)
     bar = tqdm.tqdm(space.candidates(), desc="memory bounds", dynamic_ncols=True)
     for one in bar:
+        program = essence(one, dims)
         try:
             reason = misfit(space.experiment, one, space.torus)
+            if reason is None and program in seen:
+                reason = SAME
             if reason is None:
                 bytes_ = bound.state(one)
                 if bytes_ <= limit:
@@ -214,9 +219,6 @@ def screen(space: Space) -> Screened:
             reason = TOO_LARGE
             if least is None or bytes_ < least[0]:
                 least = (bytes_, one)
-        program = essence(one, dims)
-        if reason is None and program in seen:
-            reason = "the same program as with another plan"
         seen.add(program)
         if reason is not None:
             left_out[reason] += 1
@@ -382,12 +384,12 @@ class Compile:
         return self._known is not None
 
     def result(self) -> Result:
-        """Waits for it. A process that died gives a refusal, which is not cached."""
+        """Waits for it. What failed but for want of memory is not cached."""
         if self._known is None:
             status = self._process.wait()
             self._process.stdin.close()
             self._known = self._read(status)
-            if status == 0:
+            if self._known.is_final:
                 self._cache.store(self._key, dataclasses.asdict(self._known))
             self._folder.cleanup()
         return self._known
@@ -419,8 +421,8 @@ def _nothing_fits(space: Space, screened: Screened) -> str:
     bytes_, candidate = screened.least
     return (
         f"no candidate fits TPU topology {name!r}: the smallest, {candidate}, needs at "
-        f"least {bytes_ / 2**30:.2f} GiB a device, {(bytes_ - limit) / 2**30:.2f} GiB "
-        f"more than there are; choose a larger topology or a smaller batch "
+        f"least {memory_text(bytes_)} a device, {memory_text(bytes_ - limit)} "
+        f"more than there is; choose a larger topology or a smaller batch "
         f"(--search_batch):{counts}"
     )
 
@@ -436,6 +438,6 @@ def _all_refused(refused: Sequence[Row], screened: Screened, budget: int) -> str
     return (
         f"no candidate fits: all {len(refused)} that were compiled were refused. The "
         f"smallest, {least.promising.candidate}, needs at least "
-        f"{least.promising.bound / 2**30:.2f} GiB a device, and was refused as "
+        f"{memory_text(least.promising.bound)} a device, and was refused as "
         f"{least.result.refusal}{more}"
     )

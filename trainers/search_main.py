@@ -50,6 +50,10 @@ _CACHE_DIR = flags.DEFINE_string(
 )
 
 
+OPTIONS = (_PLANS, _BATCH, _BUDGET, _JOBS, _OUTPUT, _OVERWRITE, _CACHE_DIR)
+"""Flags that say how to search."""
+
+
 def search_main(experiment: Experiment, *, topology: str | None) -> None:
     """Searches as the flags say, prints the table and writes the winner.
 

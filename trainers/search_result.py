@@ -30,6 +30,14 @@ class Result:
     refusal: str | None = None
     too_large: bool = False
 
+    @property
+    def is_final(self) -> bool:
+        """Whether it would come out the same again.
+
+        Otherwise something failed: perhaps for good, perhaps for what else ran then.
+        """
+        return self.too_large or self.seconds is not None
+
     @classmethod
     def of(cls, kept: Mapping[str, Any]) -> Result:
         """Reads what `dataclasses.asdict` gave."""

@@ -42,7 +42,7 @@ class NamedPlan:
     tables: ShardingPlan
 
     def on(self, mesh: Sequence[int]) -> ShardingPlan:
-        """The plan on a mesh of this shape, devices in the best order."""
+        """The plan on a mesh of this shape, devices in the trainer's own order."""
         return dataclasses.replace(self.tables, mesh_shape=mesh, device_ids=None)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from meshwright.framework.compiler.memory import memory_text
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers import plan_cache
 from meshwright.trainers.search import Found, Row, Space
 from meshwright.trainers.search_space import Candidate, portable
 
-_GIB = 2**30
 _WIDTH = 80
 _BEST = 10
-_PLAN = 15
+_PLAN = 13
 _REASON = 150
 _VERSIONS = ("jax", "libtpu", "tensorflow")
 
@@ -48,16 +48,16 @@ def winner(space: Space, found: Found) -> str:
 def _estimate(row: Row, space: Space) -> str:
     return (
         f"{1e3 * row.seconds_per_example:.4g} ms an example, "
-        f"{row.result.seconds:.4g} s a step, {row.result.peak / _GIB:.2f} of "
-        f"{space.torus.kind.memory / _GIB:.2f} GiB a device, "
+        f"{row.result.seconds:.4g} s a step, {memory_text(row.result.peak)} of "
+        f"{memory_text(space.torus.kind.memory)} a device, "
         f"{row.result.utilization:.0%} of peak FLOPs"
     )
 
 
 def _lines(space: Space, found: Found) -> Iterator[str]:
     yield (
-        f"{'ms/example':>12}{'s/step':>10}{'GiB':>7}{'util':>6}  "
-        f"{'mesh':<9}{'plan':<{_PLAN + 1}}{'recompute':<12}{'batch':>5}"
+        f"{'ms/example':>12}{'s/step':>10}{'memory':>11}{'util':>6}  "
+        f"{'mesh':<9}{'plan':<{_PLAN + 1}}{'recompute':<11}{'batch':>5}"
     )
     shown = [
         row
@@ -70,10 +70,12 @@ def _lines(space: Space, found: Found) -> Iterator[str]:
         mark += " " if result.device_ids is None else "+"
         yield (
             f"{mark}{1e3 * row.seconds_per_example:10.4g}{result.seconds:10.4g}"
-            f"{result.peak / _GIB:7.2f}{result.utilization:6.0%}  {_names(candidate)}"
+            f"{memory_text(result.peak):>11}{result.utilization:6.0%}  "
+            f"{_names(candidate)}"
         )
     if any(row.promising.configured for row in shown):
-        yield "* as configured"
+        given = space.experiment.plan.device_ids is not None
+        yield "* as configured" + (", but for its device order" if given else "")
     if any(row.result.device_ids for row in shown):
         yield "+ in another device order than the trainer's own"
     policies = dict.fromkeys(row.promising.candidate.policy for row in shown)
@@ -81,7 +83,7 @@ def _lines(space: Space, found: Found) -> Iterator[str]:
         if policy and policy.recompute is Recompute.ALL_BUT_NAMED:
             yield from _wrapped(f"{policy}: {', '.join(policy.saved_names)}")
     for row in found.refused:
-        yield f"{'refused':>12}{'':25}{_names(row.promising.candidate)}".rstrip()
+        yield f"{'refused':>12}{'':29}{_names(row.promising.candidate)}".rstrip()
         yield from _wrapped(textwrap.shorten(row.result.refusal, _REASON), indent=4)
     rest = len(found.ranked) - len(shown)
     if rest > 0:
@@ -98,7 +100,7 @@ def _names(candidate: Candidate) -> str:
     mesh = "x".join(map(str, candidate.mesh))
     plan = textwrap.shorten(candidate.plan.name, _PLAN, placeholder="~")
     policy = "" if candidate.policy is None else str(candidate.policy)
-    return f"{mesh:<8} {plan[:_PLAN]:<{_PLAN}} {policy:<11} {candidate.batch:>5}"
+    return f"{mesh:<8} {plan[:_PLAN]:<{_PLAN}} {policy:<10} {candidate.batch:>5}"
 
 
 def _most_first(item: tuple[str, int]) -> tuple[int, str]:

@@ -331,13 +331,15 @@ class MeshProgram:
 
         It writes down such a program if it is told where to. None if it does not.
         """
+        if self.function is None:
+            return None
         with tempfile.TemporaryDirectory() as folder:
             dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
             refused = contextlib.suppress(jax.errors.JaxRuntimeError)
             with _partitioner(self.shardy), refused:
                 self.lowered.compile(compiler_options={**(options or {}), **dump})
             found = list(pathlib.Path(folder).rglob("*.oom_intermediate_module.txt"))
-            if self.function is None or not found:
+            if not found:
                 return None
             return memory_timeline(found[0].read_text(), self.function.sources)
 

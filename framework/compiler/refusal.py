@@ -12,13 +12,19 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
-from meshwright.framework.compiler.memory import Buffer, Kind, MemoryTimeline
+from meshwright.framework.compiler.memory import (
+    Buffer,
+    Kind,
+    MemoryTimeline,
+    memory_text,
+)
 from meshwright.framework.compiler.tpu import TPU_KINDS
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 _SIZE = r"([\d.]+)([KMGT]?)"
-# What libtpu says, on its way through the compiler and at its end.
+# What libtpu says, on its way through the compiler and at its end. Arguments count in
+# all three, also in what it calls temporaries.
 _REFUSALS = (
     re.compile(rf"required for HLO temporaries \({_SIZE}\) exceeds .*? \({_SIZE}\)"),
     re.compile(rf"Used {_SIZE} of {_SIZE} \w+\. Exceeded"),
@@ -71,7 +77,7 @@ class Allocation:
 
     def __str__(self) -> str:
         where = f"{self.layer or self.name}{f' ({self.source})' if self.source else ''}"
-        return f"{_gib(self.bytes)} {self.what} {self.type} of {where}"
+        return f"{memory_text(self.bytes)} {self.what} {self.type} of {where}"
 
 
 class DoesNotFit(LoweringError):  # noqa: N818 (what is wrong, not that it is)
@@ -96,14 +102,22 @@ class DoesNotFit(LoweringError):  # noqa: N818 (what is wrong, not that it is)
         self.allocations = tuple(allocations)
         self.timeline = timeline
         largest = "; ".join(map(str, self.allocations[:3]))
+        over, available, needed = map(
+            memory_text, (refusal.over, refusal.available, refusal.needed)
+        )
         super().__init__(
-            f"{name}: {_gib(refusal.over)} more than fit: a device has "
-            f"{_gib(refusal.available)} and would need {_gib(refusal.needed)}"
+            f"{name}: {over} more than fit: a device has {available} and would need "
+            f"{needed}"
             f"{'' if timeline or not allocations else ' for its arguments alone'}. "
             + (f"Most takes: {largest}. " if largest else "")
             + REMEDY[0].upper()
             + REMEDY[1:]
         )
+        self._name = name
+
+    def __reduce__(self):
+        given = (self._name, self.refusal, self.allocations, self.timeline)
+        return type(self), given
 
 
 def parse_refusal(message: str) -> Refusal | None:
@@ -194,7 +208,3 @@ def _paths(function: LoweredFunction) -> list[str]:
 
 def _bytes(number: str, unit: str) -> int:
     return round(float(number) * 1024 ** _POWERS[unit])
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

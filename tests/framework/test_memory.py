@@ -1,7 +1,10 @@
 """What is alive when, read from scheduled HLO; and programs that do not fit."""
 
+import dataclasses
 import importlib.util
+import math
 import pathlib
+import pickle
 import types
 
 import jax
@@ -13,6 +16,7 @@ from meshwright.framework.compiler.lower import lower
 from meshwright.framework.compiler.memory import (
     Kind,
     breakdown,
+    memory_text,
     memory_timeline,
     padded_bytes,
 )
@@ -375,6 +379,23 @@ def test_reads_what_a_tpu_compiler_says(message, needed, available):
     assert refusal.over == refusal.needed - refusal.available
 
 
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (2**14, "16.00 KiB"),
+        (999.99 * 2**20, "999.99 MiB"),
+        (1000 * 2**20, "0.98 GiB"),
+        (15.48 * 2**30, "15.48 GiB"),
+        (3 * 2**50, "3072.00 TiB"),
+    ],
+)
+def test_sizes_are_read_at_a_glance(size, text):
+    assert memory_text(size) == text
+
+
 def test_other_errors_are_no_refusals():
     assert (
         parse_refusal("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.") is None
@@ -418,9 +439,28 @@ def test_what_does_not_fit_says_by_how_much_and_what_takes_it():
     assert (argument.what, argument.name) == ("argument", "0")
     text = str(error)
     assert text.startswith("train: 1.32 GiB more than fit: a device has 15.48 GiB and")
-    assert "would need 16.80 GiB. Most takes: 0.00 GiB temporary f32[512] of fi" in text
+    assert "would need 16.80 GiB. Most takes: 2.00 KiB temporary f32[512] of fi" in text
     assert f"first ({first.source}); " in text and "argument f32[256] of 0" in text
     assert text.endswith("take a smaller batch or more devices")
+
+
+def test_what_does_not_fit_goes_between_processes():
+    with pytest.raises(DoesNotFit) as raised:
+        refused(MESSAGE).compile({"mine": 1})
+    error, again = raised.value, pickle.loads(pickle.dumps(raised.value))
+    assert type(again) is DoesNotFit and str(again) == str(error)
+    assert again.refusal == error.refusal
+    assert again.allocations == error.allocations
+    assert again.timeline.peak == error.timeline.peak
+
+
+def test_a_program_of_unknown_function_is_not_compiled_again():
+    program = refused(MESSAGE)
+    program = dataclasses.replace(program, function=None)
+    program.lowered.text = None  # Writing it down would fail.
+    with pytest.raises(DoesNotFit) as raised:
+        program.compile({"mine": 1})
+    assert raised.value.timeline is None and raised.value.allocations == ()
 
 
 def test_a_compiler_that_fails_otherwise_is_not_taken_for_one_that_refuses():
@@ -450,7 +490,7 @@ def test_arguments_that_cannot_fit_are_refused_before_compiling():
     assert [one.bytes for one in error.allocations] == [8 * GIB, 8 * GIB]
     assert error.refusal == Refusal(needed=16 * GIB, available=int(15.48 * GIB))
     text = str(error)
-    assert "train: 0.52 GiB more than fit" in text
+    assert "train: 532.48 MiB more than fit" in text
     assert "would need 16.00 GiB for its arguments alone. Most takes: " in text
     assert "8.00 GiB argument float32[2, 1073741824] of 0.w" in text
 
@@ -483,3 +523,30 @@ def test_the_tpu_compiler_says_what_does_not_fit():
     made = [one for one in error.allocations if one.what == "temporary"]
     assert made[0].layer in ("first", "second") and made[0].bytes == 4 * GIB
     assert "(framework/test_memory.py:" in str(error)
+
+
+@needs_libtpu
+def test_what_the_tpu_compiler_needs_includes_arguments():
+    """It says so of "HLO temporaries"; here arguments take two thirds of it."""
+    mesh = DeviceMesh(("X",), (8,))
+    whole = Sharding.from_dims_mapping(mesh, [-1, -1])
+
+    def first(w, x):
+        y = tf.tanh(tf.matmul(x, w))
+        return tf.matmul(x, y, transpose_a=True), tf.matmul(y, y, transpose_a=True)
+
+    specs = [tf.TensorSpec([4096, 4096]), tf.TensorSpec([6 * 2**17, 4096])]
+    with pytest.raises(DoesNotFit) as raised:
+        compile_program(
+            first,
+            specs,
+            mesh,
+            in_shardings=[whole, whole],
+            devices=topology_devices("v3:2x2"),
+        )
+    error = raised.value
+    arguments = sum(math.prod(spec.shape) * 4 for spec in specs)
+    assert 12 * GIB < arguments < error.refusal.available < error.refusal.needed
+    found = sum(one.bytes for one in error.allocations if one.what == "argument")
+    assert found == arguments
+    assert error.refusal.needed == pytest.approx(error.timeline.peak, abs=0.01 * GIB)

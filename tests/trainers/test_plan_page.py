@@ -198,6 +198,15 @@ def test_names_are_escaped(planned):
     assert page.count("&lt;b&gt;&amp;") >= 3  # Picture, its text, and the table.
 
 
+def test_collectives_that_send_nothing_have_no_picture(planned):
+    document = planned("cpu").document
+    empty = [one | {"bytes": 0} for one in document["collectives"]]
+    assert empty
+    drawn = plan_plots.pictures(document | {"collectives": empty})
+    assert [one.name for one in drawn] == [n for n in PICTURES if n != "collectives"]
+    assert "collectives" in plan_html.page(document | {"collectives": empty})
+
+
 def test_of_very_many_weights_the_largest_are_drawn(planned):
     (first, *_) = planned("cpu").document["weights"]
     many = [first | {"path": f"w{n}.", "bytes": 1000 + n} for n in range(70)]

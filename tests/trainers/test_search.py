@@ -296,6 +296,28 @@ def test_a_process_that_dies_is_a_refusal_and_not_kept(
     assert not cache.folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("result", "kept"),
+    [
+        (Result(refusal="the TPU is in use by another process"), False),
+        (Result(refusal="1.00 GiB more than fit", too_large=True), True),
+        (Result(seconds=1.0, peak=3, utilization=0.5), True),
+    ],
+)
+def test_what_may_come_out_otherwise_is_not_kept(
+    small, monkeypatch, tmp_path, result, kept
+):
+    answer = tmp_path / "answer.json"
+    answer.write_text(json.dumps(dataclasses.asdict(result)))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncp {answer} "$3/result.json"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    cache = PlanCache(folder=tmp_path / "cache")
+    assert Compile(small, candidate(small), cache).result() == result
+    assert cache.folder.exists() == kept
+
+
 def test_a_candidate_that_cannot_be_built_is_a_refusal(tmp_path):
     """A stack of its own scope keeps its policy, whatever is bound for all."""
     scoped = ["LanguageModel.stack = @deep/Repeat()", *(f"deep/{b}" for b in NAMED)]
@@ -410,7 +432,7 @@ def test_the_smallest_of_what_cannot_fit_is_named(tmp_path):
     with pytest.raises(search.NothingFitsError) as info:
         search.search(where, cache=PlanCache(folder=tmp_path), budget=1, jobs=1)
     message = str(info.value)
-    bytes_, over = (float(word) for word in _numbers(message))
+    bytes_, over = _numbers(message)
     assert over == pytest.approx(bytes_ - 15.48, abs=0.02) and over > 0
     assert "the smallest, " in message and "--search_batch" in message
     assert search.TOO_LARGE in message
@@ -418,7 +440,12 @@ def test_the_smallest_of_what_cannot_fit_is_named(tmp_path):
 
 def _numbers(message):
     words = message.split()
-    return [words[i - 1] for i, word in enumerate(words) if word == "GiB"]
+    units = {"GiB": 1.0, "MiB": 2**-10}
+    return [
+        float(words[i - 1]) * units[word]
+        for i, word in enumerate(words)
+        if word in units
+    ]
 
 
 def test_all_refused_says_how_to_go_on(small):
@@ -467,9 +494,14 @@ def test_a_model_without_a_plan_gets_a_shipped_one():
     assert made.plan == plan.on((4, 2)) and made.plan.weights
 
 
-def test_what_is_the_same_program_is_looked_at_once():
+def test_what_is_the_same_program_is_looked_at_once(monkeypatch):
     """Along an axis of one device plans do not differ."""
+    bounded, state = [], MemoryBound.state
+    monkeypatch.setattr(
+        MemoryBound, "state", lambda self, one: bounded.append(one) or state(self, one)
+    )
     screened = search.screen(space())
+    assert len(bounded) == len(screened.promising)
     apart = {
         (one.candidate.mesh, one.candidate.plan.name)
         for one in screened.promising

@@ -87,7 +87,7 @@ def test_from_a_search_to_training(tmp_path, compiler, capsys):
     assert f"wrote {winner}: meshwright-train --gin_file={winner}" in out
     lines = out.splitlines()
     assert all(len(line) <= 80 for line in lines[:-1])
-    assert lines[1].startswith(" +") and lines[1].split()[5] == "4x2"
+    assert lines[1].startswith(" +") and lines[1].split()[6] == "4x2"
     assert "6/6" in err and "best 125 ms/example" in err
     assert built([str(winner)], []).plan.mesh.device_ids == IDS
     with flagsaver.as_parsed(

@@ -105,6 +105,9 @@ def test_the_order_that_a_program_is_fastest_in_is_found(small, monkeypatch):
     assert found(1, 1) == (4, own)
 
 
+DROPPED = ", but for its device order"
+
+
 def test_a_device_order_is_written_down(small):
     """A long one is broken; what was given before is replaced."""
     given = "ShardingPlan.device_ids = (7, 6, 5, 4, 3, 2, 1, 0)"
@@ -122,6 +125,9 @@ def test_a_device_order_is_written_down(small):
         lines = search_text.table(where, changed).splitlines()
         assert lines[1].startswith(" +")
         assert "+ in another device order than the trainer's own" in lines
+        lines = search_text.table(where, found(where)).splitlines()
+        own = "* as configured" + ("" if where is small else DROPPED)
+        assert own in lines
     long = dataclasses.replace(
         row, result=dataclasses.replace(row.result, device_ids=tuple(range(256)))
     )
