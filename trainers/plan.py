@@ -8,7 +8,6 @@ wrong input, 3 for a program that does not fit into the devices' memory.
 from __future__ import annotations
 
 import json
-import pathlib
 import sys
 
 from absl import app, flags, logging
@@ -104,22 +103,18 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
     if _HTML.value or _LOG_DIR.value:
         # matplotlib is only there for planning; told before anything is compiled.
         from meshwright.trainers import plan_html, plan_tensorboard
+    json_out, html_out = map(mains.output_file, (_JSON, _HTML))
     found = document(
         plan(experiment, topology=_TOPOLOGY.value), config_text=config_text
     )
     print(plan_text(found), end="", flush=True)
-    if _JSON.value:
-        _write(_JSON.value, json.dumps(found, indent=2) + "\n")
-    if _HTML.value:
-        _write(_HTML.value, plan_html.page(found))
+    if json_out:
+        json_out.write_text(json.dumps(found, indent=2) + "\n")
+    if html_out:
+        html_out.write_text(plan_html.page(found))
     if _LOG_DIR.value:
         plan_tensorboard.write(found, _LOG_DIR.value)
     return None if found["fits"] else DOES_NOT_FIT
-
-
-def _write(path: str, text: str) -> None:
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    pathlib.Path(path).write_text(text)
 
 
 def run() -> None:

@@ -89,6 +89,11 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
     set_platform("cpu")
     topologies.topology_devices(topology)  # Without libtpu nothing can be compiled.
     folder = pathlib.Path(_CACHE_DIR.value or default_folder())
+    if reason := mains.writable(folder):
+        raise ValueError(
+            f"what is compiled cannot be kept in {folder} ({reason}): name another "
+            "folder with --cache_dir"
+        )
     try:
         found = search(
             space,
@@ -110,15 +115,12 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
 
 def _output() -> pathlib.Path:
     """The file to write, in a folder that is there."""
-    output = pathlib.Path(_OUTPUT.value)
-    if output.is_dir():
-        raise ValueError(f"--search_output={output} is a folder: name a file")
+    output = mains.output_file(_OUTPUT)
     if output.exists() and not _OVERWRITE.value:
         raise ValueError(
             f"{output} is there already: name another file with --search_output, or "
             "replace it with --overwrite"
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
     return output
 
 

@@ -267,6 +267,14 @@ def test_64b_that_saves_everything_does_not_fit(tmp_path, capsys):
             "choose a topology of 8 devices, such as 'v2:2x2', 'v3:2x2'",
         ),
         ({"json_out": "plan.json"}, "--json_out needs --topology"),
+        (
+            {"topology": "cpu", "json_out": f"{__file__}/plan.json"},
+            "--json_out=.* cannot be written (file exists): name another file",
+        ),
+        (
+            {"topology": "cpu", "html_out": str(ROOT)},
+            "--html_out=.* cannot be written (it is a folder): name another file",
+        ),
         ({"topology": "cpu", "explain": "true"}, "give it without --topology"),
         ({"topology": "cpu", "search_budget": "3"}, "--search_budget needs --search"),
         ({"search_plans": "plans/finalized.gin"}, "--search_plans needs --search"),

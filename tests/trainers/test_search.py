@@ -470,7 +470,15 @@ def test_all_refused_says_how_to_go_on(small):
         ({"topology": "v3:2x2", "search_output": __file__}, "--overwrite"),
         (
             {"topology": "v3:2x2", "search_output": str(DATA)},
-            "is a folder: name a file",
+            "cannot be written (it is a folder): name another file",
+        ),
+        (
+            {"topology": "v3:2x2", "search_output": "/proc/winner.gin"},
+            "--search_output=/proc/winner.gin cannot be written (",
+        ),
+        (
+            {"topology": "v3:2x2", "cache_dir": __file__},
+            "(file exists): name another folder with --cache_dir",
         ),
         ({"topology": "v3:2x2", "json_out": "x.json"}, "without --search"),
     ],
