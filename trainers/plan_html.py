@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.framework.compiler.explain_text import bytes_text
+from meshwright.framework.compiler.refusal import REMEDY
 from meshwright.trainers.plan_plots import Picture, pictures
 from meshwright.trainers.plan_text import (
     box_text,
@@ -135,6 +136,8 @@ def _memory(document: Mapping[str, Any], drawn: Mapping[str, Picture]) -> Iterat
     if document["buffers"]:
         yield "<h3>What takes most at the peak</h3>"
         yield from _buffer_table(document["buffers"])
+    if not document["fits"]:
+        yield f"<p>To make it fit: {html.escape(REMEDY)}.</p>"
     yield "</section>"
 
 
@@ -181,7 +184,10 @@ def _collectives(
     found = document["collectives"]
     yield '<section id="collectives"><h2>Collectives of a step</h2>'
     if not found:
-        yield "<p>There are none.</p></section>"
+        none = (
+            "There are none." if document["fits"] else "Not known of what is refused."
+        )
+        yield f"<p>{none}</p></section>"
         return
     yield from _figures(drawn, "collectives")
     yield from _table(

@@ -188,7 +188,8 @@ def test_what_does_not_fit_has_no_curves(planned):
     page = plan_html.page(document)
     assert "does not fit: 2.0 MB more than the" in page
     assert "what does not fit has no time" in page
-    assert "<p>There are none.</p>" in page
+    assert "Not known of what is refused." in page
+    assert "To make it fit: " in page
 
 
 def test_names_are_escaped(planned):
