@@ -150,6 +150,7 @@ def test_the_docs_show_a_search():
     assert documented()
 
 
+@pytest.mark.slow  # The bounds of the model of 16B take minutes.
 @pytest.mark.parametrize("line", documented())
 def test_commands_of_the_docs_search(line, tmp_path, compiler, monkeypatch):
     monkeypatch.chdir(tmp_path)
