@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -100,6 +101,15 @@ def test_from_a_search_to_training(tmp_path, compiler, capsys):
     assert (tmp_path / "model" / "checkpoints" / "5").is_dir()
 
 
+@pytest.fixture
+def ctrl_c_interrupts():
+    """Test processes of xdist ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_loses_no_result(tmp_path, compiler, capsys, monkeypatch):
     monkeypatch.setenv("STOP", "1")
     assert run(tmp_path) == INTERRUPTED
