@@ -107,6 +107,19 @@ def build(cls: type[_T]) -> _T:
         raise ConfigError(_missing_parameters(str(error))) from error
 
 
+def load_and_build(
+    cls: type[_T], gin_files: Sequence[str], gin_params: Sequence[str]
+) -> tuple[_T, list[str]]:
+    """What files and bindings describe, and which of them others have replaced.
+
+    Raises:
+      ConfigError: see `load`, `build` and `check_all_operative`.
+      ValueError: a class refuses its parameters.
+    """
+    load(gin_files, gin_params)
+    return build(cls), check_all_operative()
+
+
 def check_all_operative() -> list[str]:
     """Checks that every binding took effect; call it when all has been built.
 

@@ -66,12 +66,11 @@ def build_experiment(
     """The experiment of gin files and bindings, and the configuration in effect.
 
     Raises:
-      ConfigError: see `config.load`, `config.build` and `config.check_all_operative`.
+      ConfigError: see `config.load_and_build`.
       ValueError: a class refuses its parameters.
     """
-    config.load(gin_files, gin_params)
-    experiment = config.build(Experiment)
-    if unused := config.check_all_operative():
+    experiment, unused = config.load_and_build(Experiment, gin_files, gin_params)
+    if unused:
         logging.info("without effect, as replaced: %s", ", ".join(unused))
     return experiment, config.operative_text()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -221,15 +220,14 @@ def _weights(programs: Programs) -> Iterator[dict[str, Any]]:
         programs.state_shardings().theta.leaves(),
         strict=True,
     ):
-        shard = sharding.shard_shape(spec.shape)
         yield {
             "path": path,
             "type": _type(spec.dtype.name, spec.shape),
             "dims": list(spec.dims),
             "sharding": str(sharding),
             "axes": [list(axes) for axes in sharding.dims],
-            "shard_shape": list(shard),
-            "bytes": math.prod(shard) * spec.dtype.size,
+            "shard_shape": list(sharding.shard_shape(spec.shape)),
+            "bytes": spec.shard_bytes(sharding),
         }
 
 
@@ -242,8 +240,7 @@ def _state_bytes(programs: Programs) -> dict[str, int]:
         strict=True,
     ):
         if what := _STATE.get(path.split(".")[0]):
-            shard = sharding.shard_shape(spec.shape)
-            found[what] += math.prod(shard) * spec.dtype.size
+            found[what] += spec.shard_bytes(sharding)
     return found
 
 

@@ -61,6 +61,7 @@ class PlanReport:
       topology: its name.
       torus: None on cpu.
       order: where the mesh's devices are on the torus; None on cpu.
+      module: the text of the compiled program, read; None if there is none.
       program: the compiled program; None if the compiler refused it, for it needs more
         memory than a device has.
       refusal: by how much, then; else None.
@@ -81,6 +82,7 @@ class PlanReport:
     topology: str
     torus: Topology | None
     order: DeviceOrder | None
+    module: HloModule | None
     program: Program | None
     refusal: DoesNotFit | None
     memory: MemoryTimeline | None
@@ -154,6 +156,7 @@ def plan(experiment: Experiment, *, topology: str) -> PlanReport:
         topology=name,
         torus=torus,
         order=order,
+        module=module,
         program=program,
         refusal=refusal,
         memory=memory,

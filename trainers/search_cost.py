@@ -16,7 +16,7 @@ from meshwright.framework.compiler.step_time import LINK_EFFICIENCY
 from meshwright.framework.compiler.topology import Topology
 from meshwright.framework.modeling.layer import WeightSpec
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 from meshwright.trainers.experiment import Experiment
 from meshwright.trainers.search_space import Candidate
 
@@ -103,8 +103,4 @@ def _sides(spec: WeightSpec) -> list[tuple[tuple[str, ...], int]]:
 
 
 def _axes(table: Mapping, dims: Sequence[str]) -> set[str]:
-    found: set[str] = set()
-    for dim in dims:
-        axes = table.get(dim) or ()
-        found.update([axes] if isinstance(axes, str) else axes)
-    return found
+    return {axis for dim in dims for axis in as_axes(table.get(dim))}

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.compiler.xla import xla_data_pb2
 
+from meshwright.framework.compiler.sources import Annotation
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.layer import Context, Mode, WeightSpec
 from meshwright.framework.modeling.recompute import Saved
@@ -98,11 +98,11 @@ class MemoryBound:
         placed = plan.plan.on(mesh)
         programs = Programs(dataclasses.replace(self.experiment, plan=placed))
         specs, shardings = programs.state_specs, programs.state_shardings()
-        total = sum(map(_shard_bytes, specs.leaves(), shardings.leaves()))
+        total = sum(map(WeightSpec.shard_bytes, specs.leaves(), shardings.leaves()))
         loop = repeat.Unroll.LOOP
         if all(one.unroll is loop for one in repeats(self.experiment.task)):
             stacks = [spec for spec in specs.theta.leaves() if spec.stack_rank]
-            total += sum(_shard_bytes(spec, spec.sharding(placed)) for spec in stacks)
+            total += sum(spec.shard_bytes(spec.sharding(placed)) for spec in stacks)
         return total
 
     def _trace(self, plan: _ByName, policy: Policy, batch: int) -> list[_Stack]:
@@ -160,11 +160,19 @@ class _NotingRepeat(repeat.Repeat):
             kept, [*read[:n], *read[m : m + len(split.saved)]], strict=True
         ):
             if is_read:
-                sharding = _sharding(saved, self.mesh)
-                self.found.append(
-                    _Stack(spec=saved.spec, sharding=sharding, count=self.num_layers)
-                )
+                self._find(saved)
         return super().fprop(ctx, theta, x, **constants)
+
+    def _find(self, saved: Saved) -> None:
+        sharding = None
+        if saved.sharding is not None:
+            asked = Annotation(
+                op_sharding=saved.sharding, unspecified_dims=saved.unspecified_dims
+            )
+            sharding = asked.sharding(self.mesh, saved.spec.shape.rank)
+        self.found.append(
+            _Stack(spec=saved.spec, sharding=sharding, count=self.num_layers)
+        )
 
 
 def _loss(experiment: Experiment) -> Callable[[NestedMap, NestedMap], tf.Tensor]:
@@ -208,15 +216,3 @@ def _spec(one: tf.Tensor | Saved) -> tf.TensorSpec:
     if isinstance(one, Saved):
         return one.spec
     return tf.TensorSpec(one.shape, one.dtype)
-
-
-def _sharding(saved: Saved, mesh: DeviceMesh) -> Sharding | None:
-    if saved.sharding is None:
-        return None
-    proto = xla_data_pb2.OpSharding.FromString(saved.sharding)
-    found = Sharding.from_op_sharding(mesh, proto, saved.spec.shape.rank)
-    return dataclasses.replace(found, unspecified=saved.unspecified_dims)
-
-
-def _shard_bytes(spec: WeightSpec, sharding: Sharding) -> int:
-    return spec.dtype.size * math.prod(sharding.shard_shape(spec.shape))

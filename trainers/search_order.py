@@ -9,7 +9,6 @@ each order costs but another look at it.
 from __future__ import annotations
 
 from meshwright.framework.compiler.device_order import DeviceOrder, device_orders
-from meshwright.framework.compiler.hlo_text import HloModule
 from meshwright.framework.compiler.step_time import step_time
 from meshwright.trainers.planning import PlanReport
 
@@ -21,10 +20,9 @@ def fastest(report: PlanReport) -> tuple[float, DeviceOrder]:
       report: of a program that fits a TPU topology, whose mesh gives no order.
     """
     mesh, own = report.experiment.plan.mesh, report.order
-    module = HloModule(report.program.hlo_text())
     best = report.step_seconds, own
     for order in device_orders(mesh.shape, report.torus)[1:]:
-        seconds = step_time(module, mesh, order).seconds
+        seconds = step_time(report.module, mesh, order).seconds
         seconds /= report.experiment.steps_per_loop
         if seconds < best[0]:
             best = seconds, order

@@ -17,7 +17,7 @@ from meshwright.framework.compiler.device_order import device_order
 from meshwright.framework.compiler.topology import Topology
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 from meshwright.layers.repeat import Repeat
 from meshwright.trainers import config
 from meshwright.trainers.experiment import Experiment
@@ -97,10 +97,7 @@ class Candidate:
 
 def built(gin_files: Sequence[str], gin_params: Sequence[str]) -> Experiment:
     """The experiment of these files and bindings, which must all take effect."""
-    config.load(gin_files, gin_params)
-    experiment = config.build(Experiment)
-    config.check_all_operative()
-    return experiment
+    return config.load_and_build(Experiment, gin_files, gin_params)[0]
 
 
 def candidates(
@@ -310,16 +307,12 @@ def essence(candidate: Candidate, dims: tuple[set[str], set[str]]) -> tuple:
     tables = []
     for table, known in zip((plan.weights, plan.activations), dims, strict=True):
         split = {
-            dim: tuple(a for a in _as_tuple(axes) if sizes[a] > 1)
+            dim: tuple(a for a in as_axes(axes) if sizes[a] > 1)
             for dim, axes in table.items()
             if dim in known
         }
         tables.append(frozenset(item for item in split.items() if item[1]))
     return candidate.mesh, *tables, candidate.policy, candidate.batch
-
-
-def _as_tuple(axes: Any) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def _same(one: ShardingPlan, other: ShardingPlan) -> bool:

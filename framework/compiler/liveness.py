@@ -236,15 +236,15 @@ class Liveness:
 
     def _start(self, one: Instruction, operands: list[Tree]) -> Tree:
         """What starts an asynchronous op: a tuple of its operands and its result."""
-        made = self._make(one, one.type)
         if one.opcode == "all-reduce-start":
-            return made
+            return self._make(one, one.type)
         source = 1 if one.opcode == "copy-start" else 0
-        nested = isinstance(made[source], list)
-        given = operands if nested else operands[0]
-        self._values = [v for v in self._values if v not in set(_leaves(made[source]))]
-        made[source] = given
-        return made
+        parts = elements(one.type)
+        given = operands if parts[source].startswith("(") else operands[0]
+        return [
+            given if number == source else self._make(one, part)
+            for number, part in enumerate(parts)
+        ]
 
     def _in_place(self, one: Instruction, operands: list[Tree], made: Tree) -> None:
         """Lets the result have the buffers of operands that it takes over."""

@@ -65,6 +65,10 @@ class WeightSpec:
         """Where `plan` puts this weight."""
         return plan.weight_sharding(self.dims, name)
 
+    def shard_bytes(self, sharding: Sharding) -> int:
+        """Bytes of the part that a device holds, in this sharding."""
+        return math.prod(sharding.shard_shape(self.shape)) * self.dtype.size
+
     def stacked(self, count: int) -> WeightSpec:
         """The spec of `count` such weights in one tensor."""
         return dataclasses.replace(

@@ -51,7 +51,7 @@ class ShardingPlan:
                 )
         for table_name in ("weights", "activations"):
             for dim, axes in getattr(self, table_name).items():
-                for axis in _as_axes(axes):
+                for axis in as_axes(axes):
                     if axis not in self.mesh_axes:
                         near = difflib.get_close_matches(axis, self.mesh_axes, 1)
                         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -82,7 +82,7 @@ class ShardingPlan:
         return annotate(tensor, self.activation_sharding(dims, name))
 
     def _sharding(self, table: Mapping, dims: Sequence[str], name: str) -> Sharding:
-        split = [_as_axes(table.get(dim)) for dim in dims]
+        split = [as_axes(table.get(dim)) for dim in dims]
         try:
             return Sharding(self.mesh, tuple(split))
         except ValueError as e:
@@ -92,7 +92,8 @@ class ShardingPlan:
             raise ValueError(f"sharding plan for {name!r} ({named}): {e}") from None
 
 
-def _as_axes(axes: Axes) -> tuple[str, ...]:
+def as_axes(axes: Axes) -> tuple[str, ...]:
+    """An entry of a plan's table as a tuple, of one axis or none too."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)

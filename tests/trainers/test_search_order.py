@@ -91,12 +91,11 @@ def test_the_order_that_a_program_is_fastest_in_is_found(small, monkeypatch):
             return SimpleNamespace(seconds=x * order.loads[0] + y * order.loads[1])
 
         monkeypatch.setattr(search_order, "step_time", step_time)
-        monkeypatch.setattr(search_order, "HloModule", lambda text: None)
         report = SimpleNamespace(
             experiment=experiment,
             torus=torus,
             order=own,
-            program=SimpleNamespace(hlo_text=lambda: ""),
+            module=None,
             step_seconds=step_time(None, mesh, own).seconds,
         )
         return search_order.fastest(report)
