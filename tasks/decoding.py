@@ -31,6 +31,29 @@ _NEVER = -1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenModel:
+    """What says how likely each next token is.
+
+    Args:
+      step: logits of the tokens after `ids`.
+      cache: what `step` keeps, before the first token.
+      batch: B.
+      length: T.
+      start_id: what comes before the first token.
+      end_id: what comes after the last.
+      cache_dim: which dim of the cache's tensors is B * K; 1 in stacked layers.
+    """
+
+    step: Step
+    cache: NestedMap
+    batch: int
+    length: int
+    start_id: int
+    end_id: int
+    cache_dim: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoded:
     """What was found for each row, the best first.
 
@@ -49,29 +72,12 @@ class Decoder:
     beams: int
     """K."""
 
-    def decode(
-        self,
-        ctx: Context,
-        step: Step,
-        cache: NestedMap,
-        *,
-        batch: int,
-        length: int,
-        start_id: int,
-        end_id: int,
-        cache_dim: int = 0,
-    ) -> Decoded:
-        """Searches from `start_id` on.
+    def decode(self, ctx: Context, model: TokenModel) -> Decoded:
+        """Searches from the model's `start_id` on.
 
         Args:
           ctx: gives the plan that splits the batch, and a random key to samplers.
-          step: logits of the tokens after `ids`.
-          cache: what `step` keeps, before the first token.
-          batch: B.
-          length: T.
-          start_id: what comes before the first token.
-          end_id: what comes after the last.
-          cache_dim: which dim of the cache's tensors is B * K; 1 in stacked layers.
+          model: what is asked for the next token, with a cache for K beams.
         """
         raise NotImplementedError(f"{type(self).__name__}.decode")
 
@@ -95,43 +101,27 @@ class Sampling(Decoder):
     def __post_init__(self):
         check_number(self, "temperature", at_least=0)
 
-    def decode(
-        self,
-        ctx: Context,
-        step: Step,
-        cache: NestedMap,
-        *,
-        batch: int,
-        length: int,
-        start_id: int,
-        end_id: int,
-        cache_dim: int = 0,
-    ) -> Decoded:
-        def body(position, state):
-            logits, cache = step(state.last[:, None], state.cache, position)
-            logits = tf.cast(logits[:, 0], tf.float32)
+    def decode(self, ctx: Context, model: TokenModel) -> Decoded:
+        def say(position, state, logits):
+            logits = logits[:, 0]
             chosen = tf.argmax(self._noisy(ctx, logits, position), -1, tf.int32)
             gain = _pick(tf.nn.log_softmax(logits), chosen)
             chosen = tf.where(state.ended, 0, chosen)
-            new = NestedMap(
-                last=chosen,
+            return NestedMap(
+                last=chosen[:, None],
                 ids=_put(state.ids, chosen, position),
                 score=state.score + tf.where(state.ended, 0.0, gain),
-                ended=state.ended | (chosen == end_id),
-            )
-            return [position + 1, NestedMap(new.map(_split(ctx)), cache=cache)]
+                ended=state.ended | (chosen == model.end_id),
+            ), None
 
+        batch = model.batch
         start = NestedMap(
-            last=tf.fill([batch], start_id),
-            ids=tf.zeros([batch, length], tf.int32),
+            last=tf.fill([batch, 1], model.start_id),
+            ids=tf.zeros([batch, model.length], tf.int32),
             score=tf.zeros([batch]),
             ended=tf.zeros([batch], tf.bool),
         )
-        _, found = tf.while_loop(
-            lambda position, state: (position < length) & ~tf.reduce_all(state.ended),
-            body,
-            [tf.constant(0), NestedMap(start.map(_split(ctx)), cache=cache)],
-        )
+        found = _search(ctx, model, start, say, lambda state: state.ended)
         return Decoded(ids=found.ids[:, None], scores=found.score[:, None])
 
     def _noisy(self, ctx: Context, logits: tf.Tensor, position) -> tf.Tensor:
@@ -167,26 +157,14 @@ class BeamSearch(Decoder):
         check_number(self, "beams", at_least=1)
         check_number(self, "alpha", at_least=0)
 
-    def decode(
-        self,
-        ctx: Context,
-        step: Step,
-        cache: NestedMap,
-        *,
-        batch: int,
-        length: int,
-        start_id: int,
-        end_id: int,
-        cache_dim: int = 0,
-    ) -> Decoded:
-        K = self.beams
+    def decode(self, ctx: Context, model: TokenModel) -> Decoded:
+        batch, K = model.batch, self.beams
 
-        def body(position, state):
-            logits, cache = step(state.last, state.cache, position)
-            logits = tf.nn.log_softmax(tf.cast(logits, tf.float32))
-            score, beam, token = _best(state.score[:, :, None] + logits, 2 * K)
+        def say(position, state, logits):
+            gains = tf.nn.log_softmax(logits)
+            score, beam, token = _best(state.score[:, :, None] + gains, 2 * K)
             ids = _put(_take(state.ids, beam), token, position)
-            is_end = token == end_id
+            is_end = token == model.end_id
             # Below the K best nothing ends: it would cut off likelier beginnings. Rows
             # that are done stay so, whatever the others of the batch still do.
             ends = is_end & (tf.range(2 * K) < K) & ~_done(state)[:, None]
@@ -197,36 +175,57 @@ class BeamSearch(Decoder):
                 tf.where(ends, score / self._penalty(position + 1), _NEVER),
             )
             live, at, _ = _best(tf.where(is_end, _NEVER, score)[:, :, None], K)
-            beam = _take(beam, at)
-            new = NestedMap(
+            return NestedMap(
                 last=_take(token, at),
                 ids=_take(ids, at),
                 score=live,
                 ended_ids=ended.ids,
                 ended_score=ended.scores,
-            )
-            cache = cache.map(lambda t: _take_rows(t, beam, cache_dim))
-            return [position + 1, NestedMap(new.map(_split(ctx)), cache=cache)]
+            ), _take(beam, at)
 
         start = NestedMap(
-            last=tf.fill([batch, K], start_id),
-            ids=tf.zeros([batch, K, length], tf.int32),
+            last=tf.fill([batch, K], model.start_id),
+            ids=tf.zeros([batch, K, model.length], tf.int32),
             # All beams are alike at first: one counts.
             score=tf.fill([batch, K], _NEVER) * tf.cast(tf.range(K) > 0, tf.float32),
-            ended_ids=tf.zeros([batch, K, length], tf.int32),
+            ended_ids=tf.zeros([batch, K, model.length], tf.int32),
             ended_score=tf.fill([batch, K], _NEVER),
         )
-        _, found = tf.while_loop(
-            lambda position, state: (position < length) & ~tf.reduce_all(_done(state)),
-            body,
-            [tf.constant(0), NestedMap(start.map(_split(ctx)), cache=cache)],
-        )
-        cut = found.score / self._penalty(length)
+        found = _search(ctx, model, start, say, _done)
+        cut = found.score / self._penalty(model.length)
         cut = tf.where(_done(found)[:, None], _NEVER, cut)
         return _merge(found.ended_ids, found.ended_score, found.ids, cut)
 
     def _penalty(self, length) -> tf.Tensor:
         return ((5.0 + tf.cast(length, tf.float32)) / 6.0) ** self.alpha
+
+
+def _search(
+    ctx: Context, model: TokenModel, start: NestedMap, say, is_done
+) -> NestedMap:
+    """The state of a search in the end: all rows are done, or at length T.
+
+    Args:
+      ctx: gives the plan that splits the batch.
+      model: what is asked.
+      start: before the first token; tensors [B, ...], `last` what was said.
+      say: (position, state, logits float32 [B, K, V]) -> (state, and the beams [B, K]
+        that go on, None for all as they are).
+      is_done: state -> bool [B].
+    """
+
+    def body(position, state):
+        logits, cache = model.step(state.last, state.cache, position)
+        new, beam = say(position, state, tf.cast(logits, tf.float32))
+        if beam is not None:
+            cache = cache.map(lambda t: _take_rows(t, beam, model.cache_dim))
+        return [position + 1, NestedMap(new.map(_split(ctx)), cache=cache)]
+
+    def goes_on(position, state):
+        return (position < model.length) & ~tf.reduce_all(is_done(state))
+
+    state = NestedMap(start.map(_split(ctx)), cache=model.cache)
+    return tf.while_loop(goes_on, body, [tf.constant(0), state])[1]
 
 
 def _done(state: NestedMap) -> tf.Tensor:

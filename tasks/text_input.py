@@ -330,10 +330,9 @@ class TextInput:
         """
         place = places(global_batch, rows)
         corpus = load_corpus(self.files, Split.HELD_OUT)
-        total = -(-corpus.example_count(self.sequence_length) // global_batch)
-        count = total if max_batches is None else min(total, max_batches)
-        steps = tf.data.Dataset.range(count)
-        return self._dataset(corpus, steps, lambda n: place(n * total // count))
+        examples = corpus.example_count(self.sequence_length)
+        steps = held_out_steps(examples, global_batch, max_batches)
+        return self._dataset(corpus, steps, place)
 
     def statistics(self, split: Split = Split.TRAIN) -> TextStatistics:
         """What the files of `split` hold; reads them."""
@@ -367,6 +366,15 @@ class TextInput:
             return pack_rows(stream, bounds, examples(step), sequence_length=S)
 
         return text_dataset(steps, batch)
+
+
+def held_out_steps(
+    examples: int, global_batch: int, max_batches: int | None
+) -> tf.data.Dataset:
+    """Numbers of the batches of one pass, or of so many, spread evenly over it."""
+    total = -(-examples // global_batch)
+    count = total if max_batches is None else min(total, max_batches)
+    return tf.data.Dataset.range(count).map(lambda n: n * total // count)
 
 
 def text_dataset(

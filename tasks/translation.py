@@ -22,7 +22,7 @@ from meshwright.layers.embedding import (
     TokenEmbedding,
     cross_entropy,
 )
-from meshwright.tasks.decoding import BeamSearch, Decoded, Decoder
+from meshwright.tasks.decoding import BeamSearch, Decoded, Decoder, TokenModel
 from meshwright.tasks.expert_metrics import expert_heat_maps, expert_metrics
 from meshwright.tasks.task import Decoding, Task, TaskLoss
 from meshwright.tasks.text_input import Split
@@ -214,16 +214,16 @@ class Translation(Task):
         with ctx.scope("decoder") as c:
             cache = self.decoder.start_cache(c, batch_size * beams, length)
         with ctx.scope("search") as c:
-            return self.search.decode(
-                c,
-                step,
-                cache,
+            model = TokenModel(
+                step=step,
+                cache=cache,
                 batch=batch_size,
                 length=length,
                 start_id=Vocabulary.start_id,
                 end_id=Vocabulary.end_id,
                 cache_dim=1,  # Of a stack.
             )
+            return self.search.decode(c, model)
 
     def _embed(self, ctx: Context, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
         with ctx.scope("embedding") as c:

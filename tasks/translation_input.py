@@ -24,7 +24,13 @@ import tensorflow as tf
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.parallel_text import Pair, ParallelFiles
-from meshwright.tasks.text_input import Split, places, shuffled_examples, text_dataset
+from meshwright.tasks.text_input import (
+    Split,
+    held_out_steps,
+    places,
+    shuffled_examples,
+    text_dataset,
+)
 from meshwright.tasks.vocabulary import SentencePieceVocabulary, Vocabulary
 
 # Rows that are being filled at a time: more fill better, and take longer.
@@ -163,10 +169,8 @@ class TranslationInput:
         """
         place = places(global_batch, rows)
         packed = self.rows(Split.HELD_OUT)
-        total = -(-int(packed.bounds[-1]) // global_batch)
-        count = total if max_batches is None else min(total, max_batches)
-        steps = tf.data.Dataset.range(count)
-        return _dataset(packed, steps, lambda n: place(n * total // count))
+        steps = held_out_steps(int(packed.bounds[-1]), global_batch, max_batches)
+        return _dataset(packed, steps, place)
 
     def source_spec(self, batch: int) -> NestedMap:
         """The `tf.TensorSpec` of each tensor in a batch to translate."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
-from meshwright.tasks.decoding import BeamSearch, Sampling
+from meshwright.tasks.decoding import BeamSearch, Sampling, TokenModel
 
 B, T, V = 3, 4, 5
 START, END = 1, 2
@@ -48,9 +48,10 @@ def decode(decoder, logits, key=None):
     def run():
         ctx = Context() if key is None else Context(key=key)
         cache = NestedMap(seen=tf.zeros([batch * K, T], tf.int32))
-        found = decoder.decode(
-            ctx, step, cache, batch=batch, length=T, start_id=START, end_id=END
+        asked = TokenModel(
+            step=step, cache=cache, batch=batch, length=T, start_id=START, end_id=END
         )
+        found = decoder.decode(ctx, asked)
         return found.ids, found.scores
 
     return [t.numpy() for t in run()]
