@@ -2,22 +2,29 @@
 
     python benchmarks/paper_tables.py --table=2 [--rows=64b_128,1t] [--json_out=FILE]
 
-Tables 2 and 3 of GSPMD: dense Transformers on 64 to 2048 cores of TPU v3. Each row is a
-shipped gin file, `paper/table<table>_<row>.gin`; the program is the trainer's, compiled
-for the pod by libtpu (pip install 'meshwright[plan]'), the memory what that compiler
-says, the step time our estimate (docs/planning.md). GB are 2**30 bytes.
+TPU v3, from 32 to 2048 cores:
+  2, 3    GSPMD 5.1, dense Transformers
+  6       GSPMD 5.4, sparse mixtures of experts
+  7       GSPMD 5.5, hybrid sparse and dense ones
+  gshard  GShard's translation Transformers: its Table 3, and the same number of rows a
+          core for all depths and numbers of experts
 
-One constant of the estimate was calibrated, on all rows of both tables. Below the
-tables: its best value on the rows at hand, and the errors when the row that is
-estimated is left out of the calibration.
+Each row is a shipped gin file; the program is the trainer's, compiled for the pod by
+libtpu (pip install 'meshwright[plan]'), the memory what that compiler says, the step
+time our estimate (docs/planning.md). GB are 2**30 bytes.
 
-A row takes 30 to 60 CPU seconds; found ones are kept and read again (--cache_dir).
+One constant of the estimate was calibrated, on all rows of Tables 2 and 3. Below these
+are its best value on the rows at hand, and the errors when the row that is estimated is
+left out of the calibration.
+
+A row takes 30 to 100 CPU seconds; found ones are kept and read again (--cache_dir).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,7 +41,7 @@ from meshwright.trainers.planning import plan
 
 def define_flags() -> None:
     """Only where this is the program: `meshwright-plan` has flags of these names."""
-    flags.DEFINE_multi_enum("table", ["2", "3"], ["2", "3"], "Which; may repeat.")
+    flags.DEFINE_multi_enum("table", CALIBRATED, TABLES, "Which; may repeat.")
     flags.DEFINE_list("rows", [], "Names of rows; default: all.")
     flags.DEFINE_string(
         "cache_dir",
@@ -44,44 +51,52 @@ def define_flags() -> None:
     flags.DEFINE_string("json_out", None, "File for the rows, as JSON.")
 
 
+TABLES = ("2", "3", "6", "7", "gshard")
+CALIBRATED = ("2", "3")
+"""The tables whose rows the estimate's constant is calibrated on."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a table, as the paper has it.
+    """A row of a table, as the paper has it; NaN is what it does not say.
 
     Args:
-      table: its number.
-      name: ours; the gin file is `paper/table<table>_<name>.gin`.
+      table: one of `TABLES`.
+      name: ours.
       topology: the TPU slice of so many cores.
+      gin_file: below params/.
+      gin_params: bindings over it.
       peak_gb: peak memory of a core.
       step_s: seconds of a step.
       util: FLOPS utilization, of 1.
+      all_to_all: the share of its time in AllToAlls.
     """
 
     table: str
     name: str
     topology: str
-    peak_gb: float
-    step_s: float
-    util: float
-
-    @property
-    def gin_file(self) -> str:
-        """Below params/."""
-        return f"paper/table{self.table}_{self.name}.gin"
+    gin_file: str
+    gin_params: tuple[str, ...] = ()
+    peak_gb: float = math.nan
+    step_s: float = math.nan
+    util: float = math.nan
+    all_to_all: float = math.nan
 
 
-def _row(table, name, topology, peak_gb, step_s, util) -> Row:
+def _row(table, name, topology, peak_gb, step_s, util, all_to_all=math.nan) -> Row:
     return Row(
         table=table,
         name=name,
         topology=topology,
+        gin_file=f"paper/table{table}_{name}.gin",
         peak_gb=peak_gb,
         step_s=step_s,
         util=util / 100,
+        all_to_all=all_to_all / 100,
     )
 
 
-ROWS = (
+GSPMD_ROWS = (
     _row("2", "64b_128", "v3:8x8", 15.3, 5.74, 62.7),
     _row("2", "64b_512", "v3:16x16", 13.3, 6.25, 57.1),
     _row("2", "64b_2048", "v3:32x32", 15.56, 6.30, 56.9),
@@ -95,8 +110,57 @@ ROWS = (
     _row("3", "16x4", "v3:4x8", 13.8, 3.10, 45.7),
     _row("3", "16x8", "v3:8x8", 12.7, 3.37, 41.7),
     _row("3", "32x8", "v3:8x16", 14.1, 3.36, 41.3),
+    _row("6", "32e", "v3:4x4", 10.8, 0.98, 58.2, 2),
+    _row("6", "128e", "v3:8x8", 11.2, 1.01, 49.8, 6),
+    _row("6", "512e", "v3:16x16", 11.2, 1.10, 49.8, 9),
+    _row("6", "2048e", "v3:32x32", 11.6, 1.51, 46.8, 11),
+    _row("7", "8e", "v3:4x4", 12.3, 2.12, 55.3),
+    _row("7", "16e", "v3:8x8", 12.9, 2.19, 50.2),
+    _row("7", "32e", "v3:16x16", 11.9, 2.08, 50.8),
+    _row("7", "64e", "v3:32x32", 8.5, 1.92, 53.8),
 )
-"""GSPMD's Tables 2 and 3, set straight."""
+"""GSPMD's Tables 2, 3, 6 and 7, set straight."""
+
+
+def _gshard_row(experts: int, layers: int, rows_a_core: int, steps_a_second) -> Row:
+    """A model of GShard's Table 1, an expert to a core."""
+    side = {128: "8x8", 512: "16x16", 2048: "32x32"}[experts]
+    return Row(
+        table="gshard",
+        name=f"{experts}e_{layers}l_{rows_a_core}",
+        topology=f"v3:{side}",
+        gin_file="paper/gshard.gin",
+        gin_params=(
+            f"NUM_EXPERTS = {experts}",
+            f"MESH_SHAPE = ({experts},)",
+            f"NUM_LAYERS = {layers // 2}",  # Of the encoder, and of the decoder.
+            f"GLOBAL_BATCH = {experts * rows_a_core}",
+        ),
+        step_s=1 / steps_a_second,
+    )
+
+
+GSHARD_ROWS = (
+    *(
+        _gshard_row(experts, layers, 2, steps)
+        for experts, layers, steps in [
+            (128, 12, math.nan),
+            (128, 36, math.nan),
+            (128, 60, math.nan),
+            (512, 12, 3.28),
+            (512, 36, 1.05),
+            (512, 60, math.nan),
+            (2048, 12, 2.15),
+            (2048, 36, 0.72),
+            (2048, 60, math.nan),
+        ]
+    ),
+    _gshard_row(128, 12, 8, 2.16),
+    _gshard_row(128, 36, 8, 0.67),
+)
+"""GShard's Table 3: batches of 4M tokens for 2048 experts, else of 1M."""
+
+ROWS = GSPMD_ROWS + GSHARD_ROWS
 
 
 def chosen_rows(tables: Sequence[str], names: Sequence[str]) -> list[Row]:
@@ -117,10 +181,11 @@ def ours(row: Row, cache: plan_cache.PlanCache) -> dict[str, Any]:
     """Compiles and prices a row, or takes it from the cache.
 
     Returns:
-      peak_gb, limit_gb, step_s, util, compile_s; the parts of step_s, and its seconds
-      of ops and of links at their full bandwidth: ops_s, link_s.
+      peak_gb, limit_gb, step_s, util, compile_s; weights, their number; the parts of
+      step_s, and its seconds of ops and of links at their full bandwidth: ops_s,
+      link_s.
     """
-    experiment, config = build_experiment([row.gin_file], [])
+    experiment, config = build_experiment([row.gin_file], row.gin_params)
     key = {"what": "paper table", **plan_cache.key_parts(config, row.topology)}
     if (found := cache.cached(key)) is None:
         report = plan(experiment, topology=row.topology)
@@ -128,7 +193,7 @@ def ours(row: Row, cache: plan_cache.PlanCache) -> dict[str, Any]:
         found = {
             "peak_gb": report.peak_bytes / 2**30,
             "limit_gb": report.memory_limit / 2**30,
-            "recompute": str(experiment.task.stack.recompute),
+            "weights": sum(s.size for s in experiment.task.weights().leaves()),
             "ops_s": report.time.seconds - link_s / LINK_EFFICIENCY,
             "link_s": link_s,
             "full_speed_s": report.flops_utilization * report.step_seconds,
@@ -172,42 +237,62 @@ def calibrate(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> Calibration:
 
 
 HEADER = f"""\
-{"":15}{"peak GB":^13}{"seconds a step":^21}{"utilization":^16}  compile
-{"table row":15}{"paper":>6}{"ours":>7}{"paper":>7}{"ours":>7}{"error":>7}\
-{"paper":>8}{"ours":>8}  seconds
-{"-" * 76}"""
+{"":18}{"peak GB":^13}{"seconds a step":^21}{"utilization":^16} compile
+{"table row":18}{"paper":>6}{"ours":>7}{"paper":>7}{"ours":>7}{"error":>7}\
+{"paper":>8}{"ours":>8} seconds
+{"-" * 78}"""
+
+
+def _number(value: float, spec: str) -> str:
+    """`value` in a format, or a dash of its width where the paper has none."""
+    text = format(value, spec)
+    return "-".rjust(len(text)) if math.isnan(value) else text
 
 
 def table_row(row: Row, found: Mapping[str, float]) -> str:
     """The line below `HEADER`."""
     error = found["step_s"] / row.step_s - 1
     return (
-        f"{row.table:>2}  {row.name:11}{row.peak_gb:6.1f}{found['peak_gb']:7.1f}"
-        f"{row.step_s:7.2f}{found['step_s']:7.2f}{error:+7.1%}"
-        f"{row.util:8.1%}{found['util']:8.1%}{found['compile_s']:9.0f}"
+        f"{row.table} {row.name:{16 - len(row.table)}} "
+        f"{_number(row.peak_gb, '5.1f')}{found['peak_gb']:7.1f}"
+        f"{_number(row.step_s, '7.2f')}{found['step_s']:7.2f}{_number(error, '+7.1%')}"
+        f"{_number(row.util, '8.1%')}{found['util']:8.1%}{found['compile_s']:8.0f}"
     )
 
 
 def summary(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
     """The lines below the table."""
-    errors = [found["step_s"] / row.step_s - 1 for row, found in rows]
-    lines = [
-        f"step time: mean error {np.mean(np.abs(errors)):.1%}, "
-        f"largest {max(errors, key=abs):+.1%}; links at {LINK_EFFICIENCY:.2f}"
-    ]
-    if len(rows) > 1:
-        found = calibrate(rows)
+    lines = []
+    for row, found in rows:
+        if not math.isnan(row.all_to_all):
+            share = found["parts"].get("all-to-all", 0.0) / found["step_s"]
+            lines.append(
+                f"AllToAll of {row.name}: {row.all_to_all:.0%} of the step in the "
+                f"paper, {share:.0%} ours"
+            )
+    known = [pair for pair in rows if not math.isnan(pair[0].step_s)]
+    if known:
+        errors = [found["step_s"] / row.step_s - 1 for row, found in known]
         lines.append(
-            f"calibrated on these rows: links at {found.efficiency:.2f}; each row left "
-            f"out:\n  mean error {np.mean(np.abs(found.left_out)):.1%}, largest "
-            f"{max(found.left_out, key=abs):+.1%}"
+            f"step time: mean error {np.mean(np.abs(errors)):.1%}, "
+            f"largest {max(errors, key=abs):+.1%}; links at {LINK_EFFICIENCY:.2f}"
+        )
+    calibrated = [pair for pair in rows if pair[0].table in CALIBRATED]
+    if len(calibrated) > 1:
+        found = calibrate(calibrated)
+        lines.append(
+            f"calibrated on rows of Tables 2 and 3: links at {found.efficiency:.2f}; "
+            f"each row left out:\n  mean error {np.mean(np.abs(found.left_out)):.1%}, "
+            f"largest {max(found.left_out, key=abs):+.1%}"
         )
     return lines
 
 
 def json_row(row: Row, found: Mapping[str, float]) -> dict:
-    """`{row, table, paper: {peak_gb, step_s, util}, ours: {...}}`."""
-    paper = {name: getattr(row, name) for name in ("peak_gb", "step_s", "util")}
+    """`{row, table, paper: {...}, ours: {...}}`, without what the paper leaves out."""
+    names = ("peak_gb", "step_s", "util", "all_to_all")
+    paper = {name: getattr(row, name) for name in names}
+    paper = {name: value for name, value in paper.items() if not math.isnan(value)}
     return {"row": row.name, "table": row.table, "paper": paper, "ours": dict(found)}
 
 

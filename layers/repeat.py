@@ -142,7 +142,7 @@ class Repeat(Layer):
         position: tf.Tensor,
         *,
         memory: NestedMap | None = None,
-        memory_paddings: tf.Tensor | None = None,
+        **inputs: tf.Tensor | None,
     ) -> tuple[tf.Tensor, NestedMap]:
         """One more token through all layers, see `TransformerLayer.step`."""
 
@@ -154,7 +154,7 @@ class Repeat(Layer):
                 state.cache.map(lambda t: _read(t, i)),
                 position,
                 memory=memory and memory.map(lambda t: _read(t, i)),
-                memory_paddings=memory_paddings,
+                **inputs,
             )
             cache = state.cache.map(lambda stack, t: _write(stack, t, i), cache)
             return NestedMap(x=x, cache=cache)

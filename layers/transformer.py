@@ -128,6 +128,7 @@ class TransformerLayer(Layer):
         cache: NestedMap,
         position: tf.Tensor,
         *,
+        token_ids: tf.Tensor | None = None,
         memory: NestedMap | None = None,
         memory_paddings: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
@@ -139,35 +140,32 @@ class TransformerLayer(Layer):
           x: [B * K, 1, M]: K tokens, such as beams, for each row of the memory.
           cache: as `start_cache` makes it.
           position: int32 scalar.
+          token_ids: int32 [B * K, 1], for a mixture of experts that reads them.
           memory: as `remember` makes it, [B, T, ...].
           memory_paddings: [B, T], 1 at what no one may see.
 
         Returns:
           [B * K, 1, M] in the activation dtype, and the new cache.
         """
-        x = ctx.cast(x)
-        with ctx.scope("attention_norm") as c:
-            normed = self.attention_norm.fprop(c, theta.attention_norm, x)
-        with ctx.scope("attention") as c:
-            y, own = self.attention.step(
-                c, theta.attention, normed, cache.attention, position
-            )
-        x = ctx.split(x + y, BSM)
-        if self.cross_attention is not None:
-            with ctx.scope("cross_attention_norm") as c:
-                normed = self.cross_attention_norm.fprop(
-                    c, theta.cross_attention_norm, x
-                )
+
+        def attend(part, c, theta, x):
+            y, own = part.step(c, theta, x, cache.attention, position)
+            return NestedMap(x=y, aux=own)
+
+        def recall(part, c, theta, x):
             # The tokens of one row attend as one sequence does.
-            rows = tf.reshape(normed, [memory.key.shape[0], -1, normed.shape[-1]])
-            with ctx.scope("cross_attention") as c:
-                y = self.cross_attention.recall(
-                    c, theta.cross_attention, rows, memory, memory_paddings
-                )
-            x = ctx.split(x + tf.reshape(y, x.shape), BSM)
-        x = self._add(ctx, theta, "feed_forward", x)
-        x = x.x if isinstance(x, NestedMap) else x
-        return x, NestedMap(attention=own)
+            rows = tf.reshape(x, [memory.key.shape[0], -1, x.shape[-1]])
+            y = part.recall(c, theta, rows, memory, memory_paddings)
+            return tf.reshape(y, x.shape)
+
+        out = self._add(ctx, theta, "attention", ctx.cast(x), attend)
+        x, own = out.x, out.aux
+        if self.cross_attention is not None:
+            x = self._add(ctx, theta, "cross_attention", x, recall)
+        experts = isinstance(self.feed_forward, MoE)
+        inputs = {"token_ids": token_ids} if experts else {}
+        x = self._add(ctx, theta, "feed_forward", x, **inputs)
+        return x.x if experts else x, NestedMap(attention=own)
 
     def _parts(self) -> list[tuple[str, Layer]]:
         """What has weights, by name, as the stream meets it."""
@@ -185,13 +183,17 @@ class TransformerLayer(Layer):
                 "cross_attention: a decoder's layer has both, an encoder's neither"
             )
 
-    def _add(self, ctx, theta, name: str, x: tf.Tensor, **kwargs):
-        """`x` plus what the part called `name` makes of it, with its `aux` if any."""
+    def _add(self, ctx, theta, name: str, x: tf.Tensor, use=None, **kwargs):
+        """`x` plus what the part called `name` makes of it, with its `aux` if any.
+
+        `use` (part, context, weights, normalized x) is its `fprop` if not given.
+        """
+        use = use or (lambda part, c, theta, x: part.fprop(c, theta, x, **kwargs))
         norm_name = f"{name}_norm"
         with ctx.scope(norm_name) as c:
             normed = getattr(self, norm_name).fprop(c, theta[norm_name], x)
         with ctx.scope(name) as c:
-            y = getattr(self, name).fprop(c, theta[name], normed, **kwargs)
+            y = use(getattr(self, name), c, theta[name], normed)
         y, aux = (y.x, y.aux) if isinstance(y, NestedMap) else (y, None)
         with ctx.scope(f"{name}_dropout") as c:
             y = self.residual_dropout.fprop(c, NestedMap(), y)

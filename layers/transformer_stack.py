@@ -107,10 +107,10 @@ class TransformerStack(Layer):
         x: tf.Tensor,
         cache: NestedMap,
         position: tf.Tensor,
-        **memory: NestedMap | tf.Tensor | None,
+        **inputs: NestedMap | tf.Tensor | None,
     ) -> tuple[tf.Tensor, NestedMap]:
         """See `TransformerLayer.step`."""
-        return self._repeat().step(ctx, theta, x, cache, position, **memory)
+        return self._repeat().step(ctx, theta, x, cache, position, **inputs)
 
     def _mixtures(self) -> list[MoE]:
         parts = [layer.feed_forward for layer in self.layers]
@@ -178,7 +178,7 @@ class _Turn(Layer):
         position: tf.Tensor,
         *,
         memory: NestedMap | None = None,
-        memory_paddings: tf.Tensor | None = None,
+        **inputs: tf.Tensor | None,
     ) -> tuple[tf.Tensor, NestedMap]:
         after = NestedMap()
         for name, layer in self._named():
@@ -190,7 +190,7 @@ class _Turn(Layer):
                     cache[name],
                     position,
                     memory=memory and memory[name],
-                    memory_paddings=memory_paddings,
+                    **inputs,
                 )
         return x, after
 

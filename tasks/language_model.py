@@ -15,117 +15,69 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.embedding import (
-    Softmax,
-    SoftmaxKind,
-    TokenEmbedding,
-    cross_entropy,
-)
-from meshwright.layers.repeat import Repeat
-from meshwright.tasks.task import Task, TaskLoss
+from meshwright.layers.embedding import cross_entropy
+from meshwright.tasks.task import TaskLoss
 from meshwright.tasks.text_input import Split, TextInput
+from meshwright.tasks.text_task import TextTask
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModel(Task):
+class LanguageModel(TextTask):
     """Predicts each next token: embedding, a stack of layers, softmax.
 
     Args:
       text: the input; a batch has ids, labels, weights, segment_ids and
         segment_positions, each [B, S].
-      embedding: token embedding, V x M.
-      stack: L layers from [B, S, M] to [B, S, M].
+      stack: L layers from [B, S, M] to [B, S, M], such as `Repeat` or, with mixtures of
+        experts, `TransformerStack`.
       final_norm: normalization before the softmax.
-      softmax: output layer, or None if the embedding's table is shared with it.
 
     Raises:
-      ValueError: the vocabulary is smaller than the tokenizer's, or the embedding and
-        `softmax` disagree on whether the table is shared.
+      ValueError: see `TextTask`.
     """
 
+    stacks = ("stack",)
+
     text: TextInput
-    embedding: TokenEmbedding
-    stack: Repeat
+    stack: Layer
     final_norm: Layer
-    softmax: Softmax | None = None
 
-    def __post_init__(self):
-        if self.embedding.vocab_size < self.text.vocab_size:
-            raise ValueError(
-                f"TokenEmbedding.vocab_size {self.embedding.vocab_size} is smaller "
-                f"than the tokenizer's {self.text.vocab_size}"
-            )
-        shared = self.embedding.softmax is SoftmaxKind.SHARED
-        if shared == (self.softmax is not None):
-            raise ValueError(
-                f"TokenEmbedding.softmax is {self.embedding.softmax} but "
-                f"LanguageModel.softmax is {self.softmax}: give a softmax layer, if "
-                "and only if the table is SEPARATE"
-            )
-
-    def weights(self) -> NestedMap:
-        specs = NestedMap(
-            embedding=self.embedding.weights(),
-            stack=self.stack.weights(),
-            final_norm=self.final_norm.weights(),
+    def logits(
+        self, ctx: Context, theta: NestedMap, batch: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Logits [B, S, V] of the next token, in the activation dtype; `aux`."""
+        x, aux = self.run_stack(
+            ctx,
+            theta,
+            "stack",
+            self.embed(ctx, theta, batch.ids),
+            token_ids=batch.ids,
+            segment_ids=batch.segment_ids,
+            segment_positions=batch.segment_positions,
         )
-        if self.softmax is not None:
-            specs.softmax = self.softmax.weights()
-        return specs
-
-    def logits(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> tf.Tensor:
-        """Logits [B, S, V] of the next token, in the activation dtype."""
-        with ctx.scope("embedding") as c:
-            x = self.embedding.fprop(c, theta.embedding, batch.ids)
-        with ctx.scope("stack") as c:
-            x = self.stack.fprop(
-                c,
-                theta.stack,
-                x,
-                segment_ids=batch.segment_ids,
-                segment_positions=batch.segment_positions,
-            )
         with ctx.scope("final_norm") as c:
             x = self.final_norm.fprop(c, theta.final_norm, x)
-        with ctx.scope("softmax") as c:
-            if self.softmax is None:
-                return self.embedding.attend(c, theta.embedding, x)
-            return self.softmax.fprop(c, theta.softmax, x)
+        return self.say(ctx, theta, x), aux
 
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
-        """Mean negative log likelihood in nats over tokens of weight 1."""
-        logits = self.logits(ctx, theta, batch)
+        """Mean negative log likelihood in nats over tokens of weight 1.
+
+        To it come the losses of mixtures of experts; `sums.nats` is without them.
+        """
+        logits, aux = self.logits(ctx, theta, batch)
         with ctx.scope("loss"):
             total = tf.reduce_sum(
                 cross_entropy(logits, batch.labels, weights=batch.weights)
             )
             count = tf.reduce_sum(batch.weights)
             loss = total / tf.maximum(count, 1.0)
-        return TaskLoss(loss=loss, sums=NestedMap(nats=total, tokens=count))
+        return self.total_loss(loss, NestedMap(nats=total, tokens=count), aux)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-        nats = float(sums["nats"] / max(sums["tokens"], 1.0))
+        found = super().metrics(sums)
         # The tokenizer is bytes, and only bytes carry weight.
-        return {"loss": nats, "bits_per_byte": nats / math.log(2)}
-
-    def batch_spec(self, global_batch: int) -> NestedMap:
-        return self.text.element_spec(global_batch)
-
-    def batch_dims(self) -> NestedMap:
-        return self.batch_spec(1).map(lambda _: ("batch", "sequence"))
-
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        return self.text.train_batches(start_step, global_batch=global_batch, rows=rows)
-
-    def eval_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        return self.text.held_out_batches(
-            global_batch=global_batch, rows=rows, max_batches=max_batches
-        )
+        return {**found, "bits_per_byte": found["loss"] / math.log(2)}
 
     def describe_data(self) -> dict[str, float]:
         train = self.text.statistics(Split.TRAIN)
@@ -146,20 +98,9 @@ class LanguageModel(Task):
         }
 
     def train_flops(self, global_batch: int) -> float:
-        """Six FLOPs a token and matrix weight, plus what layers have beyond weights.
-
-        Embedding lookup does not count. The backward pass costs twice the forward one.
-        """
-        weights = self.weights()
-        matrices = [weights.stack, weights.get("softmax", weights.embedding)]
-        size = sum(
-            spec.size
-            for part in matrices
-            for spec in part.leaves()
-            if len(spec.shape) - spec.stack_rank >= 2
-        )
-        extra = self.stack.extra_flops(self.text.sequence_length)
-        return self.tokens(global_batch) * (6.0 * size + 3.0 * extra)
+        """See `TextTask.stacks_flops`."""
+        length = self.text.sequence_length
+        return self.stacks_flops(global_batch, {"stack": length, "softmax": length})
 
     def tokens(self, global_batch: int) -> int:
         return global_batch * self.text.sequence_length

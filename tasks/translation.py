@@ -16,16 +16,11 @@ import tensorflow as tf
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.embedding import (
-    Softmax,
-    SoftmaxKind,
-    TokenEmbedding,
-    cross_entropy,
-)
+from meshwright.layers.embedding import cross_entropy
 from meshwright.tasks.decoding import BeamSearch, Decoded, Decoder, TokenModel
-from meshwright.tasks.expert_metrics import expert_heat_maps, expert_metrics
-from meshwright.tasks.task import Decoding, Task, TaskLoss
+from meshwright.tasks.task import Decoding, TaskLoss
 from meshwright.tasks.text_input import Split
+from meshwright.tasks.text_task import TextTask
 from meshwright.tasks.translation_input import TranslationInput
 from meshwright.tasks.translation_scores import Translated, samples, scores
 from meshwright.tasks.vocabulary import Vocabulary
@@ -33,95 +28,70 @@ from meshwright.tasks.vocabulary import Vocabulary
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Translation(Task):
+class Translation(TextTask):
     """An encoder and a decoder on one vocabulary.
 
     Args:
       text: the input; see `TranslationInput`.
-      embedding: of tokens of both sides, V x M.
       encoder: layers from [B, S, M] to [B, S, M], which see all of a source.
       encoder_norm: normalization of what the decoder attends to.
       decoder: a stack of layers from [B, T, M] to [B, T, M], which see what was said
         before and attend to a memory.
       decoder_norm: normalization before the softmax.
-      softmax: output layer, or None if the embedding's table is shared with it.
       label_smoothing: share of the loss that asks for all tokens alike.
       search: how translations are found.
 
     Raises:
-      ValueError: the vocabulary is smaller than the input's; the embedding and
-        `softmax` disagree on whether the table is shared; a share out of range.
+      ValueError: see `TextTask`; a share out of range.
     """
 
+    stacks = ("encoder", "decoder")
+
     text: TranslationInput
-    embedding: TokenEmbedding
     encoder: Layer
     encoder_norm: Layer
     decoder: Layer
     decoder_norm: Layer
-    softmax: Softmax | None = None
     label_smoothing: float = 0.1
     search: Decoder = BeamSearch()
 
     def __post_init__(self):
+        super().__post_init__()
         check_number(self, "label_smoothing", at_least=0, below=1)
-        if self.embedding.vocab_size < self.text.vocab_size:
-            raise ValueError(
-                f"TokenEmbedding.vocab_size {self.embedding.vocab_size} is smaller "
-                f"than SentencePieceVocabulary.vocab_size {self.text.vocab_size}"
-            )
-        shared = self.embedding.softmax is SoftmaxKind.SHARED
-        if shared == (self.softmax is not None):
-            raise ValueError(
-                f"TokenEmbedding.softmax is {self.embedding.softmax} but "
-                f"Translation.softmax is {self.softmax}: give a softmax layer, if "
-                "and only if the table is SEPARATE"
-            )
-
-    def weights(self) -> NestedMap:
-        parts = ("embedding", "encoder", "encoder_norm", "decoder", "decoder_norm")
-        specs = NestedMap({part: getattr(self, part).weights() for part in parts})
-        if self.softmax is not None:
-            specs.softmax = self.softmax.weights()
-        return specs
 
     def encode(
         self, ctx: Context, theta: NestedMap, batch: NestedMap
-    ) -> tuple[tf.Tensor, NestedMap | None]:
+    ) -> tuple[tf.Tensor, NestedMap]:
         """What the decoder attends to, [B, S, M], and `aux` of mixtures of experts."""
-        x = self._embed(ctx, theta, batch.source_ids)
-        with ctx.scope("encoder") as c:
-            out = self.encoder.fprop(
-                c,
-                theta.encoder,
-                x,
-                segment_ids=batch.source_segment_ids,
-                segment_positions=batch.source_positions,
-            )
-        x, aux = (out.x, out.aux) if isinstance(out, NestedMap) else (out, None)
+        x, aux = self.run_stack(
+            ctx,
+            theta,
+            "encoder",
+            self.embed(ctx, theta, batch.source_ids),
+            token_ids=batch.source_ids,
+            segment_ids=batch.source_segment_ids,
+            segment_positions=batch.source_positions,
+        )
         with ctx.scope("encoder_norm") as c:
             return self.encoder_norm.fprop(c, theta.encoder_norm, x), aux
 
     def logits(
         self, ctx: Context, theta: NestedMap, batch: NestedMap
     ) -> tuple[tf.Tensor, NestedMap]:
-        """Logits [B, T, V] of what is said, in the activation dtype; `aux` by part."""
+        """Logits [B, T, V] of what is said, in the activation dtype; `aux` by stack."""
         memory, encoder_aux = self.encode(ctx, theta, batch)
-        x = self._embed(ctx, theta, batch.target_ids)
-        with ctx.scope("decoder") as c:
-            out = self.decoder.fprop(
-                c,
-                theta.decoder,
-                x,
-                segment_ids=batch.target_segment_ids,
-                segment_positions=batch.target_positions,
-                memory=memory,
-                memory_segment_ids=batch.source_segment_ids,
-            )
-        x, decoder_aux = (out.x, out.aux) if isinstance(out, NestedMap) else (out, None)
-        aux = {"encoder": encoder_aux, "decoder": decoder_aux}
-        aux = NestedMap({part: one for part, one in aux.items() if one is not None})
-        return self._logits(ctx, theta, x), aux
+        x, decoder_aux = self.run_stack(
+            ctx,
+            theta,
+            "decoder",
+            self.embed(ctx, theta, batch.target_ids),
+            token_ids=batch.target_ids,
+            segment_ids=batch.target_segment_ids,
+            segment_positions=batch.target_positions,
+            memory=memory,
+            memory_segment_ids=batch.source_segment_ids,
+        )
+        return self._logits(ctx, theta, x), NestedMap({**encoder_aux, **decoder_aux})
 
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
         """Mean smoothed loss in nats a token, and the losses of mixtures of experts.
@@ -140,11 +110,7 @@ class Translation(Task):
                 total = (1 - self.label_smoothing) * total
                 total += self.label_smoothing * tf.reduce_sum(even * weights)
             loss = total / tf.maximum(count, 1.0)
-        sums = NestedMap(nats=nats, tokens=count)
-        for part, one in aux.items():
-            loss += one.loss
-            sums[part] = one.sums
-        return TaskLoss(loss=loss, sums=sums)
+        return self.total_loss(loss, NestedMap(nats=nats, tokens=count), aux)
 
     def decodes(self) -> bool:
         return True
@@ -197,7 +163,8 @@ class Translation(Task):
         length = self.text.target_length
 
         def step(ids, cache, position):
-            x = self._embed(ctx, theta, tf.reshape(ids, [-1, 1]))
+            ids = tf.reshape(ids, [-1, 1])
+            x = self.embed(ctx, theta, ids)
             with ctx.scope("decoder") as c:
                 x, cache = self.decoder.step(
                     c,
@@ -205,6 +172,7 @@ class Translation(Task):
                     x,
                     cache,
                     position,
+                    token_ids=ids,
                     memory=remembered,
                     memory_paddings=paddings,
                 )
@@ -225,46 +193,14 @@ class Translation(Task):
             )
             return self.search.decode(c, model)
 
-    def _embed(self, ctx: Context, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
-        with ctx.scope("embedding") as c:
-            return self.embedding.fprop(c, theta.embedding, ids)
-
     def _logits(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         with ctx.scope("decoder_norm") as c:
             x = self.decoder_norm.fprop(c, theta.decoder_norm, x)
-        with ctx.scope("softmax") as c:
-            if self.softmax is None:
-                return self.embedding.attend(c, theta.embedding, x)
-            return self.softmax.fprop(c, theta.softmax, x)
+        return self.say(ctx, theta, x)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-        nats = float(sums["nats"] / max(sums["tokens"], 1.0))
-        found = {"loss": nats, "perplexity": math.exp(min(nats, 700.0))}
-        for part in ("encoder", "decoder"):
-            found |= expert_metrics(sums, part)
-        return found
-
-    def heat_maps(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        both = (expert_heat_maps(sums, part) for part in ("encoder", "decoder"))
-        return {name: one for found in both for name, one in found.items()}
-
-    def batch_spec(self, global_batch: int) -> NestedMap:
-        return self.text.element_spec(global_batch)
-
-    def batch_dims(self) -> NestedMap:
-        return self.batch_spec(1).map(lambda _: ("batch", "sequence"))
-
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        return self.text.train_batches(start_step, global_batch=global_batch, rows=rows)
-
-    def eval_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        return self.text.held_out_batches(
-            global_batch=global_batch, rows=rows, max_batches=max_batches
-        )
+        found = super().metrics(sums)
+        return {**found, "perplexity": math.exp(min(found["loss"], 700.0))}
 
     def describe_data(self) -> dict[str, float]:
         train, held_out = (self.text.rows(split) for split in Split)
@@ -285,28 +221,14 @@ class Translation(Task):
         }
 
     def train_flops(self, global_batch: int) -> float:
-        """Six FLOPs a matrix weight and token that meets it, and what is beyond that.
+        """See `TextTask.stacks_flops`.
 
         Cross-attention's keys and values are of the source, and count with the target,
         as if both had one length.
         """
-        weights = self.weights()
-        softmax = weights.get("softmax", weights.embedding)
         source, target = self.text.source_length, self.text.target_length
-        parts = [
-            (weights.encoder, self.encoder.extra_flops(source), source),
-            (weights.decoder, self.decoder.extra_flops(target), target),
-            (softmax, 0.0, target),
-        ]
-        total = 0.0
-        for specs, extra, length in parts:
-            size = sum(
-                spec.size
-                for spec in specs.leaves()
-                if len(spec.shape) - spec.stack_rank >= 2
-            )
-            total += global_batch * length * (6.0 * size + 3.0 * extra)
-        return total
+        lengths = {"encoder": source, "decoder": target, "softmax": target}
+        return self.stacks_flops(global_batch, lengths)
 
     def tokens(self, global_batch: int) -> int:
         return global_batch * (self.text.source_length + self.text.target_length)

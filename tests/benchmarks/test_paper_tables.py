@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import paper_tables
-from benchmarks.paper_tables import ROWS, Row
+from benchmarks.paper_tables import CALIBRATED, GSPMD_ROWS, ROWS, Row
 from meshwright.framework.compiler import step_time
 from meshwright.framework.compiler.topology import topology
 from meshwright.trainers.mains import build_experiment
@@ -19,22 +19,37 @@ SCRIPT = pathlib.Path(paper_tables.__file__)
 KEPT = SCRIPT.parents[1] / "tests" / "data" / "paper_rows.json"
 
 
+def flops_off(row):
+    """How far our FLOPs may be from the paper's step time times utilization."""
+    if row.name == "8x32":
+        # It disagrees with the paper's other rows: at 27.1% it would take 5.1 s.
+        return 0.12
+    if row.table == "6":
+        # The paper's own four differ by as much: 30.9 to 35.1 TFLOPs a core for one
+        # model on 32 to 512 cores.
+        return 0.17
+    # Of Table 7 neither slots nor model dims are known; see paper/hybrid.gin.
+    return 0.31 if row.table == "7" else 0.05
+
+
 def kept_rows():
     return {(one["table"], one["row"]): one for one in json.loads(KEPT.read_text())}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.table}-{row.name}")
 def test_each_row_has_a_file_for_its_pod(row):
-    experiment, _ = build_experiment([row.gin_file], [])
+    experiment, _ = build_experiment([row.gin_file], row.gin_params)
     assert experiment.plan.mesh.size == topology(row.topology).size
-    # The paper's utilization comes from as many FLOPs as we count. Row 8x32 disagrees
-    # with the paper's other rows: at 27.1% its step would have taken 5.1 s, not 5.71.
+
+
+@pytest.mark.parametrize("row", GSPMD_ROWS, ids=lambda row: f"{row.table}-{row.name}")
+def test_flops_are_the_papers(row):
+    """The paper's utilization comes from about as many FLOPs as we count."""
+    experiment, _ = build_experiment([row.gin_file], [])
     flops = experiment.task.train_flops(experiment.global_batch)
     torus = topology(row.topology)
     full_speed = flops / (torus.kind.peak_flops * torus.size)
-    assert full_speed / row.step_s == pytest.approx(
-        row.util, rel=0.12 if row.name == "8x32" else 0.05
-    )
+    assert full_speed / row.step_s == pytest.approx(row.util, rel=flops_off(row))
 
 
 def test_chosen_rows():
@@ -71,13 +86,14 @@ def test_calibration_finds_what_made_the_times():
 
 def test_the_error_bar_is_that_of_rows_left_out():
     kept = kept_rows()
-    pairs = [(row, kept[row.table, row.name]["ours"]) for row in ROWS]
+    rows = [row for row in ROWS if row.table in CALIBRATED]
+    pairs = [(row, kept[row.table, row.name]["ours"]) for row in rows]
     found = paper_tables.calibrate(pairs)
     assert found.efficiency == pytest.approx(step_time.LINK_EFFICIENCY, abs=0.005)
     errors = [abs(error) for error in found.left_out]
     assert sum(errors) / len(errors) == pytest.approx(step_time.MEAN_ERROR, abs=5e-4)
     assert max(errors) == pytest.approx(step_time.WORST_ERROR, abs=5e-4)
-    assert {topology(row.topology).kind.name for row in ROWS} == {
+    assert {topology(row.topology).kind.name for row in rows} == {
         step_time.CALIBRATED_KIND
     }
 

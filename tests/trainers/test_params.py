@@ -11,8 +11,18 @@ from meshwright.trainers.programs import Programs
 from meshwright.trainers.sharding_text import sharding_text
 from tests.golden.refresh import experiment_files, golden_path
 
-# GSPMD Tables 2 and 3 count a layer's matrices; embeddings come on top.
+# GSPMD's tables and GShard's count a layer's matrices; embeddings come on top. Tables 6
+# and 7 count in 2^30.
 PAPER_WEIGHTS = {
+    "gshard": 600e9,
+    "table6_32e": 10 * 2**30,
+    "table6_128e": 37 * 2**30,
+    "table6_512e": 145 * 2**30,
+    "table6_2048e": 577 * 2**30,
+    "table7_8e": 33 * 2**30,
+    "table7_16e": 57 * 2**30,
+    "table7_32e": 420 * 2**30,
+    "table7_64e": 804 * 2**30,
     "table2_64b": 64e9,
     "table2_128b": 128e9,
     "table2_256b": 256e9,
