@@ -101,7 +101,10 @@ def test_the_error_bar_is_that_of_rows_left_out():
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
-@pytest.mark.parametrize("table,name", [("2", "64b_128"), ("3", "4x16")])
+@pytest.mark.parametrize(
+    "table,name",
+    [pytest.param("2", "64b_128", marks=pytest.mark.slow), ("3", "4x16")],
+)
 def test_a_row(tmp_path, table, name):
     out = tmp_path / "rows.json"
     command = [sys.executable, str(SCRIPT), f"--table={table}", f"--rows={name}"]

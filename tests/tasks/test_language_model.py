@@ -13,9 +13,13 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.embedding import Softmax, SoftmaxKind, TokenEmbedding
 from meshwright.layers.feed_forward import Activation
+from meshwright.layers.gating import Capacity
+from meshwright.layers.gatings import Hash
+from meshwright.layers.moe import ExpertFeedForward, MoE
 from meshwright.layers.normalization import RMSNorm
 from meshwright.layers.repeat import Repeat
 from meshwright.layers.transformer import transformer_layer
+from meshwright.layers.transformer_stack import TransformerStack
 from meshwright.tasks.language_model import LanguageModel
 from meshwright.tasks.text_input import TextInput
 
@@ -95,6 +99,36 @@ def test_metrics_are_of_all_tokens_of_all_batches():
     metrics = model().metrics({"nats": 1.0 * 5 + 3.0 * 1, "tokens": 4.0})
     assert metrics == {"loss": 2.0, "bits_per_byte": pytest.approx(2 / math.log(2))}
     assert model().metrics({"nats": 0.0, "tokens": 0.0})["loss"] == 0
+
+
+def test_experts_add_to_the_loss_and_show_their_load():
+    E = 2
+    sizes = {"model_dims": M, "num_heads": 2, "head_dim": 2}
+    gating = Hash(model_dims=M, num_experts=E, capacity=Capacity(factor=2.0))
+    experts = ExpertFeedForward(model_dims=M, hidden_dims=4, num_experts=E)
+    mixture = MoE(gating=gating, experts=experts, z_weight=0.5)
+    stack = TransformerStack(
+        layers=(
+            transformer_layer(hidden_dims=4, **sizes),
+            transformer_layer(feed_forward=mixture, **sizes),
+        ),
+        num_layers=4,
+    )
+    task = dataclasses.replace(model(), stack=stack)
+    theta, batch = weights_of(task), batch_of(task)
+    batch.segment_ids = tf.ones_like(batch.segment_ids)
+    got = task.loss(Context(), theta, batch)
+    z = got.sums.stack.z / got.sums.stack.tokens
+    nats = got.sums.nats / got.sums.tokens
+    np.testing.assert_allclose(got.loss, nats + 0.5 * np.mean(z), rtol=1e-5)
+    sums = {path: t.numpy() for path, t in got.sums.items_by_path()}
+    metrics = task.metrics(sums)
+    assert metrics["loss"] == pytest.approx(float(nats), rel=1e-6)
+    assert metrics["stack/dropped"] == 0
+    # The hash decides: the same in both mixtures.
+    (load,) = task.heat_maps(sums).values()
+    np.testing.assert_array_equal(load[0], load[1])
+    assert load.sum() == 2 * B * S
 
 
 def test_flops_of_a_transformer():

@@ -26,11 +26,17 @@ class Trained:
 
 
 def small_experiment(
-    *params: str, plan: str = "finalized", optimizer: str = "adam"
+    *params: str, plan: str = "finalized", optimizer: str = "adam", experts: int = 0
 ) -> Experiment:
-    """The small language model under one of Table 1's plans, with `params` over it."""
+    """The small language model under a shipped plan, with `params` over it.
+
+    With `experts`, so many are in every other layer.
+    """
+    if experts:
+        params = (f"NUM_EXPERTS = {experts}", *params)
     files = [
         str(DATA / "small_lm.gin"),
+        *(["lm/moe.gin"] if experts else []),
         f"plans/{plan}.gin",
         str(DATA / f"small_{optimizer}.gin"),
     ]

@@ -119,3 +119,44 @@ def test_every_option_at_once(partitioner):
     assert len(got.losses) == 5
     assert_equal_training(got, without_xla("adam", *OPTIONS))
     assert any(path.startswith("ema.softmax") for path in got.state)
+
+
+@functools.cache
+def experts_on_one_device(optimizer: str) -> tuple[NestedMap, Trained]:
+    experiment = small_experiment(
+        "MESH_SHAPE = (1, 1)", plan="hybrid", optimizer=optimizer, experts=8
+    )
+    start = initial_state(experiment)
+    return start, train(experiment, start)
+
+
+SPARSE, HYBRID = ("sparse", (8,), "adam"), ("hybrid", (2, 4), "adafactor")
+DENSE = ("dense", (2, 4), "adam")
+
+
+@pytest.mark.parametrize(
+    "plan,mesh,optimizer,partitioner",
+    [
+        (*SPARSE, "SHARDY"),
+        (*HYBRID, "GSPMD"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (*SPARSE, "GSPMD"),
+                (*HYBRID, "SHARDY"),
+                (*DENSE, "SHARDY"),
+                (*DENSE, "GSPMD"),
+            ]
+        ),
+    ],
+)
+def test_experts_train_as_on_one_device(plan, mesh, optimizer, partitioner):
+    start, want = experts_on_one_device(optimizer)
+    experiment = small_experiment(
+        f"MESH_SHAPE = {mesh}",
+        f"Experiment.partitioner = %Partitioner.{partitioner}",
+        plan=plan,
+        optimizer=optimizer,
+        experts=8,
+    )
+    assert_equal_training(train(experiment, start), want)
