@@ -189,6 +189,10 @@ def ours(row: Row, cache: plan_cache.PlanCache) -> dict[str, Any]:
     key = {"what": "paper table", **plan_cache.key_parts(config, row.topology)}
     if (found := cache.cached(key)) is None:
         report = plan(experiment, topology=row.topology)
+        if report.time is None:
+            raise ValueError(
+                f"{row.gin_file} does not fit {row.topology}: see meshwright-plan"
+            )
         link_s = sum(one.exposed for one in report.time.collectives) * LINK_EFFICIENCY
         found = {
             "peak_gb": report.peak_bytes / 2**30,

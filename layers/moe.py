@@ -24,7 +24,12 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.initializers import Normal
-from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
+from meshwright.framework.modeling.layer import (
+    EXPERT_DIM,
+    Context,
+    Layer,
+    WeightSpec,
+)
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
@@ -71,12 +76,12 @@ class ExpertFeedForward(Layer):
         E, M, H = self.num_experts, self.model_dims, self.hidden_dims
         w_in = WeightSpec(
             shape=(E, M, H),
-            dims=("experts", "expert_model", "hidden"),
+            dims=(EXPERT_DIM, "expert_model", "hidden"),
             initializer=Normal(M**-0.5),
         )
         w_out = WeightSpec(
             shape=(E, H, M),
-            dims=("experts", "hidden", "expert_model"),
+            dims=(EXPERT_DIM, "hidden", "expert_model"),
             initializer=Normal(H**-0.5),
         )
         specs = NestedMap(w_in=w_in, w_out=w_out)
@@ -97,10 +102,10 @@ class ExpertFeedForward(Layer):
                 f"layer {ctx.path!r} has {self.num_experts} experts of model dims "
                 f"{self.model_dims} but was given [E, G, C, M] = {x.shape}"
             )
-        x = tf.reshape(ctx.cast(x), [E, G * C, M])
+        x = ctx.cast(x)
 
         def product(x, name, dim):
-            y = tf.reshape(x @ ctx.cast(theta[name]), [E, G, C, -1])
+            y = tf.einsum("egca,eab->egcb", x, ctx.cast(theta[name]))
             return split_by_expert(ctx, y, dim)
 
         hidden = save_name(product(x, "w_in", "hidden"), "hidden")
@@ -111,7 +116,6 @@ class ExpertFeedForward(Layer):
             hidden = self.activation(hidden)
         with ctx.scope("dropout") as c:
             hidden = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), hidden)
-        hidden = tf.reshape(hidden, [E, G * C, self.hidden_dims])
         return product(hidden, "w_out", "model")
 
 
@@ -262,7 +266,7 @@ class MoE(Layer):
         return size
 
     def _check_splits(self, ctx: Context, groups: int) -> None:
-        (by_expert,) = ctx.plan.weight_sharding(["experts"]).splits()
+        (by_expert,) = ctx.plan.weight_sharding([EXPERT_DIM]).splits()
         if self.gating.num_experts % by_expert:
             raise ValueError(
                 f"layer {ctx.path!r}: {self.gating.num_experts} experts do not divide "
@@ -289,7 +293,7 @@ def split_by_expert(ctx: Context, tensor: tf.Tensor, last_dim: str) -> tf.Tensor
     plan = ctx.plan
     experts, groups, last = (
         plan.activation_sharding([dim]).dims[0]
-        for dim in ("experts", "batch", last_dim)
+        for dim in (EXPERT_DIM, "batch", last_dim)
     )
     groups = tuple(axis for axis in groups if axis not in experts)
     try:

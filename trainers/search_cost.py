@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from meshwright.framework.compiler.device_order import device_orders
 from meshwright.framework.compiler.step_time import LINK_EFFICIENCY
 from meshwright.framework.compiler.topology import Topology
-from meshwright.framework.modeling.layer import WeightSpec
+from meshwright.framework.modeling.layer import STACK_DIM, WeightSpec
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 from meshwright.trainers.experiment import Experiment
@@ -67,7 +67,8 @@ def bytes_passed(
         rank = spec.stack_rank
         if len(spec.dims) - rank < 2:
             continue
-        count = math.prod(spec.shape[:rank])
+        # A token meets all layers, and of the experts one or two.
+        count = math.prod(spec.shape[: spec.dims[:rank].count(STACK_DIM)])
         sides = _sides(spec)
         by_weight = _axes(plan.weights, spec.dims)
         by_side = [_axes(plan.activations, dims) - data for dims, _ in sides]

@@ -103,7 +103,7 @@ class Adafactor(Optimizer):
         return slots
 
     def factored_dims(self, spec: WeightSpec) -> FactoredDims | None:
-        """The two largest dims that stack no layers, the later of equals first.
+        """The two largest dims but those that stack layers, the later of equals first.
 
         None if there are less than two or they are smaller than
         `min_dim_size_to_factor`.

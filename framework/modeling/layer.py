@@ -22,6 +22,8 @@ from meshwright.framework.sharding.sharding import Sharding
 
 STACK_DIM = "layers"
 """Logical name of the leading dim that stacks the weights of repeated layers."""
+EXPERT_DIM = "experts"
+"""The same for the experts of a mixture: each is a layer of its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,8 @@ class WeightSpec:
     Args:
       shape: logical shape.
       dims: the logical name of each dim, for the sharding plan. Leading `STACK_DIM`
-        dims stack weights of equal layers, which initializers and optimizers treat
-        each on its own.
+        and `EXPERT_DIM` dims stack weights of equal layers, which initializers and
+        optimizers treat each on its own.
       initializer: makes the first value from a random key.
       dtype: storage dtype, float32 unless said otherwise.
     """
@@ -52,7 +54,8 @@ class WeightSpec:
     def stack_rank(self) -> int:
         """How many leading dims stack weights of equal layers."""
         count = 0
-        while count < len(self.dims) and self.dims[count] == STACK_DIM:
+        stacks = (STACK_DIM, EXPERT_DIM)
+        while count < len(self.dims) and self.dims[count] in stacks:
             count += 1
         return count
 

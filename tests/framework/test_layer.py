@@ -49,6 +49,13 @@ def test_a_spec_describes_a_weight():
     assert stacked.size == 15 * 48
 
 
+def test_experts_are_stacked_layers_too():
+    one = weight(2048, 8, 6, dims=("experts", "expert_model", "hidden"))
+    assert one.stack_rank == 1 and one.stacked(3).stack_rank == 2
+    # Of a gating's matrix they are what the product gives.
+    assert weight(8, 2048, dims=("gate_model", "gate_experts")).stack_rank == 0
+
+
 def test_a_spec_names_every_dim():
     with pytest.raises(ValueError, match=r"shape \(6, 8\) but names dims \('model',\)"):
         weight(6, 8, dims=("model",))

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.adafactor import Adafactor
 from meshwright.framework.modeling.initializers import Constant
-from meshwright.framework.modeling.layer import STACK_DIM, WeightSpec
+from meshwright.framework.modeling.layer import EXPERT_DIM, STACK_DIM, WeightSpec
 from meshwright.framework.modeling.optimizers import SGD, Adam, Optimizer
 from meshwright.framework.modeling.schedules import (
     ConstantSchedule,
@@ -168,15 +168,24 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-@pytest.mark.parametrize("stack_rank", [1, 2])
-def test_stacking_layers_changes_nothing(name, stack_rank):
+@pytest.mark.parametrize(
+    "dims", [(STACK_DIM,), (STACK_DIM, STACK_DIM), (STACK_DIM, EXPERT_DIM)]
+)
+def test_stacking_layers_changes_nothing(name, dims):
     # The stack is as long as any dim, and comes before: it must not be factored.
     # Layers of very different size show any reduction across them.
-    optimizer, stack = OPTIMIZERS[name], (3,) if stack_rank == 1 else (3, 1)
+    optimizer, stack = OPTIMIZERS[name], (3,) if len(dims) == 1 else (1, 3)
     shapes = {"kernel": (2, 2), "heads": (2, 3, 2), "bias": (3,)}
     one_layer = NestedMap({k: spec(*s) for k, s in shapes.items()})
     stacked_specs = NestedMap(
-        {k: spec(*stack, *s, stack_rank=stack_rank) for k, s in shapes.items()}
+        {
+            k: WeightSpec(
+                shape=(*stack, *one.shape),
+                dims=(*dims, *one.dims),
+                initializer=one.initializer,
+            )
+            for k, one in one_layer.items()
+        }
     )
     specs = NestedMap({f"layer{i}": one_layer for i in range(3)})
     sizes = [1e-3, 1.0, 1e3]
