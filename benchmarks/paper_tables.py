@@ -142,7 +142,7 @@ def _gshard_row(experts: int, layers: int, rows_a_core: int, steps_a_second) -> 
 
 GSHARD_ROWS = (
     *(
-        _gshard_row(experts, layers, 2, steps)
+        _gshard_row(experts, layers, 1, steps)
         for experts, layers, steps in [
             (128, 12, math.nan),
             (128, 36, math.nan),
@@ -155,10 +155,10 @@ GSHARD_ROWS = (
             (2048, 60, math.nan),
         ]
     ),
-    _gshard_row(128, 12, 8, 2.16),
-    _gshard_row(128, 36, 8, 0.67),
+    _gshard_row(128, 12, 4, 2.16),
+    _gshard_row(128, 36, 4, 0.67),
 )
-"""GShard's Table 3: batches of 4M tokens for 2048 experts, else of 1M."""
+"""GShard's Table 3: batches of 4M tokens (of both sides) for 2048 experts, else 1M."""
 
 ROWS = GSPMD_ROWS + GSHARD_ROWS
 

@@ -7,8 +7,8 @@ import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright.framework.compiler.explain_text import bytes_text
 from meshwright.framework.compiler.refusal import REMEDY
+from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.trainers.plan_plots import Picture, pictures
 from meshwright.trainers.plan_text import (
     box_text,

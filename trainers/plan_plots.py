@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from meshwright.framework.compiler.explain_text import bytes_text
+from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.trainers.plan_text import by_size, seconds_text, share_text
 
 # Okabe and Ito's colours, which most eyes tell apart.

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.framework.compiler.explain_text import bytes_text
 from meshwright.framework.compiler.refusal import REMEDY
+from meshwright.framework.compiler.sizes import bytes_text
 
 _WIDTH = 80
 _LARGEST = 8
@@ -167,12 +167,12 @@ def _collectives(document: dict[str, Any]) -> Iterator[str]:
         return
     total = bytes_text(sum(one["bytes"] for one in found))
     yield f"collectives of a step: {total} in all; bytes of whole tensors"
-    yield f"  {'kind':<18} {'axis':<8} {'count':>6} {'bytes':>7} {'time':>8}  layer"
+    yield f"  {'kind':<18} {'axis':<8} {'count':>6} {'bytes':>8} {'time':>8}  layer"
     for one in found[:_LARGEST]:
         took = "" if one["seconds"] is None else seconds_text(one["seconds"])
         yield (
             f"  {one['kind']:<18} {one['axis']:<8} {count_text(one['count']):>6} "
-            f"{bytes_text(one['bytes']):>7} {took:>8}  {one['layer'] or '-'}"
+            f"{bytes_text(one['bytes']):>8} {took:>8}  {one['layer'] or '-'}"
         )
     if rest := found[_LARGEST:]:
         count = count_text(sum(one["count"] for one in rest))
@@ -180,7 +180,7 @@ def _collectives(document: dict[str, Any]) -> Iterator[str]:
         took = ""
         if rest[0]["seconds"] is not None:
             took = seconds_text(sum(one["seconds"] for one in rest))
-        yield f"  {f'{len(rest)} more':<27} {count:>6} {total:>7} {took:>8}"
+        yield f"  {f'{len(rest)} more':<27} {count:>6} {total:>8} {took:>8}"
 
 
 def _device_order(order: dict[str, Any] | None) -> Iterator[str]:

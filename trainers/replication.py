@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 
 from meshwright.framework.compiler.explain import Explanation, Kind, TensorReport
-from meshwright.framework.compiler.explain_text import bytes_text, tensor_name
+from meshwright.framework.compiler.explain_text import tensor_name
+from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.programs import Programs

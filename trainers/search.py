@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 import tqdm
 
-from meshwright.framework.compiler.memory import memory_text
+from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.framework.compiler.topology import Topology
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers import config, plan_cache, search_worker
@@ -421,7 +421,7 @@ def _nothing_fits(space: Space, screened: Screened) -> str:
     bytes_, candidate = screened.least
     return (
         f"no candidate fits TPU topology {name!r}: the smallest, {candidate}, needs at "
-        f"least {memory_text(bytes_)} a device, {memory_text(bytes_ - limit)} "
+        f"least {bytes_text(bytes_)} a device, {bytes_text(bytes_ - limit)} "
         f"more than there is; choose a larger topology or a smaller batch "
         f"(--search_batch):{counts}"
     )
@@ -438,6 +438,6 @@ def _all_refused(refused: Sequence[Row], screened: Screened, budget: int) -> str
     return (
         f"no candidate fits: all {len(refused)} that were compiled were refused. The "
         f"smallest, {least.promising.candidate}, needs at least "
-        f"{memory_text(least.promising.bound)} a device, and was refused as "
+        f"{bytes_text(least.promising.bound)} a device, and was refused as "
         f"{least.result.refusal}{more}"
     )

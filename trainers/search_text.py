@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from meshwright.framework.compiler.memory import memory_text
+from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers import plan_cache
 from meshwright.trainers.search import Found, Row, Space
@@ -48,8 +48,8 @@ def winner(space: Space, found: Found) -> str:
 def _estimate(row: Row, space: Space) -> str:
     return (
         f"{1e3 * row.seconds_per_example:.4g} ms an example, "
-        f"{row.result.seconds:.4g} s a step, {memory_text(row.result.peak)} of "
-        f"{memory_text(space.torus.kind.memory)} a device, "
+        f"{row.result.seconds:.4g} s a step, {bytes_text(row.result.peak)} of "
+        f"{bytes_text(space.torus.kind.memory)} a device, "
         f"{row.result.utilization:.0%} of peak FLOPs"
     )
 
@@ -70,7 +70,7 @@ def _lines(space: Space, found: Found) -> Iterator[str]:
         mark += " " if result.device_ids is None else "+"
         yield (
             f"{mark}{1e3 * row.seconds_per_example:10.4g}{result.seconds:10.4g}"
-            f"{memory_text(result.peak):>11}{result.utilization:6.0%}  "
+            f"{bytes_text(result.peak):>11}{result.utilization:6.0%}  "
             f"{_names(candidate)}"
         )
     if any(row.promising.configured for row in shown):

@@ -20,7 +20,7 @@ import jax
 
 import meshwright.layers
 import meshwright.tasks  # noqa: F401 (both register what gin files name)
-from meshwright.framework.compiler.memory import memory_text
+from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.trainers import search_order
 from meshwright.trainers.planning import plan
 from meshwright.trainers.search_result import Result
@@ -39,7 +39,7 @@ def price(request: dict[str, Any]) -> Result:
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return Result(refusal=_one_line(error))
     if not report.fits:
-        reason = report.refusal or f"{memory_text(report.peak_bytes)} at its peak"
+        reason = report.refusal or f"{bytes_text(report.peak_bytes)} at its peak"
         return Result(refusal=_one_line(reason), too_large=True)
     seconds, order = search_order.fastest(report)
     own = order is report.order

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.framework.compiler.sources import PLACEHOLDER
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     )
 
 _LARGEST = 10
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def explanation_text(explanation: Explanation) -> str:
@@ -33,15 +33,6 @@ def explanation_text(explanation: Explanation) -> str:
         *_rematerialized(explanation.rematerialized()),
     ]
     return "\n".join(lines)
-
-
-def bytes_text(size: int) -> str:
-    """`1.5 MB`, in powers of 1000."""
-    value, unit = float(size), 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    digits = 0 if unit == 0 or value >= 9.95 else 1
-    return f"{value:.{digits}f} {_UNITS[unit]}"
 
 
 def tensor_name(one: TensorReport) -> str:

@@ -31,7 +31,6 @@ from meshwright.framework.compiler.sources import Source, Sources
 _LAYOUT = re.compile(r"\]\{(?P<order>[\d,]*)(?::(?P<rest>[^}]*))?\}")
 _TILE = re.compile(r"T\((?P<dims>[\d,]+)\)")
 _OTHER_SPACE = re.compile(r"S\([1-9]\d*\)")
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # What is part of the program, or of no size.
 _NO_BUFFER = frozenset({"constant", "partition-id", "replica-id", "after-all"})
 
@@ -138,14 +137,6 @@ class Breakdown:
             "copies of weights": self.weight_copies,
             "other temporaries": self.other,
         }
-
-
-def memory_text(size: float) -> str:
-    """`15.48 GiB`: bytes of a memory, in powers of 1024."""
-    value, unit = float(size), 0
-    while value >= 999.995 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.{2 if unit else 0}f} {_UNITS[unit]}"
 
 
 def padded_bytes(type_: str) -> int:

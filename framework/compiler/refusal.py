@@ -16,8 +16,8 @@ from meshwright.framework.compiler.memory import (
     Buffer,
     Kind,
     MemoryTimeline,
-    memory_text,
 )
+from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.framework.compiler.tpu import TPU_KINDS
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -77,7 +77,7 @@ class Allocation:
 
     def __str__(self) -> str:
         where = f"{self.layer or self.name}{f' ({self.source})' if self.source else ''}"
-        return f"{memory_text(self.bytes)} {self.what} {self.type} of {where}"
+        return f"{bytes_text(self.bytes)} {self.what} {self.type} of {where}"
 
 
 class DoesNotFit(LoweringError):  # noqa: N818 (what is wrong, not that it is)
@@ -103,7 +103,7 @@ class DoesNotFit(LoweringError):  # noqa: N818 (what is wrong, not that it is)
         self.timeline = timeline
         largest = "; ".join(map(str, self.allocations[:3]))
         over, available, needed = map(
-            memory_text, (refusal.over, refusal.available, refusal.needed)
+            bytes_text, (refusal.over, refusal.available, refusal.needed)
         )
         super().__init__(
             f"{name}: {over} more than fit: a device has {available} and would need "

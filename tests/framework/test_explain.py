@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from meshwright import framework as mw
 from meshwright.framework.compiler.explain import InsertedCollective, Kind, Why
-from meshwright.framework.compiler.explain_text import bytes_text, collective_text
+from meshwright.framework.compiler.explain_text import collective_text
 from meshwright.framework.compiler.topology import topology_devices
 from meshwright.framework.sharding.collectives import all_gather, all_reduce
 from tests.framework import reshards
@@ -377,23 +377,6 @@ def test_says_which_devices_a_collective_is_among(axes, where):
         kind="all-reduce", axes=axes, bytes=8, times=1, in_loop=False, shared_by=1
     )
     assert collective_text(one) == f"all-reduce {where}, 8 B"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (9_949, "9.9 kB"),
-        (9_951, "10 kB"),
-        (999_499, "999 kB"),
-        (999_501, "1.0 MB"),
-        (2 * 10**12, "2.0 TB"),
-    ],
-)
-def test_bytes(size, text):
-    assert bytes_text(size) == text
 
 
 def test_one_result_and_nothing_replicated():

@@ -16,7 +16,6 @@ from meshwright.framework.compiler.lower import lower
 from meshwright.framework.compiler.memory import (
     Kind,
     breakdown,
-    memory_text,
     memory_timeline,
     padded_bytes,
 )
@@ -27,6 +26,7 @@ from meshwright.framework.compiler.refusal import (
     check_arguments_fit,
     parse_refusal,
 )
+from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.framework.compiler.topology import topology_devices
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -385,15 +385,18 @@ def test_reads_what_a_tpu_compiler_says(message, needed, available):
         (0, "0 B"),
         (999, "999 B"),
         (1000, "0.98 KiB"),
-        (2**14, "16.00 KiB"),
-        (999.99 * 2**20, "999.99 MiB"),
+        (2**14, "16.0 KiB"),
+        (9.994 * 2**20, "9.99 MiB"),
+        (9.996 * 2**20, "10.0 MiB"),
+        (99.96 * 2**20, "100 MiB"),
+        (999.4 * 2**20, "999 MiB"),
         (1000 * 2**20, "0.98 GiB"),
-        (15.48 * 2**30, "15.48 GiB"),
-        (3 * 2**50, "3072.00 TiB"),
+        (15.48 * 2**30, "15.5 GiB"),
+        (3 * 2**50, "3072 TiB"),
     ],
 )
 def test_sizes_are_read_at_a_glance(size, text):
-    assert memory_text(size) == text
+    assert bytes_text(size) == text
 
 
 def test_other_errors_are_no_refusals():
@@ -438,8 +441,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_takes_it():
     argument = error.allocations[2]
     assert (argument.what, argument.name) == ("argument", "0")
     text = str(error)
-    assert text.startswith("train: 1.32 GiB more than fit: a device has 15.48 GiB and")
-    assert "would need 16.80 GiB. Most takes: 2.00 KiB temporary f32[512] of fi" in text
+    assert text.startswith("train: 1.32 GiB more than fit: a device has 15.5 GiB and")
+    assert "would need 16.8 GiB. Most takes: 2.00 KiB temporary f32[512] of fi" in text
     assert f"first ({first.source}); " in text and "argument f32[256] of 0" in text
     assert text.endswith("take a smaller batch or more devices")
 
@@ -490,8 +493,8 @@ def test_arguments_that_cannot_fit_are_refused_before_compiling():
     assert [one.bytes for one in error.allocations] == [8 * GIB, 8 * GIB]
     assert error.refusal == Refusal(needed=16 * GIB, available=int(15.48 * GIB))
     text = str(error)
-    assert "train: 532.48 MiB more than fit" in text
-    assert "would need 16.00 GiB for its arguments alone. Most takes: " in text
+    assert "train: 532 MiB more than fit" in text
+    assert "would need 16.0 GiB for its arguments alone. Most takes: " in text
     assert "8.00 GiB argument float32[2, 1073741824] of 0.w" in text
 
 

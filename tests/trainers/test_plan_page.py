@@ -186,7 +186,7 @@ def test_what_does_not_fit_has_no_curves(planned):
     names = [one.name for one in plan_plots.pictures(document)]
     assert names == ["breakdown", "weights"]
     page = plan_html.page(document)
-    assert "does not fit: 2.0 MB more than the" in page
+    assert "does not fit: 1.91 MiB more than the" in page
     assert "what does not fit has no time" in page
     assert "Not known of what is refused." in page
     assert "To make it fit: " in page

@@ -11,7 +11,6 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from meshwright.framework.compiler.explain_text import bytes_text
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.memory import memory_timeline
 from meshwright.framework.compiler.refusal import (
@@ -20,6 +19,7 @@ from meshwright.framework.compiler.refusal import (
     Refusal,
     allocations_of,
 )
+from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.trainers import planning
 from meshwright.trainers.plan import DOES_NOT_FIT, main
 from tests.trainers.test_plan_main import call_main
@@ -148,9 +148,9 @@ def test_what_the_compiler_refuses_is_told_with_what_takes_most(
     assert status == DOES_NOT_FIT and not found["fits"]
     check_memory(found)
     assert found["over_bytes"] == found["peak_bytes"] + GAPS - LIMIT > GAPS
-    start = r"train: \d+\.\d\d KiB more than fit: a device has 16\.00 KiB and would"
+    start = r"train: [\d.]+ KiB more than fit: a device has 15\.6 KiB and would"
     assert re.match(start, found["refusal"])
-    assert "\ndoes not fit: " in out and " more than the 16 kB of a device\n" in out
+    assert "\ndoes not fit: " in out and " more than the 15.6 KiB of a device\n" in out
     lines = out.splitlines()
     at = lines.index("most at the peak is taken by") + 1
     end = next(i for i in range(at, len(lines)) if not lines[i].startswith("  "))
@@ -202,7 +202,7 @@ def test_arguments_that_do_not_fit_alone(tmp_path, capsys):
     too_large = ["VOCAB_SIZE = 4194304", "MODEL_DIMS = 4096"]
     status, out, found = planned(tmp_path, capsys, *too_large, topology="v3:2x2")
     assert status == DOES_NOT_FIT
-    assert " more than the 17 GB of a device" in out
+    assert " more than the 15.5 GiB of a device" in out
     assert found["timeline"] is found["temp_bytes"] is None
     assert sum(one["bytes"] for one in found["breakdown"]) == found["peak_bytes"]
     names = [one["name"] for one in found["buffers"][:3]]

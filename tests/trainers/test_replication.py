@@ -147,5 +147,5 @@ def test_a_full_rematerialization_is_logged(tmp_path, caplog, monkeypatch):
     explanation = dataclasses.replace(explanation, _rematerialized=(made_whole,))
     monkeypatch.setattr("meshwright.trainers.loop.explain", lambda program: explanation)
     train(programs, tmp_path)
-    assert "a reshard makes a tensor whole on every device:\n  4.1 kB" in caplog.text
+    assert "a reshard makes a tensor whole on every device:\n  4.00 KiB" in caplog.text
     assert "stack.attention: MatMul (layers/attention.py:7)" in caplog.text

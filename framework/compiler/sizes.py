@@ -1,0 +1,14 @@
+"""Sizes in words."""
+
+from __future__ import annotations
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def bytes_text(size: float) -> str:
+    """`1.50 MiB`: three digits, in powers of 1024, as memories are sold."""
+    value, unit = float(size), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits if unit else 0}f} {_UNITS[unit]}"
