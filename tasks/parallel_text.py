@@ -10,7 +10,7 @@ import os
 import pathlib
 import struct
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import gin
 import tensorflow as tf
@@ -139,8 +139,10 @@ class ParallelFiles:
         return found
 
 
-def _unreadable(error: OSError) -> NoReturn:
-    raise error
+def _unreadable(error: OSError) -> None:
+    """Lets no folder be left out in silence, but a root that is not there."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 @functools.cache
