@@ -35,6 +35,7 @@ from absl import app, flags
 
 from meshwright.framework.compiler.step_time import LINK_EFFICIENCY
 from meshwright.trainers import plan_cache
+from meshwright.trainers.experiment import Experiment
 from meshwright.trainers.mains import build_experiment
 from meshwright.trainers.planning import plan
 
@@ -181,32 +182,40 @@ def ours(row: Row, cache: plan_cache.PlanCache) -> dict[str, Any]:
     """Compiles and prices a row, or takes it from the cache.
 
     Returns:
-      peak_gb, limit_gb, step_s, util, compile_s; weights, their number; the parts of
-      step_s, and its seconds of ops and of links at their full bandwidth: ops_s,
-      link_s.
+      fits, peak_gb, limit_gb, compile_s; weights, their number; and if it fits step_s,
+      util, the parts of step_s, and its seconds of ops and of links at their full
+      bandwidth: ops_s, link_s.
     """
     experiment, config = build_experiment([row.gin_file], row.gin_params)
     key = {"what": "paper table", **plan_cache.key_parts(config, row.topology)}
     if (found := cache.cached(key)) is None:
-        report = plan(experiment, topology=row.topology)
-        if report.time is None:
-            raise ValueError(
-                f"{row.gin_file} does not fit {row.topology}: see meshwright-plan"
-            )
-        link_s = sum(one.exposed for one in report.time.collectives) * LINK_EFFICIENCY
-        found = {
-            "peak_gb": report.peak_bytes / 2**30,
-            "limit_gb": report.memory_limit / 2**30,
-            "weights": sum(s.size for s in experiment.task.weights().leaves()),
-            "ops_s": report.time.seconds - link_s / LINK_EFFICIENCY,
-            "link_s": link_s,
-            "full_speed_s": report.flops_utilization * report.step_seconds,
-            "compile_s": report.compile_seconds,
-            "parts": report.time.parts(),
-        }
+        found = _planned(experiment, row.topology)
         cache.store(key, found)
+    if not found["fits"]:
+        return {**found, "step_s": math.nan, "util": math.nan}
     step_s = found["ops_s"] + found["link_s"] / LINK_EFFICIENCY
     return {**found, "step_s": step_s, "util": found["full_speed_s"] / step_s}
+
+
+def _planned(experiment: Experiment, topology: str) -> dict[str, Any]:
+    report = plan(experiment, topology=topology)
+    found = {
+        "fits": report.fits,
+        "peak_gb": report.peak_bytes / 2**30,
+        "limit_gb": report.memory_limit / 2**30,
+        "weights": sum(s.size for s in experiment.task.weights().leaves()),
+        "compile_s": report.compile_seconds,
+    }
+    if not report.fits:
+        return found
+    link_s = sum(one.exposed for one in report.time.collectives) * LINK_EFFICIENCY
+    return {
+        **found,
+        "ops_s": report.time.seconds - link_s / LINK_EFFICIENCY,
+        "link_s": link_s,
+        "full_speed_s": report.flops_utilization * report.step_seconds,
+        "parts": report.time.parts(),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,6 +264,10 @@ def _number(value: float, spec: str) -> str:
 
 def table_row(row: Row, found: Mapping[str, float]) -> str:
     """The line below `HEADER`."""
+    if not found["fits"]:
+        peak, limit = found["peak_gb"], found["limit_gb"]
+        text = f"does not fit: {peak:.1f} GB of {limit:.1f}"
+        return f"{row.table} {row.name:{16 - len(row.table)}} {text}"
     error = found["step_s"] / row.step_s - 1
     return (
         f"{row.table} {row.name:{16 - len(row.table)}} "
@@ -268,12 +281,13 @@ def summary(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
     """The lines below the table."""
     lines = []
     for row, found in rows:
-        if not math.isnan(row.all_to_all):
+        if found["fits"] and not math.isnan(row.all_to_all):
             share = found["parts"].get("all-to-all", 0.0) / found["step_s"]
             lines.append(
                 f"AllToAll of {row.name}: {row.all_to_all:.0%} of the step in the "
                 f"paper, {share:.0%} ours"
             )
+    rows = [pair for pair in rows if pair[1]["fits"]]
     known = [pair for pair in rows if not math.isnan(pair[0].step_s)]
     if known:
         errors = [found["step_s"] / row.step_s - 1 for row, found in known]
@@ -292,12 +306,16 @@ def summary(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
     return lines
 
 
-def json_row(row: Row, found: Mapping[str, float]) -> dict:
-    """`{row, table, paper: {...}, ours: {...}}`, without what the paper leaves out."""
+def json_row(row: Row, found: Mapping[str, Any]) -> dict:
+    """`{row, table, paper: {...}, ours: {...}}`, without what is not known."""
     names = ("peak_gb", "step_s", "util", "all_to_all")
     paper = {name: getattr(row, name) for name in names}
-    paper = {name: value for name, value in paper.items() if not math.isnan(value)}
-    return {"row": row.name, "table": row.table, "paper": paper, "ours": dict(found)}
+    return {
+        "row": row.name,
+        "table": row.table,
+        "paper": {name: x for name, x in paper.items() if not math.isnan(x)},
+        "ours": {name: x for name, x in found.items() if x == x},  # NaN is no JSON.
+    }
 
 
 def main(argv: Sequence[str]) -> None:

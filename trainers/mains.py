@@ -7,7 +7,7 @@ import pathlib
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 
@@ -28,6 +28,25 @@ DEVICE_COUNT = flags.DEFINE_integer(
 TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error was raised.")
 
 INTERRUPTED = 128 + signal.SIGINT
+
+
+def run(main: Callable[[list[str]], int | None], required: Sequence[str]) -> None:
+    """Runs a command.
+
+    Args:
+      main: takes what absl leaves of the arguments; returns the exit status.
+      required: flags that must be given.
+    """
+    # --help shows the text and flags of the main module, which for a console script is
+    # a file that has neither: this package's are the command's own.
+    sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
+    for module, own in flags.FLAGS.flags_by_module_dict().items():
+        if module.startswith("meshwright."):
+            for flag in own:
+                flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    flags.mark_flags_as_required(required)
+    logging.set_verbosity(logging.INFO)
+    app.run(main)
 
 
 def output_file(flag: flags.FlagHolder) -> pathlib.Path | None:

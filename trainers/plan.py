@@ -1,8 +1,9 @@
-"""meshwright-plan: what a gin file's program does on its mesh, without training it.
+"""meshwright-plan: what a gin file's program does on its mesh, untrained.
 
-With --topology it is compiled for devices that are not here, and with --search too the
-mesh, plan and recomputation that train fastest on them are sought. Exit status: 1 for
-wrong input, 3 for a program that does not fit into the devices' memory.
+With --topology it is compiled for devices that are not here, and with --search
+too the mesh, plan and recomputation that train fastest on them are sought. Exit
+status: 1 for wrong input, 3 for a program that does not fit into the devices'
+memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 
-from absl import app, flags, logging
+from absl import flags
 
 from meshwright.framework.compiler.explain import explain
 from meshwright.framework.compiler.jax_bridge import jax_mesh, set_platform
@@ -57,6 +58,11 @@ def main(argv: list[str]) -> int | None:
 
 
 def _run(experiment: Experiment, config_text: str) -> int | None:
+    if _TOPOLOGY.value is not None:
+        _refuse(
+            (mains.DEVICE_COUNT,),
+            "is for virtual cpu devices: with --topology the mesh says how many",
+        )
     if SEARCH.value:
         _refuse(
             (_EXPLAIN, _JSON, _HTML, _LOG_DIR),
@@ -65,7 +71,7 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
         )
         return _search(experiment)
     _refuse(OPTIONS, "needs --search")
-    if _TOPOLOGY.value:
+    if _TOPOLOGY.value is not None:
         return _plan(experiment, config_text)
     _refuse((_JSON, _HTML, _LOG_DIR), "needs --topology, such as --topology=cpu")
     programs = Programs(experiment)
@@ -119,9 +125,7 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
 
 def run() -> None:
     """The console script."""
-    flags.mark_flags_as_required(["gin_file"])
-    logging.set_verbosity(logging.INFO)
-    app.run(main)
+    mains.run(main, ["gin_file"])
 
 
 if __name__ == "__main__":

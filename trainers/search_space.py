@@ -204,6 +204,11 @@ def named_plans(
         gin_file = portable(file)
         mesh = f"ShardingPlan.mesh_shape = {tuple(own.mesh_shape)}"
         lines = [*gin_params, f"include '{gin_file}'", mesh]
+        if wanted and "ShardingPlan." not in config.find_gin_file(file).read_text():
+            raise config.ConfigError(
+                f"--search_plans: {file} binds nothing of ShardingPlan: name a plan, "
+                "such as plans/finalized.gin"
+            )
         tables = built(gin_files, lines).plan
         if wanted or tuple(tables.mesh_axes) == tuple(own.mesh_axes):
             name = pathlib.PurePath(file).stem

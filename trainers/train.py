@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 
-from absl import app, flags, logging
+from absl import flags
 
 from meshwright.framework.compiler.jax_bridge import jax_mesh, set_platform
 from meshwright.trainers import loop, mains
@@ -93,9 +93,7 @@ def _profile_steps() -> tuple[int, int] | None:
 
 def run() -> None:
     """The console script."""
-    flags.mark_flags_as_required(["gin_file", "model_dir"])
-    logging.set_verbosity(logging.INFO)
-    app.run(main)
+    mains.run(main, ["gin_file", "model_dir"])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The papers' tables: rows, calibration, and one small row of each, compiled."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -62,12 +63,23 @@ def test_chosen_rows():
         paper_tables.chosen_rows(["2"], ["2t"])
 
 
+def test_a_row_that_does_not_fit_is_told_and_counts_nowhere():
+    row = dataclasses.replace(ROWS[0], step_s=2.0)
+    refused = {"fits": False, "peak_gb": 18.04, "limit_gb": 15.48}
+    text = paper_tables.table_row(row, refused)
+    assert text.endswith("does not fit: 18.0 GB of 15.5")
+    fitting = {"fits": True, "step_s": 2.2, "parts": {}, "ops_s": 2.0, "link_s": 0.16}
+    lines = paper_tables.summary([(row, refused), (row, fitting)])
+    assert lines == ["step time: mean error 10.0%, largest +10.0%; links at 0.80"]
+
+
 def test_calibration_finds_what_made_the_times():
     def pair(ops, link):
         row = Row(
             table="3",
             name="r",
             topology="v3:2x2",
+            gin_file="none.gin",
             peak_gb=1,
             step_s=ops + link / 0.5,
             util=0.5,

@@ -1,6 +1,9 @@
 """meshwright-plan as a user meets it."""
 
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 from absl import flags
@@ -16,10 +19,11 @@ MESH = "MESH_SHAPE = (2, 4)"
 def call_main(*params, gin_files=GIN_FILES, **more_flags):
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["meshwright-plan"])
+    if "topology" not in more_flags and "search" not in more_flags:
+        more_flags["device_count"] = "8"
     with flagsaver.as_parsed(
         gin_file=list(gin_files),
         gin_param=[*GIN_PARAMS, MESH, *params],
-        device_count="8",
         **more_flags,
     ):
         return main_module.main(["meshwright-plan"])
@@ -80,3 +84,14 @@ def test_errors_are_told_by_their_message(params, more_flags, message):
 def test_traceback_on_demand():
     with pytest.raises(ValueError, match="Did you mean"):
         call_main("Experimnt.seed = 1", traceback="true")
+
+
+@pytest.mark.parametrize(
+    "command,flag", [("meshwright-plan", "--topology"), ("meshwright-train", "--mode")]
+)
+def test_help_tells_what_it_does_and_its_flags(command, flag):
+    path = pathlib.Path(sys.executable).with_name(command)
+    out = subprocess.run([path, "--help"], capture_output=True, text=True).stdout
+    assert out.startswith(f"{command}: ")
+    assert f"  {flag}: " in out and "  --gin_param: " in out
+    assert all(len(line) <= 80 for line in out.splitlines())

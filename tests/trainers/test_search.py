@@ -467,6 +467,10 @@ def test_all_refused_says_how_to_go_on(small):
             {"topology": "v3:2x2", "search_plans": "plans/atempt1.gin"},
             "Did you mean plans/attempt1.gin",
         ),
+        (
+            {"topology": "v3:2x2", "search_plans": "lm/stdlib_tiny.gin"},
+            "--search_plans: lm/stdlib_tiny.gin binds nothing of ShardingPlan",
+        ),
         ({"topology": "v3:2x2", "search_output": __file__}, "--overwrite"),
         (
             {"topology": "v3:2x2", "search_output": str(DATA)},
