@@ -1,6 +1,5 @@
 """The compile-time benchmark: its program, its table, its errors."""
 
-import importlib.util
 import pathlib
 import re
 import subprocess
@@ -10,6 +9,7 @@ import pytest
 
 from benchmarks import compile_time
 from benchmarks.compile_time import Compile
+from tests import needs
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "compile_time.py"
 
@@ -57,9 +57,7 @@ def test_sizes_are_those_of_whole_pods():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
+@needs.libtpu
 def test_compiles_for_two_sizes():
     command = [sys.executable, SCRIPT, "--partitions=8,32", "--rounds=1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)

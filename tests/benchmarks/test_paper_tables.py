@@ -1,7 +1,6 @@
 """The papers' tables: rows, calibration, and one small row of each, compiled."""
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import subprocess
@@ -14,6 +13,7 @@ from benchmarks.paper_tables import CALIBRATED, GSPMD_ROWS, ROWS, Row
 from meshwright.framework.compiler import step_time
 from meshwright.framework.compiler.topology import topology
 from meshwright.trainers.mains import build_experiment
+from tests import needs
 
 SCRIPT = pathlib.Path(paper_tables.__file__)
 # All rows, by --json_out: to be written anew when the compiler or a layer changes.
@@ -110,9 +110,7 @@ def test_the_error_bar_is_that_of_rows_left_out():
     }
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
+@needs.libtpu
 @pytest.mark.parametrize(
     "table,name",
     [pytest.param("2", "64b_128", marks=pytest.mark.slow), ("3", "4x16")],

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 
 import numpy as np
 import pytest
@@ -18,14 +17,12 @@ from meshwright.framework.modeling.layer import Context, Layer, Mode, WeightSpec
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.repeat import Repeat
+from tests import needs
 
 MESHES = [(2, 4), (4, 2), (1, 8), (8, 1)]
 ONE = mw.DeviceMesh(("one",), (1,))
 CHANNELS = 2
 MESH_OF_V3 = mw.DeviceMesh(("data", "spatial"), (2, 4))
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
 
 
 def mesh_of(*shape, names=("data", "spatial", "model")):
@@ -387,7 +384,7 @@ ON_TPU = {
 }
 
 
-@needs_libtpu
+@needs.libtpu
 @pytest.mark.parametrize("name", ON_TPU)
 def test_what_tpu_makes_of_convolutions_is_known_again(name, lowered):
     """TPU's clean-up changes ranks, names and the order of operands."""
@@ -407,7 +404,7 @@ def test_what_tpu_makes_of_convolutions_is_known_again(name, lowered):
         assert op.endswith("BackpropFilter") and chosen.manual == ("data",)
 
 
-@needs_libtpu
+@needs.libtpu
 def test_what_tpu_names_otherwise_is_known_by_its_shapes():
     """By an op of another scope, behind the reshape that takes a dim of 1 away."""
     rows = ["data", "spatial", None]

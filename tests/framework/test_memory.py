@@ -1,7 +1,6 @@
 """What is alive when, read from scheduled HLO; and programs that do not fit."""
 
 import dataclasses
-import importlib.util
 import math
 import pathlib
 import pickle
@@ -30,11 +29,9 @@ from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.framework.compiler.topology import topology_devices
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
+from tests import needs
 from tests.framework.programs import MESH, split
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
 KIB, GIB = 2**10, 2**30
 
 
@@ -509,7 +506,7 @@ def test_arguments_that_may_fit_are_left_to_the_compiler():
     check_arguments_fit(function, MESH, whole, jax.devices()[0])
 
 
-@needs_libtpu
+@needs.libtpu
 def test_the_peak_is_that_of_the_tpu_compiler():
     program = compiled(topology_devices("v3:2x2"))
     timeline = memory_timeline(program.hlo_text(), program.sources)
@@ -517,7 +514,7 @@ def test_the_peak_is_that_of_the_tpu_compiler():
     assert timeline.peak == pytest.approx(stats.peak_memory_in_bytes, rel=0.001)
 
 
-@needs_libtpu
+@needs.libtpu
 def test_the_tpu_compiler_says_what_does_not_fit():
     with pytest.raises(DoesNotFit) as raised:
         compiled(topology_devices("v3:2x2"), size=16 * 1024)
@@ -528,7 +525,7 @@ def test_the_tpu_compiler_says_what_does_not_fit():
     assert "(framework/test_memory.py:" in str(error)
 
 
-@needs_libtpu
+@needs.libtpu
 def test_what_the_tpu_compiler_needs_includes_arguments():
     """It says so of "HLO temporaries"; here arguments take two thirds of it."""
     mesh = DeviceMesh(("X",), (8,))

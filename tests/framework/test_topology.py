@@ -1,7 +1,5 @@
 """Compiling for devices that are not here: TPU topologies, and what goes wrong."""
 
-import importlib.util
-
 import jax
 import numpy as np
 import pytest
@@ -11,9 +9,8 @@ from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.topology import topology_devices
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
+from tests import needs
 
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
-needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed")
 MESH = DeviceMesh(("X", "Y"), (2, 4))
 
 
@@ -74,7 +71,7 @@ def test_a_mesh_larger_than_the_topology_is_an_error():
         matmul(MESH, jax.devices()[:4])
 
 
-@needs_libtpu
+@needs.libtpu
 def test_devices_come_row_by_row():
     devices = topology_devices("v3:4x2")
     places = [(d.coords[1], d.coords[0], d.core_on_chip) for d in devices]
@@ -82,7 +79,7 @@ def test_devices_come_row_by_row():
     assert [d.coords[:2] for d in devices[:4]] == [[0, 0], [0, 0], [1, 0], [1, 0]]
 
 
-@needs_libtpu
+@needs.libtpu
 def test_compiles_for_a_tpu_that_is_not_here():
     program = matmul(DeviceMesh(("X", "Y"), (4, 8)), topology_devices("v3:4x4"))
     (collective,) = program.collectives()
@@ -91,7 +88,7 @@ def test_compiles_for_a_tpu_that_is_not_here():
     assert program.memory().arguments > 0
 
 
-@needs_libtpu
+@needs.libtpu
 def test_a_size_that_hosts_do_not_divide_is_an_error():
     with pytest.raises(ValueError, match="'v3:3x5'.*not divisible"):
         topology_devices("v3:3x5")

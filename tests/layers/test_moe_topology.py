@@ -1,7 +1,6 @@
 """Mixtures of experts compiled for TPU pods: what moves between devices."""
 
 import collections
-import importlib.util
 
 import pytest
 import tensorflow as tf
@@ -13,12 +12,12 @@ from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.gatings import Top2
 from meshwright.layers.linear import BSM
 from meshwright.layers.moe import ExpertFeedForward, MoE
+from tests import needs
 
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 M, H, T = 256, 512, 256
 
 
-@pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed")
+@needs.libtpu
 @pytest.mark.parametrize("partitioner", Partitioner)
 @pytest.mark.parametrize(
     ("experts", "topology"),

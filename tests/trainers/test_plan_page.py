@@ -1,7 +1,6 @@
 """A plan as a page: what it says, and what a browser shows of it."""
 
 import functools
-import importlib.util
 import json
 import pathlib
 import re
@@ -15,14 +14,14 @@ import pytest
 from meshwright.framework.compiler.step_time import MEAN_ERROR, WORST_ERROR
 from meshwright.trainers import plan_html, plan_plots
 from meshwright.trainers.plan_text import plan_text
+from tests import needs
 from tests.trainers.browser import look_at, needs_chromium
 from tests.trainers.test_plan_main import call_main
 
 ROOT = pathlib.Path(__file__).parents[2]
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 POD = pytest.param(
     "v3:2x2",
-    marks=pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed"),
+    marks=needs.libtpu,
 )
 PHONE, DESK = 390, 1200
 PICTURES = ["timeline", "breakdown", "collectives", "weights"]
@@ -243,7 +242,7 @@ def test_the_error_bar_of_the_step_time(planned):
     assert told in plan_text(unknown)
 
 
-@pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed")
+@needs.libtpu
 @pytest.mark.parametrize(("topology", "known"), [("v3:2x2", True), ("v5e:2x4", False)])
 def test_the_error_is_known_where_steps_were_measured(planned, topology, known):
     error = {"mean": MEAN_ERROR, "worst": WORST_ERROR} if known else None

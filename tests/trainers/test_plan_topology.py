@@ -1,6 +1,5 @@
 """meshwright-plan --topology: what it prints and writes, and wrong input."""
 
-import importlib.util
 import json
 import pathlib
 import re
@@ -22,11 +21,10 @@ from meshwright.framework.compiler.refusal import (
 from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.trainers import planning
 from meshwright.trainers.plan import DOES_NOT_FIT, main
+from tests import needs
 from tests.trainers.test_plan_main import call_main
 
 ROOT = pathlib.Path(__file__).parents[2]
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
-needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed")
 KEYS = {
     "fits": bool,
     "peak_bytes": int,
@@ -87,7 +85,7 @@ def test_on_the_cpu_mesh(tmp_path, capsys):
     assert gathers and all(one["count"] % 3 == 0 for one in gathers)
 
 
-@needs_libtpu
+@needs.libtpu
 def test_on_a_pod(tmp_path, capsys):
     status, out, found = planned(tmp_path, capsys, topology="v3:2x2")
     assert status is None
@@ -197,7 +195,7 @@ def test_what_compiles_but_is_too_large_does_not_fit(small_devices, tmp_path, ca
     check_memory(found)
 
 
-@needs_libtpu
+@needs.libtpu
 def test_arguments_that_do_not_fit_alone(tmp_path, capsys):
     too_large = ["VOCAB_SIZE = 4194304", "MODEL_DIMS = 4096"]
     status, out, found = planned(tmp_path, capsys, *too_large, topology="v3:2x2")
@@ -213,7 +211,7 @@ def test_arguments_that_do_not_fit_alone(tmp_path, capsys):
     ]
 
 
-@needs_libtpu
+@needs.libtpu
 def test_what_the_tpu_compiler_refuses(tmp_path, capsys):
     long = ["SEQUENCE_LENGTH = 8192", "Experiment.global_batch = 1024"]
     status, out, found = planned(tmp_path, capsys, *long, topology="v3:2x2")
@@ -226,7 +224,7 @@ def test_what_the_tpu_compiler_refuses(tmp_path, capsys):
     assert max(found["timeline"]) == found["peak_bytes"]
 
 
-@needs_libtpu
+@needs.libtpu
 @pytest.mark.slow  # The model of 64B: 13 s of one core.
 def test_64b_that_saves_everything_does_not_fit(tmp_path, capsys):
     """As docs/planning.md has it; with what the file recomputes it fits."""

@@ -1,6 +1,5 @@
 """Whole searches, with libtpu: cut short and gone on with, and what they promise."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -16,14 +15,14 @@ from meshwright.trainers.mains import INTERRUPTED
 from meshwright.trainers.plan import DOES_NOT_FIT
 from meshwright.trainers.plan_cache import PlanCache
 from meshwright.trainers.search_space import built
+from tests import needs
 from tests.trainers.small_run import GIN_FILES
 from tests.trainers.test_plan_main import call_main
 from tests.trainers.test_search import space
 
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 pytestmark = [
     pytest.mark.slow,  # A dozen compilations.
-    pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed"),
+    needs.libtpu,
 ]
 BUDGET = 3
 MESH = "MESH_SHAPE = (2, 4)"
