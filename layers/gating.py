@@ -13,13 +13,12 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import check_kind, check_number
 from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, Mode, WeightSpec
 from meshwright.framework.nested_map import NestedMap
@@ -36,20 +35,6 @@ class Rounding(enum.Enum):
 
     UP = "up"
     DOWN = "down"
-
-
-def check_member(config: Any, field: str, kinds: type[enum.Enum]) -> None:
-    """Checks that `config.field` is one of an enum's members.
-
-    Raises:
-      ValueError: it is not; names class, field, value and what there is.
-    """
-    value = getattr(config, field)
-    if not isinstance(value, kinds):
-        names = ", ".join(str(kind) for kind in kinds)
-        raise ValueError(
-            f"{type(config).__name__}.{field} is {value!r}; it must be one of {names}"
-        )
 
 
 @gin.register
@@ -80,7 +65,7 @@ class Capacity:
             check_number(self, "eval_factor", above=0)
         check_number(self, "at_least", at_least=0)
         check_number(self, "multiple_of", at_least=1)
-        check_member(self, "rounding", Rounding)
+        check_kind(self, "rounding", Rounding)
 
     def slots(self, tokens: int, experts: int, mode: Mode = Mode.TRAIN) -> int:
         """C, for groups of S `tokens` and E `experts`; never more than S."""
@@ -167,11 +152,7 @@ class Gating(Layer):
         check_number(self, "num_experts", at_least=1)
         check_number(self, "model_dims", at_least=1)
         check_number(self, "jitter", at_least=0, below=1)
-        if not isinstance(self.capacity, Capacity):
-            raise ValueError(
-                f"{type(self).__name__}.capacity is {self.capacity!r}; it must be a "
-                "Capacity, such as Capacity(factor=2.0)"
-            )
+        check_kind(self, "capacity", Capacity, "Capacity(factor=2.0)")
 
     def weights(self) -> NestedMap:
         spec = WeightSpec(

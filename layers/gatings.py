@@ -16,7 +16,7 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import check_kind, check_number
 from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.gating import (
@@ -24,7 +24,6 @@ from meshwright.layers.gating import (
     Capacity,
     Choices,
     Gating,
-    check_member,
     in_turn,
     probabilities,
 )
@@ -80,8 +79,8 @@ class Top2(Gating):
     def __post_init__(self):
         super().__post_init__()
         _check_enough_experts(self, 2)
-        check_member(self, "second_expert", SecondExpert)
-        check_member(self, "gate_scale", GateScale)
+        check_kind(self, "second_expert", SecondExpert)
+        check_kind(self, "gate_scale", GateScale)
         check_number(self, "threshold", at_least=0, below=1)
 
     def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
@@ -155,7 +154,7 @@ class TopK(Gating):
         super().__post_init__()
         check_number(self, "k", at_least=1)
         _check_enough_experts(self, self.k)
-        check_member(self, "gate_scale", GateScale)
+        check_kind(self, "gate_scale", GateScale)
         if self.k == 1 and self.gate_scale is not GateScale.RAW:
             raise ValueError(
                 f"TopK.k is 1 and TopK.gate_scale {self.gate_scale}: a gate divided by "

@@ -22,7 +22,7 @@ import dataclasses
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import check_kind, check_number
 from meshwright.framework.modeling.initializers import Normal
 from meshwright.framework.modeling.layer import (
     EXPERT_DIM,
@@ -153,13 +153,8 @@ class MoE(Layer):
         check_number(self, "z_weight", at_least=0)
         if self.group_size is not None:
             check_number(self, "group_size", at_least=1)
-        for field, kind in (("gating", Gating), ("experts", ExpertFeedForward)):
-            value = getattr(self, field)
-            if not isinstance(value, kind):
-                raise ValueError(
-                    f"MoE.{field} is {value!r}; it must be of class {kind.__name__}, "
-                    + f"such as {'Top2' if kind is Gating else kind.__name__}(...)"
-                )
+        check_kind(self, "gating", Gating, "Top2(...)")
+        check_kind(self, "experts", ExpertFeedForward, "ExpertFeedForward(...)")
         for field in ("num_experts", "model_dims"):
             ours, theirs = getattr(self.gating, field), getattr(self.experts, field)
             if ours != theirs:

@@ -1,7 +1,8 @@
-"""Range checks for hyperparameters, with one wording for all of them."""
+"""Checks of hyperparameters, with one wording for all of them."""
 
 from __future__ import annotations
 
+import enum
 import math
 import numbers
 from typing import Any
@@ -43,3 +44,20 @@ def check_value(
         ]
         text = " and ".join(wanted)
         raise ValueError(f"{name} is {value!r}; it must be a number {text}".rstrip())
+
+
+def check_kind(config: Any, field: str, kind: type, example: str = "") -> None:
+    """Checks that `config.field` is of a class, or one of an enum's members.
+
+    Raises:
+      ValueError: it is not; names class, field, value and what there is, or an example.
+    """
+    value = getattr(config, field)
+    if isinstance(value, kind):
+        return
+    wanted = f"of class {kind.__name__}, such as {example}"
+    if issubclass(kind, enum.Enum):
+        wanted = f"one of {', '.join(map(str, kind))}"
+    raise ValueError(
+        f"{type(config).__name__}.{field} is {value!r}; it must be {wanted}"
+    )
