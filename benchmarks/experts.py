@@ -3,9 +3,10 @@
     python benchmarks/experts.py [--steps=600] [--seeds=1,2,3] [--model_dir=DIR]
 
 Trains `mt/gettext_moe.gin` and `mt/gettext_dense.gin` in turns, each seed with its own
-weights and order of text, and prints the loss of training (nats a token, without label
-smoothing or the experts' own losses, mean of the last tenth), that of held-out text,
-BLEU and chrF, means over languages, then BLEU by language. All runs lie in one folder
+weights and order of text, the same for both models, and prints the loss of training
+(nats a token, without label smoothing or the experts' own losses, mean of the batches
+shown in the last tenth), that of held-out text, BLEU and chrF, means over languages,
+then BLEU by language. All runs lie in one folder
 for TensorBoard; complete ones are read again, others go on where they stopped.
 
 Wants iso-codes (docs/translation.md). A run of 600 steps takes five minutes on 2 cores.
@@ -40,7 +41,7 @@ class Found:
     """What one run came to.
 
     Args:
-      train_loss: nats a token, mean of the last tenth.
+      train_loss: nats a token, mean of the batches shown in the last tenth.
       metrics: of held-out text: loss, bleu, chrf, bleu/en-de, ...
       step_s: median seconds of a step.
     """
@@ -163,6 +164,11 @@ def main(argv: Sequence[str]) -> None:
                 except subprocess.CalledProcessError:
                     sys.exit(f"experts.py: a run failed, see {folder}.log")
             runs[seed, model] = read(folder, steps)
+            if runs[seed, model] is None:
+                sys.exit(
+                    f"experts.py: {folder} has no evaluation at step {steps}: it was "
+                    "stopped, or trained further before; name another --model_dir"
+                )
             print(table_row(seed, model, runs[seed, model]), flush=True)
     print(*summary(runs), sep="\n")
 

@@ -131,12 +131,17 @@ class MultiHeadAttention(Layer):
 
         Raises:
           ValueError: the last dim of `x` or `memory` is not M; a mask or positions for
-            a memory.
+            a memory; segment ids of it or of `x` alone.
         """
         if memory is None:
             memory_segment_ids = segment_ids
         else:
             self._check_crosses(ctx)
+            if (segment_ids is None) != (memory_segment_ids is None):
+                raise ValueError(
+                    f"layer {ctx.path!r}: give segment_ids of both the tokens and the "
+                    "memory, or of neither"
+                )
         q, k, v = self._project(ctx, theta, x, memory)
         if self.positions is PositionKind.ROTARY:
             if segment_positions is None:

@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import gin
 import tensorflow as tf
@@ -142,6 +143,9 @@ class Gating(Layer):
     Raises:
       ValueError: a size below 1, a jitter out of range, or a capacity that is none.
     """
+
+    needs_whole_groups: ClassVar[bool] = False
+    """Whether later tokens of a group decide too, in evaluation as well."""
 
     model_dims: int
     num_experts: int

@@ -186,6 +186,8 @@ class ExpertChoice(Gating):
     experts or none. Of tokens that want it alike, the earlier are taken.
     """
 
+    needs_whole_groups = True
+
     def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
         probs = probabilities(ctx, logits)
         score = tf.stop_gradient(probs)

@@ -227,6 +227,31 @@ class MoE(Layer):
         )
         return NestedMap(x=out, aux=NestedMap(loss=loss, sums=routing.sums))
 
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        token_ids: tf.Tensor | None = None,
+    ) -> NestedMap:
+        """`fprop` of one more token of each row, `x` [B, 1, M].
+
+        Each is a group of its own, so that what is said of one row does not hang on
+        the others.
+
+        Raises:
+          ValueError: the gating needs whole groups.
+        """
+        if self.gating.needs_whole_groups:
+            raise ValueError(
+                f"layer {ctx.path!r}: {type(self.gating).__name__} lets experts choose "
+                "among all tokens of a group and cannot say one after another: decode "
+                "with another gating, such as Top2"
+            )
+        alone = dataclasses.replace(self, group_size=None)
+        return alone.fprop(ctx, theta, x, token_ids=token_ids)
+
     def extra_flops(self, sequence_length: int) -> float:
         """Experts work on slots, taken or not; dispatch and combine are products too.
 

@@ -115,7 +115,8 @@ class Repeat(Layer):
     def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
         """The body's, stacked along a leading dim L."""
         one = self.body.start_cache(ctx, batch, length)
-        return one.map(lambda t: tf.zeros([self.num_layers, *t.shape], t.dtype))
+        # Not new zeros: these lie as the body says.
+        return one.map(lambda t: tf.broadcast_to(t[None], [self.num_layers, *t.shape]))
 
     def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """The body's, of each layer's weights, stacked along a leading dim L."""

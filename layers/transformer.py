@@ -146,7 +146,12 @@ class TransformerLayer(Layer):
 
         Returns:
           [B * K, 1, M] in the activation dtype, and the new cache.
+
+        Raises:
+          ValueError: a `memory` and no cross-attention, or the reverse; experts that
+            choose among tokens, of which there is one.
         """
+        self._check_memory(ctx, memory)
 
         def attend(part, c, theta, x):
             y, own = part.step(c, theta, x, cache.attention, position)
@@ -162,10 +167,13 @@ class TransformerLayer(Layer):
         x, own = out.x, out.aux
         if self.cross_attention is not None:
             x = self._add(ctx, theta, "cross_attention", x, recall)
-        experts = isinstance(self.feed_forward, MoE)
-        inputs = {"token_ids": token_ids} if experts else {}
-        x = self._add(ctx, theta, "feed_forward", x, **inputs)
-        return x.x if experts else x, NestedMap(attention=own)
+
+        def use_experts(part, c, theta, x):
+            return part.step(c, theta, x, token_ids=token_ids).x
+
+        use = use_experts if isinstance(self.feed_forward, MoE) else None
+        x = self._add(ctx, theta, "feed_forward", x, use)
+        return x, NestedMap(attention=own)
 
     def _parts(self) -> list[tuple[str, Layer]]:
         """What has weights, by name, as the stream meets it."""

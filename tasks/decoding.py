@@ -1,7 +1,7 @@
 """Search for what a model says: beam search, greedy, sampling; one token at a time.
 
 All of it is one XLA program with static shapes. Rows finish at different lengths; the
-loop ends when no row can get better.
+loop ends when all rows are done.
 
 Dims: B batch, K beams, T length, V vocabulary, J candidates.
 """

@@ -58,7 +58,7 @@ class LanguageModel(TextTask):
         )
         with ctx.scope("final_norm") as c:
             x = self.final_norm.fprop(c, theta.final_norm, x)
-        return self.say(ctx, theta, x), aux
+        return self.to_logits(ctx, theta, x), aux
 
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
         """Mean negative log likelihood in nats over tokens of weight 1.

@@ -65,8 +65,10 @@ class ParallelFiles:
       languages: those to translate the source language to; none for all there are.
       source_language: of all sources.
       direction: which way to translate.
-      held_out_one_in: about one source in so many is held out, with its translations
-        to all languages, chosen by a hash of its text: adding files moves no other.
+      held_out_one_in: about one text of the source language in so many is held out,
+        with its translations to all languages, chosen by a hash of its text: adding
+        files moves no other. Translated backward, what is trained on as well, as
+        several texts may have one translation, is no longer held out.
 
     Raises:
       ValueError: nothing is left to train on; a language comes twice.
@@ -165,6 +167,11 @@ def _load(files: ParallelFiles) -> dict[Split, list[Pair]]:
             f"take it out of {type(files).__name__}.languages, or add its files"
             f"{files.hint}"
         )
+    if files.direction is not Direction.FORWARD:
+        # English decides the split: sources of other languages may be in both.
+        trained = {pair.source for pair in found[Split.TRAIN]}
+        held_out = found[Split.HELD_OUT]
+        found[Split.HELD_OUT] = {p for p in held_out if p.source not in trained}
     return {split: sorted(part) for split, part in found.items()}
 
 
@@ -181,7 +188,8 @@ class GettextCatalogues(ParallelFiles):
     Args:
       root: where catalogues lie; on Debian the default, where `apt install iso-codes`
         puts names of languages, countries and currencies in over a hundred languages.
-      domains: names of catalogues without suffix, such as "iso_639-3"; none for all.
+      domains: names of catalogues without suffix, such as "iso_639-3", of those in
+        folders called LC_MESSAGES; none for all.
       max_chars: of a message or its translation; longer ones are left out.
     """
 
@@ -267,10 +275,11 @@ class TsvFiles(ParallelFiles):
 
     def read(self) -> Iterator[Pair]:
         for path in self._files((".tsv",)):
-            source, _, target = path.stem.partition("-")
-            if source == self.source_language and (
-                not self.languages or target in self.languages
-            ):
+            prefix = f"{self.source_language}-"
+            target = path.stem.removeprefix(prefix)
+            if not path.stem.startswith(prefix):
+                logging.warning("left out, as it is not from %s: %s", prefix[:-1], path)
+            elif not self.languages or target in self.languages:
                 yield from self._pairs_of(path, target)
 
     def _pairs_of(self, path: pathlib.Path, language: str) -> Iterator[Pair]:
@@ -310,6 +319,10 @@ class TFRecordFiles(ParallelFiles):
                     one = tf.io.parse_single_example(record, spec)
                     texts = [one[name].numpy().decode().strip() for name in _FEATURES]
                     source, target, language = texts
+                    if not source or not target:
+                        raise ValueError(
+                            f"{path} has an empty source or target: leave it out"
+                        )
                     if not self.languages or language in self.languages:
                         yield Pair(self.source_language, language, source, target)
             except (tf.errors.OpError, UnicodeDecodeError) as e:

@@ -80,7 +80,7 @@ class TextTask(Task):
             return out.x, NestedMap({name: out.aux})
         return out, NestedMap()
 
-    def say(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+    def to_logits(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits [B, S, V] of normalized `x` [B, S, M], in the activation dtype."""
         with ctx.scope("softmax") as c:
             if self.softmax is None:

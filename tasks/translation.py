@@ -13,6 +13,7 @@ import gin
 import numpy as np
 import tensorflow as tf
 
+from meshwright.framework.modeling import random
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
@@ -103,7 +104,7 @@ class Translation(TextTask):
             weights = batch.target_weights
             count = tf.reduce_sum(weights)
             exact = cross_entropy(logits, batch.target_labels, weights=weights)
-            nats, total = tf.reduce_sum(exact), tf.reduce_sum(exact)
+            nats = total = tf.reduce_sum(exact)
             if self.label_smoothing:
                 logits = tf.cast(logits, tf.float32)
                 even = tf.reduce_logsumexp(logits, -1) - tf.reduce_mean(logits, -1)
@@ -138,14 +139,18 @@ class Translation(TextTask):
         return self.text.source_batches(global_batch, max_batches=max_batches)
 
     def decoded(self, batches: Sequence[tuple[NestedMap, NestedMap]]) -> Decoding:
-        """BLEU and chrF by direction, of the best translations."""
+        """BLEU and chrF by direction, of the best translations.
+
+        References are as the vocabulary spells them, in Unicode's NFKC.
+        """
         pairs = self.text.files.pairs(Split.HELD_OUT)
         vocabulary = self.text.trained_vocabulary()
         translated = [
             Translated(
                 pairs[number].direction,
+                pairs[number].target_language,
                 pairs[number].source,
-                pairs[number].target,
+                vocabulary.normalized(pairs[number].target),
                 vocabulary.decode(ids),
             )
             for batch, out in batches
@@ -182,6 +187,10 @@ class Translation(TextTask):
         with ctx.scope("decoder") as c:
             cache = self.decoder.start_cache(c, batch_size * beams, length)
         with ctx.scope("search") as c:
+            if c.key is not None:  # Other batches draw otherwise.
+                c = dataclasses.replace(
+                    c, key=random.fold_in(c.key, tf.reduce_max(batch.pair))
+                )
             model = TokenModel(
                 step=step,
                 cache=cache,
@@ -196,7 +205,7 @@ class Translation(TextTask):
     def _logits(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         with ctx.scope("decoder_norm") as c:
             x = self.decoder_norm.fprop(c, theta.decoder_norm, x)
-        return self.say(ctx, theta, x)
+        return self.to_logits(ctx, theta, x)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         found = super().metrics(sums)

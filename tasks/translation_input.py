@@ -248,7 +248,9 @@ class SampledOrder:
 def _vocabulary(files: ParallelFiles, spec: SentencePieceVocabulary) -> Vocabulary:
     pairs = files.pairs(Split.TRAIN)
     texts = sorted({text for pair in pairs for text in (pair.source, pair.target)})
-    return spec.trained(texts, [pair.target_language for pair in pairs])
+    # A language of few pairs may be in the held-out ones alone.
+    every = [*pairs, *files.pairs(Split.HELD_OUT)]
+    return spec.trained(texts, [pair.target_language for pair in every])
 
 
 @functools.cache

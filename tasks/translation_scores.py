@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
-# Languages written without spaces between words: BLEU counts their characters.
+# Languages written with few spaces between words, or none: BLEU counts characters.
 _BY_CHARACTER = ("ja", "ko", "th", "lo", "km", "my", "zh")
 
 
@@ -17,12 +18,14 @@ class Translated:
 
     Args:
       direction: such as "en-de".
+      language: of the translation, such as "de" or "zh_CN".
       source: the text.
       reference: its translation by people.
       found: the model's.
     """
 
     direction: str
+    language: str
     source: str
     reference: str
     found: str
@@ -47,7 +50,7 @@ def scores(translated: Sequence[Translated]) -> dict[str, float]:
     for direction, group in sorted(by_direction.items()):
         texts = [one.found for one in group]
         references = [[one.reference for one in group]]
-        tokenizer = _tokenizer(direction.rpartition("-")[2])
+        tokenizer = _tokenizer(group[0].language)
         bleu = _sacrebleu().corpus_bleu(texts, references, tokenize=tokenizer)
         found[f"bleu/{direction}"] = bleu.score
         found[f"chrf/{direction}"] = _sacrebleu().corpus_chrf(texts, references).score
@@ -60,7 +63,7 @@ def scores(translated: Sequence[Translated]) -> dict[str, float]:
 
 def samples(translated: Sequence[Translated], count: int = 20) -> str:
     """A Markdown table of some, evenly spread."""
-    step = max(1, len(translated) // count)
+    step = max(1, -(-len(translated) // count))
     lines = ["| | source | reference | found |", "|---|---|---|---|"]
     for one in translated[::step][:count]:
         cells = (one.direction, one.source, one.reference, one.found)
@@ -69,7 +72,7 @@ def samples(translated: Sequence[Translated], count: int = 20) -> str:
 
 
 def _tokenizer(language: str) -> str:
-    return "char" if language.split("_")[0].split("@")[0] in _BY_CHARACTER else "13a"
+    return "char" if re.split("[-_@]", language)[0] in _BY_CHARACTER else "13a"
 
 
 def _sacrebleu():

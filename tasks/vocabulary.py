@@ -8,6 +8,7 @@ import functools
 import hashlib
 import io
 import pathlib
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 import gin
@@ -97,11 +98,21 @@ class SentencePieceVocabulary:
 
     def _read(self, tags: tuple[str, ...]) -> Vocabulary:
         path = pathlib.Path(self.model_file).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"SentencePieceVocabulary.model_file: there is no file {path}"
+            )
         try:
             found = Vocabulary(path.read_bytes())
             size = found.size
         except RuntimeError as e:
             raise ValueError(f"{path} is no SentencePiece model: {e}") from e
+        ours = (Vocabulary.padding_id, Vocabulary.start_id, Vocabulary.end_id)
+        if found.control_ids != ours:
+            raise ValueError(
+                f"{path} has padding, start and end at {found.control_ids}: train one "
+                f"that has them at {ours}, by --pad_id, --bos_id and --eos_id"
+            )
         missing = [tag for tag in tags if not found.has(tag)]
         if missing or size != self.vocab_size:
             raise ValueError(
@@ -140,6 +151,16 @@ class Vocabulary:
     def sha256(self) -> str:
         """Of the model; runs that resume must agree on it."""
         return hashlib.sha256(self.model).hexdigest()
+
+    @property
+    def control_ids(self) -> tuple[int, int, int]:
+        """The ids of padding, start and end in the model; -1 for what it lacks."""
+        of = self._processor
+        return of.pad_id(), of.bos_id(), of.eos_id()
+
+    def normalized(self, text: str) -> str:
+        """`text` as it is encoded."""
+        return unicodedata.normalize("NFKC", text)
 
     def has(self, symbol: str) -> bool:
         """Whether `symbol` is a piece of its own."""

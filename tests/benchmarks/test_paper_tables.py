@@ -16,7 +16,8 @@ from meshwright.trainers.mains import build_experiment
 from tests import needs
 
 SCRIPT = pathlib.Path(paper_tables.__file__)
-# All rows, by --json_out: to be written anew when the compiler or a layer changes.
+# All rows of Tables 2 and 3, by --json_out: to be written anew when the compiler or a
+# layer changes.
 KEPT = SCRIPT.parents[1] / "tests" / "data" / "paper_rows.json"
 
 

@@ -90,3 +90,11 @@ def test_a_mask_or_positions_for_a_memory_are_refused(kwargs):
         ValueError, match="attends to a memory.*mask=FULL and positions"
     ):
         run(layer, theta, inputs(), memory=memory())
+
+
+@pytest.mark.parametrize("given", ["segment_ids", "memory_segment_ids"])
+def test_segments_of_one_side_alone_are_refused(given):
+    layer, theta = attention(mask=MaskKind.FULL)
+    ids = np.ones([B, T if "memory" in given else S], np.int32)
+    with pytest.raises(ValueError, match="of both the tokens and the memory, or"):
+        run(layer, theta, inputs(), memory=memory(), **{given: ids})

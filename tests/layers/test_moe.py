@@ -463,3 +463,21 @@ def test_slots_of_other_sizes_are_refused():
     theta = initialize(OTHER.weights(), key_from_seed(1))
     with pytest.raises(ValueError, match="'e' has 4 experts of model dims 8 but was"):
         OTHER.fprop(Context(path="e"), theta, tf.zeros([5, 1, 2, M]))
+
+
+def test_one_more_token_does_not_compete_with_other_rows():
+    layer = mixture(GATINGS["top2"], group_size=4)
+    theta = initialize(layer.weights(), key_from_seed(1))
+    x = tf.constant(INPUTS.x[:, :1])  # Two groups of four, if it were training.
+    ctx = Context(mode=Mode.EVAL)
+    together = layer.step(ctx, theta, x)
+    assert together.aux.sums.dropped == 0
+    alone = [layer.step(ctx, theta, x[b : b + 1]).x for b in range(B)]
+    np.testing.assert_allclose(together.x, tf.concat(alone, 0), rtol=1e-5, atol=1e-6)
+
+
+def test_experts_that_choose_cannot_say_one_token_after_another():
+    layer = mixture(GATINGS["expert_choice"])
+    theta = initialize(layer.weights(), key_from_seed(1))
+    with pytest.raises(ValueError, match="layer 'a': ExpertChoice lets .* another gat"):
+        layer.step(Context(path="a"), theta, tf.constant(INPUTS.x[:, :1]))

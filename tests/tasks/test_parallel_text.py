@@ -180,3 +180,30 @@ def test_an_empty_split_is_named(tmp_path):
 def test_wrong_hyperparameters(kwargs, message):
     with pytest.raises(ValueError, match=message):
         GettextCatalogues(**kwargs)
+
+
+@pytest.mark.parametrize("direction", [Direction.BACKWARD, Direction.BOTH])
+def test_what_is_translated_is_trained_on_or_held_out_not_both(tmp_path, direction):
+    # Twenty texts have the same translation: a hash of them parts it.
+    messages = {f"text {i}": f"ord {max(i, 20)}" for i in range(80)}
+    install(tmp_path, "sv", messages)
+    files = GettextCatalogues(
+        root=str(tmp_path), held_out_one_in=4, direction=direction
+    )
+    sources = [{pair.source for pair in files.pairs(split)} for split in Split]
+    assert "ord 20" in sources[0] and not sources[0] & sources[1]
+    assert len(sources[1]) > 5
+
+
+def test_tsv_of_a_language_with_a_region(tmp_path):
+    (tmp_path / "pt-BR-zh-Hans.tsv").write_text("casa\t房子\n")
+    (tmp_path / "en-de.tsv").write_text("house\tHaus\n")
+    (found,) = TsvFiles(root=str(tmp_path), source_language="pt-BR").read()
+    assert found == Pair("pt-BR", "zh-Hans", "casa", "房子")
+
+
+def test_tfrecords_without_a_text_are_named(tmp_path):
+    with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
+        writer.write(record(source="house", target=" ", target_language="de"))
+    with pytest.raises(ValueError, match="a.tfrecord has an empty source or target"):
+        TFRecordFiles(root=str(tmp_path)).pairs(Split.TRAIN)

@@ -1,16 +1,19 @@
 """Packed rows of pairs, the order of training, and the vocabulary under them."""
 
 import collections
+import dataclasses
+import io
 
 import numpy as np
 import pytest
+import sentencepiece
 import tensorflow as tf
 
 from meshwright.tasks.parallel_text import GettextCatalogues
 from meshwright.tasks.text_input import Split, shuffled_examples
 from meshwright.tasks.translation_input import SampledOrder, TranslationInput
 from meshwright.tasks.vocabulary import SentencePieceVocabulary, Subwords
-from tests.tasks.parallel_files import install_all, sentences
+from tests.tasks.parallel_files import install, install_all, sentences
 
 COUNTS = {"de": 300, "fr": 150, "sv": 30}
 
@@ -186,3 +189,39 @@ def test_vocabularies_that_cannot_be():
     spec = SentencePieceVocabulary(vocab_size=5000)
     with pytest.raises(ValueError, match="no vocabulary of 5000 pieces.*301 texts"):
         spec.trained(TEXTS, ["de"])
+
+
+def test_a_language_that_is_held_out_alone_has_its_tag(tmp_path):
+    messages = dict(zip(TEXTS, TEXTS, strict=True))
+    install(tmp_path, "de", messages)
+    files = GettextCatalogues(root=str(tmp_path), held_out_one_in=2)
+    held_out = next(p.source for p in files.pairs(Split.HELD_OUT))
+    install(tmp_path, "rom", {held_out: held_out})
+    text = TranslationInput(
+        files=dataclasses.replace(files, languages=("de", "rom")),
+        vocabulary=SentencePieceVocabulary(vocab_size=300),
+        source_length=40,
+        target_length=40,
+    )
+    assert text.rows(Split.HELD_OUT).directions == ("en-de", "en-rom")
+
+
+def test_a_model_that_counts_otherwise_is_refused(tmp_path):
+    path = tmp_path / "model"
+    spec = SentencePieceVocabulary(vocab_size=300, model_file=str(path))
+    with pytest.raises(FileNotFoundError, match="model_file: there is no file"):
+        spec.trained([], ["de"])
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_writer=(model := io.BytesIO()),
+        vocab_size=300,
+        byte_fallback=True,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    path.write_bytes(model.getvalue())
+    with pytest.raises(ValueError, match=r"at \(0, -1, 1\): train one .*\(0, 1, 2\)"):
+        spec.trained([], ["de"])

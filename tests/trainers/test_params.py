@@ -77,3 +77,11 @@ def test_every_gin_file_says_what_must_be_set():
         text = file.read_text()
         assert "# Must be set:" in text, file
         assert "plans" in file.parts or "Commonly overridden:" in text, file
+
+
+def test_the_dense_baseline_has_the_flops_of_the_experts():
+    flops = []
+    for name in ("moe", "dense"):
+        experiment, _ = build_experiment([f"mt/gettext_{name}.gin"], [])
+        flops.append(experiment.task.train_flops(experiment.global_batch))
+    assert flops[1] == pytest.approx(flops[0], rel=0.005)
