@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -87,10 +88,12 @@ def sources(one: Experiment) -> NestedMap:
     return next(one.task.decode_batches(global_batch=one.global_batch))
 
 
-def decoded(root, plan, search, change=on_one_device) -> NestedMap:
+def decoded(root, plan, search, change=on_one_device, see=None) -> NestedMap:
     one = change(experiment(root, plan))
     task = dataclasses.replace(one.task, search=search)
     programs = Programs(dataclasses.replace(one, task=task))
+    if see is not None:
+        see(programs.decode)
     return programs.decode(initial_theta(root, plan), sources(one)).map(np.asarray)
 
 
@@ -131,6 +134,18 @@ def test_a_beam_of_one_is_greedy(root):
 BEAMS = BeamSearch(beams=3)
 
 
+def see_that_the_cache_is_split(program):
+    """Keys and values [layers, 8 x 3 beams, 12 tokens, 4 heads, 4]: an eighth of them.
+
+    A decode that has them whole on each device says the same.
+    """
+    text = program.hlo_text()
+    caches = set(re.findall(r"f32\[([12]),(\d+),12,(\d),4\]", text))
+    sizes = {int(layers) * int(rows) * int(heads) for layers, rows, heads in caches}
+    layers = {int(layers) for layers, _, _ in caches}
+    assert max(sizes) == max(layers) * 24 * 4 // 8, caches
+
+
 @functools.cache
 def decoded_alone(root, plan):
     return decoded(root, plan, BEAMS)
@@ -145,7 +160,7 @@ def test_eight_devices_decode_as_one(root, plan, partitioner):
         return dataclasses.replace(one, partitioner=partitioner)
 
     alone = decoded_alone(root, plan)
-    together = decoded(root, plan, BEAMS, change)
+    together = decoded(root, plan, BEAMS, change, see_that_the_cache_is_split)
     np.testing.assert_array_equal(together.ids, alone.ids)
     np.testing.assert_allclose(together.scores, alone.scores, rtol=1e-4)
 
