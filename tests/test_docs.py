@@ -2,22 +2,21 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
 from meshwright.trainers import config
 from meshwright.trainers.mains import build_experiment
+from tests import snippets
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
-def snippets():
+def blocks():
     for page in PAGES:
-        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-        for i, block in enumerate(blocks):
+        found = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        for i, block in enumerate(found):
             yield pytest.param(block, id=f"{page.name}-{i}")
 
 
@@ -30,14 +29,18 @@ def commands(pattern):
                 yield pytest.param(line.split("  #")[0].strip(), id=line[:60])
 
 
-@pytest.mark.parametrize("code", list(snippets()))
-def test_python_snippet_runs(code):
+@pytest.mark.parametrize("code", list(blocks()))
+def test_python_snippet_runs(code, tmp_path):
     # A process of its own: snippets choose their platform first thing.
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd="/"
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip(), "a snippet should show something"
+    status, out, errors = snippets.run(code, tmp_path)
+    assert status == 0, errors
+    assert out.strip(), "a snippet should show something"
+
+
+def test_a_snippet_that_fails_or_says_nothing_is_seen(tmp_path):
+    assert snippets.run("x = 1", tmp_path)[:2] == (0, "")
+    status, _, errors = snippets.run("raise KeyError('here')", tmp_path)
+    assert status and "KeyError: 'here'" in errors
 
 
 @pytest.mark.parametrize("command", list(commands(r"(\.venv/bin/)?meshwright-\w+")))

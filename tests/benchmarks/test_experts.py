@@ -60,6 +60,7 @@ def test_the_table_tells_differences_by_seed_and_scores_by_language():
     assert len(row) == len(experts.HEADER.splitlines()[0]) <= 80
 
 
+@pytest.mark.slow  # A process that builds the task.
 def test_a_run_that_fails_points_to_its_log(tmp_path):
     command = [sys.executable, experts.__file__, f"--model_dir={tmp_path}"]
     command += ["--seeds=7", "--gin_param=GettextCatalogues.root = '/nowhere'"]

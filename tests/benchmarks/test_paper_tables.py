@@ -16,8 +16,7 @@ from meshwright.trainers.mains import build_experiment
 from tests import needs
 
 SCRIPT = pathlib.Path(paper_tables.__file__)
-# All rows of Tables 2 and 3, by --json_out: to be written anew when the compiler or a
-# layer changes.
+# All rows, by --json_out: to be written anew when the compiler or a layer changes.
 KEPT = SCRIPT.parents[1] / "tests" / "data" / "paper_rows.json"
 
 
@@ -52,6 +51,19 @@ def test_flops_are_the_papers(row):
     torus = topology(row.topology)
     full_speed = flops / (torus.kind.peak_flops * torus.size)
     assert full_speed / row.step_s == pytest.approx(row.util, rel=flops_off(row))
+
+
+def test_the_docs_have_the_kept_rows():
+    """Tables 6, 7 and GShard's: what a cell says is what was found."""
+    text = (SCRIPT.parents[1] / "docs" / "planning.md").read_text()
+    cells = {cell.strip() for line in text.splitlines() for cell in line.split("|")}
+    for (table, name), kept in kept_rows().items():
+        if table in CALIBRATED:
+            continue
+        ours = kept["ours"]
+        assert f"{ours['peak_gb']:.1f}" in cells, (table, name)
+        if ours["fits"]:
+            assert f"{ours['step_s']:.2f}" in cells, (table, name)
 
 
 def test_chosen_rows():
@@ -111,10 +123,19 @@ def test_the_error_bar_is_that_of_rows_left_out():
     }
 
 
+# How far a row's step time may be from the paper's: see docs/planning.md.
+STEP_OFF = {"2": 0.1, "3": 0.1, "6": 0.35, "7": 0.15}
+
+
 @needs.libtpu
 @pytest.mark.parametrize(
     "table,name",
-    [pytest.param("2", "64b_128", marks=pytest.mark.slow), ("3", "4x16")],
+    [
+        pytest.param("2", "64b_128", marks=pytest.mark.slow),
+        ("3", "4x16"),
+        pytest.param("6", "32e", marks=pytest.mark.slow),
+        pytest.param("7", "8e", marks=pytest.mark.slow),
+    ],
 )
 def test_a_row(tmp_path, table, name):
     out = tmp_path / "rows.json"
@@ -125,12 +146,15 @@ def test_a_row(tmp_path, table, name):
     (row,) = json.loads(out.read_text())
     assert row["row"] == name
     ours, paper = row["ours"], row["paper"]
-    assert ours["step_s"] == pytest.approx(paper["step_s"], rel=0.1)
-    assert ours["util"] == pytest.approx(paper["util"], rel=0.12)
+    off = STEP_OFF[table]
+    assert ours["step_s"] == pytest.approx(paper["step_s"], rel=off)
+    if table in CALIBRATED:
+        assert ours["util"] == pytest.approx(paper["util"], rel=0.12)
     assert ours["peak_gb"] < ours["limit_gb"] < 16
     assert ours["step_s"] == pytest.approx(
         kept_rows()[table, name]["ours"]["step_s"], rel=0.01
     )
-    # Found again in the cache: the same text, seconds of compiling included.
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert again.stdout == first.stdout
+    if table == "3":
+        # Found again in the cache: the same text, seconds of compiling included.
+        again = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert again.stdout == first.stdout

@@ -137,11 +137,11 @@ DENSE = ("dense", (2, 4), "adam")
 @pytest.mark.parametrize(
     "plan,mesh,optimizer,partitioner",
     [
-        (*SPARSE, "SHARDY"),
         (*HYBRID, "GSPMD"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                (*SPARSE, "SHARDY"),
                 (*SPARSE, "GSPMD"),
                 (*HYBRID, "SHARDY"),
                 (*DENSE, "SHARDY"),

@@ -87,7 +87,11 @@ def test_traceback_on_demand():
 
 
 @pytest.mark.parametrize(
-    "command,flag", [("meshwright-plan", "--topology"), ("meshwright-train", "--mode")]
+    "command,flag",
+    [
+        ("meshwright-plan", "--topology"),
+        pytest.param("meshwright-train", "--mode", marks=pytest.mark.slow),
+    ],
 )
 def test_help_tells_what_it_does_and_its_flags(command, flag):
     path = pathlib.Path(sys.executable).with_name(command)

@@ -146,7 +146,7 @@ def test_what_the_compiler_refuses_is_told_with_what_takes_most(
     assert status == DOES_NOT_FIT and not found["fits"]
     check_memory(found)
     assert found["over_bytes"] == found["peak_bytes"] + GAPS - LIMIT > GAPS
-    start = r"train: [\d.]+ KiB more than fit: a device has 15\.6 KiB and would"
+    start = r"train: [\d.]+ KiB more than fit: a device has 16\.0 KiB and would"
     assert re.match(start, found["refusal"])
     assert "\ndoes not fit: " in out and " more than the 15.6 KiB of a device\n" in out
     lines = out.splitlines()
