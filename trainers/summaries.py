@@ -104,8 +104,12 @@ class Summaries:
         self._is_new = False
 
 
-def _heat_map(matrix: np.ndarray, cell: int = 16) -> np.ndarray:
-    """uint8 [rows * cell, columns * cell, 3], from near white for 0 to dark blue."""
+def _heat_map(matrix: np.ndarray) -> np.ndarray:
+    """uint8 [rows * c, columns * c, 3], from near white for 0 to dark blue.
+
+    c is 16, or less where there are so many columns that it would be over 2048 wide.
+    """
+    cell = max(1, min(16, 2048 // matrix.shape[1]))
     white, blue = np.array([247.0, 251.0, 255.0]), np.array([8.0, 48.0, 107.0])
     share = np.asarray(matrix, np.float64) / max(np.max(matrix), 1e-30)
     pixels = white + share[:, :, None] * (blue - white)

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from meshwright.trainers import loop
+from meshwright.trainers import loop, summaries
 from meshwright.trainers.summaries import Summaries
 from tests.trainers.small_run import at, points, saved_steps, small_programs, train
 
@@ -188,3 +188,13 @@ def test_summaries_of_a_compiled_loop_that_passes_the_interval():
     assert [s for s in range(8, 34, 5) if experiment.is_due(s, 10)] == [13, 23, 33]
     assert [s for s in range(5, 25, 5) if experiment.is_due(s, 5)] == STEPS
     assert not experiment.is_due(10, 0)
+
+
+@pytest.mark.parametrize("columns,width", [(8, 128), (128, 2048), (2048, 2048)])
+def test_a_heat_map_is_no_wider_than_a_screen(columns, width):
+    load = np.arange(2.0 * columns).reshape(2, columns)
+    picture = summaries._heat_map(load)
+    cell = width // columns
+    assert picture.shape == (2 * cell, width, 3)
+    assert picture[0, 0].tolist() == [247, 251, 255]
+    assert picture[-1, -1].tolist() == [8, 48, 107]
