@@ -125,7 +125,7 @@ def _shardings(case: Case, name: str) -> list[Sharding]:
 def _splits_rows_like_indices(case: Case) -> bool:
     """Whether rows and indices may reach a gather split by the same axes.
 
-    That fails where more shards are asked of its result along the indices.
+    That fails where more shards are asked of its result.
     """
     use = case.use
 
@@ -142,6 +142,7 @@ def _splits_rows_like_indices(case: Case) -> bool:
     if not use.picked:
         return False
     wanted = groups(["i", use.picked], of_rows=False)
+    wanted |= groups([use.picked], of_rows=True)
     return any(
         set(axes).isdisjoint(other)
         and case.mesh.axes_size(other) > case.mesh.axes_size(axes)
@@ -178,10 +179,13 @@ def _needs_far_halos(case: Case) -> bool:
     As where 4 columns are split by 3 into 2, 2 and none, and the result's 3 into one
     each. That fails where the other dim has strides.
     """
-    if not case.use.halo:
+    pools = case.operator == "avg_pool"
+    if not case.use.halo and not pools:
         return False
     shape, result = case.use.inputs["x"].shape, case.use.result_shapes[0]
-    for sharding in _shardings(case, "result"):
+    # A pool's operand may be split though its result is not.
+    of_x = _shardings(case, "x") if pools else []
+    for sharding in [*_shardings(case, "result"), *of_x]:
         splits = sharding.splits()[1:-1]
         far = [
             (shards - 1) * (math.ceil(n / shards) - math.ceil(m / shards))

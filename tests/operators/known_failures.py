@@ -111,6 +111,20 @@ KNOWN_FAILURES = {
         {"x": _IMAGE, "result": _IMAGE},
         mesh=(2, 4),
     ),
+    "strided_average_with_far_halos_and_rows_unread": KnownFailure(
+        Outcome.WRONG,  # The gradient of x.
+        "tf.nn.pool(x, [2, 4], 'AVG', [2, 1], 'VALID')",
+        {"x": (1, 3, 6, 1)},
+        {"x": _IMAGE},
+        mesh=(2, 4),
+    ),
+    "strided_slice_of_uneven_shards": KnownFailure(
+        Outcome.WRONG,  # The gradient of x.
+        "x[0:3:2]",
+        {"x": (3,)},
+        {"x": ["X"], "result": [None]},
+        mesh=(4,),
+    ),
     "max_pool_gradient": KnownFailure(
         Outcome.WRONG,
         "tf.nn.max_pool1d(x, 2, 1, 'SAME')",
@@ -157,6 +171,13 @@ KNOWN_FAILURES = {
         {"x": (4, 2), "i": (4,)},
         {"x": [None, "X"], "i": ["X"], "result": ["Y", None]},
         mesh=(2, 4),
+    ),
+    "gather_of_split_columns": KnownFailure(
+        Outcome.REFUSED,
+        "tf.gather(x, i)",
+        {"x": (1, 4, 2), "i": (2,)},
+        {"x": [None, None, "Y"], "i": ["Y"], "result": [None, "X", None]},
+        mesh=(4, 2),
     ),
     "contraction_of_batches_split_apart": KnownFailure(
         Outcome.WRONG,  # The gradient of y.
