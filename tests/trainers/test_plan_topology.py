@@ -148,7 +148,7 @@ def test_what_the_compiler_refuses_is_told_with_what_takes_most(
     assert found["over_bytes"] == found["peak_bytes"] + GAPS - LIMIT > GAPS
     start = r"train: [\d.]+ KiB more than fit: a device has 16\.0 KiB and would"
     assert re.match(start, found["refusal"])
-    assert "\ndoes not fit: " in out and " more than the 15.6 KiB of a device\n" in out
+    assert "\ndoes not fit: " in out and " more than the 16.0 KiB of a device\n" in out
     lines = out.splitlines()
     at = lines.index("most at the peak is taken by") + 1
     end = next(i for i in range(at, len(lines)) if not lines[i].startswith("  "))
