@@ -158,18 +158,20 @@ def main(argv: Sequence[str]) -> None:
     for seed in map(int, flags.FLAGS.seeds):
         for model in MODELS:
             folder = root / f"{model}_{seed}"
-            if read(folder, steps) is None:
+            found = read(folder, steps)
+            if found is None:
                 try:
                     trained(folder, model, seed, params)
                 except subprocess.CalledProcessError:
                     sys.exit(f"experts.py: a run failed, see {folder}.log")
-            runs[seed, model] = read(folder, steps)
-            if runs[seed, model] is None:
+                found = read(folder, steps)
+            if found is None:
                 sys.exit(
                     f"experts.py: {folder} has no evaluation at step {steps}: it was "
                     "stopped, or trained further before; name another --model_dir"
                 )
-            print(table_row(seed, model, runs[seed, model]), flush=True)
+            runs[seed, model] = found
+            print(table_row(seed, model, found), flush=True)
     print(*summary(runs), sep="\n")
 
 
