@@ -302,6 +302,11 @@ class MoE(Layer):
             )
 
 
+def x_and_aux(out: tf.Tensor | NestedMap) -> tuple[tf.Tensor, NestedMap | None]:
+    """What a layer returns, and its `aux`, None if it has no mixture of experts."""
+    return (out.x, out.aux) if isinstance(out, NestedMap) else (out, None)
+
+
 def split_by_expert(ctx: Context, tensor: tf.Tensor, last_dim: str) -> tf.Tensor:
     """`tensor` [E, G, C, F], split as the plan's activations say of experts.
 

@@ -17,7 +17,7 @@ from meshwright.layers.attention import MultiHeadAttention
 from meshwright.layers.dropout import Dropout
 from meshwright.layers.feed_forward import Activation, FeedForward
 from meshwright.layers.linear import BSM
-from meshwright.layers.moe import MoE
+from meshwright.layers.moe import MoE, x_and_aux
 from meshwright.layers.normalization import RMSNorm
 from meshwright.layers.positions import MaskKind, PositionKind
 
@@ -202,7 +202,7 @@ class TransformerLayer(Layer):
             normed = getattr(self, norm_name).fprop(c, theta[norm_name], x)
         with ctx.scope(name) as c:
             y = use(getattr(self, name), c, theta[name], normed)
-        y, aux = (y.x, y.aux) if isinstance(y, NestedMap) else (y, None)
+        y, aux = x_and_aux(y)
         with ctx.scope(f"{name}_dropout") as c:
             y = self.residual_dropout.fprop(c, NestedMap(), y)
         x = ctx.split(x + y, BSM)

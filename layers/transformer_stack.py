@@ -14,7 +14,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.moe import MoE
+from meshwright.layers.moe import MoE, x_and_aux
 from meshwright.layers.repeat import Repeat, Unroll
 from meshwright.layers.transformer import TransformerLayer
 
@@ -150,9 +150,9 @@ class _Turn(Layer):
         for name, layer in self._named():
             with ctx.scope(name) as c:
                 out = layer.fprop(c, theta[name], stream, **inputs)
-            stream = out.x if isinstance(out, NestedMap) else out
-            if isinstance(out, NestedMap):
-                aux = aux.map(_push, out.aux)
+            stream, own = x_and_aux(out)
+            if own is not None:
+                aux = aux.map(_push, own)
         return NestedMap(x=stream, aux=aux)
 
     def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:

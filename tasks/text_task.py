@@ -15,6 +15,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.embedding import Softmax, SoftmaxKind, TokenEmbedding
+from meshwright.layers.moe import x_and_aux
 from meshwright.tasks.expert_metrics import expert_heat_maps, expert_metrics
 from meshwright.tasks.task import Task, TaskLoss
 
@@ -76,9 +77,8 @@ class TextTask(Task):
         """
         with ctx.scope(name) as c:
             out = getattr(self, name).fprop(c, theta[name], x, **inputs)
-        if isinstance(out, NestedMap):
-            return out.x, NestedMap({name: out.aux})
-        return out, NestedMap()
+        x, aux = x_and_aux(out)
+        return x, NestedMap() if aux is None else NestedMap({name: aux})
 
     def to_logits(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits [B, S, V] of normalized `x` [B, S, M], in the activation dtype."""
@@ -120,11 +120,7 @@ class TextTask(Task):
         parts["softmax"] = weights.get("softmax", weights.embedding)
         total = 0.0
         for name, specs in parts.items():
-            size = sum(
-                spec.size
-                for spec in specs.leaves()
-                if len(spec.shape) - spec.stack_rank >= 2
-            )
+            size = sum(spec.size for spec in specs.leaves() if spec.is_matrix)
             extra = 0.0
             if name in self.stacks:
                 extra = getattr(self, name).extra_flops(lengths[name])

@@ -64,11 +64,11 @@ def bytes_passed(
     itemsize = experiment.activation_dtype.size
     sent = dict.fromkeys(mesh.axis_names, 0.0)
     for spec in task.weights().leaves():
-        rank = spec.stack_rank
-        if len(spec.dims) - rank < 2:
+        if not spec.is_matrix:
             continue
         # A token meets all layers, and of the experts one or two.
-        count = math.prod(spec.shape[: spec.dims[:rank].count(STACK_DIM)])
+        layers = spec.dims[: spec.stack_rank].count(STACK_DIM)
+        count = math.prod(spec.shape[:layers])
         sides = _sides(spec)
         by_weight = _axes(plan.weights, spec.dims)
         by_side = [_axes(plan.activations, dims) - data for dims, _ in sides]

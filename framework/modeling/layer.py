@@ -60,6 +60,11 @@ class WeightSpec:
         return count
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether a layer's own part has two dims or more: not a scale or a bias."""
+        return len(self.shape) - self.stack_rank >= 2
+
+    @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

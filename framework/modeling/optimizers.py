@@ -237,7 +237,7 @@ class Adam(Optimizer):
             m = self.beta1 * slots.m + (1.0 - self.beta1) * grad
             v = self.beta2 * slots.v + (1.0 - self.beta2) * tf.square(grad)
             along = m_scale * m / (tf.sqrt(v_scale * v) + self.epsilon)
-            if self.weight_decay and len(spec.shape) - spec.stack_rank >= 2:
+            if self.weight_decay and spec.is_matrix:
                 along += self.weight_decay * weight
             return WeightUpdate(weight=weight - rate * along, slots=NestedMap(m=m, v=v))
 

@@ -41,6 +41,7 @@ def weight(*shape, dims=None, initializer=None, **kwargs):
 def test_a_spec_describes_a_weight():
     spec = weight(6, 8, dims=("model", "hidden"))
     assert spec.size == 48 and spec.stack_rank == 0 and spec.dtype == tf.float32
+    assert spec.is_matrix and not weight(8, dims=("hidden",)).stacked(3).is_matrix
     assert str(spec.sharding(PLAN)) == "[X,Y]"
     stacked = spec.stacked(3).stacked(5)
     assert stacked.shape == (5, 3, 6, 8) and stacked.stack_rank == 2
