@@ -12,7 +12,7 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling.checks import check_number
-from meshwright.framework.modeling.initializers import FanIn
+from meshwright.framework.modeling.initializers import Constant, FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
@@ -28,6 +28,7 @@ class Activation(enum.Enum):
 
     RELU = "relu"
     GELU = "gelu"
+    SILU = "silu"
     GATED_GELU = "gated_gelu"
     GATED_SILU = "gated_silu"
 
@@ -39,7 +40,7 @@ class Activation(enum.Enum):
         """The non-linearity alone; gelu by its tanh approximation."""
         if self is Activation.RELU:
             return tf.nn.relu(x)
-        if self is Activation.GATED_SILU:
+        if self in (Activation.SILU, Activation.GATED_SILU):
             return tf.nn.silu(x)
         return tf.nn.gelu(x, approximate=True)
 
@@ -57,6 +58,7 @@ class FeedForward(Layer):
       hidden_dims: H.
       activation: the non-linearity.
       dropout_rate: of hidden activations.
+      use_bias: adds a bias to each projection.
 
     Raises:
       ValueError: the rate is out of range.
@@ -66,6 +68,7 @@ class FeedForward(Layer):
     hidden_dims: int
     activation: Activation = Activation.RELU
     dropout_rate: float = 0.0
+    use_bias: bool = False
 
     def __post_init__(self):
         check_number(self, "dropout_rate", at_least=0, below=1)
@@ -84,6 +87,9 @@ class FeedForward(Layer):
         specs = NestedMap(w_in=w_in, w_out=w_out)
         if self.activation.is_gated:
             specs.w_gate = w_in
+        if self.use_bias:
+            biases = {name.replace("w", "b"): _bias(w) for name, w in specs.items()}
+            specs.update(biases)
         return specs
 
     def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
@@ -92,9 +98,12 @@ class FeedForward(Layer):
         Raises:
           ValueError: the last dim of `x` is not M.
         """
-        names = ("w_in", "w_gate") if self.activation.is_gated else ("w_in",)
-        products = contract_each(ctx, x, [theta[name] for name in names])
+        names = ("in", "gate") if self.activation.is_gated else ("in",)
+        products = contract_each(ctx, x, [theta[f"w_{name}"] for name in names])
         products = [ctx.split(product, BSH) for product in products]
+        if self.use_bias:
+            pairs = zip(products, names, strict=True)
+            products = [one + ctx.cast(theta[f"b_{name}"]) for one, name in pairs]
         hidden = save_name(products[0], "hidden")
         if self.activation.is_gated:
             hidden = self.activation(save_name(products[1], "gate")) * hidden
@@ -103,4 +112,12 @@ class FeedForward(Layer):
         with ctx.scope("dropout") as c:
             hidden = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), hidden)
         out = ctx.split(contract(ctx, hidden, theta.w_out), BSM)
-        return save_name(out, "feed_forward_out")
+        out = save_name(out, "feed_forward_out")
+        return out + ctx.cast(theta.b_out) if self.use_bias else out
+
+
+def _bias(weight: WeightSpec) -> WeightSpec:
+    """Of a product with `weight`, whole as a norm's."""
+    return WeightSpec(
+        shape=weight.shape[-1:], dims=("features",), initializer=Constant(0.0)
+    )

@@ -166,7 +166,9 @@ class Programs:
             )
         new = NestedMap(step=state.step + 1, theta=update.theta, slots=update.slots)
         if experiment.ema is not None:
-            new.ema = experiment.ema.update(state.step, state.ema, update.theta)
+            new.ema = experiment.ema.update(
+                state.step, state.ema, update.theta, self.weights
+            )
         metrics = NestedMap(loss=result.loss, sums=result.sums, **update.metrics)
         return NestedMap(state=new, metrics=metrics)
 

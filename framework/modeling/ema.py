@@ -47,7 +47,7 @@ class ExponentialMovingAverage:
         return tf.minimum(decay, (1.0 + step) / (self.warmup + step))
 
     def update(
-        self, step: tf.Tensor, ema_theta: NestedMap, theta: NestedMap
+        self, step: tf.Tensor, ema_theta: NestedMap, theta: NestedMap, specs: NestedMap
     ) -> NestedMap:
         """The average after the update that made `theta`, in `ema_theta`'s dtypes.
 
@@ -55,12 +55,16 @@ class ExponentialMovingAverage:
           step: int32 scalar, the number of updates made before that one.
           ema_theta: the average so far.
           theta: the new weights.
+          specs: their specs; running statistics are averages already, and are taken as
+            they are.
         """
         fresh = 1.0 - self.decay_at(step)
 
-        def move(average, weight):
+        def move(average, weight, spec):
+            if spec.is_statistic:
+                return tf.cast(weight, average.dtype)
             old = tf.cast(average, tf.float32)
             new = old + fresh * (tf.cast(weight, tf.float32) - old)
             return tf.cast(new, average.dtype)
 
-        return ema_theta.map(move, theta)
+        return ema_theta.map(move, theta, specs)

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
+from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.initializers import Initializer
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
@@ -22,6 +23,8 @@ from meshwright.framework.sharding.sharding import Sharding
 
 STACK_DIM = "layers"
 """Logical name of the leading dim that stacks the weights of repeated layers."""
+STAGE_DIM = "stages"
+"""The same for the stages of a pipeline, each of which has several layers."""
 EXPERT_DIM = "experts"
 """The same for the experts of a mixture: each is a layer of its own."""
 
@@ -32,19 +35,29 @@ class WeightSpec:
 
     Args:
       shape: logical shape.
-      dims: the logical name of each dim, for the sharding plan. Leading `STACK_DIM`
-        and `EXPERT_DIM` dims stack weights of equal layers, which initializers and
-        optimizers treat each on its own.
+      dims: the logical name of each dim, for the sharding plan. Leading `STACK_DIM`,
+        `STAGE_DIM` and `EXPERT_DIM` dims stack weights of equal layers, which
+        initializers and optimizers treat each on its own.
       initializer: makes the first value from a random key.
       dtype: storage dtype, float32 unless said otherwise.
+      statistic_decay: None for what is trained. A number in [0, 1) for a running
+        statistic: what a layer returns as its gradient (`as_gradient`) is its newest
+        value g, and an update makes it decay * statistic + (1 - decay) * g, whatever
+        the optimizer. It has no slots and no part in norms, clipping or averages.
+
+    Raises:
+      ValueError: shape and dims do not match; the decay is out of range.
     """
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     initializer: Initializer
     dtype: tf.DType = tf.float32
+    statistic_decay: float | None = None
 
     def __post_init__(self):
+        if self.statistic_decay is not None:
+            check_number(self, "statistic_decay", at_least=0, below=1)
         if len(self.shape) != len(self.dims):
             raise ValueError(
                 f"weight spec has shape {self.shape} but names dims {self.dims}"
@@ -54,15 +67,23 @@ class WeightSpec:
     def stack_rank(self) -> int:
         """How many leading dims stack weights of equal layers."""
         count = 0
-        stacks = (STACK_DIM, EXPERT_DIM)
+        stacks = (STACK_DIM, STAGE_DIM, EXPERT_DIM)
         while count < len(self.dims) and self.dims[count] in stacks:
             count += 1
         return count
 
     @property
     def is_matrix(self) -> bool:
-        """Whether a layer's own part has two dims or more: not a scale or a bias."""
-        return len(self.shape) - self.stack_rank >= 2
+        """Whether a layer's own part has two dims or more: not a scale or a bias.
+
+        A running statistic is none either: nothing is multiplied by it.
+        """
+        return not self.is_statistic and len(self.shape) - self.stack_rank >= 2
+
+    @property
+    def is_statistic(self) -> bool:
+        """Whether it follows what layers see, instead of the loss."""
+        return self.statistic_decay is not None
 
     @property
     def size(self) -> int:
@@ -77,10 +98,10 @@ class WeightSpec:
         """Bytes of the part that a device holds, in this sharding."""
         return math.prod(sharding.shard_shape(self.shape)) * self.dtype.size
 
-    def stacked(self, count: int) -> WeightSpec:
+    def stacked(self, count: int, dim: str = STACK_DIM) -> WeightSpec:
         """The spec of `count` such weights in one tensor."""
         return dataclasses.replace(
-            self, shape=(count, *self.shape), dims=(STACK_DIM, *self.dims)
+            self, shape=(count, *self.shape), dims=(dim, *self.dims)
         )
 
 
@@ -162,6 +183,11 @@ class Layer:
         """Nested map of `WeightSpec`; a part's weights lie under the part's name."""
         return NestedMap()
 
+    @property
+    def depth(self) -> int:
+        """How many layers of a stack this one counts for: some consist of several."""
+        return 1
+
     def fprop(self, ctx: Context, theta: NestedMap, x: Any, **kwargs: Any) -> Any:
         """The layer's function; `theta` has the structure of `weights()`."""
         raise NotImplementedError(f"{type(self).__name__}.fprop")
@@ -185,6 +211,31 @@ def annotate_weights(
         ),
         specs,
     )
+
+
+def as_gradient(y: tf.Tensor, weight: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """`y`, such that `value` comes back as the gradient of `weight`.
+
+    For a running statistic (`WeightSpec.statistic_decay`): so its newest value takes
+    the way of gradients, out of loops, recomputation and stacks of weights. Gradients
+    of several uses add up, so a layer may be used only once a step.
+
+    Args:
+      y: what the loss depends on.
+      weight: the statistic.
+      value: of the shape of `weight`; not differentiated here.
+    """
+
+    @tf.custom_gradient
+    def attach(y, weight, value):
+        # A new tensor, made by the gradient: recomputation then keeps `value` itself.
+        return tf.identity(y), lambda dy: (
+            dy,
+            tf.cast(value, weight.dtype),
+            tf.zeros_like(value),
+        )
+
+    return attach(y, weight, tf.stop_gradient(value))
 
 
 def initialize(specs: NestedMap, key: tf.Tensor) -> NestedMap:

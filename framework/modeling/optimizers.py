@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import gin
 import tensorflow as tf
@@ -31,7 +31,8 @@ class OptimizerUpdate:
       theta: the new weights, in the weights' dtypes.
       slots: the new slots, float32.
       metrics: float32 scalars: `learning_rate`; `grad_norm`, over all gradients, before
-        clipping; `weight_norm`, over all weights, before the update.
+        clipping; `weight_norm`, over all weights, before the update. Running statistics
+        count in neither.
     """
 
     theta: NestedMap
@@ -55,6 +56,9 @@ WeightRule = Callable[[tf.Tensor, tf.Tensor, NestedMap, WeightSpec], WeightUpdat
 class Optimizer:
     """Base of optimizers: subclasses say `slots_of` one weight and the `rule` for it.
 
+    They are asked about what is trained only: running statistics
+    (`WeightSpec.statistic_decay`) have no slots and follow their own rule.
+
     Args:
       learning_rate: by step.
       clip_global_norm: gradients are scaled by min(1, clip_global_norm / norm), where
@@ -74,7 +78,9 @@ class Optimizer:
 
     def slots(self, specs: NestedMap) -> NestedMap:
         """Nested map with a `NestedMap` of slot specs under each weight's path."""
-        return specs.map(self.slots_of)
+        return specs.map(
+            lambda spec: NestedMap() if spec.is_statistic else self.slots_of(spec)
+        )
 
     def update(
         self,
@@ -101,20 +107,21 @@ class Optimizer:
         rate = self.learning_rate(step)
         metrics = NestedMap(
             learning_rate=rate,
-            grad_norm=global_norm(grads),
-            weight_norm=global_norm(values),
+            grad_norm=global_norm(_trained(grads, specs)),
+            weight_norm=global_norm(_trained(values, specs)),
         )
         if self.clip_global_norm is not None:
             # The maximum keeps the factor at 1 for a norm of zero and hides no NaN.
             limit = self.clip_global_norm
             factor = limit / tf.maximum(metrics.grad_norm, limit)
-            grads = grads.map(lambda g: g * factor)
+            grads = grads.map(lambda g, s: g if s.is_statistic else g * factor, specs)
         rule = self.rule(step, rate)
 
         def update_weight(path, value, grad, slot, spec):
             # The path names the ops, here and in the compiled program.
             with tf.name_scope("optimizer/" + path.replace(".", "/")):
-                return rule(grad, value, slot, spec)
+                one = _follow if spec.is_statistic else rule
+                return one(grad, value, slot, spec)
 
         updates = values.map_with_path(update_weight, grads, slots, specs)
         return OptimizerUpdate(
@@ -132,9 +139,9 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__}.rule")
 
 
-def global_norm(tensors: NestedMap) -> tf.Tensor:
-    """The L2 norm over all elements of all leaves, a float32 scalar."""
-    squares = [tf.reduce_sum(tf.square(t)) for t in tensors.leaves()]
+def global_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The L2 norm over all elements of all tensors, a float32 scalar."""
+    squares = [tf.reduce_sum(tf.square(t)) for t in tensors]
     return tf.sqrt(tf.add_n(squares))
 
 
@@ -242,6 +249,18 @@ class Adam(Optimizer):
             return WeightUpdate(weight=weight - rate * along, slots=NestedMap(m=m, v=v))
 
         return update
+
+
+def _trained(tensors: NestedMap, specs: NestedMap) -> list[tf.Tensor]:
+    """Those of weights that are no running statistics."""
+    pairs = zip(tensors.leaves(), specs.leaves(), strict=True)
+    return [tensor for tensor, spec in pairs if not spec.is_statistic]
+
+
+def _follow(grad, weight, slots, spec) -> WeightUpdate:
+    """The rule of a running statistic: its gradient is its newest value."""
+    new = spec.statistic_decay * weight + (1.0 - spec.statistic_decay) * grad
+    return WeightUpdate(weight=new, slots=slots)
 
 
 def _float32_gradient(path: str, grad: tf.Tensor | None) -> tf.Tensor:

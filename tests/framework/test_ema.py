@@ -1,5 +1,6 @@
 """The moving average of the weights."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -8,8 +9,12 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.modeling.ema import ExponentialMovingAverage
+from meshwright.framework.modeling.initializers import Constant
+from meshwright.framework.modeling.layer import WeightSpec
 from meshwright.framework.nested_map import NestedMap
 
+SPEC = WeightSpec(shape=(2,), dims=("features",), initializer=Constant(0.0))
+SPECS = NestedMap(a=NestedMap(w=SPEC))
 DATA = pathlib.Path(__file__).parents[1] / "data" / "lr_schedules.json"
 
 
@@ -30,14 +35,22 @@ def test_moves_towards_the_weights(warmup, step, decay):
 
     @tf.function(jit_compile=True, autograph=False)
     def update(step, average, weight):
-        averages = NestedMap(a=NestedMap(w=average))
-        return ema.update(step, averages, NestedMap(a=NestedMap(w=weight))).a.w
+        averages, weights = (NestedMap(a=NestedMap(w=w)) for w in (average, weight))
+        return ema.update(step, averages, weights, SPECS).a.w
 
     new = update(
         tf.constant(step), tf.constant([1.0, 2.0]), tf.constant([5.0, 2.0], tf.bfloat16)
     )
     assert new.dtype == tf.float32
     np.testing.assert_allclose(new, [decay + 5.0 * (1 - decay), 2.0], rtol=1e-6)
+
+
+def test_a_running_statistic_is_taken_as_it_is():
+    ema = ExponentialMovingAverage(decay=0.75)
+    specs = SPECS.map(lambda s: dataclasses.replace(s, statistic_decay=0.9))
+    old, new = (NestedMap(a=NestedMap(w=tf.fill([2], w))) for w in (1.0, 5.0))
+    average = ema.update(tf.constant(0), old, new, specs).a.w
+    np.testing.assert_array_equal(average, [5.0, 5.0])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from meshwright.framework.modeling.layer import (
     Layer,
     WeightSpec,
     annotate_weights,
+    as_gradient,
     initialize,
 )
 from meshwright.framework.nested_map import NestedMap
@@ -48,6 +49,25 @@ def test_a_spec_describes_a_weight():
     assert stacked.dims == ("layers", "layers", "model", "hidden")
     assert str(stacked.sharding(PLAN)) == "[_,_,X,Y]"
     assert stacked.size == 15 * 48
+
+
+def test_a_running_statistic_is_no_matrix_and_stays_one_in_a_stack():
+    spec = weight(6, 8, dims=("model", "hidden"), statistic_decay=0.9)
+    assert spec.is_statistic and not spec.is_matrix and spec.stacked(3).is_statistic
+    assert not weight(6).is_statistic
+    with pytest.raises(ValueError, match=r"WeightSpec\.statistic_decay is 1"):
+        weight(6, statistic_decay=1)
+
+
+def test_a_value_comes_back_as_the_gradient_of_a_weight():
+    y, w, value = tf.constant([1.0, 2.0]), tf.constant([3.0]), tf.constant([7.0])
+    with tf.GradientTape() as tape:
+        tape.watch((y, w, value))
+        loss = tf.reduce_sum(as_gradient(y, w, value) ** 2)
+    dy, dw, dvalue = tape.gradient(loss, (y, w, value))
+    np.testing.assert_array_equal(dy, [2.0, 4.0])
+    np.testing.assert_array_equal(dw, [7.0])
+    assert dvalue is None or not np.any(dvalue)
 
 
 def test_experts_are_stacked_layers_too():

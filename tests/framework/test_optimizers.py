@@ -1,5 +1,6 @@
 """Optimizers against Lingvo's numbers, numpy and Keras; stacking; bad input."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -287,6 +288,31 @@ def test_stacked_vectors_do_not_decay():
     history, _, _ = train(optimizer, specs, theta, [grads])
     np.testing.assert_array_equal(history[0].bias, np.ones([2, 3]))
     np.testing.assert_allclose(history[0].kernel, np.full([2, 3], 0.95), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_running_statistics_follow_their_gradients_and_disturb_nothing(name):
+    optimizer = OPTIMIZERS[name]
+    plain = NestedMap(kernel=spec(3, 2))
+    statistic = dataclasses.replace(spec(2, 3, stack_rank=1), statistic_decay=0.75)
+    specs = NestedMap(plain, mean=statistic)
+    slots = optimizer.slots(specs)
+    assert slots.mean == {} and slots.kernel == optimizer.slots(plain).kernel
+    theta, grads = random_map(specs, 0), [random_map(specs, i, 9.0) for i in (1, 2)]
+
+    def without_mean(tensors):
+        return NestedMap(kernel=tensors.kernel)
+
+    history, _, metrics = train(optimizer, specs, theta, grads)
+    alone, _, alone_metrics = train(
+        optimizer, plain, without_mean(theta), [without_mean(g) for g in grads]
+    )
+    np.testing.assert_array_equal(history[-1].kernel, alone[-1].kernel)
+    metrics.map(np.testing.assert_array_equal, alone_metrics)
+    mean = theta.mean
+    for new, grad in zip(history, grads, strict=True):
+        mean = 0.75 * mean + 0.25 * grad.mean
+        np.testing.assert_allclose(new.mean, mean, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

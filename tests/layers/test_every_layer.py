@@ -14,10 +14,13 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.attention import MultiHeadAttention
+from meshwright.layers.conformer import conformer_layer
+from meshwright.layers.convolution import DepthwiseConv1D
 from meshwright.layers.embedding import Lookup, Softmax, SoftmaxKind, TokenEmbedding
 from meshwright.layers.feed_forward import Activation, FeedForward
-from meshwright.layers.normalization import LayerNorm, RMSNorm
+from meshwright.layers.normalization import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from meshwright.layers.positions import MaskKind, PositionKind
+from meshwright.layers.relative_attention import RelativeAttention
 from meshwright.layers.transformer import transformer_layer
 
 B, S, M, V = 2, 8, 4, 11
@@ -42,15 +45,25 @@ def embedding(lookup: Lookup, softmax: SoftmaxKind) -> TokenEmbedding:
 LAYERS = {
     "rms_norm": RMSNorm(model_dims=M),
     "layer_norm": LayerNorm(model_dims=M),
+    "group_norm": GroupNorm(model_dims=M, num_groups=2),
+    "batch_norm": BatchNorm(model_dims=M),
+    "depthwise": DepthwiseConv1D(model_dims=M, window=3),
+    "relative_attention": RelativeAttention(
+        model_dims=M, num_heads=2, head_dim=6, dropout_rate=0.2
+    ),
     **{f"attention_{p.value}": attention(positions=p) for p in PositionKind},
     "attention_bias": attention(use_bias=True, mask=MaskKind.FULL),
     **{f"feed_forward_{a.value}": feed_forward(a) for a in Activation},
+    "feed_forward_bias": FeedForward(model_dims=M, hidden_dims=10, use_bias=True),
     "softmax": Softmax(model_dims=M, vocab_size=V),
     "transformer": transformer_layer(
         model_dims=M, hidden_dims=10, num_heads=2, head_dim=6, dropout_rate=0.2
     ),
     "transformer_layer_norm": transformer_layer(
         model_dims=M, hidden_dims=10, num_heads=2, head_dim=6, norm=LayerNorm
+    ),
+    "conformer": conformer_layer(
+        model_dims=M, hidden_dims=10, num_heads=2, head_dim=6, window=3
     ),
 }
 EMBEDDINGS = {
@@ -67,6 +80,7 @@ PLAN = ShardingPlan(  # Hidden and vocabulary dims are no multiples of 4.
 WITH_GSPMD = (  # Others are parts of these, or next to the same.
     "attention_relative",
     "attention_bias",
+    "group_norm",
     "feed_forward_gated_gelu",
     "softmax",
     "transformer",

@@ -24,6 +24,7 @@ def silu(x):
 FUNCTIONS = {
     Activation.RELU: lambda x: np.maximum(x, 0),
     Activation.GELU: gelu,
+    Activation.SILU: silu,
     Activation.GATED_GELU: gelu,
     Activation.GATED_SILU: silu,
 }

@@ -1,0 +1,36 @@
+"""Which frames are real: sequences of one batch end at different places."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context
+
+
+def check_mask(ctx: Context, x: tf.Tensor, mask: tf.Tensor | None) -> None:
+    """Raises ValueError, naming the layer, unless `mask` is bool and leads `x`.
+
+    It has the dims of `x` but for one or more last ones, and True at real frames.
+    """
+    if mask is None:
+        return
+    lead = x.shape[: mask.shape.rank]
+    if mask.dtype != tf.bool or mask.shape.rank >= x.shape.rank or mask.shape != lead:
+        raise ValueError(
+            f"layer {ctx.path!r}: of inputs {x.shape} the mask must be bool "
+            f"{x.shape[:-1]}, True at real frames, but is {mask.dtype.name} "
+            f"{mask.shape}; of paddings it is paddings == 0"
+        )
+
+
+def zero_padding(ctx: Context, x: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    """`x`, with zeros where `mask` is False, whatever was there.
+
+    Raises:
+      ValueError: see `check_mask`.
+    """
+    check_mask(ctx, x, mask)
+    if mask is None:
+        return x
+    wide = tf.reshape(mask, [*mask.shape, *[1] * (x.shape.rank - mask.shape.rank)])
+    return tf.where(wide, x, tf.zeros([], x.dtype))
