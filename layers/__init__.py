@@ -1,6 +1,12 @@
 """The layer library; importing it registers every layer with gin."""
 
 from meshwright.layers.attention import MultiHeadAttention
+from meshwright.layers.conformer import ConformerLayer, ConvolutionModule
+from meshwright.layers.convolution import (
+    Convolution,
+    ConvSubsampling,
+    DepthwiseConv1D,
+)
 from meshwright.layers.dropout import Dropout
 from meshwright.layers.embedding import Softmax, TokenEmbedding
 from meshwright.layers.feed_forward import FeedForward
@@ -14,23 +20,35 @@ from meshwright.layers.gatings import (
     TopK,
 )
 from meshwright.layers.moe import ExpertFeedForward, MoE
-from meshwright.layers.normalization import LayerNorm, RMSNorm
+from meshwright.layers.normalization import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from meshwright.layers.pipeline import Pipeline
+from meshwright.layers.relative_attention import RelativeAttention
 from meshwright.layers.repeat import Repeat
+from meshwright.layers.sequential import Sequential
 from meshwright.layers.transformer import TransformerLayer
-from meshwright.layers.transformer_stack import TransformerStack
 
 __all__ = [
+    "BatchNorm",
     "Capacity",
+    "ConformerLayer",
+    "ConvSubsampling",
+    "Convolution",
+    "ConvolutionModule",
+    "DepthwiseConv1D",
     "Dropout",
     "ExpertChoice",
     "ExpertFeedForward",
     "FeedForward",
+    "GroupNorm",
     "Hash",
     "LayerNorm",
     "MoE",
     "MultiHeadAttention",
+    "Pipeline",
     "RMSNorm",
+    "RelativeAttention",
     "Repeat",
+    "Sequential",
     "Sinkhorn",
     "Softmax",
     "Switch",
@@ -38,5 +56,4 @@ __all__ = [
     "Top2",
     "TopK",
     "TransformerLayer",
-    "TransformerStack",
 ]

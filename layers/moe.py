@@ -166,13 +166,6 @@ class MoE(Layer):
     def weights(self) -> NestedMap:
         return NestedMap(gating=self.gating.weights(), experts=self.experts.weights())
 
-    def aux_specs(self) -> NestedMap:
-        """Nested map of `tf.TensorSpec`: the `aux` that `fprop` returns, float32."""
-        names = ("tokens", "dropped", "entropy", "balance", "z")
-        sums = NestedMap({name: tf.TensorSpec([]) for name in names})
-        sums.load = tf.TensorSpec([self.gating.num_experts])
-        return NestedMap(loss=tf.TensorSpec([]), sums=sums)
-
     def fprop(
         self,
         ctx: Context,
@@ -305,6 +298,24 @@ class MoE(Layer):
 def x_and_aux(out: tf.Tensor | NestedMap) -> tuple[tf.Tensor, NestedMap | None]:
     """What a layer returns, and its `aux`, None if it has no mixture of experts."""
     return (out.x, out.aux) if isinstance(out, NestedMap) else (out, None)
+
+
+def merge_aux(aux: NestedMap) -> NestedMap:
+    """What a stack says of its mixtures of experts, of each layer's `aux`.
+
+    Args:
+      aux: `loss` and `sums` with leading dims by layer, which both have alike.
+
+    Returns:
+      `loss`: float32 scalar, to be added to the loss: the layers' mean, so that its
+        weight does not depend on depth.
+      `sums`: see `Routing.sums`, with one leading dim, a row for each mixture.
+    """
+    layers = aux.loss.shape.rank
+    return NestedMap(
+        loss=tf.reduce_mean(aux.loss),
+        sums=aux.sums.map(lambda t: tf.reshape(t, [-1, *t.shape[layers:]])),
+    )
 
 
 def split_by_expert(ctx: Context, tensor: tf.Tensor, last_dim: str) -> tf.Tensor:

@@ -25,14 +25,18 @@ from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.layer import Context, Layer, Mode, annotate_weights
-from meshwright.framework.modeling.recompute import (
-    Recompute,
-    Saved,
-    SplitFunction,
-    split_function,
-)
+from meshwright.framework.modeling.recompute import Recompute, Saved
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
+from meshwright.layers.stacked_body import (
+    Constants,
+    StackedBody,
+    check_depth,
+    check_saved_names,
+    check_stacked,
+    divide,
+    specs_of,
+)
 
 
 @gin.constants_from_enum
@@ -53,14 +57,17 @@ class Repeat(Layer):
     """`num_layers` layers like `body`, each with weights and random key of its own.
 
     Args:
-      body: the layer; its output has the structure, shapes and dtypes of its input.
-      num_layers: L.
+      body: the layer; its output has the structure, shapes and dtypes of its input, or
+        is a nested map of that as `x` and of side results `aux`, such as losses.
+      num_layers: how many layers in all, a multiple of the body's `depth`; L is how
+        often the body is run.
       recompute: what the backward pass computes again.
       saved_names: for `Recompute.ALL_BUT_NAMED`, the intermediates to save.
       unroll: loop, or layers one after another; weights are stacked either way.
 
     Raises:
-      ValueError: `num_layers` < 1, or names without the policy that reads them.
+      ValueError: `num_layers` < 1 or no multiple of the body's depth; names without
+        the policy that reads them.
     """
 
     body: Layer
@@ -70,19 +77,19 @@ class Repeat(Layer):
     unroll: Unroll = Unroll.LOOP
 
     def __post_init__(self):
-        if self.num_layers < 1:
-            raise ValueError(f"Repeat.num_layers is {self.num_layers}, must be >= 1")
-        if self.saved_names and self.recompute is not Recompute.ALL_BUT_NAMED:
-            raise ValueError(
-                f"Repeat.saved_names {tuple(self.saved_names)} are read only by "
-                f"Recompute.ALL_BUT_NAMED, not by {self.recompute}"
-            )
+        check_depth("Repeat", self.num_layers, self.body)
+        check_saved_names("Repeat", self.recompute, self.saved_names)
+
+    @property
+    def count(self) -> int:
+        """L, how often the body is run."""
+        return self.num_layers // self.body.depth
 
     def weights(self) -> NestedMap:
-        return self.body.weights().map(lambda spec: spec.stacked(self.num_layers))
+        return self.body.weights().map(lambda spec: spec.stacked(self.count))
 
     def extra_flops(self, sequence_length: int) -> float:
-        return self.num_layers * self.body.extra_flops(sequence_length)
+        return self.count * self.body.extra_flops(sequence_length)
 
     def fprop(self, ctx: Context, theta: NestedMap, x: Any, **constants: Any) -> Any:
         """Runs the stack.
@@ -96,7 +103,8 @@ class Repeat(Layer):
             computes a gradient that nobody reads, such as a mask's.
 
         Returns:
-          The last layer's output, a nest like `x`.
+          The last layer's output, a nest like `x`. Of a body that returns a nested map
+          of `x` and `aux`, such a map: its `aux` has a leading dim L.
 
         Raises:
           ValueError: weights are not stacked L times; the body's output is not like its
@@ -110,13 +118,14 @@ class Repeat(Layer):
             outputs = tf.custom_gradient(stack.looped)(*flat)
         else:
             outputs = tf.custom_gradient(stack.unrolled)(*flat)
-        return tf.nest.pack_sequence_as(x, tf.nest.flatten(outputs))
+        x, aux = divide(tf.nest.flatten(outputs), [stack.body.counts[0]])
+        return stack.body.result(x, aux)
 
     def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
         """The body's, stacked along a leading dim L."""
         one = self.body.start_cache(ctx, batch, length)
         # Not new zeros: these lie as the body says.
-        return one.map(lambda t: tf.broadcast_to(t[None], [self.num_layers, *t.shape]))
+        return one.map(lambda t: tf.broadcast_to(t[None], [self.count, *t.shape]))
 
     def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """The body's, of each layer's weights, stacked along a leading dim L."""
@@ -130,7 +139,7 @@ class Repeat(Layer):
             autograph=False,
         ).get_concrete_function()
         stacks = specs.structured_outputs.map(
-            lambda t: tf.zeros([self.num_layers, *t.shape], t.dtype)
+            lambda t: tf.zeros([self.count, *t.shape], t.dtype)
         )
         return self._layers(ctx, theta, layer, stacks)
 
@@ -173,7 +182,7 @@ class Repeat(Layer):
             return [i + 1, layer(own, self._layer_theta(ctx, theta, i), i, state)]
 
         start = [tf.constant(0), state]
-        return tf.while_loop(lambda i, _: i < self.num_layers, body, start)[1]
+        return tf.while_loop(lambda i, _: i < self.count, body, start)[1]
 
     def _layer_theta(self, ctx: Context, theta: NestedMap, i) -> NestedMap:
         """The weights of layer `i`, annotated."""
@@ -185,69 +194,28 @@ class _Stack:
     """One call of a `Repeat`.
 
     `flat` is always [*x leaves, *stacked weight leaves, *shared]: `shared` are the
-    constants that are differentiated, `fixed` those that are not.
+    constants that are differentiated, `fixed` those that are not. What comes out is
+    [*x leaves, *aux leaves of all layers, stacked].
     """
 
     def __init__(self, repeat: Repeat, ctx: Context, theta, x, constants):
+        check_stacked(ctx, repeat.weights(), theta)
         self.repeat = repeat
         self.ctx = ctx
-        self.count = repeat.num_layers
-        self.specs = repeat.body.weights()
-        self.x = x
-        self.constants = {k: v for k, v in constants.items() if v is not None}
-        self.absent = {k: None for k, v in constants.items() if v is None}
-        flat = [tf.convert_to_tensor(t) for t in tf.nest.flatten(self.constants)]
-        self.is_shared = [t.dtype.is_floating for t in flat]
-        self.shared = [t for t in flat if t.dtype.is_floating]
-        self.fixed = [t for t in flat if not t.dtype.is_floating]
-        self.split: SplitFunction = self._trace(theta)
-
-    def _trace(self, theta: NestedMap) -> SplitFunction:
-        def check(path, spec, stack):
-            if stack.shape != (self.count, *spec.shape):
-                raise ValueError(
-                    f"layer {self.ctx.path!r}: weight {path!r} has shape "
-                    f"{stack.shape}, but {self.count} repeated layers need "
-                    f"{(self.count, *spec.shape)}"
-                )
-
-        self.specs.map_with_path(check, theta)
-        carry = _specs(self.x)
-        slices = [tf.TensorSpec(t.shape[1:], t.dtype) for t in theta.leaves()]
-        fixed = _specs(self.fixed)
-        if self.ctx.key is not None:
-            fixed.append(tf.TensorSpec([2], tf.uint32))
-        split = split_function(
-            self._layer,
-            tf.nest.flatten(carry),
-            slices,
-            fixed,
-            shared=_specs(self.shared),
-            recompute=self.repeat.recompute,
-            names=self.repeat.saved_names,
+        self.count = repeat.count
+        constants = Constants(constants)
+        self.shared, self.fixed = constants.shared, constants.fixed
+        self.body = StackedBody(
+            repeat.body,
+            ctx,
+            specs_of(x),
+            shared=specs_of(self.shared),
+            fixed=specs_of(self.fixed),
+            constants=constants,
+            recompute=repeat.recompute,
+            saved_names=repeat.saved_names,
         )
-        if self.returned != carry:
-            raise ValueError(
-                f"layer {self.ctx.path!r}: a repeated body must return what it takes, "
-                f"but {type(self.repeat.body).__name__} takes {carry} and returns "
-                f"{self.returned}"
-            )
-        return split
-
-    def _layer(self, *args: tf.Tensor) -> list[tf.Tensor]:
-        """(*x leaves, *a layer's weights, *shared, *fixed[, key]) -> output leaves."""
-        remaining = iter(args)
-        take = lambda leaves: [next(remaining) for _ in leaves]  # noqa: E731
-        x = tf.nest.pack_sequence_as(self.x, take(tf.nest.flatten(self.x)))
-        theta = self.specs.pack(take(self.specs.leaves()))
-        shared, fixed = iter(take(self.shared)), iter(take(self.fixed))
-        flat = [next(shared if is_shared else fixed) for is_shared in self.is_shared]
-        constants = tf.nest.pack_sequence_as(self.constants, flat)
-        ctx = dataclasses.replace(self.ctx, key=next(remaining, None))
-        theta = annotate_weights(ctx.plan, self.specs, theta)
-        y = self.repeat.body.fprop(ctx, theta, x, **constants, **self.absent)
-        self.returned = _specs(y)
-        return tf.nest.flatten(y)
+        self.split = self.body.split
 
     def _arguments(self, i, x, weights, shared) -> list[tf.Tensor]:
         """Arguments of layer `i`; its key depends on its number, not on the loop."""
@@ -257,74 +225,87 @@ class _Stack:
 
     def _divide(self, flat: Sequence) -> tuple[list, list, list]:
         """Leaves of x, stacked weights, shared tensors."""
-        n, m = len(tf.nest.flatten(self.x)), len(self.specs.leaves())
-        return list(flat[:n]), list(flat[n : n + m]), list(flat[n + m :])
+        x, weights, shared = divide(flat, self.body.counts[:2])
+        return x, weights, shared
+
+    def _aux_stores(self) -> list[tf.Tensor]:
+        specs = self.body.aux
+        return [tf.zeros([self.count, *spec.shape], spec.dtype) for spec in specs]
 
     def evaluate(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Forward only: nothing is saved."""
         x, stacks, shared = self._divide(flat)
+        n = len(x)
         if self.repeat.unroll is Unroll.UNROLLED:
+            rows = []
             for i, weights in enumerate(_unstack(stacks)):
                 y = self.split.forward(*self._arguments(i, x, weights, shared))
-                x = y[: len(x)]
-            return x
+                x, aux, _ = self.body.divide_results(y)
+                rows.append(aux)
+            return [*x, *_stacks(rows)]
 
-        def body(i, *x):
+        def body(i, *state):
             weights = [_read(t, i) for t in stacks]
-            arguments = self._arguments(i, x, weights, shared)
-            y = self.split.forward(*arguments)[: len(x)]
-            return [i + 1, *self._annotated(y)]
+            y = self.split.forward(*self._arguments(i, state[:n], weights, shared))
+            x, aux, _ = self.body.divide_results(y)
+            return [i + 1, *self._annotated(x), *_writes(state[n:], aux, i)]
 
-        return self._while(body, x)
+        return self._while(body, [*x, *self._aux_stores()])
 
     def looped(self, *flat: tf.Tensor):
         """Outputs and gradient function, both with a loop inside."""
         x, stacks, shared = self._divide(flat)
-        n = len(x)
-        kept = [*self.split.outputs, *self.split.saved]
+        n, a = len(x), len(self.body.aux)
+        kept = [*self.body.outputs, *self.split.saved]
 
         def body(i, *state):
-            x, stores = state[:n], state[n:]
+            x, aux_stores, stores = divide(state, [n, a])
             weights = [_read(t, i) for t in stacks]
             y = self.split.forward(*self._arguments(i, x, weights, shared))
-            keep = [*x, *y[n:]]
-            stores = [_write(s, t, i) for s, t in zip(stores, keep, strict=True)]
-            return [i + 1, *self._annotated(y[:n]), *stores]
+            y, aux, saved = self.body.divide_results(y)
+            aux_stores = _writes(aux_stores, aux, i)
+            stores = _writes(stores, [*x, *saved], i)
+            return [i + 1, *self._annotated(y), *aux_stores, *stores]
 
-        final = self._while(body, [*x, *(_store(s, self.count) for s in kept)])
-        stores = final[n:]
+        stores = [_store(saved, self.count) for saved in kept]
+        final = self._while(body, [*x, *self._aux_stores(), *stores])
+        stores = final[n + a :]
 
         def gradient(*dy):
+            dy, daux = dy[:n], dy[n:]
+
             def body(j, *state):
                 dx, dstacks, dshared = self._divide(state)
                 i = self.count - 1 - j
                 kept = [_read(s, i) for s in stores]
                 weights = [_read(t, i) for t in stacks]
                 arguments = self._arguments(i, kept[:n], weights, shared)
-                grads = self.split.backward(*arguments, *kept[n:], *dx)
+                dout = [*dx, *(_read(d, i) for d in daux)]
+                grads = self.split.backward(*arguments, *kept[n:], *dout)
                 dx, dweights, more = self._divide(grads)
-                dstacks = [
-                    _write(d, g, i) for d, g in zip(dstacks, dweights, strict=True)
-                ]
+                dstacks = _writes(dstacks, dweights, i)
                 return [j + 1, *self._annotated(dx), *dstacks, *_sums(dshared, more)]
 
             zeros = [tf.zeros(t.shape, t.dtype) for t in shared]
             return self._while(body, [*dy, *self._zero_stacks(), *zeros])
 
-        return final[:n], gradient
+        return final[: n + a], gradient
 
     def unrolled(self, *flat: tf.Tensor):
         """Outputs and gradient function, layer after layer."""
         x, stacks, shared = self._divide(flat)
         n = len(x)
         weights = _unstack(stacks)
-        kept = []
+        kept, rows = [], []
         for i in range(self.count):
             y = self.split.forward(*self._arguments(i, x, weights[i], shared))
-            kept.append([*x, *y[n:]])
-            x = y[:n]
+            y, aux, saved = self.body.divide_results(y)
+            kept.append([*x, *saved])
+            rows.append(aux)
+            x = y
 
-        def gradient(*dx):
+        def gradient(*dy):
+            dx, daux = list(dy[:n]), dy[n:]
             dweights: list = [None] * self.count
             dshared = [tf.zeros(t.shape, t.dtype) for t in shared]
             for i in reversed(range(self.count)):
@@ -333,19 +314,15 @@ class _Stack:
                 again = [*kept[i], *weights[i], *dx]
                 if self.repeat.recompute is not Recompute.NOTHING:
                     again = list(xla.optimization_barrier(*again))
-                before, w, dx = (
-                    again[: len(kept[i])],
-                    again[len(kept[i]) : -n],
-                    again[-n:],
-                )
+                before, w, dx = divide(again, [len(kept[i]), len(weights[i])])
                 arguments = self._arguments(i, before[:n], w, shared)
-                grads = self.split.backward(*arguments, *before[n:], *dx)
+                dout = [*dx, *(d[i] for d in daux)]
+                grads = self.split.backward(*arguments, *before[n:], *dout)
                 dx, dweights[i], more = self._divide(grads)
                 dshared = _sums(dshared, more)
-            dstacks = [tf.stack(g) for g in zip(*dweights, strict=True)]
-            return [*dx, *dstacks, *dshared]
+            return [*dx, *_stacks(dweights), *dshared]
 
-        return x, gradient
+        return [*x, *_stacks(rows)], gradient
 
     def _while(self, body, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         start = [tf.constant(0), *state]
@@ -353,19 +330,15 @@ class _Stack:
 
     def _annotated(self, x: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """`x` laid out as the body lays out its output."""
-        return [y.annotate(t) for t, y in zip(x, self.split.outputs, strict=True)]
+        return [y.annotate(t) for t, y in zip(x, self.body.outputs, strict=True)]
 
     def _zero_stacks(self) -> list[tf.Tensor]:
         stores = []
-        for path, spec in self.specs.items_by_path():
-            sharding = spec.stacked(self.count).sharding(self.ctx.plan, path)
-            zeros = tf.zeros([self.count, *spec.shape], spec.dtype)
+        for path, spec in self.repeat.weights().items_by_path():
+            sharding = spec.sharding(self.ctx.plan, path)
+            zeros = tf.zeros(spec.shape, spec.dtype)
             stores.append(annotate(zeros, sharding))
         return stores
-
-
-def _specs(nest):
-    return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), nest)
 
 
 def _sums(totals: Sequence, more: Sequence) -> list[tf.Tensor]:
@@ -380,6 +353,14 @@ def _store(saved: Saved, count: int) -> tf.Tensor:
 
 def _unstack(stacks: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
     return [list(layer) for layer in zip(*(tf.unstack(t) for t in stacks), strict=True)]
+
+
+def _stacks(rows: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    return [tf.stack(leaves) for leaves in zip(*rows, strict=True)]
+
+
+def _writes(stores: Sequence, values: Sequence, i) -> list[tf.Tensor]:
+    return [_write(s, t, i) for s, t in zip(stores, values, strict=True)]
 
 
 def _start(tensor: tf.Tensor, i: tf.Tensor) -> tf.Tensor:

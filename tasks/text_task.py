@@ -15,7 +15,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.embedding import Softmax, SoftmaxKind, TokenEmbedding
-from meshwright.layers.moe import x_and_aux
+from meshwright.layers.moe import merge_aux, x_and_aux
 from meshwright.tasks.expert_metrics import expert_heat_maps, expert_metrics
 from meshwright.tasks.task import Task, TaskLoss
 
@@ -78,7 +78,7 @@ class TextTask(Task):
         with ctx.scope(name) as c:
             out = getattr(self, name).fprop(c, theta[name], x, **inputs)
         x, aux = x_and_aux(out)
-        return x, NestedMap() if aux is None else NestedMap({name: aux})
+        return x, NestedMap() if aux is None else NestedMap({name: merge_aux(aux)})
 
     def to_logits(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits [B, S, V] of normalized `x` [B, S, M], in the activation dtype."""

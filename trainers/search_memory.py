@@ -148,14 +148,14 @@ class _NotingRepeat(repeat.Repeat):
 
     def fprop(self, ctx: Context, theta: NestedMap, x: Any, **constants: Any) -> Any:
         stack = repeat._Stack(self, ctx, theta, x, constants)
-        split = stack.split
+        split, outputs = stack.split, stack.body.outputs
         weights = [leaf[0] for leaf in theta.leaves()]
         layer = stack._arguments(0, tf.nest.flatten(x), weights, stack.shared)
         given = [*layer, *split.saved, *split.outputs]
         read = _read(split.backward, [_spec(one) for one in given])
-        n, m = len(split.outputs), len(layer)
+        n, m = len(outputs), len(layer)
         # A layer's inputs are kept like its outputs.
-        kept = [*split.outputs, *split.saved]
+        kept = [*outputs, *split.saved]
         for saved, is_read in zip(
             kept, [*read[:n], *read[m : m + len(split.saved)]], strict=True
         ):
@@ -171,7 +171,7 @@ class _NotingRepeat(repeat.Repeat):
             )
             sharding = asked.sharding(self.mesh, saved.spec.shape.rank)
         self.found.append(
-            _Stack(spec=saved.spec, sharding=sharding, count=self.num_layers)
+            _Stack(spec=saved.spec, sharding=sharding, count=self.count)
         )
 
 

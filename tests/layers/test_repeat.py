@@ -453,7 +453,7 @@ def test_weights_of_another_depth_are_refused():
     args = arguments(repeat(num_layers=L + 1))
     with pytest.raises(
         ValueError,
-        match=r"layer 'stack': weight 'w_in' has shape \(4, 8, 16\), but 3 repeated "
+        match=r"layer 'stack': weight 'w_in' has shape \(4, 8, 16\), but the stack's "
         r"layers need \(3, 8, 16\)",
     ):
         lower(

@@ -18,8 +18,8 @@ from meshwright.layers.gatings import Hash
 from meshwright.layers.moe import ExpertFeedForward, MoE
 from meshwright.layers.normalization import RMSNorm
 from meshwright.layers.repeat import Repeat
+from meshwright.layers.sequential import Sequential
 from meshwright.layers.transformer import transformer_layer
-from meshwright.layers.transformer_stack import TransformerStack
 from meshwright.tasks.language_model import LanguageModel
 from meshwright.tasks.text_input import TextInput
 
@@ -107,13 +107,9 @@ def test_experts_add_to_the_loss_and_show_their_load():
     gating = Hash(model_dims=M, num_experts=E, capacity=Capacity(factor=2.0))
     experts = ExpertFeedForward(model_dims=M, hidden_dims=4, num_experts=E)
     mixture = MoE(gating=gating, experts=experts, z_weight=0.5)
-    stack = TransformerStack(
-        layers=(
-            transformer_layer(hidden_dims=4, **sizes),
-            transformer_layer(feed_forward=mixture, **sizes),
-        ),
-        num_layers=4,
-    )
+    dense = transformer_layer(hidden_dims=4, **sizes)
+    sparse = transformer_layer(feed_forward=mixture, **sizes)
+    stack = Repeat(body=Sequential(layers=(dense, sparse)), num_layers=4)
     task = dataclasses.replace(model(), stack=stack)
     theta, batch = weights_of(task), batch_of(task)
     batch.segment_ids = tf.ones_like(batch.segment_ids)

@@ -26,11 +26,11 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.gatings import Hash, Switch, Top2
 from meshwright.layers.linear import BSM
-from meshwright.layers.moe import ExpertFeedForward, MoE
+from meshwright.layers.moe import ExpertFeedForward, MoE, merge_aux
 from meshwright.layers.positions import PositionKind
-from meshwright.layers.repeat import Unroll
+from meshwright.layers.repeat import Repeat, Unroll
+from meshwright.layers.sequential import Sequential
 from meshwright.layers.transformer import transformer_layer
-from meshwright.layers.transformer_stack import TransformerStack
 
 B, S, M, E = 4, 8, 8, 4
 SIZES = {
@@ -73,8 +73,9 @@ def sparse(gating=Top2, experts=E):
     return transformer_layer(**SIZES, feed_forward=mixture)
 
 
-def stack(**kwargs) -> TransformerStack:
-    return TransformerStack(**{"layers": (DENSE, sparse()), "num_layers": 4, **kwargs})
+def stack(layers=None, **kwargs) -> Repeat:
+    body = Sequential(layers=layers or (DENSE, sparse()))
+    return Repeat(**{"body": body, "num_layers": 4, **kwargs})
 
 
 def test_a_layer_with_experts_adds_what_they_say_to_the_stream():
@@ -98,6 +99,7 @@ def test_layers_take_turns(unroll):
     theta = initialize(layer.weights(), key_from_seed(0))
     ctx = Context(mode=Mode.TRAIN, key=key_from_seed(1))
     out = layer.fprop(ctx, theta, tf.constant(INPUTS.x), segment_ids=INPUTS.segment_ids)
+    aux = merge_aux(out.aux)
     x, losses, rows = tf.constant(INPUTS.x), [], []
     for turn in range(3):
         c = dataclasses.replace(ctx, key=fold_in(ctx.key, turn))
@@ -112,11 +114,11 @@ def test_layers_take_turns(unroll):
         losses.append(one.aux.loss)
         rows.append(one.aux.sums)
     np.testing.assert_allclose(out.x, x, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(out.aux.loss, np.mean(losses), rtol=1e-5)
-    assert out.aux.sums.load.shape == (3, E)
+    np.testing.assert_allclose(aux.loss, np.mean(losses), rtol=1e-5)
+    assert aux.sums.load.shape == (3, E)
     for turn, row in enumerate(rows):
         for name, value in row.items():
-            found = out.aux.sums[name][turn]
+            found = aux.sums[name][turn]
             np.testing.assert_allclose(found, value, rtol=1e-4, err_msg=name)
 
 
@@ -124,7 +126,9 @@ def test_first_and_second_mixture_of_a_turn_have_their_rows():
     layer = stack(layers=(sparse(Hash), DENSE, sparse(Switch)), num_layers=6)
     theta = initialize(layer.weights(), key_from_seed(0))
     out = layer.fprop(Context(), theta, tf.constant(INPUTS.x), **ids())
-    np.testing.assert_array_equal(out.aux.sums.entropy > 0, [False, True] * 2)
+    np.testing.assert_array_equal(
+        merge_aux(out.aux).sums.entropy > 0, [False, True] * 2
+    )
 
 
 def ids():
@@ -142,13 +146,14 @@ def train_step(layer, plan, optimizer):
             tape.watch(theta)
             out = layer.fprop(ctx, annotate_weights(plan, specs, theta), **inputs)
             task = tf.reduce_mean(tf.square(out.x - 1.0))
-            loss = task + out.aux.loss
+            aux = merge_aux(out.aux).loss
+            loss = task + aux
         grads = theta.pack(tape.gradient(loss, theta.leaves()))
         update = optimizer.update(step, grads, theta, slots, specs)
         return NestedMap(
             theta=update.theta,
             slots=update.slots,
-            losses=NestedMap(task=task, aux=out.aux.loss),
+            losses=NestedMap(task=task, aux=aux),
         )
 
     return step_fn
@@ -227,8 +232,9 @@ def test_gin_builds_dense_and_sparse_layers():
     gin.clear_config()  # Another test's may be left, and locked.
     gin.parse_config(
         """
-        TransformerStack.layers = (@dense/transformer_layer(), @moe/transformer_layer())
-        TransformerStack.num_layers = 12
+        Repeat.num_layers = 12
+        Repeat.body = @Sequential()
+        Sequential.layers = (@dense/transformer_layer(), @moe/transformer_layer())
         transformer_layer.model_dims = 8
         transformer_layer.num_heads = 4
         transformer_layer.head_dim = 2
@@ -249,32 +255,29 @@ def test_gin_builds_dense_and_sparse_layers():
         """
     )
     try:
-        layer = gin.get_configurable("TransformerStack")()
+        layer = gin.get_configurable("Repeat")()
     finally:
         gin.clear_config()
     shapes = {path: spec.shape for path, spec in layer.weights().items_by_path()}
     assert shapes["layer_0.feed_forward.w_in"] == (6, 8, 32)
     assert shapes["layer_1.feed_forward.experts.w_in"] == (6, 16, 8, 32)
     assert shapes["layer_1.feed_forward.gating.w"] == (6, 8, 16)
-    assert layer.layers[1].feed_forward.gating.capacity.factor == 1.5
+    assert layer.body.layers[1].feed_forward.gating.capacity.factor == 1.5
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (
-            lambda: stack(layers=(DENSE, DENSE)),
-            r"mixtures of \[\] experts: let at least one .* use Repeat",
-        ),
+        (lambda: Sequential(layers=()), r"layers is empty: give one layer or more"),
         (
             lambda: stack(layers=(sparse(), sparse(experts=8))),
-            r"mixtures of \[4, 8\] experts: .* all have equally many",
+            r"mixtures of \[4, 8\] experts: let all have equally many",
         ),
         (
             lambda: stack(num_layers=5),
-            r"num_layers is 5, must be a multiple of its 2 layers that take turns",
+            r"num_layers is 5, must be >= 1 and a multiple of the 2 layers of its Seq",
         ),
-        (lambda: stack(num_layers=0), r"num_layers is 0, must be a multiple"),
+        (lambda: stack(num_layers=0), r"num_layers is 0, must be >= 1"),
         (
             lambda: stack(recompute=Recompute.NOTHING, saved_names=["hidden"]),
             r"saved_names \('hidden',\) are read only by",

@@ -1,0 +1,200 @@
+"""What loops over equal layers share: the body as one flat, split function.
+
+Dims: L layers, B batch; everything else is the body's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context, Layer, annotate_weights
+from meshwright.framework.modeling.recompute import (
+    Recompute,
+    Saved,
+    SplitFunction,
+    split_function,
+)
+from meshwright.framework.nested_map import NestedMap
+
+
+class Constants:
+    """What every layer of a stack gets unchanged: nests of tensors by name.
+
+    Args:
+      values: tensors, or their specs; None is handed on as None.
+    """
+
+    def __init__(self, values: Mapping[str, Any]):
+        given = {k: v for k, v in values.items() if v is not None}
+        self._absent = {k: None for k, v in values.items() if v is None}
+        self.nests = tf.nest.map_structure(tf.convert_to_tensor, given)
+        flat = tf.nest.flatten(self.nests)
+        self._is_shared = [t.dtype.is_floating for t in flat]
+        self.shared = [t for t in flat if t.dtype.is_floating]
+        """Those that are differentiated."""
+        self.fixed = [t for t in flat if not t.dtype.is_floating]
+        """The others."""
+
+    def pack(self, shared: Sequence, fixed: Sequence) -> dict[str, Any]:
+        """The keywords of `fprop`, of such tensors."""
+        shared, fixed = iter(shared), iter(fixed)
+        flat = [next(shared if is_shared else fixed) for is_shared in self._is_shared]
+        return tf.nest.pack_sequence_as(self.nests, flat) | self._absent
+
+
+class StackedBody:
+    """One layer of a stack, traced.
+
+    Its function takes flat [*x, *weights, *shared, *fixed, key if there is one] and
+    gives flat [*x, *aux, *saved]; its gradient is by x, weights and shared.
+
+    Args:
+      body: the layer. It returns what it takes, or a nested map of that as `x` and of
+        side results `aux`.
+      ctx: the stack's context.
+      x: nest of specs of the body's input.
+      shared: specs of `Constants.shared`, as the body gets them.
+      fixed: the same of `Constants.fixed`.
+      constants: packs them.
+      recompute: what the backward pass computes again.
+      saved_names: for `Recompute.ALL_BUT_NAMED`, the intermediates to save.
+
+    Raises:
+      ValueError: the body's output is not like its input.
+    """
+
+    def __init__(
+        self,
+        body: Layer,
+        ctx: Context,
+        x: Any,
+        *,
+        shared: Sequence[tf.TensorSpec],
+        fixed: Sequence[tf.TensorSpec],
+        constants: Constants,
+        recompute: Recompute,
+        saved_names: Sequence[str],
+    ):
+        self._body, self._ctx, self._constants = body, ctx, constants
+        self.specs = body.weights()
+        self.x = x
+        self.counts = [
+            len(tf.nest.flatten(x)),
+            len(self.specs.leaves()),
+            len(shared),
+            len(fixed),
+        ]
+        keys = [] if ctx.key is None else [tf.TensorSpec([2], tf.uint32)]
+        self.split: SplitFunction = split_function(
+            self._fprop,
+            tf.nest.flatten(x),
+            [tf.TensorSpec(spec.shape, spec.dtype) for spec in self.specs.leaves()],
+            [*fixed, *keys],
+            shared=shared,
+            recompute=recompute,
+            names=saved_names,
+        )
+
+    def _fprop(self, *flat: tf.Tensor) -> list[tf.Tensor]:
+        x, weights, shared, fixed, keys = divide(flat, self.counts)
+        x = tf.nest.pack_sequence_as(self.x, x)
+        ctx = dataclasses.replace(self._ctx, key=keys[0] if keys else None)
+        theta = annotate_weights(ctx.plan, self.specs, self.specs.pack(weights))
+        y = self._body.fprop(ctx, theta, x, **self._constants.pack(shared, fixed))
+        self._aux = None
+        returned = y
+        has_aux = isinstance(y, NestedMap) and set(y) == {"x", "aux"}
+        if has_aux and specs_of(y) != self.x:
+            returned, self._aux = y.x, specs_of(y.aux)
+        if specs_of(returned) != self.x:
+            raise ValueError(
+                f"layer {ctx.path!r}: a repeated body must return what it takes, but "
+                f"{type(self._body).__name__} takes {self.x} and returns "
+                f"{specs_of(returned)}"
+            )
+        return tf.nest.flatten(y) if self._aux is None else _x_then_aux(y)
+
+    @property
+    def outputs(self) -> list[Saved]:
+        """Of `x`, with the annotations that the body gives its output."""
+        return list(self.split.outputs[: self.counts[0]])
+
+    @property
+    def aux(self) -> list[tf.TensorSpec]:
+        """Of the leaves of `aux`."""
+        return [saved.spec for saved in self.split.outputs[self.counts[0] :]]
+
+    @property
+    def aux_paths(self) -> list[str]:
+        """Dotted paths of the leaves of `aux`."""
+        return [] if self._aux is None else [p for p, _ in self._aux.items_by_path()]
+
+    def divide_results(self, flat: Sequence) -> tuple[list, list, list]:
+        """Leaves of x, of aux, and saved tensors, of what `split.forward` gives."""
+        x, aux, saved = divide(flat, [self.counts[0], len(self.aux)])
+        return x, aux, saved
+
+    def result(self, x: Sequence[tf.Tensor], aux: Sequence[tf.Tensor]) -> Any:
+        """What the stack returns, of its last layer's x and of all layers' aux."""
+        x = tf.nest.pack_sequence_as(self.x, x)
+        if self._aux is None:
+            return x
+        return NestedMap(x=x, aux=tf.nest.pack_sequence_as(self._aux, aux))
+
+
+def divide(flat: Sequence, counts: Sequence[int]) -> list[list]:
+    """`flat` in pieces of so many, and of what is left."""
+    pieces, start = [], 0
+    for count in counts:
+        pieces.append(list(flat[start : start + count]))
+        start += count
+    return [*pieces, list(flat[start:])]
+
+
+def specs_of(nest: Any) -> Any:
+    """The nest's TensorSpecs."""
+    return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), nest)
+
+
+def check_stacked(ctx: Context, specs: NestedMap, theta: NestedMap) -> None:
+    """Raises ValueError where a weight in `theta` is not as `specs` says."""
+
+    def check(path, spec, stack):
+        if stack.shape != spec.shape:
+            raise ValueError(
+                f"layer {ctx.path!r}: weight {path!r} has shape {stack.shape}, but the "
+                f"stack's layers need {spec.shape}"
+            )
+
+    specs.map_with_path(check, theta)
+
+
+def check_depth(owner: str, num_layers: int, body: Layer) -> None:
+    """Raises ValueError: `num_layers` is not a positive multiple of the body's."""
+    if num_layers < 1 or num_layers % body.depth:
+        raise ValueError(
+            f"{owner}.num_layers is {num_layers}, must be >= 1"
+            + (
+                f" and a multiple of the {body.depth} layers of its "
+                f"{type(body).__name__}"
+                if body.depth > 1
+                else ""
+            )
+        )
+
+
+def check_saved_names(owner: str, recompute: Recompute, names: Sequence[str]) -> None:
+    """Raises ValueError: names without the policy that reads them."""
+    if names and recompute is not Recompute.ALL_BUT_NAMED:
+        raise ValueError(
+            f"{owner}.saved_names {tuple(names)} are read only by "
+            f"Recompute.ALL_BUT_NAMED, not by {recompute}"
+        )
+
+
+def _x_then_aux(y: NestedMap) -> list[tf.Tensor]:
+    return [*tf.nest.flatten(y.x), *tf.nest.flatten(y.aux)]
