@@ -109,8 +109,9 @@ class _Region:
                     self.blame, op, self.mesh, shardy=False, manual=self.axes
                 )
             ]
+        alone = not op.operands and not self.has_automatic_axes
         with ir.InsertionPoint.after(op), op.location:
-            return [self._marked(result) for result in op.results]
+            return [(self._entered if alone else self._marked)(r) for r in op.results]
 
     def _check(self, op) -> None:
         arrays = all(isinstance(r.type, ir.RankedTensorType) for r in op.results)
@@ -126,6 +127,19 @@ class _Region:
         mark = self._manual(value)
         value.replace_all_uses_except(mark, mark.owner.operation)
         return mark
+
+    def _entered(self, value: ir.Value) -> ir.Value:
+        """A constant as if it came from outside, for all who use it.
+
+        XLA makes one of it and of equal ones outside, and a mark would hold for all.
+        """
+        whole = sharding_call("Sharding", value, value.type, "{replicated}")
+        rank = ir.RankedTensorType(value.type).rank
+        own = sharding_call(
+            "SPMDFullToShardShape", whole, value.type, self._text(rank)
+        )
+        value.replace_all_uses_except(own, whole.owner.operation)
+        return own
 
     def _manual(self, value: ir.Value) -> ir.Value:
         rank = ir.RankedTensorType(value.type).rank

@@ -13,7 +13,12 @@ import tensorflow as tf
 from tensorflow.compiler.xla import xla_data_pb2
 
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.origins import noted_layer, noted_weight, original_of
+from meshwright.framework.sharding.origins import (
+    noted_layer,
+    noted_weight,
+    original_of,
+    original_op,
+)
 from meshwright.framework.sharding.sharding import Sharding
 
 ANNOTATION = "XlaSharding"
@@ -154,7 +159,7 @@ class _Walk:
         layer = self._layers.setdefault(id(original), place.layer) or place.layer
         place = dataclasses.replace(place, layer=layer)
         for op in graph.get_operations():
-            source = _source(op, original, place)
+            source = _source(op, place)
             yield source
             for name in _called(op):
                 # TF2XLA compiles calls in place, and gives loops and branches
@@ -175,9 +180,8 @@ def _called(op: tf.Operation) -> list[str]:
     return single + [f.name for a in attributes for f in a.list.func]
 
 
-def _source(op: tf.Operation, original: tf.Graph, place: _Place) -> Source:
-    made = _made_as(op, original)
-    forward = _forward_op(made)
+def _source(op: tf.Operation, place: _Place) -> Source:
+    forward = _forward_op(original_op(op))
     file, line = _user_frame(forward)
     return Source(
         op_name=place.prefix + op.name,
@@ -200,13 +204,6 @@ def _annotation(op: tf.Operation) -> Annotation | None:
         op_sharding=op.get_attr("sharding"),
         unspecified_dims=tuple(op.get_attr("unspecified_dims")),
     )
-
-
-def _made_as(op: tf.Operation, original: tf.Graph) -> tf.Operation:
-    try:
-        return original.get_operation_by_name(op.name)
-    except KeyError:  # An argument of the copy.
-        return op
 
 
 def _is_gradient(op_name: str) -> bool:

@@ -58,6 +58,14 @@ class Part(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A loop of a program: its HLO name, and its trips each time that it runs."""
+
+    name: str
+    trips: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OpTime:
     """One op, over all trips of the loops around it.
 
@@ -65,6 +73,7 @@ class OpTime:
       name: HLO name.
       op_name: the TF op it came from.
       part: what its time goes to.
+      loops: those around it, outermost first.
       count: trips.
       seconds: of all trips.
     """
@@ -72,8 +81,14 @@ class OpTime:
     name: str
     op_name: str
     part: Part
+    loops: tuple[Loop, ...]
     count: int
     seconds: float
+
+    @property
+    def exposed(self) -> float:
+        """The same: ops hide, and are not hidden."""
+        return self.seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,21 +96,30 @@ class CollectiveTime:
     """One collective, over all trips of the loops around it.
 
     Args:
+      name: HLO name of what sends it; of an all-reduce in a fusion the fusion's.
       collective: what is sent, once.
       kind: its kind; an all-reduce of which each device keeps its slice is a
         "reduce-scatter", as the compiler makes one of the two.
       bytes: of the whole tensor of one group, once.
+      loops: those around it, outermost first.
       count: trips.
       seconds: of all trips.
       exposed: what ops between its start and its end do not hide of `seconds`.
     """
 
+    name: str
     collective: Collective
     kind: str
     bytes: int
+    loops: tuple[Loop, ...]
     count: int
     seconds: float
     exposed: float
+
+    @property
+    def op_name(self) -> str:
+        """The TF op it came from."""
+        return self.collective.op_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +148,11 @@ class StepTime:
             parts[one.kind] = parts.get(one.kind, 0.0) + one.exposed
         return parts
 
+    def all(self) -> Iterator[OpTime | CollectiveTime]:
+        """Ops and collectives; what they take adds up as `exposed`."""
+        yield from self.ops
+        yield from self.collectives
+
 
 def step_time(module: HloModule, mesh: DeviceMesh, order: DeviceOrder) -> StepTime:
     """Estimates one call of an optimized, scheduled TPU program.
@@ -137,7 +166,7 @@ def step_time(module: HloModule, mesh: DeviceMesh, order: DeviceOrder) -> StepTi
       ValueError: a loop whose trips cannot be read.
     """
     walk = _Walk(module, mesh, order)
-    walk.computation(module.entry, 1)
+    walk.computation(module.entry, ())
     return StepTime(ops=tuple(walk.ops), collectives=tuple(walk.collectives))
 
 
@@ -155,16 +184,18 @@ class _Walk:
         for one in module.instructions:
             self.inside[one.computation].append(one)
 
-    def computation(self, name: str, trips: int) -> None:
+    def computation(self, name: str, loops: tuple[Loop, ...]) -> None:
         clock, started = 0.0, {}
+        trips = math.prod(loop.trips for loop in loops)
         for one in self.inside[name]:
             if one.opcode == "while":
                 condition, body = _loop(one)
-                self.computation(body, trips * self.trips(one, condition))
+                loop = Loop(name=one.name, trips=self.trips(one, condition))
+                self.computation(body, (*loops, loop))
             elif one.opcode in ("call", "conditional"):
                 for called in one.called:
-                    self.computation(called, trips)
-            elif found := self.collective(one, trips):
+                    self.computation(called, loops)
+            elif found := self.collective(one, loops):
                 if one.opcode.endswith("-start"):
                     started[one.name] = (len(self.collectives), clock)
                 self.collectives.append(found)
@@ -181,6 +212,7 @@ class _Walk:
                         name=one.name,
                         op_name=one.op_name,
                         part=self.part(one, int(cycles[1]), trips),
+                        loops=loops,
                         count=trips,
                         seconds=seconds,
                     )
@@ -200,7 +232,9 @@ class _Walk:
             "its time cannot be estimated"
         )
 
-    def collective(self, one: Instruction, trips: int) -> CollectiveTime | None:
+    def collective(
+        self, one: Instruction, loops: tuple[Loop, ...]
+    ) -> CollectiveTime | None:
         found = self.sent.get(one.name)
         kind = found.kind if found else ""
         if one.opcode == "fusion" and (inner := self.scattered(one)):
@@ -211,11 +245,14 @@ class _Walk:
         size = found.bytes
         if found.kind == "reduce-scatter":
             size *= len(found.groups[0])
+        trips = math.prod(loop.trips for loop in loops)
         seconds = trips * self.price(found, kind=kind, size=size)
         return CollectiveTime(
+            name=one.name,
             collective=dataclasses.replace(found, op_name=found.op_name or one.op_name),
             kind=kind,
             bytes=size,
+            loops=loops,
             count=trips,
             seconds=seconds,
             exposed=seconds,

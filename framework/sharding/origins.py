@@ -55,4 +55,21 @@ def note_original(copy: tf.Graph, original) -> None:
 def original_of(graph: tf.Graph) -> tf.Graph:
     """The graph in which the ops of `graph` were first made; mostly itself."""
     original = getattr(graph, _ORIGINAL, None)
-    return graph if original is None else original.graph
+    if original is not None:
+        return original.graph
+    vectorized = map(_vectorized_from, graph.get_operations())
+    sources = {op.graph for op in vectorized if op is not None} - {graph}
+    return original_of(sources.pop()) if len(sources) == 1 else graph
+
+
+def original_op(op: tf.Operation) -> tf.Operation:
+    """The op that `op` is a copy of, or was vectorized from; mostly itself."""
+    op = _vectorized_from(op) or op
+    try:
+        return original_of(op.graph).get_operation_by_name(op.name)
+    except KeyError:  # An argument of the copy.
+        return op
+
+
+def _vectorized_from(op: tf.Operation) -> tf.Operation | None:
+    return getattr(op, "_original_op", None)  # `tf.vectorized_map` notes it.

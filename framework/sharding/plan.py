@@ -31,6 +31,7 @@ class ShardingPlan:
       weights: dim name -> axis, or axes, or None, for weights.
       activations: the same for activations.
       device_ids: optional device order, row-major in the mesh.
+      reserved: axes that no dim may be split by: those of a pipeline around.
 
     Raises:
       ValueError: a table names an axis that the mesh does not have.
@@ -41,6 +42,7 @@ class ShardingPlan:
     weights: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     activations: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     device_ids: Sequence[int] | None = None
+    reserved: Sequence[str] = ()
 
     def __post_init__(self):
         for name in ("mesh_axes", "mesh_shape"):
@@ -81,8 +83,26 @@ class ShardingPlan:
         """`tensor`, annotated as the activation table says of `dims`."""
         return annotate(tensor, self.activation_sharding(dims, name))
 
+    def inside_pipeline(self, stage_axes: Sequence[str]) -> ShardingPlan:
+        """The plan for the layers of a pipeline whose stages `stage_axes` split.
+
+        There the batch is a microbatch, which may have an entry of its own.
+        """
+        tables = dict(self.activations)
+        if "microbatch" in tables:
+            tables["batch"] = tables["microbatch"]
+        return dataclasses.replace(self, activations=tables, reserved=tuple(stage_axes))
+
     def _sharding(self, table: Mapping, dims: Sequence[str], name: str) -> Sharding:
         split = [as_axes(table.get(dim)) for dim in dims]
+        for dim, axes in zip(dims, split, strict=True):
+            if taken := set(axes) & set(self.reserved):
+                raise ValueError(
+                    f"sharding plan for {name!r}: dim {dim!r} is split by mesh axis "
+                    f"{', '.join(taken)}, which has the stages of the pipeline around "
+                    "it: split it by another axis; rows of the batch, which may be "
+                    "split by it outside, have an entry 'microbatch' for inside"
+                )
         try:
             return Sharding(self.mesh, tuple(split))
         except ValueError as e:

@@ -139,6 +139,18 @@ class Sharding:
         """Which shard along `dim` each device has, an array of the mesh's shape."""
         return xla_form.place_along(self.mesh, self.dims[dim])
 
+    def opened(self, dims: Sequence[int], *, but: Sequence[str] = ()) -> Sharding:
+        """This one with `dims` left to completion, if an axis is left to split them by.
+
+        Without one, other than the axes `but`, there is nothing to decide, and GSPMD
+        ends the process where such a tensor meets a region that is manual along all.
+        """
+        used = {*but, *(axis for axes in self.dims for axis in axes)}
+        left = [axis for axis in self.mesh.axis_names if axis not in used]
+        if self.mesh.axes_size(left) == 1:
+            return self
+        return dataclasses.replace(self, unspecified=tuple(dims))
+
     def even(self, shape: Sequence[int]) -> Sharding:
         """This sharding without the axes of dims that they do not divide."""
         dims = tuple(

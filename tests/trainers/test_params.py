@@ -29,6 +29,7 @@ PAPER_WEIGHTS = {
     "table2_512b": 512e9,
     "table2_1t": 1e12,
     "table3": 16e9,
+    "table4": 16e9,
 }
 
 

@@ -1,0 +1,80 @@
+"""One function for every entry of a leading dim: `tf.vectorized_map` with annotations.
+
+TF's own rule for XlaSharding keeps the annotation as it was, for a tensor that has a
+dim more: XLA refuses the program. Ours leaves the new dim to completion (GSPMD 3.5),
+which follows what the caller's own annotations say of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+from tensorflow.compiler.xla import xla_data_pb2
+from tensorflow.python.ops.parallel_for import pfor
+
+from meshwright.framework.sharding.annotations import annotate_serialized
+
+_NO_RULE = re.compile(
+    r"No pfor vectorization defined for (?P<type>\w+)\s+name: \"(?P<name>[^\"]*)\""
+)
+
+
+def vectorize(
+    fn: Callable[..., Sequence[tf.Tensor]],
+    stacked: Sequence[tf.Tensor],
+    common: Sequence[tf.Tensor] = (),
+) -> list[tf.Tensor]:
+    """`fn` of each entry of `stacked`, as one computation on a leading dim.
+
+    Args:
+      fn: (*entries, *common) -> flat sequence of tensors.
+      stacked: tensors whose leading dims are equal.
+      common: what all entries get.
+
+    Returns:
+      `fn`'s results with that leading dim.
+
+    Raises:
+      ValueError: `fn` has an op that TF cannot vectorize; it is named.
+    """
+
+    def one(entries):
+        return list(fn(*entries, *common))
+
+    logger = tf.get_logger()
+    logger.addFilter(_is_not_of_pfor)
+    try:
+        return list(tf.vectorized_map(one, list(stacked), fallback_to_while_loop=False))
+    except ValueError as error:
+        if (missing := _NO_RULE.search(str(error))) is None:
+            raise
+        raise ValueError(
+            f"TF cannot vectorize {missing['type']} (op {missing['name']!r})"
+        ) from None
+    finally:
+        logger.removeFilter(_is_not_of_pfor)
+
+
+def _is_not_of_pfor(record: logging.LogRecord) -> bool:
+    """TF logs some hundred lines about an op that it has no rule for."""
+    return record.module != "pfor"
+
+
+def _convert_sharding(pfor_input):
+    proto = xla_data_pb2.OpSharding.FromString(pfor_input.get_attr("sharding"))
+    if proto.type == xla_data_pb2.OpSharding.OTHER:
+        proto.tile_assignment_dimensions.insert(0, 1)
+    unspecified = [0, *(dim + 1 for dim in pfor_input.get_attr("unspecified_dims"))]
+    return pfor.wrap(
+        annotate_serialized(
+            pfor_input.stacked_input(0), proto.SerializeToString(), unspecified
+        ),
+        True,
+    )
+
+
+# There is no public way to replace a rule.
+pfor._pfor_converter_registry["XlaSharding"] = _convert_sharding

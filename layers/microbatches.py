@@ -1,0 +1,85 @@
+"""A batch as microbatches, and back (GSPMD 3.3).
+
+Dims: B batch, U rows of a microbatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.plan import ShardingPlan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """Each microbatch has every `count`-th row of the batch.
+
+    So each device has rows in all of them, and these stay where they are: the rows of a
+    batch that the same axes split, and then maybe others, move to no other device.
+
+    Args:
+      plan: its activations table says how a microbatch is split, as "batch".
+      batch: B.
+      count: into how many the batch is divided.
+      path: of the layer, for messages.
+    """
+
+    plan: ShardingPlan
+    batch: int
+    count: int
+    path: str
+
+    def divide(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """[B, ...] as [count, U, ...].
+
+        Raises:
+          ValueError: see `spec`.
+        """
+        return [self._divide(tf.convert_to_tensor(tensor)) for tensor in tensors]
+
+    def join(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The way back."""
+        tensors = [self._split(_swap(tensor), 0) for tensor in tensors]
+        return [tf.reshape(t, [self.batch, *t.shape[2:]]) for t in tensors]
+
+    def spec(self, tensor: tf.Tensor | tf.TensorSpec) -> tf.TensorSpec:
+        """[U, ...], of a tensor [B, ...].
+
+        Raises:
+          ValueError: it has no such dim, or that does not divide into so many.
+        """
+        if tensor.shape.rank == 0 or tensor.shape[0] != self.batch:
+            raise ValueError(
+                f"layer {self.path!r}: a pipeline divides its inputs by rows, but one "
+                f"has shape {tensor.shape} where the batch is {self.batch}"
+            )
+        if self.batch % self.count:
+            raise ValueError(
+                f"layer {self.path!r}: a batch of {self.batch} does not divide into "
+                f"{self.count} microbatches: change the global batch or "
+                "Pipeline.num_microbatches"
+            )
+        rows = self.batch // self.count
+        return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
+
+    def _divide(self, tensor: tf.Tensor) -> tf.Tensor:
+        rows, *rest = self.spec(tensor).shape
+        tensor = tf.reshape(self._split(tensor, 0), [rows, self.count, *rest])
+        return self._split(_swap(self._split(tensor, 0)), 1)
+
+    def _split(self, tensor: tf.Tensor, dim: int) -> tf.Tensor:
+        """`tensor`, its rows split along `dim`, dims before whole, others left open."""
+        names = ["unsplit"] * tensor.shape.rank
+        names[dim] = "batch"
+        sharding = self.plan.activation_sharding(names, self.path)
+        rest = range(dim + 1, tensor.shape.rank)
+        return annotate(tensor, sharding.opened(rest, but=self.plan.reserved))
+
+
+def _swap(tensor: tf.Tensor) -> tf.Tensor:
+    """The first two dims in the other order."""
+    return tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])

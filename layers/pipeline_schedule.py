@@ -1,0 +1,110 @@
+"""Which stage of a pipeline works on which microbatch when (GSPMD 3.3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineSchedule:
+    """GPipe's schedule, or with repeats the circular one.
+
+    A microbatch goes through all stages, one an iteration, `num_repeats` times. The
+    first stage takes microbatches in groups of as many as there are stages; while a
+    group comes round again the next one waits. So a circular pipeline's bubbles are
+    those of one round, and a group that is not full leaves more of them.
+
+    Args:
+      num_stages: L.
+      num_microbatches: in a batch.
+      num_repeats: how often each microbatch passes each stage; 1 is GPipe.
+
+    Raises:
+      ValueError: a number below 1.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    num_repeats: int = 1
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(
+                    f"pipeline: {field.name} is {getattr(self, field.name)}, must be "
+                    ">= 1"
+                )
+
+    @property
+    def slots(self) -> int:
+        """Microbatches, with those that a circular pipeline's last group lacks."""
+        if self.num_repeats == 1:
+            return self.num_microbatches
+        return -(-self.num_microbatches // self.num_stages) * self.num_stages
+
+    @property
+    def iterations(self) -> int:
+        return self.slots * self.num_repeats + self.num_stages - 1
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of all stages' iterations that works on no microbatch."""
+        return 1.0 - float(self.valid.mean())
+
+    @functools.cached_property
+    def microbatch(self) -> np.ndarray:
+        """int32 [iterations, L]: number of the microbatch; of use where `valid`."""
+        group, rest = self._position()
+        if self.num_repeats == 1:
+            return rest
+        return group * self.num_stages + rest % self.num_stages
+
+    @functools.cached_property
+    def repeat(self) -> np.ndarray:
+        """int32 [iterations, L]: the round that the microbatch is on."""
+        _, rest = self._position()
+        if self.num_repeats == 1:
+            return np.zeros_like(rest)
+        return rest // self.num_stages
+
+    @functools.cached_property
+    def valid(self) -> np.ndarray:
+        """bool [iterations, L]: whether the stage works on a microbatch."""
+        started = self._since_start() >= 0
+        return started & (self.microbatch < self.num_microbatches)
+
+    def first_layer(self, in_a_row: int) -> np.ndarray:
+        """int32 [iterations, L]: number of the first of so many layers in a row."""
+        stage = np.arange(self.num_stages, dtype=np.int32)
+        return (self.repeat * self.num_stages + stage) * np.int32(in_a_row)
+
+    @property
+    def takes_input(self) -> np.ndarray:
+        """bool [iterations]: the first stage takes a microbatch from outside."""
+        return self.repeat[:, 0] == 0
+
+    @property
+    def gives_output(self) -> np.ndarray:
+        """bool [iterations]: the last stage is done with a microbatch."""
+        return self.valid[:, -1] & (self.repeat[:, -1] == self.num_repeats - 1)
+
+    @property
+    def comes_round(self) -> np.ndarray:
+        """bool [iterations]: the first stage takes next what the last one gives."""
+        return np.append(~self.takes_input[1:], False)
+
+    def _since_start(self) -> np.ndarray:
+        """int32 [iterations, L]: iterations since the stage got its first one."""
+        iteration = np.arange(self.iterations, dtype=np.int32)
+        return iteration[:, None] - np.arange(self.num_stages, dtype=np.int32)
+
+    def _position(self) -> tuple[np.ndarray, np.ndarray]:
+        """Group, and iteration within it; the first one's until the stage starts."""
+        done = np.maximum(self._since_start(), 0)
+        if self.num_repeats == 1:
+            return np.zeros_like(done), done
+        length = self.num_stages * self.num_repeats
+        return done // length, done % length
