@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.sharding import Sharding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,11 +74,13 @@ class Microbatches:
 
     def _split(self, tensor: tf.Tensor, dim: int) -> tf.Tensor:
         """`tensor`, its rows split along `dim`, dims before whole, others left open."""
-        names = ["unsplit"] * tensor.shape.rank
-        names[dim] = "batch"
-        sharding = self.plan.activation_sharding(names, self.path)
+        rows = self.plan.activation_sharding(["batch"], self.path).dims
         rest = range(dim + 1, tensor.shape.rank)
-        return annotate(tensor, sharding.opened(rest, but=self.plan.reserved))
+        dims = ((),) * dim + rows + ((),) * len(rest)
+        sharding = Sharding(self.plan.mesh, dims)
+        return annotate(
+            tensor, sharding.opened(rest, but=self.plan.pipeline_axes or ())
+        )
 
 
 def _swap(tensor: tf.Tensor) -> tf.Tensor:

@@ -223,14 +223,27 @@ class _Walk:
         if loop.trips is not None:
             return loop.trips
         root = next(one for one in self.inside[condition] if one.is_root)
-        if root.opcode == "compare":
-            counter, bound = self.module.operands(root)
-            if counter.opcode == "get-tuple-element" and bound.number is not None:
-                return bound.number
-        raise ValueError(
-            f"loop {loop.name} ({loop.op_name}) has no bound that can be read, so that "
-            "its time cannot be estimated"
-        )
+        bounds = self.bounds(root)
+        if not bounds:
+            raise ValueError(
+                f"loop {loop.name} ({loop.op_name}) has no bound that can be read, so "
+                "that its time cannot be estimated"
+            )
+        return min(bounds)
+
+    def bounds(self, condition: Instruction) -> list[int]:
+        """Of the counters in a condition; `tf.scan` has two that go together."""
+        if condition.opcode == "and":
+            parts = self.module.operands(condition)
+            return [bound for part in parts for bound in self.bounds(part)]
+        if condition.opcode == "fusion":
+            (called,) = condition.called
+            return self.bounds(next(o for o in self.inside[called] if o.is_root))
+        if condition.opcode == "compare":
+            counter, bound = self.module.operands(condition)
+            counts = counter.opcode in ("get-tuple-element", "parameter")
+            return [bound.number] if counts and bound.number is not None else []
+        return []
 
     def collective(
         self, one: Instruction, loops: tuple[Loop, ...]

@@ -31,7 +31,8 @@ class ShardingPlan:
       weights: dim name -> axis, or axes, or None, for weights.
       activations: the same for activations.
       device_ids: optional device order, row-major in the mesh.
-      reserved: axes that no dim may be split by: those of a pipeline around.
+      pipeline_axes: for the layers of a pipeline (`inside_pipeline`) the axes that have
+        its stages, and may split nothing else.
 
     Raises:
       ValueError: a table names an axis that the mesh does not have.
@@ -42,7 +43,7 @@ class ShardingPlan:
     weights: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     activations: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     device_ids: Sequence[int] | None = None
-    reserved: Sequence[str] = ()
+    pipeline_axes: Sequence[str] | None = None
 
     def __post_init__(self):
         for name in ("mesh_axes", "mesh_shape"):
@@ -75,6 +76,8 @@ class ShardingPlan:
         self, dims: Sequence[str], name: str = "activation"
     ) -> Sharding:
         """The sharding of an activation with the logical dims `dims`."""
+        if self.pipeline_axes is not None and "microbatch" in self.activations:
+            dims = ["microbatch" if dim == "batch" else dim for dim in dims]
         return self._sharding(self.activations, dims, name)
 
     def annotate_activation(
@@ -86,17 +89,15 @@ class ShardingPlan:
     def inside_pipeline(self, stage_axes: Sequence[str]) -> ShardingPlan:
         """The plan for the layers of a pipeline whose stages `stage_axes` split.
 
-        There the batch is a microbatch, which may have an entry of its own.
+        There the activations' "batch" is "microbatch", if their table has an entry for
+        that.
         """
-        tables = dict(self.activations)
-        if "microbatch" in tables:
-            tables["batch"] = tables["microbatch"]
-        return dataclasses.replace(self, activations=tables, reserved=tuple(stage_axes))
+        return dataclasses.replace(self, pipeline_axes=tuple(stage_axes))
 
     def _sharding(self, table: Mapping, dims: Sequence[str], name: str) -> Sharding:
         split = [as_axes(table.get(dim)) for dim in dims]
         for dim, axes in zip(dims, split, strict=True):
-            if taken := set(axes) & set(self.reserved):
+            if taken := set(axes) & set(self.pipeline_axes or ()):
                 raise ValueError(
                     f"sharding plan for {name!r}: dim {dim!r} is split by mesh axis "
                     f"{', '.join(taken)}, which has the stages of the pipeline around "

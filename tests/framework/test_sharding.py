@@ -150,3 +150,16 @@ def test_merges_over_another_mesh_of_the_same_devices():
     backwards = DeviceMesh(("X", "Y"), (2, 4), [7, 6, 5, 4, 3, 2, 1, 0])
     assert a.merge(Sharding.parse(backwards, "[X,_]")) is None
     assert a.merge(Sharding.parse(DeviceMesh(("X",), (2,)), "[X,_]")) is None
+
+
+@pytest.mark.parametrize(
+    "sharding,but,text",
+    [
+        ("[X,_,_]", (), "[X,?,?]"),
+        ("[X,_,_]", ("Y",), "[X,_,_]"),
+        ("[X,Y,_]", (), "[X,Y,_]"),
+    ],
+)
+def test_opens_dims_if_an_axis_is_left_for_them(sharding, but, text):
+    found = Sharding.parse(MESH, sharding).opened((1, 2), but=but)
+    assert str(found) == text

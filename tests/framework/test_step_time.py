@@ -145,3 +145,18 @@ def test_trips_that_the_compiler_says_count():
         "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
     )
     assert estimate(text).collectives[0].count == 7
+
+
+SCAN = """\
+  %k = s32[] get-tuple-element(%p), index=0
+  %also = s32[] constant(40)
+  %fewer = pred[] compare(%k, %also), direction=LT
+  %below = pred[] compare(%i, %bound), direction=LT
+  ROOT %both = pred[] and(%below, %fewer)"""
+
+
+def test_a_loop_with_two_counters_ends_with_the_first():
+    less = "  ROOT %less = pred[] compare(%i, %bound), direction=LT"
+    assert less in PROGRAM
+    found, want = estimate(PROGRAM.replace(less, SCAN)), estimate(PROGRAM)
+    assert found.seconds == want.seconds
