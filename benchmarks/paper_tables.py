@@ -4,6 +4,7 @@
 
 TPU v3, from 32 to 2048 cores:
   2, 3    GSPMD 5.1, dense Transformers
+  4       GSPMD 5.2, the same in pipelines
   6       GSPMD 5.4, sparse mixtures of experts
   7       GSPMD 5.5, hybrid sparse and dense ones
   gshard  GShard's translation Transformers: its Table 3, and the same number of rows a
@@ -52,7 +53,7 @@ def define_flags() -> None:
     flags.DEFINE_string("json_out", None, "File for the rows, as JSON.")
 
 
-TABLES = ("2", "3", "6", "7", "gshard")
+TABLES = ("2", "3", "4", "6", "7", "gshard")
 CALIBRATED = ("2", "3")
 """The tables whose rows the estimate's constant is calibrated on."""
 
@@ -69,8 +70,10 @@ class Row:
       gin_params: bindings over it.
       peak_gb: peak memory of a core.
       step_s: seconds of a step.
-      util: FLOPS utilization, of 1.
+      util: FLOPS utilization, of 1, by the model's own FLOPs.
       all_to_all: the share of its time in AllToAlls.
+      bubbles: the share of its time in pipelines' bubbles.
+      recompute: the share of its time that recomputes, but in bubbles.
     """
 
     table: str
@@ -82,6 +85,8 @@ class Row:
     step_s: float = math.nan
     util: float = math.nan
     all_to_all: float = math.nan
+    bubbles: float = math.nan
+    recompute: float = math.nan
 
 
 def _row(table, name, topology, peak_gb, step_s, util, all_to_all=math.nan) -> Row:
@@ -94,6 +99,16 @@ def _row(table, name, topology, peak_gb, step_s, util, all_to_all=math.nan) -> R
         step_s=step_s,
         util=util / 100,
         all_to_all=all_to_all / 100,
+    )
+
+
+def _pipelined_row(name, peak_gb, step_s, raw_util, bubbles, recompute) -> Row:
+    """Of Table 4, whose utilization counts bubbles and recomputation as work."""
+    util = raw_util * (1 - (bubbles + recompute) / 100)
+    return dataclasses.replace(
+        _row("4", name, "v3:8x16", peak_gb, step_s, util),
+        bubbles=bubbles / 100,
+        recompute=recompute / 100,
     )
 
 
@@ -111,6 +126,11 @@ GSPMD_ROWS = (
     _row("3", "16x4", "v3:4x8", 13.8, 3.10, 45.7),
     _row("3", "16x8", "v3:8x8", 12.7, 3.37, 41.7),
     _row("3", "32x8", "v3:8x16", 14.1, 3.36, 41.3),
+    _pipelined_row("2x16x8", 14.9, 24.0, 46.2, 5.6, 22.3),
+    _pipelined_row("4x16x4_16", 13.3, 22.3, 58.0, 14.8, 21.3),
+    _pipelined_row("4x16x4_32", 13.1, 22.2, 51.8, 8.0, 21.7),
+    _pipelined_row("8x16x2", 11.5, 23.7, 55.5, 16.1, 20.6),
+    _pipelined_row("8x8x4", 15.0, 23.4, 54.8, 16.5, 22.2),
     _row("6", "32e", "v3:4x4", 10.8, 0.98, 58.2, 2),
     _row("6", "128e", "v3:8x8", 11.2, 1.01, 49.8, 6),
     _row("6", "512e", "v3:16x16", 11.2, 1.10, 49.8, 9),
@@ -120,7 +140,7 @@ GSPMD_ROWS = (
     _row("7", "32e", "v3:16x16", 11.9, 2.08, 50.8),
     _row("7", "64e", "v3:32x32", 8.5, 1.92, 53.8),
 )
-"""GSPMD's Tables 2, 3, 6 and 7, set straight."""
+"""GSPMD's Tables 2, 3, 4, 6 and 7, set straight."""
 
 
 def _gshard_row(experts: int, layers: int, rows_a_core: int, steps_a_second) -> Row:
@@ -183,8 +203,8 @@ def ours(row: Row, cache: plan_cache.PlanCache) -> dict[str, Any]:
 
     Returns:
       fits, peak_gb, limit_gb, compile_s; weights, their number; and if it fits step_s,
-      util, the parts of step_s, and its seconds of ops and of links at their full
-      bandwidth: ops_s, link_s.
+      util, the parts of step_s, what of them is in bubbles or recomputed (of_which),
+      and its seconds of ops and of links at their full bandwidth: ops_s, link_s.
     """
     experiment, config = build_experiment([row.gin_file], row.gin_params)
     key = {"what": "paper table", **plan_cache.key_parts(config, row.topology)}
@@ -215,6 +235,7 @@ def _planned(experiment: Experiment, topology: str) -> dict[str, Any]:
         "link_s": link_s,
         "full_speed_s": report.flops_utilization * report.step_seconds,
         "parts": report.time.parts(),
+        "of_which": report.of_which(),
     }
 
 
@@ -281,12 +302,20 @@ def summary(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
     """The lines below the table."""
     lines = []
     for row, found in rows:
-        if found["fits"] and not math.isnan(row.all_to_all):
-            share = found["parts"].get("all-to-all", 0.0) / found["step_s"]
-            lines.append(
-                f"AllToAll of {row.name}: {row.all_to_all:.0%} of the step in the "
-                f"paper, {share:.0%} ours"
-            )
+        if not found["fits"]:
+            continue
+        known = found["parts"] | found["of_which"]
+        for what, name, paper in (
+            ("AllToAll", "all-to-all", row.all_to_all),
+            ("bubbles", "in bubbles", row.bubbles),
+            ("recomputation", "recomputed", row.recompute),
+        ):
+            if not math.isnan(paper):
+                share = known.get(name, 0.0) / found["step_s"]
+                lines.append(
+                    f"{what} of {row.name}: {paper:.1%} of the step in the paper, "
+                    f"{share:.1%} ours"
+                )
     rows = [pair for pair in rows if pair[1]["fits"]]
     known = [pair for pair in rows if not math.isnan(pair[0].step_s)]
     if known:
@@ -308,7 +337,7 @@ def summary(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
 
 def json_row(row: Row, found: Mapping[str, Any]) -> dict:
     """`{row, table, paper: {...}, ours: {...}}`, without what is not known."""
-    names = ("peak_gb", "step_s", "util", "all_to_all")
+    names = ("peak_gb", "step_s", "util", "all_to_all", "bubbles", "recompute")
     paper = {name: getattr(row, name) for name in names}
     return {
         "row": row.name,

@@ -44,7 +44,8 @@ class Microbatches:
 
     def join(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The way back."""
-        tensors = [self._split(_swap(tensor), 0) for tensor in tensors]
+        # Annotated before too: so the gradient is whole along the stages in a loop.
+        tensors = [self._split(_swap(self._split(t, 1)), 0) for t in tensors]
         return [tf.reshape(t, [self.batch, *t.shape[2:]]) for t in tensors]
 
     def spec(self, tensor: tf.Tensor | tf.TensorSpec) -> tf.TensorSpec:

@@ -7,6 +7,7 @@ step, None what is not known: times on cpu, much of a program that does not fit.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import itertools
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ def document(report: PlanReport, *, config_text: str = "") -> dict[str, Any]:
         "partitioner": report.experiment.partitioner.value,
         **_memory(report, programs),
         **_time(report),
+        "pipelines": list(_pipelines(report)),
         "collectives": [
             {
                 "kind": one.kind,
@@ -181,7 +183,22 @@ def _time(report: PlanReport) -> dict[str, Any]:
         "step_error": _step_error(report),
         "flops_utilization": report.flops_utilization,
         "parts": parts,
+        "of_which": report.of_which(),
     }
+
+
+def _pipelines(report: PlanReport) -> Iterator[dict[str, Any]]:
+    for one in report.pipelines:
+        bubbles = one.bubble_seconds
+        yield {
+            "path": one.path,
+            **dataclasses.asdict(one.schedule),
+            "iterations": one.schedule.iterations,
+            "bubble_fraction": one.schedule.bubble_fraction,
+            "seconds_in_bubbles": (
+                None if bubbles is None else bubbles / report.experiment.steps_per_loop
+            ),
+        }
 
 
 def _step_error(report: PlanReport) -> dict[str, float] | None:

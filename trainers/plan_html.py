@@ -12,10 +12,12 @@ from meshwright.framework.compiler.sizes import bytes_text
 from meshwright.trainers.plan_plots import Picture, pictures
 from meshwright.trainers.plan_text import (
     box_text,
+    bubbles_text,
     count_text,
     error_text,
     flops_text,
     mesh_text,
+    schedule_text,
     seconds_text,
     share_text,
     torus_text,
@@ -86,6 +88,7 @@ def page(document: Mapping[str, Any]) -> str:
         _head(document),
         _memory(document, drawn),
         _time(document, drawn),
+        _pipelines(document, drawn),
         _collectives(document, drawn),
         _device_order(document["device_order"]),
         _weights(document, drawn),
@@ -174,7 +177,36 @@ def _time(document: Mapping[str, Any], drawn: Mapping[str, Picture]) -> Iterator
             f"{share_text(document['flops_utilization'], 1)} of what the devices can "
             f"do. Error bar: {html.escape(error_text(document))}.</p>"
         )
+        step = document["step_seconds"]
+        for what, took in document["of_which"].items():
+            share = f"{seconds_text(took)}, {share_text(took, step)}"
+            yield f"<p>Of all this {what}: {share}.</p>"
         yield from _figures(drawn, "time")
+    yield "</section>"
+
+
+def _pipelines(
+    document: Mapping[str, Any], drawn: Mapping[str, Picture]
+) -> Iterator[str]:
+    if not document["pipelines"]:
+        return
+    yield '<section id="pipelines"><h2>Pipelines</h2>'
+    yield from _figures(drawn, *(name for name in drawn if name.startswith("pipeline")))
+    yield from _table(
+        ("iterations", "bubbles", "of a step", "pipeline", "schedule"),
+        (
+            (
+                str(one["iterations"]),
+                bubbles_text(one),
+                "-" if took is None else seconds_text(took),
+                one["path"],
+                schedule_text(one),
+            )
+            for one in document["pipelines"]
+            for took in [one["seconds_in_bubbles"]]
+        ),
+        numbers=3,
+    )
     yield "</section>"
 
 

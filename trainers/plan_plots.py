@@ -17,13 +17,22 @@ except ImportError as error:
         "a plan's pictures (--html_out, --log_dir) are drawn by matplotlib: pip "
         "install 'meshwright[plan]'"
     ) from error
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from meshwright.framework.compiler.sizes import bytes_text
-from meshwright.trainers.plan_text import by_size, seconds_text, share_text
+from meshwright.layers.pipeline_schedule import PipelineSchedule
+from meshwright.trainers.plan_text import (
+    bubbles_text,
+    by_size,
+    schedule_text,
+    seconds_text,
+    share_text,
+)
 
 # Okabe and Ito's colours, which most eyes tell apart.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#777777")
@@ -33,6 +42,9 @@ _WIDTH = 4.4
 _ROW = 0.31
 _MOST_WEIGHTS = 60
 _NAME = 46
+# Of a schedule; more would be wider than their numbers.
+_MOST_NUMBERED = 20
+_SMALL = 8.5
 _STYLE = {
     "font.size": 10.5,
     "axes.spines.top": False,
@@ -101,6 +113,7 @@ def pictures(document: Mapping[str, Any]) -> list[Picture]:
     )
     with matplotlib.rc_context(_STYLE):
         made = [make(document) for make in makers]
+        made += [_schedule(*pair) for pair in enumerate(document["pipelines"], 1)]
     return [one for one in made if one is not None]
 
 
@@ -272,6 +285,64 @@ def _cell(axes: Axes, column: int, row: int, *, dim: str, color: str) -> None:
     if dim:
         middle = (column + 0.48, row + 0.2)
         axes.annotate(dim, middle, ha="center", va="center", fontsize=9.5)
+
+
+def _schedule(number: int, pipeline: Mapping[str, Any]) -> Picture:
+    """Stages as rows, iterations as columns, coloured by microbatch."""
+    sizes = ("num_stages", "num_microbatches", "num_repeats")
+    schedule = PipelineSchedule(**{name: pipeline[name] for name in sizes})
+    iterations, stages = schedule.valid.shape
+    is_numbered = iterations <= _MOST_NUMBERED
+    height = stages * (0.8 if is_numbered else 0.35)
+    with _picture(min(9.0, max(2.5, height))) as (figure, axes):
+        axes.patch.set(facecolor="#f4f4f4", edgecolor="#bbbbbb", hatch="/////")
+        # One image: a path for each cell of a wide one would be half a megabyte.
+        cells = _cell_colors(schedule, is_numbered).transpose(1, 0, 2)
+        axes.imshow(cells, aspect="auto", interpolation="none")
+        if is_numbered:
+            _number_cells(axes, schedule)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+        axes.tick_params(which="both", length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_ylabel("stage")
+        rounds = "; paler: later rounds" if schedule.num_repeats > 1 else ""
+        axes.set_xlabel(f"iteration; hatched: bubbles{rounds}")
+    waits = iterations - int(schedule.valid[:, 0].sum())
+    return Picture(
+        name=f"pipeline{number}",
+        title=f"Schedule of the pipeline {pipeline['path']}: {bubbles_text(pipeline)} "
+        "bubbles",
+        text=(
+            f"{schedule_text(pipeline)}: {iterations} iterations, in {waits} of which "
+            "a stage works on no microbatch."
+        ),
+        figure=figure,
+    )
+
+
+def _cell_colors(schedule: PipelineSchedule, is_numbered: bool) -> np.ndarray:
+    """[iterations, L, RGBA]; nothing in bubbles, paler in each later round."""
+    if is_numbered:
+        palette = np.array([to_rgb(color) for color in _COLORS[:-1]])
+    else:  # From the first microbatch to the last.
+        ends = np.linspace(0, 1, schedule.num_microbatches)
+        palette = matplotlib.colormaps["viridis"](ends)[:, :3]
+    full = palette[schedule.microbatch % len(palette)]
+    paleness = 0.25 + 0.45 * schedule.repeat / max(1, schedule.num_repeats - 1)
+    colors = full + (1 - full) * paleness[..., None]
+    return np.concatenate([colors, schedule.valid[..., None]], axis=-1)
+
+
+def _number_cells(axes: Axes, schedule: PipelineSchedule) -> None:
+    iterations, stages = schedule.valid.shape
+    axes.set_xticks(np.arange(1, iterations) - 0.5, minor=True)
+    axes.set_yticks(np.arange(1, stages) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.2)
+    for iteration, stage in np.argwhere(schedule.valid):
+        microbatch = str(schedule.microbatch[iteration, stage])
+        at = (iteration, stage)
+        axes.annotate(microbatch, at, ha="center", va="center", fontsize=_SMALL)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,10 @@ def scalars(document: Mapping[str, Any]) -> dict[str, float]:
         found[f"memory/{one['part']}"] = one["bytes"]
     for part, seconds in (document["parts"] or {}).items():
         found[f"time/{part}"] = seconds
+    for what, seconds in (document["of_which"] or {}).items():
+        found[f"time_of_which/{what}"] = seconds
+    for one in document["pipelines"]:
+        found[f"bubble_fraction/{one['path']}"] = one["bubble_fraction"]
     for one in document["collectives"]:
         tag = f"collective_bytes/{one['kind']} along {one['axis'] or 'no axis'}"
         found[tag] = found.get(tag, 0.0) + one["bytes"]

@@ -23,6 +23,7 @@ def plan_text(document: dict[str, Any]) -> str:
         _memory(document),
         _buffers(document),
         _time(document),
+        _pipelines(document),
         _collectives(document),
         _device_order(document["device_order"]),
         _replicated(document),
@@ -134,9 +135,34 @@ def _time(document: dict[str, Any]) -> Iterator[str]:
     for part, seconds in by_size(document["parts"]):
         share = share_text(seconds, step)
         yield f"  {part:<31}{seconds_text(seconds):>13}{share:>9}"
+    for what, seconds in document["of_which"].items():
+        share = share_text(seconds, step)
+        yield f"  {f'of all this {what}':<31}{seconds_text(seconds):>13}{share:>9}"
     peak = flops_text(document["peak_flops"])
     use = share_text(document["flops_utilization"], 1)
     yield f"  {flops}, {use} of what the devices can do ({peak}/s)"
+
+
+def _pipelines(document: dict[str, Any]) -> Iterator[str]:
+    for one in document["pipelines"]:
+        yield f"pipeline {one['path']}: {schedule_text(one)}"
+        took = one["seconds_in_bubbles"]
+        yield (
+            f"  {one['iterations']} iterations, {bubbles_text(one)} of them bubbles"
+            + ("" if took is None else f": {seconds_text(took)} of a step")
+        )
+
+
+def schedule_text(pipeline: dict[str, Any]) -> str:
+    """`8 stages x 32 microbatches`, `4 stages x 8 microbatches x 2 repeats`."""
+    counts = ("stages", "microbatches", "repeats")
+    found = [(pipeline[f"num_{what}"], what) for what in counts]
+    return " x ".join(f"{n} {what}" for n, what in found if n > 1 or what != "repeats")
+
+
+def bubbles_text(pipeline: dict[str, Any]) -> str:
+    """`17.9%`."""
+    return share_text(pipeline["bubble_fraction"], 1)
 
 
 def error_text(document: dict[str, Any]) -> str:

@@ -24,6 +24,11 @@ from meshwright.framework.compiler.step_time import StepTime, step_time
 from meshwright.framework.compiler.topology import Topology, topology_devices
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.plan_pipelines import (
+    PlannedPipeline,
+    planned_pipelines,
+    recompute_seconds,
+)
 from meshwright.trainers.programs import Programs
 from meshwright.trainers.replication import ReplicatedTensor, replicated_state
 
@@ -73,6 +78,9 @@ class PlanReport:
       compile_seconds: wall time of tracing and compiling.
       time: estimate for one call of the program, `steps_per_loop` steps; None on cpu
         and for what does not fit.
+      pipelines: those of the task.
+      recompute_seconds: of the time what is computed again, outside of bubbles; None
+        if it is not known.
       collectives: those of a step, longest first; on cpu the largest.
       replicated: what of state and batch every device holds in full.
       model_flops: of a step over all devices, as the task counts them.
@@ -90,6 +98,8 @@ class PlanReport:
     memory_limit: int
     compile_seconds: float
     time: StepTime | None
+    pipelines: tuple[PlannedPipeline, ...]
+    recompute_seconds: float | None
     collectives: tuple[CollectiveSum, ...]
     replicated: tuple[ReplicatedTensor, ...]
     model_flops: float
@@ -110,6 +120,20 @@ class PlanReport:
         if self.time is None:
             return None
         return self.time.seconds / self.experiment.steps_per_loop
+
+    def of_which(self) -> dict[str, float] | None:
+        """Of a step's time what is "in bubbles", and "recomputed" outside of them.
+
+        Seconds; what is not known, or cannot be, is not there. None without time.
+        """
+        if self.time is None:
+            return None
+        bubbles = [one.bubble_seconds for one in self.pipelines]
+        found = {"recomputed": self.recompute_seconds}
+        if bubbles:
+            found["in bubbles"] = None if None in bubbles else sum(bubbles)
+        steps = self.experiment.steps_per_loop
+        return {name: took / steps for name, took in found.items() if took is not None}
 
     @property
     def flops_utilization(self) -> float | None:
@@ -151,6 +175,9 @@ def plan(experiment: Experiment, *, topology: str) -> PlanReport:
         memory = memory_timeline(text, program.sources, module)
         allocations = allocations_of(memory, program.unpartitioned.function)
     times = step_time(module, mesh, order) if program and order else None
+    pipelines = planned_pipelines(
+        experiment.task, times, program.sources if program else None
+    )
     return PlanReport(
         experiment=experiment,
         topology=name,
@@ -164,6 +191,8 @@ def plan(experiment: Experiment, *, topology: str) -> PlanReport:
         memory_limit=_memory_limit(torus, mesh),
         compile_seconds=seconds,
         time=times,
+        pipelines=pipelines,
+        recompute_seconds=recompute_seconds(experiment.task, times, module, pipelines),
         collectives=_sums(
             program, _sent(module, mesh, times), experiment.steps_per_loop
         ),

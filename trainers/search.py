@@ -66,6 +66,7 @@ class Space:
       torus: the topology.
       plans: to choose from.
       batches: examples a step, to choose from.
+      microbatches: of pipelines, to choose from; none for what suits each batch.
     """
 
     experiment: Experiment
@@ -74,6 +75,7 @@ class Space:
     torus: Topology
     plans: tuple[NamedPlan, ...]
     batches: tuple[int, ...]
+    microbatches: tuple[int, ...] = ()
 
     def candidates(self) -> list[Candidate]:
         """All of them, in the order in which one of two equal programs is kept.
@@ -86,6 +88,7 @@ class Space:
             self.plans,
             devices=self.torus.size,
             batches=self.batches,
+            microbatches=self.microbatches,
         )
         return sorted(every, key=self._preference)
 
@@ -179,10 +182,11 @@ def search(space: Space, *, cache: PlanCache, budget: int, jobs: int) -> Found:
 
     Raises:
       NothingFitsError: none fits; says how much the smallest needs.
+      ValueError: none can be laid out; says why.
     """
     screened = screen(space)
     if not screened.promising:
-        raise NothingFitsError(_nothing_fits(space, screened))
+        raise _no_candidate(space, screened)
     rows = list(_compiled(space, screened.promising, cache, budget, jobs))
     ranked = [row for row in rows if row.result.refusal is None]
     refused = [row for row in rows if row.result.refusal is not None]
@@ -413,13 +417,17 @@ class Compile:
         return Result(refusal=f"its process ended {how}{last}")
 
 
-def _nothing_fits(space: Space, screened: Screened) -> str:
+def _no_candidate(space: Space, screened: Screened) -> ValueError:
     name, limit = space.torus.name, space.torus.kind.memory
     counts = "".join(f"\n  {n} {why}" for why, n in screened.left_out.items())
     if screened.least is None:
-        return f"no candidate fits TPU topology {name!r}:{counts}"
+        return ValueError(
+            f"no candidate can be laid out on TPU topology {name!r}: choose other "
+            "batches (--search_batch), microbatches (--search_microbatches) or plans "
+            f"(--search_plans); left out:{counts}"
+        )
     bytes_, candidate = screened.least
-    return (
+    return NothingFitsError(
         f"no candidate fits TPU topology {name!r}: the smallest, {candidate}, needs at "
         f"least {bytes_text(bytes_)} a device, {bytes_text(bytes_ - limit)} "
         f"more than there is; choose a larger topology or a smaller batch "

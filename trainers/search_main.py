@@ -14,13 +14,14 @@ from meshwright.trainers.experiment import Experiment
 from meshwright.trainers.plan_cache import PlanCache, default_folder
 from meshwright.trainers.planning import CPU
 from meshwright.trainers.search import Space, search
-from meshwright.trainers.search_space import named_plans
+from meshwright.trainers.search_space import check_unscoped, named_plans
+from meshwright.trainers.stacks import pipelines
 
 SEARCH = flags.DEFINE_bool(
     "search",
     False,
-    "Search for the mesh shape, plan and recomputation that train fastest on "
-    "--topology, and write them as a gin file.",
+    "Search for the mesh shape, plan, recomputation and microbatches that train "
+    "fastest on --topology, and write them as a gin file.",
 )
 _PLANS = flags.DEFINE_list(
     "search_plans",
@@ -30,6 +31,12 @@ _PLANS = flags.DEFINE_list(
 )
 _BATCH = flags.DEFINE_list(
     "search_batch", [], "Global batches to choose from; default: the configured one."
+)
+_MICROBATCHES = flags.DEFINE_list(
+    "search_microbatches",
+    [],
+    "Counts of microbatches for pipelines to choose from; default: the configured one "
+    "and powers of two, 1 to 16 a stage.",
 )
 _BUDGET = flags.DEFINE_integer(
     "search_budget", 16, "Candidates to compile at most.", lower_bound=1
@@ -50,7 +57,16 @@ _CACHE_DIR = flags.DEFINE_string(
 )
 
 
-OPTIONS = (_PLANS, _BATCH, _BUDGET, _JOBS, _OUTPUT, _OVERWRITE, _CACHE_DIR)
+OPTIONS = (
+    _PLANS,
+    _BATCH,
+    _MICROBATCHES,
+    _BUDGET,
+    _JOBS,
+    _OUTPUT,
+    _OVERWRITE,
+    _CACHE_DIR,
+)
 """Flags that say how to search."""
 
 
@@ -62,8 +78,9 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
       topology: name of a TPU topology.
 
     Raises:
-      ValueError: there is no TPU topology, a batch is no number, the file to write is
-        there already or a folder, or no candidate fits.
+      ValueError: there is no TPU topology, a batch is no number, there are no pipelines
+        for microbatches, the user's files bind for a scope what is searched, the file
+        to write is there already or a folder, or no candidate fits.
       ConfigError: a plan is not there.
       ImportError: libtpu is not installed.
     """
@@ -74,6 +91,13 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
         )
     torus = topologies.topology(topology)
     output = _output()
+    check_unscoped(mains.GIN_FILE.value, mains.GIN_PARAM.value)
+    microbatches = _counts(_MICROBATCHES)
+    if microbatches and not pipelines(experiment.task):
+        raise ValueError(
+            "--search_microbatches is for pipelines, and the task has none: see "
+            "params/layers/pipeline.gin"
+        )
     space = Space(
         experiment=experiment,
         gin_files=tuple(mains.GIN_FILE.value),
@@ -84,7 +108,8 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
                 experiment, mains.GIN_FILE.value, mains.GIN_PARAM.value, _PLANS.value
             )
         ),
-        batches=tuple(_batches(_BATCH.value)) or (experiment.global_batch,),
+        batches=tuple(_counts(_BATCH)) or (experiment.global_batch,),
+        microbatches=tuple(microbatches),
     )
     set_platform("cpu")
     topologies.topology_devices(topology)  # Without libtpu nothing can be compiled.
@@ -124,8 +149,9 @@ def _output() -> pathlib.Path:
     return output
 
 
-def _batches(texts: list[str]) -> list[int]:
-    given = ",".join(texts)
+def _counts(flag: flags.FlagHolder) -> list[int]:
+    texts = flag.value
     if not all(text.isdecimal() and int(text) for text in texts):
-        raise ValueError(f"--search_batch={given}: must be whole numbers >= 1")
+        given = ",".join(texts)
+        raise ValueError(f"--{flag.name}={given}: must be whole numbers >= 1")
     return sorted({int(text) for text in texts})

@@ -1,4 +1,4 @@
-"""What a search chooses from: mesh shapes, plans, recomputation, batches.
+"""What a search chooses from: mesh shapes, plans, recomputation, (micro)batches.
 
 A candidate is a few gin bindings over the user's files, so that the best one can be
 written down as a gin file.
@@ -10,19 +10,33 @@ import dataclasses
 import itertools
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import gin
 
 from meshwright.framework.compiler.device_order import device_order
 from meshwright.framework.compiler.topology import Topology
+from meshwright.framework.modeling.layer import STAGE_DIM
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
-from meshwright.layers.repeat import Repeat
+from meshwright.layers.pipeline import Pipeline
 from meshwright.trainers import config
 from meshwright.trainers.experiment import Experiment
 from meshwright.trainers.programs import Programs
+from meshwright.trainers.stacks import Stack, map_stacks, pipelines, repeats
 
+_INCLUDED = re.compile(r"""^include\s+['"]([^'"]+)['"]""", re.MULTILINE)
+_CLASS = re.compile(r"^(?:[\w.]+[/.])*(\w+)\.\w+\s*=", re.MULTILINE)
+# What a candidate binds, for all that is built of these classes.
+_BOUND = re.compile(
+    r"^((?:[\w.]+/)+)((?:\w+\.)*(?:"
+    r"ShardingPlan\.(?:mesh_shape|device_ids)|Repeat\.(?:recompute|saved_names)|"
+    r"Pipeline\.num_microbatches|Experiment\.global_batch))\s*=",
+    re.MULTILINE,
+)
 AS_CONFIGURED = "as configured"
 """Name of a plan that the user's files write themselves."""
 
@@ -48,7 +62,10 @@ class NamedPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What the stacks of an experiment recompute; fields as of `Repeat`."""
+    """What the stacks of an experiment recompute; fields as of `Repeat`.
+
+    That of a pipeline is its layers'.
+    """
 
     recompute: Recompute
     saved_names: tuple[str, ...] = ()
@@ -68,12 +85,14 @@ class Candidate:
       plan: the sharding plan.
       policy: what is recomputed; None where nothing is repeated.
       batch: examples a step.
+      microbatches: into how many each pipeline divides them; None where there is none.
     """
 
     mesh: tuple[int, ...]
     plan: NamedPlan
     policy: Policy | None
     batch: int
+    microbatches: int | None = None
 
     def bindings(self) -> tuple[str, ...]:
         """Lines of gin, to be read after the user's files and bindings."""
@@ -87,17 +106,55 @@ class Candidate:
             name = self.policy.recompute.name
             lines.append(f"Repeat.recompute = %Recompute.{name}")
             lines.append(f"Repeat.saved_names = {self.policy.saved_names}")
+        if self.microbatches is not None:
+            lines.append(f"Pipeline.num_microbatches = {self.microbatches}")
         lines.append(f"Experiment.global_batch = {self.batch}")
         return tuple(lines)
 
+    def of(self, experiment: Experiment) -> Experiment:
+        """The user's experiment with this plan, policy, batch and microbatches."""
+
+        def changed(_: str, one: Stack) -> Stack:
+            if isinstance(one, Pipeline):
+                layers = changed("", one.stack)
+                return dataclasses.replace(
+                    one, stack=layers, num_microbatches=self.microbatches
+                )
+            return dataclasses.replace(one, **vars(self.policy))
+
+        return dataclasses.replace(
+            experiment,
+            plan=self.plan.on(self.mesh),
+            global_batch=self.batch,
+            task=map_stacks(experiment.task, changed),
+        )
+
     def __str__(self) -> str:
         shape = "x".join(map(str, self.mesh))
-        return f"{shape} {self.plan.name}, recompute {self.policy}, {self.batch}"
+        micro = "" if self.microbatches is None else f" in {self.microbatches}"
+        return f"{shape} {self.plan.name}, recompute {self.policy}, {self.batch}{micro}"
 
 
 def built(gin_files: Sequence[str], gin_params: Sequence[str]) -> Experiment:
     """The experiment of these files and bindings, which must all take effect."""
     return config.load_and_build(Experiment, gin_files, gin_params)[0]
+
+
+def check_unscoped(gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
+    """Checks that nothing in the user's files would stay whatever a candidate binds.
+
+    Raises:
+      ValueError: a scoped binding of what a search chooses; names it.
+    """
+    config.load(gin_files, gin_params)
+    found = _BOUND.search(gin.config_str())
+    if found:
+        scope, name = found.groups()
+        raise ValueError(
+            f"--search chooses {name} for all that is built of its class, but "
+            f"{scope}{name} is bound for a scope, and would stay: bind it without "
+            f"{scope!r}, or leave it to the search"
+        )
 
 
 def candidates(
@@ -106,14 +163,41 @@ def candidates(
     *,
     devices: int,
     batches: Sequence[int],
+    microbatches: Sequence[int] = (),
 ) -> Iterator[Candidate]:
-    """Every choice of mesh shape, plan, policy and batch."""
+    """Every choice of mesh shape, plan, policy, batch and microbatches."""
+    divided = [
+        (batch, count)
+        for batch in batches
+        for count in microbatch_counts(experiment, batch, microbatches)
+    ]
     for plan in plans:
         axes = len(plan.tables.mesh_axes)
-        for mesh, policy, batch in itertools.product(
-            factorizations(devices, axes), policies(experiment), batches
+        for mesh, policy, (batch, count) in itertools.product(
+            factorizations(devices, axes), policies(experiment), divided
         ):
-            yield Candidate(mesh=mesh, plan=plan, policy=policy, batch=batch)
+            yield Candidate(
+                mesh=mesh, plan=plan, policy=policy, batch=batch, microbatches=count
+            )
+
+
+def microbatch_counts(
+    experiment: Experiment, batch: int, wanted: Sequence[int] = ()
+) -> list[int | None]:
+    """Into how many microbatches pipelines might divide a batch.
+
+    Those wanted; else what is configured, and powers of two that divide the batch: from
+    one microbatch a stage, half of which are bubbles, to 16, with 6% bubbles.
+    """
+    found = pipelines(experiment.task).values()
+    if not found:
+        return [None]
+    if wanted:
+        return list(wanted)
+    stages = max(one.num_stages for one in found)
+    powers = (2**n for n in range(batch.bit_length()))
+    counts = {n for n in powers if stages <= n <= 16 * stages and batch % n == 0}
+    return sorted(counts | {one.num_microbatches for one in found})
 
 
 def factorizations(number: int, count: int) -> list[tuple[int, ...]]:
@@ -150,35 +234,6 @@ def policies(experiment: Experiment) -> list[Policy | None]:
     return found
 
 
-def repeats(layer: Any) -> list[Repeat]:
-    """The outermost `Repeat`s of a task or layer."""
-    found: list[Repeat] = []
-
-    def note(one: Repeat) -> Repeat:
-        found.append(one)
-        return one
-
-    map_repeats(layer, note)
-    return found
-
-
-def map_repeats(layer: Any, fn: Callable[[Repeat], Any]) -> Any:
-    """A copy of a task or layer with `fn(repeat)` in place of its outermost repeats."""
-    if isinstance(layer, Repeat):
-        return fn(layer)
-    if isinstance(layer, (list, tuple)):
-        return type(layer)(map_repeats(one, fn) for one in layer)
-    if not dataclasses.is_dataclass(layer) or isinstance(layer, type):
-        return layer
-    changed = {}
-    for field in dataclasses.fields(layer):
-        value = getattr(layer, field.name)
-        new = map_repeats(value, fn)
-        if new is not value and new != value:
-            changed[field.name] = new
-    return dataclasses.replace(layer, **changed) if changed else layer
-
-
 def named_plans(
     experiment: Experiment,
     gin_files: Sequence[str],
@@ -204,7 +259,7 @@ def named_plans(
         gin_file = portable(file)
         mesh = f"ShardingPlan.mesh_shape = {tuple(own.mesh_shape)}"
         lines = [*gin_params, f"include '{gin_file}'", mesh]
-        if wanted and "ShardingPlan." not in config.find_gin_file(file).read_text():
+        if wanted and not _binds_plan(file):
             raise config.ConfigError(
                 f"--search_plans: {file} binds nothing of ShardingPlan: name a plan, "
                 "such as plans/finalized.gin"
@@ -216,6 +271,14 @@ def named_plans(
     if not wanted and not any(_same(one.tables, own) for one in found):
         found.insert(0, NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=own))
     return found
+
+
+def _binds_plan(file: str) -> bool:
+    """Whether a gin file has bindings of a plan, its own or but for included ones."""
+    text = config.find_gin_file(file).read_text()
+    classes = _CLASS.findall(text)
+    included = [] if classes else _INCLUDED.findall(text)
+    return "ShardingPlan" in classes or any(map(_binds_plan, included))
 
 
 def portable(file: str) -> str:
@@ -252,6 +315,24 @@ def misfit(experiment: Experiment, candidate: Candidate, torus: Topology) -> str
     (shards,) = plan.activation_sharding(["batch"]).splits()
     if candidate.batch % shards:
         return "shards of unequal batches"
+    for one in pipelines(experiment.task).values():
+        if reason := _misfit_of_pipeline(one, candidate, plan):
+            return reason
+    return None
+
+
+def _misfit_of_pipeline(
+    pipeline: Pipeline, candidate: Candidate, plan: ShardingPlan
+) -> str | None:
+    stages = plan.weight_sharding([STAGE_DIM])
+    if pipeline.num_stages % stages.splits()[0]:
+        return "stages that their mesh axis does not divide"
+    if candidate.batch % candidate.microbatches:
+        return "microbatches that do not divide the batch"
+    rows = candidate.batch // candidate.microbatches
+    inside = plan.inside_pipeline(stages.dims[0])
+    if rows % inside.activation_sharding(["batch"]).splits()[0]:
+        return "shards of unequal microbatches"
     return None
 
 
@@ -267,6 +348,10 @@ def is_configured(experiment: Experiment, candidate: Candidate) -> bool:
             one.recompute is policy.recompute
             and tuple(one.saved_names) == policy.saved_names
             for one in stacks
+        )
+        and all(
+            one.num_microbatches == candidate.microbatches
+            for one in pipelines(experiment.task).values()
         )
     )
 
@@ -295,7 +380,9 @@ def dims_of(experiment: Experiment) -> tuple[set[str], set[str]]:
     )
     programs = Programs(dataclasses.replace(experiment, plan=one))
     weights = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
-    return weights, programs.activation_dims()
+    # Which stands for the batch within a pipeline.
+    inside = {"microbatch"} if pipelines(experiment.task) else set()
+    return weights, programs.activation_dims() | inside
 
 
 def essence(candidate: Candidate, dims: tuple[set[str], set[str]]) -> tuple:
@@ -317,7 +404,8 @@ def essence(candidate: Candidate, dims: tuple[set[str], set[str]]) -> tuple:
             if dim in known
         }
         tables.append(frozenset(item for item in split.items() if item[1]))
-    return candidate.mesh, *tables, candidate.policy, candidate.batch
+    rest = (candidate.policy, candidate.batch, candidate.microbatches)
+    return candidate.mesh, *tables, *rest
 
 
 def _same(one: ShardingPlan, other: ShardingPlan) -> bool:

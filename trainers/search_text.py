@@ -78,6 +78,8 @@ def _lines(space: Space, found: Found) -> Iterator[str]:
         yield "* as configured" + (", but for its device order" if given else "")
     if any(row.result.device_ids for row in shown):
         yield "+ in another device order than the trainer's own"
+    if any(row.promising.candidate.microbatches is not None for row in shown):
+        yield "  batch: examples a step / microbatches of pipelines"
     policies = dict.fromkeys(row.promising.candidate.policy for row in shown)
     for policy in policies:
         if policy and policy.recompute is Recompute.ALL_BUT_NAMED:
@@ -98,9 +100,14 @@ def _lines(space: Space, found: Found) -> Iterator[str]:
 
 def _names(candidate: Candidate) -> str:
     mesh = "x".join(map(str, candidate.mesh))
-    plan = textwrap.shorten(candidate.plan.name, _PLAN, placeholder="~")
+    batch = str(candidate.batch)
+    if candidate.microbatches is not None:
+        batch += f"/{candidate.microbatches}"
+    # What a long batch takes the plan's name lacks.
+    width = _PLAN - max(0, len(batch) - 5)
+    plan = textwrap.shorten(candidate.plan.name, width, placeholder="~")[:width]
     policy = "" if candidate.policy is None else str(candidate.policy)
-    return f"{mesh:<8} {plan[:_PLAN]:<{_PLAN}} {policy:<10} {candidate.batch:>5}"
+    return f"{mesh:<8} {plan:<{width}} {policy:<10} {batch:>5}"
 
 
 def _most_first(item: tuple[str, int]) -> tuple[int, str]:

@@ -57,7 +57,7 @@ class _Finder:
             if _GRADIENTS in scopes and _TAPE not in scopes
         }
         for name, scopes, loops in in_loops:
-            if backward.isdisjoint(loops) or _GRADIENTS in scopes:
+            if backward.isdisjoint(loops) or not {"", _GRADIENTS}.isdisjoint(scopes):
                 continue
             # A loop of the layer's own lies below the call.
             if loops[0] not in backward or _is_called(scopes):
@@ -94,7 +94,7 @@ class _Finder:
         products = [each for each in inner if each.opcode in ("convolution", "dot")]
         for each in (*products, one, *reversed(inner)):
             yield program_name(each.op_name)
-        if one.opcode not in _RUNS:
+        if one.opcode not in {*_RUNS, "tuple"}:
             for given in self.module.operands(one):
                 if given.opcode not in _NO_SOURCE:
                     yield self.name(given)

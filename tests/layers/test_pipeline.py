@@ -323,7 +323,7 @@ ROWS = {"memory": INPUTS.memory, "segment_ids": INPUTS.segment_ids}
             lambda: run_small(
                 pipeline(2, 2), plan(2, 2, 2, microbatch=("data", "stage")), **ROWS
             ),
-            r"dim .microbatch. is split by mesh axis stage, .* an entry .microbatch. for in",
+            r"dim .microbatch. is split by mesh axis stage, .* entry .microbatch. for in",
         ),
         (odd, r"TF cannot vectorize Where \(op '.*'\): use StageMode.MANUAL"),
     ],

@@ -219,6 +219,7 @@ def test_of_very_many_weights_the_largest_are_drawn(planned):
 
 TIMES = {
     "parts": {"matrix": 0.6, "all-gather": 0.4},
+    "of_which": {"recomputed": 0.25},
     "step_seconds": 1.0,
     "flops_utilization": 0.5,
     "peak_flops": 1e12,

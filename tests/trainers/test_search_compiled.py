@@ -16,9 +16,9 @@ from meshwright.trainers.plan import DOES_NOT_FIT
 from meshwright.trainers.plan_cache import PlanCache
 from meshwright.trainers.search_space import built
 from tests import needs
+from tests.trainers.search_cases import space
 from tests.trainers.small_run import GIN_FILES
 from tests.trainers.test_plan_main import call_main
-from tests.trainers.test_search import space
 
 pytestmark = [
     pytest.mark.slow,  # A dozen compilations.

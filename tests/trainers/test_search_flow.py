@@ -26,6 +26,7 @@ from meshwright.trainers import (
 from meshwright.trainers.mains import INTERRUPTED
 from meshwright.trainers.plan import DOES_NOT_FIT
 from meshwright.trainers.search_space import built
+from tests.trainers import pipelined
 from tests.trainers.test_plan_main import call_main
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "planning.md"
@@ -91,14 +92,30 @@ def test_from_a_search_to_training(tmp_path, compiler, capsys):
     assert lines[1].startswith(" +") and lines[1].split()[6] == "4x2"
     assert "6/6" in err and "best 125 ms/example" in err
     assert built([str(winner)], []).plan.mesh.device_ids == IDS
+    check_trains(winner, tmp_path / "model")
+
+
+def check_trains(winner, folder):
     with flagsaver.as_parsed(
         gin_file=[str(winner)],
         gin_param=["Experiment.num_steps = 5", "Experiment.eval_interval = 5"],
-        model_dir=str(tmp_path / "model"),
+        model_dir=str(folder),
         device_count="8",
     ):
         assert train.main(["meshwright-train"]) is None
-    assert (tmp_path / "model" / "checkpoints" / "5").is_dir()
+    assert (folder / "checkpoints" / "5").is_dir()
+
+
+@pytest.mark.slow  # Trains.
+def test_from_a_search_to_training_of_a_pipeline(tmp_path, compiler):
+    chosen = {"search_microbatches": "2,8", "search_plans": "plans/pipeline.gin"}
+    files = {"gin_files": pipelined.GIN_FILES}
+    assert run(tmp_path, *pipelined.PARAMS, **files, **chosen) is None
+    started = compiler()
+    assert all("Pipeline.num_microbatches = " in one for one in started)
+    winner = tmp_path / "made" / "winner.gin"
+    assert built([str(winner)], []).task.stack.num_microbatches in (2, 8)
+    check_trains(winner, tmp_path / "model")
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.trainers import search_order, search_text
 from meshwright.trainers.search_cost import bytes_passed, rough_seconds
 from meshwright.trainers.search_space import built, factorizations
+from tests.trainers.search_cases import NAMED, candidate, found, space
 from tests.trainers.small_run import GIN_FILES
-from tests.trainers.test_search import NAMED, candidate, found, space
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_what_is_sent_follows_from_the_tables(small):
 
     def sent(plan, mesh, recomputed=0.0):
         plan = dataclasses.replace(tables[plan], mesh_shape=mesh)
-        return bytes_passed(experiment, plan, 8, recomputed)
+        return bytes_passed(dataclasses.replace(experiment, plan=plan), recomputed)
 
     matrices = 4 * one_matrix(16, 16) + 2 * one_matrix(16, 32) + 264 * 16
     assert sent("attempt2", (8, 1)) == {
@@ -53,9 +53,8 @@ def test_what_is_sent_follows_from_the_tables(small):
     whole = dataclasses.replace(
         tables["attempt2"], mesh_shape=(8, 1), weights=ShardingPlan().weights
     )
-    assert bytes_passed(experiment, whole, 8, 0.0)["X"] == pytest.approx(
-        2 * 4 * matrices * 7 / 8
-    )
+    placed = dataclasses.replace(experiment, plan=whole)
+    assert bytes_passed(placed, 0.0)["X"] == pytest.approx(2 * 4 * matrices * 7 / 8)
 
 
 @pytest.mark.parametrize("name", ["v3:8x16", "v3:4x4", "v4:4x4x4"])
@@ -139,7 +138,8 @@ def test_rough_seconds_count_in_the_best_order():
     where = space(large, name="v3:8x16", files=["paper/table3_32x8.gin"])
     one = candidate(where, mesh=(64, 4), batch=192)
     torus, plan = where.torus, one.plan.on(one.mesh)
-    sent = bytes_passed(where.experiment, plan, 192, 1.0)
+    placed = dataclasses.replace(where.experiment, plan=plan, global_batch=192)
+    sent = bytes_passed(placed, 1.0)
     loads = [order.loads for order in device_orders(one.mesh, torus)]
     assert loads == [(8, 2), (4, 4)]
     own, other = (
