@@ -45,6 +45,7 @@ setup(
         "test": ["hypothesis", "pytest", "pytest-xdist", "ruff", "xprof"],
         "plan": ["libtpu", "matplotlib"],
         "mt": ["polib", "sacrebleu", "sentencepiece"],
+        "asr": ["jiwer", "scipy"],
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "cuda": ["jax[cuda12]>=0.10.2,<0.12"],
     },

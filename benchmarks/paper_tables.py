@@ -2,9 +2,10 @@
 
     python benchmarks/paper_tables.py --table=2 [--rows=64b_128,1t] [--json_out=FILE]
 
-TPU v3, from 32 to 2048 cores:
+TPU v3, from 8 to 2048 cores:
   2, 3    GSPMD 5.1, dense Transformers
   4       GSPMD 5.2, the same in pipelines
+  5       GSPMD 5.3, pipelined Conformers
   6       GSPMD 5.4, sparse mixtures of experts
   7       GSPMD 5.5, hybrid sparse and dense ones
   gshard  GShard's translation Transformers: its Table 3, and the same number of rows a
@@ -53,7 +54,7 @@ def define_flags() -> None:
     flags.DEFINE_string("json_out", None, "File for the rows, as JSON.")
 
 
-TABLES = ("2", "3", "4", "6", "7", "gshard")
+TABLES = ("2", "3", "4", "5", "6", "7", "gshard")
 CALIBRATED = ("2", "3")
 """The tables whose rows the estimate's constant is calibrated on."""
 
@@ -102,11 +103,13 @@ def _row(table, name, topology, peak_gb, step_s, util, all_to_all=math.nan) -> R
     )
 
 
-def _pipelined_row(name, peak_gb, step_s, raw_util, bubbles, recompute) -> Row:
-    """Of Table 4, whose utilization counts bubbles and recomputation as work."""
+def _pipelined_row(
+    table, name, topology, peak_gb, step_s, raw_util, bubbles, recompute
+) -> Row:
+    """Of Tables 4 and 5, whose utilization counts bubbles and recomputation as work."""
     util = raw_util * (1 - (bubbles + recompute) / 100)
     return dataclasses.replace(
-        _row("4", name, "v3:8x16", peak_gb, step_s, util),
+        _row(table, name, topology, peak_gb, step_s, util),
         bubbles=bubbles / 100,
         recompute=recompute / 100,
     )
@@ -126,11 +129,18 @@ GSPMD_ROWS = (
     _row("3", "16x4", "v3:4x8", 13.8, 3.10, 45.7),
     _row("3", "16x8", "v3:8x8", 12.7, 3.37, 41.7),
     _row("3", "32x8", "v3:8x16", 14.1, 3.36, 41.3),
-    _pipelined_row("2x16x8", 14.9, 24.0, 46.2, 5.6, 22.3),
-    _pipelined_row("4x16x4_16", 13.3, 22.3, 58.0, 14.8, 21.3),
-    _pipelined_row("4x16x4_32", 13.1, 22.2, 51.8, 8.0, 21.7),
-    _pipelined_row("8x16x2", 11.5, 23.7, 55.5, 16.1, 20.6),
-    _pipelined_row("8x8x4", 15.0, 23.4, 54.8, 16.5, 22.2),
+    _pipelined_row("4", "2x16x8", "v3:8x16", 14.9, 24.0, 46.2, 5.6, 22.3),
+    _pipelined_row("4", "4x16x4_16", "v3:8x16", 13.3, 22.3, 58.0, 14.8, 21.3),
+    _pipelined_row("4", "4x16x4_32", "v3:8x16", 13.1, 22.2, 51.8, 8.0, 21.7),
+    _pipelined_row("4", "8x16x2", "v3:8x16", 11.5, 23.7, 55.5, 16.1, 20.6),
+    _pipelined_row("4", "8x8x4", "v3:8x16", 15.0, 23.4, 54.8, 16.5, 22.2),
+    _pipelined_row("5", "32l_64", "v3:2x2", 13.8, 8.40, 59.4, 10.0, 22.9),
+    _pipelined_row("5", "32l_16", "v3:2x2", 12.2, 2.80, 57.9, 29.9, 22.3),
+    _pipelined_row("5", "32l_16_circular", "v3:2x2", 14.1, 2.30, 53.9, 9.0, 21.3),
+    # Its recomputation is printed as 29.9%.
+    _pipelined_row("5", "64l_128", "v3:2x4", 15.4, 18.37, 60.5, 10.4, math.nan),
+    _pipelined_row("5", "64l_32", "v3:2x4", 12.8, 5.58, 59.0, 31.0, 22.8),
+    _pipelined_row("5", "64l_32_circular", "v3:2x4", 14.8, 4.42, 50.6, 9.6, 22.4),
     _row("6", "32e", "v3:4x4", 10.8, 0.98, 58.2, 2),
     _row("6", "128e", "v3:8x8", 11.2, 1.01, 49.8, 6),
     _row("6", "512e", "v3:16x16", 11.2, 1.10, 49.8, 9),
@@ -140,7 +150,7 @@ GSPMD_ROWS = (
     _row("7", "32e", "v3:16x16", 11.9, 2.08, 50.8),
     _row("7", "64e", "v3:32x32", 8.5, 1.92, 53.8),
 )
-"""GSPMD's Tables 2, 3, 4, 6 and 7, set straight."""
+"""GSPMD's Tables 2 to 7, set straight."""
 
 
 def _gshard_row(experts: int, layers: int, rows_a_core: int, steps_a_second) -> Row:

@@ -19,7 +19,7 @@ from meshwright.layers.convolution import DepthwiseConv1D
 from meshwright.layers.dropout import Dropout
 from meshwright.layers.feed_forward import BSH, Activation, FeedForward
 from meshwright.layers.linear import BSM, contract, contract_each
-from meshwright.layers.masks import check_mask
+from meshwright.layers.masks import zero_padding
 from meshwright.layers.normalization import GroupNorm, LayerNorm
 from meshwright.layers.relative_attention import RelativeAttention
 
@@ -162,8 +162,8 @@ class ConformerLayer(Layer):
           ValueError: the last dim of `x` is not M; the mask is not bool or does not
             fit.
         """
-        check_mask(ctx, x, mask)
-        x = ctx.cast(x)
+        # Even no number there may reach real frames: 0 times it is no number.
+        x = zero_padding(ctx, ctx.cast(x), mask)
         for name, field, share in _PARTS:
             inputs = {} if field == "feed_forward" else {"mask": mask}
             with ctx.scope(f"{name}_norm") as c:

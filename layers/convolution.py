@@ -92,8 +92,9 @@ class Convolution(Layer):
 class ConvSubsampling(Layer):
     """Two convolutions that quarter time and frequency, and a projection to M.
 
-    Each is 3 x 3 of stride 2 with ReLU, as in front of the Conformer (Gulati et al.
-    2020, section 2). What lies in padded frames does not reach real ones.
+    A front for the Conformer (Gulati et al. 2020, section 2): each is 3 x 3 of stride 2
+    with ReLU. What lies in padded frames does not reach real ones. A frame sees six
+    spectra ahead, causal as the layers behind it may be.
 
     Args:
       num_bins: F, of the log-mel spectrum.

@@ -179,7 +179,7 @@ class BatchNorm(Layer):
     In training mean and variance are those of each feature over the whole batch, on
     however many devices; in evaluation, running averages of them. These are weights
     that no optimizer trains, see `WeightSpec.statistic_decay`; so a layer is used once
-    a step, and not in parts of a batch one after another.
+    a step. In a pipeline each microbatch has its own, and the averages take their mean.
 
     Args:
       model_dims: M.

@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
+from meshwright.framework.modeling.checks import check_kind
 from meshwright.framework.modeling.layer import STAGE_DIM, Context, Layer, Mode
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
@@ -37,9 +38,11 @@ from meshwright.layers.stacked_body import (
     StackedBody,
     check_stacked,
     divide,
+    read,
     specs_of,
+    write,
 )
-from meshwright.layers.stages import StageMode, Stages, read, write
+from meshwright.layers.stages import StageMode, Stages
 
 
 @gin.register
@@ -71,6 +74,8 @@ class Pipeline(Layer):
     stage_mode: StageMode = StageMode.VECTORIZED
 
     def __post_init__(self):
+        check_kind(self, "stack", Repeat, "@Repeat()")
+        check_kind(self, "stage_mode", StageMode)
         parts = self.schedule.num_stages * self.num_repeats
         if self.stack.count % parts:
             depth = self.stack.body.depth
@@ -141,7 +146,7 @@ class Pipeline(Layer):
         else:
             outputs = tf.custom_gradient(run.with_gradient)(*flat)
         x, aux = divide(tf.nest.flatten(outputs), [run.body.counts[0]])
-        return run.body.result(run.microbatches.join(x), run.by_layer(aux))
+        return run.body.result(run.microbatches.join(x), run.aux_by_layer(aux))
 
     def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
         """See `Repeat.start_cache`."""
@@ -152,16 +157,33 @@ class Pipeline(Layer):
         return self.stack.remember(ctx, self.plain_weights(theta), memory)
 
     def step(self, ctx: Context, theta: NestedMap, x: tf.Tensor, *args, **inputs):
-        """See `Repeat.step`: one token passes the layers one after another."""
+        """See `Repeat.step`: one token passes the layers one after another.
+
+        For that the layers' weights go to all stages' devices.
+        """
         theta = self.plain_weights(theta)
         return self.stack.step(ctx, theta, x, *args, **inputs)
 
     def plain_weights(self, theta: NestedMap) -> NestedMap:
-        """Weights, or anything else by stage and layer, in the order of the layers."""
-        return theta.map(functools.partial(by_layer, repeats=self.num_repeats))
+        """Weights, or anything else by stage and layer, as the `Repeat` has them."""
+        return theta.map(functools.partial(_by_layer, repeats=self.num_repeats))
+
+    def staged_weights(self, theta: NestedMap) -> NestedMap:
+        """The way back: a `Repeat`'s weights, or the like, by stage and layer."""
+
+        def staged(stack):
+            rest = stack.shape[1:]
+            in_a_row = self.layers_of_stage // self.num_repeats
+            lead = [self.num_repeats, self.num_stages, in_a_row]
+            stack = tf.reshape(stack, [*lead, *rest])
+            order = [1, 0, 2, *range(3, stack.shape.rank)]
+            lead = [self.num_stages, self.layers_of_stage]
+            return tf.reshape(tf.transpose(stack, order), [*lead, *rest])
+
+        return theta.map(staged)
 
 
-def by_layer(stack: tf.Tensor, *, repeats: int) -> tf.Tensor:
+def _by_layer(stack: tf.Tensor, *, repeats: int) -> tf.Tensor:
     """[L, Q, ...] in the order of layer numbers, [L * Q, ...]."""
     stages, layers, *rest = stack.shape
     stack = tf.reshape(stack, [stages, repeats, layers // repeats, *rest])
@@ -215,14 +237,14 @@ class _Run:
             for path, spec in pipeline.weights().items_by_path()
         ]
 
-    def by_layer(self, aux: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def aux_by_layer(self, aux: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Side results by stage and layer in the layers' order, over microbatches."""
         paths = self.body.aux_paths
         found = []
         for path, total in zip(paths, aux, strict=True):
             if path.rsplit(".", 1)[-1] == "loss":
                 total /= self.pipeline.num_microbatches
-            found.append(by_layer(total, repeats=self.pipeline.num_repeats))
+            found.append(_by_layer(total, repeats=self.pipeline.num_repeats))
         return found
 
     # What an iteration reads.

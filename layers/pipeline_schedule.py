@@ -23,7 +23,7 @@ class PipelineSchedule:
       num_repeats: how often each microbatch passes each stage; 1 is GPipe.
 
     Raises:
-      ValueError: a number below 1.
+      ValueError: no whole number, or one below 1.
     """
 
     num_stages: int
@@ -32,10 +32,10 @@ class PipelineSchedule:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
                 raise ValueError(
-                    f"pipeline: {field.name} is {getattr(self, field.name)}, must be "
-                    ">= 1"
+                    f"pipeline: {field.name} is {value!r}, must be a whole number >= 1"
                 )
 
     @property

@@ -83,6 +83,8 @@ class RelativeAttention(Layer):
 
     def __post_init__(self):
         check_number(self, "dropout_rate", at_least=0, below=1)
+        for field in ("num_heads", "head_dim"):
+            check_number(self, field, at_least=1)
         check_number(self, "max_timescale", above=1)
         for field in ("left_context", "right_context"):
             if getattr(self, field) is not None:

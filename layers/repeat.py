@@ -35,7 +35,9 @@ from meshwright.layers.stacked_body import (
     check_saved_names,
     check_stacked,
     divide,
+    read,
     specs_of,
+    write,
 )
 
 
@@ -132,7 +134,7 @@ class Repeat(Layer):
 
         def layer(ctx, theta, i, found):
             one = self.body.remember(ctx, theta, memory)
-            return found.map(lambda stack, t: _write(stack, t, i), one)
+            return found.map(lambda stack, t: write(stack, t, i), one)
 
         specs = tf.function(
             lambda: self.body.remember(ctx, self._layer_theta(ctx, theta, 0), memory),
@@ -161,12 +163,12 @@ class Repeat(Layer):
                 ctx,
                 theta,
                 state.x,
-                state.cache.map(lambda t: _read(t, i)),
+                state.cache.map(lambda t: read(t, i)),
                 position,
-                memory=memory and memory.map(lambda t: _read(t, i)),
+                memory=memory and memory.map(lambda t: read(t, i)),
                 **inputs,
             )
-            cache = state.cache.map(lambda stack, t: _write(stack, t, i), cache)
+            cache = state.cache.map(lambda stack, t: write(stack, t, i), cache)
             return NestedMap(x=x, cache=cache)
 
         state = NestedMap(x=ctx.cast(x), cache=cache)
@@ -186,7 +188,7 @@ class Repeat(Layer):
 
     def _layer_theta(self, ctx: Context, theta: NestedMap, i) -> NestedMap:
         """The weights of layer `i`, annotated."""
-        own = theta.map(lambda stack: _read(stack, i))
+        own = theta.map(lambda stack: read(stack, i))
         return annotate_weights(ctx.plan, self.body.weights(), own)
 
 
@@ -245,7 +247,7 @@ class _Stack:
             return [*x, *_stacks(rows)]
 
         def body(i, *state):
-            weights = [_read(t, i) for t in stacks]
+            weights = [read(t, i) for t in stacks]
             y = self.split.forward(*self._arguments(i, state[:n], weights, shared))
             x, aux, _ = self.body.divide_results(y)
             return [i + 1, *self._annotated(x), *_writes(state[n:], aux, i)]
@@ -260,7 +262,7 @@ class _Stack:
 
         def body(i, *state):
             x, aux_stores, stores = divide(state, [n, a])
-            weights = [_read(t, i) for t in stacks]
+            weights = [read(t, i) for t in stacks]
             y = self.split.forward(*self._arguments(i, x, weights, shared))
             y, aux, saved = self.body.divide_results(y)
             aux_stores = _writes(aux_stores, aux, i)
@@ -277,10 +279,10 @@ class _Stack:
             def body(j, *state):
                 dx, dstacks, dshared = self._divide(state)
                 i = self.count - 1 - j
-                kept = [_read(s, i) for s in stores]
-                weights = [_read(t, i) for t in stacks]
+                kept = [read(s, i) for s in stores]
+                weights = [read(t, i) for t in stacks]
                 arguments = self._arguments(i, kept[:n], weights, shared)
-                dout = [*dx, *(_read(d, i) for d in daux)]
+                dout = [*dx, *(read(d, i) for d in daux)]
                 grads = self.split.backward(*arguments, *kept[n:], *dout)
                 dx, dweights, more = self._divide(grads)
                 dstacks = _writes(dstacks, dweights, i)
@@ -360,18 +362,4 @@ def _stacks(rows: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
 
 
 def _writes(stores: Sequence, values: Sequence, i) -> list[tf.Tensor]:
-    return [_write(s, t, i) for s, t in zip(stores, values, strict=True)]
-
-
-def _start(tensor: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
-    return tf.stack([i] + [tf.constant(0)] * (tensor.shape.rank - 1))
-
-
-def _read(stack: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
-    shape = stack.shape[1:]
-    piece = xla.dynamic_slice(stack, _start(stack, i), [1, *shape])
-    return tf.reshape(piece, shape)
-
-
-def _write(stack: tf.Tensor, value: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
-    return xla.dynamic_update_slice(stack, value[None], _start(stack, i))
+    return [write(s, t, i) for s, t in zip(stores, values, strict=True)]

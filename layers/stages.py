@@ -19,7 +19,8 @@ from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.manual import auto_to_manual, manual_to_auto
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from meshwright.framework.sharding.vectorize import vectorize
+from meshwright.framework.sharding.vectorize import NoRuleError, vectorize
+from meshwright.layers.stacked_body import read, write
 
 
 @gin.constants_from_enum
@@ -28,8 +29,9 @@ class StageMode(enum.Enum):
 
     VECTORIZED gives every op a leading stage dim, which the compiler splits: TF must
     have a rule for each op (`tf.vectorized_map`). MANUAL puts the body into manual
-    subgroups over the stage axis (GSPMD 3.4): any op will do; where a device has
-    several stages, these are vectorized.
+    subgroups over the stage axis (GSPMD 3.4), which needs no rules, but GSPMD refuses
+    some ops there (FFT, Cholesky); where a device has several stages, these are
+    vectorized.
     """
 
     VECTORIZED = "vectorized"
@@ -42,12 +44,12 @@ class Stages:
 
     Args:
       mesh: the program's mesh.
-      axes: those that split the stage dim; none leaves all stages on each device.
+      axes: those that split the stage dim.
       count: L, a multiple of the devices along `axes`.
       mode: how they compute.
 
     Raises:
-      ValueError: the axes do not divide L.
+      ValueError: the axes do not divide L, or there are none.
     """
 
     mesh: DeviceMesh
@@ -56,6 +58,12 @@ class Stages:
     mode: StageMode
 
     def __post_init__(self):
+        if not self.axes and self.count > 1 and self.mesh.size > 1:
+            raise ValueError(
+                f"pipeline: the plan's weights name no axis for 'stages', so that each "
+                f"device would run all {self.count}: set "
+                "ShardingPlan.weights['stages'], or num_stages to 1"
+            )
         devices = self.mesh.axes_size(self.axes)
         if self.count % devices:
             raise ValueError(
@@ -107,6 +115,8 @@ class Stages:
         """A stack [L, Q, ...] with `value` [L, ...] added at `slot`; see `read`."""
 
         def at(stack, value, slot, *, dim):
+            # Fused with the write, the read keeps the TPU compiler from writing in
+            # place: gradients would be there twice.
             total = xla.optimization_barrier(read(stack, slot, dim=dim) + value)[0]
             return write(stack, total, slot, dim=dim)
 
@@ -232,31 +242,11 @@ class Stages:
 def _vectorized(fn, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     try:
         return vectorize(fn, stacked)
-    except ValueError as error:
+    except NoRuleError as error:
         raise ValueError(
             f"pipeline: {error}: use StageMode.MANUAL on a mesh with one stage to a "
             "device, which needs no rule for it"
         ) from error
-
-
-def read(stack: tf.Tensor, i: tf.Tensor, *, dim: int) -> tf.Tensor:
-    """The entry `i` of `stack` along `dim`."""
-    sizes = list(stack.shape)
-    sizes[dim] = 1
-    piece = xla.dynamic_slice(stack, _start(stack, i, dim), sizes)
-    return tf.squeeze(piece, axis=dim)
-
-
-def write(stack: tf.Tensor, value: tf.Tensor, i: tf.Tensor, *, dim: int) -> tf.Tensor:
-    """`stack` with the entry `i` along `dim` replaced."""
-    start = _start(stack, i, dim)
-    return xla.dynamic_update_slice(stack, tf.expand_dims(value, dim), start)
-
-
-def _start(stack: tf.Tensor, i: tf.Tensor, dim: int) -> tf.Tensor:
-    start = [tf.constant(0)] * stack.shape.rank
-    start[dim] = i
-    return tf.stack(start)
 
 
 def _each(fn, *stacked: tf.Tensor) -> tf.Tensor:

@@ -84,5 +84,5 @@ def anchors(page):
 
 def test_configurations_that_the_guide_lists_exist():
     text = "".join(page.read_text() for page in PAGES)
-    for name in re.findall(r"`((?:lm|mt|layers|plans|paper)/[\w.]+\.gin)`", text):
+    for name in re.findall(r"`((?:asr|lm|mt|layers|plans|paper)/[\w.]+\.gin)`", text):
         assert config.find_gin_file(name).is_file()

@@ -135,9 +135,7 @@ class _Region:
         """
         whole = sharding_call("Sharding", value, value.type, "{replicated}")
         rank = ir.RankedTensorType(value.type).rank
-        own = sharding_call(
-            "SPMDFullToShardShape", whole, value.type, self._text(rank)
-        )
+        own = sharding_call("SPMDFullToShardShape", whole, value.type, self._text(rank))
         value.replace_all_uses_except(own, whole.owner.operation)
         return own
 

@@ -159,7 +159,7 @@ class _Walk:
         layer = self._layers.setdefault(id(original), place.layer) or place.layer
         place = dataclasses.replace(place, layer=layer)
         for op in graph.get_operations():
-            source = _source(op, place)
+            source = _source(op, original, place)
             yield source
             for name in _called(op):
                 # TF2XLA compiles calls in place, and gives loops and branches
@@ -180,8 +180,8 @@ def _called(op: tf.Operation) -> list[str]:
     return single + [f.name for a in attributes for f in a.list.func]
 
 
-def _source(op: tf.Operation, place: _Place) -> Source:
-    forward = _forward_op(original_op(op))
+def _source(op: tf.Operation, original: tf.Graph, place: _Place) -> Source:
+    forward = _forward_op(original_op(op, original))
     file, line = _user_frame(forward)
     return Source(
         op_name=place.prefix + op.name,

@@ -2,9 +2,9 @@
 
 Slots are what an optimizer remembers of each weight. They are described by the same
 `WeightSpec`s as weights, with the same logical dim names, so one sharding plan splits
-both. Leading `STACK_DIM` and `EXPERT_DIM` dims stack the weights of equal layers:
-whatever is reduced over a weight is reduced for each stacked layer on its own, so that
-stacking changes no result. Adafactor is in `adafactor.py`.
+both. Leading `STACK_DIM`, `STAGE_DIM` and `EXPERT_DIM` dims stack weights of equal
+layers: whatever is reduced over a weight is reduced for each stacked layer on its own,
+so that stacking changes no result. Adafactor is in `adafactor.py`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,10 @@ def key_from_seed(seed: int) -> tf.Tensor:
 
 
 def fold_in(key: tf.Tensor, data: int | str | tf.Tensor) -> tf.Tensor:
-    """A new key from `key` and a name, a Python integer or a scalar integer tensor."""
+    """A new key from `key` and a name, a Python integer or an integer tensor.
+
+    Of a tensor [N], or of a key [2, N], there are N of them, [2, N].
+    """
     if isinstance(data, str):
         data = int.from_bytes(hashlib.sha256(data.encode()).digest()[:4], "little")
     if not tf.is_tensor(data):

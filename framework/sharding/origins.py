@@ -57,19 +57,23 @@ def original_of(graph: tf.Graph) -> tf.Graph:
     original = getattr(graph, _ORIGINAL, None)
     if original is not None:
         return original.graph
-    vectorized = map(_vectorized_from, graph.get_operations())
-    sources = {op.graph for op in vectorized if op is not None} - {graph}
+    noted = map(_noted_by_tf, graph.get_operations())
+    sources = {op.graph for op in noted if op is not None} - {graph}
     return original_of(sources.pop()) if len(sources) == 1 else graph
 
 
-def original_op(op: tf.Operation) -> tf.Operation:
-    """The op that `op` is a copy of, or was vectorized from; mostly itself."""
-    op = _vectorized_from(op) or op
+def original_op(op: tf.Operation, original: tf.Graph) -> tf.Operation:
+    """The op of `original` (see `original_of`) that `op` was made from.
+
+    Mostly itself; for one of a gradient it may be the op that it is the gradient of.
+    """
+    op = _noted_by_tf(op) or op
     try:
-        return original_of(op.graph).get_operation_by_name(op.name)
+        return original.get_operation_by_name(op.name)
     except KeyError:  # An argument of the copy.
         return op
 
 
-def _vectorized_from(op: tf.Operation) -> tf.Operation | None:
-    return getattr(op, "_original_op", None)  # `tf.vectorized_map` notes it.
+def _noted_by_tf(op: tf.Operation) -> tf.Operation | None:
+    """What it was vectorized from (`tf.vectorized_map`), or is the gradient of."""
+    return getattr(op, "_original_op", None)

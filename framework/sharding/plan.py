@@ -100,9 +100,9 @@ class ShardingPlan:
             if taken := set(axes) & set(self.pipeline_axes or ()):
                 raise ValueError(
                     f"sharding plan for {name!r}: dim {dim!r} is split by mesh axis "
-                    f"{', '.join(taken)}, which has the stages of the pipeline around "
-                    "it: split it by another axis; rows of the batch, which may be "
-                    "split by it outside, have an entry 'microbatch' for inside"
+                    f"{', '.join(sorted(taken))}, which has the stages of the pipeline "
+                    "around it: split it by another axis; if it is the batch, add "
+                    "activations['microbatch'] with the batch's other axes"
                 )
         try:
             return Sharding(self.mesh, tuple(split))

@@ -22,27 +22,29 @@ _NO_RULE = re.compile(
 )
 
 
+class NoRuleError(ValueError):
+    """TF cannot vectorize an op."""
+
+
 def vectorize(
     fn: Callable[..., Sequence[tf.Tensor]],
     stacked: Sequence[tf.Tensor],
-    common: Sequence[tf.Tensor] = (),
 ) -> list[tf.Tensor]:
     """`fn` of each entry of `stacked`, as one computation on a leading dim.
 
     Args:
-      fn: (*entries, *common) -> flat sequence of tensors.
+      fn: (*entries) -> flat sequence of tensors.
       stacked: tensors whose leading dims are equal.
-      common: what all entries get.
 
     Returns:
       `fn`'s results with that leading dim.
 
     Raises:
-      ValueError: `fn` has an op that TF cannot vectorize; it is named.
+      NoRuleError: `fn` has an op that TF cannot vectorize; it is named.
     """
 
     def one(entries):
-        return list(fn(*entries, *common))
+        return list(fn(*entries))
 
     logger = tf.get_logger()
     logger.addFilter(_is_not_of_pfor)
@@ -51,7 +53,7 @@ def vectorize(
     except ValueError as error:
         if (missing := _NO_RULE.search(str(error))) is None:
             raise
-        raise ValueError(
+        raise NoRuleError(
             f"TF cannot vectorize {missing['type']} (op {missing['name']!r})"
         ) from None
     finally:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -33,6 +34,9 @@ def flops_off(row):
         # By its utilization, less bubbles and recomputation, the model of Table 3 has
         # 7% to 13% more FLOPs here than there.
         return 0.13
+    if row.table == "5":
+        # How long the paper's utterances are follows from nothing else.
+        return 0.09
     # Of Table 7 neither slots nor model dims are known; see paper/hybrid.gin.
     return 0.31 if row.table == "7" else 0.05
 
@@ -47,7 +51,11 @@ def test_each_row_has_a_file_for_its_pod(row):
     assert experiment.plan.mesh.size == topology(row.topology).size
 
 
-@pytest.mark.parametrize("row", GSPMD_ROWS, ids=lambda row: f"{row.table}-{row.name}")
+@pytest.mark.parametrize(
+    "row",
+    [row for row in GSPMD_ROWS if not math.isnan(row.util)],
+    ids=lambda row: f"{row.table}-{row.name}",
+)
 def test_flops_are_the_papers(row):
     """The paper's utilization comes from about as many FLOPs as we count."""
     experiment, _ = build_experiment([row.gin_file], [])

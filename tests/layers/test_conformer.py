@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.compiler.program import Partitioner
-from meshwright.framework.modeling.layer import Context, Mode, initialize
+from meshwright.framework.modeling.layer import Context, Layer, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
@@ -22,7 +22,9 @@ from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.conformer import ConvolutionModule, conformer_layer
 from meshwright.layers.convolution import DepthwiseConv1D
 from meshwright.layers.normalization import BatchNorm, GroupNorm, LayerNorm
+from meshwright.layers.pipeline import Pipeline
 from meshwright.layers.repeat import Repeat
+from meshwright.layers.stages import StageMode
 from meshwright.trainers.config import PARAMS
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -192,6 +194,7 @@ def test_a_causal_layer_does_not_look_ahead():
     assert np.any(run(layer, theta, x)[:, :7] != run(layer, theta, changed)[:, :7])
 
 
+@pytest.mark.slow  # Each 10 s: the pipeline below splits the same layers.
 @pytest.mark.parametrize("partitioner", Partitioner)
 def test_a_stack_computes_on_eight_devices_what_it_does_on_one(partitioner):
     """Running statistics, whose gradients are their newest values, too."""
@@ -202,6 +205,72 @@ def test_a_stack_computes_on_eight_devices_what_it_does_on_one(partitioner):
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Staged(Layer):
+    """On a mesh a pipeline; on one device its layers in a row, by microbatch."""
+
+    pipeline: Pipeline
+
+    def weights(self):
+        return self.pipeline.weights()
+
+    def fprop(self, ctx, theta, x, *, mask):
+        if ctx.plan.mesh.size > 1:
+            return self.pipeline.fprop(ctx, theta, x, mask=mask)
+        count = self.pipeline.num_microbatches
+        # What comes back of a statistic is the mean of the microbatches', not the sum.
+        specs = self.weights()
+        theta = theta.map(lambda w, s: w / count if s.is_statistic else w, specs)
+        theta = self.pipeline.plain_weights(theta)
+        outs = [
+            self.in_a_row(ctx, theta, x[m::count], mask[m::count]) for m in range(count)
+        ]
+        return tf.reshape(tf.stack(outs, axis=1), x.shape)
+
+    def in_a_row(self, ctx, theta, x, mask):
+        for i in range(self.pipeline.stack.count):
+            own = theta.map(lambda w, i=i: w[i])
+            x = self.pipeline.stack.body.fprop(ctx, own, x, mask=mask)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("mode", "partitioner"),
+    [
+        (StageMode.VECTORIZED, Partitioner.SHARDY),
+        pytest.param(StageMode.MANUAL, Partitioner.GSPMD, marks=pytest.mark.slow),
+    ],
+)
+def test_a_pipeline_computes_what_its_layers_do_in_a_row(mode, partitioner):
+    """BatchNorm is of each microbatch; of running statistics the mean is taken."""
+    layer, _ = build(
+        window=3, left_context=2, right_context=1, convolution_norm=BatchNorm
+    )
+    pipeline = Pipeline(
+        stack=Repeat(body=layer, num_layers=2),
+        num_stages=2,
+        num_microbatches=2,
+        stage_mode=mode,
+    )
+    plan = ShardingPlan(
+        mesh_axes=("stage", "data", "model"),
+        mesh_shape=(2, 2, 2),
+        weights={"stages": "stage", "heads": "model", "hidden": "model"},
+        activations={
+            "batch": ("data", "stage"),
+            "microbatch": "data",
+            "heads": "model",
+            "hidden": "model",
+        },
+    )
+    x = np.concatenate([inputs(0), inputs(1)])
+    mask = np.arange(S) < np.array([[S], [7], [9], [S - 1]])
+    assert_layer_parity(
+        _Staged(pipeline=pipeline), x, plan=plan, partitioner=partitioner, mask=mask
+    )
+
+
+@pytest.mark.slow  # 5 s.
 def test_a_split_sequence_computes_what_a_whole_one_does():
     layer, _ = build(window=3, left_context=2, right_context=1)
     activations = {"batch": "X", "sequence": "Y"}
@@ -217,40 +286,20 @@ def test_every_name_can_be_saved_and_recomputation_changes_nothing():
     policies = [
         {"recompute": Recompute.NOTHING},
         {"recompute": Recompute.ALL_BUT_NAMED, "saved_names": tuple(names)},
-        {"recompute": Recompute.EVERYTHING},
     ]
-    theta = initialize(Repeat(body=layer, num_layers=2).weights(), key_from_seed(0))
+    theta = initialize(Repeat(body=layer, num_layers=1).weights(), key_from_seed(0))
     x = tf.constant(inputs())
 
     def gradients(policy):
-        stack = Repeat(body=layer, num_layers=2, **policy)
+        stack = Repeat(body=layer, num_layers=1, **policy)
         with tf.GradientTape() as tape:
             tape.watch((theta, x))
             y = stack.fprop(Context(mode=Mode.TRAIN), theta, x)
             loss = tf.reduce_sum(y**3)
         return tf.nest.flatten(tape.gradient(loss, (theta, x)))
 
-    first, *others = map(gradients, policies)
-    for other in others:
-        for a, b in zip(first, other, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_the_body_vectorizes_over_stages():
-    """As a pipeline runs it: all stages in one program, each on its own weights."""
-    layer, theta = build(is_causal=True, left_context=3)
-    other = initialize(layer.weights(), key_from_seed(1))
-    stacked = theta.map(lambda *stages: tf.stack(stages), other)
-    x = tf.constant(np.stack([inputs(0), inputs(1)]))
-    mask = tf.constant(np.stack([MASK, ~MASK[::-1]]))
-
-    def stage(args):
-        return layer.fprop(Context(), args[0], args[1], mask=args[2])
-
-    both = tf.vectorized_map(stage, (stacked, x, mask), fallback_to_while_loop=False)
-    for i, one in enumerate((theta, other)):
-        alone = run(layer, one, x[i].numpy(), mask[i].numpy())
-        np.testing.assert_allclose(both[i], alone, rtol=1e-4, atol=1e-5)
+    for a, b in zip(*map(gradients, policies), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_flops_beyond_weights_are_those_of_attention():

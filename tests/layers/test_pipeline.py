@@ -134,14 +134,6 @@ def plain_theta():
     return initialize(Repeat(body=Body(), num_layers=LAYERS).weights(), key())
 
 
-def staged(layer, theta):
-    """Weights by layer as the pipeline has them, [L, Q, ...]."""
-    numbers = tf.reshape(tf.range(LAYERS), [layer.num_stages, -1])
-    order = layer.plain_weights(NestedMap(n=numbers)).n
-    places = tf.reshape(tf.argsort(order), numbers.shape)
-    return theta.map(lambda w: tf.gather(w, places))
-
-
 @functools.cache
 def wanted(microbatches):
     run = functools.partial(in_a_row, microbatches)
@@ -172,7 +164,7 @@ def compiled(layer, plan, partitioner=Partitioner.SHARDY):
 
 
 def assert_parity(layer, program):
-    theta = staged(layer, plain_theta()).map(lambda t: t.numpy())
+    theta = layer.staged_weights(plain_theta()).map(lambda t: t.numpy())
     got = program.unshard(program(theta, INPUTS))
     got.theta = layer.plain_weights(got.theta.map(tf.constant))
     for path, want in wanted(layer.num_microbatches).items_by_path():
@@ -238,7 +230,7 @@ def test_evaluates_what_it_trains():
 
         return outputs
 
-    theta = staged(layer, plain_theta())
+    theta = layer.staged_weights(plain_theta())
     inputs = INPUTS.map(tf.constant)
     got, want = (run(mode)(theta, inputs) for mode in (Mode.EVAL, Mode.TRAIN))
     for path, value in want.items_by_path():
@@ -251,7 +243,7 @@ def test_statistics_of_bubbles_do_not_count():
     layer = pipeline(8, 1)
     want = wanted(1).theta.average
     ctx = Context(mode=Mode.TRAIN, key=key(), path="stack")
-    theta = staged(layer, plain_theta())
+    theta = layer.staged_weights(plain_theta())
     run = lambda theta, inputs: layer.fprop(ctx, theta, **inputs)  # noqa: E731
     found = outputs_and_gradients(run, theta, INPUTS.map(tf.constant)).theta
     got = layer.plain_weights(found).average
@@ -296,7 +288,16 @@ ROWS = {"memory": INPUTS.memory, "segment_ids": INPUTS.segment_ids}
             r"8 layers do not divide into 3 stages with 1 repeats: change Repeat.num_",
         ),
         (lambda: pipeline(4, 3, 4), r"into 4 stages with 4 repeats: .* multiple of 16"),
-        (lambda: pipeline(0, 3), r"num_stages is 0, must be >= 1"),
+        (lambda: pipeline(0, 3), r"num_stages is 0, must be a whole number >= 1"),
+        (lambda: pipeline(2, "2"), r"num_microbatches is '2', must be a whole number"),
+        (
+            lambda: Pipeline(stack=Body(), num_stages=2, num_microbatches=2),
+            r"Pipeline.stack is Body\(\); it must be of class Repeat, such as @R",
+        ),
+        (
+            lambda: pipeline(2, 2, mode="manual"),
+            r"stage_mode is 'manual'; it must be one of StageMode.VECTORIZED, ",
+        ),
         (
             lambda: pipeline(2, 2, unroll=Unroll.UNROLLED),
             r"a pipeline is a loop, set Repeat.unroll = %Unroll.LOOP",
@@ -315,6 +316,19 @@ ROWS = {"memory": INPUTS.memory, "segment_ids": INPUTS.segment_ids}
             r"2 stages do not divide by the 4 devices along stage of the mesh",
         ),
         (
+            lambda: run_small(pipeline(2, 4), plan(2, 4, 1), **ROWS),
+            r"4 microbatches of a batch of 12 have 3 rows each, which do not divide "
+            r"over the 4 devices along data: take fewer microbatches or a larger glob",
+        ),
+        (
+            lambda: run_small(
+                pipeline(2, 2),
+                ShardingPlan(mesh_shape=(2, 4), activations={"batch": "X"}),
+                **ROWS,
+            ),
+            r"the plan's weights name no axis for 'stages', so that each device w",
+        ),
+        (
             lambda: run_small(pipeline(2, 2), plan(2, 2, 2, hidden="stage"), **ROWS),
             r"dim 'hidden' is split by mesh axis stage, which has the stages of the "
             r"pipeline around it: split it by another axis",
@@ -323,7 +337,7 @@ ROWS = {"memory": INPUTS.memory, "segment_ids": INPUTS.segment_ids}
             lambda: run_small(
                 pipeline(2, 2), plan(2, 2, 2, microbatch=("data", "stage")), **ROWS
             ),
-            r"dim .microbatch. is split by mesh axis stage, .* entry .microbatch. for in",
+            r"dim 'microbatch' is split by mesh axis stage, .* add activations",
         ),
         (odd, r"TF cannot vectorize Where \(op '.*'\): use StageMode.MANUAL"),
     ],

@@ -30,6 +30,8 @@ PAPER_WEIGHTS = {
     "table2_1t": 1e12,
     "table3": 16e9,
     "table4": 16e9,
+    "table5_32l": 6.47e9,
+    "table5_64l": 12.95e9,
 }
 
 

@@ -56,13 +56,13 @@ def plain(optimizer: str, experts: int) -> tuple[NestedMap, Trained]:
 
 def staged(layer: Pipeline, start: NestedMap) -> NestedMap:
     """The plain state with the stack's layers by stage."""
-    count = layer.stack.count
-    numbers = tf.reshape(tf.range(count), [layer.num_stages, -1])
-    order = layer.plain_weights(NestedMap(n=numbers)).n.numpy()
-    places = np.argsort(order).reshape(numbers.shape)
-    return start.map_with_path(
-        lambda path, x: x[places] if ".stack." in f".{path}." else x
-    )
+
+    def one(path, value):
+        if ".stack." not in f".{path}.":
+            return value
+        return layer.staged_weights(NestedMap(x=tf.constant(value))).x.numpy()
+
+    return start.map_with_path(one)
 
 
 def unstaged(layer: Pipeline, path: str, value: np.ndarray) -> np.ndarray:

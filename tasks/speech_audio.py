@@ -1,0 +1,269 @@
+"""From wav files to log-mel features, and their masking in training.
+
+Dims: B batch, N samples, T frames, F mel bins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import os
+import struct
+import warnings
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.layer import Context, Layer, Mode
+from meshwright.framework.nested_map import NestedMap
+
+SAMPLE_RATE = 16000
+"""Of everything behind `read_wav`, in Hz."""
+
+# Added to energies before the logarithm, as in digital silence; samples are in [-1, 1].
+_QUIET = 1e-6
+
+
+def read_wav(path: str | os.PathLike) -> np.ndarray:
+    """The sound in a wav file, float32 [N] at `SAMPLE_RATE`, full scale 1.
+
+    Integers of 8, 16, 24 or 32 bits and floating point; channels are averaged.
+
+    Raises:
+      OSError: there is no such file, or it cannot be read.
+      ValueError: it is no wav file, or a broken one; names path and what is there.
+    """
+    rate, samples = _read(path, mmap=False)
+    if samples.dtype == np.uint8:
+        sound = samples.astype(np.float32) / 128 - 1
+    elif samples.dtype.kind == "i":  # 24 bits come as 32, the lowest of them 0.
+        sound = samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)
+    else:
+        sound = samples.astype(np.float32)
+    if not np.isfinite(sound).all():
+        raise ValueError(f"{path} has samples that are not finite: leave it out")
+    if sound.ndim == 2:
+        sound = sound.mean(axis=1)
+    if rate != SAMPLE_RATE:
+        divisor = math.gcd(rate, SAMPLE_RATE)
+        up, down = SAMPLE_RATE // divisor, rate // divisor
+        sound = _scipy().signal.resample_poly(sound, up, down)
+    return sound
+
+
+def wav_length(path: str | os.PathLike) -> int:
+    """How many samples `read_wav` gives, mostly by the header alone.
+
+    Raises:
+      OSError, ValueError: as `read_wav`, and of a file that was cut off; samples that
+        are not finite are not seen.
+    """
+    try:
+        rate, samples = _read(path, mmap=True)
+    except ValueError:  # 24 bits cannot be mapped, and what is cut off.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Reached EOF prematurely")
+            rate, samples = _read(path, mmap=False)
+    return -(-len(samples) * SAMPLE_RATE // rate)
+
+
+def _read(path: str | os.PathLike, *, mmap: bool) -> tuple[int, np.ndarray]:
+    """The sampling rate in Hz, and samples [N] or [N, channels], of any type."""
+    try:
+        rate, samples = _scipy().io.wavfile.read(path, mmap=mmap)
+    except FileNotFoundError as e:
+        raise FileNotFoundError(f"there is no sound file {path}") from e
+    except (ValueError, EOFError, struct.error, UnboundLocalError, UserWarning) as e:
+        # Of a file that ends too early SciPy says whatever failed first.
+        with open(path, "rb") as file:
+            start = file.read(12)
+        raise ValueError(
+            f"{path} is no wav file that can be read: it begins with {start!r} and "
+            f"has {os.path.getsize(path)} bytes ({e}): make it PCM or float wav, by "
+            "ffmpeg or sox, or leave it out"
+        ) from e
+    if not rate or not len(samples):
+        raise ValueError(f"{path} is a wav file without any sound: leave it out")
+    return rate, samples
+
+
+def _scipy():
+    try:
+        import scipy  # Only speech wants it.
+        import scipy.io.wavfile
+        import scipy.signal
+    except ImportError as e:
+        raise ImportError(
+            "wav files need scipy, which is not installed: pip install "
+            "'meshwright[asr]'"
+        ) from e
+    return scipy
+
+
+@gin.constants_from_enum
+class Normalization(enum.Enum):
+    """What brings each mel bin to mean 0 and deviation 1.
+
+    UTTERANCE takes each utterance's own statistics; GLOBAL those of the training data,
+    which keeps what is loud apart from what is not.
+    """
+
+    UTTERANCE = "utterance"
+    GLOBAL = "global"
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogMel:
+    """Log energies in mel bins of overlapping windows.
+
+    Args:
+      bins: F.
+      window: samples of a window; 400 are 25 ms.
+      hop: samples from one window to the next; 160 are 10 ms.
+      low_hz: where the lowest bin begins.
+      high_hz: where the highest one ends.
+      normalization: of each bin.
+
+    Raises:
+      ValueError: a size below 1, or frequencies out of order.
+    """
+
+    bins: int = 80
+    window: int = 400
+    hop: int = 160
+    low_hz: float = 20.0
+    high_hz: float = 8000.0
+    normalization: Normalization = Normalization.UTTERANCE
+
+    def __post_init__(self):
+        for name in ("bins", "window", "hop"):
+            check_number(self, name, at_least=1)
+        check_number(self, "low_hz", at_least=0, below=self.high_hz)
+        check_number(self, "high_hz", at_least=1, below=SAMPLE_RATE / 2 + 1)
+        check_kind(self, "normalization", Normalization)
+
+    def frames(self, samples: int) -> int:
+        """T of a sound: only whole windows make a frame."""
+        return max(0, 1 + (samples - self.window) // self.hop)
+
+    def samples(self, frames: int) -> int:
+        """N of the shortest sound that makes so many frames, one or more."""
+        return self.window + (frames - 1) * self.hop
+
+    def energies(self, sound: tf.Tensor) -> tf.Tensor:
+        """float32 [B, T, F], not normalized, of sounds [B, N]."""
+        fft_length = 2 ** math.ceil(math.log2(self.window))
+        spectrum = tf.signal.stft(sound, self.window, self.hop, fft_length)
+        to_mel = tf.signal.linear_to_mel_weight_matrix(
+            self.bins, fft_length // 2 + 1, SAMPLE_RATE, self.low_hz, self.high_hz
+        )
+        power = tf.square(tf.abs(spectrum))
+        return tf.math.log(tf.matmul(power, to_mel) + _QUIET)
+
+    def normalized(
+        self, energies: tf.Tensor, frames: tf.Tensor, statistics: np.ndarray | None
+    ) -> tf.Tensor:
+        """Features, 0 in padding.
+
+        Args:
+          energies: float32 [B, T, F].
+          frames: int32 [B], how many of them count.
+          statistics: [2, F], mean and deviation, or None: each row's own.
+        """
+        counts = tf.range(tf.shape(energies)[1])[None] < frames[:, None]
+        counts = tf.cast(counts, tf.float32)[:, :, None]
+        if statistics is None:
+            total = tf.maximum(tf.reduce_sum(counts, axis=1, keepdims=True), 1.0)
+            mean = tf.reduce_sum(energies * counts, axis=1, keepdims=True) / total
+            squares = tf.square(energies - mean) * counts
+            deviation = tf.sqrt(tf.reduce_sum(squares, axis=1, keepdims=True) / total)
+        else:
+            mean, deviation = tf.unstack(tf.cast(statistics, tf.float32))
+        # A bin may be the same all along, as in silence.
+        return (energies - mean) / tf.maximum(deviation, 1e-3) * counts
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpecAugment(Layer):
+    """Masks random bands of bins and of time in training (Park et al. 2019).
+
+    What is masked becomes 0, the mean of normalized features. Time is not warped, which
+    the paper found to matter least. Defaults are the paper's "LibriSpeech double" but
+    for `time_share`, which keeps short utterances legible.
+
+    Args:
+      bin_masks: how many bands of bins; they may overlap.
+      bin_width: each is narrower than this at random, at most so wide.
+      time_masks: how many stretches of time.
+      time_width: each is at most so many frames.
+      time_share: and at most this share of the utterance.
+
+    Raises:
+      ValueError: a number below 0, or a share above 1.
+    """
+
+    bin_masks: int = 2
+    bin_width: int = 27
+    time_masks: int = 2
+    time_width: int = 100
+    time_share: float = 0.2
+
+    def __post_init__(self):
+        for name in ("bin_masks", "bin_width", "time_masks", "time_width"):
+            check_number(self, name, at_least=0)
+        check_number(self, "time_share", at_least=0, below=1 + 1e-9)
+
+    def fprop(
+        self, ctx: Context, theta: NestedMap, x: tf.Tensor, *, frames: tf.Tensor
+    ) -> tf.Tensor:
+        """`x` [B, T, F], masked in `Mode.TRAIN`.
+
+        Args:
+          ctx: context; each element's fate hangs on its key and place alone.
+          theta: empty.
+          x: features.
+          frames: int32 [B], how many of T count.
+
+        Raises:
+          ValueError: it is to mask and the context has no key.
+        """
+        del theta
+        if ctx.mode is Mode.EVAL:
+            return x
+        B, T, F = x.shape
+        bins = tf.fill([B], float(F))
+        length = tf.cast(frames, tf.float32)
+        widest = tf.minimum(float(self.time_width), self.time_share * length)
+        with ctx.scope("bins") as c:
+            in_band = _bands(
+                c, self.bin_masks, F, bins, tf.fill([B], float(self.bin_width))
+            )
+        with ctx.scope("time") as c:
+            in_stretch = _bands(c, self.time_masks, T, length, widest)
+        return tf.where(in_band[:, None, :] | in_stretch[:, :, None], 0.0, x)
+
+
+def _bands(
+    ctx: Context, count: int, size: int, length: tf.Tensor, widest: tf.Tensor
+) -> tf.Tensor:
+    """bool [B, size], True in each of `count` random bands of a row.
+
+    Args:
+      ctx: gives the key.
+      count: bands of a row.
+      size: places.
+      length: float32 [B], the first so many places may be in a band.
+      widest: float32 [B], places that a band has at most.
+    """
+    draws = random.uniform(ctx.random_key(), [2, *length.shape, count])
+    width = tf.floor(draws[0] * (tf.minimum(widest, length) + 1)[:, None])
+    start = tf.floor(draws[1] * (length[:, None] - width + 1))
+    place = tf.range(size, dtype=tf.float32)[None, None]
+    inside = (place >= start[:, :, None]) & (place < (start + width)[:, :, None])
+    return tf.reduce_any(inside, axis=1)
