@@ -30,6 +30,7 @@ from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.pipeline import Pipeline
 from meshwright.layers.repeat import Repeat, Unroll
 from meshwright.layers.stages import StageMode
+from meshwright.layers.transformer import transformer_layer
 
 B, S, M, H, LAYERS = 12, 2, 8, 8, 8
 RNG = np.random.default_rng(0)
@@ -345,3 +346,19 @@ ROWS = {"memory": INPUTS.memory, "segment_ids": INPUTS.segment_ids}
 def test_what_makes_no_pipeline_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_decodes_token_by_token_as_its_stack():
+    sizes = {"model_dims": M, "num_heads": 2, "head_dim": 4}
+    stack = Repeat(body=transformer_layer(**sizes, hidden_dims=H), num_layers=4)
+    layer = Pipeline(stack=stack, num_stages=2, num_microbatches=3, num_repeats=2)
+    theta = initialize(stack.weights(), key())
+    x = tf.constant(INPUTS.x)
+    want = stack.fprop(Context(), theta, x)
+    staged = layer.staged_weights(theta)
+    np.testing.assert_allclose(layer.fprop(Context(), staged, x), want, atol=1e-5)
+    cache = layer.start_cache(Context(), B, S)
+    for i in range(S):
+        token = x[:, i : i + 1]
+        y, cache = layer.step(Context(), staged, token, cache, tf.constant(i))
+        np.testing.assert_allclose(y[:, 0], want[:, i], atol=1e-5)
