@@ -52,8 +52,7 @@ class Microbatches:
         """[U, ...], of a tensor [B, ...].
 
         Raises:
-          ValueError: it has no such dim, that does not divide into so many, or a
-            microbatch's rows do not divide over the devices.
+          ValueError: it has no such dim, or that does not divide into so many.
         """
         if tensor.shape.rank == 0 or tensor.shape[0] != self.batch:
             raise ValueError(
@@ -67,15 +66,20 @@ class Microbatches:
                 "Pipeline.num_microbatches"
             )
         rows = self.batch // self.count
+        return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
+
+    def check_split(self) -> None:
+        """Raises ValueError: a microbatch's rows do not divide over the devices."""
+        rows = self.batch // self.count
         (axes,) = self.plan.activation_sharding(["batch"], self.path).dims
-        if rows % self.plan.mesh.axes_size(axes):
+        devices = self.plan.mesh.axes_size(axes)
+        if rows % devices:
             raise ValueError(
                 f"layer {self.path!r}: {self.count} microbatches of a batch of "
                 f"{self.batch} have {rows} rows each, which do not divide over the "
-                f"{self.plan.mesh.axes_size(axes)} devices along {', '.join(axes)}: "
-                "take fewer microbatches or a larger global batch"
+                f"{devices} devices along {', '.join(axes)}: take fewer microbatches "
+                "or a larger global batch"
             )
-        return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
 
     def _divide(self, tensor: tf.Tensor) -> tf.Tensor:
         rows, *rest = self.spec(tensor).shape

@@ -136,6 +136,7 @@ class Pipeline(Layer):
             the stage axis is used inside, or does not divide the stages; see `Repeat`.
         """
         run = _Run(self, ctx, theta, x, constants)
+        run.microbatches.check_split()
         flat = [
             *run.microbatches.divide(tf.nest.flatten(x)),
             *theta.leaves(),

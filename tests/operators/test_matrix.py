@@ -72,15 +72,13 @@ RAISES = {
 
 
 def known_failures():
-    """Strict: the test tells when XLA has mended one."""
+    """Strict: a test tells when XLA has mended one. Slow: it seldom changes."""
     for name, failure in KNOWN_FAILURES.items():
         raises = RAISES[failure.outcome]
         mark = pytest.mark.xfail(raises=raises, strict=True, reason="XLA gets it wrong")
         for partitioner in failure.partitioners:
             label = f"{name}-{partitioner.value}"
-            # One partitioner tells of what both get wrong; the other is a slow test.
-            first = partitioner is failure.partitioners[0]
-            marks = [mark] if first else [mark, pytest.mark.slow]
+            marks = [mark, pytest.mark.slow]
             yield pytest.param(name, partitioner, marks=marks, id=label)
 
 

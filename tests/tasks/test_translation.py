@@ -184,9 +184,7 @@ def trained_alone(root, plan):
     return trained(on_one_device(experiment(root, plan)))
 
 
-@pytest.mark.parametrize(
-    ("plan", "partitioner"), settings(("sparse", Partitioner.SHARDY))
-)
+@pytest.mark.parametrize(("plan", "partitioner"), settings())
 def test_eight_devices_train_as_one(root, plan, partitioner):
     losses, theta, _ = trained_alone(root, plan)
     one = dataclasses.replace(experiment(root, plan), partitioner=partitioner)

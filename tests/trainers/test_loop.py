@@ -62,7 +62,7 @@ def change_batches(monkeypatch):
     return use
 
 
-@pytest.mark.parametrize("steps_per_loop", [1, 5])
+@pytest.mark.parametrize("steps_per_loop", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_resumed_run_has_identical_bits(straight, tmp_path, steps_per_loop):
     want, folder = straight(steps_per_loop)
     programs = five_steps_a_loop() if steps_per_loop == 5 else small_programs()

@@ -27,6 +27,7 @@ WIDE = (
     not pathlib.Path("/proc/self/clear_refs").exists(),
     reason="the high water of a process's memory is read from Linux's /proc",
 )
+@pytest.mark.slow
 def test_the_predicted_peak_is_what_training_takes(tmp_path):
     path = tmp_path / "plan.json"
     assert call_main(*WIDE, topology="cpu", json_out=str(path)) is None
