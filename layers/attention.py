@@ -17,7 +17,7 @@ from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.dropout import Dropout
-from meshwright.layers.linear import BSM, contract, contract_each
+from meshwright.layers.linear import BSM, contract, contract_each, per_feature
 from meshwright.layers.positions import (
     MaskKind,
     PositionKind,
@@ -91,7 +91,7 @@ class MultiHeadAttention(Layer):
             b_in = WeightSpec(
                 shape=(N, D), dims=("heads", "head_dim"), initializer=zero
             )
-            b_o = WeightSpec(shape=(M,), dims=("features",), initializer=zero)
+            b_o = per_feature(M)
             specs.update(b_q=b_in, b_k=b_in, b_v=b_in, b_o=b_o)
         if self.positions is PositionKind.RELATIVE:
             specs.relative_bias = WeightSpec(

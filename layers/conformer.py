@@ -11,14 +11,14 @@ from collections.abc import Callable
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.initializers import Constant, FanIn
+from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolution import DepthwiseConv1D
 from meshwright.layers.dropout import Dropout
 from meshwright.layers.feed_forward import BSH, Activation, FeedForward
-from meshwright.layers.linear import BSM, contract, contract_each
+from meshwright.layers.linear import BSM, contract, contract_each, per_feature
 from meshwright.layers.masks import zero_padding
 from meshwright.layers.normalization import GroupNorm, LayerNorm
 from meshwright.layers.relative_attention import RelativeAttention
@@ -54,14 +54,14 @@ class ConvolutionModule(Layer):
             )
 
     def weights(self) -> NestedMap:
-        size, zero = self.model_dims, Constant(0.0)
+        size = self.model_dims
         w_in = WeightSpec(
             shape=(size, size), dims=("model", "hidden"), initializer=FanIn()
         )
         w_out = WeightSpec(
             shape=(size, size), dims=("hidden", "model"), initializer=FanIn()
         )
-        bias = WeightSpec(shape=(size,), dims=("features",), initializer=zero)
+        bias = per_feature(size)
         return NestedMap(
             w_in=w_in,
             b_in=bias,

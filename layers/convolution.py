@@ -14,10 +14,10 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling.checks import check_kind, check_number
-from meshwright.framework.modeling.initializers import Constant, FanIn
+from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.linear import BSM, check_trailing_dims, contract
+from meshwright.layers.linear import BSM, check_trailing_dims, contract, per_feature
 from meshwright.layers.masks import zero_padding
 
 BTFC = ("batch", "time", "frequency", "channels")
@@ -64,10 +64,7 @@ class Convolution(Layer):
             dims=(*["window"] * rank, "in_channels", "channels"),
             initializer=FanIn(in_dims=rank + 1),
         )
-        bias = WeightSpec(
-            shape=(self.channels,), dims=("features",), initializer=Constant(0.0)
-        )
-        return NestedMap(kernel=kernel, bias=bias)
+        return NestedMap(kernel=kernel, bias=per_feature(self.channels))
 
     def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Convolves `x` [B, ..., in_channels] to [B, ..., C], activation dtype.
@@ -120,11 +117,8 @@ class ConvSubsampling(Layer):
             dims=("frequency", "channels", "model"),
             initializer=FanIn(in_dims=2),
         )
-        b_out = WeightSpec(
-            shape=(self.model_dims,), dims=("features",), initializer=Constant(0.0)
-        )
         parts = {name: part.weights() for name, part in self._parts()}
-        return NestedMap(parts, w_out=w_out, b_out=b_out)
+        return NestedMap(parts, w_out=w_out, b_out=per_feature(self.model_dims))
 
     def fprop(
         self,

@@ -12,12 +12,12 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling.checks import check_number
-from meshwright.framework.modeling.initializers import Constant, FanIn
+from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.dropout import Dropout
-from meshwright.layers.linear import BSM, contract, contract_each
+from meshwright.layers.linear import BSM, contract, contract_each, per_feature
 
 BSH = ("batch", "sequence", "hidden")
 
@@ -88,7 +88,10 @@ class FeedForward(Layer):
         if self.activation.is_gated:
             specs.w_gate = w_in
         if self.use_bias:
-            biases = {name.replace("w", "b"): _bias(w) for name, w in specs.items()}
+            biases = {
+                name.replace("w", "b"): per_feature(w.shape[-1])
+                for name, w in specs.items()
+            }
             specs.update(biases)
         return specs
 
@@ -114,10 +117,3 @@ class FeedForward(Layer):
         out = ctx.split(contract(ctx, hidden, theta.w_out), BSM)
         out = save_name(out, "feed_forward_out")
         return out + ctx.cast(theta.b_out) if self.use_bias else out
-
-
-def _bias(weight: WeightSpec) -> WeightSpec:
-    """Of a product with `weight`, whole as a norm's."""
-    return WeightSpec(
-        shape=weight.shape[-1:], dims=("features",), initializer=Constant(0.0)
-    )

@@ -10,10 +10,18 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from meshwright.framework.modeling.layer import Context
+from meshwright.framework.modeling.initializers import Constant
+from meshwright.framework.modeling.layer import Context, WeightSpec
 
 BSM = ("batch", "sequence", "model")
 """Logical dims of the residual stream."""
+
+
+def per_feature(size: int, value: float = 0.0) -> WeightSpec:
+    """A bias or scale, of that value at first: one number for each feature."""
+    # A name of its own: split like a matrix's model dim it would move between the mesh
+    # axes of weights and of activations at every use, to save a few bytes.
+    return WeightSpec(shape=(size,), dims=("features",), initializer=Constant(value))
 
 
 def contract(

@@ -12,16 +12,14 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling.checks import check_number
-from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import (
     Context,
     Layer,
     Mode,
-    WeightSpec,
     as_gradient,
 )
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.linear import check_trailing_dims
+from meshwright.layers.linear import check_trailing_dims, per_feature
 from meshwright.layers.masks import zero_padding
 
 
@@ -39,7 +37,7 @@ class RMSNorm(Layer):
     epsilon: float = 1e-6
 
     def weights(self) -> NestedMap:
-        return NestedMap(scale=_per_feature(self.model_dims, 1.0))
+        return NestedMap(scale=per_feature(self.model_dims, 1.0))
 
     def fprop(
         self,
@@ -77,8 +75,8 @@ class LayerNorm(Layer):
 
     def weights(self) -> NestedMap:
         return NestedMap(
-            bias=_per_feature(self.model_dims, 0.0),
-            scale=_per_feature(self.model_dims, 1.0),
+            bias=per_feature(self.model_dims),
+            scale=per_feature(self.model_dims, 1.0),
         )
 
     def fprop(
@@ -131,8 +129,8 @@ class GroupNorm(Layer):
 
     def weights(self) -> NestedMap:
         return NestedMap(
-            bias=_per_feature(self.model_dims, 0.0),
-            scale=_per_feature(self.model_dims, 1.0),
+            bias=per_feature(self.model_dims),
+            scale=per_feature(self.model_dims, 1.0),
         )
 
     def fprop(
@@ -199,12 +197,12 @@ class BatchNorm(Layer):
 
     def weights(self) -> NestedMap:
         def running(value):
-            spec = _per_feature(self.model_dims, value)
+            spec = per_feature(self.model_dims, value)
             return dataclasses.replace(spec, statistic_decay=self.decay)
 
         return NestedMap(
-            bias=_per_feature(self.model_dims, 0.0),
-            scale=_per_feature(self.model_dims, 1.0),
+            bias=per_feature(self.model_dims),
+            scale=per_feature(self.model_dims, 1.0),
             mean=running(0.0),
             variance=running(1.0),
         )
@@ -241,14 +239,6 @@ class BatchNorm(Layer):
             y = as_gradient(y, theta.mean, mean)
             y = as_gradient(y, theta.variance, variance)
         return ctx.cast(y)
-
-
-def _per_feature(model_dims: int, value: float) -> WeightSpec:
-    # A name of its own: split like a matrix's model dim it would move between the mesh
-    # axes of weights and of activations at every use, to save a few bytes.
-    return WeightSpec(
-        shape=(model_dims,), dims=("features",), initializer=Constant(value)
-    )
 
 
 def _over_rms(x: tf.Tensor, epsilon: float) -> tf.Tensor:

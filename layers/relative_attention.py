@@ -22,7 +22,7 @@ from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention import BSND
 from meshwright.layers.dropout import Dropout
-from meshwright.layers.linear import BSM, contract, contract_each
+from meshwright.layers.linear import BSM, contract, contract_each, per_feature
 from meshwright.layers.masks import check_mask
 
 PND = ("distance", "heads", "head_dim")
@@ -107,7 +107,7 @@ class RelativeAttention(Layer):
             initializer=FanIn(in_dims=2),
         )
         b_in = WeightSpec(shape=(N, D), dims=("heads", "head_dim"), initializer=zero)
-        b_o = WeightSpec(shape=(M,), dims=("features",), initializer=zero)
+        b_o = per_feature(M)
         specs = NestedMap(w_q=w_in, w_k=w_in, w_v=w_in, w_r=w_in, w_o=w_o)
         specs.update(u=b_in, v=b_in)
         if self.use_bias:

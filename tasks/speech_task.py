@@ -47,12 +47,6 @@ class SpeechTask(Task):
     subsampling: Layer
     backbone: Layer
 
-    def weights(self) -> NestedMap:
-        """Of each field that is a layer."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        layers = {name: x for name, x in fields.items() if isinstance(x, Layer)}
-        return NestedMap({name: layer.weights() for name, layer in layers.items()})
-
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
         """`loss_at` of the batch cut to its bucket's length, see `loss_by_length`."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.modeling.layer import Context
+from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
 
 
@@ -47,8 +47,10 @@ class Task:
     """
 
     def weights(self) -> NestedMap:
-        """Nested map of `WeightSpec`."""
-        raise NotImplementedError(f"{type(self).__name__}.weights")
+        """Nested map of `WeightSpec`: of each field that is a layer."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        layers = {name: x for name, x in fields.items() if isinstance(x, Layer)}
+        return NestedMap({name: layer.weights() for name, layer in layers.items()})
 
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
         """The loss of one batch, a pure function of the weights."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.modeling.layer import Context, Layer
+from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.embedding import Softmax, SoftmaxKind, TokenEmbedding
 from meshwright.layers.moe import merge_aux, x_and_aux
@@ -56,12 +56,6 @@ class TextTask(Task):
                 f"{type(self).__name__}.softmax is {self.softmax}: give a softmax "
                 "layer, if and only if the table is SEPARATE"
             )
-
-    def weights(self) -> NestedMap:
-        """Of each field that is a layer."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        layers = {name: x for name, x in fields.items() if isinstance(x, Layer)}
-        return NestedMap({name: layer.weights() for name, layer in layers.items()})
 
     def embed(self, ctx: Context, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
         """[B, S, M] of `ids` [B, S]."""

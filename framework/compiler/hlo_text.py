@@ -111,13 +111,17 @@ class HloModule:
                 users.setdefault(name, []).append(one)
         return users
 
+    @functools.cached_property
+    def inside(self) -> dict[str, list[Instruction]]:
+        """The instructions of each computation, in textual order."""
+        inside: dict[str, list[Instruction]] = {}
+        for one in self.instructions:
+            inside.setdefault(one.computation, []).append(one)
+        return inside
+
     def root(self) -> Instruction:
         """The module's result."""
-        return next(
-            one
-            for one in self.instructions
-            if one.is_root and one.computation == self.entry
-        )
+        return next(one for one in self.inside[self.entry] if one.is_root)
 
     def loops_around(self, computation: str) -> list[Instruction]:
         """The loops whose bodies a computation runs in, innermost first."""

@@ -116,9 +116,6 @@ class Liveness:
     def __init__(self, module: HloModule, header: str):
         self.names: list[str] = []
         self._module = module
-        self._bodies: dict[str, list[Instruction]] = {}
-        for one in module.instructions:
-            self._bodies.setdefault(one.computation, []).append(one)
         self._values: list[Value] = []
         self._reads: dict[Instruction, list[Value]] = {}
         self._arguments: dict[int, Tree] = {}
@@ -168,7 +165,7 @@ class Liveness:
         """Runs a computation; `given` are its arguments, None of the entry's own."""
         known: dict[str, Tree] = {}
         result: Tree = []
-        for one in self._bodies[computation]:
+        for one in self._module.inside[computation]:
             if one.opcode == "parameter":
                 if given is None:
                     self._arguments[one.number] = self._make(one, one.type)
@@ -288,7 +285,7 @@ class Liveness:
             return []
         needs: dict[str, set[int]] = {}  # The operands that each op rests on.
         otherwise: set[int] = set()
-        for part in self._bodies[one.called[0]]:
+        for part in self._module.inside[one.called[0]]:
             on = set().union(*(needs[name] for name in part.operands))
             if part.opcode == "parameter":
                 on = {part.number}
@@ -305,7 +302,7 @@ class Liveness:
             yield 0, self._module.by_name[one.operands[1]]
         if one.opcode != "fusion":
             return
-        (root,) = (x for x in self._bodies[one.called[0]] if x.is_root)
+        (root,) = (x for x in self._module.inside[one.called[0]] if x.is_root)
         parts = self._module.operands(root) if root.opcode == "tuple" else [root]
         for part in map(self._viewed, parts):
             updated = written = None

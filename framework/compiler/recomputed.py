@@ -36,9 +36,7 @@ def recomputed(module: HloModule) -> frozenset[str]:
 class _Finder:
     def __init__(self, module: HloModule):
         self.module = module
-        self.inside: dict[str, list[Instruction]] = {}
-        for one in module.instructions:
-            self.inside.setdefault(one.computation, []).append(one)
+        self.inside = module.inside
         self.names: dict[str, str] = {}
 
     def found(self) -> Iterator[str]:

@@ -9,7 +9,6 @@ ops between hide it.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
 import functools
@@ -180,9 +179,7 @@ class _Walk:
         self.sent = {one.name: one for one in collectives_of(module, mesh)}
         self.ops: list[OpTime] = []
         self.collectives: list[CollectiveTime] = []
-        self.inside: dict[str, list[Instruction]] = collections.defaultdict(list)
-        for one in module.instructions:
-            self.inside[one.computation].append(one)
+        self.inside = module.inside
 
     def computation(self, name: str, loops: tuple[Loop, ...]) -> None:
         clock, started = 0.0, {}

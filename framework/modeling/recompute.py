@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 
 import gin
 import tensorflow as tf
-from tensorflow.compiler.xla import xla_data_pb2
 
-from meshwright.framework.sharding.annotations import annotate_serialized
+from meshwright.framework.sharding.annotations import annotate_serialized, stacked
 from meshwright.framework.sharding.origins import note_original
 
 _TAGGED = re.compile(r"saved\.(?P<name>\w+)\.(_\d+)?")
@@ -72,11 +71,8 @@ class Saved:
         """A stack of such tensors, along a new leading dim, annotated accordingly."""
         if self.sharding is None:
             return stack
-        proto = xla_data_pb2.OpSharding.FromString(self.sharding)
-        if proto.type == xla_data_pb2.OpSharding.OTHER:
-            proto.tile_assignment_dimensions.insert(0, 1)
         unspecified = [dim + 1 for dim in self.unspecified_dims]
-        return annotate_serialized(stack, proto.SerializeToString(), unspecified)
+        return annotate_serialized(stack, stacked(self.sharding), unspecified)
 
 
 @dataclasses.dataclass(frozen=True)

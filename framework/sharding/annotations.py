@@ -143,6 +143,14 @@ def replicate(tensor: tf.Tensor) -> tf.Tensor:
     return annotate_serialized(tf.convert_to_tensor(tensor), proto.SerializeToString())
 
 
+def stacked(op_sharding: bytes) -> bytes:
+    """The serialized OpSharding of such tensors stacked, whole in the leading dim."""
+    proto = xla_data_pb2.OpSharding.FromString(op_sharding)
+    if proto.type == xla_data_pb2.OpSharding.OTHER:
+        proto.tile_assignment_dimensions.insert(0, 1)
+    return proto.SerializeToString()
+
+
 def annotate_serialized(
     tensor: tf.Tensor, op_sharding: bytes, unspecified_dims: Sequence[int] = ()
 ) -> tf.Tensor:

@@ -12,10 +12,9 @@ import re
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
-from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.python.ops.parallel_for import pfor
 
-from meshwright.framework.sharding.annotations import annotate_serialized
+from meshwright.framework.sharding.annotations import annotate_serialized, stacked
 
 _NO_RULE = re.compile(
     r"No pfor vectorization defined for (?P<type>\w+)\s+name: \"(?P<name>[^\"]*)\""
@@ -28,13 +27,13 @@ class NoRuleError(ValueError):
 
 def vectorize(
     fn: Callable[..., Sequence[tf.Tensor]],
-    stacked: Sequence[tf.Tensor],
+    entries: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """`fn` of each entry of `stacked`, as one computation on a leading dim.
+    """`fn` of each of `entries`, as one computation on a leading dim.
 
     Args:
       fn: (*entries) -> flat sequence of tensors.
-      stacked: tensors whose leading dims are equal.
+      entries: tensors whose leading dims are equal.
 
     Returns:
       `fn`'s results with that leading dim.
@@ -43,13 +42,13 @@ def vectorize(
       NoRuleError: `fn` has an op that TF cannot vectorize; it is named.
     """
 
-    def one(entries):
-        return list(fn(*entries))
+    def one(own):
+        return list(fn(*own))
 
     logger = tf.get_logger()
     logger.addFilter(_is_not_of_pfor)
     try:
-        return list(tf.vectorized_map(one, list(stacked), fallback_to_while_loop=False))
+        return list(tf.vectorized_map(one, list(entries), fallback_to_while_loop=False))
     except ValueError as error:
         if (missing := _NO_RULE.search(str(error))) is None:
             raise
@@ -66,13 +65,12 @@ def _is_not_of_pfor(record: logging.LogRecord) -> bool:
 
 
 def _convert_sharding(pfor_input):
-    proto = xla_data_pb2.OpSharding.FromString(pfor_input.get_attr("sharding"))
-    if proto.type == xla_data_pb2.OpSharding.OTHER:
-        proto.tile_assignment_dimensions.insert(0, 1)
     unspecified = [0, *(dim + 1 for dim in pfor_input.get_attr("unspecified_dims"))]
     return pfor.wrap(
         annotate_serialized(
-            pfor_input.stacked_input(0), proto.SerializeToString(), unspecified
+            pfor_input.stacked_input(0),
+            stacked(pfor_input.get_attr("sharding")),
+            unspecified,
         ),
         True,
     )
