@@ -6,6 +6,7 @@ from meshwright.layers.convolution import (
     Convolution,
     ConvSubsampling,
     DepthwiseConv1D,
+    TransposedConvolution,
 )
 from meshwright.layers.dropout import Dropout
 from meshwright.layers.embedding import Softmax, TokenEmbedding
@@ -26,6 +27,7 @@ from meshwright.layers.relative_attention import RelativeAttention
 from meshwright.layers.repeat import Repeat
 from meshwright.layers.sequential import Sequential
 from meshwright.layers.transformer import TransformerLayer
+from meshwright.layers.unet3d import UNet3D
 
 __all__ = [
     "BatchNorm",
@@ -56,4 +58,6 @@ __all__ = [
     "Top2",
     "TopK",
     "TransformerLayer",
+    "TransposedConvolution",
+    "UNet3D",
 ]

@@ -7,6 +7,7 @@ C channels.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Sequence
 
@@ -22,11 +23,22 @@ from meshwright.layers.masks import zero_padding
 
 BTFC = ("batch", "time", "frequency", "channels")
 
+# Said, as TF's gradient of a 3-D convolution run eagerly knows no default.
+_FORMATS = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
+
+
+@gin.constants_from_enum
+class Padding(enum.Enum):
+    """What windows see beyond the ends: zeros, or nothing, as none reaches there."""
+
+    SAME = "same"
+    VALID = "valid"
+
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Convolution(Layer):
-    """A convolution over any number of window dims, with a bias.
+    """A convolution over any number of window dims.
 
     Of n positions come ceil(n / stride): the i-th reads a window that begins
     (window - stride) // 2 before position i * stride, and zeros beyond the ends. Where
@@ -38,6 +50,8 @@ class Convolution(Layer):
       channels: C of the output.
       window: positions that it covers along each window dim.
       strides: steps along each, from 1 to the window.
+      padding: `SAME` as above; of `VALID` come as many positions as have whole windows.
+      use_bias: adds one to each channel.
 
     Raises:
       ValueError: the strides are not as many as the windows, or out of range.
@@ -47,8 +61,11 @@ class Convolution(Layer):
     channels: int
     window: Sequence[int]
     strides: Sequence[int]
+    padding: Padding = Padding.SAME
+    use_bias: bool = True
 
     def __post_init__(self):
+        check_kind(self, "padding", Padding)
         window, strides = tuple(self.window), tuple(self.strides)
         fits = [1 <= s <= k for s, k in zip(strides, window, strict=False)]
         if len(window) != len(strides) or not all(fits):
@@ -64,24 +81,102 @@ class Convolution(Layer):
             dims=(*["window"] * rank, "in_channels", "channels"),
             initializer=FanIn(in_dims=rank + 1),
         )
-        return NestedMap(kernel=kernel, bias=per_feature(self.channels))
+        specs = NestedMap(kernel=kernel)
+        if self.use_bias:
+            specs.bias = per_feature(self.channels)
+        return specs
 
     def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Convolves `x` [B, ..., in_channels] to [B, ..., C], activation dtype.
 
         Raises:
-          ValueError: the last dim of `x` is not `in_channels`.
+          ValueError: `x` has other dims.
         """
-        check_trailing_dims(ctx, x, [self.in_channels])
-        ends = zip(self.window, self.strides, strict=True)
-        before = [(size - stride) // 2 for size, stride in ends]
-        after = [k - 1 - b for k, b in zip(self.window, before, strict=True)]
-        pads = [(0, 0), *zip(before, after, strict=True), (0, 0)]
-        x = tf.pad(ctx.cast(x), pads)
+        check_window_dims(ctx, x, self.window, self.in_channels)
+        x, padding = ctx.cast(x), self.padding.name
+        steps = zip(x.shape[1:-1], self.strides, strict=True)
+        if self.padding is Padding.SAME and any(n % stride for n, stride in steps):
+            # Elsewhere the convolution pads: of padding apart XLA's partitioner makes
+            # a tensor that is split anew, two exchanges more.
+            ends = zip(self.window, self.strides, strict=True)
+            before = [(size - stride) // 2 for size, stride in ends]
+            after = [k - 1 - b for k, b in zip(self.window, before, strict=True)]
+            x = tf.pad(x, [(0, 0), *zip(before, after, strict=True), (0, 0)])
+            padding = "VALID"
         y = tf.nn.convolution(
-            x, ctx.cast(theta.kernel), strides=list(self.strides), padding="VALID"
+            x,
+            ctx.cast(theta.kernel),
+            strides=list(self.strides),
+            padding=padding,
+            data_format=_FORMATS[x.shape.rank - 2],
+        )
+        return y + ctx.cast(theta.bias) if self.use_bias else y
+
+    def flops(self, size: Sequence[int]) -> float:
+        """Of the kernel, forward, for one result of that size."""
+        per_place = math.prod(self.window) * self.in_channels * self.channels
+        return 2.0 * math.prod(size) * per_place
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransposedConvolution(Layer):
+    """Makes each position a window of its own: n positions become n * window.
+
+    Args:
+      in_channels: of the input.
+      channels: C of the output.
+      window: positions along each window dim.
+
+    Raises:
+      ValueError: a window is below 1.
+    """
+
+    in_channels: int
+    channels: int
+    window: Sequence[int]
+
+    def __post_init__(self):
+        if not self.window or min(self.window) < 1:
+            raise ValueError(
+                f"TransposedConvolution.window is {self.window}: give each dim of it "
+                "a size of 1 or more"
+            )
+
+    def weights(self) -> NestedMap:
+        rank = len(self.window)
+        # Each output sees one position: the fan is the input's channels.
+        kernel = WeightSpec(
+            shape=(self.in_channels, *self.window, self.channels),
+            dims=("in_channels", *["window"] * rank, "channels"),
+            initializer=FanIn(),
+        )
+        return NestedMap(kernel=kernel, bias=per_feature(self.channels))
+
+    def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+        """`x` [B, ..., in_channels] to [B, ..., C], activation dtype.
+
+        Raises:
+          ValueError: `x` has other dims.
+        """
+        check_window_dims(ctx, x, self.window, self.in_channels)
+        rank = len(self.window)
+        order = [*range(1, rank + 1), rank + 1, 0]
+        kernel = tf.transpose(ctx.cast(theta.kernel), order)
+        sizes = [n * k for n, k in zip(x.shape[1:-1], self.window, strict=True)]
+        y = tf.nn.conv_transpose(
+            ctx.cast(x),
+            kernel,
+            [x.shape[0], *sizes, self.channels],
+            strides=list(self.window),
+            padding="VALID",
+            data_format=_FORMATS[rank],
         )
         return y + ctx.cast(theta.bias)
+
+    def flops(self, size: Sequence[int]) -> float:
+        """Of the kernel, forward, for one result of that size."""
+        return 2.0 * math.prod(size) * self.in_channels * self.channels
 
 
 @gin.register
@@ -235,6 +330,18 @@ class DepthwiseConv1D(Layer):
         before = self.window - 1 if self.is_causal else self.window // 2
         convolve = _depthwise(before, self.window - 1 - before)
         return convolve(x, tf.cast(theta.kernel, tf.float32))
+
+
+def check_window_dims(
+    ctx: Context, x: tf.Tensor, window: Sequence[int], channels: int
+) -> None:
+    """Raises ValueError, naming the layer, unless `x` is [B, window dims..., C]."""
+    check_trailing_dims(ctx, x, [channels])
+    if x.shape.rank != len(window) + 2:
+        raise ValueError(
+            f"layer {ctx.path!r} has windows of {len(window)} dims but was given "
+            f"{x.shape}: give it [batch, those dims, channels]"
+        )
 
 
 def _halved(size: int) -> int:

@@ -4,6 +4,7 @@ Dims: B batch, S sequence, T time, F frequency, M model, C channels.
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from meshwright.layers.convolution import (
     Convolution,
     ConvSubsampling,
     DepthwiseConv1D,
+    Padding,
+    TransposedConvolution,
 )
 
 B, S, M = 2, 9, 6
@@ -109,6 +112,87 @@ def test_convolution_of_even_sizes_is_that_of_same_padding():
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
+def assert_same_with_gradients(layer, reference, x):
+    """`reference` takes (theta, x); all gradients are compared too."""
+    theta, x = weights_of(layer), tf.constant(x, tf.float32)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch((theta, x))
+        ours, theirs = layer.fprop(Context(), theta, x), reference(theta, x)
+    assert ours.shape == theirs.shape
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    dy = tf.constant(RNG.standard_normal(ours.shape), tf.float32)
+    for path, source in [*theta.items_by_path(), ("x", x)]:
+        found, want = (tape.gradient(y, source, dy) for y in (ours, theirs))
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+def by_definition(layer):
+    """Window by window, where `Convolution` says that they begin."""
+
+    def convolve(theta, x):
+        same = layer.padding is Padding.SAME
+        ends = list(zip(layer.window, layer.strides, strict=True))
+        before = [same * (k - s) // 2 for k, s in ends]
+        beyond = [same * k for k in layer.window]
+        wide = tf.pad(x, [(0, 0), *zip(before, beyond, strict=True), (0, 0)])
+        steps = zip(x.shape[1:-1], ends, strict=True)
+        sizes = [-(-n // s) if same else (n - k) // s + 1 for n, (k, s) in steps]
+        windows = []
+        for place in itertools.product(*map(range, sizes)):
+            at = zip(place, ends, strict=True)
+            windows.append(wide[:, *(slice(i * s, i * s + k) for i, (k, s) in at)])
+        dims = "xyz"[: len(sizes)]
+        y = tf.einsum(f"pb{dims}c,{dims}cd->bpd", tf.stack(windows), theta.kernel)
+        y = tf.reshape(y, [x.shape[0], *sizes, -1])
+        return y + theta.bias if layer.use_bias else y
+
+    return convolve
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "strides", "padding"),
+    [
+        ((5, 3, 4), (3, 3, 3), (1, 1, 1), Padding.SAME),
+        ((5, 4, 7), (3, 3, 3), (2, 2, 2), Padding.SAME),
+        ((1, 2, 6), (3, 5, 2), (1, 2, 1), Padding.SAME),
+        ((5, 3, 4), (3, 3, 2), (1, 1, 1), Padding.VALID),
+        ((6, 5), (3, 2), (2, 1), Padding.VALID),
+        ((9,), (4,), (3,), Padding.VALID),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_convolution_is_what_it_says(size, window, strides, padding, use_bias):
+    layer = Convolution(
+        in_channels=2,
+        channels=3,
+        window=window,
+        strides=strides,
+        padding=padding,
+        use_bias=use_bias,
+    )
+    assert ("bias" in layer.weights()) == use_bias
+    x = RNG.standard_normal([2, *size, 2])
+    assert_same_with_gradients(layer, by_definition(layer), x)
+
+
+@pytest.mark.parametrize("window", [(3,), (2, 3), (2, 2, 2), (3, 1, 2)], ids=str)
+def test_transposed_convolution_makes_each_position_a_window(window):
+    layer = TransposedConvolution(in_channels=2, channels=3, window=window)
+    rank, size = len(window), (3, 2, 4)[: len(window)]
+
+    def reference(theta, x):
+        # [B, n..., window..., C], and each n beside its window.
+        windows = tf.tensordot(x, theta.kernel, 1)
+        pairs = [dim for i in range(1, rank + 1) for dim in (i, i + rank)]
+        wide = [n * k for n, k in zip(size, window, strict=True)]
+        y = tf.transpose(windows, [0, *pairs, 2 * rank + 1])
+        return tf.reshape(y, [x.shape[0], *wide, 3]) + theta.bias
+
+    x = RNG.standard_normal([2, *size, 2])
+    assert_same_with_gradients(layer, reference, x)
+
+
 SUBSAMPLING = ConvSubsampling(num_bins=10, channels=4, model_dims=M)
 
 
@@ -172,6 +256,9 @@ def test_first_weights_keep_the_variance_of_their_input():
     layer = Convolution(in_channels=32, channels=64, window=(3, 3), strides=(1, 1))
     theta = initialize(layer.weights(), key_from_seed(0))
     np.testing.assert_allclose(np.std(theta.kernel), (9 * 32) ** -0.5, rtol=0.05)
+    up = TransposedConvolution(in_channels=32, channels=64, window=(3, 3))
+    theta = initialize(up.weights(), key_from_seed(0))
+    np.testing.assert_allclose(np.std(theta.kernel), 32**-0.5, rtol=0.05)
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -186,3 +273,44 @@ def test_sizes_that_do_not_fit_are_refused():
         ConvSubsampling(num_bins=8, channels=0, model_dims=4)
     with pytest.raises(ValueError, match=r"last dims are \[10\] but was given"):
         SUBSAMPLING.fprop(Context(), weights_of(SUBSAMPLING), tf.zeros([1, 8, 9]))
+
+
+ONE = {"in_channels": 1, "channels": 1}
+FLAT = Convolution(**ONE, window=(3, 3), strides=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: dataclasses.replace(FLAT, padding="SAME"),
+            r"Convolution\.padding is 'SAME'; it must be one of Padding\.SAME, ",
+        ),
+        (
+            lambda: TransposedConvolution(**ONE, window=()),
+            r"TransposedConvolution\.window is \(\): give each dim of it a size of 1",
+        ),
+        (
+            lambda: TransposedConvolution(**ONE, window=(2, 0)),
+            r"TransposedConvolution\.window is \(2, 0\): give each dim",
+        ),
+    ],
+)
+def test_settings_that_make_no_convolution_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    "layer", [FLAT, TransposedConvolution(**ONE, window=(2, 2))], ids=["down", "up"]
+)
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([1, 8, 1], r"'top' has windows of 2 dims but was given \(1, 8, 1\): give it"),
+        ([1, 8, 8, 2], r"'top' takes inputs whose last dims are \[1\] but was given"),
+    ],
+)
+def test_an_input_of_other_dims_is_refused(layer, shape, message):
+    with pytest.raises(ValueError, match=message):
+        layer.fprop(Context(path="top"), weights_of(layer), tf.zeros(shape))
