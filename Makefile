@@ -27,7 +27,7 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt pip setuptools
 	PYTHONWARNINGS='ignore:Editable installation' \
 	  $(PIP) install --quiet --no-compile --no-build-isolation \
-	  --constraint constraints.txt --editable '.[test,plan,mt,asr]'
+	  --constraint constraints.txt --editable '.[test,plan,mt,asr,seg]'
 	@touch $@
 
 train: install
@@ -68,7 +68,7 @@ export PINS
 
 constraints: install
 	$(PIP) install --quiet --dry-run --ignore-installed --report - \
-	  pip setuptools '.[test,plan,mt,asr,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
+	  pip setuptools '.[test,plan,mt,asr,seg,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
 	mv .venv/pins constraints.txt
 
 clean:

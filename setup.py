@@ -46,6 +46,7 @@ setup(
         "plan": ["libtpu", "matplotlib"],
         "mt": ["polib", "sacrebleu", "sentencepiece"],
         "asr": ["jiwer", "scipy"],
+        "seg": ["nibabel", "scipy"],
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "cuda": ["jax[cuda12]>=0.10.2,<0.12"],
     },

@@ -1,0 +1,127 @@
+"""NIfTI files: read whole, written whole, and what is wrong with them said."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import pathlib
+import tempfile
+import zlib
+from typing import Any
+
+import numpy as np
+
+_ENDINGS = (".nii.gz", ".nii")
+# By the unit's code in a header: metres and micrometres. All else counts as mm.
+_MILLIMETRES = {1: 1e3, 3: 1e-3}
+
+
+def read_nifti(path: str) -> Any:
+    """A nibabel image with whole data, an affine that can be inverted, and real voxels.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: there is no such image in it; it is named.
+      OSError: it cannot be read.
+    """
+    nibabel, _ = libraries()
+    stem(path)
+    failures = (ValueError, EOFError, zlib.error, gzip.BadGzipFile)
+    failures += (nibabel.filebasedimages.ImageFileError,)
+    failures += (nibabel.spatialimages.HeaderDataError,)
+    try:
+        # All of it, for only at the end does gzip compare checksums.
+        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+            content = file.read()
+        image = _kind(content).from_bytes(content)
+        _check_nifti(image, len(content))
+    except FileNotFoundError as e:
+        raise FileNotFoundError(
+            f"there is no {path}: correct the list that names it, or put it there"
+        ) from e
+    except failures as e:
+        raise ValueError(
+            f"{path} is no NIfTI file that can be used ({e}): write it anew by what "
+            "made it, convert it to .nii.gz, or leave it out"
+        ) from e
+    return image
+
+
+def write_nifti(path: str, image: Any) -> None:
+    """Saves an image of nibabel's, all of it or nothing. Makes folders.
+
+    Raises:
+      ValueError: the path does not end in .nii or .nii.gz.
+      OSError: the file cannot be written.
+    """
+    nibabel, _ = libraries()
+    stem(path)
+    file = pathlib.Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix="writing") as scratch:
+        new = pathlib.Path(scratch, file.name)
+        nibabel.save(image, new)
+        new.replace(file)
+
+
+def stem(path: str) -> str:
+    """Name of a file, without .nii or .nii.gz.
+
+    Raises:
+      ValueError: it ends in neither.
+    """
+    name = pathlib.Path(path).name
+    for ending in _ENDINGS:
+        if name.endswith(ending) and name != ending:
+            return name.removesuffix(ending)
+    raise ValueError(
+        f"{path} does not end in {' or '.join(_ENDINGS)}: volumes are NIfTI files, "
+        "convert others"
+    )
+
+
+def millimetre_affine(image: Any) -> np.ndarray:
+    """float64 [4, 4], of a nibabel image, whatever unit of length its header has."""
+    unit = int(image.header["xyzt_units"]) & 7
+    return np.diag([*[_MILLIMETRES.get(unit, 1.0)] * 3, 1.0]) @ image.affine
+
+
+def libraries() -> tuple[Any, Any]:
+    """nibabel and scipy.ndimage.
+
+    Raises:
+      ImportError: one is missing.
+    """
+    try:
+        import nibabel  # Only volumes want them.
+        import scipy.ndimage
+    except ImportError as e:
+        raise ImportError(
+            f"volumes need nibabel and scipy, and {e.name} is not installed: pip "
+            "install 'meshwright[seg]'"
+        ) from e
+    return nibabel, scipy.ndimage
+
+
+def _kind(content: bytes) -> type:
+    """The class of nibabel that reads a file."""
+    nibabel, _ = libraries()
+    if content[344:347] == b"n+1":
+        return nibabel.Nifti1Image
+    if content[4:7] == b"n+2":
+        return nibabel.Nifti2Image
+    raise ValueError(f"it has {len(content)} bytes, and begins with {content[:8]!r}")
+
+
+def _check_nifti(image: Any, file_bytes: int) -> None:
+    shape, dtype = image.shape, image.header.get_data_dtype()
+    if min(shape, default=0) < 1:
+        raise ValueError(f"its shape {list(shape)} has no voxel")
+    if dtype.kind not in "uif":
+        raise ValueError(f"its voxels are {dtype}, no real numbers")
+    wanted = image.dataobj.offset + math.prod(shape) * dtype.itemsize
+    if file_bytes < wanted:
+        raise ValueError(f"it has {file_bytes} bytes of {wanted}")
+    finite = np.isfinite(image.affine).all()
+    if not finite or np.linalg.cond(image.affine[:3, :3]) > 1e6:
+        raise ValueError(f"its affine {image.affine.tolist()} is singular")
