@@ -7,7 +7,8 @@ and the blank, L labels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
 
 import gin
 import numpy as np
@@ -145,7 +146,9 @@ class SpeechRecognition(SpeechTask):
         for batch in batches:
             yield NestedMap({name: batch[name].numpy() for name in names})
 
-    def decoded(self, batches: Sequence[tuple[NestedMap, NestedMap]]) -> Decoding:
+    def decoded(
+        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
+    ) -> Decoding:
         """Word and character error rates, by prefix beam search and greedily.
 
         References are as the vocabulary spells them.

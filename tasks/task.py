@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -33,10 +34,12 @@ class Decoding:
     Args:
       metrics: scores by name.
       samples: some of it, as Markdown.
+      pictures: some of it by name, uint8 [height, width, 3].
     """
 
     metrics: dict[str, float]
-    samples: str
+    samples: str = ""
+    pictures: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 class Task:
@@ -95,7 +98,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__}.eval_batches")
 
     def decodes(self) -> bool:
-        """Whether the task says something, such as a translation, token by token.
+        """Whether the task says something, such as a translation, of held-out examples.
 
         If so it has the four functions below, which the evaluation calls.
         """
@@ -115,8 +118,16 @@ class Task:
         """Held-out examples like `decode_spec`, as arrays; the last batch is padded."""
         raise NotImplementedError(f"{type(self).__name__}.decode_batches")
 
-    def decoded(self, batches: Sequence[tuple[NestedMap, NestedMap]]) -> Decoding:
-        """Scores what was said, from pairs of a batch and what `decode` made of it."""
+    def decoded(
+        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
+    ) -> Decoding:
+        """Scores what was said.
+
+        Args:
+          batches: pairs of a batch and what `decode` made of it; decoded one by one,
+            as they are asked for.
+          folder: for files of what was said, if the task writes any; may not be there.
+        """
         raise NotImplementedError(f"{type(self).__name__}.decoded")
 
     def describe_data(self) -> dict[str, float]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
 
 import gin
 import numpy as np
@@ -138,7 +139,9 @@ class Translation(TextTask):
     ) -> Iterator[NestedMap]:
         return self.text.source_batches(global_batch, max_batches=max_batches)
 
-    def decoded(self, batches: Sequence[tuple[NestedMap, NestedMap]]) -> Decoding:
+    def decoded(
+        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
+    ) -> Decoding:
         """BLEU and chrF by direction, of the best translations.
 
         References are as the vocabulary spells them, in Unicode's NFKC.

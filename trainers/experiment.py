@@ -127,7 +127,7 @@ class Experiment:
         if self.decode_batches != 0 and not self.task.decodes():
             raise ValueError(
                 f"Experiment.decode_batches is {self.decode_batches}, but "
-                f"{type(self.task).__name__} says nothing token by token: set it to 0"
+                f"{type(self.task).__name__} decodes nothing: set it to 0"
             )
         if self.seed >= 2**64:
             raise ValueError(

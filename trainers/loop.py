@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import logging
 import os
+import pathlib
 import time
 from collections.abc import Iterator
 
@@ -57,6 +58,10 @@ class Run:
     @property
     def checkpoint_dir(self) -> str:
         return os.path.join(self.model_dir, "checkpoints")
+
+    def predictions_dir(self, step: int) -> pathlib.Path:
+        """For files of what the model says of held-out examples at a step."""
+        return pathlib.Path(self.model_dir, "predictions", f"step_{step}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +113,8 @@ def evaluate_latest(programs: Programs, run: Run) -> dict[str, float]:
         abstract = TrainState.abstract(programs)
         state = TrainState(programs, checkpoints.restore(None, abstract))
     say("evaluating step %d", state.step)
-    found = _evaluate(programs, state.stored(), StopRequest())
+    folder = run.predictions_dir(state.step)
+    found = _evaluate(programs, state.stored(), StopRequest(), folder)
     with contextlib.closing(Summaries(run.model_dir, "eval")) as summaries:
         _summarize(summaries, state.step, found)
     return found.metrics
@@ -285,7 +291,8 @@ class _Loop:
         done = self.evaluated_step == step
         if done or not self.run.evaluate or self.stop.requested:
             return
-        found = _evaluate(self.programs, state.stored(), self.stop)
+        folder = self.run.predictions_dir(step)
+        found = _evaluate(self.programs, state.stored(), self.stop, folder)
         if found is None:
             return
         self.evaluation, self.evaluated_step = found.metrics, step
@@ -311,20 +318,20 @@ class _Evaluation:
     Args:
       metrics: by name.
       heat_maps: see `Task.heat_maps`.
-      samples: Markdown of what was decoded, "" if nothing.
+      decoding: what was decoded, if anything.
     """
 
     metrics: dict[str, float]
     heat_maps: dict[str, np.ndarray]
-    samples: str
+    decoding: Decoding
 
 
 def _evaluate(
-    programs: Programs, stored: NestedMap, stop: StopRequest
+    programs: Programs, stored: NestedMap, stop: StopRequest, folder: pathlib.Path
 ) -> _Evaluation | None:
     """Metrics over the held-out batches, by the moving average if there is one.
 
-    None if stopped in the middle.
+    None if stopped in the middle. The folder is for files of what is decoded.
     """
     experiment = programs.experiment
     theta = stored.get("ema", stored.theta)
@@ -340,34 +347,49 @@ def _evaluate(
         sums = programs.eval(theta, NestedMap(batch).map(lambda t: t.numpy()))
         for path, value in sums.items_by_path():
             totals[path] += np.asarray(value, np.float64)
-    task, samples = experiment.task, ""
+    task, decoding = experiment.task, Decoding(metrics={})
     metrics = task.metrics(totals)
     if experiment.decode_batches != 0:
-        decoded = _decode(programs, theta, stop)
-        if decoded is None:
+        decoding = _decode(programs, theta, stop, folder)
+        if decoding is None:
             return None
-        metrics, samples = metrics | decoded.metrics, decoded.samples
-    heat_maps = task.heat_maps(totals)
-    return _Evaluation(metrics=metrics, heat_maps=heat_maps, samples=samples)
+    return _Evaluation(
+        metrics=metrics | decoding.metrics,
+        heat_maps=task.heat_maps(totals),
+        decoding=decoding,
+    )
 
 
-def _decode(programs: Programs, theta: NestedMap, stop: StopRequest) -> Decoding | None:
+class _StoppedError(Exception):
+    """The run is to end; raised through what decodes."""
+
+
+def _decode(
+    programs: Programs, theta: NestedMap, stop: StopRequest, folder: pathlib.Path
+) -> Decoding | None:
     """What the model says of held-out examples; None if stopped in the middle."""
-    experiment, pairs = programs.experiment, []
-    for batch in experiment.task.decode_batches(
-        global_batch=experiment.global_batch, max_batches=experiment.decode_batches
-    ):
-        if stop.requested:
-            return None
-        pairs.append((batch, programs.decode(theta, batch)))
-    return experiment.task.decoded(pairs)
+    experiment = programs.experiment
+
+    def pairs() -> Iterator[tuple[NestedMap, NestedMap]]:
+        for batch in experiment.task.decode_batches(
+            global_batch=experiment.global_batch, max_batches=experiment.decode_batches
+        ):
+            if stop.requested:
+                raise _StoppedError
+            yield batch, programs.decode(theta, batch)
+
+    try:
+        return experiment.task.decoded(pairs(), folder)
+    except _StoppedError:
+        return None
 
 
 def _summarize(summaries: Summaries, step: int, found: _Evaluation) -> None:
     summaries.scalars(step, found.metrics)
     summaries.heat_maps(step, found.heat_maps)
-    if found.samples:
-        summaries.text(step, "samples", found.samples)
+    summaries.pictures(step, found.decoding.pictures)
+    if found.decoding.samples:
+        summaries.text(step, "samples", found.decoding.samples)
 
 
 def _device_batches(programs: Programs, start_step: int) -> Iterator[NestedMap]:

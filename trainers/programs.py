@@ -266,13 +266,15 @@ class Programs:
     @functools.cached_property
     def decode(self) -> Program:
         """(theta in stored form, batch to decode) -> what is said of each row."""
-        batch = self.experiment.task.decode_spec(self.experiment.global_batch)
-        plan = self.experiment.plan
-        rows = batch.map_with_path(
-            lambda path, spec: plan.activation_sharding(
-                ("batch", *[None] * (len(spec.shape) - 1)), f"batch.{path}"
-            )
-        )
+        task, plan = self.experiment.task, self.experiment.plan
+        batch = task.decode_spec(self.experiment.global_batch)
+        known = dict(NestedMap(task.batch_dims()).items_by_path())
+
+        def sharding(path: str, spec: tf.TensorSpec) -> Sharding:
+            dims = known.get(path, ("batch", *[None] * (len(spec.shape) - 1)))
+            return plan.activation_sharding(dims, f"batch.{path}")
+
+        rows = batch.map_with_path(sharding)
         return self._compile(
             self.decode_step,
             [self.abstract_state().theta, batch],

@@ -67,12 +67,17 @@ class Summaries:
             for name, png in values.items():
                 tf.summary.image(name, tf.io.decode_png(png, channels=3)[None])
 
-    def heat_maps(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """Matrices as pictures, in the images tab: darker is more."""
+    def pictures(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        """uint8 [height, width, 3], each in the images tab by its name."""
         if values:
             with self._writing(step):
-                for name, matrix in values.items():
-                    tf.summary.image(name, _heat_map(matrix)[None])
+                for name, pixels in values.items():
+                    tf.summary.image(name, pixels[None])
+
+    def heat_maps(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        """Matrices as pictures, in the images tab: darker is more."""
+        maps = {name: _heat_map(matrix) for name, matrix in values.items()}
+        self.pictures(step, maps)
 
     def close(self) -> None:
         with self._failures_as_warnings():

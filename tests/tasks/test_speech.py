@@ -192,7 +192,7 @@ def test_a_program_has_a_part_for_each_bucket(manifest):
     assert "f32[2,20,16]" in text and "f32[2,50,16]" in text
 
 
-def test_eight_devices_say_as_one(manifest):
+def test_eight_devices_say_as_one(manifest, tmp_path):
     p = programs(manifest, BUCKETS, LIGHT, Partitioner.SHARDY)
     one, theta = p.experiment, initial_state(p.experiment).theta
     alone = Programs(on_one_device(one))
@@ -208,12 +208,12 @@ def test_eight_devices_say_as_one(manifest):
     numbers = np.concatenate([batch.utterance for batch, _ in together])
     count = len(one.task.speech.utterances(Split.HELD_OUT).listed)
     assert sorted(numbers[numbers >= 0]) == list(range(count))
-    scored = one.task.decoded(together)
+    scored = one.task.decoded(together, tmp_path)
     assert set(scored.metrics) == {"wer", "cer", "wer/greedy", "cer/greedy"}
     assert scored.metrics["wer"] > 0.5, "it has not learned to write"
 
 
-def test_transcripts_said_frame_by_frame_have_no_errors(manifest):
+def test_transcripts_said_frame_by_frame_have_no_errors(manifest, tmp_path):
     task = experiment(manifest).task
     listed = task.speech.utterances(Split.HELD_OUT).listed
     batch = next(task.decode_batches(global_batch=8))
@@ -223,11 +223,11 @@ def test_transcripts_said_frame_by_frame_have_no_errors(manifest):
         labels = task.speech.vocabulary.encode([listed[number].transcript])[0]
         log_probs[row, 2 * np.arange(len(labels)), labels] = 0.0
     out = NestedMap(log_probs=log_probs, frames=np.full([8], 60, np.int32))
-    found = task.decoded([(batch, out)])
+    found = task.decoded([(batch, out)], tmp_path)
     assert set(found.metrics.values()) == {0.0}
     assert listed[batch.utterance[0]].transcript in found.samples
     log_probs[0] = log_probs[1]
-    assert 0 < task.decoded([(batch, out)]).metrics["wer"] < 1
+    assert 0 < task.decoded([(batch, out)], tmp_path).metrics["wer"] < 1
 
 
 def test_what_is_said_of_the_data(manifest):

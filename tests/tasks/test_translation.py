@@ -217,7 +217,7 @@ def test_every_held_out_source_is_decoded_once(root):
     assert len(few) == 1 and (few[0].pair >= 0).all()
 
 
-def test_references_said_word_for_word_score_100(root):
+def test_references_said_word_for_word_score_100(root, tmp_path):
     task = experiment(root).task
     pairs = task.text.files.pairs(Split.HELD_OUT)
     vocabulary = task.text.trained_vocabulary()
@@ -226,13 +226,13 @@ def test_references_said_word_for_word_score_100(root):
     for row, number in enumerate(batch.pair):
         said = [*vocabulary.encode([pairs[number].target])[0], vocabulary.end_id, 7]
         ids[row, 0, : len(said)] = said
-    found = task.decoded([(batch, NestedMap(ids=ids))])
+    found = task.decoded([(batch, NestedMap(ids=ids))], tmp_path)
     assert found.metrics["bleu"] == pytest.approx(100)
     assert found.metrics["chrf"] == pytest.approx(100)
     assert any(name.startswith("bleu/en-") for name in found.metrics)
     assert pairs[batch.pair[0]].target in found.samples
     ids[0] = ids[1]
-    worse = task.decoded([(batch, NestedMap(ids=ids))]).metrics
+    worse = task.decoded([(batch, NestedMap(ids=ids))], tmp_path).metrics
     assert 0 < worse["bleu"] < 100
 
 

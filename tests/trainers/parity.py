@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -75,12 +76,17 @@ def initial_state(experiment: Experiment) -> NestedMap:
     return programs.initial_state(seed).map(lambda leaf: leaf.numpy())
 
 
-def train(experiment: Experiment, start: NestedMap, calls: int = 5) -> Trained:
+def train(
+    experiment: Experiment,
+    start: NestedMap,
+    calls: int = 5,
+    batches_of: Callable[[Experiment, int], list[NestedMap]] = random_batches,
+) -> Trained:
     """Trains from `start` (host arrays) for `calls` calls of the main program."""
     programs = Programs(experiment)
     state = TrainState(programs, start)
     losses = []
-    for batches in random_batches(experiment, calls):
+    for batches in batches_of(experiment, calls):
         out = programs.main(state.stored(), batches)
         state.update(out["state"])
         losses.extend(np.asarray(out["metrics"].loss))

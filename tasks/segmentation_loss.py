@@ -1,0 +1,60 @@
+"""Sums over voxels that losses and scores of segmentation are made of.
+
+Dims: B batch, X Y Z what is labelled, K classes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import tensorflow as tf
+
+from meshwright.framework.nested_map import NestedMap
+
+IGNORED = -1
+"""The label of voxels that count for nothing: padding, or counted in another tile."""
+
+
+def voxel_sums(logits: tf.Tensor, label: tf.Tensor) -> NestedMap:
+    """What cross-entropy and Dice need of a batch; exact whatever is split.
+
+    Class by class: of few classes in the last dim, TPUs would pad each voxel's to 128
+    numbers, and of sums over them keep copies with the batch padded likewise. So all
+    is fused, and takes half the time and memory.
+
+    Args:
+      logits: [B, X, Y, Z, K], any float dtype.
+      label: int32 [B, X, Y, Z], in [0, K) or `IGNORED`.
+
+    Returns:
+      float32 `nats` and `voxels`, scalars: the cross-entropy of all voxels that count,
+      and how many do. By class, [K]: `chance`, the sum of its probability, and `right`,
+      the same where it is the label; `found`, voxels where it is the likeliest, and
+      `overlap`, the same where it is the label; `truth`, voxels where it is the label.
+    """
+    values = [tf.cast(one, tf.float32) for one in tf.unstack(logits, axis=-1)]
+    counts = tf.cast(label != IGNORED, tf.float32)
+    largest = tf.stop_gradient(functools.reduce(tf.maximum, values))
+    log_sum = largest + tf.math.log(tf.add_n([tf.exp(v - largest) for v in values]))
+    nats, by_class, seen = log_sum * counts, [], tf.zeros_like(counts)
+    for k, value in enumerate(values):
+        truth = tf.cast(label == k, tf.float32)
+        chance = tf.exp(value - log_sum) * counts
+        first = tf.cast(value == largest, tf.float32) * (1 - seen)  # Of equals.
+        seen += first
+        found = first * counts
+        nats -= value * truth
+        by_class.append(
+            NestedMap(
+                chance=chance,
+                right=chance * truth,
+                found=found,
+                overlap=found * truth,
+                truth=truth,
+            ).map(tf.reduce_sum)
+        )
+    return NestedMap(
+        nats=tf.reduce_sum(nats),
+        voxels=tf.reduce_sum(counts),
+        **{name: tf.stack([one[name] for one in by_class]) for name in by_class[0]},
+    )
