@@ -171,14 +171,14 @@ def _timeline(memory: MemoryTimeline | None) -> list[int] | None:
 
 
 def _time(report: PlanReport) -> dict[str, Any]:
-    torus, parts = report.torus, None
+    parts = None
     if report.time is not None:
         steps = report.experiment.steps_per_loop
         parts = {name: took / steps for name, took in report.time.parts().items()}
     return {
         "compile_seconds": report.compile_seconds,
         "model_flops": report.model_flops,
-        "peak_flops": torus and torus.kind.peak_flops * torus.size,
+        "peak_flops": report.peak_flops,
         "step_seconds": report.step_seconds,
         "step_error": _step_error(report),
         "flops_utilization": report.flops_utilization,

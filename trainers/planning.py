@@ -136,12 +136,18 @@ class PlanReport:
         return {name: took / steps for name, took in found.items() if took is not None}
 
     @property
+    def peak_flops(self) -> float | None:
+        """FLOPs a second of all devices together; None on cpu."""
+        if self.torus is None:
+            return None
+        return self.torus.kind.peak_flops * self.experiment.plan.mesh.size
+
+    @property
     def flops_utilization(self) -> float | None:
         """The model's FLOPs over those that all devices could do in a step's time."""
         if self.step_seconds is None:
             return None
-        peak = self.torus.kind.peak_flops * self.torus.size
-        return self.model_flops / (peak * self.step_seconds)
+        return self.model_flops / (self.peak_flops * self.step_seconds)
 
 
 def plan(experiment: Experiment, *, topology: str) -> PlanReport:
@@ -204,12 +210,14 @@ def plan(experiment: Experiment, *, topology: str) -> PlanReport:
 def torus_for(name: str, mesh: DeviceMesh) -> Topology:
     """The TPU topology of a name, which must have as many devices as the mesh.
 
+    A mesh of one device is on any: it has one of its devices.
+
     Raises:
       ValueError: there is no such topology, or it has another size; names those that
         have the mesh's.
     """
     torus = topologies.topology(name)
-    if torus.size != mesh.size:
+    if mesh.size not in (torus.size, 1):
         same = ", ".join(repr(one.name) for one in topologies.of_size(mesh.size))
         raise ValueError(
             f"TPU topology {name!r} has {torus.size} devices, but the device mesh "

@@ -58,14 +58,14 @@ def order_of(mesh: DeviceMesh, torus: Topology) -> DeviceOrder:
     """The order that a mesh gives, or the best one if it gives none.
 
     Args:
-      mesh: with as many devices as the torus; its ids are numbers in
+      mesh: with as many devices as the torus, or one; its ids are numbers in
         `topology_devices`.
       torus: the topology.
 
     Raises:
       ValueError: see `device_order`.
     """
-    if mesh.device_ids is None:
+    if mesh.device_ids is None and mesh.size > 1:
         return device_order(mesh.shape, torus)
     positions = torus.positions[mesh.ids]
     loads = []

@@ -23,6 +23,9 @@ _NO_TPU_HERE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+# libtpu wants whole hosts of 2 x 2 chips, unless it is told of a smaller one.
+_CHIPS_OF_A_HOST = 4
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
@@ -122,12 +125,14 @@ def topology_devices(name: str) -> list[jax.Device]:
       ValueError: an unknown kind, or a size that it does not come in.
       ImportError: libtpu is not installed.
     """
-    topology(name)
+    box, options = topology(name), {}
+    if math.prod(box.chips) < _CHIPS_OF_A_HOST:
+        options["chips_per_host_bounds"] = (*box.chips, 1, 1)[:3]
     if jax.default_backend() != "tpu":
         for variable, value in _NO_TPU_HERE.items():
             os.environ.setdefault(variable, value)
     try:
-        found = topologies.get_topology_desc(name, platform="tpu").devices
+        found = topologies.get_topology_desc(name, platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as e:
         raise ValueError(f"TPU topology {name!r}: {e}") from e
     except RuntimeError as e:
