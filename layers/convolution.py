@@ -86,14 +86,28 @@ class Convolution(Layer):
             specs.bias = per_feature(self.channels)
         return specs
 
-    def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+    def fprop(
+        self, ctx: Context, theta: NestedMap, x: tf.Tensor, *beside: tf.Tensor
+    ) -> tf.Tensor:
         """Convolves `x` [B, ..., in_channels] to [B, ..., C], activation dtype.
 
+        What is `beside` counts as further channels, after those of `x`. Each is
+        convolved by its part of the kernel, and the sums are added: the tensor of all
+        channels, which the backward pass would keep, is never made.
+
         Raises:
-          ValueError: `x` has other dims.
+          ValueError: `x` has other dims, or not the channels that are left for it.
         """
-        check_window_dims(ctx, x, self.window, self.in_channels)
-        x, padding = ctx.cast(x), self.padding.name
+        sizes = [one.shape[-1] for one in beside]
+        own = self.in_channels - sum(sizes)
+        check_window_dims(ctx, x, self.window, own)
+        kernels = tf.split(ctx.cast(theta.kernel), [own, *sizes], axis=-2)
+        pairs = zip((x, *beside), kernels, strict=True)
+        y = tf.add_n([self._convolved(ctx.cast(one), kernel) for one, kernel in pairs])
+        return y + ctx.cast(theta.bias) if self.use_bias else y
+
+    def _convolved(self, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+        padding = self.padding.name
         steps = zip(x.shape[1:-1], self.strides, strict=True)
         if self.padding is Padding.SAME and any(n % stride for n, stride in steps):
             # Elsewhere the convolution pads: of padding apart XLA's partitioner makes
@@ -103,14 +117,13 @@ class Convolution(Layer):
             after = [k - 1 - b for k, b in zip(self.window, before, strict=True)]
             x = tf.pad(x, [(0, 0), *zip(before, after, strict=True), (0, 0)])
             padding = "VALID"
-        y = tf.nn.convolution(
+        return tf.nn.convolution(
             x,
-            ctx.cast(theta.kernel),
+            kernel,
             strides=list(self.strides),
             padding=padding,
             data_format=_FORMATS[x.shape.rank - 2],
         )
-        return y + ctx.cast(theta.bias) if self.use_bias else y
 
     def flops(self, size: Sequence[int]) -> float:
         """Of the kernel, forward, for one result of that size."""

@@ -57,10 +57,12 @@ class _Chain(Layer):
     def weights(self) -> NestedMap:
         return NestedMap({name: part.weights() for name, part in self.parts.items()})
 
-    def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+    def fprop(
+        self, ctx: Context, theta: NestedMap, x: tf.Tensor, *beside: tf.Tensor
+    ) -> tf.Tensor:
         for name, part in self.parts.items():
             with ctx.scope(name) as c:
-                x = part.fprop(c, theta[name], x)
+                x, beside = part.fprop(c, theta[name], x, *beside), ()
             if name.startswith("norm") or self.norm is None:
                 x = tf.nn.relu(x)
         return x
@@ -171,9 +173,9 @@ class UNet3D(Layer):
         self.labelled(x.shape[1:-1])
         x, parts, fine = ctx.cast(x), self.parts, []
 
-        def run(name: str, x: tf.Tensor) -> tf.Tensor:
+        def run(name: str, *x: tf.Tensor) -> tf.Tensor:
             with ctx.scope(name) as c:
-                return parts[name].fprop(c, theta[name], x)
+                return parts[name].fprop(c, theta[name], *x)
 
         for level in range(len(self.analysis)):
             if level:
@@ -188,8 +190,7 @@ class UNet3D(Layer):
             beside = fine.pop()
             both = zip(x.shape[1:-1], beside.shape[1:-1], strict=True)
             size = [min(pair) for pair in both]
-            x = tf.concat([middle(x, size), middle(beside, size)], axis=-1)
-            x = run(f"synthesis_{level}", x)
+            x = run(f"synthesis_{level}", middle(x, size), middle(beside, size))
         return run("classes", x)
 
     def labelled(self, size: Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.unet3d import UNet3D
 from meshwright.tasks.segmentation_input import SegmentationInput, Size, fingerprint
-from meshwright.tasks.segmentation_loss import voxel_sums
+from meshwright.tasks.segmentation_loss import chances, voxel_sums
 from meshwright.tasks.segmentation_tiles import (
     counts_by_class,
     dice,
@@ -38,7 +38,7 @@ _SHOWN = 4
 # What of the input training batches follow from, beside the volumes.
 _DRAWN_BY = (
     "patch",
-    "sampling",
+    "crop",
     "spacing",
     "intensities",
     "flips",
@@ -140,9 +140,8 @@ class Segmentation(Task):
         return NestedMap(image=spec.image, tile=tf.TensorSpec([global_batch], tf.int32))
 
     def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """`chances` float32 [B, U, V, W, K] of each class."""
-        logits = tf.cast(self.logits(ctx, theta, batch.image), tf.float32)
-        return NestedMap(chances=tf.nn.softmax(logits))
+        """`chances` float32 [B, K, U, V, W] of each class."""
+        return NestedMap(chances=chances(self.logits(ctx, theta, batch.image)))
 
     def decode_batches(
         self, *, global_batch: int, max_batches: int | None = None
@@ -169,10 +168,9 @@ class Segmentation(Task):
         tiles = given.tiles(self.labelled, given.overlap)
         cases = given.cases(Split.HELD_OUT)
         scores, shown = [], {}
-        folder.mkdir(parents=True, exist_ok=True)
 
         def size_of(number: int) -> Size:
-            return given.volume(cases[number]).label.shape
+            return given.size(cases[number], self.labelled)
 
         for one in segmented_volumes(tiles, self._answers(batches), size_of):
             case = cases[one.case]
@@ -192,9 +190,9 @@ class Segmentation(Task):
 
     def _answers(self, batches) -> Iterator[tuple[int, np.ndarray]]:
         for batch, out in batches:
-            for tile, chances in zip(batch.tile, np.asarray(out.chances), strict=True):
+            for tile, one in zip(batch.tile, np.asarray(out.chances), strict=True):
                 if tile >= 0:
-                    yield int(tile), chances
+                    yield int(tile), np.moveaxis(one, 0, -1)
 
     def batch_spec(self, global_batch: int) -> NestedMap:
         return self.volumes.element_spec(global_batch, self.labelled)
@@ -223,6 +221,9 @@ class Segmentation(Task):
 
     def describe_data(self) -> dict[str, float]:
         given = self.volumes
+        for split in Split:
+            for case in given.cases(split):
+                given.size(case, self.labelled)  # What headers tell, before training.
         return {
             "training volumes": len(given.cases(Split.TRAIN)),
             "held-out volumes": len(given.cases(Split.HELD_OUT)),

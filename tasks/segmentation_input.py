@@ -9,14 +9,12 @@ Dims: B batch rows, X Y Z the patch's image, U V W what is labelled of it, C cha
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
 import functools
 import hashlib
 import itertools
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,13 +32,17 @@ from meshwright.tasks.text_input import (
     shuffled_examples,
     text_dataset,
 )
-from meshwright.tasks.volume_files import Case, Intensities, Volume, load
+from meshwright.tasks.volume_cache import KeptVolume, VolumeCache
+from meshwright.tasks.volume_files import Case, Intensities, Volume, grid, load
 
 Size = tuple[int, int, int]
 
+# A batch of volumes may have a gigabyte.
+_READY_BATCHES = 2
+
 
 @gin.constants_from_enum
-class Sampling(enum.Enum):
+class Crop(enum.Enum):
     """What a row is: a part of a volume, or all of it, padded to one size for all."""
 
     PATCHES = "patches"
@@ -77,7 +79,7 @@ class SegmentationInput:
       patch: X, Y and Z, in voxels.
       num_classes: K, with the background.
       channels: C of the files.
-      sampling: patches of volumes, or whole volumes of at most that size.
+      crop: patches of volumes, or whole volumes of at most that size.
       spacing: mm between voxels along each dim, which all volumes are resampled to;
         None trains on voxels as they come, whatever their spacing.
       intensities: how values of images are scaled.
@@ -98,7 +100,7 @@ class SegmentationInput:
     patch: Sequence[int]
     num_classes: int
     channels: int = 1
-    sampling: Sampling = Sampling.PATCHES
+    crop: Crop = Crop.PATCHES
     spacing: Sequence[float] | None = None
     intensities: Intensities = Intensities()
     flips: Sequence[int] = (0, 1, 2)
@@ -126,11 +128,11 @@ class SegmentationInput:
                 object.__setattr__(self, name, tuple(given))
         check_number(self, "num_classes", at_least=2)
         check_number(self, "channels", at_least=1)
-        check_number(self, "foreground", at_least=0, below=1 + 1e-9)
+        check_number(self, "foreground", at_least=0, at_most=1)
         check_number(self, "overlap", at_least=0, below=1)
         check_number(self, "cache_bytes", at_least=0)
         check_number(self, "seed", at_least=0)
-        check_kind(self, "sampling", Sampling)
+        check_kind(self, "crop", Crop)
 
     def element_spec(self, batch: int, labelled: Size) -> NestedMap:
         """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
@@ -163,7 +165,7 @@ class SegmentationInput:
         Raises:
           ValueError: see `load`; another number of channels; no label.
         """
-        return _volumes(self).get(case).volume
+        return _cache(self).get(case).volume
 
     def train_batches(
         self, start_step: int, *, global_batch: int, rows: range, labelled: Size
@@ -191,7 +193,8 @@ class SegmentationInput:
             case = shuffled_examples(at, count=len(cases), seed=self.seed)
             return self._read(read, [at, case], labelled)
 
-        return text_dataset(tf.data.Dataset.range(start_step, tf.int64.max), batch)
+        steps = tf.data.Dataset.range(start_step, tf.int64.max)
+        return text_dataset(steps, batch, ready=_READY_BATCHES)
 
     def held_out_batches(
         self,
@@ -232,7 +235,7 @@ class SegmentationInput:
             return out
 
         steps = held_out_steps(len(tiles), global_batch, max_batches)
-        return text_dataset(steps, batch)
+        return text_dataset(steps, batch, ready=_READY_BATCHES)
 
     def tiles(self, labelled: Size, overlap: float) -> list[Tile]:
         """The tiles that cover the held-out volumes, volume by volume.
@@ -243,22 +246,14 @@ class SegmentationInput:
         """
         return _tiles(self, labelled, overlap)
 
-    def check_size(self, case: Case, size: Size, labelled: Size) -> None:
-        """Raises ValueError, naming the volume, if it does not go with the sampling."""
-        if self.sampling is Sampling.WHOLE:
-            if any(n > most for n, most in zip(size, labelled, strict=True)):
-                raise ValueError(
-                    f"{case.image} has {size} voxels, which is more than the "
-                    f"{labelled} that whole volumes are labelled at: raise "
-                    "SegmentationInput.patch, widen its spacing, or use "
-                    "Sampling.PATCHES"
-                )
-        elif any(n < least for n, least in zip(size, labelled, strict=True)):
-            raise ValueError(
-                f"{case.image} has {size} voxels, which is less than a patch of "
-                f"{labelled}: lower SegmentationInput.patch, narrow its spacing, or "
-                "use Sampling.WHOLE, which pads"
-            )
+    def size(self, case: Case, labelled: Size) -> Size:
+        """X, Y and Z of a volume, from its files' headers.
+
+        Raises:
+          FileNotFoundError, ImportError: see `load`.
+          ValueError: what is there cannot be used, as far as headers tell; it is named.
+        """
+        return _size(self, case, labelled)
 
     def _read(self, read, inputs, labelled: Size) -> NestedMap:
         """What `read` gives for `inputs`, with static shapes."""
@@ -272,12 +267,10 @@ class SegmentationInput:
 
     def _drawn(self, case: Case, place: int, labelled: Size):
         """A training patch: image and label."""
-        kept = _volumes(self).get(case)
-        size = kept.volume.label.shape
-        self.check_size(case, size, labelled)
+        size, kept = self.size(case, labelled), _cache(self).get(case)
         rng = np.random.Generator(np.random.Philox(key=[self.seed, place]))
         room = [n - m for n, m in zip(size, labelled, strict=True)]
-        if self.sampling is Sampling.WHOLE:
+        if self.crop is Crop.WHOLE:
             start = [0, 0, 0]
         else:
             start = [int(rng.integers(n + 1)) for n in room]
@@ -325,7 +318,7 @@ def _mirrored(first: int, size: int, length: int) -> np.ndarray:
     return np.where(at < length, at, period - at)
 
 
-def _around_a_class(kept: _Kept, rng, labelled: Size, room) -> list[int] | None:
+def _around_a_class(kept: KeptVolume, rng, labelled: Size, room) -> list[int] | None:
     """Where a patch begins whose middle is a random voxel of a random class."""
     if not kept.voxels:
         return None
@@ -338,69 +331,16 @@ def _around_a_class(kept: _Kept, rng, labelled: Size, room) -> list[int] | None:
 
 def _stacked(pairs) -> tuple[np.ndarray, np.ndarray]:
     images, labels = zip(*pairs, strict=True)
-    return np.stack(images).astype(np.float32), np.stack(labels).astype(np.int32)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Kept:
-    """A volume in memory."""
-
-    volume: Volume
-
-    @functools.cached_property
-    def voxels(self) -> list[np.ndarray]:
-        """Flat places of the voxels of each class there is but the background."""
-        flat = self.volume.label.ravel()
-        kinds = [kind for kind in np.unique(flat) if kind > 0]
-        return [np.flatnonzero(flat == kind).astype(np.uint32) for kind in kinds]
-
-
-class _Volumes:
-    """Volumes in memory, the last used ones, at most so many bytes."""
-
-    def __init__(self, given: SegmentationInput):
-        self._given = given
-        self._lock = threading.Lock()
-        self._kept: collections.OrderedDict[Case, _Kept] = collections.OrderedDict()
-
-    def get(self, case: Case) -> _Kept:
-        with self._lock:
-            if case not in self._kept:
-                self._kept[case] = _Kept(self._loaded(case))
-                while len(self._kept) > 1 and self._size() > self._given.cache_bytes:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(case)
-            return self._kept[case]
-
-    def _loaded(self, case: Case) -> Volume:
-        given = self._given
-        volume = load(
-            case,
-            given.classes(),
-            spacing=given.spacing,
-            intensities=given.intensities,
-        )
-        if volume.image.shape[-1] != given.channels:
-            raise ValueError(
-                f"{case.image} has {volume.image.shape[-1]} channels, but "
-                f"SegmentationInput.channels is {given.channels}: set it to what the "
-                "files have"
-            )
-        if volume.label is None:
-            raise ValueError(
-                f"{case.image} has no label: name one for each volume that is trained "
-                "on or held out, or leave it out"
-            )
-        return volume
-
-    def _size(self) -> int:
-        volumes = [one.volume for one in self._kept.values()]
-        return sum(one.image.nbytes + one.label.nbytes for one in volumes)
+    return np.stack(images), np.stack(labels)
 
 
 @functools.cache
-def _volumes(given: SegmentationInput) -> _Volumes:
-    return _Volumes(given)
+def _cache(given: SegmentationInput) -> VolumeCache:
+    def read(case: Case) -> Volume:
+        how = {"spacing": given.spacing, "intensities": given.intensities}
+        return load(case, given.classes(), **how)
+
+    return VolumeCache(read, given.cache_bytes)
 
 
 @functools.cache
@@ -409,11 +349,41 @@ def _cases(files: Any, split: Split) -> tuple[Case, ...]:
 
 
 @functools.cache
+def _size(given: SegmentationInput, case: Case, labelled: Size) -> Size:
+    given.classes()
+    if case.label is None:
+        raise ValueError(
+            f"{case.image} has no label: name one for each volume that is trained on "
+            "or held out, or leave it out"
+        )
+    *size, channels = grid(case, spacing=given.spacing)
+    if channels != given.channels:
+        raise ValueError(
+            f"{case.image} has {channels} channels, but SegmentationInput.channels is "
+            f"{given.channels}: set it to what the files have"
+        )
+    both = list(zip(size, labelled, strict=True))
+    if given.crop is Crop.WHOLE:
+        if any(n > most for n, most in both):
+            raise ValueError(
+                f"{case.image} has {tuple(size)} voxels, more than the {labelled} that "
+                "whole volumes are labelled at: raise SegmentationInput.patch, widen "
+                "its spacing, or use Crop.PATCHES"
+            )
+    elif any(n < least for n, least in both):
+        raise ValueError(
+            f"{case.image} has {tuple(size)} voxels, less than the {labelled} that "
+            "are labelled of a patch: lower SegmentationInput.patch, narrow its "
+            "spacing, or use Crop.WHOLE, which pads"
+        )
+    return tuple(size)
+
+
+@functools.cache
 def _tiles(given: SegmentationInput, labelled: Size, overlap: float) -> list[Tile]:
     found = []
     for number, case in enumerate(given.cases(Split.HELD_OUT)):
-        size = given.volume(case).label.shape
-        given.check_size(case, size, labelled)
+        size = given.size(case, labelled)
         along = [
             list(_starts(n, m, overlap)) for n, m in zip(size, labelled, strict=True)
         ]

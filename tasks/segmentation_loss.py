@@ -16,11 +16,10 @@ IGNORED = -1
 
 
 def voxel_sums(logits: tf.Tensor, label: tf.Tensor) -> NestedMap:
-    """What cross-entropy and Dice need of a batch; exact whatever is split.
+    """What cross-entropy and Dice need of a batch.
 
-    Class by class: of few classes in the last dim, TPUs would pad each voxel's to 128
-    numbers, and of sums over them keep copies with the batch padded likewise. So all
-    is fused, and takes half the time and memory.
+    Class by class: with few classes in the last dim, TPUs would pad each voxel's to 128
+    numbers, and keep sums over them with the batch padded likewise. So all is fused.
 
     Args:
       logits: [B, X, Y, Z, K], any float dtype.
@@ -31,11 +30,10 @@ def voxel_sums(logits: tf.Tensor, label: tf.Tensor) -> NestedMap:
       and how many do. By class, [K]: `chance`, the sum of its probability, and `right`,
       the same where it is the label; `found`, voxels where it is the likeliest, and
       `overlap`, the same where it is the label; `truth`, voxels where it is the label.
+      Counts beyond 2^24 may round.
     """
-    values = [tf.cast(one, tf.float32) for one in tf.unstack(logits, axis=-1)]
+    values, largest, log_sum = _by_class(logits)
     counts = tf.cast(label != IGNORED, tf.float32)
-    largest = tf.stop_gradient(functools.reduce(tf.maximum, values))
-    log_sum = largest + tf.math.log(tf.add_n([tf.exp(v - largest) for v in values]))
     nats, by_class, seen = log_sum * counts, [], tf.zeros_like(counts)
     for k, value in enumerate(values):
         truth = tf.cast(label == k, tf.float32)
@@ -58,3 +56,17 @@ def voxel_sums(logits: tf.Tensor, label: tf.Tensor) -> NestedMap:
         voxels=tf.reduce_sum(counts),
         **{name: tf.stack([one[name] for one in by_class]) for name in by_class[0]},
     )
+
+
+def chances(logits: tf.Tensor) -> tf.Tensor:
+    """Softmax float32 [B, K, X, Y, Z], of logits [B, X, Y, Z, K]."""
+    values, _, log_sum = _by_class(logits)
+    return tf.stack([tf.exp(value - log_sum) for value in values], axis=1)
+
+
+def _by_class(logits: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+    """float32 [B, X, Y, Z]: each class, their largest, and their log-sum-exp."""
+    values = [tf.cast(one, tf.float32) for one in tf.unstack(logits, axis=-1)]
+    largest = tf.stop_gradient(functools.reduce(tf.maximum, values))
+    total = tf.add_n([tf.exp(value - largest) for value in values])
+    return values, largest, largest + tf.math.log(total)

@@ -38,9 +38,8 @@ def views(volume: Volume, found: np.ndarray) -> np.ndarray:
       uint8 [height, width, 3].
     """
     spacing = np.linalg.norm(volume.affine[:3, :3], axis=0)
-    labelled = np.argwhere((volume.label > 0) | (found > 0))
-    shape = np.array(volume.label.shape)
-    middle = np.median(labelled, axis=0).astype(int) if len(labelled) else shape // 2
+    labelled = (volume.label > 0) | (found > 0)
+    middle = [_middle(labelled.sum(tuple({0, 1, 2} - {dim}))) for dim in range(3)]
     gray = _gray(volume.image[..., 0])
     columns = []
     for dim in (2, 1, 0):
@@ -59,6 +58,13 @@ def views(volume: Volume, found: np.ndarray) -> np.ndarray:
         np.pad(one, [(0, height - one.shape[0]), (0, _GAP), (0, 0)]) for one in columns
     ]
     return np.concatenate(columns, axis=1)[:, :-_GAP]
+
+
+def _middle(counts: np.ndarray) -> int:
+    """The place before which half of what is counted lies; the dim's if nothing is."""
+    if not counts.any():
+        return len(counts) // 2
+    return int(np.searchsorted(counts.cumsum(), counts.sum() / 2))
 
 
 def _gap(like: np.ndarray, dim: int) -> np.ndarray:
@@ -80,7 +86,7 @@ def _picture(gray: np.ndarray, label: np.ndarray, spacing: np.ndarray) -> np.nda
     mixed = (1 - _OPACITY) * pixels + _OPACITY * colours
     pixels = np.where((label > 0)[..., None], mixed, pixels)
     sizes = np.array(label.shape) * spacing
-    scale = max(1.0, _LEAST_SIDE / sizes.max()) / spacing
+    scale = max(1.0, _LEAST_SIDE / sizes.max()) * spacing
     places = [
         np.minimum((np.arange(round(n * s)) / s).astype(int), n - 1)
         for n, s in zip(label.shape, scale, strict=True)

@@ -105,7 +105,10 @@ class Task:
         return False
 
     def decode_spec(self, global_batch: int) -> NestedMap:
-        """Nested map of `tf.TensorSpec`: what `decode` reads, [B, ...] each."""
+        """Nested map of `tf.TensorSpec`: what `decode` reads, [B, ...] each.
+
+        What has a name of `batch_dims` is split likewise, all else by rows alone.
+        """
         raise NotImplementedError(f"{type(self).__name__}.decode_spec")
 
     def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:

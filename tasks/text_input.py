@@ -378,14 +378,19 @@ def held_out_steps(
 
 
 def text_dataset(
-    steps: tf.data.Dataset, batch: Callable[[tf.Tensor], NestedMap]
+    steps: tf.data.Dataset,
+    batch: Callable[[tf.Tensor], NestedMap],
+    *,
+    ready: int = _READY_BATCHES,
 ) -> tf.data.Dataset:
-    """What `batch` makes of each of `steps`, in order, some of them ahead of time."""
+    """What `batch` makes of each of `steps`, in order; so many are `ready` ahead."""
     options = tf.data.Options()
     # On a busy machine an iterator waited up to a minute for its tuner to end.
     options.autotune.enabled = False
-    batches = steps.map(batch, num_parallel_calls=_PARALLEL_BATCHES, deterministic=True)
-    return batches.prefetch(_READY_BATCHES).with_options(options)
+    batches = steps.map(
+        batch, num_parallel_calls=min(ready, _PARALLEL_BATCHES), deterministic=True
+    )
+    return batches.prefetch(ready).with_options(options)
 
 
 def shuffled_examples(

@@ -138,7 +138,9 @@ class Intensities:
         over = {"axis": (0, 1, 2), "dtype": np.float64}
         mean, deviation = image.mean(**over), image.std(**over)
         deviation[deviation == 0] = np.inf
-        return ((image - mean) / deviation).astype(np.float32)
+        # In float32: a large volume would be held twice over.
+        out = np.subtract(image, mean, dtype=np.float32)
+        return np.divide(out, deviation.astype(np.float32), out=out)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -154,6 +156,24 @@ class Volume:
     image: np.ndarray
     label: np.ndarray | None
     affine: np.ndarray
+
+
+def grid(case: Case, *, spacing: Sequence[float] | None) -> tuple[int, ...]:
+    """X, Y, Z and C of what `load` would give, from headers alone.
+
+    Raises:
+      FileNotFoundError, ImportError, ValueError: as `load`, of what headers say.
+    """
+    file = _image(case, header_only=True)
+    if case.label is not None:
+        _check_grid(case, file, read_nifti(case.label, header_only=True))
+    affine = millimetre_affine(file)
+    axes = np.argsort(libraries()[0].io_orientation(affine)[:, 0])
+    size = np.array(file.shape[:3])[axes]
+    if spacing is not None:
+        voxel = np.linalg.norm(affine[:3, :3], axis=0)[axes]
+        size = _new_size(size, _three(spacing) / voxel)
+    return (*map(int, size), *(file.shape[3:] or (1,)))
 
 
 def load(
@@ -179,12 +199,7 @@ def load(
         or with voxels that are not finite; a label that does not lie on the image's
         grid, or has values that are no class; it is named.
     """
-    file = read_nifti(case.image)
-    if len(file.shape) not in (3, 4):
-        raise ValueError(
-            f"{case.image} has {len(file.shape)} dims, {list(file.shape)}: write "
-            "volumes of 3 dims, or 4 of which the last is channels"
-        )
+    file = _image(case)
     image = file.get_fdata(dtype=np.float32, caching="unchanged")
     image = image.reshape(*file.shape[:3], -1)
     strange = image.size - np.count_nonzero(np.isfinite(image))
@@ -243,6 +258,16 @@ def save(path: str, values: np.ndarray, *, like: Case, volume: Volume) -> None:
     header.set_data_dtype(dtype)
     header["cal_min"] = header["cal_max"] = 0  # How dark the image is to be shown.
     write_nifti(path, type(original)(found, original.affine, header))
+
+
+def _image(case: Case, *, header_only: bool = False) -> Any:
+    file = read_nifti(case.image, header_only=header_only)
+    if len(file.shape) not in (3, 4):
+        raise ValueError(
+            f"{case.image} has {len(file.shape)} dims, {list(file.shape)}: write "
+            "volumes of 3 dims, or 4 of which the last is channels"
+        )
+    return file
 
 
 def _label(case: Case, image: Any, classes: Sequence[str]) -> np.ndarray:
@@ -307,7 +332,7 @@ def _resampled(image, label, affine, spacing: np.ndarray):
     _, ndimage = libraries()
     old = np.array(image.shape[:3])
     scale = spacing / np.linalg.norm(affine[:3, :3], axis=0)
-    new = np.maximum(1, np.rint(old / scale)).astype(int)
+    new = _new_size(old, scale)
     offset = ((old - 1) - (new - 1) * scale) / 2
     to = {"output_shape": tuple(new), "mode": "nearest"}
     channels = [
@@ -319,6 +344,11 @@ def _resampled(image, label, affine, spacing: np.ndarray):
     step = np.diag([*scale, 1.0])
     step[:3, 3] = offset
     return np.stack(channels, axis=-1), label, affine @ step
+
+
+def _new_size(size: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """How many voxels, `scale` times as long each, reach as far."""
+    return np.maximum(1, np.rint(size / scale)).astype(int)
 
 
 def _three(spacing: Sequence[float]) -> np.ndarray:

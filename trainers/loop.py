@@ -13,10 +13,12 @@ import difflib
 import logging
 import os
 import pathlib
+import tempfile
 import time
 from collections.abc import Iterator
 
 import numpy as np
+from etils import epath
 
 from meshwright.framework.compiler.explain import explain
 from meshwright.framework.compiler.explain_text import rematerialized_lines
@@ -24,6 +26,7 @@ from meshwright.framework.compiler.program import Program
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.task import Decoding
 from meshwright.trainers import replication
+from meshwright.trainers.batches import readable
 from meshwright.trainers.checkpoints import Access, Checkpoints
 from meshwright.trainers.programs import Programs
 from meshwright.trainers.progress import NotFiniteError, Progress, say
@@ -59,9 +62,9 @@ class Run:
     def checkpoint_dir(self) -> str:
         return os.path.join(self.model_dir, "checkpoints")
 
-    def predictions_dir(self, step: int) -> pathlib.Path:
+    def predictions_dir(self, step: int) -> str:
         """For files of what the model says of held-out examples at a step."""
-        return pathlib.Path(self.model_dir, "predictions", f"step_{step}")
+        return os.path.join(self.model_dir, "predictions", f"step_{step}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ def train_and_evaluate(programs: Programs, run: Run) -> TrainResult:
 
 
 def evaluate_latest(programs: Programs, run: Run) -> dict[str, float]:
-    """Evaluates the newest checkpoint; writes nothing but summaries.
+    """Evaluates the newest checkpoint; writes summaries, and what the task predicts.
 
     Raises:
       CheckpointError: there is none, or see `Checkpoints.restore`.
@@ -327,7 +330,7 @@ class _Evaluation:
 
 
 def _evaluate(
-    programs: Programs, stored: NestedMap, stop: StopRequest, folder: pathlib.Path
+    programs: Programs, stored: NestedMap, stop: StopRequest, folder: str
 ) -> _Evaluation | None:
     """Metrics over the held-out batches, by the moving average if there is one.
 
@@ -341,7 +344,7 @@ def _evaluate(
         rows=range(experiment.global_batch),
         max_batches=experiment.eval_batches,
     )
-    for batch in batches:
+    for batch in readable(batches):
         if stop.requested:
             return None
         sums = programs.eval(theta, NestedMap(batch).map(lambda t: t.numpy()))
@@ -365,23 +368,36 @@ class _StoppedError(Exception):
 
 
 def _decode(
-    programs: Programs, theta: NestedMap, stop: StopRequest, folder: pathlib.Path
+    programs: Programs, theta: NestedMap, stop: StopRequest, folder: str
 ) -> Decoding | None:
-    """What the model says of held-out examples; None if stopped in the middle."""
+    """What the model says of held-out examples; None if stopped in the middle.
+
+    The folder gets the task's files when all are there.
+    """
     experiment = programs.experiment
 
     def pairs() -> Iterator[tuple[NestedMap, NestedMap]]:
-        for batch in experiment.task.decode_batches(
+        batches = experiment.task.decode_batches(
             global_batch=experiment.global_batch, max_batches=experiment.decode_batches
-        ):
+        )
+        for batch in readable(batches):
             if stop.requested:
                 raise _StoppedError
             yield batch, programs.decode(theta, batch)
 
-    try:
-        return experiment.task.decoded(pairs(), folder)
-    except _StoppedError:
-        return None
+    with tempfile.TemporaryDirectory(prefix="predictions") as scratch:
+        try:
+            found = experiment.task.decoded(pairs(), pathlib.Path(scratch))
+        except _StoppedError:
+            return None
+        _copy(pathlib.Path(scratch), epath.Path(folder))
+    return found
+
+
+def _copy(files: pathlib.Path, folder: epath.Path) -> None:
+    for file in files.iterdir():
+        folder.mkdir(parents=True, exist_ok=True)
+        epath.Path(file).copy(folder / file.name, overwrite=True)
 
 
 def _summarize(summaries: Summaries, step: int, found: _Evaluation) -> None:
@@ -400,7 +416,8 @@ def _device_batches(programs: Programs, start_step: int) -> Iterator[NestedMap]:
         global_batch=experiment.global_batch,
         rows=range(experiment.global_batch),
     )
-    for stacked in batches.batch(experiment.steps_per_loop, drop_remainder=True):
+    batches = batches.batch(experiment.steps_per_loop, drop_remainder=True)
+    for stacked in readable(batches):
         yield NestedMap(stacked).map(lambda t: t.numpy())
 
 

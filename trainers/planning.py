@@ -210,14 +210,15 @@ def plan(experiment: Experiment, *, topology: str) -> PlanReport:
 def torus_for(name: str, mesh: DeviceMesh) -> Topology:
     """The TPU topology of a name, which must have as many devices as the mesh.
 
-    A mesh of one device is on any: it has one of its devices.
+    A mesh of one device is also on a chip that has several cores.
 
     Raises:
       ValueError: there is no such topology, or it has another size; names those that
         have the mesh's.
     """
     torus = topologies.topology(name)
-    if mesh.size not in (torus.size, 1):
+    is_core = mesh.size == 1 and math.prod(torus.chips) == 1
+    if torus.size != mesh.size and not is_core:
         same = ", ".join(repr(one.name) for one in topologies.of_size(mesh.size))
         raise ValueError(
             f"TPU topology {name!r} has {torus.size} devices, but the device mesh "

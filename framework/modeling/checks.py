@@ -15,6 +15,7 @@ def check_number(
     at_least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    at_most: float | None = None,
 ) -> None:
     """Checks that `config.field` is a finite number within the bounds given.
 
@@ -22,7 +23,8 @@ def check_number(
       ValueError: it is not; names class, field, value and bounds.
     """
     value = getattr(config, field)
-    check_value(f"{type(config).__name__}.{field}", value, at_least, above, below)
+    name = f"{type(config).__name__}.{field}"
+    check_value(name, value, at_least, above, below, at_most)
 
 
 def check_value(
@@ -31,14 +33,17 @@ def check_value(
     at_least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    at_most: float | None = None,
 ) -> None:
     """Like `check_number`, of a value under a name."""
     good = isinstance(value, numbers.Real) and math.isfinite(value)
     good = good and (at_least is None or value >= at_least)
     good = good and (above is None or value > above)
     good = good and (below is None or value < below)
+    good = good and (at_most is None or value <= at_most)
     if not good:
-        bounds = {"at least": at_least, "above": above, "below": below}
+        bounds = {"at least": at_least, "above": above}
+        bounds |= {"below": below, "at most": at_most}
         wanted = [
             f"{word} {bound}" for word, bound in bounds.items() if bound is not None
         ]

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.compiler.device_order import order_of
 from meshwright.framework.compiler.program import compile_program
-from meshwright.framework.compiler.topology import topology_devices
+from meshwright.framework.compiler.topology import topology, topology_devices
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from tests import needs
@@ -48,6 +49,24 @@ def matmul(mesh, devices):
 def test_a_topology_that_nobody_has_is_an_error(name, message):
     with pytest.raises(ValueError, match=message):
         topology_devices(name)
+
+
+@needs.libtpu
+@pytest.mark.parametrize(
+    "name", ["v3:1x1", "v3:2x1", "v4:1x1x2", "v5e:1x1", "v6e:1x2", "v3:2x2"]
+)
+def test_a_part_of_a_host_is_a_topology(name):
+    assert len(topology_devices(name)) == topology(name).size
+
+
+@needs.libtpu
+def test_one_device_of_a_topology():
+    mesh = DeviceMesh(("X", "Y"), (1, 1))
+    order = order_of(mesh, topology("v3:1x1"))
+    assert order.ids.tolist() == [[0]] and order.loads == (0, 0)
+    program = matmul(mesh, topology_devices("v3:1x1"))
+    assert program.collectives() == []
+    assert program.memory().arguments < 2**20
 
 
 def test_a_program_for_other_devices_can_be_read_but_not_run():

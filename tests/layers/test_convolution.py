@@ -87,6 +87,17 @@ def test_16_bit_products_are_summed_in_32_bits():
     assert y.dtype == tf.bfloat16 and float(y[0, -1, 0]) == 260.0
 
 
+def test_what_is_beside_counts_as_further_channels():
+    layer = Convolution(in_channels=6, channels=3, window=(3, 2), strides=(2, 1))
+    theta = weights_of(layer)
+    x = tf.constant(RNG.standard_normal([2, 5, 4, 6]), tf.float32)
+    parts = tf.split(x, [1, 3, 2], axis=-1)
+    found, want = (layer.fprop(Context(), theta, *one) for one in (parts, [x]))
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"'one.part' .* last dims are \[3\]"):
+        layer.fprop(Context(path="one.part"), theta, parts[0], parts[1])
+
+
 @pytest.mark.parametrize("size", [7, 8])
 @pytest.mark.parametrize(("window", "stride"), [(3, 1), (3, 2), (1, 1), (4, 3)])
 def test_convolution_is_aligned_whatever_the_size(window, stride, size):

@@ -88,6 +88,7 @@ CASES = {
     "nearest_uneven": (X4Y2, (1, 11, 5, 6), two_levels(**NEAREST)),
     "valid": (X8, (1, 28, 12, 12), two_levels(BatchNorm, **VALID)),
     "valid_2d": (X4Y2, (1, 20, 14, 12), two_levels(**VALID)),
+    "halo_over_shard": (X8, (1, 16, 9, 9), two_levels(window=7)),
     "window_5": (X4Y2, (1, 13, 9, 6), two_levels(window=5)),
 }
 QUICK = {
@@ -96,6 +97,7 @@ QUICK = {
     ("10_over_4", SHARDY),
     ("13_7_over_4_2", SHARDY),
     ("1_coarse_over_4_2", SHARDY),
+    ("halo_over_shard", SHARDY),
     ("nearest", GSPMD),
     ("nearest_uneven", GSPMD),
 }
@@ -140,11 +142,15 @@ def compiled_gradients(layer, plan, size, partitioner):
     )
 
 
-CONVOLUTIONS = {  # Of the network below: level, channels in and out.
-    "analysis_0/convolution_0": (0, 1, 3),
-    "analysis_1/convolution_0": (1, 3, 4),
-    "analysis_1/convolution_1": (1, 4, 6),
-    "synthesis_0/convolution_0": (0, 3 + 6, 5),
+# Of the network below: level, channels in and out. The last two are of one layer: what
+# came up, and what was on its way down; one gradient, and its halo, goes back to both.
+SHARED = ("synthesis_0/convolution_0/convolution", "Conv3DBackpropInputV2")
+CONVOLUTIONS = {
+    "analysis_0/convolution_0/convolution": (0, 1, 3),
+    "analysis_1/convolution_0/convolution": (1, 3, 4),
+    "analysis_1/convolution_1/convolution": (1, 4, 6),
+    "synthesis_0/convolution_0/convolution": (0, 6, 5),
+    "synthesis_0/convolution_0/convolution_1": (0, 3, 5),
 }
 halo_network = functools.partial(network, ((3,), (4, 6)), ((5,),))
 
@@ -165,6 +171,8 @@ def halos(window, plan, size) -> dict:
             ("Conv3DBackpropFilterV2", ins),
             ("Conv3DBackpropInputV2", outs),
         ]:
+            if (name, pass_) == SHARED:
+                continue
             wide = list(part)
             for dim, axis in enumerate("xyz"):
                 if axis in shards:
@@ -175,7 +183,7 @@ def halos(window, plan, size) -> dict:
     return found
 
 
-_CONVOLUTION = re.compile(r"(\w+_\d/convolution_\d)/convolution/?(\w*)$")
+_CONVOLUTION = re.compile(r"(\w+_\d/convolution_\d/convolution\w*)/?(\w*)$")
 
 
 def permutes_of(program) -> dict:

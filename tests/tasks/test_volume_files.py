@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from meshwright.tasks.text_input import Split
-from meshwright.tasks.volume_files import Case, Intensities, VolumeFiles, load, save
+from meshwright.tasks.volume_files import (
+    Case,
+    Intensities,
+    VolumeFiles,
+    grid,
+    load,
+    save,
+)
 from tests.tasks.volume_files_on_disk import (
     CLASSES,
     affine_of,
@@ -267,6 +274,15 @@ def test_a_clip_that_clips_all(clip):
 
 
 # Saving.
+
+
+@pytest.mark.parametrize("codes", ["RAS", "SRA", "PIL", "askew"])
+@pytest.mark.parametrize("spacing", [None, (1.5, 0.7, 2.0)])
+def test_headers_tell_the_size(tmp_path, codes, spacing):
+    affine = askew((1, 2, 3)) if codes == "askew" else affine_of(codes, (1, 2, 3))
+    values = np.arange(7 * 6 * 5 * 2, dtype=np.float32).reshape(7, 6, 5, 2)
+    case = a_case(tmp_path, affine, image=values, label=np.zeros([7, 6, 5], np.uint8))
+    assert grid(case, spacing=spacing) == loaded(case, spacing).image.shape
 
 
 @pytest.mark.parametrize("affine", ["LPS", "SRA", "PIR", "askew"])

@@ -1,0 +1,34 @@
+"""What a task's input gives, and what is wrong with it as the task says it."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# How tf.data tells of an exception in a Python function: with its own copy of the
+# traceback, and as an InvalidArgumentError or the like.
+_RAISED = re.compile(
+    r"(?P<kind>[A-Z]\w*Error): (?P<message>.*?)\s*Traceback \(most recent call last\)",
+    re.DOTALL,
+)
+_TOLD = (ValueError, OSError, ImportError)
+
+
+def readable(batches: Iterable[Any]) -> Iterator[Any]:
+    """`batches`, with the errors that their Python functions raised.
+
+    Raises:
+      ValueError, OSError, ImportError: a function raised one; with its own message.
+    """
+    try:
+        yield from batches
+    except tf.errors.OpError as error:
+        raised = _RAISED.search(error.message)
+        kind = getattr(builtins, raised["kind"], None) if raised else None
+        if not (isinstance(kind, type) and issubclass(kind, _TOLD)):
+            raise
+        raise kind(raised["message"]) from error
