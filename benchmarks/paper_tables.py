@@ -8,6 +8,7 @@ TPU v3, from 8 to 2048 cores:
   5       GSPMD 5.3, pipelined Conformers
   6       GSPMD 5.4, sparse mixtures of experts
   7       GSPMD 5.5, hybrid sparse and dense ones
+  8       GSPMD 5.6, 3D U-Nets, partitioned spatially
   gshard  GShard's translation Transformers: its Table 3, and the same number of rows a
           core for all depths and numbers of experts
 
@@ -54,7 +55,7 @@ def define_flags() -> None:
     flags.DEFINE_string("json_out", None, "File for the rows, as JSON.")
 
 
-TABLES = ("2", "3", "4", "5", "6", "7", "gshard")
+TABLES = ("2", "3", "4", "5", "6", "7", "8", "gshard")
 CALIBRATED = ("2", "3")
 """The tables whose rows the estimate's constant is calibrated on."""
 
@@ -149,8 +150,27 @@ GSPMD_ROWS = (
     _row("7", "16e", "v3:8x8", 12.9, 2.19, 50.2),
     _row("7", "32e", "v3:16x16", 11.9, 2.08, 50.8),
     _row("7", "64e", "v3:32x32", 8.5, 1.92, 53.8),
+    _row("8", "128_1x1", "v3:1x1", 14.3, 2.99, 47.9),
+    _row("8", "128_1x2", "v3:1x1", 14.8, 1.56, 43.7),
+    _row("8", "128_1x4", "v3:1x2", 7.9, 0.79, 43.5),
+    _row("8", "128_1x8", "v3:2x2", 4.5, 0.39, 43.5),
+    _row("8", "128_1x16", "v3:2x4", 2.7, 0.19, 43.8),
+    _row("8", "256_4x16", "v3:4x8", 14.9, 1.66, 20.5),
+    _row("8", "256_2x32", "v3:4x8", 8.52, 0.76, 41.2),
+    # "does not fit in a single device even with per-device batch size 1"
+    Row(
+        table="8",
+        name="256_1x1",
+        topology="v3:1x1",
+        gin_file="paper/unet3d.gin",
+        gin_params=(
+            "PATCH = (256, 256, 256)",
+            "MESH_SHAPE = (1, 1)",
+            "GLOBAL_BATCH = 1",
+        ),
+    ),
 )
-"""GSPMD's Tables 2 to 7, set straight."""
+"""GSPMD's Tables 2 to 8, set straight."""
 
 
 def _gshard_row(experts: int, layers: int, rows_a_core: int, steps_a_second) -> Row:

@@ -37,6 +37,7 @@ from meshwright.tasks.volume_files import Case, Intensities, Volume, grid, load
 
 Size = tuple[int, int, int]
 
+_AS_READ = " (axes run right, front and up, voxels are resampled)"
 # A batch of volumes may have a gigabyte.
 _READY_BATCHES = 2
 
@@ -367,14 +368,14 @@ def _size(given: SegmentationInput, case: Case, labelled: Size) -> Size:
         if any(n > most for n, most in both):
             raise ValueError(
                 f"{case.image} has {tuple(size)} voxels, more than the {labelled} that "
-                "whole volumes are labelled at: raise SegmentationInput.patch, widen "
-                "its spacing, or use Crop.PATCHES"
+                f"whole volumes are labelled at{_AS_READ}: raise "
+                "SegmentationInput.patch, widen its spacing, or use Crop.PATCHES"
             )
     elif any(n < least for n, least in both):
         raise ValueError(
             f"{case.image} has {tuple(size)} voxels, less than the {labelled} that "
-            "are labelled of a patch: lower SegmentationInput.patch, narrow its "
-            "spacing, or use Crop.WHOLE, which pads"
+            f"are labelled of a patch{_AS_READ}: lower SegmentationInput.patch, narrow "
+            "its spacing, or use Crop.WHOLE, which pads"
         )
     return tuple(size)
 

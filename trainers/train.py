@@ -30,7 +30,7 @@ _PROFILE_STEPS = flags.DEFINE_list(
 
 def main(argv: list[str]) -> int | None:
     """Parses flags and calls; returns the exit status."""
-    errors = (CheckpointError, loop.TrainingError)
+    errors = (CheckpointError, loop.TrainingError, ImportError)
     return mains.call("meshwright-train", argv, _run, errors)
 
 

@@ -34,6 +34,9 @@ def flops_off(row):
         # By its utilization, less bubbles and recomputation, the model of Table 3 has
         # 7% to 13% more FLOPs here than there.
         return 0.13
+    if row.name == "256_2x32":
+        # 8% fewer a volume than its neighbour, and 7% than the mean of 128^3.
+        return 0.12
     if row.table == "5":
         # How long the paper's utterances are follows from nothing else.
         return 0.09
@@ -48,7 +51,9 @@ def kept_rows():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.table}-{row.name}")
 def test_each_row_has_a_file_for_its_pod(row):
     experiment, _ = build_experiment([row.gin_file], row.gin_params)
-    assert experiment.plan.mesh.size == topology(row.topology).size
+    whole = topology(row.topology).size
+    # One of a chip's two cores, where one device is planned for.
+    assert experiment.plan.mesh.size == (1 if row.name.endswith("_1x1") else whole)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +65,8 @@ def test_flops_are_the_papers(row):
     """The paper's utilization comes from about as many FLOPs as we count."""
     experiment, _ = build_experiment([row.gin_file], [])
     flops = experiment.task.train_flops(experiment.global_batch)
-    torus = topology(row.topology)
-    full_speed = flops / (torus.kind.peak_flops * torus.size)
+    kind, devices = topology(row.topology).kind, experiment.plan.mesh.size
+    full_speed = flops / (kind.peak_flops * devices)
     assert full_speed / row.step_s == pytest.approx(row.util, rel=flops_off(row))
 
 
@@ -155,7 +160,7 @@ def test_the_error_bar_is_that_of_rows_left_out():
 
 
 # How far a row's step time may be from the paper's: see docs/planning.md.
-STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.1, "6": 0.35, "7": 0.15}
+STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.1, "6": 0.35, "7": 0.15, "8": 0.1}
 
 
 @needs.libtpu
@@ -167,6 +172,7 @@ STEP_OFF = {"2": 0.1, "3": 0.1, "4": 0.1, "6": 0.35, "7": 0.15}
         pytest.param("4", "8x8x4", marks=pytest.mark.slow),
         pytest.param("6", "32e", marks=pytest.mark.slow),
         pytest.param("7", "8e", marks=pytest.mark.slow),
+        pytest.param("8", "128_1x16", marks=pytest.mark.slow),
     ],
 )
 def test_a_row(tmp_path, table, name):

@@ -316,8 +316,8 @@ def test_volumes_too_small_for_a_patch(files):
     given = an_input(files, patch=(5, 5, 3))
     message = (
         r"4\.nii has \(9, 4, 7\) voxels, less than the \(5, 5, 3\) that are "
-        "labelled of a patch: lower SegmentationInput.patch, narrow its spacing, or "
-        "use Crop.WHOLE"
+        r"labelled of a patch \(axes .*\): lower SegmentationInput.patch, narrow its "
+        "spacing, or use Crop.WHOLE"
     )
     with pytest.raises(ValueError, match=message):
         given.tiles((5, 5, 3), 0.0)
@@ -329,7 +329,7 @@ def test_volumes_too_large_to_be_whole(files):
     given = an_input(files, patch=(11, 10, 8), crop=Crop.WHOLE)
     message = (
         r"[03]\.nii has \(12, 10, 8\) voxels, more than the \(11, 10, 8\) that "
-        "whole volumes are labelled at: raise "
+        r"whole volumes are labelled at \(axes .*\): raise "
         "SegmentationInput.patch"
     )
     with pytest.raises(tf.errors.OpError, match=message):

@@ -54,8 +54,9 @@ def test_no_golden_text_is_left_over():
 def test_paper_configuration_has_the_papers_size(gin_file):
     experiment, _ = build_experiment([gin_file], [])
     total = sum(spec.size for spec in experiment.task.weights().leaves())
-    name = next(name for name in PAPER_WEIGHTS if name in gin_file)
-    assert total == pytest.approx(PAPER_WEIGHTS[name], rel=0.12)
+    if not gin_file.startswith("paper/table8"):  # It does not say how many.
+        name = next(name for name in PAPER_WEIGHTS if name in gin_file)
+        assert total == pytest.approx(PAPER_WEIGHTS[name], rel=0.12)
     title = re.search(r"on (\d+) devices", (PARAMS / gin_file).read_text())
     assert experiment.plan.mesh.size == int(title[1])
 
