@@ -21,8 +21,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
-_ROWS = flags.DEFINE_string("rows", None, "JSON of paper_tables.py.", required=True)
-_PLOT = flags.DEFINE_string("plot_out", None, "File, .svg or .png.", required=True)
+
+def define_flags() -> None:
+    """Only where this is the program: they are required."""
+    flags.DEFINE_string("rows", None, "JSON of paper_tables.py.", required=True)
+    flags.DEFINE_string("plot_out", None, "File, .svg or .png.", required=True)
+
 
 _PANELS = {"step_s": "seconds a step", "peak_gb": "peak memory of a core, GB"}
 # Okabe and Ito's; the paper's marks are hollow.
@@ -92,17 +96,17 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     try:
-        rows = json.loads(pathlib.Path(_ROWS.value).read_text())
+        rows = json.loads(pathlib.Path(flags.FLAGS.rows).read_text())
         with matplotlib.rc_context(_STYLE):
             drawn = figure(rows)
-            drawn.savefig(_PLOT.value, metadata={"Date": None} if _is_svg() else None)
+            is_svg = flags.FLAGS.plot_out.endswith(".svg")
+            # No date: the same rows make the same file.
+            metadata = {"Date": None} if is_svg else None
+            drawn.savefig(flags.FLAGS.plot_out, metadata=metadata)
     except (ValueError, OSError) as error:
         sys.exit(f"spatial_plot.py: {error}")
 
 
-def _is_svg() -> bool:
-    return _PLOT.value.endswith(".svg")
-
-
 if __name__ == "__main__":
+    define_flags()
     app.run(main)

@@ -49,5 +49,5 @@ def test_a_run_translates_and_shows_the_load_of_experts(tmp_path):
 
 
 def test_only_what_decodes_has_batches_to_decode():
-    with pytest.raises(ValueError, match="decode_batches is 3, but LanguageModel says"):
+    with pytest.raises(ValueError, match="decode_batches is 3, but LanguageModel deco"):
         build_experiment(["lm/stdlib_tiny.gin"], ["Experiment.decode_batches = 3"])
