@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import gin
@@ -69,11 +68,10 @@ class _Chain(Layer):
 
     def flops(self, size: Sequence[int]) -> float:
         """Of kernels, forward, for one result of X, Y, Z."""
-        total, ins = 0.0, (self.in_channels, *self.channels)
-        for i, channels in enumerate(self.channels):
-            more = self.shrinks * (len(self.channels) - 1 - i)
-            voxels = math.prod(n + more for n in size)
-            total += 2.0 * voxels * self.window**3 * ins[i] * channels
+        convolutions = [p for p in self.parts.values() if isinstance(p, Convolution)]
+        total = 0.0
+        for later, one in enumerate(reversed(convolutions)):
+            total += one.flops([n + self.shrinks * later for n in size])
         return total
 
     @functools.cached_property

@@ -11,7 +11,6 @@ import pathlib
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 
 import gin
@@ -20,6 +19,7 @@ from absl import logging
 from meshwright.framework.modeling.checks import check_number
 from meshwright.tasks.speech_manifest import Manifest, Utterance
 from meshwright.tasks.text_input import Split, TextFiles
+from meshwright.tasks.whole_files import written_whole
 
 # Words that can be said, alone: what is spelt out or left out in speech, such as
 # digits, abbreviations, code and brackets, makes no sentence.
@@ -118,8 +118,7 @@ class _Line:
 
     def speak(self, folder: pathlib.Path) -> None:
         """Makes the file, all of it or nothing."""
-        with tempfile.TemporaryDirectory(dir=folder, prefix="speaking") as scratch:
-            new = pathlib.Path(scratch, self.wav)
+        with written_whole(folder / self.wav) as new:
             command = ["espeak-ng", "-v", self.voice, "-s", str(self.speed)]
             command += ["-w", str(new), "--", self.sentence]
             done = subprocess.run(
@@ -130,7 +129,6 @@ class _Line:
                     f"`{' '.join(command)}` failed: {done.stderr.strip()}; set "
                     "EspeakSpeech.voices to some that `espeak-ng --voices=en` names"
                 )
-            new.replace(folder / self.wav)
 
 
 @functools.cache
@@ -164,10 +162,8 @@ def _written(folder: pathlib.Path, lines: list[_Line]) -> pathlib.Path:
     text = "".join(f"{line.wav}\t{line.sentence}\n" for line in lines)
     manifest = folder / f"manifest-{_digest(text)[:16]}.tsv"
     if not manifest.is_file():
-        with tempfile.TemporaryDirectory(dir=folder, prefix="writing") as scratch:
-            new = pathlib.Path(scratch, manifest.name)
+        with written_whole(manifest) as new:
             new.write_text(text, encoding="utf-8")
-            new.replace(manifest)
     return manifest
 
 

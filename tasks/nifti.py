@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import math
 import pathlib
-import tempfile
 import zlib
 from typing import Any
 
 import numpy as np
+
+from meshwright.tasks.whole_files import written_whole
 
 _ENDINGS = (".nii.gz", ".nii")
 # By the unit's code in a header: metres and micrometres. All else counts as mm.
@@ -63,10 +64,8 @@ def write_nifti(path: str, image: Any) -> None:
     stem(path)
     file = pathlib.Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix="writing") as scratch:
-        new = pathlib.Path(scratch, file.name)
+    with written_whole(file) as new:
         nibabel.save(image, new)
-        new.replace(file)
 
 
 def stem(path: str) -> str:

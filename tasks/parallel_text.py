@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import hashlib
 import os
 import pathlib
 import struct
@@ -121,9 +120,7 @@ class ParallelFiles:
 
     def split_of(self, pair: Pair) -> Split:
         """Where a forward pair belongs: by its source, whatever the language."""
-        digest = hashlib.sha256(pair.source.encode()).digest()
-        held_out = int.from_bytes(digest[:8], "big") % self.held_out_one_in == 0
-        return Split.HELD_OUT if held_out else Split.TRAIN
+        return Split.by_hash(pair.source.encode(), self.held_out_one_in)
 
     def _files(self, suffixes: Sequence[str]) -> list[pathlib.Path]:
         root = pathlib.Path(self.root).expanduser()

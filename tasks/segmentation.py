@@ -33,8 +33,6 @@ from meshwright.tasks.volume_files import save
 # Of the sums that soft Dice divides: a class that is nowhere has none.
 _SMOOTH = 1.0
 
-_SHOWN = 4
-
 # What of the input training batches follow from, beside the volumes.
 _DRAWN_BY = (
     "patch",
@@ -73,7 +71,7 @@ class Segmentation(Task):
     network: UNet3D
     cross_entropy_weight: float = 1.0
     dice_weight: float = 1.0
-    pictures: int = _SHOWN
+    pictures: int = 4
 
     def __post_init__(self):
         for name in ("cross_entropy_weight", "dice_weight", "pictures"):

@@ -158,13 +158,13 @@ class SegmentationInput:
 
     def cases(self, split: Split) -> tuple[Case, ...]:
         """The volumes of a split; see `VolumeFiles.read`."""
-        return _cases(self.files, split)
+        return tuple(self.files.read(split))
 
     def volume(self, case: Case) -> Volume:
         """A volume, from memory if it is there.
 
         Raises:
-          ValueError: see `load`; another number of channels; no label.
+          FileNotFoundError, ImportError, ValueError: see `load`.
         """
         return _cache(self).get(case).volume
 
@@ -342,11 +342,6 @@ def _cache(given: SegmentationInput) -> VolumeCache:
         return load(case, given.classes(), **how)
 
     return VolumeCache(read, given.cache_bytes)
-
-
-@functools.cache
-def _cases(files: Any, split: Split) -> tuple[Case, ...]:
-    return tuple(files.read(split))
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import pathlib
 from collections.abc import Iterator
@@ -73,9 +72,7 @@ class Manifest:
     def split_of(self, utterance: Utterance) -> Split:
         """Where an utterance belongs: by its words, in whatever case."""
         words = " ".join(utterance.transcript.lower().split())
-        digest = hashlib.sha256(words.encode()).digest()
-        held_out = int.from_bytes(digest[:8], "big") % self.held_out_one_in == 0
-        return Split.HELD_OUT if held_out else Split.TRAIN
+        return Split.by_hash(words.encode(), self.held_out_one_in)
 
 
 @functools.cache

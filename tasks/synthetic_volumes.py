@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import pathlib
-import tempfile
 from typing import Any
 
 import gin
@@ -19,6 +18,7 @@ from meshwright.framework.modeling.checks import check_number, check_value
 from meshwright.tasks.nifti import libraries, write_nifti
 from meshwright.tasks.text_input import Split
 from meshwright.tasks.volume_files import Case, VolumeFiles
+from meshwright.tasks.whole_files import written_whole
 
 _CLASSES = ("background", "ellipsoid", "tube")
 # Mean intensity of each class; they are one contrast apart.
@@ -130,10 +130,8 @@ def _written(folder: pathlib.Path, names: list[str], one_in: int) -> pathlib.Pat
     text = json.dumps(content, indent=1)
     path = folder / f"dataset-{_digest(text)}.json"
     if not path.is_file():
-        with tempfile.TemporaryDirectory(dir=folder, prefix="writing") as scratch:
-            new = pathlib.Path(scratch, path.name)
+        with written_whole(path) as new:
             new.write_text(text, encoding="utf-8")
-            new.replace(path)
     return path
 
 

@@ -57,6 +57,13 @@ class Split(enum.Enum):
     TRAIN = "train"
     HELD_OUT = "held_out"
 
+    @classmethod
+    def by_hash(cls, key: bytes, held_out_one_in: int) -> Split:
+        """Where what has this key belongs, whatever else there is."""
+        digest = hashlib.sha256(key).digest()
+        held_out = int.from_bytes(digest[:8], "big") % held_out_one_in == 0
+        return cls.HELD_OUT if held_out else cls.TRAIN
+
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,9 +120,7 @@ class TextFiles:
 
     def split_of(self, path: str) -> Split:
         """Where the file at `path`, relative to `folder`, belongs."""
-        digest = hashlib.sha256(os.fsencode(path)).digest()
-        held_out = int.from_bytes(digest[:8], "big") % self.held_out_one_in == 0
-        return Split.HELD_OUT if held_out else Split.TRAIN
+        return Split.by_hash(os.fsencode(path), self.held_out_one_in)
 
     def read(self, path: str) -> bytes:
         """The content of the file at `path`, relative to `folder`.

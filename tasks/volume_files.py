@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import pathlib
@@ -100,9 +99,7 @@ class VolumeFiles:
         return _listed(self.path).classes
 
     def _split_of(self, case: Case) -> Split:
-        digest = hashlib.sha256(case.name.encode()).digest()
-        held_out = int.from_bytes(digest[:8], "big") % self.held_out_one_in == 0
-        return Split.HELD_OUT if held_out else Split.TRAIN
+        return Split.by_hash(case.name.encode(), self.held_out_one_in)
 
 
 @gin.register

@@ -63,9 +63,8 @@ class Summaries:
 
     def images(self, step: int, values: Mapping[str, bytes]) -> None:
         """PNG files, each in the images tab by its name."""
-        with self._writing(step):
-            for name, png in values.items():
-                tf.summary.image(name, tf.io.decode_png(png, channels=3)[None])
+        decoded = {n: tf.io.decode_png(png, channels=3) for n, png in values.items()}
+        self.pictures(step, decoded)
 
     def pictures(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """uint8 [height, width, 3], each in the images tab by its name."""
