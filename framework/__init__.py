@@ -25,6 +25,7 @@ from meshwright.framework.modeling.initializers import (  # noqa: E402
     FanIn,
     Normal,
 )
+from meshwright.framework.modeling.lars import LARS  # noqa: E402
 from meshwright.framework.modeling.layer import (  # noqa: E402
     Context,
     Layer,
@@ -59,6 +60,7 @@ __all__ = [
     "Explanation",
     "ExponentialMovingAverage",
     "FanIn",
+    "LARS",
     "Layer",
     "LoweringError",
     "Mode",

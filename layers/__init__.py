@@ -21,10 +21,12 @@ from meshwright.layers.gatings import (
     TopK,
 )
 from meshwright.layers.moe import ExpertFeedForward, MoE
+from meshwright.layers.neumf import NeuMF
 from meshwright.layers.normalization import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from meshwright.layers.pipeline import Pipeline
 from meshwright.layers.relative_attention import RelativeAttention
 from meshwright.layers.repeat import Repeat
+from meshwright.layers.resnet import ResNet
 from meshwright.layers.sequential import Sequential
 from meshwright.layers.transformer import TransformerLayer
 from meshwright.layers.unet3d import UNet3D
@@ -46,10 +48,12 @@ __all__ = [
     "LayerNorm",
     "MoE",
     "MultiHeadAttention",
+    "NeuMF",
     "Pipeline",
     "RMSNorm",
     "RelativeAttention",
     "Repeat",
+    "ResNet",
     "Sequential",
     "Sinkhorn",
     "Softmax",

@@ -32,6 +32,9 @@ PAPER_WEIGHTS = {
     "table4": 16e9,
     "table5_32l": 6.47e9,
     "table5_64l": 12.95e9,
+    "wus_resnet": 25.6e6,
+    "wus_ncf": 31.8e6,
+    "wus_transformer": 210e6,
 }
 
 
@@ -59,6 +62,19 @@ def test_paper_configuration_has_the_papers_size(gin_file):
         assert total == pytest.approx(PAPER_WEIGHTS[name], rel=0.12)
     title = re.search(r"on (\d+) devices", (PARAMS / gin_file).read_text())
     assert experiment.plan.mesh.size == int(title[1])
+
+
+def test_weights_of_weight_update_shardings_models():
+    """As their files count them: the papers and benchmarks say only about how many."""
+    layers = 6 * (4 + 8 + 8 + 8) * 1024**2
+    for name, expected in {
+        "ncf_32": (138_493 + 26_744) * (64 + 128) + 107_073,
+        "transformer_32": 33_708 * 1024 + layers + 32 * 1024,
+        "transformer_2048": 210_710_528,
+    }.items():
+        experiment, _ = build_experiment([f"paper/wus_{name}.gin"], [])
+        specs = experiment.task.weights().leaves()
+        assert sum(spec.size for spec in specs) == expected, name
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,186 @@
+"""Neural matrix factorization: what a user makes of an item (He et al. 2017).
+
+Dims: B pairs of a user and an item, F factors, H hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_kind, check_value
+from meshwright.framework.modeling.initializers import FanIn, Normal
+from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.embedding import Lookup
+from meshwright.layers.linear import contract, per_feature
+
+BM = ("batch", "model")
+BH = ("batch", "hidden")
+
+# Of the tables, as in the paper.
+_TABLE_STDDEV = 0.01
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeuMF(Layer):
+    """Two models of a pair, with tables of their own, and the sum of their scores.
+
+    Generalized matrix factorization weighs the product of both vectors, factor by
+    factor; a perceptron reads them side by side. Its first kernel is kept as two, a
+    side's each: nothing is concatenated, and a plan may split the vectors.
+
+    Args:
+      users: rows of the tables of users, their dim "users".
+      items: rows of those of items, their dim "items".
+      factors: F of the product.
+      mlp_dims: H of the perceptron, bottom up. The first is what it reads: half of it
+        is of the user and half of the item.
+      lookup: how rows of tables are picked. AUTO is a product with ONE_HOT where the
+        sharding plan splits the rows, and GATHER elsewhere.
+
+    Raises:
+      ValueError: a size below 1; a perceptron without a layer, or one that reads an odd
+        number.
+    """
+
+    users: int
+    items: int
+    factors: int = 64
+    mlp_dims: Sequence[int] = (256, 256, 128, 64)
+    lookup: Lookup = Lookup.AUTO
+
+    def __post_init__(self):
+        object.__setattr__(self, "mlp_dims", tuple(self.mlp_dims))
+        sizes = {name: getattr(self, name) for name in ("users", "items", "factors")}
+        sizes |= {f"mlp_dims[{i}]": size for i, size in enumerate(self.mlp_dims)}
+        for name, size in sizes.items():
+            check_value(f"NeuMF.{name}", size, at_least=1)
+        check_kind(self, "lookup", Lookup)
+        if len(self.mlp_dims) < 2 or self.mlp_dims[0] % 2:
+            raise ValueError(
+                f"NeuMF.mlp_dims is {self.mlp_dims}: give how much the perceptron "
+                "reads, an even number as half is the user's, and the width of each "
+                "layer"
+            )
+
+    def weights(self) -> NestedMap:
+        mlp = self._tables(self.mlp_dims[0] // 2)
+        # Together the halves read mlp_dims[0] numbers.
+        half = _kernel(self.mlp_dims[0] // 2, self.mlp_dims[1], scale=0.5)
+        mlp.layer_1 = NestedMap(
+            user_kernel=half, item_kernel=half, bias=per_feature(self.mlp_dims[1])
+        )
+        for i in range(2, len(self.mlp_dims)):
+            mlp[f"layer_{i}"] = NestedMap(
+                kernel=_kernel(*self.mlp_dims[i - 1 : i + 1]),
+                bias=per_feature(self.mlp_dims[i]),
+            )
+        # The scores add up as if one kernel read both.
+        total = self.factors + self.mlp_dims[-1]
+        gmf = self._tables(self.factors)
+        gmf.score = _score(self.factors, "model", of=total)
+        mlp.score = _score(self.mlp_dims[-1], "hidden", of=total)
+        return NestedMap(gmf=gmf, mlp=mlp, bias=per_feature(1))
+
+    def fprop(
+        self, ctx: Context, theta: NestedMap, user: tf.Tensor, *, item: tf.Tensor
+    ) -> tf.Tensor:
+        """How likely it is that a user takes an item.
+
+        Args:
+          ctx: context.
+          theta: weights.
+          user: int32 [B], in [0, users).
+          item: int32 [B], in [0, items).
+
+        Returns:
+          Logits [B], in the activation dtype.
+
+        Raises:
+          ValueError: `user` and `item` are not both [B].
+        """
+        if user.shape.rank != 1 or user.shape != item.shape:
+            raise ValueError(
+                f"layer {ctx.path!r} takes users and items [B], but was given "
+                f"{user.shape} and {item.shape}"
+            )
+        with ctx.scope("gmf") as c:
+            one, other = self._vectors(c, theta.gmf, user, item)
+            score = contract(c, one * other, theta.gmf.score)
+        with ctx.scope("mlp") as c:
+            one, other = self._vectors(c, theta.mlp, user, item)
+            score += contract(
+                c, self._hidden(c, theta.mlp, one, other), theta.mlp.score
+            )
+        score = tf.squeeze(score + ctx.cast(theta.bias), -1)
+        return ctx.split(score, ("batch",))
+
+    def flops(self) -> int:
+        """Floating-point operations of a pair, forward: those of all products."""
+        pairs = zip(self.mlp_dims, [*self.mlp_dims[1:], 1], strict=True)
+        return 2 * sum(a * b for a, b in pairs) + 3 * self.factors
+
+    def _tables(self, width: int) -> NestedMap:
+        def table(rows: int, name: str) -> WeightSpec:
+            return WeightSpec(
+                shape=(rows, width),
+                dims=(name, "model"),
+                initializer=Normal(_TABLE_STDDEV),
+            )
+
+        return NestedMap(
+            user=table(self.users, "users"), item=table(self.items, "items")
+        )
+
+    def _vectors(self, ctx, theta, user, item) -> list[tf.Tensor]:
+        """[B, width] of the users and of the items, activation dtype."""
+        return [
+            self._rows(ctx, theta.user, user, "users"),
+            self._rows(ctx, theta.item, item, "items"),
+        ]
+
+    def _rows(self, ctx, table: tf.Tensor, ids: tf.Tensor, name: str) -> tf.Tensor:
+        if self._lookup(ctx, name) is Lookup.GATHER:
+            # The reshape keeps the shape; its gradient makes the gather's dense. Cast
+            # afterwards: what many pairs say of one row is added in float32.
+            rows = ctx.cast(tf.gather(tf.reshape(table, table.shape), ids))
+        else:
+            one_hot = tf.one_hot(ids, table.shape[0], dtype=ctx.activation_dtype)
+            rows = contract(ctx, one_hot, table)
+        return ctx.split(rows, BM)
+
+    def _lookup(self, ctx: Context, name: str) -> Lookup:
+        if self.lookup is not Lookup.AUTO:
+            return self.lookup
+        splits = ctx.plan.weight_sharding((name, "model"), ctx.path).splits()
+        return Lookup.ONE_HOT if splits[0] > 1 else Lookup.GATHER
+
+    def _hidden(self, ctx, theta, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+        """The perceptron's last layer, [B, H]."""
+        first = theta.layer_1
+        x = contract(ctx, one, first.user_kernel)
+        x = ctx.split(x + contract(ctx, other, first.item_kernel), BH)
+        x = tf.nn.relu(x + ctx.cast(first.bias))
+        for i in range(2, len(self.mlp_dims)):
+            layer = theta[f"layer_{i}"]
+            x = ctx.split(contract(ctx, x, layer.kernel), BH)
+            x = tf.nn.relu(x + ctx.cast(layer.bias))
+        return x
+
+
+def _kernel(read: int, made: int, scale: float = 1.0) -> WeightSpec:
+    return WeightSpec(
+        shape=(read, made), dims=("model", "hidden"), initializer=FanIn(scale=scale)
+    )
+
+
+def _score(read: int, dim: str, *, of: int) -> WeightSpec:
+    """What makes a number of `read` ones, of `of` that are read in all."""
+    return WeightSpec(
+        shape=(read, 1), dims=(dim, "score"), initializer=FanIn(scale=read / of)
+    )
