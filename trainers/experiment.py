@@ -8,6 +8,9 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
 from meshwright.framework.modeling.ema import ExponentialMovingAverage
 from meshwright.framework.modeling.optimizers import Optimizer
 from meshwright.framework.sharding.plan import ShardingPlan
@@ -31,6 +34,8 @@ class Experiment:
         `TextInput.seed`.
       activation_dtype: of activations; weights are float32.
       partitioner: Shardy or GSPMD.
+      weight_update_sharding: "auto", "off" or "all": which weight updates that data
+        parallelism repeats on every device are computed on shards instead.
       eval_interval: steps between evaluations; also evaluated at the end. 0: end only.
       eval_batches: held-out batches of an evaluation; None for all.
       decode_batches: held-out batches that an evaluation lets the model translate or
@@ -56,6 +61,7 @@ class Experiment:
     seed: int = 0
     activation_dtype: tf.DType = tf.float32
     partitioner: Partitioner = Partitioner.SHARDY
+    weight_update_sharding: WeightUpdateSharding | str = WeightUpdateSharding.AUTO
     eval_interval: int = 0
     eval_batches: int | None = None
     decode_batches: int | None = 0
@@ -65,6 +71,7 @@ class Experiment:
     replicated_budget: int | None = None
 
     def __post_init__(self):
+        self._check_weight_update_sharding()
         self._check_types()
         self._check_counts()
         intervals = ("eval_interval", "checkpoint_interval", "summary_interval")
@@ -75,6 +82,17 @@ class Experiment:
                     f"steps_per_loop = {self.steps_per_loop}: a compiled loop cannot "
                     "stop in the middle"
                 )
+
+    def _check_weight_update_sharding(self) -> None:
+        try:
+            mode = WeightUpdateSharding(self.weight_update_sharding)
+        except ValueError:
+            known = ", ".join(repr(mode.value) for mode in WeightUpdateSharding)
+            raise ValueError(
+                f"Experiment.weight_update_sharding is "
+                f"{self.weight_update_sharding!r}, must be one of {known}"
+            ) from None
+        object.__setattr__(self, "weight_update_sharding", mode)
 
     def _check_types(self) -> None:
         types = {

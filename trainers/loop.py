@@ -117,7 +117,7 @@ def evaluate_latest(programs: Programs, run: Run) -> dict[str, float]:
         state = TrainState(programs, checkpoints.restore(None, abstract))
     say("evaluating step %d", state.step)
     folder = run.predictions_dir(state.step)
-    found = _evaluate(programs, state.stored(), StopRequest(), folder)
+    found = _evaluate(programs, state, StopRequest(), folder)
     with contextlib.closing(Summaries(run.model_dir, "eval")) as summaries:
         _summarize(summaries, state.step, found)
     return found.metrics
@@ -162,6 +162,7 @@ class _Loop:
         self.summaries.gin_config(step, self.run.config)
         table = replication.report_text(replicated)
         self.summaries.text(step, "left replicated", table)
+        self._report_updates(step)
         if step < self.experiment.num_steps:
             try:
                 step = self._train(state, step)
@@ -177,6 +178,13 @@ class _Loop:
             losses=self.losses,
             evaluation=self.evaluation,
         )
+
+    def _report_updates(self, step: int) -> None:
+        """Says which weight updates are sharded."""
+        updates = self.programs.traced_main.updates
+        if updates is not None:
+            say("%s", updates.summary())
+            self.summaries.text(step, "weight-update sharding", updates.text())
 
     def _train(self, state: TrainState, step: int) -> int:
         """Trains from `step` on and saves; returns the step it came to."""
@@ -295,7 +303,7 @@ class _Loop:
         if done or not self.run.evaluate or self.stop.requested:
             return
         folder = self.run.predictions_dir(step)
-        found = _evaluate(self.programs, state.stored(), self.stop, folder)
+        found = _evaluate(self.programs, state, self.stop, folder)
         if found is None:
             return
         self.evaluation, self.evaluated_step = found.metrics, step
@@ -330,14 +338,14 @@ class _Evaluation:
 
 
 def _evaluate(
-    programs: Programs, stored: NestedMap, stop: StopRequest, folder: str
+    programs: Programs, state: TrainState, stop: StopRequest, folder: str
 ) -> _Evaluation | None:
     """Metrics over the held-out batches, by the moving average if there is one.
 
     None if stopped in the middle. The folder is for files of what is decoded.
     """
     experiment = programs.experiment
-    theta = stored.get("ema", stored.theta)
+    theta = state.weights()
     totals: dict[str, np.ndarray] = collections.defaultdict(float)
     batches = experiment.task.eval_batches(
         global_batch=experiment.global_batch,

@@ -2,10 +2,11 @@
 
     init -> shard -> [ main ]* -> unshard -> checkpoint, export
                         |
-                       eval
+                     gather -> eval
 
-Init and checkpoints hold the state in logical form, main and eval in stored form; the
-trainer and the planner build the same main program here.
+Init and checkpoints hold the state in logical form, main in stored form: that is the
+plan's, or what weight-update sharding made of it. Evaluation reads weights as the plan
+has them. The trainer and the planner build the same main program here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
-from meshwright.framework.compiler.program import Program, compile_program
+from meshwright.framework.compiler.program import (
+    Program,
+    TracedProgram,
+    trace_program,
+)
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
+from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import (
@@ -31,6 +40,7 @@ from meshwright.framework.modeling.layer import (
 )
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.trainers.experiment import Experiment
 
 
@@ -68,6 +78,7 @@ class Programs:
         self.experiment = experiment
         self.devices = devices
         self.weights = experiment.task.weights()
+        self._gathers: dict[tuple[str, bool], Program] = {}
         # What a plan gets wrong is said of weights, not of their slots.
         for path, spec in self.weights.items_by_path():
             spec.sharding(experiment.plan, path)
@@ -89,10 +100,28 @@ class Programs:
             lambda path, spec: spec.sharding(plan, path)
         )
 
-    def logical_shardings(self) -> NestedMap:
-        """The same, without axes that do not divide their dim (logical form)."""
+    def plan_forms(self) -> NestedMap:
+        """The `StoredForm` of each leaf of the state as the plan has it."""
+        return self.state_shardings().map(
+            lambda sharding, spec: StoredForm(spec.shape, spec.dtype, sharding),
+            self.state_specs,
+        )
+
+    def stored_forms(self) -> NestedMap:
+        """The `StoredForm` of each leaf of the state between steps; traces `main`."""
+        return self.traced_main.forms(0)
+
+    def initial_shardings(self) -> NestedMap:
+        """The plan's, without axes that do not divide their dim: of logical shapes."""
         return self.state_shardings().map(
             lambda sharding, spec: sharding.even(spec.shape), self.state_specs
+        )
+
+    def logical_shardings(self) -> NestedMap:
+        """How what `unshard` gives lies: as it is stored, where shapes are logical."""
+        return self.stored_forms().map(
+            lambda form, sharding: form.border if form.is_logical else sharding,
+            self.initial_shardings(),
         )
 
     def abstract_state(self) -> NestedMap:
@@ -232,28 +261,53 @@ class Programs:
             self.initial_state,
             [tf.TensorSpec([2], tf.uint32)],
             [None],
-            self.logical_shardings(),
+            self.initial_shardings(),
             name="init",
         )
 
     @functools.cached_property
-    def main(self) -> Program:
-        """(state, batches) -> {state, metrics}, in stored form; donates the state."""
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split batches."""
+        mesh = self.experiment.plan.mesh
+        dims = NestedMap(self.experiment.task.batch_dims())
+        pairs = zip(dims.leaves(), self.batch_shardings().leaves(), strict=True)
+        used = {
+            axis
+            for names, sharding in pairs
+            for name, axes in zip(names, sharding.dims, strict=True)
+            for axis in axes
+            if name == "batch"
+        }
+        return tuple(a for a in mesh.axis_names if a in used and mesh.axis_size(a) > 1)
+
+    @functools.cached_property
+    def traced_main(self) -> TracedProgram:
+        """`main` before it is compiled, its weight updates sharded."""
         shardings = self.batch_shardings().map(
             lambda s: Sharding(s.mesh, ((), *s.dims))
         )
-        return self._compile(
+        mode = self.experiment.weight_update_sharding
+        updates = None
+        if mode is not WeightUpdateSharding.OFF and self.data_axes:
+            updates = UpdateSharding(mode=mode, data_axes=self.data_axes)
+        return self._trace(
             lambda state, batches: dict(self.train_loop(state, batches)),
             [self.abstract_state(), self.abstract_batches()],
             [self.state_shardings(), shardings],
             {"state": self.state_shardings(), "metrics": None},
             donate=(0,),
+            update_sharding=updates,
             name="train",
         )
 
     @functools.cached_property
+    def main(self) -> Program:
+        """(state, batches) -> {state, metrics}, in stored form; donates the state."""
+        return self.traced_main.compile()
+
+    @functools.cached_property
     def eval(self) -> Program:
-        """(theta in stored form, batch) -> sums."""
+        """(theta in the plan's form, batch) -> sums."""
         task, experiment = self.experiment.task, self.experiment
         return self._compile(
             self.eval_step,
@@ -265,7 +319,7 @@ class Programs:
 
     @functools.cached_property
     def decode(self) -> Program:
-        """(theta in stored form, batch to decode) -> what is said of each row."""
+        """(theta in the plan's form, batch to decode) -> what is said of each row."""
         task, plan = self.experiment.task, self.experiment.plan
         batch = task.decode_spec(self.experiment.global_batch)
         known = dict(NestedMap(task.batch_dims()).items_by_path())
@@ -294,7 +348,7 @@ class Programs:
         return self._compile(
             lambda state: tf.stack([all_finite(x) for x in state.leaves()]),
             [self.abstract_state()],
-            [self.state_shardings()],
+            [self.stored_forms()],
             None,
             name="finite",
         )
@@ -302,32 +356,41 @@ class Programs:
     @functools.cached_property
     def shard(self) -> Program:
         """State in logical form -> stored form."""
-        return self._convert(
-            self.logical_shardings(), self.state_shardings(), name="shard"
-        )
+        before, after = self.initial_shardings(), self.stored_forms()
+        return self._convert(self.state_specs, before, after, name="shard")
 
     @functools.cached_property
     def unshard(self) -> Program:
         """State in stored form -> logical form."""
-        return self._convert(
-            self.state_shardings(), self.logical_shardings(), name="unshard"
-        )
+        before, after = self.stored_forms(), self.logical_shardings()
+        return self._convert(self.state_specs, before, after, name="unshard")
 
-    def _convert(self, before: NestedMap, after: NestedMap, *, name: str) -> Program:
+    def gather(self, part: str, stored: bool) -> Program:
+        """Part "theta" or "ema", from stored or logical form -> the plan's form."""
+        if (part, stored) not in self._gathers:
+            before = self.stored_forms() if stored else self.initial_shardings()
+            after = self.plan_forms()
+            self._gathers[part, stored] = self._convert(
+                self.state_specs[part], before[part], after[part], name="gather"
+            )
+        return self._gathers[part, stored]
+
+    def _convert(self, specs: NestedMap, before, after, *, name: str) -> Program:
         identity = lambda state: state.map(tf.identity)  # noqa: E731
-        return self._compile(
-            identity, [self.abstract_state()], [before], after, name=name
-        )
+        abstract = specs.map(lambda s: tf.TensorSpec(s.shape, s.dtype))
+        return self._compile(identity, [abstract], [before], after, name=name)
 
-    def _compile(self, fn, args, in_shardings, out_shardings, *, name, donate=()):
-        return compile_program(
+    def _compile(self, *args, **how) -> Program:
+        return self._trace(*args, **how).compile()
+
+    def _trace(self, fn, args, in_shardings, out_shardings, **how) -> TracedProgram:
+        return trace_program(
             fn,
             args,
             self.experiment.plan.mesh,
             in_shardings=in_shardings,
             out_shardings=out_shardings,
-            donate=donate,
             partitioner=self.experiment.partitioner,
-            name=name,
             devices=self.devices,
+            **how,
         )

@@ -54,11 +54,11 @@ def replicated_state(programs: Programs) -> list[ReplicatedTensor]:
         return []
     weights = programs.state_specs.items_by_path()
     found = [
-        _tensor(path, spec.shape, spec.dtype, spec.dims, sharding, "weights")
-        for (path, spec), sharding in zip(
-            weights, programs.state_shardings().leaves(), strict=True
+        _tensor(path, spec.shape, spec.dtype, spec.dims, form.sharding, "weights")
+        for (path, spec), form in zip(
+            weights, programs.stored_forms().leaves(), strict=True
         )
-        if sharding.is_replicated()
+        if form.border.is_replicated()
     ]
     batch = NestedMap(experiment.task.batch_spec(experiment.global_batch))
     dims = NestedMap(experiment.task.batch_dims())

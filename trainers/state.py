@@ -10,16 +10,15 @@ from meshwright.trainers.programs import Programs
 class TrainState:
     """Holds the state and converts between its forms only on mismatch.
 
-    The main program keeps it in stored form; checkpoints and export want the logical
-    form. Where the plan divides every dim both are the same arrays, and neither the
-    shard nor the unshard program is ever compiled.
+    The main program keeps it in stored form; checkpoints and export want logical
+    shapes, evaluation the weights as the plan has them. Where two forms are the same
+    arrays, no program between them is ever compiled.
     """
 
     def __init__(self, programs: Programs, logical: NestedMap):
         self._programs = programs
-        self._same = programs.logical_shardings() == programs.state_shardings()
         self._logical: NestedMap | None = logical
-        self._stored: NestedMap | None = logical if self._same else None
+        self._stored: NestedMap | None = None
 
     @classmethod
     def initial(cls, programs: Programs) -> TrainState:
@@ -31,26 +30,49 @@ class TrainState:
         """What a checkpoint is restored into: logical form, on the plan's mesh."""
         return programs.state_specs.map(
             lambda spec, sharding: abstract_array(spec.shape, spec.dtype, sharding),
-            programs.logical_shardings(),
+            programs.initial_shardings(),
         )
 
     def stored(self) -> NestedMap:
-        """The state as the main and eval programs take it."""
+        """The state as the main program takes it."""
         if self._stored is None:
-            self._stored = self._programs.shard(self._logical)
+            programs = self._programs
+            borders = programs.stored_forms().map(lambda form: form.border)
+            same = borders == programs.initial_shardings()
+            self._stored = self._logical if same else programs.shard(self._logical)
             self._logical = None
         return self._stored
 
     def logical(self) -> NestedMap:
         """The state in logical shapes."""
         if self._logical is None:
-            self._logical = self._programs.unshard(self._stored)
+            forms = self._programs.stored_forms().leaves()
+            same = all(form.is_logical for form in forms)
+            self._logical = (
+                self._stored if same else self._programs.unshard(self._stored)
+            )
         return self._logical
+
+    def weights(self) -> NestedMap:
+        """To evaluate: the moving average if there is one, in the plan's form."""
+        programs, part = self._programs, "theta"
+        if "ema" in programs.state_specs:
+            part = "ema"
+        plan = programs.plan_forms()[part]
+        if self._stored is None:
+            have = programs.initial_shardings()[part]
+            same = have == plan.map(lambda form: form.border)
+            weights = self._logical[part]
+        else:
+            same = programs.stored_forms()[part] == plan
+            weights = self._stored[part]
+        if same:
+            return weights
+        return programs.gather(part, self._stored is not None)(weights)
 
     def update(self, stored: NestedMap) -> None:
         """Takes the main program's result; the state before it was donated."""
-        self._stored = stored
-        self._logical = stored if self._same else None
+        self._stored, self._logical = stored, None
 
     @property
     def step(self) -> int:

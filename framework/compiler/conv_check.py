@@ -9,13 +9,10 @@ lowered anew with these laid out, and looked at again.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.mlir import ir
-from jaxlib.mlir.dialects import sdy
-from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.compiler.completion import complete
@@ -26,18 +23,16 @@ from meshwright.framework.compiler.conv_rewrite import (
     Key,
     convolution_of,
     key_of,
-    shape_of,
 )
 from meshwright.framework.compiler.hlo_text import Instruction
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
+from meshwright.framework.compiler.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stable_hlo import Blame, walk
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.sharding import Sharding
 
 # What is laid out stays so, but others may lie otherwise after it; so many looks.
 _ROUNDS = 4
-_QUOTED = re.compile(r'"([^"]+)"')
 
 
 def lower_for_mesh(
@@ -101,82 +96,11 @@ def _check_no_region(blame: Blame, op, shardings: Shardings, chosen: Layout) -> 
 def _by_shardy(
     program: MeshProgram, module: ir.Module
 ) -> Iterator[tuple[ir.Operation, Shardings]]:
-    completed = module.operation.clone()
-    PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(completed)
-    meshes = _names_of(program.mesh, completed)
-    for op in _convolutions(completed):
+    completed = Propagated(program)
+    for op in _convolutions(completed.module):
+        manual = manual_axes(op)
         values = [*op.operands, op.results[0]]
-        manual = _manual_axes(op)
-        yield op, [_read(program.mesh, meshes, value, manual) for value in values]
-
-
-def _names_of(mesh: DeviceMesh, module) -> set[str]:
-    """What the module calls `mesh`; another device order is another mesh."""
-    found = set()
-    for op in walk(module):
-        if op.name == "sdy.mesh":
-            attribute = sdy.MeshAttr(op.attributes["mesh"])
-            axes = map(sdy.MeshAxisAttr, attribute.axes)
-            sizes = tuple((axis.name, axis.size) for axis in axes)
-            same = sizes == tuple(zip(mesh.axis_names, mesh.shape, strict=True))
-            if same and not list(attribute.device_ids):
-                found.add(str(op.attributes["sym_name"]).strip('"'))
-    return found
-
-
-def _manual_axes(op) -> tuple[str, ...]:
-    """The manual axes of the regions around an operation."""
-    axes: list[str] = []
-    while op is not None:
-        if op.name == "sdy.manual_computation":
-            axes += _QUOTED.findall(str(op.attributes["manual_axes"]))
-        op = op.parent and op.parent.operation
-    return tuple(axes)
-
-
-def _read(
-    mesh: DeviceMesh, meshes: set[str], value: ir.Value, manual: tuple[str, ...]
-) -> Sharding | None:
-    attribute = _attribute_of(value)
-    if attribute is None:
-        return Sharding(mesh, ((),) * len(shape_of(value)), manual=manual)
-    name = str(attribute.mesh_or_ref).removeprefix("@").strip('"')
-    if name not in meshes:
-        return None
-    completed = Sharding.from_sdy(mesh, str(attribute))
-    # At a region's border manual axes are named, and are the shards' no more.
-    dims = tuple(
-        tuple(axis for axis in axes if axis not in manual) for axes in completed.dims
-    )
-    return Sharding(mesh, dims, manual=manual)
-
-
-def _attribute_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
-    """The sharding of a value after propagation, None if nothing splits it."""
-    owner = value.owner
-    if not isinstance(owner, ir.Block):
-        if owner.name in ("sdy.reshard", "sdy.sharding_constraint"):
-            return sdy.TensorShardingAttr(owner.attributes["sharding"])
-        return _one_of(owner, "sdy.sharding", value.result_number)
-    holder, number = owner.owner.operation, value.arg_number
-    if holder.name == "func.func":
-        if "arg_attrs" not in holder.attributes:
-            return None
-        own = ir.DictAttr(ir.ArrayAttr(holder.attributes["arg_attrs"])[number])
-        return (
-            sdy.TensorShardingAttr(own["sdy.sharding"])
-            if ("sdy.sharding" in own)
-            else None
-        )
-    region = holder.name == "sdy.manual_computation"
-    return _one_of(holder, "in_shardings" if region else "sdy.sharding", number)
-
-
-def _one_of(op, name: str, number: int) -> sdy.TensorShardingAttr | None:
-    if name not in op.attributes:
-        return None
-    found = sdy.TensorShardingPerValueAttr(op.attributes[name]).shardings[number]
-    return sdy.TensorShardingAttr(found)
+        yield op, [completed.sharding(value, manual) for value in values]
 
 
 def _by_gspmd(

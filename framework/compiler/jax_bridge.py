@@ -187,16 +187,32 @@ def stable_hlo(
     Raises:
       LoweringError: an annotation or a manual region cannot be honoured on `mesh`.
     """
-    with mlir.make_ir_context(), ir.Location.unknown():
-        module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(lowered.hlo))
+    with neutral_module(lowered) as module:
         blame = Blame(lowered.name, lowered.sources)
         refuse_foreign(blame, module)
         drop_idle_steps(module)
         lay_out(module, mesh, layouts or {})
         rewrite_manual_regions(blame, module, mesh, shardy=shardy)
         rewrite_annotations(blame, module, mesh, shardy=shardy)
-        buffer = io.BytesIO()
-        module.operation.write_bytecode(buffer)
+        return bytecode(module)
+
+
+@contextlib.contextmanager
+def neutral_module(lowered: LoweredFunction) -> Iterator[ir.Module]:
+    """The StableHLO module that a function was lowered to, for either partitioner.
+
+    Annotations and manual regions are in it as the TF program has them. It is to be
+    used within the context.
+    """
+    with mlir.make_ir_context(), ir.Location.unknown():
+        text = lowered.rewritten or _jax.mlir.hlo_to_stablehlo(lowered.hlo)
+        yield ir.Module.parse(text)
+
+
+def bytecode(module: ir.Module) -> bytes:
+    """MLIR bytecode of a module."""
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer)
     return buffer.getvalue()
 
 

@@ -31,6 +31,7 @@ class LoweredFunction:
       inputs: the arguments, a tuple of nests of `tf.TensorSpec`.
       outputs: the result, a nest of `tf.TensorSpec`.
       sources: where its ops come from.
+      rewritten: what took the place of `hlo`, as StableHLO bytecode; None: nothing.
     """
 
     name: str
@@ -38,6 +39,7 @@ class LoweredFunction:
     inputs: tuple
     outputs: Any
     sources: Sources
+    rewritten: bytes | None = None
 
 
 def lower(

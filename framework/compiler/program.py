@@ -14,6 +14,11 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler import conv_check, jax_bridge
+from meshwright.framework.compiler.borders import (
+    flat_numbers,
+    stored_forms,
+    stored_spec,
+)
 from meshwright.framework.compiler.hlo_text import HloModule
 from meshwright.framework.compiler.lower import (
     LoweredFunction,
@@ -23,6 +28,11 @@ from meshwright.framework.compiler.lower import (
 )
 from meshwright.framework.compiler.report import Collective, collectives_of
 from meshwright.framework.compiler.sources import Sources
+from meshwright.framework.compiler.weight_update_sharding.report import UpdateReport
+from meshwright.framework.compiler.weight_update_sharding.shard import (
+    UpdateSharding,
+    shard_weight_updates,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
@@ -63,6 +73,7 @@ class Program:
         completion.
       out_forms: the same for the result.
       can_run: whether its devices are here, not a topology's.
+      updates: what was decided on weight updates; None: nothing was asked.
     """
 
     def __init__(
@@ -75,11 +86,13 @@ class Program:
         in_forms: Sequence[StoredForm | None],
         out_forms: Sequence[StoredForm | None],
         can_run: bool,
+        updates: UpdateReport | None = None,
     ):
         self.unpartitioned = unpartitioned
         self.mesh: DeviceMesh = unpartitioned.mesh
         self.partitioner = partitioner
         self.can_run = can_run
+        self.updates = updates
         self._lowered = lowered
         self._compiled = compiled
         self._in_specs: list[tf.TensorSpec] = tf.nest.flatten(lowered.inputs)
@@ -222,12 +235,12 @@ class Program:
     @property
     def in_shardings(self) -> list[Sharding | None]:
         """What was asked for each leaf of the arguments; None: left to completion."""
-        return [form and form.sharding for form in self._in_forms]
+        return [form and form.border for form in self._in_forms]
 
     @property
     def out_shardings(self) -> list[Sharding | None]:
         """What was asked for each leaf of the result; None: left to completion."""
-        return [form and form.sharding for form in self._out_forms]
+        return [form and form.border for form in self._out_forms]
 
     @property
     def inputs(self) -> Any:
@@ -262,7 +275,86 @@ class Program:
         return dict(self._compiled.cost_analysis() or {})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedProgram:
+    """A TF function lowered and ready to be partitioned; made by `trace_program`.
+
+    Args:
+      lowered: the function.
+      mesh: the device mesh.
+      in_forms: for each leaf of the arguments its stored form; None: left to
+        completion.
+      out_forms: the same for the result.
+      donate: numbers of the leaves whose buffers the results may take over.
+      partitioner: Shardy or GSPMD.
+      devices: those of a topology, or None.
+      updates: what was decided on weight updates; None: nothing was asked.
+    """
+
+    lowered: LoweredFunction
+    mesh: DeviceMesh
+    in_forms: Sequence[StoredForm | None]
+    out_forms: Sequence[StoredForm | None]
+    donate: Sequence[int]
+    partitioner: Partitioner
+    devices: Sequence[jax.Device] | None = None
+    updates: UpdateReport | None = None
+
+    def forms(self, argument: int) -> Any:
+        """The stored forms of an argument, a nest like it."""
+        inputs = self.lowered.inputs
+        packed = tf.nest.pack_sequence_as(inputs, list(self.in_forms))
+        return packed[argument]
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Program:
+        """Partitions and compiles; see `compile_program`."""
+        unpartitioned = conv_check.lower_for_mesh(
+            self.lowered,
+            self.mesh,
+            in_shardings=[form and form.border for form in self.in_forms],
+            out_shardings=[form and form.border for form in self.out_forms],
+            donate=self.donate,
+            shardy=self.partitioner is Partitioner.SHARDY,
+            devices=self.devices,
+        )
+        return Program(
+            lowered=self.lowered,
+            unpartitioned=unpartitioned,
+            compiled=unpartitioned.compile(compiler_options),
+            partitioner=self.partitioner,
+            in_forms=self.in_forms,
+            out_forms=self.out_forms,
+            can_run=self.devices is None,
+            updates=self.updates,
+        )
+
+
 def compile_program(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    mesh: DeviceMesh,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+    **how: Any,
+) -> Program:
+    """Partitions a pure TF function over a mesh and compiles it.
+
+    Args:
+      fn: the function, written as for one device, some tensors annotated.
+      args: for each argument a nest of `tf.TensorSpec`, logical shapes.
+      mesh: the device mesh.
+      compiler_options: XLA's own, by flag name, for this program.
+      **how: see `trace_program`.
+
+    Raises:
+      LoweringError: see `lower`; or an annotation would be dropped on this mesh.
+      ValueError: more devices than exist, structures, ranks or meshes that do not
+        agree, an argument to donate that is not there.
+    """
+    return trace_program(fn, args, mesh, **how).compile(compiler_options)
+
+
+def trace_program(
     fn: Callable[..., Any],
     args: Sequence[Any],
     mesh: DeviceMesh,
@@ -273,36 +365,37 @@ def compile_program(
     partitioner: Partitioner = Partitioner.SHARDY,
     name: str | None = None,
     devices: Sequence[jax.Device] | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> Program:
-    """Partitions a pure TF function over a mesh and compiles it.
+    update_sharding: UpdateSharding | None = None,
+) -> TracedProgram:
+    """Lowers a pure TF function for a mesh.
 
     Args:
       fn: the function, written as for one device, some tensors annotated.
       args: for each argument a nest of `tf.TensorSpec`, logical shapes.
       mesh: the device mesh.
       in_shardings: for each argument None, or a nest of its structure with a `Sharding`
-        for each leaf. None is left to completion. Dims that do not divide are stored
-        padded; `Program.shard` and `Program.unshard` convert.
+        for each leaf, or a `StoredForm`. None is left to completion. Dims that do not
+        divide are stored padded; `Program.shard` and `Program.unshard` convert.
       out_shardings: the same for the result.
       donate: numbers of the arguments whose buffers the results may take over.
       partitioner: Shardy, or GSPMD as the second opinion.
       name: for messages and profiles.
       devices: those of a topology (`topology_devices`), to compile for: the program can
         be looked at, not run. The mesh's ids are places among them.
-      compiler_options: XLA's own, by flag name, for this program.
+      update_sharding: which weight updates to shard. State then has other stored forms,
+        `TracedProgram.forms`.
 
     Raises:
       LoweringError: see `lower`; or an annotation would be dropped on this mesh.
-      ValueError: more devices than exist, structures, ranks or meshes that do not
-        agree, an argument to donate that is not there.
+      ValueError: structures, ranks or meshes that do not agree, an argument to donate
+        that is not there.
     """
     name = name or getattr(fn, "__name__", "program").strip("<>")
     args = tuple(args)
     flat_args = argument_specs(name, args)
-    in_forms = _forms(flat_args, args, in_shardings, mesh)
+    in_forms = stored_forms(flat_args, args, in_shardings, mesh)
     stored_args = tf.nest.pack_sequence_as(
-        args, [_stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
+        args, [stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
     out_forms: list[StoredForm | None] = []
 
@@ -319,7 +412,7 @@ def compile_program(
             )
         out = tf.nest.map_structure(tf.convert_to_tensor, out)
         leaves = tf.nest.flatten(out)
-        out_forms[:] = _forms(leaves, out, out_shardings, mesh)
+        out_forms[:] = stored_forms(leaves, out, out_shardings, mesh)
         return tf.nest.pack_sequence_as(
             out,
             [
@@ -329,94 +422,20 @@ def compile_program(
         )
 
     lowered = lower(stored_fn, stored_args, name=name)
-    unpartitioned = conv_check.lower_for_mesh(
-        lowered,
-        mesh,
-        in_shardings=[form and form.sharding for form in in_forms],
-        out_shardings=[form and form.sharding for form in out_forms],
-        donate=_flat_numbers(args, donate),
-        shardy=partitioner is Partitioner.SHARDY,
-        devices=devices,
-    )
-    return Program(
+    updates = None
+    if update_sharding is not None:
+        found = shard_weight_updates(
+            lowered, mesh, in_forms, out_forms, update_sharding, devices
+        )
+        lowered, updates = found.lowered, found.report
+        in_forms, out_forms = found.in_forms, found.out_forms
+    return TracedProgram(
         lowered=lowered,
-        unpartitioned=unpartitioned,
-        compiled=unpartitioned.compile(compiler_options),
-        partitioner=partitioner,
+        mesh=mesh,
         in_forms=in_forms,
         out_forms=out_forms,
-        can_run=devices is None,
+        donate=flat_numbers(args, donate),
+        partitioner=partitioner,
+        devices=devices,
+        updates=updates,
     )
-
-
-def _forms(leaves, structure, shardings, mesh) -> list[StoredForm | None]:
-    """For each leaf its stored form, or None where completion decides."""
-    if shardings is None:
-        return [None] * len(leaves)
-    flat = tf.nest.flatten(_filled(structure, shardings))
-    for sharding in flat:
-        if sharding is not None and sharding.mesh != mesh:
-            raise ValueError(
-                f"sharding {sharding} is over another device mesh ({sharding.mesh}) "
-                f"than the program ({mesh}), or over its devices in another order"
-            )
-        if sharding is not None:
-            _check_border(sharding)
-    paths = nest.flatten_with_joined_string_paths(structure)
-    return [
-        None if s is None else StoredForm.of(tf.TensorSpec(x.shape, x.dtype, path), s)
-        for x, s, (path, _) in zip(leaves, flat, paths, strict=True)
-    ]
-
-
-def _check_border(sharding: Sharding) -> None:
-    axes = [axis for axes in sharding.dims for axis in axes]
-    parts = [axis for axis in axes if sharding.mesh.part(axis).axis != axis]
-    if sharding.unspecified or sharding.manual or parts:
-        raise ValueError(
-            f"sharding {sharding} of an argument or result: at the border of a program "
-            "every dim is split by whole axes or unsplit; annotate inside by "
-            "mesh_split, which can leave dims open or use parts of axes"
-        )
-
-
-def _filled(structure, shardings):
-    """`shardings` with a None that stands for a whole branch spelt out by leaf."""
-    if shardings is None:
-        return tf.nest.map_structure(lambda _: None, structure)
-    if isinstance(structure, Mapping):
-        if not isinstance(shardings, Mapping) or set(structure) != set(shardings):
-            raise ValueError(
-                f"shardings {shardings} do not have the entries {sorted(structure)}"
-            )
-        return type(structure)(
-            {key: _filled(structure[key], shardings[key]) for key in structure}
-        )
-    if isinstance(structure, (tuple, list)):
-        if not isinstance(shardings, Sequence) or len(structure) != len(shardings):
-            raise ValueError(
-                f"shardings {shardings} do not match a sequence of {len(structure)}"
-            )
-        pairs = zip(structure, shardings, strict=True)
-        return type(structure)(_filled(one, s) for one, s in pairs)
-    return shardings
-
-
-def _stored_spec(spec: tf.TensorSpec, form: StoredForm | None) -> tf.TensorSpec:
-    shape = spec.shape if form is None else form.stored_shape
-    return tf.TensorSpec(shape, spec.dtype, spec.name)
-
-
-def _flat_numbers(args: tuple, chosen: Sequence[int]) -> list[int]:
-    """The flat leaf numbers of the arguments numbered in `chosen`."""
-    if not set(chosen) <= set(range(len(args))):
-        raise ValueError(
-            f"donate={list(chosen)} for a program of {len(args)} arguments"
-        )
-    numbers, start = [], 0
-    for i, arg in enumerate(args):
-        count = len(tf.nest.flatten(arg))
-        if i in chosen:
-            numbers.extend(range(start, start + count))
-        start += count
-    return numbers

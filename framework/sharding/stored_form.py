@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,18 +18,23 @@ class StoredForm:
     """How a tensor of a logical shape is kept as evenly split device arrays.
 
     Inside a program XLA pads a dim that its mesh axes do not divide; arrays between
-    programs must be split evenly. The stored form is the logical tensor padded with
-    zeros at the end of such dims (weight-update sharding 4.2: reformat, then slice).
+    programs must be split evenly. The stored form is the logical tensor, some of its
+    dims combined into one if so said, padded with zeros at the end of such dims
+    (weight-update sharding 4.1: reformat, then slice).
 
     Args:
       shape: logical shape.
       dtype: element type.
       sharding: of the logical tensor.
+      split: of the stored tensor, if it is another: see weight-update sharding.
+      combined: (first, count) of the dims that are stored as one, None for none.
     """
 
     shape: tuple[int, ...]
     dtype: tf.DType
     sharding: Sharding
+    split: Sharding | None = None
+    combined: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, spec: tf.TensorSpec, sharding: Sharding) -> StoredForm:
@@ -41,35 +47,59 @@ class StoredForm:
         return cls(tuple(spec.shape), spec.dtype, sharding)
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
-        return self.sharding.padded_shape(self.shape)
+    def border(self) -> Sharding:
+        """The sharding of the stored tensor."""
+        return self.split or self.sharding
 
     @property
-    def is_padded(self) -> bool:
-        return self.stored_shape != self.shape
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.border.padded_shape(self._combined_shape)
+
+    @property
+    def is_logical(self) -> bool:
+        """Whether both forms have one shape."""
+        return self.stored_shape == self.shape
+
+    @property
+    def _combined_shape(self) -> tuple[int, ...]:
+        if self.combined is None:
+            return self.shape
+        first, count = self.combined
+        together = math.prod(self.shape[first : first + count])
+        return (*self.shape[:first], together, *self.shape[first + count :])
 
     def to_logical(self, stored: tf.Tensor) -> tf.Tensor:
         """The logical tensor of a stored one, inside a program."""
-        if not self.is_padded:
+        if self.is_logical and self.split is None:
             return stored
-        return annotate(
-            tf.slice(stored, [0] * len(self.shape), self.shape), self.sharding
-        )
+        shape = self._combined_shape
+        together = tf.slice(stored, [0] * len(shape), shape)
+        if self.combined is not None:
+            # Whole first: of dims that are split as one none is split by itself.
+            dims = list(self.border.dims)
+            dims[self.combined[0]] = ()
+            whole = annotate(together, Sharding(self.border.mesh, tuple(dims)))
+            together = tf.reshape(whole, self.shape)
+        return annotate(together, self.sharding)
 
     def to_stored(self, logical: tf.Tensor) -> tf.Tensor:
         """The stored tensor of a logical one, inside a program."""
-        if not self.is_padded:
+        if self.is_logical and self.split is None:
             return logical
-        return annotate(tf.pad(logical, self._paddings()), self.sharding)
+        together = tf.reshape(logical, self._combined_shape)
+        return annotate(tf.pad(together, self._paddings()), self.border)
 
     def pad(self, logical: np.ndarray) -> np.ndarray:
         """The stored array of a logical host array."""
-        return np.pad(logical, self._paddings()) if self.is_padded else logical
+        if self.is_logical:
+            return logical
+        return np.pad(logical.reshape(self._combined_shape), self._paddings())
 
     def unpad(self, stored: np.ndarray) -> np.ndarray:
         """The logical host array of a stored one."""
-        return stored[tuple(slice(n) for n in self.shape)]
+        own = stored[tuple(slice(n) for n in self._combined_shape)]
+        return own.reshape(self.shape)
 
     def _paddings(self) -> Sequence[tuple[int, int]]:
-        pairs = zip(self.shape, self.stored_shape, strict=True)
+        pairs = zip(self._combined_shape, self.stored_shape, strict=True)
         return [(0, stored - size) for size, stored in pairs]

@@ -43,7 +43,7 @@ def test_pads_with_zeros_and_unpads_exactly(shape, dims_mapping, stored, dtype):
 
 def test_what_divides_is_left_alone():
     form = form_of([4, 8], ["X", "Y"])
-    assert not form.is_padded and form.stored_shape == (4, 8)
+    assert form.is_logical and form.stored_shape == (4, 8)
     host, tensor = np.ones([4, 8]), tf.ones([4, 8])
     assert form.pad(host) is host
     assert form.to_stored(tensor) is tensor and form.to_logical(tensor) is tensor

@@ -63,7 +63,7 @@ def at(programs: Programs, **changes) -> Programs:
 def five_steps_a_loop() -> Programs:
     """The programs of `small_programs()` with `steps_per_loop` 5."""
     other = at(small_programs(), steps_per_loop=5)
-    del other.main
+    del other.main, other.traced_main
     return other
 
 

@@ -1,0 +1,105 @@
+"""How the arguments and results of a program lie between programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+from tensorflow.python.util import nest
+
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
+
+
+def stored_forms(leaves, structure, asked, mesh) -> list[StoredForm | None]:
+    """For each leaf its stored form, or None where completion decides.
+
+    Args:
+      leaves: of the structure, with shapes and dtypes.
+      structure: a nest.
+      asked: a nest like it with a `Sharding` or a `StoredForm` for each leaf, None for
+        a leaf or a branch that is left to completion.
+      mesh: the program's.
+
+    Raises:
+      ValueError: the structures or ranks differ, or a sharding is over another mesh or
+        none for a border.
+    """
+    if asked is None:
+        return [None] * len(leaves)
+    flat = tf.nest.flatten(_filled(structure, asked))
+    paths = nest.flatten_with_joined_string_paths(structure)
+    return [
+        None
+        if one is None
+        else _form(tf.TensorSpec(leaf.shape, leaf.dtype, path), one, mesh)
+        for leaf, one, (path, _) in zip(leaves, flat, paths, strict=True)
+    ]
+
+
+def _form(
+    spec: tf.TensorSpec, asked: Sharding | StoredForm, mesh: DeviceMesh
+) -> StoredForm:
+    form = asked if isinstance(asked, StoredForm) else StoredForm.of(spec, asked)
+    if form.border.mesh != mesh:
+        raise ValueError(
+            f"sharding {form.border} is over another device mesh ({form.border.mesh}) "
+            f"than the program ({mesh}), or over its devices in another order"
+        )
+    _check_border(form.border)
+    return form
+
+
+def _check_border(sharding: Sharding) -> None:
+    axes = [axis for axes in sharding.dims for axis in axes]
+    parts = [axis for axis in axes if sharding.mesh.part(axis).axis != axis]
+    if sharding.unspecified or sharding.manual or parts:
+        raise ValueError(
+            f"sharding {sharding} of an argument or result: at the border of a program "
+            "every dim is split by whole axes or unsplit; annotate inside by "
+            "mesh_split, which can leave dims open or use parts of axes"
+        )
+
+
+def _filled(structure, shardings):
+    """`shardings` with a None that stands for a whole branch spelt out by leaf."""
+    if shardings is None:
+        return tf.nest.map_structure(lambda _: None, structure)
+    if isinstance(structure, Mapping):
+        if not isinstance(shardings, Mapping) or set(structure) != set(shardings):
+            raise ValueError(
+                f"shardings {shardings} do not have the entries {sorted(structure)}"
+            )
+        return type(structure)(
+            {key: _filled(structure[key], shardings[key]) for key in structure}
+        )
+    if isinstance(structure, (tuple, list)):
+        if not isinstance(shardings, Sequence) or len(structure) != len(shardings):
+            raise ValueError(
+                f"shardings {shardings} do not match a sequence of {len(structure)}"
+            )
+        pairs = zip(structure, shardings, strict=True)
+        return type(structure)(_filled(one, s) for one, s in pairs)
+    return shardings
+
+
+def stored_spec(spec: tf.TensorSpec, form: StoredForm | None) -> tf.TensorSpec:
+    """What a program takes of a tensor in this form."""
+    shape = spec.shape if form is None else form.stored_shape
+    return tf.TensorSpec(shape, spec.dtype, spec.name)
+
+
+def flat_numbers(args: tuple, chosen: Sequence[int]) -> list[int]:
+    """The flat leaf numbers of the arguments numbered in `chosen`."""
+    if not set(chosen) <= set(range(len(args))):
+        raise ValueError(
+            f"donate={list(chosen)} for a program of {len(args)} arguments"
+        )
+    numbers, start = [], 0
+    for i, arg in enumerate(args):
+        count = len(tf.nest.flatten(arg))
+        if i in chosen:
+            numbers.extend(range(start, start + count))
+        start += count
+    return numbers

@@ -1,0 +1,244 @@
+"""Finds the weight updates of a program (weight-update sharding 3.2).
+
+A cluster is what is computed alike on all replicas around one or more gradient
+reductions, and could be computed on shards instead: elementwise ops mostly, followed
+from the reductions through loops to the state that the step returns.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.hlo_text import itemsize
+from meshwright.framework.compiler.stable_hlo import walk
+from meshwright.framework.compiler.weight_update_sharding.links import (
+    Link,
+    Use,
+    frequency,
+)
+from meshwright.framework.compiler.weight_update_sharding.redundancy import (
+    BRANCHES,
+    WHILE,
+    Redundancy,
+)
+from meshwright.framework.compiler.weight_update_sharding.shardable import (
+    Place,
+    dim_map,
+)
+
+_ENDS = ("func.func", "func.return", "stablehlo.return", WHILE, *BRANCHES)
+
+
+class Groups:
+    """Disjoint sets of hashable things."""
+
+    def __init__(self):
+        self._parent: dict = {}
+
+    def find(self, one):
+        root = one
+        while self._parent.get(root, root) != root:
+            root = self._parent[root]
+        while self._parent.get(one, one) != root:
+            self._parent[one], one = root, self._parent[one]
+        self._parent.setdefault(root, root)
+        return root
+
+    def join(self, one, other) -> None:
+        self._parent[self.find(one)] = self.find(other)
+
+
+def bytes_of(value: ir.Value) -> int:
+    """Bytes of a tensor, whole."""
+    type_ = ir.RankedTensorType(value.type)
+    return math.prod(type_.shape) * itemsize(dtype_of(value))
+
+
+def dtype_of(value: ir.Value) -> str:
+    """The element type's name, as HLO has it."""
+    name = str(ir.RankedTensorType(value.type).element_type)
+    return {"i1": "pred"}.get(name, name.replace("ui", "u").replace("i", "s"))
+
+
+@dataclasses.dataclass(eq=False)
+class Cluster:
+    """One weight update.
+
+    Args:
+      links: the state that it updates and what loops carry of it.
+      ops: those to compute on shards.
+      values: tensors that they read or make, and those of the links.
+    """
+
+    links: list[Link]
+    ops: set[ir.Operation]
+    values: list[ir.Value]
+
+    def arguments(self) -> list[int]:
+        """Numbers of the program's arguments that it updates."""
+        return [link.argument for link in self.links if link.argument is not None]
+
+    def made_inside(self, value: ir.Value) -> bool:
+        """Whether one of its ops or links makes a value."""
+        owner = value.owner
+        by_op = not isinstance(owner, ir.Block) and owner in self.ops
+        return by_op or any(value in link.values for link in self.links)
+
+    def inside(self, use: Use) -> bool:
+        """Whether an op or a link of it is what uses a value."""
+        return use[0] in self.ops or any(use in link.uses for link in self.links)
+
+    def grow(self, op: ir.Operation) -> None:
+        """Takes in another op."""
+        self.ops.add(op)
+        new = [v for v in (*op.operands, *op.results) if shape_of(v)]
+        self.values += [value for value in new if value not in self.values]
+
+    def entries(self) -> list[ir.Value]:
+        """Tensors from outside that it reads."""
+        return [
+            value
+            for value in self.values
+            if not self.made_inside(value) and any(map(self.inside, uses_of(value)))
+        ]
+
+    def exits(self) -> dict[ir.Value, list[Use]]:
+        """Tensors of it that others read, with what reads them."""
+        found = {}
+        for value in self.values:
+            if self.made_inside(value):
+                outside = [use for use in uses_of(value) if not self.inside(use)]
+                if outside:
+                    found[value] = outside
+        return found
+
+
+def uses_of(value: ir.Value) -> list[Use]:
+    """All uses of a value."""
+    return [(use.owner.operation, use.operand_number) for use in value.uses]
+
+
+class Dims:
+    """Which dims of the values of a program are split alike or not at all.
+
+    Args:
+      ops: those that may be computed on shards.
+      links: those whose values are.
+    """
+
+    def __init__(self, ops: Sequence[ir.Operation], links: Sequence[Link]):
+        self.places, self.values = Groups(), Groups()
+        self.whole: set[Place] = set()
+        self.keeps_shape: set[Place] = set()
+        for op in ops:
+            self.add(op)
+        for link in links:
+            for value in (*link.values[1:], *link.entering()):
+                for dim in range(len(shape_of(value))):
+                    self._join((link.values[0], dim), (value, dim))
+
+    def add(self, op: ir.Operation) -> None:
+        """Another op that is computed on shards."""
+        found = dim_map(op)
+        for one, other in found.same:
+            self._join(one, other)
+        self.whole.update(found.whole)
+        if found.keeps_shape:
+            self.keeps_shape.update(p for pair in found.same for p in pair)
+
+    def _join(self, one: Place, other: Place) -> None:
+        self.places.join(one, other)
+        self.values.join(one[0], other[0])
+
+
+def find_clusters(
+    main: ir.Operation, redundancy: Redundancy, links: Sequence[Link]
+) -> tuple[list[Cluster], Dims]:
+    """The weight updates in a program, and how their dims correspond."""
+    ops = [op for op in walk(main) if op.name not in _ENDS]
+    updating = set(_updating(ops, redundancy))
+    updating |= _feeding(ops, redundancy, updating)
+    tied = [link for link in links if _is_updated(link, redundancy)]
+    ordered = [op for op in ops if op in updating]
+    dims = Dims(ordered, tied)
+    return _grouped(ordered, tied, dims), dims
+
+
+def _updating(ops, redundancy: Redundancy) -> Iterator[ir.Operation]:
+    for op in ops:
+        depends = any(value in redundancy.updates for value in op.operands)
+        if depends and _can_shard(op, redundancy):
+            yield op
+
+
+def _feeding(ops, redundancy: Redundancy, updating) -> set[ir.Operation]:
+    """Ops that only weight updates use, such as a slot's decay; sums to scalars too."""
+    found: set[ir.Operation] = set()
+    for op in reversed(ops):
+        if op in updating or not _can_shard(op, redundancy):
+            continue
+        ranked = [result for result in op.results if shape_of(result)]
+        users = [user for result in ranked for user, _ in uses_of(result)]
+        if all(user in updating or user in found for user in users):
+            found.add(op)
+    return found
+
+
+def _can_shard(op, redundancy: Redundancy) -> bool:
+    """Whether replicas compute an op alike that could be computed on shards."""
+    values = [*op.operands, *op.results]
+    ranked = any(shape_of(value) for value in values)
+    alike = ranked and all(redundancy.alike.get(value) for value in values)
+    summed = any(result in redundancy.reduced for result in op.results)
+    return alike and not summed and dim_map(op) is not None
+
+
+def _is_updated(link: Link, redundancy: Redundancy) -> bool:
+    """Whether what it ties depends on gradients, and is alike everywhere."""
+    values = [*link.values, *link.entering()]
+    alike = all(redundancy.alike.get(value) for value in values)
+    return alike and any(value in redundancy.updates for value in link.entering())
+
+
+def _grouped(ops, links, dims: Dims) -> list[Cluster]:
+    clusters: dict[ir.Value, Cluster] = collections.defaultdict(
+        lambda: Cluster([], set(), [])
+    )
+    seen: dict[ir.Value, None] = {}
+    for link in links:
+        clusters[dims.values.find(link.values[0])].links.append(link)
+        seen.update(dict.fromkeys((*link.values, *link.entering())))
+    for op in ops:
+        ranked = [v for v in (*op.operands, *op.results) if shape_of(v)]
+        seen.update(dict.fromkeys(ranked))
+        for root in {dims.values.find(value) for value in ranked}:
+            clusters[root].ops.add(op)
+    for value in seen:
+        clusters[dims.values.find(value)].values.append(value)
+    return [one for one in clusters.values() if one.arguments()]
+
+
+def how_often(value: ir.Value, uses: Sequence[Use]) -> float:
+    """How often a step gathers a value for these uses: less if in rare branches."""
+    return max(_enters(value, op) for op, _ in uses)
+
+
+def _enters(value: ir.Value, op) -> float:
+    home, often = block_of(value), 1.0
+    while op.block != home:
+        op = op.parent.operation
+        if op.name in BRANCHES:
+            often *= frequency(op)
+    return often
+
+
+def block_of(value: ir.Value):
+    """The block that a value belongs to."""
+    owner = value.owner
+    return owner if isinstance(owner, ir.Block) else owner.operation.block

@@ -1,0 +1,186 @@
+"""A lowered function's module with the sharding that completion gives each value."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+from jax.extend.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
+
+from meshwright.framework.compiler.jax_bridge import (
+    bytecode,
+    lower_for_mesh,
+    neutral_module,
+)
+from meshwright.framework.compiler.lower import LoweredFunction
+from meshwright.framework.compiler.propagation import Propagated, manual_axes
+from meshwright.framework.compiler.stable_hlo import (
+    call_target,
+    is_of_region,
+    operand_places,
+    walk,
+)
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+_NUMBER = "number"
+_MAYBE_IDLE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompletedModule:
+    """A module that is still for either partitioner, and where its tensors will lie.
+
+    Calls are inlined. It is to be used, and may be changed, within its MLIR context.
+
+    Args:
+      mesh: the device mesh.
+      module: the module.
+      main: its entry function.
+      shardings: by value; what is not in it is whole, or in a manual region.
+    """
+
+    mesh: DeviceMesh
+    module: ir.Module
+    main: ir.Operation
+    shardings: Mapping[ir.Value, Sharding | None]
+
+    def axes(self, value: ir.Value) -> frozenset[str]:
+        """The mesh axes that split a value; all of them if its sharding is unknown."""
+        if value not in self.shardings:
+            return frozenset()
+        sharding = self.shardings[value]
+        if sharding is None:
+            return frozenset(self.mesh.axis_names)
+        used = [axis for axes in sharding.dims for axis in axes] + [*sharding.manual]
+        return frozenset(self.mesh.part(axis).axis for axis in used)
+
+    def dim_axes(self, value: ir.Value, dim: int) -> frozenset[str]:
+        """The mesh axes that split a dim of a value, as far as is known."""
+        sharding = self.shardings.get(value)
+        if sharding is None:
+            return frozenset()
+        return frozenset(self.mesh.part(axis).axis for axis in sharding.dims[dim])
+
+    def sharding(self, value: ir.Value) -> Sharding:
+        """The sharding of a value that lies on the mesh."""
+        found = self.shardings.get(value)
+        if found is None:
+            return Sharding.replicated(self.mesh, ir.RankedTensorType(value.type).rank)
+        return found
+
+
+@contextlib.contextmanager
+def completed_module(
+    lowered: LoweredFunction,
+    mesh: DeviceMesh,
+    *,
+    in_shardings: Sequence[Sharding | None],
+    out_shardings: Sequence[Sharding | None],
+    devices: Sequence[jax.Device] | None = None,
+) -> Iterator[CompletedModule]:
+    """Completes a function by Shardy's propagation, whatever will partition it.
+
+    Raises:
+      LoweringError: as `lower_for_mesh`.
+    """
+    with neutral_module(lowered) as module:
+        _tidy(module)
+        ops = [op for op in walk(module.operation) if len(op.results)]
+        integer = ir.IntegerType.get_signless(32)
+        for number, op in enumerate(ops):
+            op.attributes[_NUMBER] = ir.IntegerAttr.get(integer, number)
+        numbered = dataclasses.replace(lowered, rewritten=bytecode(module))
+        for op in ops:
+            del op.attributes[_NUMBER]
+        program = lower_for_mesh(
+            numbered,
+            mesh,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate=(),
+            shardy=True,
+            devices=devices,
+        )
+        main = ir.SymbolTable(module.operation)["main"].operation
+        found = dict(
+            zip(main.regions[0].blocks[0].arguments, in_shardings, strict=True)
+        )
+        found.update(_of_results(ops, _by_number(program), mesh))
+        yield CompletedModule(mesh, module, main, found)
+
+
+def _tidy(module: ir.Module) -> None:
+    """Inlines calls and drops what does nothing, such as the copies TF2XLA makes."""
+    PassManager.parse("builtin.module(inline)").run(module.operation)
+    symbols = ir.SymbolTable(module.operation)
+    # The pass leaves the calls in conditions of loops.
+    while calls := [op for op in walk(module.operation) if op.name == "func.call"]:
+        for call in calls:
+            name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+            _inline(call, symbols[name].operation)
+    PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
+    for op in list(walk(module.operation)):
+        if _is_idle(op):
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+
+
+def _inline(call, called) -> None:
+    block = called.regions[0].blocks[0]
+    values = dict(zip(block.arguments, call.operands, strict=True))
+    ops = [op.operation for op in block.operations]
+    for op in ops[:-1]:
+        copy = op.clone(ir.InsertionPoint(call))
+        for user, number in operand_places(copy):
+            value = user.operands[number]
+            user.operands[number] = values.get(value, value)
+        values.update(zip(op.results, copy.results, strict=True))
+    for result, value in zip(call.results, ops[-1].operands, strict=True):
+        result.replace_all_uses_with(values[value])
+    call.erase()
+
+
+def _is_idle(op) -> bool:
+    if op.name not in _MAYBE_IDLE or op.operands[0].type != op.results[0].type:
+        return False
+    if op.name != "stablehlo.transpose":
+        return True
+    order = list(ir.DenseI64ArrayAttr(op.attributes["permutation"]))
+    return order == sorted(order)
+
+
+def _by_number(program) -> dict[int, list[Sharding | None]]:
+    with program.lowered.compiler_ir("stablehlo").context:
+        propagated = Propagated(program)
+        return {
+            ir.IntegerAttr(op.attributes[_NUMBER]).value: [
+                propagated.sharding(result, manual_axes(op)) for result in op.results
+            ]
+            for op in walk(propagated.module)
+            if _NUMBER in op.attributes and not manual_axes(op)
+        }
+
+
+def _of_results(ops, by_number, mesh) -> Iterator[tuple[ir.Value, Sharding | None]]:
+    for number, op in enumerate(ops):
+        if number in by_number:
+            yield from zip(op.results, by_number[number], strict=True)
+        elif call_target(op) == "Sharding" and not is_of_region(op):
+            yield op.results[0], _asked(op, mesh)
+        if op.name == "stablehlo.while" and number in by_number:
+            for region in op.regions:
+                arguments = region.blocks[0].arguments
+                yield from zip(arguments, by_number[number], strict=True)
+
+
+def _asked(op, mesh: DeviceMesh) -> Sharding | None:
+    text = ir.StringAttr(op.attributes["mhlo.sharding"]).value
+    rank = ir.RankedTensorType(op.results[0].type).rank
+    try:
+        return Sharding.from_hlo(mesh, text, rank)
+    except ValueError:
+        return None

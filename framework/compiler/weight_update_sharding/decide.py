@@ -1,0 +1,216 @@
+"""Whether a weight update is worth sharding, and how (weight-update sharding 3.2).
+
+The cost model is small: what a device need not read and write, at the speed of its
+memory, against what it has to send besides, at the speed of its links, and the time
+that another collective takes to begin. An all-reduce sends a tensor twice, once to
+reduce and once to gather; sharded, the second time is the gather of what others read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Iterator, Sequence
+
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.weight_update_sharding.clusters import (
+    Cluster,
+    Dims,
+    bytes_of,
+    dtype_of,
+    how_often,
+    uses_of,
+)
+from meshwright.framework.compiler.weight_update_sharding.completed import (
+    CompletedModule,
+)
+from meshwright.framework.compiler.weight_update_sharding.formats import (
+    Format,
+    Tiles,
+    formats_of,
+)
+from meshwright.framework.compiler.weight_update_sharding.links import joined
+from meshwright.framework.compiler.weight_update_sharding.redundancy import Redundancy
+from meshwright.framework.compiler.weight_update_sharding.shardable import dim_map
+
+
+class WeightUpdateSharding(enum.Enum):
+    """Which weight updates are sharded: where it pays, none, or all that can be."""
+
+    AUTO = "auto"
+    OFF = "off"
+    ALL = "all"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the cost model knows of a device.
+
+    Args:
+      memory_bandwidth: bytes a second.
+      link_bandwidth: bytes a second that it sends to others.
+      latency: seconds that a collective takes at least.
+      tiles: of its memory's layout.
+    """
+
+    memory_bandwidth: float
+    link_bandwidth: float
+    latency: float
+    tiles: Tiles = Tiles()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What becomes of one weight update.
+
+    Args:
+      cluster: the update.
+      state: numbers of the program's arguments that it updates.
+      format: how it is divided, None if it is left alone.
+      why: it is left alone; "" if it is not.
+      gathers: bytes a step of what is gathered for others to read.
+      reduced: bytes of its gradients' reductions.
+      saved: bytes a step that a device need not read or write.
+      kept: bytes of state that a device need not hold.
+      gain: estimated seconds a step.
+    """
+
+    cluster: Cluster
+    state: Sequence[int]
+    format: Format | None = None
+    why: str = ""
+    gathers: int = 0
+    reduced: int = 0
+    saved: int = 0
+    kept: int = 0
+    gain: float = 0.0
+
+
+def decide(
+    clusters: Sequence[Cluster],
+    dims: Dims,
+    completed: CompletedModule,
+    redundancy: Redundancy,
+    *,
+    machine: Machine,
+    mode: WeightUpdateSharding,
+) -> list[Decision]:
+    """The best format for each update, or why it has none."""
+    judge = _Judge(dims, completed, redundancy, machine)
+    return [judge.decide(cluster, mode) for cluster in clusters]
+
+
+class _Judge:
+    def __init__(self, dims, completed, redundancy, machine):
+        self.dims: Dims = dims
+        self.completed: CompletedModule = completed
+        self.redundancy: Redundancy = redundancy
+        self.machine: Machine = machine
+
+    def decide(self, cluster: Cluster, mode: WeightUpdateSharding) -> Decision:
+        state = cluster.arguments()
+        self.place_gathers(cluster)
+        found = [
+            self.judged(cluster, state, one)
+            for axes in self.choices_of_axes(cluster)
+            for one in formats_of(cluster, self.dims, self.completed, axes)
+        ]
+        if not found:
+            why = "no dim of it can be split in all that its update computes"
+            return Decision(cluster=cluster, state=state, why=why)
+        best = max(found, key=lambda one: (one.gain, -one.format.count))
+        if mode is WeightUpdateSharding.AUTO and best.gain <= 0:
+            why = f"it would cost {-best.gain * 1e6:.1f} us a step"
+            return dataclasses.replace(best, format=None, why=why, kept=0)
+        return best
+
+    def choices_of_axes(self, cluster: Cluster) -> Iterator[tuple[str, ...]]:
+        """The data axes along which the update is repeated, and parts of them."""
+        alike = frozenset(self.completed.mesh.axis_names)
+        for value in cluster.values:
+            alike &= self.redundancy.alike.get(value, frozenset())
+        axes = [axis for axis in self.completed.mesh.axis_names if axis in alike]
+        for count in range(len(axes), 0, -1):
+            yield from itertools.combinations(axes, count)
+
+    def place_gathers(self, cluster: Cluster) -> None:
+        """Keeps weights whole between steps where that gathers no more (4.2).
+
+        Else what reads them computes on shards as far as that makes tensors smaller,
+        such as a conversion to bfloat16, and they are gathered after it.
+        """
+        for links in joined(cluster.links):
+            values = [value for link in links for value in link.values]
+            reads = {v: uses for v, uses in cluster.exits().items() if v in values}
+            if not reads:
+                continue
+            found = [self.reads(value, uses) for value, uses in reads.items()]
+            whole = max(bytes_of(value) for value in reads)
+            if sum(one.bytes for one in found) < whole:
+                for op in (op for one in found for op in one.ops):
+                    self.dims.add(op)
+                    cluster.grow(op)
+            else:
+                cluster.links = [one for one in cluster.links if one not in links]
+
+    def reads(self, value: ir.Value, uses) -> _Reads:
+        """The fewest bytes to gather for some uses of a value."""
+        whole = bytes_of(value)
+        total, ops = 0.0, []
+        for op, _ in uses:
+            if not self.narrows(op):
+                return _Reads(whole * how_often(value, uses))
+            result = op.results[0]
+            after = self.reads(result, uses_of(result))
+            total += after.bytes
+            ops += [op, *after.ops]
+        often = how_often(value, uses) if uses else 0.0
+        return _Reads(total, ops) if total < whole * often else _Reads(whole * often)
+
+    def narrows(self, op) -> bool:
+        """Whether an op of one tensor makes one of no more bytes, on shards too."""
+        if len(op.operands) != 1 or len(op.results) != 1 or dim_map(op) is None:
+            return False
+        alike = self.redundancy.alike.get(op.results[0])
+        smaller = bytes_of(op.results[0]) <= bytes_of(op.operands[0])
+        return bool(alike) and smaller
+
+    def judged(self, cluster: Cluster, state, format_: Format) -> Decision:
+        tiles, machine = self.machine.tiles, self.machine
+        whole = lambda v: tiles.bytes(  # noqa: E731
+            self.completed.sharding(v).shard_shape(shape_of(v)), dtype_of(v)
+        )
+        spared = lambda v: whole(v) - format_.shard_bytes(v, tiles)  # noqa: E731
+        entries, exits = cluster.entries(), cluster.exits()
+        ends = [l.values[0] for l in cluster.links if l.argument is not None]  # noqa: E741
+        saved = sum(map(spared, entries)) + 2 * sum(map(spared, ends))
+        gathers = [
+            bytes_of(value) * how_often(value, uses)
+            for value, uses in exits.items()
+            if format_.first(value) is not None
+        ]
+        reduced = [v for v in entries if v in self.redundancy.updates]
+        sent = sum(gathers) - sum(map(bytes_of, reduced))
+        share = (format_.shards - 1) / format_.shards
+        gain = saved / machine.memory_bandwidth
+        gain -= max(0.0, sent) * share / machine.link_bandwidth
+        gain -= len(gathers) * machine.latency
+        return Decision(
+            cluster=cluster,
+            state=state,
+            format=format_,
+            gathers=int(sum(gathers)),
+            reduced=sum(map(bytes_of, reduced)),
+            saved=saved,
+            kept=sum(map(spared, ends)),
+            gain=gain,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reads:
+    bytes: float
+    ops: Sequence = ()

@@ -1,0 +1,135 @@
+"""Values that control flow ties together: they take one form or none.
+
+A loop's input and output, a program's argument and the result that replaces it, the
+branches of a conditional and what they give (weight-update sharding 3.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.stable_hlo import walk
+from meshwright.framework.compiler.weight_update_sharding.completed import (
+    CompletedModule,
+)
+from meshwright.framework.compiler.weight_update_sharding.redundancy import (
+    BRANCHES,
+    WHILE,
+)
+
+Use = tuple[ir.Operation, int]
+"""An operation and the number of its operand."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Link:
+    """Values and uses of one form.
+
+    Args:
+      values: block arguments and results.
+      uses: where values enter it.
+      argument: number of the program's argument that it is, None if of a loop or a
+        conditional.
+    """
+
+    values: tuple[ir.Value, ...]
+    uses: tuple[Use, ...]
+    argument: int | None = None
+
+    def entering(self) -> list[ir.Value]:
+        """What enters it."""
+        return [op.operands[number] for op, number in self.uses]
+
+
+def links_of(
+    completed: CompletedModule, carried: Sequence[tuple[int, int]]
+) -> list[Link]:
+    """All links of tensors that are no scalars.
+
+    Args:
+      completed: the module.
+      carried: pairs of the numbers of an argument and of the result that is the same
+        argument in the next call.
+    """
+    block = completed.main.regions[0].blocks[0]
+    end = _end(block)
+    found = [
+        Link((block.arguments[argument],), ((end, result),), argument)
+        for argument, result in carried
+    ]
+    for op in walk(completed.main):
+        if op.name == WHILE:
+            found += _of_loop(op)
+        elif op.name in BRANCHES:
+            found += _of_branches(op)
+    return [link for link in found if shape_of(link.values[0])]
+
+
+def _of_loop(op) -> Iterator[Link]:
+    """Of what changes: what a loop only reads it uses as any op does."""
+    condition, body = (region.blocks[0] for region in op.regions)
+    for i, result in enumerate(op.results):
+        if _end(body).operands[i] != body.arguments[i]:
+            values = (condition.arguments[i], body.arguments[i], result)
+            yield Link(values, ((op, i), (_end(body), i)))
+
+
+def _of_branches(op) -> Iterator[Link]:
+    ends = [_end(region.blocks[0]) for region in op.regions]
+    for i, result in enumerate(op.results):
+        yield Link((result,), tuple((end, i) for end in ends))
+
+
+def _end(block) -> ir.Operation:
+    return block.operations[len(block.operations) - 1].operation
+
+
+def frequency(op) -> float:
+    """How often a conditional is entered: 1 / k if every k steps, else 1.
+
+    As in the paper, by its predicate's use of a counter: something's remainder by k.
+    """
+    pending, seen = [op.operands[0]], 0
+    while pending and seen < 64:
+        value, seen = pending.pop(0), seen + 1
+        maker = value.owner
+        if isinstance(maker, ir.Block) or shape_of(value):
+            continue
+        if maker.name == "stablehlo.remainder":
+            every = constant_of(maker.operands[1])
+            if every:
+                return 1.0 / abs(every)
+        pending += list(maker.operands)
+    return 1.0
+
+
+def constant_of(value: ir.Value) -> float | None:
+    """The number that a scalar constant is, None if it is none."""
+    while not isinstance(value.owner, ir.Block):
+        maker = value.owner
+        if maker.name == "stablehlo.constant":
+            return float(ir.DenseElementsAttr(maker.attributes["value"])[0])
+        if maker.name not in ("stablehlo.convert", "stablehlo.reshape"):
+            return None
+        value = maker.operands[0]
+    return None
+
+
+def joined(links: Sequence[Link]) -> list[list[Link]]:
+    """Links that pass one tensor on to each other, together."""
+    found: list[list[Link]] = []
+    for link in links:
+        near = [group for group in found if any(_passes(link, one) for one in group)]
+        found = [group for group in found if group not in near]
+        found.append([link, *(one for group in near for one in group)])
+    return found
+
+
+def _passes(one: Link, other: Link) -> bool:
+    return any(v in other.values for v in one.entering()) or any(
+        v in one.values for v in other.entering()
+    )

@@ -1,0 +1,211 @@
+"""What all data-parallel replicas compute alike (weight-update sharding 3.1).
+
+The paper's program is one replica's, with all-reduces in it. Ours is of one giant
+device, where the same question reads: which values does no data axis split, and are
+they made of such values, of constants and of reductions over the data axes alone? In a
+manual region, where each device has its own values, the paper's rules hold as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.stable_hlo import (
+    INTO_MANUAL,
+    call_target,
+    placeholder_of,
+)
+from meshwright.framework.compiler.weight_update_sharding.completed import (
+    CompletedModule,
+)
+
+WHILE = "stablehlo.while"
+BRANCHES = ("stablehlo.case", "stablehlo.if")
+_NEVER_ALIKE = (
+    "stablehlo.rng",
+    "stablehlo.rng_bit_generator",
+    "stablehlo.infeed",
+    "stablehlo.outfeed",
+    "stablehlo.send",
+    "stablehlo.recv",
+    "stablehlo.partition_id",
+    "stablehlo.replica_id",
+)
+_SUMS_ALL = (
+    "stablehlo.convolution",
+    "stablehlo.scatter",
+    "stablehlo.select_and_scatter",
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Redundancy:
+    """What is computed alike along which data axes.
+
+    Args:
+      alike: by value the data axes along which all replicas compute it alike.
+      reduced: by value the data axes over which the op that makes it sums: it is the
+        result of a gradient reduction, or of one like it.
+      updates: values that depend on a reduction.
+    """
+
+    alike: dict[ir.Value, frozenset[str]]
+    reduced: dict[ir.Value, frozenset[str]]
+    updates: set[ir.Value]
+
+
+def analyze(completed: CompletedModule, data_axes: Sequence[str]) -> Redundancy:
+    """Finds what is redundant along `data_axes`, through loops to a fixed point."""
+    return _Analysis(completed, frozenset(data_axes)).run()
+
+
+class _Analysis:
+    def __init__(self, completed: CompletedModule, data_axes: frozenset[str]):
+        self.completed = completed
+        self.data_axes = data_axes
+        self.alike: dict[ir.Value, frozenset[str]] = {}
+        self.reduced: dict[ir.Value, frozenset[str]] = {}
+        self.updates: set[ir.Value] = set()
+
+    def run(self) -> Redundancy:
+        block = self.completed.main.regions[0].blocks[0]
+        for argument in block.arguments:
+            self.alike[argument] = self.unsplit(argument)
+        self.visit(block)
+        return Redundancy(self.alike, self.reduced, self.updates)
+
+    def unsplit(self, value: ir.Value) -> frozenset[str]:
+        return self.data_axes - self.completed.axes(value)
+
+    def visit(self, block) -> None:
+        for op in block.operations:
+            op = op.operation
+            if op.name == WHILE:
+                self.loop(op)
+            elif op.name in BRANCHES:
+                self.branches(op)
+            else:
+                self.plain(op)
+
+    def loop(self, op) -> None:
+        condition, body = (region.blocks[0] for region in op.regions)
+        carried = [
+            self.alike[value] & self.unsplit(result)
+            for value, result in zip(op.operands, op.results, strict=True)
+        ]
+        while True:
+            for block in (condition, body):
+                for i, argument in enumerate(block.arguments):
+                    self.alike[argument] = carried[i]
+                    self.mark(argument, op.operands[i] in self.updates)
+                self.visit(block)
+            # Replicas that loop otherwise share nothing.
+            (goes_on,) = _returned(condition)
+            after = [
+                before & self.alike[value] & self.alike[goes_on]
+                for before, value in zip(carried, _returned(body), strict=True)
+            ]
+            if after == carried:
+                break
+            carried = after
+        for i, value in enumerate(_returned(body)):
+            self.alike[op.results[i]] = carried[i]
+            self.mark(op.results[i], value in self.updates)
+
+    def branches(self, op) -> None:
+        for region in op.regions:
+            self.visit(region.blocks[0])
+        yields = [_returned(region.blocks[0]) for region in op.regions]
+        chooses = self.alike[op.operands[0]]
+        for i, result in enumerate(op.results):
+            values = [each[i] for each in yields]
+            alike = [self.alike[value] for value in values]
+            self.alike[result] = self.unsplit(result).intersection(chooses, *alike)
+            self.mark(result, any(value in self.updates for value in values))
+
+    def plain(self, op) -> None:
+        alike = self.data_axes.intersection(*(self.alike[v] for v in op.operands))
+        gained = self.gained(op)
+        if op.name in _NEVER_ALIKE or _has_side_effect(op):
+            alike = frozenset()
+        for result in op.results:
+            free = self.unsplit(result)
+            self.alike[result] = free & ((alike - self.own_axes(op)) | gained)
+            if gained & free:
+                self.reduced[result] = gained & free
+            updates = any(value in self.updates for value in op.operands)
+            self.mark(result, updates or bool(gained & free))
+
+    def mark(self, value: ir.Value, updates: bool) -> None:
+        if updates:
+            self.updates.add(value)
+
+    def own_axes(self, op) -> frozenset[str]:
+        """The axes along which an op of a manual region makes replicas differ."""
+        found = placeholder_of(op)
+        if found is None:
+            return frozenset()
+        if found.kind == INTO_MANUAL:
+            return frozenset(axis for dim in found.config["dims"] for axis in dim)
+        return frozenset(found.axes if found.kind == "axis_index" else ())
+
+    def gained(self, op) -> frozenset[str]:
+        """The data axes over which an op sums up what replicas have each."""
+        found = placeholder_of(op)
+        if found is not None:
+            is_sum = found.kind == "all_reduce"
+            return self.data_axes & frozenset(found.axes if is_sum else ())
+        differs = [v for v in op.operands if self.data_axes - self.alike[v]]
+        if not differs:
+            return frozenset()
+        summed = [
+            (self.alike[value] | self.summed(op, value)) & self.data_axes
+            for value in differs
+        ]
+        return self.data_axes.intersection(*summed)
+
+    def summed(self, op, value: ir.Value) -> frozenset[str]:
+        """The axes that split dims of an operand which the op sums over."""
+        axes: frozenset[str] = frozenset()
+        for number, operand in enumerate(op.operands):
+            if operand == value:
+                dims = _summed_dims(op, number, ir.RankedTensorType(value.type).rank)
+                split = [self.completed.dim_axes(value, dim) for dim in dims]
+                axes = axes.union(*split)
+        return axes
+
+
+def _summed_dims(op, number: int, rank: int) -> list[int]:
+    if op.name == "stablehlo.dot_general":
+        numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+        left = numbers.lhs_contracting_dimensions
+        return list(left if number == 0 else numbers.rhs_contracting_dimensions)
+    if op.name == "stablehlo.dot":
+        return [rank - 1 if number == 0 else 0]
+    if op.name == "stablehlo.reduce":
+        return reduced_dims(op)
+    # Of these no result dim is an operand's whole batch: what is not split after it was
+    # summed up.
+    return list(range(rank)) if op.name in _SUMS_ALL else []
+
+
+def reduced_dims(op) -> list[int]:
+    """The dims that a `stablehlo.reduce` reduces."""
+    return list(ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
+
+
+def _returned(block) -> Sequence[ir.Value]:
+    """What a block ends with."""
+    return list(block.operations[len(block.operations) - 1].operands)
+
+
+def _has_side_effect(op) -> bool:
+    if op.name != "stablehlo.custom_call" or call_target(op) == "Sharding":
+        return False
+    if "has_side_effect" not in op.attributes:
+        return False
+    return ir.BoolAttr(op.attributes["has_side_effect"]).value

@@ -1,0 +1,136 @@
+"""What was decided on each weight update, to read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.sizes import bytes_text
+from meshwright.framework.compiler.weight_update_sharding.completed import (
+    CompletedModule,
+)
+from meshwright.framework.compiler.weight_update_sharding.decide import Decision
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateLine:
+    """On one weight update.
+
+    Args:
+      names: the state that it updates, paths; the weight first.
+      shape: of the weight.
+      ops: how many ops are computed on shards.
+      format: how its tensors are divided, such as `[3.3.64:data,64]`; "" if not.
+      why: it was left alone; "" if it was not.
+      kept: bytes of state that a device need not hold.
+      saved: bytes a step that a device need not read or write.
+      moved: bytes a step that are gathered.
+      gain: estimated seconds a step.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ops: int
+    format: str
+    why: str
+    kept: int
+    saved: int
+    moved: int
+    gain: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateReport:
+    """On all weight updates of a program.
+
+    Args:
+      mode: what was asked for: auto, off or all.
+      data_axes: the mesh axes that split the batch.
+      lines: one for each update, those that save most memory first.
+    """
+
+    mode: str
+    data_axes: tuple[str, ...]
+    lines: tuple[UpdateLine, ...]
+
+    @property
+    def sharded(self) -> list[UpdateLine]:
+        """Of the updates that are sharded."""
+        return [line for line in self.lines if line.format]
+
+    def summary(self) -> str:
+        """One line."""
+        axes = ", ".join(self.data_axes)
+        kept = bytes_text(sum(line.kept for line in self.sharded))
+        return (
+            f"weight updates ({self.mode}): {len(self.sharded)} of {len(self.lines)} "
+            f"sharded over {axes or 'no axis'}, {kept} less state on each device"
+        )
+
+    def text(self) -> str:
+        """All lines as Markdown."""
+        head = [
+            "| weight | shape | format | ops | state saved | not read or written | "
+            "gathered | gain |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        return "\n".join([*head, *map(_row, self.lines)])
+
+
+def _row(line: UpdateLine) -> str:
+    cells = [
+        line.names[0],
+        str(list(line.shape)),
+        line.format or f"left alone: {line.why}",
+        str(line.ops),
+        bytes_text(line.kept),
+        bytes_text(line.saved),
+        bytes_text(line.moved),
+        f"{line.gain * 1e6:.1f} us",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def update_report(
+    decisions: Sequence[Decision],
+    names: Mapping[int, str],
+    completed: CompletedModule,
+    asked,
+) -> UpdateReport:
+    """Before the module is changed."""
+    lines = [_line(decision, names, completed) for decision in decisions]
+    return UpdateReport(
+        mode=asked.mode.value,
+        data_axes=tuple(asked.data_axes),
+        lines=tuple(sorted(lines, key=lambda line: (-line.kept, line.names))),
+    )
+
+
+def _line(
+    decision: Decision, names: Mapping[int, str], completed: CompletedModule
+) -> UpdateLine:
+    arguments = completed.main.regions[0].blocks[0].arguments
+    mine = decision.state
+    weight_first = sorted(mine, key=lambda i: (not names[i].startswith("theta"), i))
+    return UpdateLine(
+        names=tuple(names[i] for i in weight_first),
+        shape=shape_of(arguments[weight_first[0]]),
+        ops=len(decision.cluster.ops),
+        format=_format_text(decision, arguments[weight_first[0]]),
+        why=decision.why,
+        kept=decision.kept,
+        saved=decision.saved,
+        moved=decision.gathers,
+        gain=decision.gain,
+    )
+
+
+def _format_text(decision: Decision, value) -> str:
+    format_ = decision.format
+    if format_ is None or format_.first(value) is None:
+        return ""
+    first, sizes = format_.first(value), list(map(str, shape_of(value)))
+    last = first + format_.count
+    split = ".".join(sizes[first:last]) + ":" + ".".join(format_.axes)
+    return f"[{','.join([*sizes[:first], split, *sizes[last:]])}]"

@@ -1,0 +1,246 @@
+"""Rewrites a program so that weight updates are computed on shards (4.2).
+
+A reduced gradient is sliced as soon as it is there: all-reduce and slice are a
+reduce-scatter, which the partitioner's backends fuse where they have one. What others
+read of an update is gathered just before, in their precision. All this is said by
+annotations, so that either partitioner does the work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.stable_hlo import sharding_call, tensor_type
+from meshwright.framework.compiler.weight_update_sharding.clusters import (
+    Cluster,
+    block_of,
+    uses_of,
+)
+from meshwright.framework.compiler.weight_update_sharding.completed import (
+    CompletedModule,
+)
+from meshwright.framework.compiler.weight_update_sharding.decide import Decision
+from meshwright.framework.compiler.weight_update_sharding.formats import Format
+from meshwright.framework.compiler.weight_update_sharding.links import Link, Use
+from meshwright.framework.compiler.weight_update_sharding.redundancy import BRANCHES
+from meshwright.framework.compiler.weight_update_sharding.shardable import (
+    is_annotation,
+)
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
+
+_PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
+_SAME_ELEMENTS = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
+
+
+def rewrite(
+    completed: CompletedModule,
+    decisions: Sequence[Decision],
+    forms: Sequence[StoredForm | None],
+) -> dict[int, StoredForm]:
+    """Changes the module in place.
+
+    Args:
+      completed: the module.
+      decisions: what becomes of each update.
+      forms: of the program's arguments, before.
+
+    Returns:
+      The new forms of arguments, and of the results that replace them, by number of the
+      argument.
+    """
+    found: dict[int, StoredForm] = {}
+    for decision in decisions:
+        if decision.format is not None:
+            one = _Rewriting(completed, decision.cluster, decision.format)
+            found.update(one.run(forms))
+    _retype_function(completed.main)
+    return found
+
+
+class _Rewriting:
+    """Of one cluster."""
+
+    def __init__(self, completed: CompletedModule, cluster: Cluster, format_: Format):
+        self.completed = completed
+        self.cluster = cluster
+        self.format = format_
+
+    def run(self, forms) -> dict[int, StoredForm]:
+        values = [v for v in self.cluster.values if self.format.first(v) is not None]
+        inside = [v for v in values if self.cluster.made_inside(v)]
+        # All is planned before anything changes: it is the types that tell dims apart.
+        entries = [v for v in self.cluster.entries() if v in values]
+        exits = {v: u for v, u in self.cluster.exits().items() if v in values}
+        types = {v: tensor_type(v.type, self.format.shape(v)) for v in values}
+        split = {v: self.format.sharding(v) for v in values}
+        whole = {v: self.format.sharding(v, split=False) for v in exits}
+        enter = {v: [u for u in uses_of(v) if self.cluster.inside(u)] for v in entries}
+        marks = [op for op in self.cluster.ops if is_annotation(op)]
+        marks = [(op, split[op.results[0]]) for op in marks if op.results[0] in split]
+        ends = [
+            (use, types[value], split[value])
+            for link in self.cluster.links
+            for use, value in zip(link.uses, link.entering(), strict=True)
+            if value in inside
+        ]
+        borders = {
+            link.argument: self._form(forms[link.argument], link)
+            for link in self.cluster.links
+            if link.argument is not None and link.values[0] in values
+        }
+        for value, uses in exits.items():
+            self._leave(value, uses, types[value], whole[value])
+        for value in entries:
+            self._enter(value, enter[value], types[value], split[value])
+        for op, sharding in marks:
+            op.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding.to_hlo())
+        for (op, number), type_, sharding in ends:
+            with ir.InsertionPoint(op), op.location:
+                value, text = op.operands[number], sharding.to_hlo()
+                op.operands[number] = sharding_call("Sharding", value, type_, text)
+        for value in inside:
+            self._retype(value, types[value])
+        for link in self.cluster.links:
+            if link.argument in borders:
+                self._pad(link, borders[link.argument])
+        return borders
+
+    def _form(self, form: StoredForm, link: Link) -> StoredForm:
+        value = link.values[0]
+        combined = (self.format.first(value), self.format.count)
+        return dataclasses.replace(
+            form,
+            split=self.format.sharding(value),
+            combined=combined if self.format.count > 1 else None,
+        )
+
+    def _leave(self, value, uses: Sequence[Use], type_, whole: Sharding) -> None:
+        """Gathers a tensor for those outside that read it, in rare branches there."""
+        for point, users in _by_place(value, uses):
+            with point, _location(value):
+                gathered = sharding_call("Sharding", value, type_, whole.to_hlo())
+                if type_ != value.type:
+                    gathered = stablehlo.reshape(value.type, gathered)
+            for op, number in users:
+                op.operands[number] = gathered
+
+    def _enter(self, value, uses: Sequence[Use], type_, split: Sharding) -> None:
+        with _after(value), _location(value):
+            shard = value
+            if not _is_product(value):
+                # Else the split would reach what is summed, such as a convolution's
+                # images, which would be gathered to be split anew.
+                shard = _annotate(value, self.completed.sharding(value))
+            if type_ != value.type:
+                shard = stablehlo.reshape(type_, shard)
+            shard = _annotate(shard, split)
+        for op, number in uses:
+            op.operands[number] = shard
+
+    def _retype(self, value, type_) -> None:
+        if value.type == type_:
+            return
+        value.set_type(type_)
+        maker = value.owner
+        if isinstance(maker, ir.Block):
+            return
+        if maker.name == "stablehlo.constant":
+            splat = ir.DenseElementsAttr(maker.attributes["value"]).get_splat_value()
+            maker.attributes["value"] = ir.DenseElementsAttr.get_splat(type_, splat)
+        for user, _ in uses_of(value):
+            if user.name == "stablehlo.reduce":
+                # All dims are reduced where some are combined.
+                dims = range(len(shape_of(value)))
+                user.attributes["dimensions"] = ir.DenseI64ArrayAttr.get(list(dims))
+
+    def _pad(self, link: Link, form: StoredForm) -> None:
+        """Between an argument that is stored padded and what the program computes."""
+        (argument,), ((end, number),) = link.values, link.uses
+        shape, stored = shape_of(argument), form.stored_shape
+        if shape == stored:
+            return
+        own, padded = argument.type, tensor_type(argument.type, stored)
+        rank = len(shape)
+        uses = uses_of(argument)
+        argument.set_type(padded)
+        with _after(argument), _location(argument):
+            zeros, ones = [0] * rank, [1] * rank
+            logical = stablehlo.slice(argument, zeros, list(shape), ones)
+            logical = _annotate(logical, form.border)
+        for op, place in uses:
+            op.operands[place] = logical
+        with ir.InsertionPoint(end), end.location:
+            element = ir.RankedTensorType(own).element_type
+            zero = stablehlo.constant(
+                ir.DenseElementsAttr.get_splat(
+                    ir.RankedTensorType.get([], element), _zero(element)
+                )
+            )
+            more = [big - small for big, small in zip(stored, shape, strict=True)]
+            result = stablehlo.pad(end.operands[number], zero, zeros, more, zeros)
+            end.operands[number] = _annotate(result, form.border)
+
+
+def _is_product(value: ir.Value) -> bool:
+    """Whether a value is a matrix product, perhaps in another shape or precision."""
+    while not isinstance(value.owner, ir.Block):
+        maker = value.owner
+        if maker.name not in _SAME_ELEMENTS:
+            return maker.name in _PRODUCTS
+        value = maker.operands[0]
+    return False
+
+
+def _zero(element: ir.Type) -> ir.Attribute:
+    if isinstance(element, ir.IntegerType):
+        return ir.IntegerAttr.get(element, 0)
+    return ir.FloatAttr.get(element, 0.0)
+
+
+def _annotate(value: ir.Value, sharding: Sharding) -> ir.Value:
+    return sharding_call("Sharding", value, value.type, sharding.to_hlo())
+
+
+def _after(value: ir.Value) -> ir.InsertionPoint:
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        return ir.InsertionPoint.at_block_begin(owner)
+    return ir.InsertionPoint.after(owner.operation)
+
+
+def _location(value: ir.Value) -> ir.Location:
+    owner = value.owner
+    return ir.Location.unknown() if isinstance(owner, ir.Block) else owner.location
+
+
+def _by_place(value: ir.Value, uses: Sequence[Use]):
+    """Where to gather for which uses: once, but in branches apart."""
+    home, places = block_of(value), {}
+    for op, number in uses:
+        block, inner = None, op
+        while inner.block != home:
+            if inner.parent.operation.name in BRANCHES:
+                block = inner.block
+            inner = inner.parent.operation
+        places.setdefault(block, []).append((op, number))
+    for block, users in places.items():
+        if block is None:
+            yield _after(value), users
+        else:
+            yield ir.InsertionPoint.at_block_begin(block), users
+
+
+def _retype_function(main) -> None:
+    block = main.regions[0].blocks[0]
+    end = block.operations[len(block.operations) - 1]
+    takes = [argument.type for argument in block.arguments]
+    gives = [operand.type for operand in end.operands]
+    main.attributes["function_type"] = ir.TypeAttr.get(
+        ir.FunctionType.get(takes, gives)
+    )

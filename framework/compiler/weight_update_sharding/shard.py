@@ -1,0 +1,171 @@
+"""The pass: from a lowered function to one whose weight updates are sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import tensorflow as tf
+from tensorflow.python.util import nest
+
+from meshwright.framework.compiler.jax_bridge import bytecode
+from meshwright.framework.compiler.lower import LoweredFunction
+from meshwright.framework.compiler.topology import topology_of
+from meshwright.framework.compiler.weight_update_sharding.clusters import find_clusters
+from meshwright.framework.compiler.weight_update_sharding.completed import (
+    completed_module,
+)
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    Machine,
+    WeightUpdateSharding,
+    decide,
+)
+from meshwright.framework.compiler.weight_update_sharding.formats import Tiles
+from meshwright.framework.compiler.weight_update_sharding.links import links_of
+from meshwright.framework.compiler.weight_update_sharding.redundancy import analyze
+from meshwright.framework.compiler.weight_update_sharding.report import (
+    UpdateReport,
+    update_report,
+)
+from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.stored_form import StoredForm
+
+# Of eight virtual devices on two cores, which share one memory.
+_CPU = Machine(memory_bandwidth=2e9, link_bandwidth=1e9, latency=20e-6)
+_TPU_LATENCY = 2e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateSharding:
+    """What a program is to have its weight updates sharded by.
+
+    Args:
+      mode: which updates.
+      data_axes: the mesh axes that split the batch.
+      argument: number of the argument that is the state.
+      result: name of the result that takes its place; of the same structure.
+    """
+
+    mode: WeightUpdateSharding
+    data_axes: Sequence[str]
+    argument: int = 0
+    result: str = "state"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardedUpdates:
+    """What the pass makes.
+
+    Args:
+      lowered: the function, rewritten if any update is sharded.
+      in_forms: of the leaves of its arguments.
+      out_forms: of the leaves of its result.
+      report: on each update.
+    """
+
+    lowered: LoweredFunction
+    in_forms: list[StoredForm | None]
+    out_forms: list[StoredForm | None]
+    report: UpdateReport
+
+
+def shard_weight_updates(
+    lowered: LoweredFunction,
+    mesh: DeviceMesh,
+    in_forms: Sequence[StoredForm | None],
+    out_forms: Sequence[StoredForm | None],
+    asked: UpdateSharding,
+    devices: Sequence[jax.Device] | None = None,
+) -> ShardedUpdates:
+    """Shards the weight updates of a training program (Xu et al. 2020).
+
+    Args:
+      lowered: the function.
+      mesh: what it is to be compiled for.
+      in_forms: forms of the leaves of its arguments; those of the state are not None.
+      out_forms: the same for its result.
+      asked: which updates, over which axes.
+      devices: those of a topology, or None.
+
+    Raises:
+      LoweringError: as when the function is compiled.
+    """
+    carried = _carried(lowered, asked)
+    border = [form and form.border for form in in_forms]
+    results = [form and form.border for form in out_forms]
+    with completed_module(
+        lowered, mesh, in_shardings=border, out_shardings=results, devices=devices
+    ) as completed:
+        redundancy = analyze(completed, asked.data_axes)
+        links = links_of(completed, [(c.argument, c.result) for c in carried])
+        clusters, dims = find_clusters(completed.main, redundancy, links)
+        decisions = decide(
+            clusters,
+            dims,
+            completed,
+            redundancy,
+            machine=machine_of(mesh, devices),
+            mode=asked.mode,
+        )
+        names = {one.argument: one.name for one in carried}
+        report = update_report(decisions, names, completed, asked)
+        forms = rewrite(completed, decisions, in_forms)
+        if not forms:
+            return ShardedUpdates(lowered, [*in_forms], [*out_forms], report)
+        lowered = dataclasses.replace(lowered, rewritten=bytecode(completed.module))
+    into, out = [*in_forms], [*out_forms]
+    for one in carried:
+        if one.argument in forms:
+            into[one.argument] = out[one.result] = forms[one.argument]
+    lowered = dataclasses.replace(
+        lowered,
+        inputs=_stored(lowered.inputs, into),
+        outputs=_stored(lowered.outputs, out),
+    )
+    return ShardedUpdates(lowered, into, out, report)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Carried:
+    name: str
+    argument: int
+    result: int
+
+
+def _carried(lowered: LoweredFunction, asked: UpdateSharding) -> list[_Carried]:
+    """The leaves of the state as numbers of arguments and results."""
+    before = len(tf.nest.flatten(lowered.inputs[: asked.argument]))
+    state = nest.flatten_with_joined_string_paths(lowered.inputs[asked.argument])
+    numbers = list(range(len(tf.nest.flatten(lowered.outputs))))
+    results = tf.nest.pack_sequence_as(lowered.outputs, numbers)[asked.result]
+    pairs = zip(state, tf.nest.flatten(results), strict=True)
+    return [
+        _Carried(path.replace("/", "."), before + i, result)
+        for i, ((path, _), result) in enumerate(pairs)
+    ]
+
+
+def _stored(structure, forms):
+    specs = [
+        spec
+        if form is None
+        else tf.TensorSpec(form.stored_shape, spec.dtype, name=spec.name)
+        for spec, form in zip(tf.nest.flatten(structure), forms, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(structure, specs)
+
+
+def machine_of(mesh: DeviceMesh, devices: Sequence[jax.Device] | None) -> Machine:
+    """What the cost model takes a mesh's devices for."""
+    topology = topology_of(list(devices or jax.devices())[: mesh.size])
+    if topology is None:
+        return _CPU
+    kind = topology.kind
+    return Machine(
+        memory_bandwidth=kind.memory_bandwidth,
+        link_bandwidth=kind.link_bandwidth,
+        latency=_TPU_LATENCY,
+        tiles=Tiles(rows=8, columns=128),
+    )
