@@ -28,6 +28,9 @@ class StoredForm:
       sharding: of the logical tensor.
       split: of the stored tensor, if it is another: see weight-update sharding.
       combined: (first, count) of the dims that are stored as one, None for none.
+
+    Raises:
+      ValueError: `combined` or `split` does not fit the shape.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +38,17 @@ class StoredForm:
     sharding: Sharding
     split: Sharding | None = None
     combined: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        first, count = self.combined or (0, 1)
+        rank = len(self.shape) - count + 1 if self.combined else len(self.shape)
+        fits = first >= 0 and count >= 1 and first + count <= max(len(self.shape), 1)
+        if not fits or self.border.rank != rank:
+            raise ValueError(
+                f"stored form of shape {self.shape} with dims (first, count) = "
+                f"{self.combined} combined cannot be split as {self.border}, which has "
+                f"{self.border.rank} dims: give {rank} of them"
+            )
 
     @classmethod
     def of(cls, spec: tf.TensorSpec, sharding: Sharding) -> StoredForm:

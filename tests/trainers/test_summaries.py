@@ -38,6 +38,9 @@ def test_training_curves(straight):
     ((step, text),) = curves.pop("left replicated")
     assert step == 0
     assert "| theta.final_norm.scale | ShardingPlan.weights names no axis" in text
+    ((step, text),) = curves.pop("weight-update sharding")
+    assert step == 0
+    assert "| theta.final_norm.scale | [16] | left alone: " in text
     assert curves.keys() == {
         "loss",
         "bits_per_byte",

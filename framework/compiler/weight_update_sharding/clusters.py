@@ -21,6 +21,8 @@ from meshwright.framework.compiler.weight_update_sharding.links import (
     Link,
     Use,
     frequency,
+    joined,
+    trips,
 )
 from meshwright.framework.compiler.weight_update_sharding.redundancy import (
     BRANCHES,
@@ -74,11 +76,13 @@ class Cluster:
       links: the state that it updates and what loops carry of it.
       ops: those to compute on shards.
       values: tensors that they read or make, and those of the links.
+      steps: the loops over steps: those that carry the state.
     """
 
     links: list[Link]
     ops: set[ir.Operation]
     values: list[ir.Value]
+    steps: set[ir.Operation] = dataclasses.field(default_factory=set)
 
     def arguments(self) -> list[int]:
         """Numbers of the program's arguments that it updates."""
@@ -162,9 +166,15 @@ def find_clusters(
 ) -> tuple[list[Cluster], Dims]:
     """The weight updates in a program, and how their dims correspond."""
     ops = [op for op in walk(main) if op.name not in _ENDS]
+    alike = [link for link in links if _is_alike(link, redundancy)]
     updating = set(_updating(ops, redundancy))
-    updating |= _feeding(ops, redundancy, updating)
-    tied = [link for link in links if _is_updated(link, redundancy)]
+    updating |= _feeding(ops, redundancy, updating, alike)
+    tied = [
+        link
+        for group in joined(alike)
+        if any(_is_updated(one, redundancy, updating) for one in group)
+        for link in group
+    ]
     ordered = [op for op in ops if op in updating]
     dims = Dims(ordered, tied)
     return _grouped(ordered, tied, dims), dims
@@ -177,15 +187,16 @@ def _updating(ops, redundancy: Redundancy) -> Iterator[ir.Operation]:
             yield op
 
 
-def _feeding(ops, redundancy: Redundancy, updating) -> set[ir.Operation]:
+def _feeding(ops, redundancy: Redundancy, updating, links) -> set[ir.Operation]:
     """Ops that only weight updates use, such as a slot's decay; sums to scalars too."""
+    ends = {use for link in links for use in link.uses}
     found: set[ir.Operation] = set()
     for op in reversed(ops):
         if op in updating or not _can_shard(op, redundancy):
             continue
         ranked = [result for result in op.results if shape_of(result)]
-        users = [user for result in ranked for user, _ in uses_of(result)]
-        if all(user in updating or user in found for user in users):
+        uses = [use for result in ranked for use in uses_of(result)]
+        if all(use[0] in updating or use[0] in found or use in ends for use in uses):
             found.add(op)
     return found
 
@@ -199,11 +210,18 @@ def _can_shard(op, redundancy: Redundancy) -> bool:
     return alike and not summed and dim_map(op) is not None
 
 
-def _is_updated(link: Link, redundancy: Redundancy) -> bool:
-    """Whether what it ties depends on gradients, and is alike everywhere."""
+def _is_alike(link: Link, redundancy: Redundancy) -> bool:
     values = [*link.values, *link.entering()]
-    alike = all(redundancy.alike.get(value) for value in values)
-    return alike and any(value in redundancy.updates for value in link.entering())
+    return all(redundancy.alike.get(value) for value in values)
+
+
+def _is_updated(link: Link, redundancy: Redundancy, updating) -> bool:
+    """Whether what it ties depends on gradients, or is made of what does."""
+    return any(
+        value in redundancy.updates
+        or (not isinstance(value.owner, ir.Block) and value.owner in updating)
+        for value in link.entering()
+    )
 
 
 def _grouped(ops, links, dims: Dims) -> list[Cluster]:
@@ -221,20 +239,34 @@ def _grouped(ops, links, dims: Dims) -> list[Cluster]:
             clusters[root].ops.add(op)
     for value in seen:
         clusters[dims.values.find(value)].values.append(value)
-    return [one for one in clusters.values() if one.arguments()]
+    found = [one for one in clusters.values() if one.arguments()]
+    for one in found:
+        one.steps.update(_steps(one.links))
+    return found
 
 
-def how_often(value: ir.Value, uses: Sequence[Use]) -> float:
-    """How often a step gathers a value for these uses: less if in rare branches."""
-    return max(_enters(value, op) for op, _ in uses)
+def _steps(links: Sequence[Link]) -> Iterator[ir.Operation]:
+    for group in joined(links):
+        if any(link.argument is not None for link in group):
+            uses = [use for link in group for use in link.uses]
+            yield from (op for op, _ in uses if op.name == WHILE)
 
 
-def _enters(value: ir.Value, op) -> float:
-    home, often = block_of(value), 1.0
-    while op.block != home:
-        op = op.parent.operation
-        if op.name in BRANCHES:
-            often *= frequency(op)
+def how_often(cluster: Cluster, ops: Sequence[ir.Operation]) -> float:
+    """How often in a step one of some ops runs: less than once if in rare branches."""
+    return max(_runs(op, cluster.steps) for op in ops)
+
+
+def _runs(op, steps) -> float:
+    often = 1.0
+    while op.parent is not None:
+        outer = op.parent.operation
+        if outer.name in BRANCHES:
+            blocks = [region.blocks[0] for region in outer.regions]
+            often *= frequency(outer, blocks.index(op.block))
+        elif outer.name == WHILE and outer not in steps:
+            often *= trips(outer)
+        op = outer
     return often
 
 

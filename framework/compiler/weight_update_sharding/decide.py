@@ -112,20 +112,29 @@ class _Judge:
 
     def decide(self, cluster: Cluster, mode: WeightUpdateSharding) -> Decision:
         state = cluster.arguments()
+        if mode is WeightUpdateSharding.OFF:
+            return Decision(cluster=cluster, state=state, why="switched off")
         self.place_gathers(cluster)
         found = [
             self.judged(cluster, state, one)
             for axes in self.choices_of_axes(cluster)
-            for one in formats_of(cluster, self.dims, self.completed, axes)
+            for one in self.formats(cluster, axes)
         ]
         if not found:
             why = "no dim of it can be split in all that its update computes"
             return Decision(cluster=cluster, state=state, why=why)
         best = max(found, key=lambda one: (one.gain, -one.format.count))
+        if best.saved <= 0:
+            why = "its tensors are too small to be split, or are split already"
+            return Decision(cluster=cluster, state=state, why=why)
         if mode is WeightUpdateSharding.AUTO and best.gain <= 0:
             why = f"it would cost {-best.gain * 1e6:.1f} us a step"
             return dataclasses.replace(best, format=None, why=why, kept=0)
         return best
+
+    def formats(self, cluster: Cluster, axes: tuple[str, ...]) -> Iterator[Format]:
+        tiles = self.machine.tiles
+        return formats_of(cluster, self.dims, self.completed, axes, tiles)
 
     def choices_of_axes(self, cluster: Cluster) -> Iterator[tuple[str, ...]]:
         """The data axes along which the update is repeated, and parts of them."""
@@ -147,8 +156,8 @@ class _Judge:
             reads = {v: uses for v, uses in cluster.exits().items() if v in values}
             if not reads:
                 continue
-            found = [self.reads(value, uses) for value, uses in reads.items()]
-            whole = max(bytes_of(value) for value in reads)
+            found = [self.reads(cluster, *read) for read in reads.items()]
+            whole = max(self.gathered(cluster, *read) for read in reads.items())
             if sum(one.bytes for one in found) < whole:
                 for op in (op for one in found for op in one.ops):
                     self.dims.add(op)
@@ -156,19 +165,22 @@ class _Judge:
             else:
                 cluster.links = [one for one in cluster.links if one not in links]
 
-    def reads(self, value: ir.Value, uses) -> _Reads:
+    def gathered(self, cluster: Cluster, value: ir.Value, uses) -> float:
+        """Bytes a step to gather a value for some uses."""
+        return bytes_of(value) * how_often(cluster, [op for op, _ in uses])
+
+    def reads(self, cluster: Cluster, value: ir.Value, uses) -> _Reads:
         """The fewest bytes to gather for some uses of a value."""
-        whole = bytes_of(value)
         total, ops = 0.0, []
+        whole = self.gathered(cluster, value, uses) if uses else 0.0
         for op, _ in uses:
             if not self.narrows(op):
-                return _Reads(whole * how_often(value, uses))
+                return _Reads(whole)
             result = op.results[0]
-            after = self.reads(result, uses_of(result))
+            after = self.reads(cluster, result, uses_of(result))
             total += after.bytes
             ops += [op, *after.ops]
-        often = how_often(value, uses) if uses else 0.0
-        return _Reads(total, ops) if total < whole * often else _Reads(whole * often)
+        return _Reads(total, ops) if total < whole else _Reads(whole)
 
     def narrows(self, op) -> bool:
         """Whether an op of one tensor makes one of no more bytes, on shards too."""
@@ -188,12 +200,16 @@ class _Judge:
         ends = [l.values[0] for l in cluster.links if l.argument is not None]  # noqa: E741
         saved = sum(map(spared, entries)) + 2 * sum(map(spared, ends))
         gathers = [
-            bytes_of(value) * how_often(value, uses)
+            self.gathered(cluster, value, uses)
             for value, uses in exits.items()
             if format_.first(value) is not None
         ]
-        reduced = [v for v in entries if v in self.redundancy.updates]
-        sent = sum(gathers) - sum(map(bytes_of, reduced))
+        reduced = sum(
+            self.gathered(cluster, value, uses_of(value))
+            for value in entries
+            if value in self.redundancy.updates
+        )
+        sent = sum(gathers) - reduced
         share = (format_.shards - 1) / format_.shards
         gain = saved / machine.memory_bandwidth
         gain -= max(0.0, sent) * share / machine.link_bandwidth
@@ -203,7 +219,7 @@ class _Judge:
             state=state,
             format=format_,
             gathers=int(sum(gathers)),
-            reduced=sum(map(bytes_of, reduced)),
+            reduced=int(reduced),
             saved=saved,
             kept=sum(map(spared, ends)),
             gain=gain,

@@ -39,6 +39,15 @@ class Tiles:
     rows: int = 1
     columns: int = 1
 
+    def can_combine(self, shape: Sequence[int], first: int, count: int) -> bool:
+        """Whether dims of an array are combined without moving its elements."""
+        after = len(shape) - first - count
+        if count == 1 or after > 1:
+            return True
+        if after == 1:
+            return shape[first + count - 1] % self.rows == 0
+        return self.columns == 1
+
     def bytes(self, shape: Sequence[int], dtype: str) -> int:
         """What an array takes, in whole tiles."""
         size = itemsize(dtype)
@@ -109,15 +118,20 @@ class Format:
 
 
 def formats_of(
-    cluster: Cluster, dims: Dims, completed: CompletedModule, axes: tuple[str, ...]
+    cluster: Cluster,
+    dims: Dims,
+    completed: CompletedModule,
+    axes: tuple[str, ...],
+    tiles: Tiles,
 ) -> Iterator[Format]:
     """All ways to divide a cluster's tensors by some axes, the plainest first."""
     groups = _Groups(cluster, dims, completed)
     for value in cluster.values:
-        rank = len(shape_of(value))
-        for count in range(1, rank + 1):
-            for first in range(rank - count + 1):
-                chain = groups.chain(value, first, count)
+        shape = shape_of(value)
+        for count in range(1, len(shape) + 1):
+            for first in range(len(shape) - count + 1):
+                moves = not tiles.can_combine(shape, first, count)
+                chain = None if moves else groups.chain(value, first, count)
                 if chain is not None:
                     yield Format(chain, axes, dims, completed)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
@@ -23,6 +24,8 @@ from meshwright.framework.compiler.weight_update_sharding.redundancy import (
 
 Use = tuple[ir.Operation, int]
 """An operation and the number of its operand."""
+
+_SAME_TRUTH = ("stablehlo.not", "stablehlo.convert", "stablehlo.reshape")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,23 +91,72 @@ def _end(block) -> ir.Operation:
     return block.operations[len(block.operations) - 1].operation
 
 
-def frequency(op) -> float:
-    """How often a conditional is entered: 1 / k if every k steps, else 1.
+def frequency(op, region: int) -> float:
+    """How often a branch of a conditional is entered: 1 / k if every k steps, else 1.
 
-    As in the paper, by its predicate's use of a counter: something's remainder by k.
+    As in the paper, by its predicate's use of a counter: something's remainder by k is
+    compared with a number.
     """
-    pending, seen = [op.operands[0]], 0
-    while pending and seen < 64:
-        value, seen = pending.pop(0), seen + 1
+    equal = op.name == "stablehlo.if" and _compared(op.operands[0])
+    if not equal:
+        return 1.0
+    maker, rare = equal
+    every = _divisor(maker)
+    return 1.0 / every if every and region == rare else 1.0
+
+
+def _compared(value: ir.Value) -> tuple[ir.Operation, int] | None:
+    """The comparison that a predicate is; which branch is for what is equal."""
+    turned = False
+    while not isinstance(value.owner, ir.Block):
+        maker = value.owner
+        if maker.name == "stablehlo.compare":
+            text = str(maker.attributes["comparison_direction"])
+            unequal = " NE" in text
+            if not unequal and " EQ" not in text:
+                return None
+            return maker, int(unequal != turned)
+        turned ^= maker.name == "stablehlo.not"
+        if maker.name not in _SAME_TRUTH:
+            return None
+        value = maker.operands[0]
+    return None
+
+
+def _divisor(op) -> float | None:
+    """The constant by which scalars behind an op are divided for their remainder."""
+    pending, most = list(op.operands), 64
+    while pending and most:
+        value, most = pending.pop(0), most - 1
         maker = value.owner
         if isinstance(maker, ir.Block) or shape_of(value):
             continue
         if maker.name == "stablehlo.remainder":
-            every = constant_of(maker.operands[1])
-            if every:
-                return 1.0 / abs(every)
+            return abs(constant_of(maker.operands[1]) or 0) or None
         pending += list(maker.operands)
-    return 1.0
+    return None
+
+
+def trips(op) -> int:
+    """How often a loop runs, by constants that its condition compares with; or 1."""
+    condition = op.regions[0].blocks[0]
+    bounds = []
+    for inner in condition.operations:
+        if inner.operation.name == "stablehlo.compare":
+            found = [_bound(op, condition, value) for value in inner.operation.operands]
+            bounds += [bound for bound in found if bound]
+    return int(min(bounds, default=1))
+
+
+def _bound(op, condition, value: ir.Value) -> float | None:
+    if isinstance(value.owner, ir.Block) and value.owner == condition:
+        number = ir.BlockArgument(value).arg_number
+        body = op.regions[1].blocks[0]
+        kept = _end(body).operands[number] == body.arguments[number]
+        value = op.operands[number] if kept else value
+    if not isinstance(value.owner, ir.Block) and value.owner.name == WHILE:
+        return trips(value.owner)  # A backward loop counts down a forward one.
+    return constant_of(value)
 
 
 def constant_of(value: ir.Value) -> float | None:
@@ -112,7 +164,7 @@ def constant_of(value: ir.Value) -> float | None:
     while not isinstance(value.owner, ir.Block):
         maker = value.owner
         if maker.name == "stablehlo.constant":
-            return float(ir.DenseElementsAttr(maker.attributes["value"])[0])
+            return float(np.array(ir.DenseElementsAttr(maker.attributes["value"])))
         if maker.name not in ("stablehlo.convert", "stablehlo.reshape"):
             return None
         value = maker.operands[0]

@@ -135,14 +135,15 @@ class _Analysis:
         for result in op.results:
             free = self.unsplit(result)
             self.alike[result] = free & ((alike - self.own_axes(op)) | gained)
+            self.reduced.pop(result, None)
             if gained & free:
                 self.reduced[result] = gained & free
             updates = any(value in self.updates for value in op.operands)
             self.mark(result, updates or bool(gained & free))
 
     def mark(self, value: ir.Value, updates: bool) -> None:
-        if updates:
-            self.updates.add(value)
+        # What a pass over a loop took for one may be none in the next.
+        (self.updates.add if updates else self.updates.discard)(value)
 
     def own_axes(self, op) -> frozenset[str]:
         """The axes along which an op of a manual region makes replicas differ."""
@@ -166,7 +167,8 @@ class _Analysis:
             (self.alike[value] | self.summed(op, value)) & self.data_axes
             for value in differs
         ]
-        return self.data_axes.intersection(*summed)
+        everywhere = self.data_axes.intersection(*(self.alike[v] for v in op.operands))
+        return self.data_axes.intersection(*summed) - everywhere
 
     def summed(self, op, value: ir.Value) -> frozenset[str]:
         """The axes that split dims of an operand which the op sums over."""

@@ -21,7 +21,7 @@ class UpdateLine:
       names: the state that it updates, paths; the weight first.
       shape: of the weight.
       ops: how many ops are computed on shards.
-      format: how its tensors are divided, such as `[3.3.64:data,64]`; "" if not.
+      format: how the weight is divided, such as `[3.3.64:data,64]`; "" if it is not.
       why: it was left alone; "" if it was not.
       kept: bytes of state that a device need not hold.
       saved: bytes a step that a device need not read or write.
@@ -57,7 +57,7 @@ class UpdateReport:
     @property
     def sharded(self) -> list[UpdateLine]:
         """Of the updates that are sharded."""
-        return [line for line in self.lines if line.format]
+        return [line for line in self.lines if not line.why]
 
     def summary(self) -> str:
         """One line."""
@@ -82,7 +82,7 @@ def _row(line: UpdateLine) -> str:
     cells = [
         line.names[0],
         str(list(line.shape)),
-        line.format or f"left alone: {line.why}",
+        f"left alone: {line.why}" if line.why else line.format,
         str(line.ops),
         bytes_text(line.kept),
         bytes_text(line.saved),

@@ -1,9 +1,9 @@
 """Rewrites a program so that weight updates are computed on shards (4.2).
 
-A reduced gradient is sliced as soon as it is there: all-reduce and slice are a
-reduce-scatter, which the partitioner's backends fuse where they have one. What others
-read of an update is gathered just before, in their precision. All this is said by
-annotations, so that either partitioner does the work.
+Gradients are reduced onto their shards (`scatter`); where the op that sums them is not
+known there, they are sliced once they are reduced. What others read of an update is
+gathered just before, in their precision. All else is said by annotations, so that
+either partitioner does the work.
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ from meshwright.framework.compiler.weight_update_sharding.completed import (
 from meshwright.framework.compiler.weight_update_sharding.decide import Decision
 from meshwright.framework.compiler.weight_update_sharding.formats import Format
 from meshwright.framework.compiler.weight_update_sharding.links import Link, Use
-from meshwright.framework.compiler.weight_update_sharding.redundancy import BRANCHES
+from meshwright.framework.compiler.weight_update_sharding.redundancy import (
+    BRANCHES,
+    Redundancy,
+)
+from meshwright.framework.compiler.weight_update_sharding.scatter import (
+    find_sum,
+    reduce_scattered,
+)
 from meshwright.framework.compiler.weight_update_sharding.shardable import (
     is_annotation,
 )
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
-_PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
-_SAME_ELEMENTS = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
-
 
 def rewrite(
     completed: CompletedModule,
+    redundancy: Redundancy,
     decisions: Sequence[Decision],
     forms: Sequence[StoredForm | None],
 ) -> dict[int, StoredForm]:
@@ -47,6 +52,7 @@ def rewrite(
 
     Args:
       completed: the module.
+      redundancy: what is summed over which axes.
       decisions: what becomes of each update.
       forms: of the program's arguments, before.
 
@@ -57,7 +63,8 @@ def rewrite(
     found: dict[int, StoredForm] = {}
     for decision in decisions:
         if decision.format is not None:
-            one = _Rewriting(completed, decision.cluster, decision.format)
+            update, format_ = decision.cluster, decision.format
+            one = _Rewriting(completed, redundancy.reduced, update, format_)
             found.update(one.run(forms))
     _retype_function(completed.main)
     return found
@@ -66,8 +73,11 @@ def rewrite(
 class _Rewriting:
     """Of one cluster."""
 
-    def __init__(self, completed: CompletedModule, cluster: Cluster, format_: Format):
+    def __init__(
+        self, completed: CompletedModule, reduced, cluster: Cluster, format_: Format
+    ):
         self.completed = completed
+        self.reduced = reduced
         self.cluster = cluster
         self.format = format_
 
@@ -131,14 +141,17 @@ class _Rewriting:
                 op.operands[number] = gathered
 
     def _enter(self, value, uses: Sequence[Use], type_, split: Sharding) -> None:
+        found = find_sum(self.completed, self.reduced, value)
         with _after(value), _location(value):
-            shard = value
-            if not _is_product(value):
-                # Else the split would reach what is summed, such as a convolution's
-                # images, which would be gathered to be split anew.
+            shard = None
+            if found is not None and len(uses) == len(uses_of(value)):
+                shard = reduce_scattered(self.completed, found, value, self.format)
+            if shard is None:
+                # Whole first: else the split would reach what is summed, such as a
+                # convolution's images, which would be gathered to be split anew.
                 shard = _annotate(value, self.completed.sharding(value))
-            if type_ != value.type:
-                shard = stablehlo.reshape(type_, shard)
+                if type_ != value.type:
+                    shard = stablehlo.reshape(type_, shard)
             shard = _annotate(shard, split)
         for op, number in uses:
             op.operands[number] = shard
@@ -185,16 +198,6 @@ class _Rewriting:
             more = [big - small for big, small in zip(stored, shape, strict=True)]
             result = stablehlo.pad(end.operands[number], zero, zeros, more, zeros)
             end.operands[number] = _annotate(result, form.border)
-
-
-def _is_product(value: ir.Value) -> bool:
-    """Whether a value is a matrix product, perhaps in another shape or precision."""
-    while not isinstance(value.owner, ir.Block):
-        maker = value.owner
-        if maker.name not in _SAME_ELEMENTS:
-            return maker.name in _PRODUCTS
-        value = maker.operands[0]
-    return False
 
 
 def _zero(element: ir.Type) -> ir.Attribute:

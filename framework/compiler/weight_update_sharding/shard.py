@@ -111,8 +111,8 @@ def shard_weight_updates(
         )
         names = {one.argument: one.name for one in carried}
         report = update_report(decisions, names, completed, asked)
-        forms = rewrite(completed, decisions, in_forms)
-        if not forms:
+        forms = rewrite(completed, redundancy, decisions, in_forms)
+        if all(decision.format is None for decision in decisions):
             return ShardedUpdates(lowered, [*in_forms], [*out_forms], report)
         lowered = dataclasses.replace(lowered, rewritten=bytecode(completed.module))
     into, out = [*in_forms], [*out_forms]
