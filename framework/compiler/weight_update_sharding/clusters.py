@@ -169,12 +169,13 @@ def find_clusters(
     alike = [link for link in links if _is_alike(link, redundancy)]
     updating = set(_updating(ops, redundancy))
     updating |= _feeding(ops, redundancy, updating, alike)
-    tied = [
+    updated = {
         link
         for group in joined(alike)
         if any(_is_updated(one, redundancy, updating) for one in group)
         for link in group
-    ]
+    }
+    tied = [link for link in alike if link in updated]
     ordered = [op for op in ops if op in updating]
     dims = Dims(ordered, tied)
     return _grouped(ordered, tied, dims), dims

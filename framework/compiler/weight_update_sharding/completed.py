@@ -23,6 +23,9 @@ from meshwright.framework.compiler.stable_hlo import (
     operand_places,
     walk,
 )
+from meshwright.framework.compiler.weight_update_sharding.hoist import (
+    hoist_conversions,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -34,7 +37,8 @@ _MAYBE_IDLE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
 class CompletedModule:
     """A module that is still for either partitioner, and where its tensors will lie.
 
-    Calls are inlined. It is to be used, and may be changed, within its MLIR context.
+    Calls are inlined and conversions hoisted. It is to be used, and may be changed,
+    within its MLIR context.
 
     Args:
       mesh: the device mesh.
@@ -89,6 +93,7 @@ def completed_module(
     """
     with neutral_module(lowered) as module:
         _tidy(module)
+        hoist_conversions(module)
         ops = [op for op in walk(module.operation) if len(op.results)]
         integer = ir.IntegerType.get_signless(32)
         for number, op in enumerate(ops):

@@ -141,7 +141,9 @@ class _Judge:
         alike = frozenset(self.completed.mesh.axis_names)
         for value in cluster.values:
             alike &= self.redundancy.alike.get(value, frozenset())
-        axes = [axis for axis in self.completed.mesh.axis_names if axis in alike]
+        # Neighbours along the last axes of a mesh are nearest: they reduce most.
+        names = reversed(self.completed.mesh.axis_names)
+        axes = [axis for axis in names if axis in alike]
         for count in range(len(axes), 0, -1):
             yield from itertools.combinations(axes, count)
 
@@ -195,7 +197,7 @@ class _Judge:
         whole = lambda v: tiles.bytes(  # noqa: E731
             self.completed.sharding(v).shard_shape(shape_of(v)), dtype_of(v)
         )
-        spared = lambda v: whole(v) - format_.shard_bytes(v, tiles)  # noqa: E731
+        spared = lambda v: whole(v) - format_.shard_bytes(v)  # noqa: E731
         entries, exits = cluster.entries(), cluster.exits()
         ends = [l.values[0] for l in cluster.links if l.argument is not None]  # noqa: E741
         saved = sum(map(spared, entries)) + 2 * sum(map(spared, ends))
@@ -214,6 +216,7 @@ class _Judge:
         gain = saved / machine.memory_bandwidth
         gain -= max(0.0, sent) * share / machine.link_bandwidth
         gain -= len(gathers) * machine.latency
+        gain -= 2 * self.copied(cluster, format_) / machine.memory_bandwidth
         return Decision(
             cluster=cluster,
             state=state,
@@ -223,6 +226,16 @@ class _Judge:
             saved=saved,
             kept=sum(map(spared, ends)),
             gain=gain,
+        )
+
+    def copied(self, cluster: Cluster, format_: Format) -> int:
+        """Bytes of whole tensors that are copied on the way into shards or back."""
+        passing = [v for v in cluster.entries() if v in self.redundancy.updates]
+        passing += cluster.exits()
+        return sum(
+            bytes_of(value)
+            for value in passing
+            if format_.first(value) is not None and format_.is_copied(value)
         )
 
 

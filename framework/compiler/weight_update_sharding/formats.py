@@ -49,14 +49,19 @@ class Tiles:
         return self.columns == 1
 
     def bytes(self, shape: Sequence[int], dtype: str) -> int:
-        """What an array takes, in whole tiles."""
+        """What an array takes, in whole tiles; either of two dims may be the columns.
+
+        Of few rows a tile has fewer: compilers lay out small dims compactly.
+        """
+        *major, one, other = (1, 1, *shape)
         size = itemsize(dtype)
-        *major, rows, columns = (1, 1, *shape)
-        if len(shape) > 1:
-            packed = self.rows * max(1, 4 // size) if self.rows > 1 else 1
-            rows = -(-rows // packed) * packed
-        columns = -(-columns // self.columns) * self.columns
-        return math.prod(major) * rows * columns * size
+        tiled = min(self._tiled(one, other, size), self._tiled(other, one, size))
+        return math.prod(major) * tiled * size
+
+    def _tiled(self, rows: int, columns: int, size: int) -> int:
+        packed = self.rows * (4 // size if self.rows > 1 and size < 4 else 1)
+        high = min(packed, 1 << (rows - 1).bit_length())
+        return -(-rows // high) * high * -(-columns // self.columns) * self.columns
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,12 +73,14 @@ class Format:
       axes: the mesh axes that split them, besides those that do already.
       cluster_dims: all the dims' groups.
       completed: the module, for how its tensors lie otherwise.
+      tiles: of the devices' memory.
     """
 
     dims: tuple
     axes: tuple[str, ...]
     cluster_dims: Dims
     completed: CompletedModule
+    tiles: Tiles
 
     @property
     def count(self) -> int:
@@ -107,14 +114,28 @@ class Format:
             dims[first] = (*dims[first], *self.axes)
         return Sharding(own.mesh, tuple(dims))
 
-    def shard_bytes(self, value: ir.Value, tiles: Tiles) -> int:
+    def is_copied(self, value: ir.Value) -> bool:
+        """Whether a tensor is copied to be divided: padded, or its last dim first."""
+        shape = self.shape(value)
+        even = self.sharding(value).padded_shape(shape) == shape
+        return not even or self.is_turned(value)
+
+    def is_turned(self, value: ir.Value) -> bool:
+        """Whether a tensor's last dim becomes the first to be reduced along.
+
+        TPU compilers have no reduce-scatter along a last dim.
+        """
+        last = 0 < self.first(value) == len(self.shape(value)) - 1
+        return last and self.tiles.columns > 1
+
+    def shard_bytes(self, value: ir.Value) -> int:
         """Of a tensor on a device, in whole tiles."""
         dtype = dtype_of(value)
         if self.first(value) is None:
             own = self.completed.sharding(value).shard_shape(shape_of(value))
-            return tiles.bytes(own, dtype)
+            return self.tiles.bytes(own, dtype)
         shard = self.sharding(value).shard_shape(self.shape(value))
-        return tiles.bytes(shard, dtype)
+        return self.tiles.bytes(shard, dtype)
 
 
 def formats_of(
@@ -133,7 +154,7 @@ def formats_of(
                 moves = not tiles.can_combine(shape, first, count)
                 chain = None if moves else groups.chain(value, first, count)
                 if chain is not None:
-                    yield Format(chain, axes, dims, completed)
+                    yield Format(chain, axes, dims, completed, tiles)
 
 
 class _Groups:

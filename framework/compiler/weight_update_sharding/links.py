@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
@@ -164,7 +163,10 @@ def constant_of(value: ir.Value) -> float | None:
     while not isinstance(value.owner, ir.Block):
         maker = value.owner
         if maker.name == "stablehlo.constant":
-            return float(np.array(ir.DenseElementsAttr(maker.attributes["value"])))
+            splat = ir.DenseElementsAttr(maker.attributes["value"]).get_splat_value()
+            element = ir.RankedTensorType(value.type).element_type
+            whole = isinstance(element, ir.IntegerType)
+            return float((ir.IntegerAttr if whole else ir.FloatAttr)(splat).value)
         if maker.name not in ("stablehlo.convert", "stablehlo.reshape"):
             return None
         value = maker.operands[0]

@@ -116,6 +116,11 @@ class _Rewriting:
                 op.operands[number] = sharding_call("Sharding", value, type_, text)
         for value in inside:
             self._retype(value, types[value])
+            if _is_spread(value):
+                # GSPMD would rather gather what is spread out, such as a factor.
+                with _after(value), _location(value):
+                    shard = _annotate(value, split[value])
+                value.replace_all_uses_except(shard, shard.owner.operation)
         for link in self.cluster.links:
             if link.argument in borders:
                 self._pad(link, borders[link.argument])
@@ -142,9 +147,10 @@ class _Rewriting:
 
     def _enter(self, value, uses: Sequence[Use], type_, split: Sharding) -> None:
         found = find_sum(self.completed, self.reduced, value)
+        others = [use for use in uses_of(value) if use not in uses]
         with _after(value), _location(value):
             shard = None
-            if found is not None and len(uses) == len(uses_of(value)):
+            if found is not None and not others:
                 shard = reduce_scattered(self.completed, found, value, self.format)
             if shard is None:
                 # Whole first: else the split would reach what is summed, such as a
@@ -153,8 +159,13 @@ class _Rewriting:
                 if type_ != value.type:
                     shard = stablehlo.reshape(type_, shard)
             shard = _annotate(shard, split)
+            if others:
+                # GSPMD would give it the split in loops that read it whole.
+                whole = _annotate(value, self.completed.sharding(value))
         for op, number in uses:
             op.operands[number] = shard
+        for op, number in others:
+            op.operands[number] = whole
 
     def _retype(self, value, type_) -> None:
         if value.type == type_:
@@ -198,6 +209,14 @@ class _Rewriting:
             more = [big - small for big, small in zip(stored, shape, strict=True)]
             result = stablehlo.pad(end.operands[number], zero, zeros, more, zeros)
             end.operands[number] = _annotate(result, form.border)
+
+
+def _is_spread(value: ir.Value) -> bool:
+    if isinstance(value.owner, ir.Block):
+        return False
+    maker = value.owner
+    wide = maker.name == "stablehlo.broadcast_in_dim"
+    return wide and bool(shape_of(maker.operands[0]))
 
 
 def _zero(element: ir.Type) -> ir.Attribute:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import tensorflow as tf
@@ -91,7 +91,9 @@ def shard_weight_updates(
 
     Raises:
       LoweringError: as when the function is compiled.
+      ValueError: what was asked for does not fit the function or the mesh.
     """
+    _check(lowered, mesh, in_forms, asked)
     carried = _carried(lowered, asked)
     border = [form and form.border for form in in_forms]
     results = [form and form.border for form in out_forms]
@@ -125,6 +127,47 @@ def shard_weight_updates(
         outputs=_stored(lowered.outputs, out),
     )
     return ShardedUpdates(lowered, into, out, report)
+
+
+def _check(lowered: LoweredFunction, mesh: DeviceMesh, in_forms, asked) -> None:
+    name, count = lowered.name, len(lowered.inputs)
+    if not isinstance(asked.mode, WeightUpdateSharding):
+        raise ValueError(
+            f"{name}: UpdateSharding.mode is {asked.mode!r}, must be a "
+            "WeightUpdateSharding"
+        )
+    unknown = [axis for axis in asked.data_axes if axis not in mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"{name}: UpdateSharding.data_axes names {unknown[0]!r}, but the mesh has "
+            f"{mesh.axis_names}"
+        )
+    if not 0 <= asked.argument < count:
+        raise ValueError(
+            f"{name}: UpdateSharding.argument is {asked.argument}, but the program has "
+            f"{count} arguments"
+        )
+    results = lowered.outputs
+    if not isinstance(results, Mapping) or asked.result not in results:
+        raise ValueError(
+            f"{name}: UpdateSharding.result is {asked.result!r}, but the program's "
+            f"results are {sorted(results) if isinstance(results, Mapping) else 'one'}"
+        )
+    state, after = lowered.inputs[asked.argument], results[asked.result]
+    try:
+        tf.nest.assert_same_structure(state, after)
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"{name}: UpdateSharding.result is {asked.result!r}, which has another "
+            f"structure than argument {asked.argument}, the state"
+        ) from e
+    first = len(tf.nest.flatten(lowered.inputs[: asked.argument]))
+    own = in_forms[first : first + len(tf.nest.flatten(state))]
+    if any(form is None for form in own):
+        raise ValueError(
+            f"{name}: the state, argument {asked.argument}, has leaves without a "
+            "sharding: give its in_shardings, to have its weight updates sharded"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
