@@ -50,6 +50,14 @@ def operands_of(op) -> list:
     return [user.operands[i] for user, i in operand_places(op)]
 
 
+def after(value: ir.Value) -> ir.InsertionPoint:
+    """Where a value can be used first."""
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        return ir.InsertionPoint.at_block_begin(owner)
+    return ir.InsertionPoint.after(owner.operation)
+
+
 def op_name(op) -> str:
     """The name of the TF op that an operation came from, `?` if it has none."""
     match = _NAME.search(str(op.location))

@@ -221,7 +221,7 @@ def test_a_tied_weight_is_updated_once():
         assert found.updated() == [["e", "m"]]
         (cluster,) = found.clusters
         reduced = {value.owner.name for value in cluster.entries()}
-        assert reduced == {"stablehlo.scatter", "stablehlo.dot_general"}
+        assert reduced == {"stablehlo.scatter", "stablehlo.transpose"}
 
 
 def test_weights_that_pull_at_each_other_are_updated_together():

@@ -236,6 +236,13 @@ def test_off_changes_nothing():
     assert off.in_forms == Training("sgd", "data").trace(SHARDY, None).in_forms
 
 
+_GATHERS_STACKS = pytest.mark.xfail(
+    strict=True,
+    reason="GSPMD splits a stack that a loop reads whole, and gathers each layer of it "
+    "in the loop; and a factor of a stack's second moments",
+)
+
+
 def gathered(run) -> collections.Counter:
     """How many arrays of which element types are gathered along the data axis."""
     return collections.Counter(
@@ -252,8 +259,8 @@ def gathered(run) -> collections.Counter:
         ("sgd", "data", SHARDY),
         ("adam", "data,model", SHARDY),
         ("plain", "data", SHARDY),
-        ("adafactor", "data", GSPMD),
-        ("lars", "data,model", GSPMD),
+        pytest.param("adafactor", "data", GSPMD, marks=_GATHERS_STACKS),
+        pytest.param("lars", "data,model", GSPMD, marks=_GATHERS_STACKS),
     ],
 )
 def test_each_weight_is_gathered_once_and_slots_never(optimizer, mesh, partitioner):

@@ -206,12 +206,12 @@ class _Judge:
             for value, uses in exits.items()
             if format_.first(value) is not None
         ]
-        reduced = sum(
-            self.gathered(cluster, value, uses_of(value))
-            for value in entries
-            if value in self.redundancy.updates
-        )
+        gradients = [v for v in entries if v in self.redundancy.updates]
+        sizes = {v: self.gathered(cluster, v, uses_of(v)) for v in gradients}
+        reduced = sum(sizes.values())
+        ranked = [v for v in gradients if format_.first(v) is not None]
         sent = sum(gathers) - reduced
+        sent += sum(sizes[v] for v in ranked if not format_.is_scattered(v))
         share = (format_.shards - 1) / format_.shards
         gain = saved / machine.memory_bandwidth
         gain -= max(0.0, sent) * share / machine.link_bandwidth
@@ -235,7 +235,7 @@ class _Judge:
         return sum(
             bytes_of(value)
             for value in passing
-            if format_.first(value) is not None and format_.is_copied(value)
+            if format_.first(value) is not None and not format_.is_even(value)
         )
 
 

@@ -114,19 +114,18 @@ class Format:
             dims[first] = (*dims[first], *self.axes)
         return Sharding(own.mesh, tuple(dims))
 
-    def is_copied(self, value: ir.Value) -> bool:
-        """Whether a tensor is copied to be divided: padded, or its last dim first."""
+    def is_even(self, value: ir.Value) -> bool:
+        """Whether a tensor is divided without padding."""
         shape = self.shape(value)
-        even = self.sharding(value).padded_shape(shape) == shape
-        return not even or self.is_turned(value)
+        return self.sharding(value).padded_shape(shape) == shape
 
-    def is_turned(self, value: ir.Value) -> bool:
-        """Whether a tensor's last dim becomes the first to be reduced along.
+    def is_scattered(self, value: ir.Value) -> bool:
+        """Whether a gradient is reduced right onto its shards, and not whole first.
 
-        TPU compilers have no reduce-scatter along a last dim.
+        TPU compilers have no reduce-scatter along a tensor's last dim.
         """
         last = 0 < self.first(value) == len(self.shape(value)) - 1
-        return last and self.tiles.columns > 1
+        return self.tiles.columns == 1 or not last
 
     def shard_bytes(self, value: ir.Value) -> int:
         """Of a tensor on a device, in whole tiles."""

@@ -13,7 +13,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.stable_hlo import call_target, walk
+from meshwright.framework.compiler.stable_hlo import after, call_target, walk
 
 _SLICES = ("stablehlo.dynamic_slice", "stablehlo.slice", "stablehlo.reshape")
 
@@ -34,10 +34,35 @@ class _Reads:
 def hoist_conversions(module: ir.Module) -> None:
     """Moves them in front of loops, inner loops first."""
     loops = [op for op in walk(module.operation) if op.name == "stablehlo.while"]
+    done: dict[
+        ir.Value, ir.Value
+    ] = {}  # A backward loop reads what a forward one does.
     for op in reversed(loops):
-        done: dict[ir.Value, ir.Value] = {}
         for number in range(len(op.operands)):
             _hoist(op, number, done)
+    _merge(module)
+
+
+def _merge(module: ir.Module) -> None:
+    """Makes one of all conversions of a program's argument to one element type."""
+    found: dict[tuple[ir.Value, ir.Type], ir.Value] = {}
+    for op in list(walk(module.operation)):
+        if op.name != "stablehlo.convert" or not _is_argument(op.operands[0]):
+            continue
+        key = (op.operands[0], op.results[0].type)
+        if key not in found:
+            with after(key[0]), op.location:
+                found[key] = stablehlo.convert(key[1], key[0])
+        op.results[0].replace_all_uses_with(found[key])
+        op.erase()
+
+
+def _is_argument(value: ir.Value) -> bool:
+    while not isinstance(value.owner, ir.Block):
+        if call_target(value.owner) != "Sharding":
+            return False
+        value = value.owner.operands[0]
+    return True
 
 
 def _hoist(op, number: int, done: dict[ir.Value, ir.Value]) -> None:
@@ -52,8 +77,8 @@ def _hoist(op, number: int, done: dict[ir.Value, ir.Value]) -> None:
         return
     element = _element(found.converts[0].results[0])
     type_ = ir.RankedTensorType.get(list(shape_of(stack)), element)
-    with ir.InsertionPoint(op), op.location:
-        if stack not in done:
+    if stack not in done:
+        with after(stack), op.location:
             done[stack] = stablehlo.convert(type_, stack)
     op.results[number].replace_all_uses_with(stack)
     op.operands[number] = done[stack]

@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.stable_hlo import sharding_call, tensor_type
+from meshwright.framework.compiler.stable_hlo import after, sharding_call, tensor_type
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     block_of,
@@ -116,11 +116,6 @@ class _Rewriting:
                 op.operands[number] = sharding_call("Sharding", value, type_, text)
         for value in inside:
             self._retype(value, types[value])
-            if _is_spread(value):
-                # GSPMD would rather gather what is spread out, such as a factor.
-                with _after(value), _location(value):
-                    shard = _annotate(value, split[value])
-                value.replace_all_uses_except(shard, shard.owner.operation)
         for link in self.cluster.links:
             if link.argument in borders:
                 self._pad(link, borders[link.argument])
@@ -147,10 +142,9 @@ class _Rewriting:
 
     def _enter(self, value, uses: Sequence[Use], type_, split: Sharding) -> None:
         found = find_sum(self.completed, self.reduced, value)
-        others = [use for use in uses_of(value) if use not in uses]
-        with _after(value), _location(value):
+        with after(value), _location(value):
             shard = None
-            if found is not None and not others:
+            if found is not None and len(uses) == len(uses_of(value)):
                 shard = reduce_scattered(self.completed, found, value, self.format)
             if shard is None:
                 # Whole first: else the split would reach what is summed, such as a
@@ -159,13 +153,8 @@ class _Rewriting:
                 if type_ != value.type:
                     shard = stablehlo.reshape(type_, shard)
             shard = _annotate(shard, split)
-            if others:
-                # GSPMD would give it the split in loops that read it whole.
-                whole = _annotate(value, self.completed.sharding(value))
         for op, number in uses:
             op.operands[number] = shard
-        for op, number in others:
-            op.operands[number] = whole
 
     def _retype(self, value, type_) -> None:
         if value.type == type_:
@@ -193,7 +182,7 @@ class _Rewriting:
         rank = len(shape)
         uses = uses_of(argument)
         argument.set_type(padded)
-        with _after(argument), _location(argument):
+        with after(argument), _location(argument):
             zeros, ones = [0] * rank, [1] * rank
             logical = stablehlo.slice(argument, zeros, list(shape), ones)
             logical = _annotate(logical, form.border)
@@ -211,14 +200,6 @@ class _Rewriting:
             end.operands[number] = _annotate(result, form.border)
 
 
-def _is_spread(value: ir.Value) -> bool:
-    if isinstance(value.owner, ir.Block):
-        return False
-    maker = value.owner
-    wide = maker.name == "stablehlo.broadcast_in_dim"
-    return wide and bool(shape_of(maker.operands[0]))
-
-
 def _zero(element: ir.Type) -> ir.Attribute:
     if isinstance(element, ir.IntegerType):
         return ir.IntegerAttr.get(element, 0)
@@ -227,13 +208,6 @@ def _zero(element: ir.Type) -> ir.Attribute:
 
 def _annotate(value: ir.Value, sharding: Sharding) -> ir.Value:
     return sharding_call("Sharding", value, value.type, sharding.to_hlo())
-
-
-def _after(value: ir.Value) -> ir.InsertionPoint:
-    owner = value.owner
-    if isinstance(owner, ir.Block):
-        return ir.InsertionPoint.at_block_begin(owner)
-    return ir.InsertionPoint.after(owner.operation)
 
 
 def _location(value: ir.Value) -> ir.Location:
@@ -253,7 +227,7 @@ def _by_place(value: ir.Value, uses: Sequence[Use]):
         places.setdefault(block, []).append((op, number))
     for block, users in places.items():
         if block is None:
-            yield _after(value), users
+            yield after(value), users
         else:
             yield ir.InsertionPoint.at_block_begin(block), users
 

@@ -100,10 +100,6 @@ def reduce_scattered(
     shape = list(format_.shape(value))
     if tuple(shape) != shape_of(value):
         local = stablehlo.reshape(tensor_type(value.type, shape), local)
-    if turned := format_.is_turned(value):
-        order = [first, *range(first)]
-        local, first = stablehlo.transpose(local, order), 0
-        shape = [shape[dim] for dim in order]
     padded = list(shape)
     padded[first] = -(-shape[first] // format_.shards) * format_.shards
     local = _padded(local, padded)
@@ -124,8 +120,6 @@ def reduce_scattered(
     if padded != shape:
         ones, zeros = [1] * len(shape), [0] * len(shape)
         whole = stablehlo.slice(whole, zeros, shape, ones)
-    if turned:
-        whole = stablehlo.transpose(whole, [*range(1, len(shape)), 0])
     return whole
 
 
