@@ -11,6 +11,7 @@ TPU v3, from 8 to 2048 cores:
   8       GSPMD 5.6, 3D U-Nets, partitioned spatially
   gshard  GShard's translation Transformers: its Table 3, and the same number of rows a
           core for all depths and numbers of experts
+  wus     weight-update sharding's models, with it and without (paper_updates.py)
 
 Each row is a shipped gin file; the program is the trainer's, compiled for the pod by
 libtpu (pip install 'meshwright[plan]'), the memory what that compiler says, the step
@@ -34,7 +35,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import paper_updates
 from absl import app, flags
+from paper_updates import UpdateRow
 
 from meshwright.framework.compiler.step_time import LINK_EFFICIENCY
 from meshwright.trainers import plan_cache
@@ -55,7 +58,7 @@ def define_flags() -> None:
     flags.DEFINE_string("json_out", None, "File for the rows, as JSON.")
 
 
-TABLES = ("2", "3", "4", "5", "6", "7", "8", "gshard")
+TABLES = ("2", "3", "4", "5", "6", "7", "8", "gshard", paper_updates.TABLE)
 CALIBRATED = ("2", "3")
 """The tables whose rows the estimate's constant is calibrated on."""
 
@@ -214,13 +217,13 @@ GSHARD_ROWS = (
 ROWS = GSPMD_ROWS + GSHARD_ROWS
 
 
-def chosen_rows(tables: Sequence[str], names: Sequence[str]) -> list[Row]:
+def chosen_rows(tables: Sequence[str], names: Sequence[str]) -> list[Row | UpdateRow]:
     """The rows of `tables` that `names` names, all of them if there are none.
 
     Raises:
       ValueError: a name that no row has; lists those that there are.
     """
-    rows = [row for row in ROWS if row.table in tables]
+    rows = [row for row in (*ROWS, *paper_updates.ROWS) if row.table in tables]
     known = [row.name for row in rows]
     for name in names:
         if name not in known:
@@ -377,25 +380,34 @@ def json_row(row: Row, found: Mapping[str, Any]) -> dict:
     }
 
 
+def show(rows: Sequence[Row], cache: plan_cache.PlanCache) -> list[dict[str, Any]]:
+    """Plans rows, if there are any, and prints them; what was found, for JSON."""
+    if not rows:
+        return []
+    print(HEADER)
+    found = []
+    for row in rows:
+        found.append((row, ours(row, cache)))
+        print(table_row(*found[-1]), flush=True)
+    print(*summary(found), sep="\n")
+    return [json_row(*pair) for pair in found]
+
+
 def main(argv: Sequence[str]) -> None:
     """Plans the rows and prints them."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    cache = plan_cache.PlanCache(folder=pathlib.Path(flags.FLAGS.cache_dir))
     try:
         rows = chosen_rows(flags.FLAGS.table, flags.FLAGS.rows)
-        print(HEADER)
-        found, cache = (
-            [],
-            plan_cache.PlanCache(folder=pathlib.Path(flags.FLAGS.cache_dir)),
+        found = show([row for row in rows if isinstance(row, Row)], cache)
+        found += paper_updates.show(
+            [row for row in rows if isinstance(row, UpdateRow)], cache
         )
-        for row in rows:
-            found.append((row, ours(row, cache)))
-            print(table_row(*found[-1]), flush=True)
     except (ValueError, ImportError) as error:
         sys.exit(f"paper_tables.py: {error}")
-    print(*summary(found), sep="\n")
     if flags.FLAGS.json_out:
-        text = json.dumps([json_row(*pair) for pair in found], indent=2)
+        text = json.dumps(found, indent=2)
         pathlib.Path(flags.FLAGS.json_out).write_text(text + "\n")
 
 

@@ -17,6 +17,12 @@ from meshwright.framework.compiler.program import (  # noqa: E402
     Program,
     compile_program,
 )
+from meshwright.framework.compiler.weight_update_sharding.decide import (  # noqa: E402
+    WeightUpdateSharding,
+)
+from meshwright.framework.compiler.weight_update_sharding.shard import (  # noqa: E402
+    UpdateSharding,
+)
 from meshwright.framework.modeling import schedules  # noqa: E402
 from meshwright.framework.modeling.adafactor import Adafactor  # noqa: E402
 from meshwright.framework.modeling.ema import ExponentialMovingAverage  # noqa: E402
@@ -72,7 +78,9 @@ __all__ = [
     "SGD",
     "Sharding",
     "ShardingPlan",
+    "UpdateSharding",
     "WeightSpec",
+    "WeightUpdateSharding",
     "auto_to_manual",
     "collectives",
     "compile_program",

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ def document(report: PlanReport, *, config_text: str = "") -> dict[str, Any]:
             for one in report.collectives
         ],
         "device_order": _device_order(report),
+        "weight_updates": _weight_updates(report),
         "weights": list(_weights(programs)),
         "replicated": [
             {
@@ -80,7 +82,7 @@ def document(report: PlanReport, *, config_text: str = "") -> dict[str, Any]:
 
 
 def _memory(report: PlanReport, programs: Programs) -> dict[str, Any]:
-    state = _state_bytes(programs)
+    state = _state_bytes(report, programs)
     limit, peak = report.memory_limit, report.peak_bytes
     # The compiler also counts the gaps between what is alive.
     over = report.refusal.refusal.over if report.refusal else max(0, peak - limit)
@@ -231,6 +233,32 @@ def _device_order(report: PlanReport) -> dict[str, Any] | None:
     }
 
 
+def _weight_updates(report: PlanReport) -> dict[str, Any] | None:
+    """None where nothing was asked, or the compiler refused the program."""
+    updates = report.program and report.program.updates
+    if updates is None:
+        return None
+    return {
+        "summary": updates.summary(),
+        "mode": updates.mode,
+        "data_axes": list(updates.data_axes),
+        "lines": [
+            {
+                "names": list(one.names),
+                "shape": list(one.shape),
+                "ops": one.ops,
+                "format": one.format,
+                "why": one.why,
+                "state_saved_bytes": one.kept,
+                "traffic_saved_bytes": one.saved,
+                "gathered_bytes": one.moved,
+                "gain_seconds": one.gain,
+            }
+            for one in updates.lines
+        ],
+    }
+
+
 def _weights(programs: Programs) -> Iterator[dict[str, Any]]:
     for (path, spec), sharding in zip(
         programs.state_specs.theta.items_by_path(),
@@ -248,16 +276,19 @@ def _weights(programs: Programs) -> Iterator[dict[str, Any]]:
         }
 
 
-def _state_bytes(programs: Programs) -> dict[str, int]:
-    """Of weights, slots and moving averages, by the plan alone."""
+def _state_bytes(report: PlanReport, programs: Programs) -> dict[str, int]:
+    """Of weights, slots and moving averages; by the plan alone of what is refused."""
+    if report.program is None:
+        shapes = [spec.shape for spec in programs.state_specs.leaves()]
+        shardings = programs.state_shardings().leaves()
+    else:  # In stored form, which weight-update sharding may have changed.
+        shapes = [tuple(spec.shape) for spec in nest.flatten(report.program.inputs[0])]
+        shardings = report.program.in_shardings[: len(shapes)]
+    specs = programs.state_specs.items_by_path()
     found = dict.fromkeys(_STATE.values(), 0)
-    for (path, spec), sharding in zip(
-        programs.state_specs.items_by_path(),
-        programs.state_shardings().leaves(),
-        strict=True,
-    ):
+    for (path, spec), shape, sharding in zip(specs, shapes, shardings, strict=True):
         if what := _STATE.get(path.split(".")[0]):
-            found[what] += spec.shard_bytes(sharding)
+            found[what] += math.prod(sharding.shard_shape(shape)) * spec.dtype.size
     return found
 
 

@@ -21,6 +21,7 @@ from meshwright.trainers.plan_text import (
     seconds_text,
     share_text,
     torus_text,
+    update_sizes,
     verdict,
 )
 
@@ -91,6 +92,7 @@ def page(document: Mapping[str, Any]) -> str:
         _pipelines(document, drawn),
         _collectives(document, drawn),
         _device_order(document["device_order"]),
+        _weight_updates(document["weight_updates"]),
         _weights(document, drawn),
         _replicated(document),
         _configuration(document),
@@ -256,11 +258,38 @@ def _device_order(order: Mapping[str, Any] | None) -> Iterator[str]:
     yield "</section>"
 
 
+def _weight_updates(updates: Mapping[str, Any] | None) -> Iterator[str]:
+    if updates is None:
+        return
+    yield '<section id="updates"><h2>Weight updates on shards</h2>'
+    yield f"<p>{html.escape(updates['summary'])}.</p>"
+    yield from _table(
+        ("state saved", "gathered", "gain", "weight", "shape", "format, or why not"),
+        (
+            (
+                *(("-", "-", "-") if one["why"] else update_sizes([one])),
+                one["names"][0],
+                str(one["shape"]),
+                one["why"] or one["format"],
+            )
+            for one in updates["lines"]
+        ),
+        numbers=3,
+    )
+    yield "</section>"
+
+
 def _weights(
     document: Mapping[str, Any], drawn: Mapping[str, Picture]
 ) -> Iterator[str]:
     yield '<section id="weights"><h2>Weights and what a device has of them</h2>'
     yield from _figures(drawn, "weights")
+    if document["weights_bytes"] < sum(one["bytes"] for one in document["weights"]):
+        yield (
+            "<p>This is the plan's part, which a step computes with. Between steps a "
+            "device has less of weights that are updated on shards: "
+            f"{bytes_text(document['weights_bytes'])} in all.</p>"
+        )
     yield from _table(
         ("bytes", "weight", "type", "dims", "sharding", "shard"),
         (
@@ -316,7 +345,7 @@ def _figures(drawn: Mapping[str, Picture], *names: str) -> Iterator[str]:
 def _table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int
 ) -> Iterator[str]:
-    """The first `numbers` columns are aligned right; a last one `why` may wrap."""
+    """The first `numbers` columns are aligned right; a last one on `why` may wrap."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(
@@ -332,7 +361,8 @@ def _table(
 
 
 def _cell(tag: str, text: str, column: int, heads: Sequence[str], numbers: int) -> str:
-    style = "number" if column < numbers else "long" if heads[column] == "why" else ""
+    is_long = "why" in heads[column].split()
+    style = "number" if column < numbers else "long" if is_long else ""
     attributes = f' class="{style}"' if style else ""
     attributes += ' scope="col"' if tag == "th" else ""
     return f"<{tag}{attributes}>{html.escape(text)}</{tag}>"

@@ -44,4 +44,9 @@ def scalars(document: Mapping[str, Any]) -> dict[str, float]:
     for one in document["collectives"]:
         tag = f"collective_bytes/{one['kind']} along {one['axis'] or 'no axis'}"
         found[tag] = found.get(tag, 0.0) + one["bytes"]
+    if updates := document["weight_updates"]:
+        sharded = [one for one in updates["lines"] if not one["why"]]
+        found["weight_updates/sharded"] = len(sharded)
+        for what in ("state_saved_bytes", "gathered_bytes", "gain_seconds"):
+            found[f"weight_updates/{what}"] = sum(one[what] for one in sharded)
     return {tag: value for tag, value in found.items() if value is not None}

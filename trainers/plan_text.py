@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from meshwright.framework.compiler.sizes import bytes_text
 _WIDTH = 80
 _LARGEST = 8
 _BUFFERS = 5
+_SHARDED, _LEFT_ALONE = 5, 3
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
@@ -26,6 +28,7 @@ def plan_text(document: dict[str, Any]) -> str:
         _pipelines(document),
         _collectives(document),
         _device_order(document["device_order"]),
+        _weight_updates(document["weight_updates"]),
         _replicated(document),
     )
     filled = [one for one in map(list, sections) if one]
@@ -227,6 +230,48 @@ def torus_text(order: dict[str, Any]) -> str:
     dims = [dim for dim, wraps in zip("xyz", order["wraps"], strict=False) if wraps]
     ends = f"ends linked along {' and '.join(dims)}" if dims else "no ends linked"
     return f"{chips} chips{cores}, {ends}"
+
+
+def _weight_updates(updates: dict[str, Any] | None) -> Iterator[str]:
+    if updates is None:
+        return
+    yield from textwrap.wrap(updates["summary"], _WIDTH, subsequent_indent="  ")
+    sharded = [one for one in updates["lines"] if not one["why"]]
+    if sharded:
+        yield _update_row("state saved", "gathered", "est. gain") + "weight"
+    for one in sharded[:_SHARDED]:
+        yield from textwrap.wrap(
+            f"{one['names'][0]} {one['format']}",
+            _WIDTH,
+            initial_indent=_update_row(*update_sizes([one])),
+            subsequent_indent=_update_row("", "", ""),
+        )
+    if rest := sharded[_SHARDED:]:
+        yield _update_row(*update_sizes(rest)) + f"{len(rest)} more"
+    left = [one for one in updates["lines"] if one["why"]]
+    left.sort(key=lambda one: -math.prod(one["shape"]))
+    for one in left[:_LEFT_ALONE]:
+        yield from textwrap.wrap(
+            f"left alone: {one['names'][0]} {one['shape']}, as {one['why']}",
+            _WIDTH,
+            initial_indent="  ",
+            subsequent_indent="      ",
+        )
+    if rest := left[_LEFT_ALONE:]:
+        yield f"  left alone: {len(rest)} more"
+
+
+def _update_row(saved: str, gathered: str, gain: str) -> str:
+    return f"  {saved:>11} {gathered:>9} {gain:>9}  "
+
+
+def update_sizes(lines: list[dict[str, Any]]) -> tuple[str, str, str]:
+    """State saved, gathered and estimated gain of some updates together."""
+    saved = sum(one["state_saved_bytes"] for one in lines)
+    gathered = sum(one["gathered_bytes"] for one in lines)
+    gain = sum(one["gain_seconds"] for one in lines)
+    sign = "-" if gain < 0 else ""
+    return bytes_text(saved), bytes_text(gathered), sign + seconds_text(abs(gain))
 
 
 def _replicated(document: dict[str, Any]) -> Iterator[str]:

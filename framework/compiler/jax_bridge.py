@@ -258,17 +258,19 @@ def lower_for_mesh(
     shardy: bool,
     devices: Sequence[jax.Device] | None = None,
     layouts: Mapping[Key, Layout] | None = None,
+    only_read: bool = False,
 ) -> MeshProgram:
     """Puts a program on the devices of `mesh`, unpartitioned; all sequences are flat.
 
-    A None sharding is left to completion.
+    A None sharding is left to completion. What is `only_read` need not fit.
 
     Raises:
       LoweringError: an argument has 64-bit elements; an annotation cannot be honoured.
       DoesNotFit: the arguments alone do not fit into the devices' memory.
     """
     grid = jax_mesh(mesh, devices)
-    check_arguments_fit(lowered, mesh, in_shardings, grid.devices.flat[0])
+    if not only_read:
+        check_arguments_fit(lowered, mesh, in_shardings, grid.devices.flat[0])
 
     def border(shardings):
         return tuple(None if s is None else named_sharding(s, grid) for s in shardings)

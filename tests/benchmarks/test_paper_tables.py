@@ -9,12 +9,25 @@ import sys
 
 import pytest
 
-from benchmarks import paper_tables
-from benchmarks.paper_tables import CALIBRATED, GSPMD_ROWS, ROWS, Row
-from meshwright.framework.compiler import step_time
-from meshwright.framework.compiler.topology import topology
-from meshwright.trainers.mains import build_experiment
-from tests import needs
+# Where a script finds its neighbours.
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+
+from benchmarks import paper_tables  # noqa: E402
+from benchmarks.paper_tables import (  # noqa: E402
+    CALIBRATED,
+    GSPMD_ROWS,
+    ROWS,
+    Row,
+    paper_updates,
+)
+from meshwright.framework.compiler import step_time  # noqa: E402
+from meshwright.framework.compiler.hlo_text import HloModule  # noqa: E402
+from meshwright.framework.compiler.step_time import OpTime, Part  # noqa: E402
+from meshwright.framework.compiler.topology import topology  # noqa: E402
+from meshwright.trainers.mains import build_experiment  # noqa: E402
+from meshwright.trainers.plan_cache import PlanCache  # noqa: E402
+from meshwright.trainers.programs import Programs  # noqa: E402
+from tests import needs  # noqa: E402
 
 SCRIPT = pathlib.Path(paper_tables.__file__)
 # All rows, by --json_out: to be written anew when the compiler or a layer changes.
@@ -157,6 +170,148 @@ def test_the_error_bar_is_that_of_rows_left_out():
     assert {topology(row.topology).kind.name for row in rows} == {
         step_time.CALIBRATED_KIND
     }
+
+
+# Of the weight-update-sharding paper: Table 1.
+BATCHES = {
+    "resnet_32": ("LARS", 4096),
+    "resnet_2048": ("LARS", 32768),
+    "transformer_32": ("Adam", 512),
+    "transformer_2048": ("Adam", 2048),
+    "ncf_32": ("Adam", 98304),
+}
+
+
+@pytest.mark.parametrize("row", paper_updates.ROWS, ids=lambda row: row.name)
+def test_each_row_of_weight_updates_is_table_1s(row):
+    experiment, _ = build_experiment([row.gin_file], [])
+    optimizer = type(experiment.optimizer).__name__
+    assert (optimizer, experiment.global_batch) == BATCHES[row.name]
+    assert experiment.plan.mesh.size == topology(row.topology).size
+    assert Programs(experiment).data_axes == ("rows", "columns")
+
+
+def test_chosen_rows_of_weight_updates():
+    (row,) = paper_tables.chosen_rows(["2", "wus"], ["ncf_32"])
+    assert row.gin_file == "paper/wus_ncf_32.gin"
+    assert len(paper_tables.chosen_rows(["wus"], [])) == len(BATCHES)
+    with pytest.raises(ValueError, match="'ncf_2048' is none of resnet_32, .*ncf_32$"):
+        paper_tables.chosen_rows(["wus"], ["ncf_2048"])
+
+
+def update_row(name):
+    return next(row for row in paper_updates.ROWS if row.name == name)
+
+
+def made_up(step_s, peak_gb, optimizer_s, collective_s):
+    return {
+        "fits": True,
+        "peak_gb": peak_gb,
+        "limit_gb": 15.48,
+        "compile_s": 60.0,
+        "updates": "",
+        "step_s": step_s,
+        "optimizer_s": optimizer_s,
+        "collective_s": collective_s,
+    }
+
+
+DECIDED = "weight updates (auto): 61 of 90 sharded over rows, columns, 1.57 GiB less"
+OFF = made_up(0.05, 4.0, 0.02, 0.0084)
+ON = made_up(0.025, 3.0, 0.00999, 0.0104) | {"updates": DECIDED}
+REFUSED = {"fits": False, "peak_gb": 18.04, "limit_gb": 15.48, "updates": ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "line"),
+    [
+        (
+            "transformer_2048",
+            OFF,
+            "transformer_2048  50.0  25.0  1.82  2.00 4.00 3.00   25%  20.0  9.99  8.40"
+            "  10.4",
+        ),
+        (
+            "ncf_32",
+            REFUSED,
+            "ncf_32               -  25.0     -     - 18.0 3.00   83%     -  9.99     -"
+            "  10.4",
+        ),
+    ],
+)
+def test_a_row_of_weight_updates(name, off, line):
+    text = paper_updates.table_row(update_row(name), {"off": off, "on": ON})
+    assert text == line
+    assert {len(head) for head in paper_updates.HEADER.splitlines()} == {len(line)}
+
+
+def test_what_is_told_below_weight_updates():
+    rows = [
+        (update_row("transformer_2048"), {"off": OFF, "on": ON}),
+        (update_row("ncf_32"), {"off": OFF, "on": REFUSED}),
+    ]
+    assert paper_updates.summary(rows) == [
+        "transformer_2048: 46.5 ms off and 25.6 ms on in the paper",
+        "transformer_2048: weight updates (auto): 61 of 90 sharded over rows,",
+        "  columns, 1.57 GiB less",
+        "ncf_32, on: does not fit: 18.0 GB of 15.5",
+        "ncf_32: nothing was decided",
+    ]
+
+
+def test_weight_updates_are_planned_off_and_on_and_kept(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def planned(experiment, name):
+        asked.append((experiment.weight_update_sharding.value, name))
+        return OFF if asked[-1][0] == "off" else ON
+
+    monkeypatch.setattr(paper_updates, "_planned", planned)
+    rows, cache = [update_row("ncf_32")], PlanCache(folder=tmp_path)
+    (found,) = paper_updates.show(rows, cache)
+    assert asked == [("off", "v3:4x4"), ("auto", "v3:4x4")]
+    ours = {"off": OFF, "on": ON}
+    assert found == {"row": "ncf_32", "table": "wus", "paper": {}, "ours": ours}
+    first = capsys.readouterr().out
+    assert f"\n{paper_updates.table_row(rows[0], ours)}\n" in first
+    assert paper_updates.show(rows, cache) == [found] and len(asked) == 2
+    assert capsys.readouterr().out == first
+    assert paper_updates.show([], cache) == [] and not capsys.readouterr().out
+
+
+OPTIMIZER_OPS = """HloModule train
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %sub = f32[8]{0} subtract(%p, %p), metadata={op_name="jit(train)/optimizer/sub"}
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %other = f32[8]{0} multiply(%a, %a), metadata={op_name="jit(train)/optimizers/mul"}
+  %own = f32[8]{0} add(%other, %a), metadata={op_name="jit(train)/optimizer/optimizer/w/add"}
+  %merged = f32[8]{0} add(%own, %a), metadata={op_name="loss/mul;jit(train)/optimizer/mul"}
+  %fusion = f32[8]{0} fusion(%merged), kind=kLoop, calls=%fused
+  ROOT %copy = f32[8]{0} copy(%fusion)
+}
+"""  # noqa: E501
+
+
+def test_the_optimizers_seconds():
+    module = HloModule(OPTIMIZER_OPS)
+    names = ("other", "own", "merged", "fusion", "copy")
+    ops = [
+        OpTime(
+            name=name,
+            op_name=module.by_name[name].op_name,
+            part=Part.VECTOR,
+            loops=(),
+            count=1,
+            seconds=10.0**number,
+        )
+        for number, name in enumerate(names)
+    ]
+    assert paper_updates.optimizer_seconds(ops, module) == 1110
 
 
 # How far a row's step time may be from the paper's: see docs/planning.md.

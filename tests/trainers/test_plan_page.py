@@ -132,11 +132,15 @@ def test_says_what_the_document_says(planned, topology):
     for one in document["weights"]:
         assert f"<td>{one['path']}</td><td>{one['type']}</td>" in page
         assert f"<td>{one['sharding']}</td><td>{one['shard_shape']}</td>" in page
-    assert page.count("<tr>") == 4 - (document["device_order"] is None) + 1 + sum(
-        len(document[name]) for name in ("buffers", "collectives", "weights")
-    ) + len(document["replicated"]) + len(
-        (document["device_order"] or {}).get("axes", ())
-    )
+    updates = document["weight_updates"]["lines"]
+    for one in updates:
+        assert f'<td>{one["shape"]}</td><td class="long">{one["why"]}</td>' in page
+    assert len(updates) == 3  # Of norms: the plan splits all other weights.
+    tables = ("buffers", "collectives", "weights", "replicated")
+    rows = sum(len(document[name]) for name in tables) + len(updates)
+    rows += len((document["device_order"] or {}).get("axes", ()))
+    heads = len(tables) + 1 + (document["device_order"] is not None)
+    assert page.count("<tr>") == rows + heads
     assert "Experiment.global_batch" in page
 
 
@@ -283,3 +287,77 @@ def test_without_matplotlib_it_says_how_to_install_it(tmp_path):
     )
     assert ran.returncode == 1 and ran.stdout == ""
     assert "are drawn by matplotlib: pip install 'meshwright[plan]'" in ran.stderr
+
+
+def update(number, **changes):
+    return {
+        "names": [f"theta.stack.w_{number}", f"slots.stack.w_{number}.m"],
+        "shape": [6, 1000 + number, 16],
+        "ops": 27,
+        "format": f"[6.{1000 + number}:X.Y,16]",
+        "why": "",
+        "state_saved_bytes": 2**21 - number,
+        "traffic_saved_bytes": 2**22,
+        "gathered_bytes": 2**20,
+        "gain_seconds": 2e-4,
+        **changes,
+    }
+
+
+def with_updates(document, *lines):
+    summary = f"weight updates (all): some of {len(lines)} sharded over X, Y, " + (
+        "1.23 GiB less state on each device"
+    )
+    found = {"summary": summary, "mode": "all", "data_axes": ["X", "Y"]}
+    return document | {"weight_updates": found | {"lines": list(lines)}}
+
+
+def left_alone(number):
+    return update(number, format="", why=f"it would cost {number} us a step")
+
+
+UPDATES = """\
+weight updates (all): some of 11 sharded over X, Y, 1.23 GiB less state on each
+  device
+  state saved  gathered est. gain  weight
+     2.00 MiB  1.00 MiB    200 us  theta.stack.w_0 [6.1000:X.Y,16]
+     2.00 MiB  1.00 MiB  -19.8 us  theta.stack.w_1 [6.1001:X.Y,16]
+     2.00 MiB  1.00 MiB    200 us  theta.stack.w_2 [6.1002:X.Y,16]
+     2.00 MiB  1.00 MiB    200 us  theta.stack.w_3 [6.1003:X.Y,16]
+     2.00 MiB  1.00 MiB    200 us  theta.stack.w_4_of_a_very_long_name
+                                   [6.1004:X.Y,16]
+     4.00 MiB  2.00 MiB    400 us  2 more
+  left alone: theta.stack.w_903 [6, 1903, 16], as it would cost 903 us a step
+  left alone: theta.stack.w_902 [6, 1902, 16], as it would cost 902 us a step
+  left alone: theta.stack.w_901 [6, 1901, 16], as it would cost 901 us a step
+  left alone: 1 more
+"""
+
+
+def test_weight_updates(planned):
+    """The largest are told in the text, all on the page."""
+    sharded = [update(number) for number in range(7)]
+    sharded[1]["gain_seconds"] = -19.8e-6
+    sharded[4]["names"][0] += "_of_a_very_long_name"
+    left = [left_alone(number) for number in (900, 901, 902, 903)]
+    document = with_updates(planned("cpu").document, *sharded, *left)
+    assert f"\n\n{UPDATES}\n" in plan_text(document)
+    page = plan_html.page(document)
+    assert f"<p>{document['weight_updates']['summary']}.</p>" in page
+    for one in sharded:
+        cells = f"<td>{one['names'][0]}</td><td>{one['shape']}</td>"
+        assert f'{cells}<td class="long">{one["format"]}</td>' in page
+    assert '<td class="number">-19.8 us</td>' in page
+    for one in left:
+        assert f'<td>{one["shape"]}</td><td class="long">{one["why"]}</td>' in page
+    nothing = document | {"weight_updates": None}
+    assert 'id="updates"' not in plan_html.page(nothing)
+    assert "weight updates" not in plan_text(nothing)
+
+
+def test_what_a_device_has_between_steps(planned):
+    document = planned("cpu").document
+    told = "Between steps a device has less of weights that are updated on shards: "
+    assert told not in plan_html.page(document)
+    less = document | {"weights_bytes": document["weights_bytes"] - 512}
+    assert f"{told}5.00 KiB in all." in plan_html.page(less)

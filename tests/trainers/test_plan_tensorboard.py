@@ -9,7 +9,13 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 from tensorboard.util import tensor_util
 
 from meshwright.trainers import plan_plots, plan_tensorboard
-from tests.trainers.test_plan_page import POD, planned  # noqa: F401 (a fixture)
+from tests.trainers.test_plan_page import (
+    POD,
+    left_alone,
+    planned,  # noqa: F401 (a fixture)
+    update,
+    with_updates,
+)
 
 
 def read(folder):
@@ -48,6 +54,7 @@ def test_figures_and_pictures(planned, topology):  # noqa: F811
         want["step_seconds"] = document["step_seconds"]
         for part, seconds in document["parts"].items():
             want[f"time/{part}"] = seconds
+    want["weight_updates/sharded"] = 0
     for tag, value in want.items():
         assert scalars[tag] == pytest.approx(value, rel=1e-6), tag
     sent = [tag for tag in scalars if tag.startswith("collective_bytes/")]
@@ -62,6 +69,21 @@ def test_figures_and_pictures(planned, topology):  # noqa: F811
         pixels = images[f"plan/{picture.name}"]
         np.testing.assert_array_equal(pixels, tf.io.decode_png(picture.png(), 3))
         assert pixels.shape[1] > 500 and pixels.std() > 10
+
+
+def test_weight_updates(planned):  # noqa: F811
+    lines = [update(0), update(1), left_alone(900)]
+    document = planned("cpu").document
+    found = plan_tensorboard.scalars(with_updates(document, *lines))
+    own = {tag: x for tag, x in found.items() if tag.startswith("weight_updates/")}
+    assert own == {
+        "weight_updates/sharded": 2,
+        "weight_updates/state_saved_bytes": 2**22 - 1,
+        "weight_updates/gathered_bytes": 2**21,
+        "weight_updates/gain_seconds": 4e-4,
+    }
+    none = plan_tensorboard.scalars(document | {"weight_updates": None})
+    assert not [tag for tag in none if tag.startswith("weight_updates/")]
 
 
 def test_a_plan_takes_the_place_of_an_earlier_one(planned, tmp_path):  # noqa: F811

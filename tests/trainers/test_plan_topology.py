@@ -85,6 +85,29 @@ def test_on_the_cpu_mesh(tmp_path, capsys):
     assert gathers and all(one["count"] % 3 == 0 for one in gathers)
 
 
+def test_weight_updates_on_shards(tmp_path, capsys):
+    all_ = "Experiment.weight_update_sharding = 'all'"
+    _, out, found = planned(tmp_path, capsys, all_, topology="cpu")
+    updates = found["weight_updates"]
+    assert (updates["mode"], updates["data_axes"]) == ("all", ["X"])
+    # The plan splits all weights but those of norms.
+    lines = {one["names"][0]: one for one in updates["lines"]}
+    assert set(lines) == {
+        f"theta.{path}.scale"
+        for path in ("final_norm", "stack.attention_norm", "stack.feed_forward_norm")
+    }
+    one = lines["theta.final_norm.scale"]
+    assert one["names"][1:] == [f"slots.final_norm.scale.{slot}" for slot in "mv"]
+    assert (one["shape"], one["format"], one["why"]) == ([16], "[16:X]", "")
+    assert one["gathered_bytes"] == 16 * 4
+    # Half of two slots.
+    assert one["state_saved_bytes"] == 16 * 4
+    saved = sum(one["state_saved_bytes"] for one in lines.values())
+    assert found["slots_bytes"] == 2 * found["weights_bytes"] - saved
+    assert f"\n{updates['summary']}\n" in out
+    assert "\n         64 B      64 B " in out
+
+
 @needs.libtpu
 def test_on_a_pod(tmp_path, capsys):
     status, out, found = planned(tmp_path, capsys, topology="v3:2x2")

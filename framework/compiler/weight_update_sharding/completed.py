@@ -109,6 +109,7 @@ def completed_module(
             donate=(),
             shardy=True,
             devices=devices,
+            only_read=True,
         )
         main = ir.SymbolTable(module.operation)["main"].operation
         found = dict(
