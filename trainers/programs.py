@@ -345,10 +345,13 @@ class Programs:
             known = tf.math.is_finite(x) if x.dtype.is_floating else x == x
             return tf.reduce_all(known)
 
+        # As it is stored, padding being zeros: nothing is gathered for it.
+        forms = self.stored_forms()
+        stored = forms.map(lambda form: tf.TensorSpec(form.stored_shape, form.dtype))
         return self._compile(
             lambda state: tf.stack([all_finite(x) for x in state.leaves()]),
-            [self.abstract_state()],
-            [self.stored_forms()],
+            [stored],
+            [forms.map(lambda form: form.border)],
             None,
             name="finite",
         )
@@ -362,7 +365,11 @@ class Programs:
     @functools.cached_property
     def unshard(self) -> Program:
         """State in stored form -> logical form."""
-        before, after = self.stored_forms(), self.logical_shardings()
+        # What has its logical shape stays where it is.
+        before = self.stored_forms().map(
+            lambda form: form.border if form.is_logical else form
+        )
+        after = self.logical_shardings()
         return self._convert(self.state_specs, before, after, name="unshard")
 
     def gather(self, part: str, stored: bool) -> Program:

@@ -45,7 +45,7 @@ class ReplicatedTensor:
 
 
 def replicated_state(programs: Programs) -> list[ReplicatedTensor]:
-    """Those of state and batch, by the plan alone, largest first; nothing is compiled.
+    """Those of state and batch, largest first; the program is traced, not compiled.
 
     Empty on a mesh of one device.
     """

@@ -9,6 +9,7 @@ from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from meshwright.framework.compiler.stable_hlo import (
+    NUMBER,
     Blame,
     call_target,
     is_of_region,
@@ -88,7 +89,10 @@ def rewrite_annotation(
     if mesh.size > 1:
         attribute = ir.Attribute.parse(f"#sdy.sharding{sdy_text(sharding, mesh)}")
         with ir.InsertionPoint(op), op.location:
-            operand = sdy.ShardingConstraintOp(operand, attribute).result
+            constraint = sdy.ShardingConstraintOp(operand, attribute)
+            operand = constraint.result
+            if NUMBER in op.attributes:
+                constraint.attributes[NUMBER] = op.attributes[NUMBER]
     result.replace_all_uses_with(operand)
     op.erase()
     return operand

@@ -17,6 +17,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import PREFIX, mesh_text
 
 INTO_MANUAL, OUT_OF_MANUAL = "auto_to_manual", "manual_to_auto"
+NUMBER = "number"
+"""Attribute that tells which op is which after completion."""
 _RESULT = "XLA_Retvals"
 _NAME = re.compile(r'loc\((?:fused\[)?"([^"]+)"')
 

@@ -154,7 +154,10 @@ class Dims:
             self._join(one, other)
         self.whole.update(found.whole)
         if found.keeps_shape:
-            self.keeps_shape.update(p for pair in found.same for p in pair)
+            values = (*op.operands, *op.results)
+            self.keeps_shape.update(
+                (value, dim) for value in values for dim in range(len(shape_of(value)))
+            )
 
     def _join(self, one: Place, other: Place) -> None:
         self.places.join(one, other)

@@ -18,8 +18,7 @@ from meshwright.framework.compiler.jax_bridge import (
 from meshwright.framework.compiler.lower import LoweredFunction
 from meshwright.framework.compiler.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stable_hlo import (
-    call_target,
-    is_of_region,
+    NUMBER,
     operand_places,
     walk,
 )
@@ -29,7 +28,6 @@ from meshwright.framework.compiler.weight_update_sharding.hoist import (
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-_NUMBER = "number"
 _MAYBE_IDLE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
 
 
@@ -97,10 +95,10 @@ def completed_module(
         ops = [op for op in walk(module.operation) if len(op.results)]
         integer = ir.IntegerType.get_signless(32)
         for number, op in enumerate(ops):
-            op.attributes[_NUMBER] = ir.IntegerAttr.get(integer, number)
+            op.attributes[NUMBER] = ir.IntegerAttr.get(integer, number)
         numbered = dataclasses.replace(lowered, rewritten=bytecode(module))
         for op in ops:
-            del op.attributes[_NUMBER]
+            del op.attributes[NUMBER]
         program = lower_for_mesh(
             numbered,
             mesh,
@@ -115,7 +113,7 @@ def completed_module(
         found = dict(
             zip(main.regions[0].blocks[0].arguments, in_shardings, strict=True)
         )
-        found.update(_of_results(ops, _by_number(program), mesh))
+        found.update(_of_results(ops, _by_number(program)))
         yield CompletedModule(mesh, module, main, found)
 
 
@@ -163,30 +161,19 @@ def _by_number(program) -> dict[int, list[Sharding | None]]:
     with program.lowered.compiler_ir("stablehlo").context:
         propagated = Propagated(program)
         return {
-            ir.IntegerAttr(op.attributes[_NUMBER]).value: [
+            ir.IntegerAttr(op.attributes[NUMBER]).value: [
                 propagated.sharding(result, manual_axes(op)) for result in op.results
             ]
             for op in walk(propagated.module)
-            if _NUMBER in op.attributes and not manual_axes(op)
+            if NUMBER in op.attributes and not manual_axes(op)
         }
 
 
-def _of_results(ops, by_number, mesh) -> Iterator[tuple[ir.Value, Sharding | None]]:
+def _of_results(ops, by_number) -> Iterator[tuple[ir.Value, Sharding | None]]:
     for number, op in enumerate(ops):
         if number in by_number:
             yield from zip(op.results, by_number[number], strict=True)
-        elif call_target(op) == "Sharding" and not is_of_region(op):
-            yield op.results[0], _asked(op, mesh)
         if op.name == "stablehlo.while" and number in by_number:
             for region in op.regions:
                 arguments = region.blocks[0].arguments
                 yield from zip(arguments, by_number[number], strict=True)
-
-
-def _asked(op, mesh: DeviceMesh) -> Sharding | None:
-    text = ir.StringAttr(op.attributes["mhlo.sharding"]).value
-    rank = ir.RankedTensorType(op.results[0].type).rank
-    try:
-        return Sharding.from_hlo(mesh, text, rank)
-    except ValueError:
-        return None

@@ -120,13 +120,13 @@ class _Judge:
             for axes in self.choices_of_axes(cluster)
             for one in self.formats(cluster, axes)
         ]
+        why = "no dim of it can be split in all that its update computes"
+        if found:
+            why = "its tensors are too small to be split, or are split already"
+        found = [one for one in found if one.saved > 0]
         if not found:
-            why = "no dim of it can be split in all that its update computes"
             return Decision(cluster=cluster, state=state, why=why)
         best = max(found, key=lambda one: (one.gain, -one.format.count))
-        if best.saved <= 0:
-            why = "its tensors are too small to be split, or are split already"
-            return Decision(cluster=cluster, state=state, why=why)
         if mode is WeightUpdateSharding.AUTO and best.gain <= 0:
             why = f"it would cost {-best.gain * 1e6:.1f} us a step"
             return dataclasses.replace(best, format=None, why=why, kept=0)
@@ -215,7 +215,9 @@ class _Judge:
         share = (format_.shards - 1) / format_.shards
         gain = saved / machine.memory_bandwidth
         gain -= max(0.0, sent) * share / machine.link_bandwidth
-        gain -= len(gathers) * machine.latency
+        # One all-reduce becomes these, and a backend may combine fewer of them.
+        started = len(gathers) + len(ranked) - bool(ranked)
+        gain -= started * machine.latency
         gain -= 2 * self.copied(cluster, format_) / machine.memory_bandwidth
         return Decision(
             cluster=cluster,

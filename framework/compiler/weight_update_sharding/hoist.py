@@ -44,7 +44,7 @@ def hoist_conversions(module: ir.Module) -> None:
 
 
 def _merge(module: ir.Module) -> None:
-    """Makes one of all conversions of a program's argument to one element type."""
+    """Makes one of all conversions of an argument, the program's or a loop's."""
     found: dict[tuple[ir.Value, ir.Type], ir.Value] = {}
     for op in list(walk(module.operation)):
         if op.name != "stablehlo.convert" or not _is_argument(op.operands[0]):
@@ -65,7 +65,7 @@ def _is_argument(value: ir.Value) -> bool:
     return True
 
 
-def _hoist(op, number: int, done: dict[ir.Value, ir.Value]) -> None:
+def _hoist(op, number: int, done: dict[tuple[ir.Value, str], ir.Value]) -> None:
     condition, body = (region.blocks[0] for region in op.regions)
     carried, stack = body.arguments[number], op.operands[number]
     end = body.operations[len(body.operations) - 1].operation
@@ -77,11 +77,12 @@ def _hoist(op, number: int, done: dict[ir.Value, ir.Value]) -> None:
         return
     element = _element(found.converts[0].results[0])
     type_ = ir.RankedTensorType.get(list(shape_of(stack)), element)
-    if stack not in done:
+    key = (stack, str(element))
+    if key not in done:
         with after(stack), op.location:
-            done[stack] = stablehlo.convert(type_, stack)
+            done[key] = stablehlo.convert(type_, stack)
     op.results[number].replace_all_uses_with(stack)
-    op.operands[number] = done[stack]
+    op.operands[number] = done[key]
     sliced = [each.results[0] for each in found.ops]
     changed = [carried, condition.arguments[number], op.results[number], *sliced]
     for value in changed:

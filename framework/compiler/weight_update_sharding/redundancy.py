@@ -35,6 +35,8 @@ _NEVER_ALIKE = (
     "stablehlo.partition_id",
     "stablehlo.replica_id",
 )
+# Collectives of manual regions that give each device something else.
+_EACH_ITS_OWN = ("axis_index", "reduce_scatter", "all_to_all", "collective_permute")
 _SUMS_ALL = (
     "stablehlo.convolution",
     "stablehlo.scatter",
@@ -152,7 +154,7 @@ class _Analysis:
             return frozenset()
         if found.kind == INTO_MANUAL:
             return frozenset(axis for dim in found.config["dims"] for axis in dim)
-        return frozenset(found.axes if found.kind == "axis_index" else ())
+        return frozenset(found.axes if found.kind in _EACH_ITS_OWN else ())
 
     def gained(self, op) -> frozenset[str]:
         """The data axes over which an op sums up what replicas have each."""
@@ -190,8 +192,7 @@ def _summed_dims(op, number: int, rank: int) -> list[int]:
         return [rank - 1 if number == 0 else 0]
     if op.name == "stablehlo.reduce":
         return reduced_dims(op)
-    # Of these no result dim is an operand's whole batch: what is not split after it was
-    # summed up.
+    # These sum over the batch, or have it in the result.
     return list(range(rank)) if op.name in _SUMS_ALL else []
 
 

@@ -79,16 +79,13 @@ class UpdateReport:
 
 
 def _row(line: UpdateLine) -> str:
-    cells = [
-        line.names[0],
-        str(list(line.shape)),
-        f"left alone: {line.why}" if line.why else line.format,
-        str(line.ops),
-        bytes_text(line.kept),
-        bytes_text(line.saved),
-        bytes_text(line.moved),
-        f"{line.gain * 1e6:.1f} us",
-    ]
+    cells = [line.names[0], str(list(line.shape))]
+    if line.why:
+        cells += [f"left alone: {line.why}", "", "", "", "", ""]
+    else:
+        sizes = map(bytes_text, (line.kept, line.saved, line.moved))
+        gain = f"{line.gain * 1e6:.1f} us"
+        cells += [line.format, str(line.ops), *sizes, gain]
     return f"| {' | '.join(cells)} |"
 
 
@@ -98,8 +95,15 @@ def update_report(
     completed: CompletedModule,
     asked,
 ) -> UpdateReport:
-    """Before the module is changed."""
+    """Before the module is changed; state in no cluster has a line of its own."""
     lines = [_line(decision, names, completed) for decision in decisions]
+    found = {number for decision in decisions for number in decision.state}
+    arguments = completed.main.regions[0].blocks[0].arguments
+    for number, name in names.items():
+        value = arguments[number]
+        if number not in found and shape_of(value):
+            split = completed.axes(value) & set(asked.data_axes)
+            lines.append(_alone(name, shape_of(value), sorted(split)))
     return UpdateReport(
         mode=asked.mode.value,
         data_axes=tuple(asked.data_axes),
@@ -123,6 +127,23 @@ def _line(
         saved=decision.saved,
         moved=decision.gathers,
         gain=decision.gain,
+    )
+
+
+def _alone(name: str, shape: tuple[int, ...], split: Sequence[str]) -> UpdateLine:
+    why = "its update is not repeated, or comes of no reduction over the batch"
+    if split:
+        why = f"{' and '.join(split)} splits it already"
+    return UpdateLine(
+        names=(name,),
+        shape=shape,
+        ops=0,
+        format="",
+        why=why,
+        kept=0,
+        saved=0,
+        moved=0,
+        gain=0.0,
     )
 
 

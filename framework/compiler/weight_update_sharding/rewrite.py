@@ -33,6 +33,7 @@ from meshwright.framework.compiler.weight_update_sharding.redundancy import (
 )
 from meshwright.framework.compiler.weight_update_sharding.scatter import (
     find_sum,
+    pad_end,
     reduce_scattered,
 )
 from meshwright.framework.compiler.weight_update_sharding.shardable import (
@@ -110,6 +111,7 @@ class _Rewriting:
             self._enter(value, enter[value], types[value], split[value])
         for op, sharding in marks:
             op.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding.to_hlo())
+            op.attributes["backend_config"] = ir.StringAttr.get("")
         for (op, number), type_, sharding in ends:
             with ir.InsertionPoint(op), op.location:
                 value, text = op.operands[number], sharding.to_hlo()
@@ -155,6 +157,8 @@ class _Rewriting:
             shard = _annotate(shard, split)
         for op, number in uses:
             op.operands[number] = shard
+            if self.format.count > 1:
+                _reduce_all(op, shard)
 
     def _retype(self, value, type_) -> None:
         if value.type == type_:
@@ -167,10 +171,7 @@ class _Rewriting:
             splat = ir.DenseElementsAttr(maker.attributes["value"]).get_splat_value()
             maker.attributes["value"] = ir.DenseElementsAttr.get_splat(type_, splat)
         for user, _ in uses_of(value):
-            if user.name == "stablehlo.reduce":
-                # All dims are reduced where some are combined.
-                dims = range(len(shape_of(value)))
-                user.attributes["dimensions"] = ir.DenseI64ArrayAttr.get(list(dims))
+            _reduce_all(user, value)
 
     def _pad(self, link: Link, form: StoredForm) -> None:
         """Between an argument that is stored padded and what the program computes."""
@@ -178,7 +179,7 @@ class _Rewriting:
         shape, stored = shape_of(argument), form.stored_shape
         if shape == stored:
             return
-        own, padded = argument.type, tensor_type(argument.type, stored)
+        padded = tensor_type(argument.type, stored)
         rank = len(shape)
         uses = uses_of(argument)
         argument.set_type(padded)
@@ -189,21 +190,15 @@ class _Rewriting:
         for op, place in uses:
             op.operands[place] = logical
         with ir.InsertionPoint(end), end.location:
-            element = ir.RankedTensorType(own).element_type
-            zero = stablehlo.constant(
-                ir.DenseElementsAttr.get_splat(
-                    ir.RankedTensorType.get([], element), _zero(element)
-                )
-            )
-            more = [big - small for big, small in zip(stored, shape, strict=True)]
-            result = stablehlo.pad(end.operands[number], zero, zeros, more, zeros)
+            result = pad_end(end.operands[number], stored)
             end.operands[number] = _annotate(result, form.border)
 
 
-def _zero(element: ir.Type) -> ir.Attribute:
-    if isinstance(element, ir.IntegerType):
-        return ir.IntegerAttr.get(element, 0)
-    return ir.FloatAttr.get(element, 0.0)
+def _reduce_all(op, value: ir.Value) -> None:
+    """Renumbers dims: where some are combined, a reduction is over all."""
+    if op.name == "stablehlo.reduce":
+        dims = list(range(len(shape_of(value))))
+        op.attributes["dimensions"] = ir.DenseI64ArrayAttr.get(dims)
 
 
 def _annotate(value: ir.Value, sharding: Sharding) -> ir.Value:

@@ -37,7 +37,7 @@ from meshwright.framework.sharding.placeholders import mesh_text
 Dims = list[tuple[str, ...]]
 """For each dim of a tensor the manual axes that split it."""
 
-_AFTER = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
+_AFTER = ("stablehlo.reshape", "stablehlo.transpose")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,11 +74,23 @@ def find_sum(completed: CompletedModule, reduced, value: ir.Value) -> Summed | N
             rule = _RULES.get(op.name)
             dims = rule and rule(op, _Operands(completed, op, found))
             return Summed(op, dims, after, axes) if dims else None
-        if op.name not in _AFTER:
+        if not _keeps_sums(op) or len(list(op.operands[0].uses)) > 1:
             return None
         after.insert(0, op)
         value = op.operands[0]
     return None
+
+
+def _keeps_sums(op) -> bool:
+    """Whether a sum of an op's results is the op's result of the sum."""
+    if op.name != "stablehlo.convert":
+        return op.name in _AFTER
+    before, after = (
+        ir.RankedTensorType(value.type).element_type
+        for value in (op.operands[0], op.results[0])
+    )
+    floats = isinstance(before, ir.FloatType) and isinstance(after, ir.FloatType)
+    return floats and before.width <= after.width
 
 
 def reduce_scattered(
@@ -102,7 +114,7 @@ def reduce_scattered(
         local = stablehlo.reshape(tensor_type(value.type, shape), local)
     padded = list(shape)
     padded[first] = -(-shape[first] // format_.shards) * format_.shards
-    local = _padded(local, padded)
+    local = pad_end(local, padded)
     for axis in format_.axes:
         smaller = list(shape_of(local))
         smaller[first] //= mesh.axis_size(axis)
@@ -149,15 +161,16 @@ def _local(completed: CompletedModule, found: Summed) -> ir.Value:
     return local
 
 
-def _padded(value: ir.Value, shape: Sequence[int]) -> ir.Value:
+def pad_end(value: ir.Value, shape: Sequence[int]) -> ir.Value:
+    """A tensor with zeros at the ends of its dims, at the current insertion point."""
     more = [big - small for big, small in zip(shape, shape_of(value), strict=True)]
     if not any(more):
         return value
     element = ir.RankedTensorType(value.type).element_type
+    whole = isinstance(element, ir.IntegerType)
+    number = ir.IntegerAttr.get(element, 0) if whole else ir.FloatAttr.get(element, 0.0)
     scalar = ir.RankedTensorType.get([], element)
-    zero = stablehlo.constant(
-        ir.DenseElementsAttr.get_splat(scalar, ir.FloatAttr.get(element, 0.0))
-    )
+    zero = stablehlo.constant(ir.DenseElementsAttr.get_splat(scalar, number))
     zeros = [0] * len(more)
     return stablehlo.pad(value, zero, zeros, more, zeros)
 
@@ -179,7 +192,7 @@ class _Operands:
         ]
 
     def even(self, dims: Sequence[Dims | None]) -> Sequence[Dims | None] | None:
-        """`dims`, if all of them divide and each axis splits what is summed."""
+        """`dims`, if their axes divide all of them."""
         for number, own in enumerate(dims):
             sizes = shape_of(self.op.operands[number])
             for size, axes in zip(sizes, own or [()] * len(sizes), strict=True):
@@ -258,8 +271,8 @@ def _of_scatter(op, operands: _Operands):
 
 
 def _adds(op) -> bool:
-    first = op.regions[0].blocks[0].operations[0]
-    return first.operation.name == "stablehlo.add"
+    names = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
+    return names == ["stablehlo.add", "stablehlo.return"]
 
 
 def _is_zero(value: ir.Value) -> bool:

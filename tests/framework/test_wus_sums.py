@@ -1,0 +1,59 @@
+"""Sums over the batch that are reduced onto shards: what may and may not follow them."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright import framework as mw
+
+MESH = mw.DeviceMesh(("data",), (8,))
+ROWS = mw.Sharding.from_dims_mapping(MESH, ["data", -1])
+X = np.random.default_rng(0).normal(size=(16, 15)).astype(np.float32)
+
+
+def rounded_after_the_sum(w, x):
+    return w + tf.reshape(tf.cast(tf.reduce_sum(x, 0), tf.int32), [3, 5])
+
+
+def reduced_again(w, x):
+    g = tf.reshape(tf.reduce_sum(x, 0), [3, 5])
+    return w - (g - tf.reduce_max(g))
+
+
+def whole_numbers(w, x):
+    return w + tf.reduce_sum(tf.cast(x, tf.int32), 0)
+
+
+def read_twice(w, x):
+    product = tf.matmul(x, x, transpose_a=True)
+    return w - product * tf.reduce_sum(tf.sort(product, 0)[:2])
+
+
+@pytest.mark.parametrize(
+    "update,weight",
+    [
+        (rounded_after_the_sum, tf.TensorSpec([3, 5], tf.int32)),
+        (reduced_again, tf.TensorSpec([3, 5])),
+        (whole_numbers, tf.TensorSpec([15], tf.int32)),
+        (read_twice, tf.TensorSpec([15, 15])),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_sharded_sums_are_the_same(update, weight):
+    whole = mw.Sharding.replicated(MESH, weight.shape.rank)
+    found = {}
+    for mode in (mw.WeightUpdateSharding.OFF, mw.WeightUpdateSharding.ALL):
+        program = mw.compile_program(
+            lambda state, x: {"state": {"w": update(state["w"], x)}},
+            [{"w": weight}, tf.TensorSpec(X.shape)],
+            MESH,
+            in_shardings=[{"w": whole}, ROWS],
+            out_shardings={"state": {"w": whole}},
+            update_sharding=mw.UpdateSharding(mode=mode, data_axes=("data",)),
+        )
+        start = np.zeros(weight.shape, weight.dtype.as_numpy_dtype)
+        out = program.unshard(program({"w": start}, X))
+        found[mode] = out["state"]["w"]
+    assert len(program.updates.sharded) == 1
+    off, on = found.values()
+    np.testing.assert_allclose(on, off, rtol=2e-6, atol=2e-6 * np.abs(off).max())
