@@ -82,8 +82,8 @@ def test_plans_are_the_shipped_ones_of_the_same_axes_and_the_users_own(tmp_path)
     names = [plan.name for plan in space(own, plans=()).plans]
     assert names == ["as configured", *shipped]
     other_axes = [
-        'ShardingPlan.mesh_axes = ("data",)',
-        'ShardingPlan.activations = {"batch": "data"}',
+        'ShardingPlan.mesh_axes = ("replica",)',
+        'ShardingPlan.activations = {"batch": "replica"}',
         "ShardingPlan.weights = {}",
         "ShardingPlan.mesh_shape = (8,)",
     ]

@@ -95,15 +95,8 @@ def update_report(
     completed: CompletedModule,
     asked,
 ) -> UpdateReport:
-    """Before the module is changed; state in no cluster has a line of its own."""
+    """Before the module is changed."""
     lines = [_line(decision, names, completed) for decision in decisions]
-    found = {number for decision in decisions for number in decision.state}
-    arguments = completed.main.regions[0].blocks[0].arguments
-    for number, name in names.items():
-        value = arguments[number]
-        if number not in found and shape_of(value):
-            split = completed.axes(value) & set(asked.data_axes)
-            lines.append(_alone(name, shape_of(value), sorted(split)))
     return UpdateReport(
         mode=asked.mode.value,
         data_axes=tuple(asked.data_axes),
@@ -127,23 +120,6 @@ def _line(
         saved=decision.saved,
         moved=decision.gathers,
         gain=decision.gain,
-    )
-
-
-def _alone(name: str, shape: tuple[int, ...], split: Sequence[str]) -> UpdateLine:
-    why = "its update is not repeated, or comes of no reduction over the batch"
-    if split:
-        why = f"{' and '.join(split)} splits it already"
-    return UpdateLine(
-        names=(name,),
-        shape=shape,
-        ops=0,
-        format="",
-        why=why,
-        kept=0,
-        saved=0,
-        moved=0,
-        gain=0.0,
     )
 
 
