@@ -1,4 +1,4 @@
-"""Sums over the batch that are reduced onto shards: what may and may not follow them."""
+"""Sums over the batch, reduced onto shards: what may and may not follow them."""
 
 import numpy as np
 import pytest
