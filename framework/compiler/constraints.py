@@ -12,6 +12,7 @@ from meshwright.framework.compiler.stable_hlo import (
     NUMBER,
     Blame,
     call_target,
+    is_annotation,
     is_of_region,
     walk,
 )
@@ -46,7 +47,7 @@ def rewrite_annotations(
       LoweringError: one cannot be honoured on `mesh`; see `rewrite_annotation`.
     """
     for op in list(walk(module.operation)):
-        if call_target(op) == "Sharding" and not is_of_region(op):
+        if is_annotation(op) and not is_of_region(op):
             rewrite_annotation(blame, op, mesh, shardy=shardy)
 
 

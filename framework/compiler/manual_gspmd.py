@@ -18,13 +18,15 @@ from meshwright.framework.compiler.manual_collectives import (
     build_collective,
 )
 from meshwright.framework.compiler.stable_hlo import (
+    BRANCHES,
     INTO_MANUAL,
     OUT_OF_MANUAL,
+    WHILE,
     Blame,
     Placeholder,
-    call_target,
     check_axes,
     copy_floating,
+    is_annotation,
     placeholder_of,
     sharding_call,
     tensor_type,
@@ -35,7 +37,6 @@ from meshwright.framework.sharding.sharding import Sharding
 Axes = tuple[str, ...]
 # What GSPMD ends the process at where some axes are manual and others are not.
 _ABORT = ("stablehlo.fft", "stablehlo.cholesky", "stablehlo.triangular_solve")
-_HAVE_BODIES = ("stablehlo.while", "stablehlo.if", "stablehlo.case")
 
 
 def write_for_gspmd(
@@ -89,7 +90,7 @@ class _Region:
         return [new]
 
     def _mark_op(self, op) -> list[ir.Value]:
-        if op.name in _HAVE_BODIES:
+        if op.name in (WHILE, *BRANCHES):
             for region in op.regions:
                 for block in region.blocks:
                     for inner in list(block.operations)[:-1]:
@@ -103,7 +104,7 @@ class _Region:
             op.erase()
             return [value]
         self._check(op)
-        if call_target(op) == "Sharding":
+        if is_annotation(op):
             return [
                 rewrite_annotation(
                     self.blame, op, self.mesh, shardy=False, manual=self.axes

@@ -19,9 +19,9 @@ from meshwright.framework.compiler.stable_hlo import (
     OUT_OF_MANUAL,
     Blame,
     border_config,
-    call_target,
     check_axes,
     copy_floating,
+    is_annotation,
     operand_places,
     operands_of,
     placeholder_call,
@@ -248,7 +248,7 @@ class _Region:
                     new = build_collective(
                         found, operands, inner.results[0].type, self.mesh
                     ).results[0]
-            if call_target(inner) == "Sharding":
+            if is_annotation(inner):
                 new = rewrite_annotation(
                     self.blame, inner, self.mesh, shardy=True, manual=self.axes
                 )

@@ -18,7 +18,7 @@ from meshwright.framework.compiler.memory import (
     MemoryTimeline,
 )
 from meshwright.framework.compiler.sizes import bytes_text
-from meshwright.framework.compiler.tpu import TPU_KINDS
+from meshwright.framework.compiler.tpu import kind_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -157,8 +157,7 @@ def check_arguments_fit(
     Raises:
       DoesNotFit: they do not.
     """
-    kinds = {kind.jax_name: kind for kind in TPU_KINDS.values()}
-    kind = kinds.get(device.device_kind)
+    kind = kind_of(device)
     if kind is None:
         return
     specs = tf.nest.flatten(function.inputs)

@@ -19,6 +19,8 @@ from meshwright.framework.sharding.placeholders import PREFIX, mesh_text
 INTO_MANUAL, OUT_OF_MANUAL = "auto_to_manual", "manual_to_auto"
 NUMBER = "number"
 """Attribute that tells which op is which after completion."""
+WHILE = "stablehlo.while"
+BRANCHES = ("stablehlo.case", "stablehlo.if")
 _RESULT = "XLA_Retvals"
 _NAME = re.compile(r'loc\((?:fused\[)?"([^"]+)"')
 
@@ -30,6 +32,11 @@ def walk(op) -> Iterator:
             for inner in list(block.operations):
                 yield inner.operation
                 yield from walk(inner.operation)
+
+
+def end_of(block) -> Any:
+    """The operation that ends a block."""
+    return block.operations[len(block.operations) - 1].operation
 
 
 def operand_places(op) -> list[tuple[Any, int]]:
@@ -114,6 +121,11 @@ def call_target(op) -> str | None:
     return ir.StringAttr(op.attributes["call_target_name"]).value
 
 
+def is_annotation(op) -> bool:
+    """Whether an op is an annotation, as TF makes them."""
+    return call_target(op) == "Sharding"
+
+
 def placeholder_of(op) -> Placeholder | None:
     """What `op` stands for, None if it is no placeholder of ours."""
     target = call_target(op)
@@ -177,6 +189,11 @@ def sharding_call(
     )
     call.operation.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
     return call.results[0]
+
+
+def element_type(value: ir.Value) -> ir.Type:
+    """What a tensor is made of."""
+    return ir.RankedTensorType(value.type).element_type
 
 
 def tensor_type(like, shape) -> ir.Type:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from meshwright.framework.compiler.tpu import TPU_KINDS, TpuKind
+from meshwright.framework.compiler.tpu import TPU_KINDS, TpuKind, kind_of
 
 # libtpu asks the network what machine this is, and locks itself for one process.
 _NO_TPU_HERE = {
@@ -149,8 +149,7 @@ def topology_of(devices: Sequence[jax.Device]) -> Topology | None:
     Args:
       devices: in any order.
     """
-    kinds = {kind.jax_name: kind for kind in TPU_KINDS.values()}
-    kind = kinds.get(getattr(devices[0], "device_kind", None))
+    kind = kind_of(devices[0])
     if kind is None:
         return None
     coords = np.array([d.coords for d in devices])

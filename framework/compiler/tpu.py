@@ -10,6 +10,7 @@ compiler's `estimated_cycles` gave (32219, 63497, 117756, 115044, 236349, 369231
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 _GIB = 2**30
 
@@ -164,3 +165,10 @@ TPU_KINDS = {
         ),
     )
 }
+
+_BY_JAX_NAME = {kind.jax_name: kind for kind in TPU_KINDS.values()}
+
+
+def kind_of(device: Any) -> TpuKind | None:
+    """The kind of a JAX device, None if it is not of a TPU."""
+    return _BY_JAX_NAME.get(getattr(device, "device_kind", None))

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.stable_hlo import call_target, walk
 from meshwright.framework.compiler.weight_update_sharding.decide import Machine
+from meshwright.framework.compiler.weight_update_sharding.scatter import find_sum
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.collectives import all_reduce
 from meshwright.framework.sharding.manual import auto_to_manual, manual_to_auto
@@ -448,3 +449,27 @@ def test_a_weight_that_is_read_in_less_precision_is_kept_in_shards():
         assert decision.kept == 2 * WHOLE * 7 // 8
         (leaves,) = decision.cluster.exits()
         assert leaves.owner.name == "stablehlo.convert"
+
+
+def test_a_weight_that_is_turned_before_it_is_read_in_less_precision():
+    """It is gathered in bfloat16 all the same, and its gradient is reduced in that."""
+
+    def fn(w, m, x):
+        half = lambda t: tf.cast(t, tf.bfloat16)  # noqa: E731
+        loss = lambda w: mean_square(  # noqa: E731
+            tf.cast(half(x) @ half(tf.transpose(w)), tf.float32)
+        )
+        (g,) = gradients(loss, w)
+        m = 0.9 * m + g
+        return {"w": w - m, "m": m}
+
+    with analysed(fn, {"w": [H, M], "m": [H, M], "x": [B, M]}, X) as found:
+        (decision,) = found.decide().values()
+        assert decision.gathers == WHOLE // 2
+        (leaves,) = decision.cluster.exits()
+        assert leaves.owner.name == "stablehlo.convert"
+        (gradient,) = decision.cluster.entries()
+        assert gradient.owner.name == "stablehlo.transpose"
+        assert "bf16" in str(gradient.type)
+        summed = find_sum(found.completed, found.redundancy.reduced, gradient)
+        assert summed.axes == ("data",)

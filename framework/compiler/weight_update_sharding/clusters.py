@@ -16,7 +16,10 @@ from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.hlo_text import itemsize
-from meshwright.framework.compiler.stable_hlo import walk
+from meshwright.framework.compiler.stable_hlo import (
+    element_type,
+    walk,
+)
 from meshwright.framework.compiler.weight_update_sharding.links import (
     Link,
     Use,
@@ -64,7 +67,7 @@ def bytes_of(value: ir.Value) -> int:
 
 def dtype_of(value: ir.Value) -> str:
     """The element type's name, as HLO has it."""
-    name = str(ir.RankedTensorType(value.type).element_type)
+    name = str(element_type(value))
     return {"i1": "pred"}.get(name, name.replace("ui", "u").replace("i", "s"))
 
 

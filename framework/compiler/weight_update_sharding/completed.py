@@ -19,6 +19,7 @@ from meshwright.framework.compiler.lower import LoweredFunction
 from meshwright.framework.compiler.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stable_hlo import (
     NUMBER,
+    WHILE,
     operand_places,
     walk,
 )
@@ -173,7 +174,7 @@ def _of_results(ops, by_number) -> Iterator[tuple[ir.Value, Sharding | None]]:
     for number, op in enumerate(ops):
         if number in by_number:
             yield from zip(op.results, by_number[number], strict=True)
-        if op.name == "stablehlo.while" and number in by_number:
+        if op.name == WHILE and number in by_number:
             for region in op.regions:
                 arguments = region.blocks[0].arguments
                 yield from zip(arguments, by_number[number], strict=True)

@@ -11,16 +11,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     Dims,
     bytes_of,
-    dtype_of,
     how_often,
     uses_of,
 )
@@ -32,8 +30,9 @@ from meshwright.framework.compiler.weight_update_sharding.formats import (
     Tiles,
     formats_of,
 )
-from meshwright.framework.compiler.weight_update_sharding.links import joined
+from meshwright.framework.compiler.weight_update_sharding.links import Use, joined
 from meshwright.framework.compiler.weight_update_sharding.redundancy import Redundancy
+from meshwright.framework.compiler.weight_update_sharding.scatter import find_sum
 from meshwright.framework.compiler.weight_update_sharding.shardable import dim_map
 
 
@@ -115,8 +114,9 @@ class _Judge:
         if mode is WeightUpdateSharding.OFF:
             return Decision(cluster=cluster, state=state, why="switched off")
         self.place_gathers(cluster)
+        reach = self.reach(cluster, state)
         found = [
-            self.judged(cluster, state, one)
+            self.judged(cluster, reach, one)
             for axes in self.choices_of_axes(cluster)
             for one in self.formats(cluster, axes)
         ]
@@ -192,53 +192,81 @@ class _Judge:
         smaller = bytes_of(op.results[0]) <= bytes_of(op.operands[0])
         return bool(alike) and smaller
 
-    def judged(self, cluster: Cluster, state, format_: Format) -> Decision:
-        tiles, machine = self.machine.tiles, self.machine
-        whole = lambda v: tiles.bytes(  # noqa: E731
-            self.completed.sharding(v).shard_shape(shape_of(v)), dtype_of(v)
-        )
-        spared = lambda v: whole(v) - format_.shard_bytes(v)  # noqa: E731
-        entries, exits = cluster.entries(), cluster.exits()
-        ends = [l.values[0] for l in cluster.links if l.argument is not None]  # noqa: E741
-        saved = sum(map(spared, entries)) + 2 * sum(map(spared, ends))
+    def judged(self, cluster: Cluster, reach: _Reach, format_: Format) -> Decision:
+        machine = self.machine
+        stored = [link for link in cluster.links if link.argument is not None]
+        kept = sum(format_.spared_bytes(link.values[0]) for link in stored)
+        saved = sum(map(format_.spared_bytes, reach.entries)) + 2 * kept
         gathers = [
             self.gathered(cluster, value, uses)
-            for value, uses in exits.items()
+            for value, uses in reach.exits.items()
             if format_.first(value) is not None
         ]
-        gradients = [v for v in entries if v in self.redundancy.updates]
-        sizes = {v: self.gathered(cluster, v, uses_of(v)) for v in gradients}
-        reduced = sum(sizes.values())
-        ranked = [v for v in gradients if format_.first(v) is not None]
-        sent = sum(gathers) - reduced
-        sent += sum(sizes[v] for v in ranked if not format_.is_scattered(v))
+        sizes = {
+            v: self.gathered(cluster, v, uses_of(v))
+            for v in reach.gradients
+            if format_.first(v) is not None
+        }
+        sent = sum(gathers) - sum(
+            size for v, size in sizes.items() if self.is_scattered(v, reach, format_)
+        )
         share = (format_.shards - 1) / format_.shards
         gain = saved / machine.memory_bandwidth
-        gain -= max(0.0, sent) * share / machine.link_bandwidth
+        gain -= sent * share / machine.link_bandwidth
         # One all-reduce becomes these, and a backend may combine fewer of them.
-        started = len(gathers) + len(ranked) - bool(ranked)
+        started = len(gathers) + len(sizes) - bool(sizes)
         gain -= started * machine.latency
-        gain -= 2 * self.copied(cluster, format_) / machine.memory_bandwidth
+        copied = self.copied([*sizes, *reach.exits], format_)
+        gain -= 2 * copied / machine.memory_bandwidth
         return Decision(
             cluster=cluster,
-            state=state,
+            state=reach.state,
             format=format_,
             gathers=int(sum(gathers)),
-            reduced=int(reduced),
+            reduced=int(sum(sizes.values())),
             saved=saved,
-            kept=sum(map(spared, ends)),
+            kept=kept,
             gain=gain,
         )
 
-    def copied(self, cluster: Cluster, format_: Format) -> int:
+    def reach(self, cluster: Cluster, state: Sequence[int]) -> _Reach:
+        entries = cluster.entries()
+        gradients = [v for v in entries if v in self.redundancy.updates]
+        sums = [find_sum(self.completed, self.redundancy.reduced, v) for v in gradients]
+        axes = [found.axes if found else () for found in sums]
+        gradients = dict(zip(gradients, axes, strict=True))
+        return _Reach(state, entries, cluster.exits(), gradients)
+
+    def is_scattered(self, value, reach: _Reach, format_: Format) -> bool:
+        """Whether a gradient is reduced right onto its shards, and not whole first."""
+        known = set(format_.axes) <= set(reach.gradients[value])
+        return known and format_.can_scatter(value)
+
+    def copied(self, passing: Sequence[ir.Value], format_: Format) -> int:
         """Bytes of whole tensors that are copied on the way into shards or back."""
-        passing = [v for v in cluster.entries() if v in self.redundancy.updates]
-        passing += cluster.exits()
         return sum(
             bytes_of(value)
             for value in passing
             if format_.first(value) is not None and not format_.is_even(value)
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reach:
+    """What a cluster has to do with others.
+
+    Args:
+      state: numbers of the program's arguments that it updates.
+      entries: what it reads from outside.
+      exits: what others read of it, with what reads it.
+      gradients: entries that are sums over the batch; the axes that a reduce-scatter of
+        them may be along.
+    """
+
+    state: Sequence[int]
+    entries: Sequence[ir.Value]
+    exits: Mapping[ir.Value, Sequence[Use]]
+    gradients: Mapping[ir.Value, Sequence[str]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,22 +119,25 @@ class Format:
         shape = self.shape(value)
         return self.sharding(value).padded_shape(shape) == shape
 
-    def is_scattered(self, value: ir.Value) -> bool:
-        """Whether a gradient is reduced right onto its shards, and not whole first.
+    def can_scatter(self, value: ir.Value) -> bool:
+        """Whether devices have a reduce-scatter that gives a tensor's shards.
 
         TPU compilers have no reduce-scatter along a tensor's last dim.
         """
         last = 0 < self.first(value) == len(self.shape(value)) - 1
         return self.tiles.columns == 1 or not last
 
-    def shard_bytes(self, value: ir.Value) -> int:
-        """Of a tensor on a device, in whole tiles."""
-        dtype = dtype_of(value)
+    def spared_bytes(self, value: ir.Value) -> int:
+        """What a device has less of a tensor than without the format, in whole tiles.
+
+        Negative where padding takes more than is spared.
+        """
         if self.first(value) is None:
-            own = self.completed.sharding(value).shard_shape(shape_of(value))
-            return self.tiles.bytes(own, dtype)
+            return 0
+        own = self.completed.sharding(value).shard_shape(shape_of(value))
         shard = self.sharding(value).shard_shape(self.shape(value))
-        return self.tiles.bytes(shard, dtype)
+        dtype = dtype_of(value)
+        return self.tiles.bytes(own, dtype) - self.tiles.bytes(shard, dtype)
 
 
 def formats_of(

@@ -1,8 +1,9 @@
-"""Converts stacks of weights before the loops that read them layer by layer (4.2).
+"""Puts conversions where fewer bits are moved (weight-update sharding 4.2).
 
 A loop over layers slices a layer of a float32 stack and converts it. Slicing the
 converted stack is the same, and a stack that is gathered for the loop is then gathered
-in its precision: what the paper calls precision propagation.
+in its precision: what the paper calls precision propagation. So it is with transposes
+and reshapes of what is converted.
 """
 
 from __future__ import annotations
@@ -13,9 +14,20 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.stable_hlo import after, call_target, walk
+from meshwright.framework.compiler.stable_hlo import (
+    WHILE,
+    after,
+    element_type,
+    end_of,
+    is_annotation,
+    tensor_type,
+    walk,
+)
 
+_CONVERT = "stablehlo.convert"
+_MOVES = ("stablehlo.transpose", "stablehlo.reshape")
 _SLICES = ("stablehlo.dynamic_slice", "stablehlo.slice", "stablehlo.reshape")
+_Key = tuple[ir.Value, ir.Type]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,22 +44,68 @@ class _Reads:
 
 
 def hoist_conversions(module: ir.Module) -> None:
-    """Moves them in front of loops, inner loops first."""
-    loops = [op for op in walk(module.operation) if op.name == "stablehlo.while"]
-    done: dict[
-        ir.Value, ir.Value
-    ] = {}  # A backward loop reads what a forward one does.
+    """Moves them in front of loops, inner loops first, and of what moves elements."""
+    for op in list(walk(module.operation)):
+        _narrow_first(op)
+    for op in list(walk(module.operation)):
+        _widen_last(op)
+    loops = [op for op in walk(module.operation) if op.name == WHILE]
+    # By stack and type: a backward loop reads what a forward one does.
+    done: dict[_Key, ir.Value] = {}
     for op in reversed(loops):
         for number in range(len(op.operands)):
             _hoist(op, number, done)
     _merge(module)
 
 
+def _narrow_first(op) -> None:
+    """Makes `convert(move(x))` `move(convert(x))`, if that moves fewer bits."""
+    while op.name == _CONVERT and _bits(op.results[0]) < _bits(op.operands[0]):
+        maker = op.operands[0].owner
+        if isinstance(maker, ir.Block) or maker.name not in _MOVES:
+            return
+        op = _swapped(maker, op)
+
+
+def _widen_last(op) -> None:
+    """Makes `move(convert(x))` `convert(move(x))`, if that moves fewer bits."""
+    if op.name not in _MOVES or isinstance(op.operands[0].owner, ir.Block):
+        return
+    maker = op.operands[0].owner
+    if maker.name == _CONVERT and _bits(maker.operands[0]) < _bits(maker.results[0]):
+        _swapped(maker, op)
+
+
+def _swapped(first, second) -> ir.Operation:
+    """Does two ops of one tensor in the other order; the one that is now first."""
+    value, result = first.operands[0], second.results[0]
+    shape, like = shape_of(value), result
+    if second.name in _MOVES:
+        shape, like = shape_of(result), value
+    inner = second.clone(ir.InsertionPoint(second))
+    inner.operands[0] = value
+    inner.results[0].set_type(tensor_type(like.type, shape))
+    outer = first.clone(ir.InsertionPoint(second))
+    outer.operands[0] = inner.results[0]
+    outer.results[0].set_type(result.type)
+    result.replace_all_uses_with(outer.results[0])
+    second.erase()
+    if not list(first.results[0].uses):
+        first.erase()
+    return inner
+
+
+def _bits(value: ir.Value) -> int:
+    """Of a floating-point number; 0 of others."""
+    element = element_type(value)
+    return element.width if isinstance(element, ir.FloatType) else 0
+
+
 def _merge(module: ir.Module) -> None:
     """Makes one of all conversions of an argument, the program's or a loop's."""
-    found: dict[tuple[ir.Value, ir.Type], ir.Value] = {}
+    found: dict[_Key, ir.Value] = {}
     for op in list(walk(module.operation)):
-        if op.name != "stablehlo.convert" or not _is_argument(op.operands[0]):
+        if op.name != _CONVERT or not _is_argument(op.operands[0]):
             continue
         key = (op.operands[0], op.results[0].type)
         if key not in found:
@@ -59,25 +117,25 @@ def _merge(module: ir.Module) -> None:
 
 def _is_argument(value: ir.Value) -> bool:
     while not isinstance(value.owner, ir.Block):
-        if call_target(value.owner) != "Sharding":
+        if not is_annotation(value.owner):
             return False
         value = value.owner.operands[0]
     return True
 
 
-def _hoist(op, number: int, done: dict[tuple[ir.Value, str], ir.Value]) -> None:
+def _hoist(op, number: int, done: dict[_Key, ir.Value]) -> None:
     condition, body = (region.blocks[0] for region in op.regions)
     carried, stack = body.arguments[number], op.operands[number]
-    end = body.operations[len(body.operations) - 1].operation
+    end = end_of(body)
     kept = end.operands[number] == carried
     if not shape_of(carried) or not kept or list(condition.arguments[number].uses):
         return
     found = _reads(carried, end)
     if found is None or not found.converts:
         return
-    element = _element(found.converts[0].results[0])
+    element = element_type(found.converts[0].results[0])
     type_ = ir.RankedTensorType.get(list(shape_of(stack)), element)
-    key = (stack, str(element))
+    key = (stack, element)
     if key not in done:
         with after(stack), op.location:
             done[key] = stablehlo.convert(type_, stack)
@@ -86,8 +144,7 @@ def _hoist(op, number: int, done: dict[tuple[ir.Value, str], ir.Value]) -> None:
     sliced = [each.results[0] for each in found.ops]
     changed = [carried, condition.arguments[number], op.results[number], *sliced]
     for value in changed:
-        shape = list(shape_of(value))
-        value.set_type(ir.RankedTensorType.get(shape, element))
+        value.set_type(tensor_type(type_, shape_of(value)))
     for each in found.converts:
         each.results[0].replace_all_uses_with(each.operands[0])
         each.erase()
@@ -100,20 +157,16 @@ def _reads(carried: ir.Value, end) -> _Reads | None:
         value = pending.pop()
         for use in value.uses:
             user = use.owner.operation
-            if user.name == "stablehlo.convert":
+            if user.name == _CONVERT:
                 converts.append(user)
-            elif call_target(user) == "Sharding" or (
+            elif is_annotation(user) or (
                 user.name in _SLICES and use.operand_number == 0
             ):
                 ops.append(user)
                 pending.append(user.results[0])
             elif user != end or value != carried:
                 return None
-    kinds = {str(_element(each.results[0])) for each in converts}
-    before = _element(carried)
+    kinds = {str(element_type(each.results[0])) for each in converts}
+    before = element_type(carried)
     narrow = isinstance(before, ir.F32Type) and kinds <= {"bf16", "f16"}
     return _Reads(ops, converts) if narrow and len(kinds) == 1 else None
-
-
-def _element(value: ir.Value) -> ir.Type:
-    return ir.RankedTensorType(value.type).element_type

@@ -12,7 +12,11 @@ from collections.abc import Iterator, Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.stable_hlo import walk
+from meshwright.framework.compiler.stable_hlo import (
+    element_type,
+    end_of,
+    walk,
+)
 from meshwright.framework.compiler.weight_update_sharding.completed import (
     CompletedModule,
 )
@@ -58,7 +62,7 @@ def links_of(
         argument in the next call.
     """
     block = completed.main.regions[0].blocks[0]
-    end = _end(block)
+    end = end_of(block)
     found = [
         Link((block.arguments[argument],), ((end, result),), argument)
         for argument, result in carried
@@ -75,19 +79,15 @@ def _of_loop(op) -> Iterator[Link]:
     """Of what changes: what a loop only reads it uses as any op does."""
     condition, body = (region.blocks[0] for region in op.regions)
     for i, result in enumerate(op.results):
-        if _end(body).operands[i] != body.arguments[i]:
+        if end_of(body).operands[i] != body.arguments[i]:
             values = (condition.arguments[i], body.arguments[i], result)
-            yield Link(values, ((op, i), (_end(body), i)))
+            yield Link(values, ((op, i), (end_of(body), i)))
 
 
 def _of_branches(op) -> Iterator[Link]:
-    ends = [_end(region.blocks[0]) for region in op.regions]
+    ends = [end_of(region.blocks[0]) for region in op.regions]
     for i, result in enumerate(op.results):
         yield Link((result,), tuple((end, i) for end in ends))
-
-
-def _end(block) -> ir.Operation:
-    return block.operations[len(block.operations) - 1].operation
 
 
 def frequency(op, region: int) -> float:
@@ -151,7 +151,7 @@ def _bound(op, condition, value: ir.Value) -> float | None:
     if isinstance(value.owner, ir.Block) and value.owner == condition:
         number = ir.BlockArgument(value).arg_number
         body = op.regions[1].blocks[0]
-        kept = _end(body).operands[number] == body.arguments[number]
+        kept = end_of(body).operands[number] == body.arguments[number]
         value = op.operands[number] if kept else value
     if not isinstance(value.owner, ir.Block) and value.owner.name == WHILE:
         return trips(value.owner)  # A backward loop counts down a forward one.
@@ -164,7 +164,7 @@ def constant_of(value: ir.Value) -> float | None:
         maker = value.owner
         if maker.name == "stablehlo.constant":
             splat = ir.DenseElementsAttr(maker.attributes["value"]).get_splat_value()
-            element = ir.RankedTensorType(value.type).element_type
+            element = element_type(value)
             whole = isinstance(element, ir.IntegerType)
             return float((ir.IntegerAttr if whole else ir.FloatAttr)(splat).value)
         if maker.name not in ("stablehlo.convert", "stablehlo.reshape"):

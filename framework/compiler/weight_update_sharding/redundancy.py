@@ -15,16 +15,17 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.stable_hlo import (
+    BRANCHES,
     INTO_MANUAL,
-    call_target,
+    WHILE,
+    end_of,
+    is_annotation,
     placeholder_of,
 )
 from meshwright.framework.compiler.weight_update_sharding.completed import (
     CompletedModule,
 )
 
-WHILE = "stablehlo.while"
-BRANCHES = ("stablehlo.case", "stablehlo.if")
 _NEVER_ALIKE = (
     "stablehlo.rng",
     "stablehlo.rng_bit_generator",
@@ -106,22 +107,22 @@ class _Analysis:
                     self.mark(argument, op.operands[i] in self.updates)
                 self.visit(block)
             # Replicas that loop otherwise share nothing.
-            (goes_on,) = _returned(condition)
+            (goes_on,) = end_of(condition).operands
             after = [
                 before & self.alike[value] & self.alike[goes_on]
-                for before, value in zip(carried, _returned(body), strict=True)
+                for before, value in zip(carried, end_of(body).operands, strict=True)
             ]
             if after == carried:
                 break
             carried = after
-        for i, value in enumerate(_returned(body)):
+        for i, value in enumerate(end_of(body).operands):
             self.alike[op.results[i]] = carried[i]
             self.mark(op.results[i], value in self.updates)
 
     def branches(self, op) -> None:
         for region in op.regions:
             self.visit(region.blocks[0])
-        yields = [_returned(region.blocks[0]) for region in op.regions]
+        yields = [end_of(region.blocks[0]).operands for region in op.regions]
         chooses = self.alike[op.operands[0]]
         for i, result in enumerate(op.results):
             values = [each[i] for each in yields]
@@ -201,13 +202,8 @@ def reduced_dims(op) -> list[int]:
     return list(ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
 
 
-def _returned(block) -> Sequence[ir.Value]:
-    """What a block ends with."""
-    return list(block.operations[len(block.operations) - 1].operands)
-
-
 def _has_side_effect(op) -> bool:
-    if op.name != "stablehlo.custom_call" or call_target(op) == "Sharding":
+    if op.name != "stablehlo.custom_call" or is_annotation(op):
         return False
     if "has_side_effect" not in op.attributes:
         return False

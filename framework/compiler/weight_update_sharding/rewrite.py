@@ -15,7 +15,12 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.stable_hlo import after, sharding_call, tensor_type
+from meshwright.framework.compiler.stable_hlo import (
+    after,
+    end_of,
+    sharding_call,
+    tensor_type,
+)
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     block_of,
@@ -32,6 +37,7 @@ from meshwright.framework.compiler.weight_update_sharding.redundancy import (
     Redundancy,
 )
 from meshwright.framework.compiler.weight_update_sharding.scatter import (
+    cut_end,
     find_sum,
     pad_end,
     reduce_scattered,
@@ -180,13 +186,10 @@ class _Rewriting:
         if shape == stored:
             return
         padded = tensor_type(argument.type, stored)
-        rank = len(shape)
         uses = uses_of(argument)
         argument.set_type(padded)
         with after(argument), _location(argument):
-            zeros, ones = [0] * rank, [1] * rank
-            logical = stablehlo.slice(argument, zeros, list(shape), ones)
-            logical = _annotate(logical, form.border)
+            logical = _annotate(cut_end(argument, shape), form.border)
         for op, place in uses:
             op.operands[place] = logical
         with ir.InsertionPoint(end), end.location:
@@ -229,9 +232,8 @@ def _by_place(value: ir.Value, uses: Sequence[Use]):
 
 def _retype_function(main) -> None:
     block = main.regions[0].blocks[0]
-    end = block.operations[len(block.operations) - 1]
     takes = [argument.type for argument in block.arguments]
-    gives = [operand.type for operand in end.operands]
+    gives = [operand.type for operand in end_of(block).operands]
     main.attributes["function_type"] = ir.TypeAttr.get(
         ir.FunctionType.get(takes, gives)
     )

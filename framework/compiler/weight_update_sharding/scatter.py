@@ -21,6 +21,7 @@ from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,
     border_config,
+    element_type,
     placeholder_call,
     tensor_type,
 )
@@ -34,7 +35,7 @@ from meshwright.framework.compiler.weight_update_sharding.redundancy import (
 )
 from meshwright.framework.sharding.placeholders import mesh_text
 
-Dims = list[tuple[str, ...]]
+DimAxes = list[tuple[str, ...]]
 """For each dim of a tensor the manual axes that split it."""
 
 _AFTER = ("stablehlo.reshape", "stablehlo.transpose")
@@ -52,7 +53,7 @@ class Summed:
     """
 
     op: ir.Operation
-    dims: Sequence[Dims | None]
+    dims: Sequence[DimAxes | None]
     after: Sequence[ir.Operation]
     axes: tuple[str, ...]
 
@@ -85,10 +86,7 @@ def _keeps_sums(op) -> bool:
     """Whether a sum of an op's results is the op's result of the sum."""
     if op.name != "stablehlo.convert":
         return op.name in _AFTER
-    before, after = (
-        ir.RankedTensorType(value.type).element_type
-        for value in (op.operands[0], op.results[0])
-    )
+    before, after = (element_type(value) for value in (op.operands[0], op.results[0]))
     floats = isinstance(before, ir.FloatType) and isinstance(after, ir.FloatType)
     return floats and before.width <= after.width
 
@@ -108,13 +106,14 @@ def reduce_scattered(
     taken = completed.sharding(value).dims[first]
     if taken or not set(format_.axes) <= set(found.axes):
         return None
+    shape = format_.shape(value)
+    most = format_.sharding(value).padded_shape(shape)[first]
+    padded = (*shape[:first], most, *shape[first + 1 :])
     local = _local(completed, found)
-    shape = list(format_.shape(value))
-    if tuple(shape) != shape_of(value):
+    if format_.count > 1:
         local = stablehlo.reshape(tensor_type(value.type, shape), local)
-    padded = list(shape)
-    padded[first] = -(-shape[first] // format_.shards) * format_.shards
-    local = pad_end(local, padded)
+    if padded != shape and not _grow(local, padded):
+        local = pad_end(local, padded)
     for axis in format_.axes:
         smaller = list(shape_of(local))
         smaller[first] //= mesh.axis_size(axis)
@@ -129,10 +128,7 @@ def reduce_scattered(
     whole = placeholder_call(
         OUT_OF_MANUAL, local, tensor_type(value.type, padded), border
     )
-    if padded != shape:
-        ones, zeros = [1] * len(shape), [0] * len(shape)
-        whole = stablehlo.slice(whole, zeros, shape, ones)
-    return whole
+    return cut_end(whole, shape)
 
 
 def _local(completed: CompletedModule, found: Summed) -> ir.Value:
@@ -161,18 +157,41 @@ def _local(completed: CompletedModule, found: Summed) -> ir.Value:
     return local
 
 
+def _grow(local: ir.Value, shape: Sequence[int]) -> bool:
+    """Makes a scatter's sum with zeros at its ends, which are not copied then."""
+    made = [local.owner.operation]
+    while made[-1].name == "stablehlo.convert":
+        made.append(made[-1].operands[0].owner.operation)
+    if made[-1].name != "stablehlo.scatter":
+        return False
+    with ir.InsertionPoint(made[-1]):
+        made[-1].operands[0] = _zeros(tensor_type(made[-1].results[0].type, shape))
+    for op in made:
+        op.results[0].set_type(tensor_type(op.results[0].type, shape))
+    return True
+
+
+def cut_end(value: ir.Value, shape: Sequence[int]) -> ir.Value:
+    """The begin of a tensor's dims, at the current insertion point."""
+    if shape_of(value) == tuple(shape):
+        return value
+    return stablehlo.slice(value, [0] * len(shape), list(shape), [1] * len(shape))
+
+
 def pad_end(value: ir.Value, shape: Sequence[int]) -> ir.Value:
     """A tensor with zeros at the ends of its dims, at the current insertion point."""
     more = [big - small for big, small in zip(shape, shape_of(value), strict=True)]
     if not any(more):
         return value
-    element = ir.RankedTensorType(value.type).element_type
+    none = [0] * len(more)
+    return stablehlo.pad(value, _zeros(tensor_type(value.type, ())), none, more, none)
+
+
+def _zeros(type_: ir.Type) -> ir.Value:
+    element = ir.RankedTensorType(type_).element_type
     whole = isinstance(element, ir.IntegerType)
     number = ir.IntegerAttr.get(element, 0) if whole else ir.FloatAttr.get(element, 0.0)
-    scalar = ir.RankedTensorType.get([], element)
-    zero = stablehlo.constant(ir.DenseElementsAttr.get_splat(scalar, number))
-    zeros = [0] * len(more)
-    return stablehlo.pad(value, zero, zeros, more, zeros)
+    return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, number))
 
 
 class _Operands:
@@ -183,7 +202,7 @@ class _Operands:
         self.op = op
         self.manual = axes
 
-    def dims(self, number: int) -> Dims:
+    def dims(self, number: int) -> DimAxes:
         value = self.op.operands[number]
         sharding = self.completed.sharding(value)
         return [
@@ -191,7 +210,7 @@ class _Operands:
             for axes in sharding.dims
         ]
 
-    def even(self, dims: Sequence[Dims | None]) -> Sequence[Dims | None] | None:
+    def even(self, dims: Sequence[DimAxes | None]) -> Sequence[DimAxes | None] | None:
         """`dims`, if their axes divide all of them."""
         for number, own in enumerate(dims):
             sizes = shape_of(self.op.operands[number])

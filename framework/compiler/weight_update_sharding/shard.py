@@ -9,9 +9,10 @@ import jax
 import tensorflow as tf
 from tensorflow.python.util import nest
 
+from meshwright.framework.compiler.borders import stored_spec
 from meshwright.framework.compiler.jax_bridge import bytecode
 from meshwright.framework.compiler.lower import LoweredFunction
-from meshwright.framework.compiler.tpu import TPU_KINDS
+from meshwright.framework.compiler.tpu import kind_of
 from meshwright.framework.compiler.weight_update_sharding.clusters import find_clusters
 from meshwright.framework.compiler.weight_update_sharding.completed import (
     completed_module,
@@ -194,20 +195,15 @@ def _carried(lowered: LoweredFunction, asked: UpdateSharding) -> list[_Carried]:
 
 
 def _stored(structure, forms):
-    specs = [
-        spec
-        if form is None
-        else tf.TensorSpec(form.stored_shape, spec.dtype, name=spec.name)
-        for spec, form in zip(tf.nest.flatten(structure), forms, strict=True)
-    ]
+    pairs = zip(tf.nest.flatten(structure), forms, strict=True)
+    specs = [stored_spec(spec, form) for spec, form in pairs]
     return tf.nest.pack_sequence_as(structure, specs)
 
 
 def machine_of(devices: Sequence[jax.Device] | None) -> Machine:
     """What the cost model takes devices for, by default those here."""
     device = (devices or jax.devices())[0]
-    kinds = {kind.jax_name: kind for kind in TPU_KINDS.values()}
-    kind = kinds.get(getattr(device, "device_kind", None))
+    kind = kind_of(device)
     if kind is None:
         return _CPU if device.platform == "cpu" else _GPU
     return Machine(

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.stable_hlo import call_target
+from meshwright.framework.compiler.stable_hlo import (
+    is_annotation,
+)
 from meshwright.framework.compiler.weight_update_sharding.redundancy import reduced_dims
 
 Place = tuple[ir.Value, int]
@@ -42,11 +44,6 @@ class DimMap:
     same: Sequence[tuple[Place, Place]] = ()
     whole: Sequence[Place] = ()
     keeps_shape: bool = False
-
-
-def is_annotation(op) -> bool:
-    """Whether an op is a user's annotation."""
-    return call_target(op) == "Sharding"
 
 
 def dim_map(op) -> DimMap | None:
