@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 import paper_updates
 from absl import app, flags
+from paper_rows import RowKind
 from paper_updates import UpdateRow
 
 from meshwright.framework.compiler.step_time import LINK_EFFICIENCY
@@ -368,29 +369,14 @@ def summary(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
     return lines
 
 
-def json_row(row: Row, found: Mapping[str, Any]) -> dict:
-    """`{row, table, paper: {...}, ours: {...}}`, without what is not known."""
-    names = ("peak_gb", "step_s", "util", "all_to_all", "bubbles", "recompute")
-    paper = {name: getattr(row, name) for name in names}
-    return {
-        "row": row.name,
-        "table": row.table,
-        "paper": {name: x for name, x in paper.items() if not math.isnan(x)},
-        "ours": {name: x for name, x in found.items() if x == x},  # NaN is no JSON.
-    }
-
-
-def show(rows: Sequence[Row], cache: plan_cache.PlanCache) -> list[dict[str, Any]]:
-    """Plans rows, if there are any, and prints them; what was found, for JSON."""
-    if not rows:
-        return []
-    print(HEADER)
-    found = []
-    for row in rows:
-        found.append((row, ours(row, cache)))
-        print(table_row(*found[-1]), flush=True)
-    print(*summary(found), sep="\n")
-    return [json_row(*pair) for pair in found]
+KIND = RowKind(
+    paper=("peak_gb", "step_s", "util", "all_to_all", "bubbles", "recompute"),
+    ours=ours,
+    header=HEADER,
+    table_row=table_row,
+    summary=summary,
+)
+"""Of all tables but weight-update sharding's."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -400,8 +386,8 @@ def main(argv: Sequence[str]) -> None:
     cache = plan_cache.PlanCache(folder=pathlib.Path(flags.FLAGS.cache_dir))
     try:
         rows = chosen_rows(flags.FLAGS.table, flags.FLAGS.rows)
-        found = show([row for row in rows if isinstance(row, Row)], cache)
-        found += paper_updates.show(
+        found = KIND.show([row for row in rows if isinstance(row, Row)], cache)
+        found += paper_updates.KIND.show(
             [row for row in rows if isinstance(row, UpdateRow)], cache
         )
     except (ValueError, ImportError) as error:

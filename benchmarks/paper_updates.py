@@ -12,6 +12,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from paper_rows import RowKind
+
 from meshwright.framework.compiler.hlo_text import HloModule
 from meshwright.framework.compiler.sources import program_name
 from meshwright.framework.compiler.step_time import OpTime
@@ -191,27 +193,10 @@ def summary(rows: Sequence[tuple[UpdateRow, Mapping[str, Any]]]) -> list[str]:
     ]
 
 
-def json_row(row: UpdateRow, found: Mapping[str, Any]) -> dict[str, Any]:
-    """`{row, table, paper: {...}, ours: {off: {...}, on: {...}}}`."""
-    paper = {name: getattr(row, name) for name in ("off_s", "on_s", "speedup")}
-    return {
-        "row": row.name,
-        "table": row.table,
-        "paper": {name: x for name, x in paper.items() if not math.isnan(x)},
-        "ours": dict(found),
-    }
-
-
-def show(
-    rows: Sequence[UpdateRow], cache: plan_cache.PlanCache
-) -> list[dict[str, Any]]:
-    """Plans rows, if there are any, and prints them; what was found, for JSON."""
-    if not rows:
-        return []
-    print(HEADER)
-    found = []
-    for row in rows:
-        found.append((row, ours(row, cache)))
-        print(table_row(*found[-1]), flush=True)
-    print(*summary(found), sep="\n")
-    return [json_row(*pair) for pair in found]
+KIND = RowKind(
+    paper=("off_s", "on_s", "speedup"),
+    ours=ours,
+    header=HEADER,
+    table_row=table_row,
+    summary=summary,
+)

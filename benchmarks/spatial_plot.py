@@ -41,7 +41,7 @@ _STYLE = {
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """The figure of `paper_tables.json_row`s, of which those of Table 8 that fit count.
+    """The figure of `paper_tables.py`'s JSON rows: those of Table 8 that fit count.
 
     Raises:
       ValueError: there is none.

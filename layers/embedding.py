@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 import gin
 import tensorflow as tf
@@ -73,21 +74,10 @@ class TokenEmbedding(Layer):
 
     def fprop(self, ctx: Context, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
         """The vectors [B, S, M], in the activation dtype, of `ids` [B, S] in [0, V)."""
-        table = ctx.cast(theta.table)
-        if self._lookup(ctx) is Lookup.GATHER:
-            # The reshape keeps the shape; its gradient makes the gather's dense.
-            x = tf.gather(tf.reshape(table, table.shape), ids)
-        else:
-            one_hot = tf.one_hot(ids, self.vocab_size, dtype=ctx.activation_dtype)
-            x = contract(ctx, one_hot, table)
+        table, dims = ctx.cast(theta.table), self.weights().table.dims
+        x = pick_rows(ctx, table, ids, dims=dims, lookup=self.lookup)
         x = ctx.split(x, BSM)
         return x * self.model_dims**0.5 if self.softmax is SoftmaxKind.SHARED else x
-
-    def _lookup(self, ctx: Context) -> Lookup:
-        if self.lookup is not Lookup.AUTO:
-            return self.lookup
-        splits = self.weights().table.sharding(ctx.plan, ctx.path).splits()
-        return Lookup.ONE_HOT if splits[0] > 1 else Lookup.GATHER
 
     def attend(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits [B, S, V] of `x` [B, S, M] by the shared table, activation dtype.
@@ -132,6 +122,36 @@ class Softmax(Layer):
           ValueError: the last dim of `x` is not M.
         """
         return ctx.split(contract(ctx, x, theta.kernel), BSV)
+
+
+def pick_rows(
+    ctx: Context,
+    table: tf.Tensor,
+    ids: tf.Tensor,
+    *,
+    dims: Sequence[str],
+    lookup: Lookup,
+) -> tf.Tensor:
+    """The rows of a table that `ids` name.
+
+    Args:
+      ctx: gives the sharding plan, for AUTO, and the activation dtype.
+      table: [V, M]. In its dtype a gather's gradient adds what many ids say of one row.
+      ids: integers [...], in [0, V).
+      dims: the table's logical dims.
+      lookup: how rows are picked.
+
+    Returns:
+      [..., M] in the activation dtype.
+    """
+    if lookup is Lookup.AUTO:
+        splits = ctx.plan.weight_sharding(dims, ctx.path).splits()
+        lookup = Lookup.ONE_HOT if splits[0] > 1 else Lookup.GATHER
+    if lookup is Lookup.GATHER:
+        # The reshape keeps the shape; its gradient makes the gather's dense.
+        return ctx.cast(tf.gather(tf.reshape(table, table.shape), ids))
+    one_hot = tf.one_hot(ids, table.shape[0], dtype=ctx.activation_dtype)
+    return contract(ctx, one_hot, table)
 
 
 def cross_entropy(

@@ -15,7 +15,7 @@ from meshwright.framework.modeling.checks import check_kind, check_value
 from meshwright.framework.modeling.initializers import FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.embedding import Lookup
+from meshwright.layers.embedding import Lookup, pick_rows
 from meshwright.layers.linear import contract, per_feature
 
 BM = ("batch", "model")
@@ -145,20 +145,10 @@ class NeuMF(Layer):
         ]
 
     def _rows(self, ctx, table: tf.Tensor, ids: tf.Tensor, name: str) -> tf.Tensor:
-        if self._lookup(ctx, name) is Lookup.GATHER:
-            # The reshape keeps the shape; its gradient makes the gather's dense. Cast
-            # afterwards: what many pairs say of one row is added in float32.
-            rows = ctx.cast(tf.gather(tf.reshape(table, table.shape), ids))
-        else:
-            one_hot = tf.one_hot(ids, table.shape[0], dtype=ctx.activation_dtype)
-            rows = contract(ctx, one_hot, table)
+        # Not cast before: what many pairs say of one row is added in float32.
+        dims = (name, "model")
+        rows = pick_rows(ctx, table, ids, dims=dims, lookup=self.lookup)
         return ctx.split(rows, BM)
-
-    def _lookup(self, ctx: Context, name: str) -> Lookup:
-        if self.lookup is not Lookup.AUTO:
-            return self.lookup
-        splits = ctx.plan.weight_sharding((name, "model"), ctx.path).splits()
-        return Lookup.ONE_HOT if splits[0] > 1 else Lookup.GATHER
 
     def _hidden(self, ctx, theta, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
         """The perceptron's last layer, [B, H]."""

@@ -12,6 +12,7 @@ has them. The trainer and the planner build the same main program here.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Sequence
 
@@ -42,6 +43,13 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.trainers.experiment import Experiment
+
+
+class Form(enum.Enum):
+    """How the state is held between two programs."""
+
+    LOGICAL = "logical"
+    STORED = "stored"
 
 
 class _Asked(dict):
@@ -78,7 +86,7 @@ class Programs:
         self.experiment = experiment
         self.devices = devices
         self.weights = experiment.task.weights()
-        self._gathers: dict[tuple[str, bool], Program] = {}
+        self._gathers: dict[tuple[str, Form], Program] = {}
         # What a plan gets wrong is said of weights, not of their slots.
         for path, spec in self.weights.items_by_path():
             spec.sharding(experiment.plan, path)
@@ -360,7 +368,7 @@ class Programs:
     def shard(self) -> Program:
         """State in logical form -> stored form."""
         before, after = self.initial_shardings(), self.stored_forms()
-        return self._convert(self.state_specs, before, after, name="shard")
+        return self._convert(self.abstract_state(), before, after, name="shard")
 
     @functools.cached_property
     def unshard(self) -> Program:
@@ -370,21 +378,25 @@ class Programs:
             lambda form: form.border if form.is_logical else form
         )
         after = self.logical_shardings()
-        return self._convert(self.state_specs, before, after, name="unshard")
+        return self._convert(self.abstract_state(), before, after, name="unshard")
 
-    def gather(self, part: str, stored: bool) -> Program:
-        """Part "theta" or "ema", from stored or logical form -> the plan's form."""
-        if (part, stored) not in self._gathers:
+    def gather(self, part: str, form: Form) -> Program:
+        """Part "theta" or "ema", held in `form` -> the plan's form."""
+        if (part, form) not in self._gathers:
+            stored = form is Form.STORED
             before = self.stored_forms() if stored else self.initial_shardings()
-            after = self.plan_forms()
-            self._gathers[part, stored] = self._convert(
-                self.state_specs[part], before[part], after[part], name="gather"
+            self._gathers[part, form] = self._convert(
+                self.abstract_state()[part],
+                before[part],
+                self.plan_forms()[part],
+                name="gather",
             )
-        return self._gathers[part, stored]
+        return self._gathers[part, form]
 
-    def _convert(self, specs: NestedMap, before, after, *, name: str) -> Program:
-        identity = lambda state: state.map(tf.identity)  # noqa: E731
-        abstract = specs.map(lambda s: tf.TensorSpec(s.shape, s.dtype))
+    def _convert(self, abstract: NestedMap, before, after, *, name: str) -> Program:
+        def identity(state: NestedMap) -> NestedMap:
+            return state.map(tf.identity)
+
         return self._compile(identity, [abstract], [before], after, name=name)
 
     def _compile(self, *args, **how) -> Program:

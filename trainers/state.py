@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.framework.compiler.jax_bridge import abstract_array
 from meshwright.framework.nested_map import NestedMap
-from meshwright.trainers.programs import Programs
+from meshwright.trainers.programs import Form, Programs
 
 
 class TrainState:
@@ -60,15 +60,13 @@ class TrainState:
             part = "ema"
         plan = programs.plan_forms()[part]
         if self._stored is None:
+            form, weights = Form.LOGICAL, self._logical[part]
             have = programs.initial_shardings()[part]
             same = have == plan.map(lambda form: form.border)
-            weights = self._logical[part]
         else:
+            form, weights = Form.STORED, self._stored[part]
             same = programs.stored_forms()[part] == plan
-            weights = self._stored[part]
-        if same:
-            return weights
-        return programs.gather(part, self._stored is not None)(weights)
+        return weights if same else programs.gather(part, form)(weights)
 
     def update(self, stored: NestedMap) -> None:
         """Takes the main program's result; the state before it was donated."""

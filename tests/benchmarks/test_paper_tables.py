@@ -268,15 +268,15 @@ def test_weight_updates_are_planned_off_and_on_and_kept(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(paper_updates, "_planned", planned)
     rows, cache = [update_row("ncf_32")], PlanCache(folder=tmp_path)
-    (found,) = paper_updates.show(rows, cache)
+    (found,) = paper_updates.KIND.show(rows, cache)
     assert asked == [("off", "v3:4x4"), ("auto", "v3:4x4")]
     ours = {"off": OFF, "on": ON}
     assert found == {"row": "ncf_32", "table": "wus", "paper": {}, "ours": ours}
     first = capsys.readouterr().out
     assert f"\n{paper_updates.table_row(rows[0], ours)}\n" in first
-    assert paper_updates.show(rows, cache) == [found] and len(asked) == 2
+    assert paper_updates.KIND.show(rows, cache) == [found] and len(asked) == 2
     assert capsys.readouterr().out == first
-    assert paper_updates.show([], cache) == [] and not capsys.readouterr().out
+    assert paper_updates.KIND.show([], cache) == [] and not capsys.readouterr().out
 
 
 OPTIMIZER_OPS = """HloModule train
