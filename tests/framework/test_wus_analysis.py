@@ -8,6 +8,7 @@ import functools
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.stable_hlo import call_target, walk
 from meshwright.framework.compiler.weight_update_sharding.decide import Machine
 from meshwright.framework.compiler.weight_update_sharding.scatter import find_sum
@@ -473,3 +474,28 @@ def test_a_weight_that_is_turned_before_it_is_read_in_less_precision():
         assert "bf16" in str(gradient.type)
         summed = find_sum(found.completed, found.redundancy.reduced, gradient)
         assert summed.axes == ("data",)
+
+
+def test_a_stack_that_is_read_layer_by_layer_in_less_precision():
+    """All of it is converted and gathered at once, but not what nobody reads."""
+
+    def fn(w, m, x, layers):
+        def loss(w):
+            y, w = x, annotate(w, Sharding.replicated(DATA, 3))
+            for i in range(layers):
+                y = tf.cast(
+                    tf.cast(y, tf.bfloat16) @ tf.cast(w[i], tf.bfloat16), y.dtype
+                )
+            return mean_square(y)
+
+        (g,) = gradients(loss, w)
+        m = 0.9 * m + g
+        return {"w": w - m, "m": m}
+
+    shapes = {"w": [L, M, M], "m": [L, M, M], "x": [B, M]}
+    for layers, read in ((L, [(L, M, M)]), (L - 1, (L - 1) * [(1, M, M)])):
+        with analysed(functools.partial(fn, layers=layers), shapes, X) as found:
+            (decision,) = found.decide().values()
+            exits = list(decision.cluster.exits())
+            assert [shape_of(value) for value in exits] == read
+            assert all("bf16" in str(value.type) for value in exits)

@@ -9,6 +9,7 @@ and reshapes of what is converted.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -32,7 +33,7 @@ _Key = tuple[ir.Value, ir.Type]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Reads:
-    """What a loop does with what it carries along.
+    """What is done with a stack.
 
     Args:
       ops: that slice it.
@@ -55,6 +56,9 @@ def hoist_conversions(module: ir.Module) -> None:
     for op in reversed(loops):
         for number in range(len(op.operands)):
             _hoist(op, number, done)
+    for op in list(walk(module.operation)):
+        if is_annotation(op) and _is_argument(op.results[0]):
+            _convert_whole(op.results[0])
     _merge(module)
 
 
@@ -141,17 +145,42 @@ def _hoist(op, number: int, done: dict[_Key, ir.Value]) -> None:
             done[key] = stablehlo.convert(type_, stack)
     op.results[number].replace_all_uses_with(stack)
     op.operands[number] = done[key]
-    sliced = [each.results[0] for each in found.ops]
-    changed = [carried, condition.arguments[number], op.results[number], *sliced]
-    for value in changed:
-        value.set_type(tensor_type(type_, shape_of(value)))
+    for value in (carried, condition.arguments[number], op.results[number]):
+        value.set_type(type_)
+    _slice_converted(found, element)
+
+
+def _convert_whole(stack: ir.Value) -> None:
+    """Converts what is converted slice by slice, if all of it is."""
+    found = _reads(stack, None)
+    if found is None or not found.converts:
+        return
+    sizes = [math.prod(shape_of(each.operands[0])) for each in found.converts]
+    if sum(sizes) < math.prod(shape_of(stack)):
+        return
+    element = element_type(found.converts[0].results[0])
+    uses = list(stack.uses)
+    with after(stack), stack.owner.location:
+        type_ = ir.RankedTensorType.get(list(shape_of(stack)), element)
+        whole = stablehlo.convert(type_, stack)
+    for use in uses:
+        use.owner.operation.operands[use.operand_number] = whole
+    _slice_converted(found, element)
+
+
+def _slice_converted(found: _Reads, element: ir.Type) -> None:
+    for value in (op.results[0] for op in found.ops):
+        value.set_type(ir.RankedTensorType.get(list(shape_of(value)), element))
     for each in found.converts:
         each.results[0].replace_all_uses_with(each.operands[0])
         each.erase()
 
 
 def _reads(carried: ir.Value, end) -> _Reads | None:
-    """The slices of a loop's argument, if all of them are converted to fewer bits."""
+    """The slices of a value, if all of them are converted to fewer bits.
+
+    It may be a loop's argument too, which `end` passes on.
+    """
     ops, converts, pending = [], [], [carried]
     while pending:
         value = pending.pop()
@@ -164,7 +193,7 @@ def _reads(carried: ir.Value, end) -> _Reads | None:
             ):
                 ops.append(user)
                 pending.append(user.results[0])
-            elif user != end or value != carried:
+            elif end is None or user != end or value != carried:
                 return None
     kinds = {str(element_type(each.results[0])) for each in converts}
     before = element_type(carried)
