@@ -56,6 +56,7 @@ from meshwright.framework.sharding.manual import (  # noqa: E402
 from meshwright.framework.sharding.mesh import DeviceMesh  # noqa: E402
 from meshwright.framework.sharding.plan import ShardingPlan  # noqa: E402
 from meshwright.framework.sharding.sharding import Sharding  # noqa: E402
+from meshwright.framework.sharding.types import reshard  # noqa: E402
 
 __all__ = [
     "Adafactor",
@@ -89,6 +90,7 @@ __all__ = [
     "manual_to_auto",
     "mesh_split",
     "replicate",
+    "reshard",
     "schedules",
     "set_platform",
     "shard",

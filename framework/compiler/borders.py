@@ -54,6 +54,12 @@ def _form(
 def _check_border(sharding: Sharding) -> None:
     axes = [axis for axes in sharding.dims for axis in axes]
     parts = [axis for axis in axes if sharding.mesh.part(axis).axis != axis]
+    if sharding.unreduced:
+        raise ValueError(
+            f"sharding {sharding} of an argument or result is unreduced along "
+            f"{', '.join(sharding.unreduced)}: a sum may be pending inside of a "
+            "program only; reshard it there"
+        )
     if sharding.unspecified or sharding.manual or parts:
         raise ValueError(
             f"sharding {sharding} of an argument or result: at the border of a program "

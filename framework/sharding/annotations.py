@@ -10,14 +10,20 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla import xla_data_pb2
 
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import placeholder
 from meshwright.framework.sharding.sharding import Sharding
+
+TYPED = "typed"
+"""Placeholder of an annotation with unreduced or reduced axes."""
+_NOTED = "_meshwright_shardings"
 
 
 def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
     """The identity of `tensor`, laid out as `sharding`.
 
     The gradient is annotated by a copy of the same op (GSPMD 3.6, TF's own gradient of
-    XlaSharding), so the backward computation is laid out like the forward one.
+    XlaSharding), so the backward computation is laid out like the forward one; by the
+    sharding's dual if it is unreduced or reduced along an axis.
     Eager execution has no mesh; there the tensor is returned as is.
     """
     tensor = tf.convert_to_tensor(tensor)
@@ -30,6 +36,8 @@ def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
             f"sharding {sharding} of {describe(tensor)} is manual, which an annotation "
             "cannot make it: use auto_to_manual or manual_partition"
         )
+    if sharding.is_typed:
+        return note_sharding(_typed(tensor, sharding), sharding)
     proto = sharding.to_op_sharding()
     if sharding.mesh.size == 1:  # So that a program for more devices can tell.
         proto = xla_data_pb2.OpSharding(
@@ -37,7 +45,39 @@ def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
             tile_assignment_dimensions=[1],
             tile_assignment_devices=[0],
         )
-    return annotate_serialized(tensor, proto.SerializeToString(), sharding.unspecified)
+    serialized = proto.SerializeToString()
+    annotated = annotate_serialized(tensor, serialized, sharding.unspecified)
+    return note_sharding(annotated, sharding)
+
+
+def _typed(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
+    """An annotation that XlaSharding has no words for."""
+    if tf.executing_eagerly():
+        return tensor
+
+    @tf.custom_gradient
+    def op(x):
+        config = {"sharding": str(sharding)}
+        y = placeholder(TYPED, sharding.mesh, [x], x.shape, x.dtype, config)
+        return y, lambda dy: annotate(dy, sharding.dual())
+
+    return op(tensor)
+
+
+def note_sharding(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
+    """Notes what a tensor is annotated as, for `noted_sharding`; returns it."""
+    if not tf.executing_eagerly():
+        noted = getattr(tensor.graph, _NOTED, {})
+        noted[tensor.name] = sharding
+        setattr(tensor.graph, _NOTED, noted)
+    return tensor
+
+
+def noted_sharding(tensor: tf.Tensor) -> Sharding | None:
+    """What a tensor of a graph is annotated as, None if it is not by itself."""
+    if tf.executing_eagerly():
+        return None
+    return getattr(tensor.graph, _NOTED, {}).get(tensor.name)
 
 
 def mesh_split(
@@ -46,8 +86,10 @@ def mesh_split(
     dims_mapping: Sequence,
     *,
     unspecified_dims: Sequence[int] = (),
+    unreduced: Sequence[str] = (),
+    reduced: Sequence[str] = (),
 ) -> tf.Tensor:
-    """Splits `tensor` over mesh axes.
+    """Splits `tensor` over mesh axes, and says of which its sum is pending.
 
     Args:
       tensor: any tensor of static rank.
@@ -57,6 +99,10 @@ def mesh_split(
         its axes do not divide is padded inside the program.
       unspecified_dims: numbers of the dims that completion decides (GSPMD 3.5); those
         that the mapping splits it may split further.
+      unreduced: mesh axes along which `tensor`, a sum over a dim that they split, is
+        not added up yet; `reshard` does that. Its gradient is reduced.
+      reduced: mesh axes along which `tensor` is replicated, and its gradient unreduced:
+        to be reduced where the program says so.
 
     Returns:
       `tensor`, annotated; so is its gradient. In eager execution just `tensor`.
@@ -72,6 +118,8 @@ def mesh_split(
             dims_mapping,
             rank=tensor.shape.rank,
             unspecified_dims=unspecified_dims,
+            unreduced=unreduced,
+            reduced=reduced,
         )
     except ValueError as e:
         raise ValueError(f"mesh_split: {describe(tensor)}: {e}") from None

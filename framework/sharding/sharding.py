@@ -29,28 +29,53 @@ class Sharding:
       manual: axes along which the tensor is one device's own: each device holds a
         tensor of this very shape (GSPMD 3.4). Along all axes the paper's manual, along
         some its manual subgroups.
+      unreduced: axes along which each device holds a part of a sum that is pending:
+        the tensor is what they add up to.
+      reduced: axes along which the tensor is replicated, and its gradient unreduced.
 
     Raises:
-      ValueError: an unknown axis, or one axis used twice.
+      ValueError: an unknown axis, or one axis used twice; a sum pending along a part of
+        an axis, or of a tensor that is manual or has dims left to completion.
     """
 
     mesh: DeviceMesh
     dims: tuple[tuple[str, ...], ...]
     unspecified: tuple[int, ...] = ()
     manual: tuple[str, ...] = ()
+    unreduced: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
 
     def __post_init__(self):
         used: list[tuple[str, str]] = []
         for dim, axes in enumerate(self.dims):
             for axis in axes:
                 self._check_free(axis, f"on dim {dim}", used)
-        for axis in self.manual:
-            self._check_free(axis, "as manual", used)
+        for name in ("manual", "unreduced", "reduced"):
+            for axis in getattr(self, name):
+                self._check_free(axis, f"as {name}", used)
+        self._check_pending()
         if not all(0 <= dim < self.rank for dim in self.unspecified):
             raise ValueError(
                 f"unspecified dims {self.unspecified} of a tensor of rank {self.rank}"
             )
         object.__setattr__(self, "unspecified", tuple(sorted(set(self.unspecified))))
+
+    def _check_pending(self) -> None:
+        axes = (*self.unreduced, *self.reduced)
+        if parts := [axis for axis in axes if self.mesh.part(axis).axis != axis]:
+            raise ValueError(
+                f"a sharding is unreduced or reduced along {parts[0]!r}, a part of a "
+                "mesh axis: that works along whole axes"
+            )
+        if axes and (self.manual or self.unspecified):
+            raise ValueError(
+                f"a sharding is unreduced or reduced along {', '.join(axes)}, and also "
+                "manual or left to completion in some dims: give all its dims"
+            )
+        for name in ("unreduced", "reduced"):  # In the mesh's order.
+            names = getattr(self, name)
+            ordered = tuple(a for a in self.mesh.axis_names if a in names)
+            object.__setattr__(self, name, ordered)
 
     def _check_free(self, axis: str, where: str, used: list[tuple[str, str]]) -> None:
         part = self.mesh.part(axis)
@@ -75,6 +100,8 @@ class Sharding:
         rank: int | None = None,
         *,
         unspecified_dims: Sequence[int] = (),
+        unreduced: Sequence[str] = (),
+        reduced: Sequence[str] = (),
     ) -> Sharding:
         """Reads the paper's `dims_mapping`.
 
@@ -84,6 +111,7 @@ class Sharding:
             None for no split, or a sequence of axes for a dim split by several.
           rank: the tensor's rank, to check the mapping against.
           unspecified_dims: numbers of the dims that completion decides.
+          unreduced, reduced: mesh axes, by index or name.
 
         Raises:
           ValueError: wrong length, an axis that is not there, an axis used twice.
@@ -94,12 +122,35 @@ class Sharding:
                 f"but the tensor has rank {rank}; give one entry for each dim"
             )
         dims = tuple(_axes(mesh, entry) for entry in dims_mapping)
-        return cls(mesh, dims, tuple(unspecified_dims))
+        return cls(
+            mesh,
+            dims,
+            tuple(unspecified_dims),
+            unreduced=_axes(mesh, unreduced),
+            reduced=_axes(mesh, reduced),
+        )
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh, rank: int) -> Sharding:
         """Every device holds the whole tensor."""
         return cls(mesh, ((),) * rank)
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether it says what is pending, or is to be in its gradient."""
+        return bool(self.unreduced or self.reduced)
+
+    def dual(self) -> Sharding:
+        """That of the gradient of a tensor that lies so.
+
+        Split is split's, replicated replicated's, reduced unreduced's and back
+        ("Replicate forwards, partial backwards").
+        """
+        return dataclasses.replace(self, unreduced=self.reduced, reduced=self.unreduced)
+
+    def untyped(self) -> Sharding:
+        """This one with nothing pending: replicated along such axes."""
+        return dataclasses.replace(self, unreduced=(), reduced=())
 
     @property
     def rank(self) -> int:
@@ -111,7 +162,8 @@ class Sharding:
 
     def is_replicated(self) -> bool:
         """Whether every device is to hold the whole tensor."""
-        open_or_own = self.unspecified or self.mesh.axes_size(self.manual) > 1
+        own = (*self.manual, *self.unreduced)
+        open_or_own = self.unspecified or self.mesh.axes_size(own) > 1
         return not open_or_own and all(n == 1 for n in self.splits())
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -197,13 +249,19 @@ class Sharding:
         """Text form: a dim's axes joined by `.`, `_` none, `?` left to completion.
 
         `[X,_,Y]`, `[X.Y,_]`, `[X,?]`, `[X?]`, `[_,Y] manual{X}`; `[]` is a scalar's.
+        `{U:X}` follows where a sum is pending, `{R:X}` where the gradient's will be.
         """
         entries = [
             (".".join(axes) + ("?" if dim in self.unspecified else "")) or "_"
             for dim, axes in enumerate(self.dims)
         ]
         manual = f" manual{{{','.join(self.manual)}}}" if self.manual else ""
-        return f"[{','.join(entries)}]{manual}"
+        return f"[{','.join(entries)}]{manual}{self.pending_text()}"
+
+    def pending_text(self) -> str:
+        """`{U:tp}`, `{R:dp,tp}`, `{U:dp}{R:tp}`; "" if nothing is."""
+        kinds = (("U", self.unreduced), ("R", self.reduced))
+        return "".join(f"{{{k}:{','.join(axes)}}}" for k, axes in kinds if axes)
 
     @classmethod
     def parse(cls, mesh: DeviceMesh, text: str) -> Sharding:
@@ -224,7 +282,10 @@ class Sharding:
             mesh,
             tuple(tuple(name.split(".")) if name else () for name in names),
             tuple(dim for dim, entry in enumerate(entries) if entry.endswith("?")),
-            tuple(match["manual"].split(",")) if match["manual"] else (),
+            *(
+                tuple(match[name].split(",")) if match[name] else ()
+                for name in ("manual", "unreduced", "reduced")
+            ),
         )
 
     def to_op_sharding(self) -> xla_data_pb2.OpSharding:
@@ -271,7 +332,10 @@ class Sharding:
         return cls(**xla_form.from_sdy(mesh, text))
 
 
-_TEXT = re.compile(r"\[(?P<dims>[^\]]*)\](?: manual\{(?P<manual>[^}]*)\})?")
+_TEXT = re.compile(
+    r"\[(?P<dims>[^\]]*)\](?: manual\{(?P<manual>[^}]*)\})?"
+    r"(?:\{U:(?P<unreduced>[^}]*)\})?(?:\{R:(?P<reduced>[^}]*)\})?"
+)
 
 
 def _axes(mesh: DeviceMesh, entry) -> tuple[str, ...]:

@@ -1,0 +1,86 @@
+"""Sharding types: who says when a pending sum is reduced.
+
+A tensor's type names the mesh axes that split each dim, those along which it is
+unreduced, and those along which it is reduced: replicated, its gradient unreduced. The
+gradient's type is the dual of the tensor's ("Replicate forwards, partial backwards").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from meshwright.framework.sharding.annotations import (
+    annotate,
+    describe,
+    note_sharding,
+    noted_sharding,
+)
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import placeholder
+from meshwright.framework.sharding.sharding import Sharding
+
+RESHARD = "reshard"
+
+
+def reshard(
+    tensor: tf.Tensor,
+    device_mesh: DeviceMesh,
+    dims_mapping: Sequence,
+    *,
+    unreduced: Sequence[str] = (),
+    reduced: Sequence[str] = (),
+) -> tf.Tensor:
+    """Converts `tensor` from the type that it is annotated as to another.
+
+    From unreduced to replicated it is an all-reduce, to a split dim a reduce-scatter;
+    from replicated to unreduced nothing is sent: one device keeps the tensor and the
+    others have zeros. The gradient is converted the way back.
+
+    Args:
+      tensor: the result of `mesh_split`, or of another `reshard`.
+      device_mesh: the mesh.
+      dims_mapping: as of `mesh_split`.
+      unreduced, reduced: mesh axes, as of `mesh_split`.
+
+    Returns:
+      `tensor`, of the same value. In eager execution just `tensor`.
+
+    Raises:
+      ValueError: `tensor` is not annotated; or as `mesh_split`.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    try:
+        after = Sharding.from_dims_mapping(
+            device_mesh,
+            dims_mapping,
+            rank=tensor.shape.rank,
+            unreduced=unreduced,
+            reduced=reduced,
+        )
+    except ValueError as e:
+        raise ValueError(f"reshard: {describe(tensor)}: {e}") from None
+    if tf.executing_eagerly():
+        return tensor
+    before = noted_sharding(tensor)
+    if before is None:
+        raise ValueError(
+            f"reshard: {describe(tensor)} and is not annotated, so what its gradient "
+            "is to be converted to is not known: say by mesh_split what it is"
+        )
+    return _converted(tensor, before, after)
+
+
+def _converted(tensor: tf.Tensor, before: Sharding, after: Sharding) -> tf.Tensor:
+    @tf.custom_gradient
+    def op(x):
+        config = {"before": str(before), "sharding": str(after)}
+        y = placeholder(RESHARD, after.mesh, [x], x.shape, x.dtype, config)
+
+        def grad(dy):
+            return _converted(annotate(dy, after.dual()), after.dual(), before.dual())
+
+        return y, grad
+
+    return note_sharding(op(tensor), after)
