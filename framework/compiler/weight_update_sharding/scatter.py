@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.conv_rewrite import convolution_of, shape_of
+from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.partial_sums import Summed, local_sum, sum_of
 from meshwright.framework.compiler.stable_hlo import (
-    INTO_MANUAL,
     OUT_OF_MANUAL,
     border_config,
     element_type,
@@ -29,33 +29,9 @@ from meshwright.framework.compiler.weight_update_sharding.completed import (
     CompletedModule,
 )
 from meshwright.framework.compiler.weight_update_sharding.formats import Format
-from meshwright.framework.compiler.weight_update_sharding.links import constant_of
-from meshwright.framework.compiler.weight_update_sharding.redundancy import (
-    reduced_dims,
-)
 from meshwright.framework.sharding.placeholders import mesh_text
 
-DimAxes = list[tuple[str, ...]]
-"""For each dim of a tensor the manual axes that split it."""
-
 _AFTER = ("stablehlo.reshape", "stablehlo.transpose")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Summed:
-    """A gradient, from the op that sums over the batch on.
-
-    Args:
-      op: that op.
-      dims: of its operands; None for those that are made of constants.
-      after: ops of one operand that follow it, in order.
-      axes: the mesh axes that it sums over.
-    """
-
-    op: ir.Operation
-    dims: Sequence[DimAxes | None]
-    after: Sequence[ir.Operation]
-    axes: tuple[str, ...]
 
 
 def find_sum(completed: CompletedModule, reduced, value: ir.Value) -> Summed | None:
@@ -71,10 +47,8 @@ def find_sum(completed: CompletedModule, reduced, value: ir.Value) -> Summed | N
         op = value.owner.operation
         if value in reduced:
             found = frozenset(reduced[value])
-            axes = tuple(a for a in completed.mesh.axis_names if a in found)
-            rule = _RULES.get(op.name)
-            dims = rule and rule(op, _Operands(completed, op, found))
-            return Summed(op, dims, after, axes) if dims else None
+            summed = sum_of(completed, op, found)
+            return summed and dataclasses.replace(summed, after=after)
         if not _keeps_sums(op) or len(list(op.operands[0].uses)) > 1:
             return None
         after.insert(0, op)
@@ -109,7 +83,7 @@ def reduce_scattered(
     shape = format_.shape(value)
     most = format_.sharding(value).padded_shape(shape)[first]
     padded = (*shape[:first], most, *shape[first + 1 :])
-    local = _local(completed, found)
+    local = local_sum(completed, found)
     if format_.count > 1:
         local = stablehlo.reshape(tensor_type(value.type, shape), local)
     if padded != shape and not _grow(local, padded):
@@ -129,32 +103,6 @@ def reduce_scattered(
         OUT_OF_MANUAL, local, tensor_type(value.type, padded), border
     )
     return cut_end(whole, shape)
-
-
-def _local(completed: CompletedModule, found: Summed) -> ir.Value:
-    """What each device has of the sum, in the manual region."""
-    mesh, op = completed.mesh, found.op
-    copy = op.clone(ir.InsertionPoint.current)
-    with ir.InsertionPoint(copy):
-        for number, dims in enumerate(found.dims):
-            if dims is not None:
-                operand = op.operands[number]
-                sizes = [
-                    size // mesh.axes_size(axes)
-                    for size, axes in zip(shape_of(operand), dims, strict=True)
-                ]
-                copy.operands[number] = placeholder_call(
-                    INTO_MANUAL,
-                    operand,
-                    tensor_type(operand.type, sizes),
-                    border_config(mesh, found.axes, dims),
-                )
-    local = copy.results[0]
-    for each in found.after:
-        copy = each.clone(ir.InsertionPoint.current)
-        copy.operands[0] = local
-        local = copy.results[0]
-    return local
 
 
 def _grow(local: ir.Value, shape: Sequence[int]) -> bool:
@@ -192,121 +140,3 @@ def _zeros(type_: ir.Type) -> ir.Value:
     whole = isinstance(element, ir.IntegerType)
     number = ir.IntegerAttr.get(element, 0) if whole else ir.FloatAttr.get(element, 0.0)
     return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, number))
-
-
-class _Operands:
-    """The axes of a region that split an op's operands."""
-
-    def __init__(self, completed: CompletedModule, op, axes: frozenset[str]):
-        self.completed = completed
-        self.op = op
-        self.manual = axes
-
-    def dims(self, number: int) -> DimAxes:
-        value = self.op.operands[number]
-        sharding = self.completed.sharding(value)
-        return [
-            tuple(axis for axis in axes if axis in self.manual)
-            for axes in sharding.dims
-        ]
-
-    def even(self, dims: Sequence[DimAxes | None]) -> Sequence[DimAxes | None] | None:
-        """`dims`, if their axes divide all of them."""
-        for number, own in enumerate(dims):
-            sizes = shape_of(self.op.operands[number])
-            for size, axes in zip(sizes, own or [()] * len(sizes), strict=True):
-                if size % self.completed.mesh.axes_size(axes):
-                    return None
-        return dims
-
-
-def _of_dot(op, operands: _Operands):
-    if op.name == "stablehlo.dot":
-        left, right = [len(shape_of(op.operands[0])) - 1], [0]
-    else:
-        numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-        left = list(numbers.lhs_contracting_dimensions)
-        right = list(numbers.rhs_contracting_dimensions)
-    one, other = operands.dims(0), operands.dims(1)
-    summed = []
-    for i, j in zip(left, right, strict=True):
-        if one[i] and other[j] and one[i] != other[j]:
-            return None
-        one[i] = other[j] = one[i] or other[j]
-        summed += one[i]
-    kept = [a for d, axes in enumerate(one) if d not in left for a in axes]
-    kept += [a for d, axes in enumerate(other) if d not in right for a in axes]
-    if kept or set(summed) != operands.manual:
-        return None
-    return operands.even([one, other])
-
-
-def _of_convolution(op, operands: _Operands):
-    mesh = operands.completed.mesh
-    others = [a for a in mesh.axis_names if a not in operands.manual]
-    what = convolution_of(op)
-    if mesh.axes_size(others) > 1 or what.feature_groups > 1 or what.batch_groups > 1:
-        return None  # Along other axes it may have to be laid out in its own way.
-    one, other = operands.dims(0), operands.dims(1)
-    i, j = what.lhs_feature, what.rhs_in
-    axes = one[i] or other[j]
-    expected = [
-        [axes if dim == place else () for dim in range(len(dims))]
-        for dims, place in ((one, i), (other, j))
-    ]
-    one[i] = other[j] = axes
-    if [one, other] != expected or set(axes) != operands.manual:
-        return None
-    return operands.even([one, other])
-
-
-def _of_reduce(op, operands: _Operands):
-    if len(op.results) != 1 or not _adds(op):
-        return None
-    dims = operands.dims(0)
-    summed = [axis for dim in reduced_dims(op) for axis in dims[dim]]
-    kept = [axis for axes in dims for axis in axes if axis not in summed]
-    if kept or set(summed) != operands.manual or constant_of(op.operands[1]) != 0:
-        return None
-    return operands.even([dims, None])
-
-
-def _of_scatter(op, operands: _Operands):
-    numbers = stablehlo.ScatterDimensionNumbers(
-        op.attributes["scatter_dimension_numbers"]
-    )
-    if len(op.operands) != 3 or not _adds(op) or not _is_zero(op.operands[0]):
-        return None
-    indices, updates = operands.dims(1), operands.dims(2)
-    window = list(numbers.update_window_dims)
-    rows = [axes for dim, axes in enumerate(updates) if dim not in window]
-    vector = numbers.index_vector_dim
-    places = [axes for dim, axes in enumerate(indices) if dim != vector]
-    inside = [axis for dim in window for axis in updates[dim]]
-    summed = {axis for axes in rows for axis in axes}
-    if inside or rows != places or summed != operands.manual:
-        return None
-    return operands.even([None, indices, updates])
-
-
-def _adds(op) -> bool:
-    names = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
-    return names == ["stablehlo.add", "stablehlo.return"]
-
-
-def _is_zero(value: ir.Value) -> bool:
-    while not isinstance(value.owner, ir.Block):
-        if value.owner.name == "stablehlo.broadcast_in_dim":
-            value = value.owner.operands[0]
-        else:
-            return constant_of(value) == 0 if not shape_of(value) else False
-    return False
-
-
-_RULES = {
-    "stablehlo.dot_general": _of_dot,
-    "stablehlo.dot": _of_dot,
-    "stablehlo.convolution": _of_convolution,
-    "stablehlo.reduce": _of_reduce,
-    "stablehlo.scatter": _of_scatter,
-}

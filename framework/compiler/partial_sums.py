@@ -1,0 +1,204 @@
+"""What each device has of a sum, before it is added up.
+
+An op that sums over a dim which mesh axes split is put into a region that is manual
+along them: there it sums up a device's own part, and what follows says when and how
+the parts are added up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.conv_rewrite import convolution_of, shape_of
+from meshwright.framework.compiler.stable_hlo import (
+    INTO_MANUAL,
+    border_config,
+    placeholder_call,
+    tensor_type,
+)
+from meshwright.framework.compiler.weight_update_sharding.completed import (
+    CompletedModule,
+)
+from meshwright.framework.compiler.weight_update_sharding.links import constant_of
+from meshwright.framework.compiler.weight_update_sharding.redundancy import (
+    reduced_dims,
+)
+
+DimAxes = list[tuple[str, ...]]
+"""For each dim of a tensor the manual axes that split it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Summed:
+    """A sum, from the op that makes it on.
+
+    Args:
+      op: that op.
+      dims: of its operands; None for those that are made of constants.
+      axes: the mesh axes that it sums over.
+      after: ops of one operand that follow it, in order.
+    """
+
+    op: ir.Operation
+    dims: Sequence[DimAxes | None]
+    axes: tuple[str, ...]
+    after: Sequence[ir.Operation] = ()
+
+
+def sum_of(
+    completed: CompletedModule, op: ir.Operation, axes: Collection[str]
+) -> Summed | None:
+    """How an op sums over these mesh axes; None if it is not known to, evenly."""
+    ordered = tuple(a for a in completed.mesh.axis_names if a in axes)
+    rule = _RULES.get(op.name)
+    dims = rule and rule(op, _Operands(completed, op, frozenset(axes)))
+    return Summed(op, dims, ordered) if dims else None
+
+
+def local_sum(completed: CompletedModule, found: Summed) -> ir.Value:
+    """What each device has of a sum, in the manual region; at the insertion point."""
+    mesh, op = completed.mesh, found.op
+    copy = op.clone(ir.InsertionPoint.current)
+    with ir.InsertionPoint(copy):
+        for number, dims in enumerate(found.dims):
+            if dims is not None:
+                operand = op.operands[number]
+                sizes = [
+                    size // mesh.axes_size(axes)
+                    for size, axes in zip(shape_of(operand), dims, strict=True)
+                ]
+                copy.operands[number] = placeholder_call(
+                    INTO_MANUAL,
+                    operand,
+                    tensor_type(operand.type, sizes),
+                    border_config(mesh, found.axes, dims),
+                )
+    local = copy.results[0]
+    for each in found.after:
+        copy = each.clone(ir.InsertionPoint.current)
+        copy.operands[0] = local
+        local = copy.results[0]
+    return local
+
+
+class _Operands:
+    """The axes of a region that split an op's operands."""
+
+    def __init__(self, completed: CompletedModule, op, axes: frozenset[str]):
+        self.completed = completed
+        self.op = op
+        self.manual = axes
+
+    def dims(self, number: int) -> DimAxes:
+        value = self.op.operands[number]
+        sharding = self.completed.sharding(value)
+        return [
+            tuple(axis for axis in axes if axis in self.manual)
+            for axes in sharding.dims
+        ]
+
+    def even(self, dims: Sequence[DimAxes | None]) -> Sequence[DimAxes | None] | None:
+        """`dims`, if their axes divide all of them."""
+        for number, own in enumerate(dims):
+            sizes = shape_of(self.op.operands[number])
+            for size, axes in zip(sizes, own or [()] * len(sizes), strict=True):
+                if size % self.completed.mesh.axes_size(axes):
+                    return None
+        return dims
+
+
+def _of_dot(op, operands: _Operands):
+    if op.name == "stablehlo.dot":
+        left, right = [len(shape_of(op.operands[0])) - 1], [0]
+    else:
+        numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+        left = list(numbers.lhs_contracting_dimensions)
+        right = list(numbers.rhs_contracting_dimensions)
+    one, other = operands.dims(0), operands.dims(1)
+    summed = []
+    for i, j in zip(left, right, strict=True):
+        if one[i] and other[j] and one[i] != other[j]:
+            return None
+        one[i] = other[j] = one[i] or other[j]
+        summed += one[i]
+    kept = [a for d, axes in enumerate(one) if d not in left for a in axes]
+    kept += [a for d, axes in enumerate(other) if d not in right for a in axes]
+    if kept or set(summed) != operands.manual:
+        return None
+    return operands.even([one, other])
+
+
+def _of_convolution(op, operands: _Operands):
+    mesh = operands.completed.mesh
+    others = [a for a in mesh.axis_names if a not in operands.manual]
+    what = convolution_of(op)
+    if mesh.axes_size(others) > 1 or what.feature_groups > 1 or what.batch_groups > 1:
+        return None  # Along other axes it may have to be laid out in its own way.
+    one, other = operands.dims(0), operands.dims(1)
+    i, j = what.lhs_feature, what.rhs_in
+    axes = one[i] or other[j]
+    expected = [
+        [axes if dim == place else () for dim in range(len(dims))]
+        for dims, place in ((one, i), (other, j))
+    ]
+    one[i] = other[j] = axes
+    if [one, other] != expected or set(axes) != operands.manual:
+        return None
+    return operands.even([one, other])
+
+
+def _of_reduce(op, operands: _Operands):
+    if len(op.results) != 1 or not _adds(op):
+        return None
+    dims = operands.dims(0)
+    summed = [axis for dim in reduced_dims(op) for axis in dims[dim]]
+    kept = [axis for axes in dims for axis in axes if axis not in summed]
+    if kept or set(summed) != operands.manual or constant_of(op.operands[1]) != 0:
+        return None
+    return operands.even([dims, None])
+
+
+def _of_scatter(op, operands: _Operands):
+    numbers = stablehlo.ScatterDimensionNumbers(
+        op.attributes["scatter_dimension_numbers"]
+    )
+    if len(op.operands) != 3 or not _adds(op) or not is_zero(op.operands[0]):
+        return None
+    indices, updates = operands.dims(1), operands.dims(2)
+    window = list(numbers.update_window_dims)
+    rows = [axes for dim, axes in enumerate(updates) if dim not in window]
+    vector = numbers.index_vector_dim
+    places = [axes for dim, axes in enumerate(indices) if dim != vector]
+    inside = [axis for dim in window for axis in updates[dim]]
+    summed = {axis for axes in rows for axis in axes}
+    if inside or rows != places or summed != operands.manual:
+        return None
+    return operands.even([None, indices, updates])
+
+
+def _adds(op) -> bool:
+    names = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
+    return names == ["stablehlo.add", "stablehlo.return"]
+
+
+def is_zero(value: ir.Value) -> bool:
+    """Whether all of a tensor is a constant 0."""
+    while not isinstance(value.owner, ir.Block):
+        if value.owner.name == "stablehlo.broadcast_in_dim":
+            value = value.owner.operands[0]
+        else:
+            return constant_of(value) == 0 if not shape_of(value) else False
+    return False
+
+
+_RULES = {
+    "stablehlo.dot_general": _of_dot,
+    "stablehlo.dot": _of_dot,
+    "stablehlo.convolution": _of_convolution,
+    "stablehlo.reduce": _of_reduce,
+    "stablehlo.scatter": _of_scatter,
+}
