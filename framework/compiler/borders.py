@@ -28,7 +28,7 @@ def stored_forms(leaves, structure, asked, mesh) -> list[StoredForm | None]:
     """
     if asked is None:
         return [None] * len(leaves)
-    flat = tf.nest.flatten(_filled(structure, asked))
+    flat = tf.nest.flatten(filled(structure, asked))
     paths = nest.flatten_with_joined_string_paths(structure)
     return [
         None
@@ -68,7 +68,7 @@ def _check_border(sharding: Sharding) -> None:
         )
 
 
-def _filled(structure, shardings):
+def filled(structure, shardings):
     """`shardings` with a None that stands for a whole branch spelt out by leaf."""
     if shardings is None:
         return tf.nest.map_structure(lambda _: None, structure)
@@ -78,7 +78,7 @@ def _filled(structure, shardings):
                 f"shardings {shardings} do not have the entries {sorted(structure)}"
             )
         return type(structure)(
-            {key: _filled(structure[key], shardings[key]) for key in structure}
+            {key: filled(structure[key], shardings[key]) for key in structure}
         )
     if isinstance(structure, (tuple, list)):
         if not isinstance(shardings, Sequence) or len(structure) != len(shardings):
@@ -86,7 +86,7 @@ def _filled(structure, shardings):
                 f"shardings {shardings} do not match a sequence of {len(structure)}"
             )
         pairs = zip(structure, shardings, strict=True)
-        return type(structure)(_filled(one, s) for one, s in pairs)
+        return type(structure)(filled(one, s) for one, s in pairs)
     return shardings
 
 

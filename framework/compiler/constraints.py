@@ -14,10 +14,15 @@ from meshwright.framework.compiler.stable_hlo import (
     call_target,
     is_annotation,
     is_of_region,
+    placeholder_of,
+    sharding_call,
     walk,
 )
+from meshwright.framework.sharding.annotations import TYPED
 from meshwright.framework.sharding.mesh import DeviceMesh, places_in
+from meshwright.framework.sharding.placeholders import mesh_text
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.types import RESHARD
 from meshwright.framework.sharding.xla_form import ints
 
 _UNSPECIFIED = re.compile(r"unspecified_dims=\[(?P<dims>[\d,]*)\]")
@@ -36,6 +41,34 @@ def refuse_foreign(blame: Blame, module: ir.Module) -> None:
                 f"is TF's own {call_target(op)}, which Shardy does not know: use "
                 "auto_to_manual and manual_to_auto",
             )
+
+
+def untype_annotations(blame: Blame, module: ir.Module, mesh: DeviceMesh) -> None:
+    """Makes plain annotations of typed ones, for what only reads where tensors lie.
+
+    What is compiled has none left: pending sums are written out (`pending`).
+
+    Raises:
+      LoweringError: one is over another mesh.
+    """
+    for op in list(walk(module.operation)):
+        found = placeholder_of(op)
+        if found is None or found.kind not in (TYPED, RESHARD):
+            continue
+        if found.mesh != mesh_text(mesh):
+            raise blame.error(
+                op,
+                f"is annotated over the mesh ({found.mesh}), the program is compiled "
+                f"for ({mesh_text(mesh)}): what is unreduced or reduced is so over the "
+                "program's own mesh",
+            )
+        text = Sharding.parse(mesh, found.config["sharding"]).untyped().to_hlo()
+        with ir.InsertionPoint(op), op.location:
+            plain = sharding_call("Sharding", op.operands[0], op.results[0].type, text)
+        if NUMBER in op.attributes:
+            plain.owner.attributes[NUMBER] = op.attributes[NUMBER]
+        op.results[0].replace_all_uses_with(plain)
+        op.erase()
 
 
 def rewrite_annotations(
@@ -81,22 +114,22 @@ def rewrite_annotation(
             f"splits a tensor by mesh axis {clash[0]!r}, which is manual there: in a "
             "manual region annotate by the other axes",
         )
-    operand, result = op.operands[0], op.results[0]
     if mesh.size > 1 and not shardy:
         in_region = dataclasses.replace(sharding, manual=manual)
         text = logical(in_region, mesh).to_hlo()
         op.attributes["mhlo.sharding"] = ir.StringAttr.get(text)
-        return result
+        return op.results[0]
+    value = op.operands[0]
     if mesh.size > 1:
         attribute = ir.Attribute.parse(f"#sdy.sharding{sdy_text(sharding, mesh)}")
         with ir.InsertionPoint(op), op.location:
-            constraint = sdy.ShardingConstraintOp(operand, attribute)
-            operand = constraint.result
+            constraint = sdy.ShardingConstraintOp(value, attribute)
+            value = constraint.result
             if NUMBER in op.attributes:
                 constraint.attributes[NUMBER] = op.attributes[NUMBER]
-    result.replace_all_uses_with(operand)
+    op.results[0].replace_all_uses_with(value)
     op.erase()
-    return operand
+    return value
 
 
 def _annotation(blame: Blame, op, mesh: DeviceMesh) -> Sharding:

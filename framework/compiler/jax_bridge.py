@@ -34,6 +34,7 @@ from jaxlib import _jax
 from meshwright.framework.compiler.constraints import (
     refuse_foreign,
     rewrite_annotations,
+    untype_annotations,
 )
 from meshwright.framework.compiler.conv_layout import Layout
 from meshwright.framework.compiler.conv_rewrite import Key, lay_out
@@ -190,6 +191,7 @@ def stable_hlo(
     with neutral_module(lowered) as module:
         blame = Blame(lowered.name, lowered.sources)
         refuse_foreign(blame, module)
+        untype_annotations(blame, module, mesh)
         drop_idle_steps(module)
         lay_out(module, mesh, layouts or {})
         rewrite_manual_regions(blame, module, mesh, shardy=shardy)

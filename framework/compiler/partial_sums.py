@@ -152,7 +152,7 @@ def _of_convolution(op, operands: _Operands):
 
 
 def _of_reduce(op, operands: _Operands):
-    if len(op.results) != 1 or not _adds(op):
+    if len(op.results) != 1 or not adds(op):
         return None
     dims = operands.dims(0)
     summed = [axis for dim in reduced_dims(op) for axis in dims[dim]]
@@ -166,7 +166,7 @@ def _of_scatter(op, operands: _Operands):
     numbers = stablehlo.ScatterDimensionNumbers(
         op.attributes["scatter_dimension_numbers"]
     )
-    if len(op.operands) != 3 or not _adds(op) or not is_zero(op.operands[0]):
+    if len(op.operands) != 3 or not adds(op) or not is_zero(op.operands[0]):
         return None
     indices, updates = operands.dims(1), operands.dims(2)
     window = list(numbers.update_window_dims)
@@ -180,7 +180,7 @@ def _of_scatter(op, operands: _Operands):
     return operands.even([None, indices, updates])
 
 
-def _adds(op) -> bool:
+def adds(op) -> bool:
     names = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
     return names == ["stablehlo.add", "stablehlo.return"]
 

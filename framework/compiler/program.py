@@ -26,6 +26,7 @@ from meshwright.framework.compiler.lower import (
     argument_specs,
     lower,
 )
+from meshwright.framework.compiler.pending import carry_pending
 from meshwright.framework.compiler.report import Collective, collectives_of
 from meshwright.framework.compiler.sources import Sources
 from meshwright.framework.compiler.weight_update_sharding.report import UpdateReport
@@ -422,6 +423,13 @@ def trace_program(
         )
 
     lowered = lower(stored_fn, stored_args, name=name)
+    lowered = carry_pending(
+        lowered,
+        mesh,
+        in_shardings=[form and form.border for form in in_forms],
+        out_shardings=[form and form.border for form in out_forms],
+        devices=devices,
+    )
     updates = None
     if update_sharding is not None:
         found = shard_weight_updates(

@@ -119,6 +119,14 @@ class Sources:
         return None
 
     @functools.cached_property
+    def order(self) -> dict[str, int]:
+        """By an op's `Source.op_name` its number in the order in which it was traced.
+
+        Ops of a gradient come after those that it is of.
+        """
+        return {name: number for number, name in enumerate(self._by_name)}
+
+    @functools.cached_property
     def _by_name(self) -> dict[str, list[Source]]:
         found: dict[str, list[Source]] = {}
         for source in _Walk().visit(self._function.graph, _Place()):

@@ -15,6 +15,7 @@ from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.sources import Sources
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import PREFIX, mesh_text
+from meshwright.framework.sharding.sharding import Sharding
 
 INTO_MANUAL, OUT_OF_MANUAL = "auto_to_manual", "manual_to_auto"
 NUMBER = "number"
@@ -227,3 +228,20 @@ def copy_floating(
                 copy_floating(copy, is_floating, copies, finish)
             copies.update(zip(source.results, finish(copy), strict=True))
         user.operands[i] = copies[value]
+
+
+def asked_sharding(op, mesh: DeviceMesh) -> Sharding:
+    """What an annotation as TF makes them asks for, over the axes of `mesh`.
+
+    Raises:
+      ValueError: it spans other devices, or these in another order.
+    """
+    text = ir.StringAttr(op.attributes["mhlo.sharding"]).value
+    rank = ir.RankedTensorType(op.operands[0].type).rank
+    asked = Sharding.from_hlo(mesh, text, rank)
+    if asked.mesh != mesh:
+        raise ValueError(f"{text} is over the mesh's devices in another order")
+    config = ir.StringAttr(op.attributes["backend_config"]).value
+    match = re.search(r"unspecified_dims=\[([\d,]*)\]", config)
+    left = tuple(int(dim) for dim in match[1].split(",")) if match else ()
+    return dataclasses.replace(asked, unspecified=left)

@@ -32,14 +32,16 @@ def reshard(
     unreduced: Sequence[str] = (),
     reduced: Sequence[str] = (),
 ) -> tf.Tensor:
-    """Converts `tensor` from the type that it is annotated as to another.
+    """Converts `tensor` from the type that it has to another.
 
     From unreduced to replicated it is an all-reduce, to a split dim a reduce-scatter;
     from replicated to unreduced nothing is sent: one device keeps the tensor and the
-    others have zeros. The gradient is converted the way back.
+    others have zeros. The gradient is converted the way back: of a tensor that is the
+    result of `mesh_split` or `reshard` itself to the dual of what that said, of any
+    other to the same dims with nothing pending.
 
     Args:
-      tensor: the result of `mesh_split`, or of another `reshard`.
+      tensor: any tensor of static rank.
       device_mesh: the mesh.
       dims_mapping: as of `mesh_split`.
       unreduced, reduced: mesh axes, as of `mesh_split`.
@@ -48,7 +50,7 @@ def reshard(
       `tensor`, of the same value. In eager execution just `tensor`.
 
     Raises:
-      ValueError: `tensor` is not annotated; or as `mesh_split`.
+      ValueError: as `mesh_split`.
     """
     tensor = tf.convert_to_tensor(tensor)
     try:
@@ -63,23 +65,20 @@ def reshard(
         raise ValueError(f"reshard: {describe(tensor)}: {e}") from None
     if tf.executing_eagerly():
         return tensor
-    before = noted_sharding(tensor)
-    if before is None:
-        raise ValueError(
-            f"reshard: {describe(tensor)} and is not annotated, so what its gradient "
-            "is to be converted to is not known: say by mesh_split what it is"
-        )
-    return _converted(tensor, before, after)
+    return _converted(tensor, noted_sharding(tensor), after)
 
 
-def _converted(tensor: tf.Tensor, before: Sharding, after: Sharding) -> tf.Tensor:
+def _converted(
+    tensor: tf.Tensor, before: Sharding | None, after: Sharding
+) -> tf.Tensor:
     @tf.custom_gradient
     def op(x):
-        config = {"before": str(before), "sharding": str(after)}
+        config = {"before": str(before or ""), "sharding": str(after)}
         y = placeholder(RESHARD, after.mesh, [x], x.shape, x.dtype, config)
 
         def grad(dy):
-            return _converted(annotate(dy, after.dual()), after.dual(), before.dual())
+            back = before.dual() if before else after.untyped()
+            return _converted(annotate(dy, after.dual()), after.dual(), back)
 
         return y, grad
 

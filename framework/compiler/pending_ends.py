@@ -1,0 +1,151 @@
+"""Where pending sums begin and end: conversions between types of tensors.
+
+A pending sum has a leading dim for each axis that it is unreduced along; see
+`pending_ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.stable_hlo import (
+    INTO_MANUAL,
+    OUT_OF_MANUAL,
+    border_config,
+    placeholder_call,
+    sharding_call,
+    tensor_type,
+)
+from meshwright.framework.sharding.placeholders import mesh_text
+from meshwright.framework.sharding.sharding import Sharding
+
+Axes = tuple[str, ...]
+
+
+def convert_parts(value: ir.Value, before: Sharding, after: Sharding) -> ir.Value:
+    """A tensor converted from one type to another, at the current insertion point.
+
+    Args:
+      value: with a leading dim for each axis that `before` is unreduced along.
+      before, after: the types.
+
+    Returns:
+      It with a leading dim for each axis that `after` is unreduced along, annotated.
+    """
+    ends = tuple(axis for axis in before.unreduced if axis not in after.unreduced)
+    begins = tuple(axis for axis in after.unreduced if axis not in before.unreduced)
+    if ends:
+        scattered = _scattered_dim(value, before, after, ends)
+        if scattered is not None:
+            value = _scatter(value, before, after, ends, scattered)
+        else:
+            value = added_up(value, [before.unreduced.index(axis) for axis in ends])
+    if begins:
+        kept = tuple(axis for axis in before.unreduced if axis not in ends)
+        value = _masked(value, kept, begins, after)
+    leading = tuple((axis,) for axis in after.unreduced)
+    return annotated(value, Sharding(after.mesh, (*leading, *after.dims)))
+
+
+def annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
+    """A tensor with an annotation, at the current insertion point."""
+    text = sharding.to_hlo()
+    return sharding_call("Sharding", value, value.type, text, sharding.unspecified)
+
+
+def zeros(type_: ir.Type) -> ir.Value:
+    """A tensor of zeros, at the current insertion point."""
+    element = ir.RankedTensorType(type_).element_type
+    whole = isinstance(element, ir.IntegerType)
+    zero = ir.IntegerAttr.get(element, 0) if whole else ir.FloatAttr.get(element, 0.0)
+    return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, zero))
+
+
+def added_up(value: ir.Value, dims: Sequence[int]) -> ir.Value:
+    """The sum over dims of a tensor, at the current insertion point."""
+    shape = [size for dim, size in enumerate(shape_of(value)) if dim not in dims]
+    scalar = tensor_type(value.type, ())
+    op = stablehlo.ReduceOp(
+        [tensor_type(value.type, shape)],
+        [value],
+        [zeros(scalar)],
+        ir.DenseI64ArrayAttr.get(list(dims)),
+    )
+    block = op.regions[0].blocks.append(scalar, scalar)
+    with ir.InsertionPoint(block):
+        stablehlo.return_([stablehlo.add(*block.arguments)])
+    return op.results[0]
+
+
+def _scattered_dim(value, before: Sharding, after: Sharding, ends: Axes) -> int | None:
+    """The dim that the sum is to be scattered along, if it is one and even."""
+    changed = [
+        dim
+        for dim, (own, other) in enumerate(zip(before.dims, after.dims, strict=True))
+        if own != other
+    ]
+    if len(changed) != 1 or before.dims[changed[0]]:
+        return None
+    (dim,) = changed
+    size = shape_of(value)[len(before.unreduced) + dim]
+    even = size % after.mesh.axes_size(ends) == 0
+    return dim if even and set(after.dims[dim]) == set(ends) else None
+
+
+def _scatter(
+    value: ir.Value, before: Sharding, after: Sharding, ends: Axes, dim: int
+) -> ir.Value:
+    """By a reduce-scatter along one axis after the other.
+
+    Of a sum and a slice of it the CPU's compiler would make an all-reduce.
+    """
+    mesh, axes = after.mesh, before.unreduced
+    rank = before.rank
+    lead, shape = shape_of(value)[: len(axes)], shape_of(value)[len(axes) :]
+    split = [(axis,) if axis in ends else () for axis in axes]
+    sizes = [1 if own else size for own, size in zip(split, lead, strict=True)]
+    local = placeholder_call(
+        INTO_MANUAL,
+        value,
+        tensor_type(value.type, (*sizes, *shape)),
+        border_config(mesh, ends, [*split, *[()] * rank]),
+    )
+    kept = [size for own, size in zip(split, lead, strict=True) if not own]
+    whole = [*kept, *shape]
+    local = stablehlo.reshape(tensor_type(value.type, whole), local)
+    place = len(kept) + dim
+    for axis in after.dims[dim]:
+        smaller = list(shape_of(local))
+        smaller[place] //= mesh.axis_size(axis)
+        config = {"mesh": mesh_text(mesh), "axes": [axis], "dim": place}
+        type_ = tensor_type(value.type, smaller)
+        local = placeholder_call("reduce_scatter", local, type_, config)
+    dims = [after.dims[dim] if i == place else () for i in range(len(whole))]
+    config = border_config(mesh, ends, dims)
+    return placeholder_call(
+        OUT_OF_MANUAL, local, tensor_type(value.type, whole), config
+    )
+
+
+def _masked(value: ir.Value, kept: Axes, begins: Axes, after: Sharding) -> ir.Value:
+    """A tensor whose sum over new leading dims is itself: zeros but for the first."""
+    axes, mesh = after.unreduced, after.mesh
+    lead = [mesh.axis_size(axis) for axis in axes]
+    shape = shape_of(value)[len(kept) :]
+    type_ = tensor_type(value.type, [*lead, *shape])
+    own = [axes.index(axis) for axis in kept]
+    dims = [*own, *range(len(axes), len(axes) + len(shape))]
+    wide = stablehlo.broadcast_in_dim(type_, value, ir.DenseI64ArrayAttr.get(dims))
+    first = np.zeros(lead, bool)
+    first[tuple(0 if axis in begins else slice(None) for axis in axes)] = True
+    bit = ir.IntegerType.get_signless(1)
+    mask = stablehlo.constant(ir.DenseElementsAttr.get(first, type=bit))
+    mask_type = ir.RankedTensorType.get([*lead, *shape], bit)
+    leading = ir.DenseI64ArrayAttr.get(list(range(len(axes))))
+    mask = stablehlo.broadcast_in_dim(mask_type, mask, leading)
+    return stablehlo.select(mask, wide, zeros(type_))
