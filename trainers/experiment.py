@@ -30,6 +30,9 @@ class Experiment:
       global_batch: examples a step over all devices.
       num_steps: when training ends.
       steps_per_loop: steps inside one compiled program; saves small models' dispatch.
+      gradient_accumulation_steps: into how many microbatches a step divides its batch,
+        one after the other; gradients are added up on each device, and over devices
+        once.
       seed: of weights and dropout, below 2**64. Input order has its own, such as
         `TextInput.seed`.
       activation_dtype: of activations; weights are float32.
@@ -58,6 +61,7 @@ class Experiment:
     global_batch: int
     num_steps: int
     steps_per_loop: int = 1
+    gradient_accumulation_steps: int = 1
     seed: int = 0
     activation_dtype: tf.DType = tf.float32
     partitioner: Partitioner = Partitioner.SHARDY
@@ -118,6 +122,7 @@ class Experiment:
             "global_batch": 1,
             "num_steps": 1,
             "steps_per_loop": 1,
+            "gradient_accumulation_steps": 1,
             "seed": 0,
             "eval_interval": 0,
             "eval_batches": 1,

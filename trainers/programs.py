@@ -43,6 +43,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.gradients import accumulated_gradients, batch_gradients
 
 
 class Form(enum.Enum):
@@ -189,17 +190,24 @@ class Programs:
             key=random.fold_in(random.fold_in(seed, "train"), state.step),
             activation_dtype=experiment.activation_dtype,
         )
-        with tf.GradientTape() as tape:
-            leaves = state.theta.leaves()
-            tape.watch(leaves)
-            theta = annotate_weights(
-                experiment.plan, self.weights, state.theta.pack(leaves)
+        steps = experiment.gradient_accumulation_steps
+        if steps == 1:
+            result = batch_gradients(
+                experiment.task, ctx, self.weights, state.theta, batch
             )
-            result = experiment.task.loss(ctx, theta, batch)
-        gradients = state.theta.pack(tape.gradient(result.loss, leaves))
+        else:
+            result = accumulated_gradients(
+                experiment.task,
+                ctx,
+                self.weights,
+                state.theta,
+                batch,
+                steps=steps,
+                axes=self.data_axes,
+            )
         with tf.name_scope("optimizer"):
             update = experiment.optimizer.update(
-                state.step, gradients, state.theta, state.slots, self.weights
+                state.step, result.gradients, state.theta, state.slots, self.weights
             )
         new = NestedMap(step=state.step + 1, theta=update.theta, slots=update.slots)
         if experiment.ema is not None:

@@ -17,6 +17,7 @@ from meshwright.framework.compiler.conv_rewrite import convolution_of, shape_of
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     border_config,
+    is_annotation,
     placeholder_call,
     tensor_type,
 )
@@ -186,13 +187,21 @@ def adds(op) -> bool:
 
 
 def is_zero(value: ir.Value) -> bool:
-    """Whether all of a tensor is a constant 0."""
+    """Whether all of a tensor is a constant 0, annotated or not."""
     while not isinstance(value.owner, ir.Block):
-        if value.owner.name == "stablehlo.broadcast_in_dim":
-            value = value.owner.operands[0]
-        else:
-            return constant_of(value) == 0 if not shape_of(value) else False
+        op = value.owner
+        if op.name != "stablehlo.broadcast_in_dim" and not is_annotation(op):
+            return _is_constant_zero(op)
+        value = op.operands[0]
     return False
+
+
+def _is_constant_zero(op) -> bool:
+    if op.name != "stablehlo.constant":
+        return False
+    numbers = ir.DenseElementsAttr(op.attributes["value"])
+    scalar = numbers.get_splat_value() if numbers.is_splat else None
+    return isinstance(scalar, ir.FloatAttr | ir.IntegerAttr) and scalar.value == 0
 
 
 _RULES = {

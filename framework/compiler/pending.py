@@ -10,6 +10,7 @@ those that sum over a dim that the axes split ("Replicate forwards, partial back
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -42,7 +43,7 @@ from meshwright.framework.compiler.weight_update_sharding.completed import (
     CompletedModule,
     completed_module,
 )
-from meshwright.framework.sharding.annotations import TYPED
+from meshwright.framework.sharding.annotations import TYPED, Pending
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import PREFIX
 from meshwright.framework.sharding.sharding import Sharding
@@ -107,12 +108,13 @@ class _Carrying:
         self.pending: dict[ir.Value, _Parts] = {}
         # Parts of values that others read whole.
         self.asked: dict[tuple[ir.Value, Axes], ir.Value] = {}
-        self.replaced: dict[ir.Operation, None] = {}
-        # Loops and the numbers of what they carry, whose types are changed.
-        self.carried: set[tuple[ir.Operation, int]] = set()
-        self.ended: set[tuple[ir.Operation, int]] = set()
-        self.again: set[ir.Operation] = set()
-        self.own: set[ir.Operation] = set()
+        self.replaced: list[ir.Operation] = []
+        # Ops change their hash when they are changed, values do not.
+        self.done: set[ir.Value] = set()
+        # Arguments of loops' bodies: changed; with an end that is; to be read anew.
+        self.carried: set[ir.Value] = set()
+        self.ended: set[ir.Value] = set()
+        self.again: set[ir.Value] = set()
 
     def run(self) -> None:
         self.visit(self.completed.main.regions[0].blocks[0])
@@ -123,7 +125,7 @@ class _Carrying:
         """Goes over a block's ops, those that are done already left out."""
         for op in [op.operation for op in block.operations]:
             found = placeholder_of(op)
-            if op in self.replaced or op in self.own:
+            if any(result in self.done for result in op.results):
                 continue
             if found is not None and found.kind in (TYPED, RESHARD):
                 self.typed(op, found)
@@ -162,7 +164,8 @@ class _Carrying:
     def hold(self, op, axes: Axes, parts: ir.Value) -> None:
         """Takes down what took the place of an op's result."""
         self.pending[op.results[0]] = _Parts(axes, parts)
-        self.replaced[op] = None
+        self.replaced.append(op)
+        self.done.add(op.results[0])
 
     def led(self, parts: ir.Value, axes: Axes, dims: Sequence[Axes] | None = None):
         """Annotates a tensor's leading dims, and its own `dims` if they are known."""
@@ -173,7 +176,7 @@ class _Carrying:
             own = range(len(axes), len(axes) + rank)
             sharding = sharding.opened(tuple(own), but=axes)
         value = annotated(parts, sharding)
-        self.own.add(value.owner.operation)
+        self.done.add(value)
         return value
 
     def lead(self, axes: Axes) -> tuple[int, ...]:
@@ -185,7 +188,9 @@ class _Carrying:
         before = after_
         value = op.operands[0]
         if found.kind == RESHARD:
-            before = self.before(value, after_, found)
+            before = self.before(value, found)
+        elif found.config["otherwise"] == Pending.REDUCED.value:
+            before = after_ = self.possible(value, after_)
         if value in self.pending and not before.unreduced:
             raise self.error(op, value, "is annotated as if it were none")
         parts = value
@@ -197,9 +202,20 @@ class _Carrying:
                 self.hold(op, after_.unreduced, new)
                 return
         op.results[0].replace_all_uses_with(new)
-        self.replaced[op] = None
+        self.replaced.append(op)
+        self.done.add(op.results[0])
 
-    def before(self, value: ir.Value, after_: Sharding, found: Placeholder) -> Sharding:
+    def possible(self, value: ir.Value, wanted: Sharding) -> Sharding:
+        """What is wanted, unreduced along as many of its axes as can be."""
+        if value in self.pending:
+            return dataclasses.replace(wanted, unreduced=self.pending[value].axes)
+        for count in range(len(wanted.unreduced), 0, -1):
+            for axes in itertools.combinations(wanted.unreduced, count):
+                if self.can_part(value, axes):
+                    return dataclasses.replace(wanted, unreduced=axes)
+        return wanted.untyped()
+
+    def before(self, value: ir.Value, found: Placeholder) -> Sharding:
         """What is converted; by what is known of it, if it is not annotated."""
         if found.config["before"]:
             return Sharding.parse(self.mesh, found.config["before"])
@@ -222,7 +238,7 @@ class _Carrying:
             if isinstance(value.owner, ir.Block) and not is_zero(value):
                 holder = value.owner.owner.operation
                 self.carry(holder, ir.BlockArgument(value).arg_number, axes)
-                self.again.add(holder)  # What had read it before reads its parts now.
+                self.again.add(value)  # What had read it before is to read its parts.
                 return self.pending[value].value
             with after(value), _location(value):
                 self.asked[value, axes] = self.led(self.made(value, axes), axes)
@@ -301,12 +317,12 @@ class _Carrying:
         new = [
             (number, self.pending[value].axes)
             for number, value in enumerate(ends)
-            if value in self.pending and (op, number) not in self.carried
+            if value in self.pending and body.arguments[number] not in self.carried
         ]
         for number, axes in new:
             self.carry(op, number, axes)
-        if new or op in self.again:
-            self.again.discard(op)
+        if new or self.again.intersection(body.arguments):
+            self.again.difference_update(body.arguments)
             self.loop(op)
         else:
             self.end(op)
@@ -321,7 +337,7 @@ class _Carrying:
         own, result = body.arguments[number], op.results[number]
         for value in (condition.arguments[number], own, result):
             value.set_type(parts.type)
-        self.carried.add((op, number))
+        self.carried.add(own)
         with ir.InsertionPoint.at_block_begin(body), op.location:
             self.pending[own] = _Parts(axes, self.led(own, axes))
         with ir.InsertionPoint.after(op), op.location:
@@ -344,8 +360,8 @@ class _Carrying:
         body = op.regions[1].blocks[0]
         ends = end_of(body)
         for number, own in enumerate(body.arguments):
-            if (op, number) in self.carried and (op, number) not in self.ended:
-                self.ended.add((op, number))
+            if own in self.carried and own not in self.ended:
+                self.ended.add(own)
                 axes = self.pending[own].axes
                 ends.operands[number] = self.parts(ends.operands[number], axes, op)
 

@@ -16,7 +16,7 @@ from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.initializers import Initializer
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.annotations import Pending, annotate
 from meshwright.framework.sharding.origins import note_layer, note_weight
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
@@ -205,12 +205,15 @@ def annotate_weights(
     plan: ShardingPlan, specs: NestedMap, theta: NestedMap
 ) -> NestedMap:
     """Annotates weights where they are read, and by that their gradients."""
-    return theta.map_with_path(
-        lambda path, weight, spec: note_weight(
-            annotate(weight, spec.sharding(plan, path)), path
-        ),
-        specs,
-    )
+
+    def annotated(path: str, weight: tf.Tensor, spec: WeightSpec) -> tf.Tensor:
+        sharding = plan.read_sharding(spec.dims, path)
+        if spec.statistic_decay is not None:  # What comes back is no gradient.
+            sharding = sharding.untyped()
+        weight = annotate(weight, sharding, otherwise=Pending.REDUCED)
+        return note_weight(weight, path)
+
+    return theta.map_with_path(annotated, specs)
 
 
 def as_gradient(y: tf.Tensor, weight: tf.Tensor, value: tf.Tensor) -> tf.Tensor:

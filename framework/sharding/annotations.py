@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +19,20 @@ TYPED = "typed"
 _NOTED = "_meshwright_shardings"
 
 
-def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
+class Pending(enum.Enum):
+    """What to do where a sum cannot be pending as an annotation says.
+
+    REFUSED: the program is not compiled. REDUCED: it is reduced there, along the axes
+    for which it must be.
+    """
+
+    REFUSED = "refused"
+    REDUCED = "reduced"
+
+
+def annotate(
+    tensor: tf.Tensor, sharding: Sharding, *, otherwise: Pending = Pending.REFUSED
+) -> tf.Tensor:
     """The identity of `tensor`, laid out as `sharding`.
 
     The gradient is annotated by a copy of the same op (GSPMD 3.6, TF's own gradient of
@@ -36,8 +50,9 @@ def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
             f"sharding {sharding} of {describe(tensor)} is manual, which an annotation "
             "cannot make it: use auto_to_manual or manual_partition"
         )
+    sharding = sharding.without_idle_types()
     if sharding.is_typed:
-        return note_sharding(_typed(tensor, sharding), sharding)
+        return note_sharding(_typed(tensor, sharding, otherwise), sharding)
     proto = sharding.to_op_sharding()
     if sharding.mesh.size == 1:  # So that a program for more devices can tell.
         proto = xla_data_pb2.OpSharding(
@@ -50,16 +65,16 @@ def annotate(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
     return note_sharding(annotated, sharding)
 
 
-def _typed(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
+def _typed(tensor: tf.Tensor, sharding: Sharding, otherwise: Pending) -> tf.Tensor:
     """An annotation that XlaSharding has no words for."""
     if tf.executing_eagerly():
         return tensor
 
     @tf.custom_gradient
     def op(x):
-        config = {"sharding": str(sharding)}
+        config = {"sharding": str(sharding), "otherwise": otherwise.value}
         y = placeholder(TYPED, sharding.mesh, [x], x.shape, x.dtype, config)
-        return y, lambda dy: annotate(dy, sharding.dual())
+        return y, lambda dy: annotate(dy, sharding.dual(), otherwise=otherwise)
 
     return op(tensor)
 

@@ -31,6 +31,9 @@ class ShardingPlan:
       weights: dim name -> axis, or axes, or None, for weights.
       activations: the same for activations.
       device_ids: optional device order, row-major in the mesh.
+      partial_axes: mesh axes along which a weight that they do not split has an
+        unreduced gradient, where that can be: who reads it has to `reshard` it
+        ("Replicate forwards, partial backwards").
       pipeline_axes: for the layers of a pipeline (`inside_pipeline`) the axes that have
         its stages, and may split nothing else.
 
@@ -44,6 +47,7 @@ class ShardingPlan:
     activations: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     device_ids: Sequence[int] | None = None
     pipeline_axes: Sequence[str] | None = None
+    partial_axes: Sequence[str] = ()
 
     def __post_init__(self):
         for name in ("mesh_axes", "mesh_shape"):
@@ -62,6 +66,12 @@ class ShardingPlan:
                             f"sharding plan: {table_name}[{dim!r}] names mesh axis "
                             f"{axis!r}, but the mesh has {tuple(self.mesh_axes)}{hint}"
                         )
+        for axis in self.partial_axes:
+            if axis not in self.mesh_axes:
+                raise ValueError(
+                    f"sharding plan: partial_axes names mesh axis {axis!r}, but the "
+                    f"mesh has {tuple(self.mesh_axes)}"
+                )
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -71,6 +81,13 @@ class ShardingPlan:
     def weight_sharding(self, dims: Sequence[str], name: str = "weight") -> Sharding:
         """The sharding of a weight with the logical dims `dims`."""
         return self._sharding(self.weights, dims, name)
+
+    def read_sharding(self, dims: Sequence[str], name: str = "weight") -> Sharding:
+        """That of a weight where it is read: reduced along the plan's partial axes."""
+        sharding = self.weight_sharding(dims, name)
+        used = {axis for axes in sharding.dims for axis in axes}
+        partial = tuple(axis for axis in self.partial_axes if axis not in used)
+        return dataclasses.replace(sharding, reduced=partial)
 
     def activation_sharding(
         self, dims: Sequence[str], name: str = "activation"

@@ -148,6 +148,15 @@ class Sharding:
         """
         return dataclasses.replace(self, unreduced=self.reduced, reduced=self.unreduced)
 
+    def without_idle_types(self) -> Sharding:
+        """This one without unreduced and reduced axes that have one device."""
+        size = self.mesh.axis_size
+        return dataclasses.replace(
+            self,
+            unreduced=tuple(axis for axis in self.unreduced if size(axis) > 1),
+            reduced=tuple(axis for axis in self.reduced if size(axis) > 1),
+        )
+
     def untyped(self) -> Sharding:
         """This one with nothing pending: replicated along such axes."""
         return dataclasses.replace(self, unreduced=(), reduced=())

@@ -63,9 +63,14 @@ def reshard(
         )
     except ValueError as e:
         raise ValueError(f"reshard: {describe(tensor)}: {e}") from None
+    return reshard_to(tensor, after)
+
+
+def reshard_to(tensor: tf.Tensor, after: Sharding) -> tf.Tensor:
+    """`reshard` to a `Sharding`."""
     if tf.executing_eagerly():
         return tensor
-    return _converted(tensor, noted_sharding(tensor), after)
+    return _converted(tensor, noted_sharding(tensor), after.without_idle_types())
 
 
 def _converted(

@@ -1,0 +1,148 @@
+"""The loss of a batch and its gradients, at once or microbatch by microbatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.layer import Context, annotate_weights
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.types import reshard_to
+from meshwright.tasks.task import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchGradients:
+    """What a step learns of its batch.
+
+    Args:
+      loss: float32 scalar; the mean over microbatches.
+      sums: the task's, of the whole batch.
+      gradients: nested map like the weights; means over microbatches.
+    """
+
+    loss: tf.Tensor
+    sums: NestedMap
+    gradients: NestedMap
+
+
+def batch_gradients(
+    task: Task, ctx: Context, specs: NestedMap, theta: NestedMap, batch: NestedMap
+) -> BatchGradients:
+    """The gradients of a batch at once.
+
+    Args:
+      task: model and loss.
+      ctx: context of training.
+      specs: nested map of `WeightSpec` of the weights.
+      theta: the weights.
+      batch: the batch.
+    """
+    with tf.GradientTape() as tape:
+        leaves = theta.leaves()
+        tape.watch(leaves)
+        read = annotate_weights(ctx.plan, specs, theta.pack(leaves))
+        result = task.loss(ctx, read, batch)
+    gradients = theta.pack(tape.gradient(result.loss, leaves))
+    return BatchGradients(loss=result.loss, sums=result.sums, gradients=gradients)
+
+
+def accumulated_gradients(
+    task: Task,
+    ctx: Context,
+    specs: NestedMap,
+    theta: NestedMap,
+    batch: NestedMap,
+    *,
+    steps: int,
+    axes: Sequence[str],
+) -> BatchGradients:
+    """The gradients of a batch, microbatch by microbatch in a loop.
+
+    Each device adds up its own part of them, and the parts are added up once, after the
+    loop ("Replicate forwards, partial backwards"). Losses of microbatches count alike,
+    whatever their weights.
+
+    Args:
+      task, ctx, specs, theta, batch: as of `batch_gradients`.
+      steps: how many microbatches.
+      axes: the mesh axes that split the batch.
+
+    Raises:
+      ValueError: the rows of the batch are not divided by the microbatches and the
+        devices along `axes`.
+    """
+    dims = NestedMap(task.batch_dims())
+    parts = batch.map_with_path(
+        lambda path, x, names: _microbatches(path, x, names, steps, ctx.plan, axes),
+        dims,
+    )
+    plan = dataclasses.replace(ctx.plan, partial_axes=tuple(axes))
+    ctx = dataclasses.replace(ctx, plan=plan)
+
+    def one(i: tf.Tensor) -> NestedMap:
+        key = None if ctx.key is None else random.fold_in(ctx.key, i)
+        own = parts.map_with_path(
+            lambda path, x, names: annotate(
+                x[i], plan.activation_sharding(names, f"batch.{path}")
+            ),
+            dims,
+        )
+        inner = dataclasses.replace(ctx, key=key)
+        found = batch_gradients(task, inner, specs, theta, own)
+        return NestedMap(loss=found.loss, sums=found.sums, gradients=found.gradients)
+
+    # Traced ahead of the loop, which must know what it will add up.
+    traced = tf.function(one, autograph=False)
+    traced = traced.get_concrete_function(tf.TensorSpec([], tf.int32))
+    like = NestedMap(traced.structured_outputs)
+    _, totals = tf.while_loop(
+        lambda i, _: i < steps,
+        lambda i, totals: (
+            i + 1,
+            [total + x for total, x in zip(totals, one(i).leaves(), strict=True)],
+        ),
+        (tf.constant(0), [tf.zeros(x.shape, x.dtype) for x in like.leaves()]),
+        maximum_iterations=steps,
+    )
+    total = like.pack(totals)
+    return BatchGradients(
+        loss=total.loss / steps,
+        sums=total.sums,
+        gradients=total.gradients.map_with_path(
+            lambda path, x, spec: reshard_to(x / steps, spec.sharding(plan, path)),
+            specs,
+        ),
+    )
+
+
+def _microbatches(
+    path: str,
+    x: tf.Tensor,
+    names: Sequence[str | None],
+    steps: int,
+    plan: ShardingPlan,
+    axes: Sequence[str],
+) -> tf.Tensor:
+    """A leaf of a batch with a leading dim of microbatches.
+
+    Each takes every `steps`-th row, so that a device's rows stay where they are.
+    """
+    if "batch" not in names:
+        return tf.repeat(x[None], steps, axis=0)
+    dim, devices = list(names).index("batch"), plan.mesh.axes_size(axes)
+    rows = x.shape[dim]
+    if rows % (steps * devices):
+        raise ValueError(
+            f"Experiment.gradient_accumulation_steps is {steps}, but batch.{path} "
+            f"has {rows} rows on {devices} devices, no multiple of {steps * devices}: "
+            "set a global_batch that is"
+        )
+    shape = [*x.shape[:dim], rows // steps, steps, *x.shape[dim + 1 :]]
+    order = [dim + 1, *range(dim + 1), *range(dim + 2, len(shape))]
+    return tf.transpose(tf.reshape(x, shape), order)
