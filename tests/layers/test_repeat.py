@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -194,9 +195,24 @@ def test_equals_layers_in_a_row_on_one_device(recompute, unroll):
         assert products(program) == 6 + recomputed[recompute.name]
 
 
-@pytest.mark.parametrize("partitioner", Partitioner)
-@over_unroll
-@over_recompute
+# Any two settings meet in one of these; the slow ones are the rest.
+PAIRS = (
+    (Recompute.EVERYTHING, Unroll.LOOP, Partitioner.SHARDY),
+    (Recompute.EVERYTHING, Unroll.UNROLLED, Partitioner.GSPMD),
+    (Recompute.ALL_BUT_NAMED, Unroll.LOOP, Partitioner.GSPMD),
+    (Recompute.ALL_BUT_NAMED, Unroll.UNROLLED, Partitioner.SHARDY),
+    (Recompute.NOTHING, Unroll.LOOP, Partitioner.SHARDY),
+    (Recompute.NOTHING, Unroll.UNROLLED, Partitioner.GSPMD),
+)
+
+
+@pytest.mark.parametrize(
+    "recompute,unroll,partitioner",
+    [
+        case if case in PAIRS else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product(Recompute, Unroll, Partitioner)
+    ],
+)
 def test_equals_layers_in_a_row_on_eight_devices(recompute, unroll, partitioner):
     layer = repeat(recompute=recompute, unroll=unroll)
     _, got = run(layer, mesh_shape=(2, 4), partitioner=partitioner)
