@@ -17,6 +17,14 @@ from meshwright.framework.compiler.program import (  # noqa: E402
     Program,
     compile_program,
 )
+from meshwright.framework.compiler.sharding_types.checker import (  # noqa: E402
+    ShardingTypeError,
+)
+from meshwright.framework.compiler.sharding_types.explain import (  # noqa: E402
+    TypedProgram,
+    check_types,
+    explain_types,
+)
 from meshwright.framework.compiler.weight_update_sharding.decide import (  # noqa: E402
     WeightUpdateSharding,
 )
@@ -79,13 +87,17 @@ __all__ = [
     "SGD",
     "Sharding",
     "ShardingPlan",
+    "ShardingTypeError",
+    "TypedProgram",
     "UpdateSharding",
     "WeightSpec",
     "WeightUpdateSharding",
     "auto_to_manual",
+    "check_types",
     "collectives",
     "compile_program",
     "explain",
+    "explain_types",
     "manual_partition",
     "manual_to_auto",
     "mesh_split",

@@ -60,7 +60,7 @@ def accumulated_gradients(
     batch: NestedMap,
     *,
     steps: int,
-    axes: Sequence[str],
+    partial_axes: Sequence[str],
 ) -> BatchGradients:
     """The gradients of a batch, microbatch by microbatch in a loop.
 
@@ -71,18 +71,18 @@ def accumulated_gradients(
     Args:
       task, ctx, specs, theta, batch: as of `batch_gradients`.
       steps: how many microbatches.
-      axes: the mesh axes that split the batch.
+      partial_axes: the mesh axes along which gradients are added up after the loop.
 
     Raises:
       ValueError: the rows of the batch are not divided by the microbatches and the
-        devices along `axes`.
+        devices that split them.
     """
     dims = NestedMap(task.batch_dims())
     parts = batch.map_with_path(
-        lambda path, x, names: _microbatches(path, x, names, steps, ctx.plan, axes),
+        lambda path, x, names: _microbatches(path, x, names, steps, ctx.plan),
         dims,
     )
-    plan = dataclasses.replace(ctx.plan, partial_axes=tuple(axes))
+    plan = dataclasses.replace(ctx.plan, partial_axes=tuple(partial_axes))
     ctx = dataclasses.replace(ctx, plan=plan)
 
     def one(i: tf.Tensor) -> NestedMap:
@@ -108,7 +108,6 @@ def accumulated_gradients(
             [total + x for total, x in zip(totals, one(i).leaves(), strict=True)],
         ),
         (tf.constant(0), [tf.zeros(x.shape, x.dtype) for x in like.leaves()]),
-        maximum_iterations=steps,
     )
     total = like.pack(totals)
     return BatchGradients(
@@ -127,7 +126,6 @@ def _microbatches(
     names: Sequence[str | None],
     steps: int,
     plan: ShardingPlan,
-    axes: Sequence[str],
 ) -> tf.Tensor:
     """A leaf of a batch with a leading dim of microbatches.
 
@@ -135,7 +133,8 @@ def _microbatches(
     """
     if "batch" not in names:
         return tf.repeat(x[None], steps, axis=0)
-    dim, devices = list(names).index("batch"), plan.mesh.axes_size(axes)
+    dim = list(names).index("batch")
+    devices = plan.activation_sharding(names, f"batch.{path}").splits()[dim]
     rows = x.shape[dim]
     if rows % (steps * devices):
         raise ValueError(

@@ -74,14 +74,13 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
     if _TOPOLOGY.value is not None:
         return _plan(experiment, config_text)
     _refuse((_JSON, _HTML, _LOG_DIR), "needs --topology, such as --topology=cpu")
-    programs = Programs(experiment)
+    programs, mesh = Programs(experiment), experiment.plan.mesh
+    set_platform("cpu", mains.DEVICE_COUNT.value or mesh.size)
+    jax_mesh(mesh)  # Too large a mesh is told of at once.
     print(sharding_text(experiment))
     replicated = replication.replicated_state(programs)
     print("\n".join(replication.report_lines(programs, replicated)))
     if _EXPLAIN.value:
-        mesh = experiment.plan.mesh
-        set_platform("cpu", mains.DEVICE_COUNT.value or mesh.size)
-        jax_mesh(mesh)  # Too large a mesh is told of at once.
         print(f"\n{explain(programs.main)}")
     return None
 

@@ -203,7 +203,7 @@ class Programs:
                 state.theta,
                 batch,
                 steps=steps,
-                axes=self.data_axes,
+                partial_axes=self.partial_axes,
             )
         with tf.name_scope("optimizer"):
             update = experiment.optimizer.update(
@@ -295,6 +295,11 @@ class Programs:
             if name == "batch"
         }
         return tuple(a for a in mesh.axis_names if a in used and mesh.axis_size(a) > 1)
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which gradients of microbatches are left unreduced."""
+        return self.data_axes
 
     @functools.cached_property
     def traced_main(self) -> TracedProgram:

@@ -79,11 +79,20 @@ def local_sum(completed: CompletedModule, found: Summed) -> ir.Value:
                     border_config(mesh, found.axes, dims),
                 )
     local = copy.results[0]
+    if op.name == "stablehlo.reduce" and _sums_one(copy):
+        whole = stablehlo.reshape(local.type, copy.operands[0])
+        copy.erase()
+        local = whole
     for each in found.after:
         copy = each.clone(ir.InsertionPoint.current)
         copy.operands[0] = local
         local = copy.results[0]
     return local
+
+
+def _sums_one(op) -> bool:
+    """Whether a reduction is over dims of size 1, as of parts that are added up."""
+    return all(shape_of(op.operands[0])[dim] == 1 for dim in reduced_dims(op))
 
 
 class _Operands:

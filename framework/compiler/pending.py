@@ -244,51 +244,13 @@ class _Carrying:
                 self.asked[value, axes] = self.led(self.made(value, axes), axes)
         return self.asked[value, axes]
 
-    def can_part(self, value: ir.Value, axes: Axes, assumed: frozenset = frozenset()):
+    def can_part(self, value: ir.Value, axes: Axes) -> bool:
         """Whether a value is a sum over these axes, or linear in such."""
-        if value in self.pending:
-            return self.pending[value].axes == axes
-        if value in assumed or is_zero(value):
-            return True
-        if isinstance(value.owner, ir.Block):
-            return self.can_carry(value, axes, assumed)
-        op = value.owner.operation
-        if op.name == WHILE:
-            number = ir.OpResult(value).result_number
-            body = op.regions[1].blocks[0]
-            ends = end_of(body).operands[number]
-            inside = assumed | {body.arguments[number]}
-            unread = not list(op.regions[0].blocks[0].arguments[number].uses)
-            return (
-                unread
-                and self.can_part(op.operands[number], axes, assumed)
-                and self.can_part(ends, axes, inside)
-            )
-        if sum_of(self.completed, op, axes) is not None:
-            return True
-        return self.choice(op, axes, assumed) is not None
+        return _Search(self, axes).can_part(value)
 
-    def can_carry(self, value: ir.Value, axes: Axes, assumed: frozenset) -> bool:
-        """Whether an argument of a loop's body may enter the loop in parts."""
-        holder, number = value.owner.owner.operation, None
-        if holder.name == WHILE:
-            number = ir.BlockArgument(value).arg_number
-            condition, body = (region.blocks[0] for region in holder.regions)
-            if value.owner != body or list(condition.arguments[number].uses):
-                return False
-            start = holder.operands[number]
-            return self.can_part(start, axes, assumed | {value})
-        return False
-
-    def choice(self, op, axes: Axes, assumed=frozenset()) -> Sequence[int] | None:
+    def choice(self, op, axes: Axes) -> Sequence[int] | None:
         """Operands that can all be had in parts, and in which the op is linear."""
-        for numbers in choices(op):
-            operands = [op.operands[i] for i in numbers]
-            if not all(map(is_zero, operands)) and all(
-                self.can_part(one, axes, assumed) for one in operands
-            ):
-                return numbers
-        return None
+        return _Search(self, axes).choice(op)
 
     def made(self, value: ir.Value, axes: Axes) -> ir.Value:
         """A value in parts, at the insertion point, where it can be."""
@@ -391,6 +353,58 @@ class _Carrying:
             f"that {named} splits, so nothing is pending. To make an unreduced tensor "
             "of a replicated one annotate it as replicated and reshard it",
         )
+
+
+class _Search:
+    """Looks back for sums over some axes.
+
+    Args:
+      carrying: what is pending so far.
+      axes: the axes.
+    """
+
+    def __init__(self, carrying: _Carrying, axes: Axes):
+        self.completed = carrying.completed
+        self.pending = carrying.pending
+        self.axes = axes
+        # What loops carry is taken to be in parts until something speaks against it.
+        self.found: dict[ir.Value, bool] = {}
+
+    def can_part(self, value: ir.Value) -> bool:
+        if value in self.pending:
+            return self.pending[value].axes == self.axes
+        if value not in self.found:
+            self.found[value] = True
+            self.found[value] = is_zero(value) or self._is_sum(value)
+        return self.found[value]
+
+    def _is_sum(self, value: ir.Value) -> bool:
+        if isinstance(value.owner, ir.Block):
+            holder = value.owner.owner.operation
+            number = ir.BlockArgument(value).arg_number
+            is_loop = holder.name == WHILE
+            in_body = is_loop and value.owner == holder.regions[1].blocks[0]
+            return in_body and self._is_carried(holder, number)
+        op = value.owner.operation
+        if op.name == WHILE:
+            return self._is_carried(op, ir.OpResult(value).result_number)
+        summed = sum_of(self.completed, op, self.axes)
+        return summed is not None or self.choice(op) is not None
+
+    def _is_carried(self, loop, number: int) -> bool:
+        condition, body = (region.blocks[0] for region in loop.regions)
+        ends = end_of(body).operands[number]
+        decides = list(condition.arguments[number].uses)
+        return (
+            not decides and self.can_part(loop.operands[number]) and self.can_part(ends)
+        )
+
+    def choice(self, op) -> Sequence[int] | None:
+        for numbers in choices(op):
+            operands = [op.operands[i] for i in numbers]
+            if not all(map(is_zero, operands)) and all(map(self.can_part, operands)):
+                return numbers
+        return None
 
 
 def type_text(value: ir.Value, axes: Axes) -> str:

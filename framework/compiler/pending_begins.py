@@ -103,7 +103,7 @@ def _dot(completed: CompletedModule, found: Summed, split) -> ir.Value:
         _Divided(completed, value, dims, found.axes)
         for value, dims in zip(op.operands, split, strict=True)
     ]
-    batch, contracting = dot_dims(op)
+    batch, contracting = dot_dims(op, len(shape_of(op.operands[0])))
     batch = [[*s.leading, *s.places(d)] for s, d in zip(sides, batch, strict=True)]
     contracting = [s.places(d) for s, d in zip(sides, contracting, strict=True)]
     result = op.results[0]

@@ -92,8 +92,8 @@ def _scattered_dim(value, before: Sharding, after: Sharding, ends: Axes) -> int 
     if len(changed) != 1 or before.dims[changed[0]]:
         return None
     (dim,) = changed
-    size = shape_of(value)[len(before.unreduced) + dim]
-    even = size % after.mesh.axes_size(ends) == 0
+    shape = shape_of(value)[len(before.unreduced) :]
+    even = before.padded_shape(shape) == after.padded_shape(shape) == shape
     return dim if even and set(after.dims[dim]) == set(ends) else None
 
 
@@ -102,31 +102,35 @@ def _scatter(
 ) -> ir.Value:
     """By a reduce-scatter along one axis after the other.
 
-    Of a sum and a slice of it the CPU's compiler would make an all-reduce.
+    Of a sum and a slice of it the CPU's compiler would make an all-reduce. All axes
+    that split the tensor are manual here: XLA gathers what others split before it.
     """
     mesh, axes = after.mesh, before.unreduced
-    rank = before.rank
-    lead, shape = shape_of(value)[: len(axes)], shape_of(value)[len(axes) :]
-    split = [(axis,) if axis in ends else () for axis in axes]
-    sizes = [1 if own else size for own, size in zip(split, lead, strict=True)]
+    kept = [axis for axis in axes if axis not in ends]
+    into = [*[(axis,) for axis in axes], *before.dims]
+    out = [*[(axis,) for axis in kept], *after.dims]
+    used = {axis for own in into for axis in own}
+    manual = [axis for axis in mesh.axis_names if axis in used]
+    sizes = [
+        size // mesh.axes_size(own)
+        for size, own in zip(shape_of(value), into, strict=True)
+    ]
     local = placeholder_call(
         INTO_MANUAL,
         value,
-        tensor_type(value.type, (*sizes, *shape)),
-        border_config(mesh, ends, [*split, *[()] * rank]),
+        tensor_type(value.type, sizes),
+        border_config(mesh, manual, into),
     )
-    kept = [size for own, size in zip(split, lead, strict=True) if not own]
-    whole = [*kept, *shape]
-    local = stablehlo.reshape(tensor_type(value.type, whole), local)
+    smaller = [*[1] * len(kept), *sizes[len(axes) :]]
+    local = stablehlo.reshape(tensor_type(value.type, smaller), local)
     place = len(kept) + dim
     for axis in after.dims[dim]:
-        smaller = list(shape_of(local))
         smaller[place] //= mesh.axis_size(axis)
         config = {"mesh": mesh_text(mesh), "axes": [axis], "dim": place}
         type_ = tensor_type(value.type, smaller)
         local = placeholder_call("reduce_scatter", local, type_, config)
-    dims = [after.dims[dim] if i == place else () for i in range(len(whole))]
-    config = border_config(mesh, ends, dims)
+    whole = [size * mesh.axes_size(own) for size, own in zip(smaller, out, strict=True)]
+    config = border_config(mesh, manual, out)
     return placeholder_call(
         OUT_OF_MANUAL, local, tensor_type(value.type, whole), config
     )

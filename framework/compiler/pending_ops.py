@@ -33,6 +33,7 @@ _CHOICES = {
     "reshape": _FIRST,
     "broadcast_in_dim": _FIRST,
     "slice": _FIRST,
+    "reverse": _FIRST,
     "dynamic_slice": _FIRST,
     "divide": _FIRST,
     "add": _BOTH,
@@ -152,6 +153,11 @@ def _pad(op, lead: Lead, parts) -> ir.Value:
     return _set(_clone(op, lead, parts), **more)
 
 
+def _reverse(op, lead: Lead, parts) -> ir.Value:
+    dims = [len(lead) + dim for dim in _get(op, "dimensions")]
+    return _set(_clone(op, lead, parts), dimensions=dims)
+
+
 def _reduce(op, lead: Lead, parts) -> ir.Value:
     dims = [len(lead) + dim for dim in reduced_dims(op)]
     return _set(_clone(op, lead, parts), dimensions=dims)
@@ -185,12 +191,15 @@ def _update_slice(op, lead: Lead, parts) -> ir.Value:
 def _dot(op, lead: Lead, parts) -> ir.Value:
     """The leading dims are free dims of the pending operand, and come first again."""
     (side,) = parts
-    batch, contracting = dot_dims(op)
     more = len(lead)
+    # What a loop carries has its leading dims already.
+    ranks = [len(shape_of(operand)) for operand in op.operands]
+    ranks[side] = len(shape_of(parts[side])) - more
+    batch, contracting = dot_dims(op, ranks[0])
     for own in (batch, contracting):
         own[side] = [dim + more for dim in own[side]]
     operands = [parts.get(i, operand) for i, operand in enumerate(op.operands)]
-    free = len(shape_of(op.operands[0])) - len(batch[0]) - len(contracting[0])
+    free = ranks[0] - len(batch[0]) - len(contracting[0])
     place = len(batch[0]) + (free if side == 1 else 0)
     shape = list(shape_of(op.results[0]))
     shape[place:place] = lead
@@ -209,10 +218,15 @@ def _dot(op, lead: Lead, parts) -> ir.Value:
     return stablehlo.transpose(product, ir.DenseI64ArrayAttr.get(order))
 
 
-def dot_dims(op) -> tuple[list[list[int]], list[list[int]]]:
-    """Batching and contracting dims of a product, for each of both operands."""
+def dot_dims(op, rank: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Batching and contracting dims of a product, for each of both operands.
+
+    Args:
+      op: the product.
+      rank: of its first operand.
+    """
     if op.name == "stablehlo.dot":
-        return [[], []], [[len(shape_of(op.operands[0])) - 1], [0]]
+        return [[], []], [[rank - 1], [0]]
     numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
     return (
         [list(numbers.lhs_batching_dimensions), list(numbers.rhs_batching_dimensions)],
@@ -229,6 +243,7 @@ _BUILDERS = {
     "broadcast_in_dim": _broadcast,
     "slice": _slice,
     "pad": _pad,
+    "reverse": _reverse,
     "reduce": _reduce,
     "concatenate": _concatenate,
     "dynamic_slice": _dynamic_slice,

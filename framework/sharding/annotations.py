@@ -51,6 +51,8 @@ def annotate(
             "cannot make it: use auto_to_manual or manual_partition"
         )
     sharding = sharding.without_idle_types()
+    if sharding.is_typed and otherwise is Pending.REDUCED:
+        return _typed(tensor, sharding, otherwise)  # What it comes to is not known.
     if sharding.is_typed:
         return note_sharding(_typed(tensor, sharding, otherwise), sharding)
     proto = sharding.to_op_sharding()

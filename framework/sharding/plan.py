@@ -107,9 +107,11 @@ class ShardingPlan:
         """The plan for the layers of a pipeline whose stages `stage_axes` split.
 
         There the activations' "batch" is "microbatch", if their table has an entry for
-        that.
+        that, and gradients are whole.
         """
-        return dataclasses.replace(self, pipeline_axes=tuple(stage_axes))
+        return dataclasses.replace(
+            self, pipeline_axes=tuple(stage_axes), partial_axes=()
+        )
 
     def _sharding(self, table: Mapping, dims: Sequence[str], name: str) -> Sharding:
         split = [as_axes(table.get(dim)) for dim in dims]

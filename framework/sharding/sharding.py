@@ -343,7 +343,7 @@ class Sharding:
 
 _TEXT = re.compile(
     r"\[(?P<dims>[^\]]*)\](?: manual\{(?P<manual>[^}]*)\})?"
-    r"(?:\{U:(?P<unreduced>[^}]*)\})?(?:\{R:(?P<reduced>[^}]*)\})?"
+    r"(?:\{U:(?P<unreduced>[^}]+)\})?(?:\{R:(?P<reduced>[^}]+)\})?"
 )
 
 

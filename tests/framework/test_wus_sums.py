@@ -71,3 +71,33 @@ def test_sharded_sums_are_the_same(update, weight):
     assert len(program.updates.sharded) == 1
     off, on = found.values()
     np.testing.assert_allclose(on, off, rtol=2e-6, atol=2e-6 * np.abs(off).max())
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda w: {"w": w[:8]}, r"w of the state is float32\(16, 4\), .*\(8, 4\)"),
+        (lambda w: {"w": tf.cast(w, tf.bfloat16)}, "'state' it is bfloat16"),
+        (lambda w: {"v": w}, r"missing \['w'\], unknown \['v'\]"),
+    ],
+)
+def test_state_that_comes_out_otherwise_is_refused(change, message):
+    asked = mw.UpdateSharding(mode=mw.WeightUpdateSharding.ALL, data_axes=("data",))
+    with pytest.raises(ValueError, match=message):
+        mw.compile_program(
+            lambda state: {"state": change(state["w"])},
+            [{"w": tf.TensorSpec([16, 4])}],
+            MESH,
+            in_shardings=[{"w": mw.Sharding.replicated(MESH, 2)}],
+            update_sharding=asked,
+        )
+
+
+def test_a_mode_alone_is_no_update_sharding():
+    with pytest.raises(ValueError, match="'all', must be an UpdateSharding, such as"):
+        mw.compile_program(
+            lambda state: {"state": state},
+            [tf.TensorSpec([16])],
+            MESH,
+            update_sharding="all",
+        )

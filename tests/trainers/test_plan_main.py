@@ -37,6 +37,16 @@ def test_says_where_the_plan_puts_state_and_batch(capsys):
     assert "completed by" not in out
 
 
+def test_needs_no_flag_for_as_many_devices_as_the_mesh_has():
+    """In a process of its own: this one has its devices already."""
+    command = [sys.executable, "-m", "meshwright.trainers.plan"]
+    command += [f"--gin_file={name}" for name in GIN_FILES]
+    command += [f"--gin_param={param}" for param in (*GIN_PARAMS, MESH)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out.startswith(sharding_text(small_programs().experiment))
+    assert "replicated on each of 8 devices" in out
+
+
 @pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
 def test_explains_the_training_program(partitioner, capsys):
     call_main(f"Experiment.partitioner = %Partitioner.{partitioner}", explain="true")

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from jax.extend.mlir import ir
-from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler.jax_bridge import (
     bytecode,
@@ -20,16 +19,14 @@ from meshwright.framework.compiler.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stable_hlo import (
     NUMBER,
     WHILE,
-    operand_places,
     walk,
 )
+from meshwright.framework.compiler.tidy import tidy
 from meshwright.framework.compiler.weight_update_sharding.hoist import (
     hoist_conversions,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-
-_MAYBE_IDLE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +88,7 @@ def completed_module(
       LoweringError: as `lower_for_mesh`.
     """
     with neutral_module(lowered) as module:
-        _tidy(module)
+        tidy(module)
         hoist_conversions(module)
         ops = [op for op in walk(module.operation) if len(op.results)]
         integer = ir.IntegerType.get_signless(32)
@@ -116,46 +113,6 @@ def completed_module(
         )
         found.update(_of_results(ops, _by_number(program)))
         yield CompletedModule(mesh, module, main, found)
-
-
-def _tidy(module: ir.Module) -> None:
-    """Inlines calls and drops what does nothing, such as the copies TF2XLA makes."""
-    PassManager.parse("builtin.module(inline)").run(module.operation)
-    symbols = ir.SymbolTable(module.operation)
-    # The pass leaves the calls in conditions of loops.
-    while calls := [op for op in walk(module.operation) if op.name == "func.call"]:
-        for call in calls:
-            name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
-            _inline(call, symbols[name].operation)
-    PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
-    for op in list(walk(module.operation)):
-        if _is_idle(op):
-            op.results[0].replace_all_uses_with(op.operands[0])
-            op.erase()
-
-
-def _inline(call, called) -> None:
-    block = called.regions[0].blocks[0]
-    values = dict(zip(block.arguments, call.operands, strict=True))
-    ops = [op.operation for op in block.operations]
-    for op in ops[:-1]:
-        copy = op.clone(ir.InsertionPoint(call))
-        for user, number in operand_places(copy):
-            value = user.operands[number]
-            user.operands[number] = values.get(value, value)
-        values.update(zip(op.results, copy.results, strict=True))
-    for result, value in zip(call.results, ops[-1].operands, strict=True):
-        result.replace_all_uses_with(values[value])
-    call.erase()
-
-
-def _is_idle(op) -> bool:
-    if op.name not in _MAYBE_IDLE or op.operands[0].type != op.results[0].type:
-        return False
-    if op.name != "stablehlo.transpose":
-        return True
-    order = list(ir.DenseI64ArrayAttr(op.attributes["permutation"]))
-    return order == sorted(order)
 
 
 def _by_number(program) -> dict[int, list[Sharding | None]]:

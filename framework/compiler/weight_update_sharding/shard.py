@@ -135,10 +135,20 @@ def shard_weight_updates(
 
 def _check(lowered: LoweredFunction, mesh: DeviceMesh, in_forms, asked) -> None:
     name, count = lowered.name, len(lowered.inputs)
+    if not isinstance(asked, UpdateSharding):
+        raise ValueError(
+            f"{name}: update_sharding is {asked!r}, must be an UpdateSharding, such as "
+            "UpdateSharding(mode=WeightUpdateSharding.AUTO, data_axes=('data',))"
+        )
     if not isinstance(asked.mode, WeightUpdateSharding):
         raise ValueError(
             f"{name}: UpdateSharding.mode is {asked.mode!r}, must be a "
-            "WeightUpdateSharding"
+            f"WeightUpdateSharding, such as WeightUpdateSharding('auto')"
+        )
+    if isinstance(asked.data_axes, str) or not asked.data_axes:
+        raise ValueError(
+            f"{name}: UpdateSharding.data_axes is {asked.data_axes!r}, must be a "
+            "sequence of the mesh axes that split the batch, such as ('data',)"
         )
     unknown = [axis for axis in asked.data_axes if axis not in mesh.axis_names]
     if unknown:
@@ -146,7 +156,7 @@ def _check(lowered: LoweredFunction, mesh: DeviceMesh, in_forms, asked) -> None:
             f"{name}: UpdateSharding.data_axes names {unknown[0]!r}, but the mesh has "
             f"{mesh.axis_names}"
         )
-    if not 0 <= asked.argument < count:
+    if not isinstance(asked.argument, int) or not 0 <= asked.argument < count:
         raise ValueError(
             f"{name}: UpdateSharding.argument is {asked.argument}, but the program has "
             f"{count} arguments"
@@ -157,21 +167,40 @@ def _check(lowered: LoweredFunction, mesh: DeviceMesh, in_forms, asked) -> None:
             f"{name}: UpdateSharding.result is {asked.result!r}, but the program's "
             f"results are {sorted(results) if isinstance(results, Mapping) else 'one'}"
         )
-    state, after = lowered.inputs[asked.argument], results[asked.result]
-    try:
-        tf.nest.assert_same_structure(state, after)
-    except (TypeError, ValueError) as e:
-        raise ValueError(
-            f"{name}: UpdateSharding.result is {asked.result!r}, which has another "
-            f"structure than argument {asked.argument}, the state"
-        ) from e
+    _check_state(name, asked, lowered.inputs[asked.argument], results[asked.result])
     first = len(tf.nest.flatten(lowered.inputs[: asked.argument]))
-    own = in_forms[first : first + len(tf.nest.flatten(state))]
+    own = in_forms[first : first + len(tf.nest.flatten(results[asked.result]))]
     if any(form is None for form in own):
         raise ValueError(
             f"{name}: the state, argument {asked.argument}, has leaves without a "
             "sharding: give its in_shardings, to have its weight updates sharded"
         )
+
+
+def _check_state(name: str, asked: UpdateSharding, before, after) -> None:
+    """Refuses a result that cannot be the state of the next step."""
+    try:
+        tf.nest.assert_same_structure(before, after)
+    except (TypeError, ValueError) as e:
+        own, other = set(_paths(before)), set(_paths(after))
+        raise ValueError(
+            f"{name}: UpdateSharding.result is {asked.result!r}, which has another "
+            f"structure than argument {asked.argument}, the state: missing "
+            f"{sorted(own - other)[:3]}, unknown {sorted(other - own)[:3]}"
+        ) from e
+    pairs = zip(tf.nest.flatten(before), tf.nest.flatten(after), strict=True)
+    for path, (own, other) in zip(_paths(before), pairs, strict=True):
+        if (own.shape, own.dtype) != (other.shape, other.dtype):
+            raise ValueError(
+                f"{name}: {path} of the state is {own.dtype.name}{own.shape}, but in "
+                f"result {asked.result!r} it is {other.dtype.name}{other.shape}: return"
+                " it as it came, with out_shardings like its in_shardings"
+            )
+
+
+def _paths(structure) -> list[str]:
+    found = nest.flatten_with_joined_string_paths(structure)
+    return [path.replace("/", ".") for path, _ in found]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,13 +213,12 @@ class _Carried:
 def _carried(lowered: LoweredFunction, asked: UpdateSharding) -> list[_Carried]:
     """The leaves of the state as numbers of arguments and results."""
     before = len(tf.nest.flatten(lowered.inputs[: asked.argument]))
-    state = nest.flatten_with_joined_string_paths(lowered.inputs[asked.argument])
+    state = _paths(lowered.inputs[asked.argument])
     numbers = list(range(len(tf.nest.flatten(lowered.outputs))))
     results = tf.nest.pack_sequence_as(lowered.outputs, numbers)[asked.result]
     pairs = zip(state, tf.nest.flatten(results), strict=True)
     return [
-        _Carried(path.replace("/", "."), before + i, result)
-        for i, ((path, _), result) in enumerate(pairs)
+        _Carried(path, before + i, result) for i, (path, result) in enumerate(pairs)
     ]
 
 

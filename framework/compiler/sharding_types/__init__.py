@@ -1,0 +1,1 @@
+"""Sharding types, inferred and checked before a program is compiled."""

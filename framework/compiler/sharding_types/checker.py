@@ -1,0 +1,326 @@
+"""Infers the sharding type of each value of a module, and checks the rules.
+
+Types flow forward, from the arguments' shardings and from annotations. What an op does
+to them is said by `op_dims` and `combine`; here are annotations and control flow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.lower import LoweringError
+from meshwright.framework.compiler.sharding_types.annotated import (
+    annotated,
+    check_given,
+    resharded,
+    typed,
+)
+from meshwright.framework.compiler.sharding_types.combine import added_up, combine
+from meshwright.framework.compiler.sharding_types.op_dims import op_dims, short_name
+from meshwright.framework.compiler.sharding_types.reshape import reshaped
+from meshwright.framework.compiler.sharding_types.tensor_type import (
+    IllTypedError,
+    TensorType,
+)
+from meshwright.framework.compiler.stable_hlo import (
+    BRANCHES,
+    OUT_OF_MANUAL,
+    WHILE,
+    Blame,
+    asked_sharding,
+    end_of,
+    is_annotation,
+    op_name,
+    placeholder_of,
+)
+from meshwright.framework.sharding.annotations import TYPED, Pending
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import mesh_text
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.types import RESHARD
+
+_VERBS = {
+    "add": "adds",
+    "concatenate": "joins",
+    "convolution": "convolves",
+    "divide": "divides",
+    "dot": "contracts",
+    "dot_general": "contracts",
+    "gather": "gathers",
+    "multiply": "multiplies",
+    "reduce": "reduces",
+    "reshape": "reshapes",
+    "scatter": "scatters",
+    "slice": "slices",
+    "sort": "sorts",
+    "subtract": "subtracts",
+}
+_MANY = 4
+
+
+class ShardingTypeError(LoweringError):
+    """The sharding types of a program do not fit; the message says where and how."""
+
+
+class Unknown(enum.Enum):
+    """Why a value has no type."""
+
+    MANUAL = "each device's own, in a manual region"
+    REFUSED = "what it is made of was refused"
+
+
+Typed = TensorType | Unknown
+
+
+class Checker:
+    """The types of the values that it has visited, and the errors found on the way.
+
+    After an error a value is unknown, and so is what is made of it up to the next
+    annotation: errors are independent of each other.
+
+    Args:
+      mesh: the device mesh.
+      blame: names ops in messages.
+
+    Attributes:
+      types: by value, in the order of the module.
+      errors: by the op that they are of.
+    """
+
+    def __init__(self, mesh: DeviceMesh, blame: Blame):
+        self.mesh = mesh
+        self.blame = blame
+        self.types: dict[ir.Value, Typed] = {}
+        self.errors: dict[ir.Operation, list[ShardingTypeError]] = {}
+
+    def visit(self, block) -> None:
+        """Types what a block computes, its arguments having types."""
+        for op in block.operations:
+            self._visit_op(op.operation)
+
+    def given(self, value: ir.Value, asked: Sharding | None) -> Typed:
+        """The type of a value as a result of the program, if it may be one."""
+        before = self.types[value]
+        if isinstance(before, Unknown):
+            return before
+        try:
+            return check_given(value, before, asked)
+        except IllTypedError as e:
+            text = f"gives {before} as a result of the program: {e}"
+            self._blame(value.owner, text, [before])
+            return before
+
+    def _visit_op(self, op) -> None:
+        self.errors.pop(op, None)
+        if op.name == WHILE:
+            self._loop(op)
+        elif op.name in BRANCHES:
+            self._branches(op)
+        elif len(op.results):
+            self._plain(op)
+
+    def _plain(self, op) -> None:
+        before = [self.types[value] for value in op.operands]
+        try:
+            found = self._inferred(op, before)
+        except IllTypedError as e:
+            self._refuse(op, before, e)
+            found = [Unknown.REFUSED] * len(op.results)
+        self.types.update(zip(op.results, found, strict=True))
+
+    def _refuse(self, op, before: Sequence[Typed], error: IllTypedError) -> None:
+        name = short_name(op)
+        typed_ones = [one for one in before if isinstance(one, TensorType)]
+        shown = [one for one in typed_ones if one.shape or not one.free][:_MANY]
+        listed = " and ".join(map(str, shown or typed_ones)) or "a tensor"
+        if placeholder_of(op) or is_annotation(op):
+            self._blame(op, f"takes {listed}: {error}", typed_ones)
+        else:
+            verb = _VERBS.get(name, f"computes {name} of")
+            self._blame(op, f"{verb} {listed}: {error}", typed_ones)
+
+    def _blame(self, op, what: str, before: Sequence[TensorType]) -> None:
+        made = "".join(
+            f". The {pending.kind} along {pending.axis} is of "
+            f"{self._place(pending.origin)}"
+            for pending in {p.axis: p for one in before for p in one.undecided}.values()
+            if pending.origin is not None and not self._is_of(op, pending.origin)
+        )
+        if isinstance(op, ir.Block):
+            error = f"{self.blame.program}: an argument {what}{made}"
+        else:
+            error = str(self.blame.error(op, what + made))
+        self.errors.setdefault(op, []).append(ShardingTypeError(error))
+
+    def _is_of(self, op, other) -> bool:
+        """Whether both are of one TF op."""
+        return not isinstance(op, ir.Block) and op_name(op) == op_name(other)
+
+    def _place(self, op) -> str:
+        """`op 'einsum/Einsum' (mine.py:12)`."""
+        text = str(self.blame.error(op, ""))
+        return text.removeprefix(f"{self.blame.program}: ").strip()
+
+    def _inferred(self, op, before: Sequence[Typed]) -> Sequence[Typed]:
+        found = placeholder_of(op)
+        if found is not None and found.mesh != mesh_text(self.mesh):
+            raise IllTypedError(
+                f"it is over the mesh ({found.mesh}), and types are over "
+                f"({mesh_text(self.mesh)})",
+                "use the program's mesh",
+            )
+        if found is not None and found.kind == OUT_OF_MANUAL:
+            return [TensorType.of(op.results[0], self.mesh, found.config["dims"])]
+        if Unknown.MANUAL in before:
+            return [Unknown.MANUAL] * len(op.results)
+        is_typed = found is not None and found.kind in (TYPED, RESHARD)
+        if is_annotation(op) or is_typed:
+            return [self._annotation(op, before[0])]
+        if Unknown.REFUSED in before:
+            return [Unknown.REFUSED] * len(op.results)
+        if found is not None:
+            for value, one in zip(op.operands, before, strict=True):
+                annotated(value, one, one.sharding.untyped())
+            return [Unknown.MANUAL]
+        return self._computed(op, before)
+
+    def _annotation(self, op, before: Typed) -> TensorType:
+        value = op.results[0]
+        found = placeholder_of(op)
+        if found is None:
+            try:
+                asked = asked_sharding(op, self.mesh)
+            except ValueError as e:
+                raise IllTypedError(str(e), "use the program's mesh") from None
+            return annotated(value, before, asked)
+        asked = Sharding.parse(self.mesh, found.config["sharding"])
+        if found.kind == TYPED:
+            lenient = found.config["otherwise"] == Pending.REDUCED.value
+            return typed(value, before, asked, or_reduced=lenient)
+        text = found.config["before"]
+        expected = Sharding.parse(self.mesh, text) if text else None
+        return resharded(value, before, expected, asked)
+
+    def _computed(self, op, before: Sequence[TensorType]) -> Sequence[TensorType]:
+        name = short_name(op)
+        if name == "constant":
+            return [
+                TensorType.of(op.results[0], self.mesh, free=True, zero=is_zero(op))
+            ]
+        if name == "iota":
+            return [TensorType.of(op.results[0], self.mesh, free=True)]
+        if name == "optimization_barrier":
+            return before
+        if name == "reshape":
+            shape = shape_of(op.results[0])
+            dims, names = reshaped(before[0], shape)
+            return [
+                dataclasses.replace(
+                    before[0], shape=shape, dims=tuple(dims), names=tuple(names)
+                )
+            ]
+        if not before:
+            return [TensorType.of(value, self.mesh) for value in op.results]
+        return combine(op, op_dims(op), before)
+
+    def _loop(self, op) -> None:
+        """Constants that it starts from take the type that the body gives them."""
+        condition, body = (region.blocks[0] for region in op.regions)
+        before: list[Typed] = []
+        after = [self.types[value] for value in op.operands]
+        while after != before:
+            before = after
+            for block in (condition, body):
+                self.types.update(zip(block.arguments, before, strict=True))
+                self.visit(block)
+            ends = [self.types[value] for value in end_of(body).operands]
+            after = [_widened(*pair) for pair in zip(before, ends, strict=True)]
+        self._check_predicate(op, end_of(condition).operands[0])
+        for number, result in enumerate(op.results):
+            self.types[result] = self._carried(op, number, after[number], ends[number])
+
+    def _carried(self, op, number: int, before: Typed, after: Typed) -> Typed:
+        """What a loop leaves of a tensor that it carries."""
+        unknown = [one for one in (before, after) if isinstance(one, Unknown)]
+        if unknown:
+            return unknown[0]
+        if _meet([before, after]) is not None:
+            return before
+        made = end_of(op.regions[1].blocks[0]).operands[number].owner
+        of = "" if isinstance(made, ir.Block) else f", by {self._place(made)}"
+        what = (
+            f"makes {after} of {before}{of}: a loop's tensor keeps its type; "
+            f"mesh_split or reshard the initial value to {after.sharding}, or what the "
+            f"loop makes of it to {before.sharding}"
+        )
+        self._blame(op, what, [after])
+        return Unknown.REFUSED
+
+    def _branches(self, op) -> None:
+        for region in op.regions:
+            self.visit(region.blocks[0])
+        self._check_predicate(op, op.operands[0])
+        ends = [end_of(region.blocks[0]).operands for region in op.regions]
+        for number, result in enumerate(op.results):
+            given = [self.types[end[number]] for end in ends]
+            joined = _meet(given)
+            if joined is None:
+                self._blame(
+                    op,
+                    f"gives {' or '.join(map(str, given))}, its result {number}: "
+                    "branches of a conditional give one type; mesh_split or reshard "
+                    f"in one of them to {given[0].sharding}",
+                    given,
+                )
+                joined = Unknown.REFUSED
+            self.types[result] = joined
+
+    def _check_predicate(self, op, value: ir.Value) -> None:
+        chooses = self.types[value]
+        if isinstance(chooses, TensorType) and chooses.pending:
+            one = chooses.pending[0]
+            self._blame(
+                op,
+                f"is decided by {chooses}: devices would not agree; "
+                f"{added_up(chooses, one)} before",
+                [chooses],
+            )
+
+
+def _meet(types: Sequence[Typed]) -> Typed | None:
+    """The type that several may have in one place; None if there is none.
+
+    What is made of constants fits any type without a pending sum, and zeros all.
+    """
+    for one in types:
+        if isinstance(one, Unknown):
+            return one
+    bound = [one for one in types if not one.free]
+    zero = all(one.zero for one in types if one.free)
+    if not bound:
+        return dataclasses.replace(types[0], zero=zero)
+    same = all(one == bound[0] for one in bound)
+    return bound[0] if same and (zero or not bound[0].pending) else None
+
+
+def _widened(before: Typed, after: Typed) -> Typed:
+    """What a loop carries that starts from the one and goes on with the other."""
+    if isinstance(after, Unknown):
+        return before
+    return _meet([before, after]) or before
+
+
+def is_zero(op) -> bool:
+    """Whether a constant is zero everywhere."""
+    value = ir.DenseElementsAttr(op.attributes["value"])
+    if not value.is_splat:
+        return False
+    splat = value.get_splat_value()
+    if isinstance(splat, ir.FloatAttr):
+        return splat.value == 0
+    return isinstance(splat, ir.IntegerAttr) and splat.value == 0

@@ -1,0 +1,235 @@
+"""How the dims of each StableHLO op correspond, and what it is linear in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.conv_rewrite import convolution_of, shape_of
+from meshwright.framework.compiler.sharding_types.combine import Labels, OpDims
+from meshwright.framework.compiler.sharding_types.op_windows import (
+    WINDOW_RULES,
+    whole_dims,
+)
+from meshwright.framework.compiler.stable_hlo import element_type
+from meshwright.framework.compiler.weight_update_sharding.redundancy import reduced_dims
+
+_NAMES = """
+    abs and atan2 bitcast_convert cbrt ceil clamp compare cosine count_leading_zeros erf
+    erf_inv exponential exponential_minus_one floor is_finite lgamma log log_plus_one
+    logistic maximum minimum not or popcnt power remainder round_nearest_afz
+    round_nearest_even rsqrt shift_left shift_right_arithmetic shift_right_logical sign
+    sine sqrt tan tanh xor
+"""
+_NONLINEAR = frozenset(_NAMES.split())
+_LINEAR = {  # In which operands; True: in all of them together.
+    "add": True,
+    "complex": True,
+    "divide": [0],
+    "imag": [0],
+    "multiply": [0, 1],
+    "negate": [0],
+    "real": [0],
+    "reduce_precision": [0],
+    "subtract": True,
+}
+
+
+def op_dims(op) -> OpDims:
+    """Of any op; one that is not known needs whole operands."""
+    name = short_name(op)
+    if name in _RULES:
+        return _RULES[name](op)
+    if name in _LINEAR or name in _NONLINEAR:
+        return _elementwise(op, _LINEAR.get(name, []))
+    return whole_dims(op)
+
+
+def short_name(op) -> str:
+    """`add` for `stablehlo.add`."""
+    return op.name.split(".")[-1]
+
+
+def _numbered(value: ir.Value) -> Labels:
+    return tuple(range(len(shape_of(value))))
+
+
+def _elementwise(op, linear: Sequence[int] | bool, moves: bool = False) -> OpDims:
+    """A scalar operand is for all elements."""
+    together = linear is True
+    return OpDims(
+        operands=[_numbered(value) for value in op.operands],
+        results=[_numbered(op.results[0])],
+        linear=[together or i in linear for i in range(len(op.operands))],
+        alike=together,
+        moves=moves,
+    )
+
+
+def _convert(op) -> OpDims:
+    """Linear up to rounding, which keeps what is largest; not from floats to others."""
+    floats = [
+        isinstance(element_type(value), ir.FloatType)
+        for value in (op.operands[0], op.results[0])
+    ]
+    truth = str(element_type(op.operands[0])) == "i1"
+    linear = not truth and (floats[1] or not floats[0])
+    return _elementwise(op, [0] if linear else [], moves=all(floats))
+
+
+def _sized(op) -> OpDims:
+    """TF2XLA says again the size that a dim has."""
+    return _elementwise(op, [0], moves=True)
+
+
+def _select(op) -> OpDims:
+    return OpDims(
+        operands=[_numbered(value) for value in op.operands],
+        results=[_numbered(op.results[0])],
+        linear=[False, True, True],
+        alike=True,
+        moves=True,
+    )
+
+
+def _transpose(op) -> OpDims:
+    order = tuple(ir.DenseI64ArrayAttr(op.attributes["permutation"]))
+    return _moved(op, _numbered(op.operands[0]), order)
+
+
+def _broadcast(op) -> OpDims:
+    """Dims of size 1 that get longer are whole."""
+    dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
+    sizes, wide = shape_of(op.operands[0]), shape_of(op.results[0])
+    pairs = zip(sizes, dims, strict=True)
+    labels = tuple(dim if size == wide[dim] else None for size, dim in pairs)
+    result = tuple(dim if dim in labels else None for dim in range(len(wide)))
+    return _moved(op, labels, result)
+
+
+def _moved(op, labels: Labels, result: Labels) -> OpDims:
+    return OpDims(operands=[labels], results=[result], linear=[True], moves=True)
+
+
+def _dot_general(op) -> OpDims:
+    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    return _dot(
+        op,
+        list(numbers.lhs_batching_dimensions),
+        list(numbers.rhs_batching_dimensions),
+        list(numbers.lhs_contracting_dimensions),
+        list(numbers.rhs_contracting_dimensions),
+    )
+
+
+def _plain_dot(op) -> OpDims:
+    return _dot(op, [], [], [len(shape_of(op.operands[0])) - 1], [0])
+
+
+def _dot(op, left_batch, right_batch, left_summed, right_summed) -> OpDims:
+    left, right = (_numbered(value) for value in op.operands)
+    shared = dict(
+        zip((*right_batch, *right_summed), (*left_batch, *left_summed), strict=True)
+    )
+    right = tuple(shared.get(dim, len(left) + dim) for dim in right)
+    result = [
+        *left_batch,
+        *(dim for dim in left if dim not in (*left_batch, *left_summed)),
+        *(label for label in right if label >= len(left)),
+    ]
+    return OpDims(operands=[left, right], results=[tuple(result)], linear=[True, True])
+
+
+def _reduce(op) -> OpDims:
+    """Of several operands at once, as for an argmax, it needs those dims whole."""
+    count = len(op.results)
+    reduced = reduced_dims(op)
+    inner = [short_name(one.operation) for one in op.regions[0].blocks[0].operations]
+    kind = inner[0] if len(inner) == 2 else ""
+    adds = kind == "add"
+    labels = _numbered(op.operands[0])
+    taken = labels if kind else tuple(None if d in reduced else d for d in labels)
+    return OpDims(
+        operands=[taken] * count + [()] * count,
+        results=[tuple(d for d in labels if d not in reduced)] * count,
+        linear=[adds] * (2 * count),
+        alike=adds,
+        kinds={} if adds else {dim: _KINDS.get(kind, kind) for dim in reduced},
+    )
+
+
+_KINDS = {"maximum": "max", "minimum": "min", "multiply": "product"}
+
+
+def _convolution(op) -> OpDims:
+    """Window dims move, with a halo; or are summed over whole; or are a plain dim's."""
+    what = convolution_of(op)
+    left, right = ([None] * len(shape) for shape in (what.lhs, what.rhs))
+    result: list[int | None] = [None] * len(what.out)
+    if what.batch_groups == 1:
+        left[what.lhs_batch] = result[what.out_batch] = 0
+    if what.groups == 1:
+        left[what.lhs_feature] = right[what.rhs_in] = 1
+        right[what.rhs_out] = result[what.out_feature] = 2
+    kinds = {}
+    windows = zip(
+        what.lhs_window, what.rhs_window, what.out_window, what.moves, strict=True
+    )
+    for label, (image, kernel, out, moves) in enumerate(windows, 3):
+        left[image] = label
+        if moves:
+            kinds[label] = "halo"
+        if moves or what.lhs[image] == what.rhs[kernel]:
+            right[kernel] = label
+        else:
+            result[out] = label
+    return OpDims(
+        operands=[tuple(left), tuple(right)],
+        results=[tuple(result)],
+        linear=[True, True],
+        kinds=kinds,
+    )
+
+
+def _cumulative(op, dims: Sequence[int]) -> OpDims:
+    """An op on lines along `dims`, which it needs whole."""
+    labels = [
+        tuple(None if dim in dims else dim for dim in _numbered(value))
+        for value in (*op.operands, *op.results)
+    ]
+    count = len(op.operands)
+    return OpDims(
+        operands=labels[:count], results=labels[count:], linear=[False] * count
+    )
+
+
+def _along_dimension(op) -> OpDims:
+    return _cumulative(op, [ir.IntegerAttr(op.attributes["dimension"]).value])
+
+
+def _fft(op) -> OpDims:
+    rank, count = len(shape_of(op.operands[0])), len(list(op.attributes["fft_length"]))
+    return _cumulative(op, range(rank - count, rank))
+
+
+def _top_k(op) -> OpDims:
+    return _cumulative(op, [len(shape_of(op.operands[0])) - 1])
+
+
+_RULES = {
+    "broadcast_in_dim": _broadcast,
+    "convert": _convert,
+    "convolution": _convolution,
+    "dot": _plain_dot,
+    "dot_general": _dot_general,
+    "fft": _fft,
+    "reduce": _reduce,
+    "select": _select,
+    "set_dimension_size": _sized,
+    "sort": _along_dimension,
+    "top_k": _top_k,
+    "transpose": _transpose,
+    **WINDOW_RULES,
+}

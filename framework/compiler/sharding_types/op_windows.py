@@ -1,0 +1,197 @@
+"""How dims correspond in ops that take or put slices, and in windows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.sharding_types.combine import Labels, OpDims
+
+
+def _but(value: ir.Value, touched: Collection[int]) -> Labels:
+    """Labels of a value's dims, the touched ones whole."""
+    return tuple(None if d in touched else d for d in range(len(shape_of(value))))
+
+
+def _resized(op) -> list[int]:
+    """The dims that are longer or shorter in the result than in the first operand."""
+    pairs = zip(shape_of(op.operands[0]), shape_of(op.results[0]), strict=True)
+    return [dim for dim, (size, new) in enumerate(pairs) if size != new]
+
+
+def _listed(op, name: str) -> list[int]:
+    return list(ir.DenseI64ArrayAttr(op.attributes[name]))
+
+
+def _sliced(op) -> OpDims:
+    """A slice: of numbers that the program computes, or not."""
+    touched = _resized(op)
+    numbers = len(op.operands) - 1
+    return OpDims(
+        operands=[_but(op.operands[0], touched), *[()] * numbers],
+        results=[_but(op.results[0], touched)],
+        linear=[True, *[False] * numbers],
+        moves=True,
+    )
+
+
+def _update(op) -> OpDims:
+    stack, part, *numbers = op.operands
+    pairs = zip(shape_of(stack), shape_of(part), strict=True)
+    touched = [dim for dim, (size, own) in enumerate(pairs) if size != own]
+    labels = _but(stack, touched)
+    return OpDims(
+        operands=[labels, labels, *[()] * len(numbers)],
+        results=[labels],
+        linear=[True, True, *[False] * len(numbers)],
+        alike=True,
+        moves=True,
+    )
+
+
+def _pad(op) -> OpDims:
+    names = ("edge_padding_low", "edge_padding_high", "interior_padding")
+    padded = zip(*(_listed(op, name) for name in names), strict=True)
+    labels = _but(op.operands[0], [d for d, by in enumerate(padded) if any(by)])
+    return OpDims(
+        operands=[labels, ()], results=[labels], linear=[True, True], alike=True
+    )
+
+
+def _concatenate(op) -> OpDims:
+    labels = _but(op.results[0], [ir.IntegerAttr(op.attributes["dimension"]).value])
+    count = len(op.operands)
+    return OpDims(
+        operands=[labels] * count,
+        results=[labels],
+        linear=[True] * count,
+        alike=True,
+        moves=True,
+    )
+
+
+def _reverse(op) -> OpDims:
+    labels = _but(op.results[0], _listed(op, "dimensions"))
+    return OpDims(operands=[labels], results=[labels], linear=[True], moves=True)
+
+
+def _gather(op) -> OpDims:
+    """Rows of a table: split as the indices are, and inside of a row as the table."""
+    numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
+    table, rank = shape_of(op.operands[0]), len(shape_of(op.results[0]))
+    sizes = _listed(op, "slice_sizes")
+    offsets = list(numbers.offset_dims)
+    places = [dim for dim in range(rank) if dim not in offsets]
+    indices = _with_vector(places, numbers.index_vector_dim, op.operands[1])
+    dropped = [*numbers.collapsed_slice_dims, *numbers.operand_batching_dims]
+    left: list[int | None] = [None] * len(table)
+    result: list[int | None] = list(range(rank))
+    inside = [dim for dim in range(len(table)) if dim not in dropped]
+    for dim, out in zip(inside, offsets, strict=True):
+        if sizes[dim] == table[dim]:
+            left[dim] = out
+        else:
+            result[out] = None
+    for dim, at in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
+        left[dim] = indices[at]
+    return OpDims(
+        operands=[tuple(left), indices],
+        results=[tuple(result)],
+        linear=[True, False],
+        moves=True,
+    )
+
+
+def _scatter(op) -> OpDims:
+    """Updates of rows: those of one row are added up, or the last one stays."""
+    if len(op.operands) != 3:
+        return whole_dims(op)
+    numbers = stablehlo.ScatterDimensionNumbers(
+        op.attributes["scatter_dimension_numbers"]
+    )
+    inner = [o.operation.name for o in op.regions[0].blocks[0].operations]
+    adds = inner == ["stablehlo.add", "stablehlo.return"]
+    table, update = shape_of(op.operands[0]), shape_of(op.operands[2])
+    windows = list(numbers.update_window_dims)
+    places = [dim for dim in range(len(update)) if dim not in windows]
+    labels: list[int | None] = list(range(len(update)))
+    left: list[int | None] = [None] * len(table)
+    batching = list(numbers.input_batching_dims)
+    inside = [
+        dim
+        for dim in range(len(table))
+        if dim not in (*numbers.inserted_window_dims, *batching)
+    ]
+    for dim, out in zip(inside, windows, strict=True):
+        if update[out] == table[dim]:
+            left[dim] = out
+        else:
+            labels[out] = None
+    indices = _with_vector(places, numbers.index_vector_dim, op.operands[1])
+    for dim, at in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
+        left[dim] = indices[at]
+    if not adds:  # Which update is the last only one device would know.
+        kept = [label if label in left else None for label in labels]
+        indices = tuple(label if label in left else None for label in indices)
+        labels = kept
+    return OpDims(
+        operands=[tuple(left), indices, tuple(labels)],
+        results=[tuple(left)],
+        linear=[adds, False, adds],
+        alike=True,
+    )
+
+
+def _with_vector(places: Sequence[int], vector: int, indices: ir.Value) -> Labels:
+    """Labels of the dims of indices, of which one may hold their components."""
+    labels: list[int | None] = list(places)
+    if vector < len(shape_of(indices)):
+        labels.insert(vector, None)
+    return tuple(labels)
+
+
+def whole_dims(op) -> OpDims:
+    """Of an op that needs all of its operands whole."""
+    return OpDims(
+        operands=[(None,) * len(shape_of(value)) for value in op.operands],
+        results=[(None,) * len(shape_of(value)) for value in op.results],
+        linear=[False] * len(op.operands),
+    )
+
+
+def _windows(op) -> OpDims:
+    """A pooling, or its gradient: with a halo in the dims in which the window moves."""
+    sizes = _listed(op, "window_dimensions")
+    strides = [1] * len(sizes)
+    if "window_strides" in op.attributes:
+        strides = _listed(op, "window_strides")
+    pairs = zip(sizes, strides, strict=True)
+    moved = [dim for dim, pair in enumerate(pairs) if pair != (1, 1)]
+    labels = tuple(range(len(sizes)))
+    count = len(op.results)
+    tensors = sum(1 for value in op.operands if shape_of(value))
+    return OpDims(
+        operands=[labels] * tensors + [()] * (len(op.operands) - tensors),
+        results=[_but(op.results[0], moved)] * count,
+        linear=[False] * len(op.operands),
+        kinds=dict.fromkeys(moved, "halo"),
+    )
+
+
+WINDOW_RULES = {
+    "concatenate": _concatenate,
+    "dynamic_slice": _sliced,
+    "dynamic_update_slice": _update,
+    "gather": _gather,
+    "pad": _pad,
+    "reduce_window": _windows,
+    "reverse": _reverse,
+    "scatter": _scatter,
+    "select_and_scatter": _windows,
+    "slice": _sliced,
+}

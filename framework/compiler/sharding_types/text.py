@@ -1,0 +1,65 @@
+"""A program's sharding types as text, at 80 columns."""
+
+from __future__ import annotations
+
+import linecache
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.framework.compiler.sharding_types.explain import (
+        TypedProgram,
+        TypedTensor,
+    )
+
+_WIDTH = 80
+_NAME = 26
+
+
+def program_text(program: TypedProgram) -> str:
+    """What `print(program)` shows."""
+    count = len(program.errors)
+    lines = [
+        f"{program.name} over {program.mesh}: {len(program.tensors)} tensors, "
+        f"{count or 'no'} {'error' if count == 1 else 'errors'}.",
+        "{U:x}: a sum is pending along x. {R:x}: the gradient's will be. {sum?:x}: the",
+        "program does not say yet.",
+        "",
+    ]
+    for heading, tensors in _groups(program.tensors):
+        if tensors:
+            lines += [heading, *(line for one in tensors for line in _lines(one)), ""]
+    for number, error in enumerate(program.errors, 1):
+        lines += textwrap.wrap(
+            f"{number}. {error}",
+            _WIDTH,
+            subsequent_indent="   ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines).rstrip()
+
+
+def _groups(
+    tensors: Sequence[TypedTensor],
+) -> Iterator[tuple[str, list[TypedTensor]]]:
+    inside = [one for one in tensors if one.kind.value == "inside" and one.is_told]
+    yield "arguments", [one for one in tensors if one.kind.value == "argument"]
+    yield "forward", [one for one in inside if not one.is_gradient]
+    yield "backward, and what is made of it", [one for one in inside if one.is_gradient]
+    yield "results", [one for one in tensors if one.kind.value == "result"]
+
+
+def _lines(one: TypedTensor) -> Iterator[str]:
+    name = one.name.removeprefix("gradient_tape/")
+    line = f"  {name:<{_NAME}} {one.type}"
+    if len(name) <= _NAME and len(line) <= _WIDTH:
+        yield line
+    else:
+        yield f"  {name}"
+        yield f"{'':<8}{one.type}"
+    if one.source is not None:
+        of = "gradient of " if one.source.is_gradient else ""
+        code = linecache.getline(one.source.file, one.source.line).strip()
+        yield f"      {of}{one.source}  {code}"[:_WIDTH].rstrip()

@@ -1,0 +1,183 @@
+"""Programs that are refused, as no device could compute them on its parts of a sum."""
+
+import pytest
+import tensorflow as tf
+
+from meshwright import framework as mw
+from tests.framework.pending_programs import (
+    MESH,
+    PARTIAL,
+    partial,
+    split,
+    sum_of_two_axes,
+    to,
+    traced,
+)
+
+
+def refusal(fn, *types, **how):
+    with pytest.raises(mw.LoweringError) as caught:
+        traced(fn, *types, name="step", **how)
+    return str(caught.value)
+
+
+def no_sum(x, y):
+    return x[:, :6] + y[:4]
+
+
+def whole_too(x, y):
+    return partial(x, y) + split(y[:4], None, None)
+
+
+def decides(x, y):
+    return tf.while_loop(
+        lambda p: tf.reduce_sum(p) < 9.0, lambda p: [2.0 * p], [partial(x, y)]
+    )[0]
+
+
+def other_axes(x, y):
+    return split(2.0 * sum_of_two_axes(x, y), None, None, unreduced=["tp"])
+
+
+def out_of_a_branch(x, y):
+    p = partial(x, y)
+    return tf.cond(tf.reduce_sum(x) > 0.0, lambda: 2.0 * p, lambda: -p)
+
+
+REFUSALS = {
+    "nonlinear": (
+        lambda x, y: tf.nn.relu(partial(x, y)),
+        "op 'Relu' (framework/test_pending_refusals.py:{}) has to do with "
+        "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it is read by what is "
+        "not linear in it: add it up before, by reshard",
+    ),
+    "maximum": (lambda x, y: tf.reduce_max(partial(x, y)), "is not linear in it"),
+    "to_integers": (
+        lambda x, y: tf.cast(partial(x, y), tf.int32),
+        "is not linear in it",
+    ),
+    "product_of_two": (
+        lambda x, y: partial(x, y) * partial(x, y),
+        "op 'mul' (framework/test_pending_refusals.py:{}) has to do with "
+        "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it is read by what is "
+        "not linear in it",
+    ),
+    "matrix_product_of_two": (
+        lambda x, y: tf.matmul(partial(x, y), partial(x, y), transpose_b=True),
+        "is read by what is not linear in it",
+    ),
+    "divisor": (lambda x, y: 1.0 / partial(x, y), "is not linear in it"),
+    "added_to_whole": (
+        whole_too,
+        "op 'add' (framework/test_pending_refusals.py:{}) takes f32[4, 6]{{U:tp}}, a "
+        "sum that is pending along tp, together with f32[4, 6], which is whole: "
+        "reshard one of them to the type of the other",
+    ),
+    "a_number_is_added": (lambda x, y: partial(x, y) + 1.0, "which is whole"),
+    "padded_with_ones": (
+        lambda x, y: tf.pad(partial(x, y), [[1, 0], [0, 0]], constant_values=1.0),
+        "is not linear in it",
+    ),
+    "joined_with_whole": (
+        lambda x, y: tf.concat([partial(x, y), y], 0),
+        "together with f32[8, 6], which is whole",
+    ),
+    "annotated_plainly": (
+        lambda x, y: split(2.0 * partial(x, y), None, None),
+        "sum that is pending along tp, and it is annotated as if it were none: add it "
+        "up before, by reshard",
+    ),
+    "annotated_as_reduced": (
+        lambda x, y: split(2.0 * partial(x, y), None, None, reduced=["tp"]),
+        "is annotated as if it were none",
+    ),
+    "leaves_the_program": (
+        lambda x, y: 2.0 * partial(x, y),
+        "op 'mul' (framework/test_pending_refusals.py:{}) has to do with "
+        "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it leaves the program",
+    ),
+    "leaves_a_branch": (out_of_a_branch, "and it leaves the program or a branch"),
+    "decides_a_loop": (decides, "and it decides how long a loop runs"),
+    "nothing_pending": (
+        lambda x, y: split(no_sum(x, y), None, None, unreduced=["tp"]),
+        "wants f32[4, 6]{{U:tp}}, but it is not linear in sums over dims that tp "
+        "splits, so nothing is pending. To make an unreduced tensor of a replicated "
+        "one annotate it as replicated and reshard it",
+    ),
+    "other_axis": (
+        lambda x, y: split(x @ y, None, None, unreduced=["dp"]),
+        "wants f32[4, 6]{{U:dp}}, but it is not linear in sums over dims that dp",
+    ),
+    "uneven": (
+        lambda x, y: to(partial(x, y), None, None),
+        "even",
+        "[4,7@tp]",
+        "[7@tp,6]",
+    ),
+    "an_argument": (
+        lambda x, y: split(y, None, None, unreduced=["tp"]),
+        "wants f32[8, 6]{{U:tp}}, but it is not linear in sums",
+    ),
+    "fewer_axes": (
+        other_axes,
+        "f32[4, 6]{{U:dp,tp}}, a sum that is pending along dp, tp, and it meets one "
+        "that is pending along tp",
+        "[4,8@dp.tp]",
+        "[8@dp.tp,6]",
+    ),
+}
+
+
+_UNTOLD = pytest.mark.xfail(
+    strict=True, reason="the message does not say that the dim is split unevenly"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=_UNTOLD) if n == "uneven" else n for n in REFUSALS],
+)
+def test_what_no_device_could_compute_on_its_part_is_refused(name):
+    fn, message, *types = REFUSALS[name]
+    line = fn.__code__.co_firstlineno + (fn is whole_too)
+    found = refusal(fn, *(types or PARTIAL))
+    assert found.startswith("step: op '") and message.format(line) in found, found
+
+
+def test_what_is_unreduced_is_so_over_the_programs_mesh():
+    other = mw.DeviceMesh(("dp", "tp"), (1, 4))
+
+    def fn(x, y):
+        p = split(x @ y, None, None, mesh=other, unreduced=["tp"])
+        return to(p, None, None, mesh=other)
+
+    assert refusal(fn, *PARTIAL).endswith(
+        "is annotated over the mesh (dp=1, tp=4), the program is compiled for (dp=2, "
+        "tp=2): what is unreduced or reduced is so over the program's own mesh"
+    )
+
+
+@pytest.mark.parametrize("border", ["in_shardings", "out_shardings"])
+def test_no_sum_is_pending_at_the_border_of_a_program(border):
+    pending = mw.Sharding.parse(MESH, "[_,_]{U:tp}")
+    asked = {border: [pending] if border == "in_shardings" else pending}
+    message = (
+        r"sharding \[_,_\]\{U:tp\} of an argument or result is unreduced along tp: a "
+        "sum may be pending inside of a program only; reshard it there"
+    )
+    with pytest.raises(ValueError, match=message):
+        mw.compile_program(lambda x: x, [tf.TensorSpec([4, 6])], MESH, **asked)
+
+
+@pytest.mark.parametrize("write", [split, to])
+def test_annotations_that_no_tensor_can_have_are_refused(write):
+    x = tf.zeros([4, 6])
+    name = "mesh_split" if write is split else "reshard"
+    for dims, types, message in [
+        ((None, "tp"), {"unreduced": ["tp"]}, "'tp' is used twice in one tensor"),
+        ((None, None), {"unreduced": ["dp"], "reduced": ["dp"]}, "'dp' is used twice"),
+        ((None, None), {"reduced": ["pp"]}, "unknown mesh axis 'pp'"),
+        ((None,), {"unreduced": ["tp"]}, "has 1 entries but the tensor has rank 2"),
+    ]:
+        with pytest.raises(ValueError, match=f"{name}: tensor has shape .*{message}"):
+            write(x, *dims, **types)
