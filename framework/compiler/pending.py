@@ -350,8 +350,8 @@ class _Carrying:
         return self.blame.error(
             op,
             f"wants {type_text(value, axes)}, but it is not linear in sums over dims "
-            f"that {named} splits, so nothing is pending. To make an unreduced tensor "
-            "of a replicated one annotate it as replicated and reshard it",
+            f"that {named} splits evenly, so nothing is pending: to make an unreduced "
+            "tensor of a replicated one annotate it as replicated and reshard it",
         )
 
 
