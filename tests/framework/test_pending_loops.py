@@ -279,12 +279,7 @@ def decayed(w, x):
 READ = mw.Sharding.parse(MESH, "[_,_]{R:dp}")
 
 
-_NOTED = pytest.mark.xfail(
-    strict=True, reason="reshard believes the note that its tensor is unreduced"
-)
-
-
-@pytest.mark.parametrize("factor", [pytest.param(1.0, marks=_NOTED), 0.5])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_a_gradient_that_is_no_sum_is_reduced_at_once_where_that_is_allowed(factor):
     def fn(x, w):
         def loss(w):

@@ -76,9 +76,10 @@ class Program:
                 dims[dim].append(axis)
         return dims
 
-    def step(self, what: str, shape, unreduced, op: Callable) -> Value:
+    def step(self, what: str, shape, unreduced, op: Callable, again=True) -> Value:
+        """One more step; whether its value may be read `again` by another."""
         value = Value(len(self.steps), tuple(shape), tuple(unreduced))
-        if "R:" not in what:  # Of which all gradients are pending, so it is read once.
+        if again:
             self.made.append(value)
         types = f"{list(shape)}{{U:{','.join(unreduced)}}}"
         self.text.append(f"  v{value.number} = {what}: {types}")
@@ -170,6 +171,7 @@ class Program:
             shape,
             (),
             lambda v, _: to(v[w.number], *dims, reduced=unreduced),
+            again=False,
         )
 
     def multiplied(self, x: Value) -> Value:

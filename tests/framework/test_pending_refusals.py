@@ -101,8 +101,7 @@ REFUSALS = {
     "nothing_pending": (
         lambda x, y: split(no_sum(x, y), None, None, unreduced=["tp"]),
         "wants f32[4, 6]{{U:tp}}, but it is not linear in sums over dims that tp "
-        "splits, so nothing is pending. To make an unreduced tensor of a replicated "
-        "one annotate it as replicated and reshard it",
+        "splits evenly, so nothing is pending: to make an unreduced ",
     ),
     "other_axis": (
         lambda x, y: split(x @ y, None, None, unreduced=["dp"]),
@@ -110,7 +109,7 @@ REFUSALS = {
     ),
     "uneven": (
         lambda x, y: to(partial(x, y), None, None),
-        "even",
+        "sums over dims that tp splits evenly",
         "[4,7@tp]",
         "[7@tp,6]",
     ),
@@ -128,15 +127,7 @@ REFUSALS = {
 }
 
 
-_UNTOLD = pytest.mark.xfail(
-    strict=True, reason="the message does not say that the dim is split unevenly"
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=_UNTOLD) if n == "uneven" else n for n in REFUSALS],
-)
+@pytest.mark.parametrize("name", REFUSALS)
 def test_what_no_device_could_compute_on_its_part_is_refused(name):
     fn, message, *types = REFUSALS[name]
     line = fn.__code__.co_firstlineno + (fn is whole_too)
