@@ -23,6 +23,9 @@ from etils import epath
 from meshwright.framework.compiler.explain import explain
 from meshwright.framework.compiler.explain_text import rematerialized_lines
 from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.task import Decoding
 from meshwright.trainers import replication
@@ -185,6 +188,8 @@ class _Loop:
         if updates is not None:
             say("%s", updates.summary())
             self.summaries.text(step, "weight-update sharding", updates.text())
+        elif self.experiment.weight_update_sharding is WeightUpdateSharding.ALL:
+            say("weight updates (all): none, as no mesh axis splits the batch")
 
     def _train(self, state: TrainState, step: int) -> int:
         """Trains from `step` on and saves; returns the step it came to."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -11,6 +10,7 @@ from jaxlib.mlir.dialects import sdy
 from meshwright.framework.compiler.stable_hlo import (
     NUMBER,
     Blame,
+    asked_sharding,
     call_target,
     is_annotation,
     is_of_region,
@@ -23,9 +23,6 @@ from meshwright.framework.sharding.mesh import DeviceMesh, places_in
 from meshwright.framework.sharding.placeholders import mesh_text
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import RESHARD
-from meshwright.framework.sharding.xla_form import ints
-
-_UNSPECIFIED = re.compile(r"unspecified_dims=\[(?P<dims>[\d,]*)\]")
 
 
 def refuse_foreign(blame: Blame, module: ir.Module) -> None:
@@ -84,10 +81,6 @@ def rewrite_annotations(
             rewrite_annotation(blame, op, mesh, shardy=shardy)
 
 
-def _text(op) -> str:
-    return ir.StringAttr(op.attributes["mhlo.sharding"]).value
-
-
 def rewrite_annotation(
     blame: Blame, op, mesh: DeviceMesh, *, shardy: bool, manual: tuple[str, ...] = ()
 ) -> ir.Value:
@@ -106,7 +99,10 @@ def rewrite_annotation(
     Raises:
       LoweringError: the annotation cannot be honoured on `mesh`.
     """
-    sharding = _annotation(blame, op, mesh)
+    try:
+        sharding = asked_sharding(op, mesh)
+    except ValueError as e:
+        raise blame.error(op, f"annotates what would be dropped: {e}") from None
     clash = [a for axes in sharding.dims for a in axes if mesh.part(a).axis in manual]
     if clash:
         raise blame.error(
@@ -130,20 +126,6 @@ def rewrite_annotation(
     op.results[0].replace_all_uses_with(value)
     op.erase()
     return value
-
-
-def _annotation(blame: Blame, op, mesh: DeviceMesh) -> Sharding:
-    text = _text(op)
-    rank = ir.RankedTensorType(op.operands[0].type).rank
-    try:
-        sharding = Sharding.from_hlo(mesh, text, rank)
-    except ValueError as e:
-        raise blame.error(op, f"annotates what would be dropped: {e}") from None
-    config = ir.StringAttr(op.attributes["backend_config"]).value
-    if match := _UNSPECIFIED.search(config):
-        dims = tuple(ints(match["dims"]))
-        sharding = dataclasses.replace(sharding, unspecified=dims)
-    return sharding
 
 
 def logical(sharding: Sharding, mesh: DeviceMesh) -> Sharding:

@@ -16,6 +16,7 @@ from meshwright.framework.compiler.sources import Sources
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import PREFIX, mesh_text
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.xla_form import ints
 
 INTO_MANUAL, OUT_OF_MANUAL = "auto_to_manual", "manual_to_auto"
 NUMBER = "number"
@@ -23,6 +24,7 @@ NUMBER = "number"
 WHILE = "stablehlo.while"
 BRANCHES = ("stablehlo.case", "stablehlo.if")
 _RESULT = "XLA_Retvals"
+_UNSPECIFIED = re.compile(r"unspecified_dims=\[(?P<dims>[\d,]*)\]")
 _NAME = re.compile(r'loc\((?:fused\[)?"([^"]+)"')
 
 
@@ -231,17 +233,15 @@ def copy_floating(
 
 
 def asked_sharding(op, mesh: DeviceMesh) -> Sharding:
-    """What an annotation as TF makes them asks for, over the axes of `mesh`.
+    """What an annotation as TF makes them asks for; see `Sharding.from_hlo`.
 
     Raises:
-      ValueError: it spans other devices, or these in another order.
+      ValueError: it spans other devices than `mesh`.
     """
     text = ir.StringAttr(op.attributes["mhlo.sharding"]).value
     rank = ir.RankedTensorType(op.operands[0].type).rank
     asked = Sharding.from_hlo(mesh, text, rank)
-    if asked.mesh != mesh:
-        raise ValueError(f"{text} is over the mesh's devices in another order")
     config = ir.StringAttr(op.attributes["backend_config"]).value
-    match = re.search(r"unspecified_dims=\[([\d,]*)\]", config)
-    left = tuple(int(dim) for dim in match[1].split(",")) if match else ()
+    match = _UNSPECIFIED.search(config)
+    left = tuple(ints(match["dims"])) if match else ()
     return dataclasses.replace(asked, unspecified=left)

@@ -197,6 +197,9 @@ class Checker:
                 asked = asked_sharding(op, self.mesh)
             except ValueError as e:
                 raise IllTypedError(str(e), "use the program's mesh") from None
+            if asked.mesh != self.mesh:
+                what = f"{asked} is over the mesh's devices in another order"
+                raise IllTypedError(what, "use the program's mesh")
             return annotated(value, before, asked)
         asked = Sharding.parse(self.mesh, found.config["sharding"])
         if found.kind == TYPED:

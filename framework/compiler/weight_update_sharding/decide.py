@@ -194,9 +194,10 @@ class _Judge:
 
     def judged(self, cluster: Cluster, reach: _Reach, format_: Format) -> Decision:
         machine = self.machine
-        stored = [link for link in cluster.links if link.argument is not None]
-        kept = sum(format_.spared_bytes(link.values[0]) for link in stored)
-        saved = sum(map(format_.spared_bytes, reach.entries)) + 2 * kept
+        links = [link for link in cluster.links if link.argument is not None]
+        stored = [link.values[0] for link in links]
+        saved = sum(map(format_.spared_bytes, reach.entries))
+        saved += 2 * sum(map(format_.spared_bytes, stored))
         gathers = [
             self.gathered(cluster, value, uses)
             for value, uses in reach.exits.items()
@@ -225,7 +226,8 @@ class _Judge:
             gathers=int(sum(gathers)),
             reduced=int(sum(sizes.values())),
             saved=saved,
-            kept=kept,
+            # As the compiler counts arguments; tiles are for what is moved.
+            kept=sum(format_.spared_bytes(value, Tiles()) for value in stored),
             gain=gain,
         )
 

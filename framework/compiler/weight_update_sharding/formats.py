@@ -127,17 +127,19 @@ class Format:
         last = 0 < self.first(value) == len(self.shape(value)) - 1
         return self.tiles.columns == 1 or not last
 
-    def spared_bytes(self, value: ir.Value) -> int:
+    def spared_bytes(self, value: ir.Value, tiles: Tiles | None = None) -> int:
         """What a device has less of a tensor than without the format, in whole tiles.
 
-        Negative where padding takes more than is spared.
+        Negative where padding takes more than is spared. `tiles` are the devices', if
+        no others are given.
         """
+        tiles = tiles or self.tiles
         if self.first(value) is None:
             return 0
         own = self.completed.sharding(value).shard_shape(shape_of(value))
         shard = self.sharding(value).shard_shape(self.shape(value))
         dtype = dtype_of(value)
-        return self.tiles.bytes(own, dtype) - self.tiles.bytes(shard, dtype)
+        return tiles.bytes(own, dtype) - tiles.bytes(shard, dtype)
 
 
 def formats_of(

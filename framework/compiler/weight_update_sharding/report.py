@@ -63,9 +63,12 @@ class UpdateReport:
         """One line."""
         axes = ", ".join(self.data_axes)
         kept = bytes_text(sum(line.kept for line in self.sharded))
+        what = f"weight updates ({self.mode}):"
+        if not self.lines:
+            return f"{what} none is repeated along {axes}"
         return (
-            f"weight updates ({self.mode}): {len(self.sharded)} of {len(self.lines)} "
-            f"sharded over {axes or 'no axis'}, {kept} less state on each device"
+            f"{what} {len(self.sharded)} of {len(self.lines)} sharded over {axes}, "
+            f"{kept} less state on each device"
         )
 
     def text(self) -> str:
@@ -79,7 +82,8 @@ class UpdateReport:
 
 
 def _row(line: UpdateLine) -> str:
-    cells = [line.names[0], str(list(line.shape))]
+    weights = [name for name in line.names if name.startswith("theta")]
+    cells = [", ".join(weights or line.names), str(list(line.shape))]
     if line.why:
         cells += [f"left alone: {line.why}", "", "", "", "", ""]
     else:
