@@ -218,24 +218,21 @@ def bytecode(module: ir.Module) -> bytes:
     return buffer.getvalue()
 
 
-def _abstract(*args, lowered, module):
-    return [
-        jax.core.ShapedArray(tuple(spec.shape), spec.dtype.as_numpy_dtype)
-        for spec in flat_specs(lowered.outputs)
-    ]
+# JAX keeps a primitive's parameters as long as the process lives: no TF graphs in them.
+def _abstract(*args, name, module, results):
+    return list(results)
 
 
-def _lowering(ctx, *args, lowered, module):
+def _lowering(ctx, *args, name, module, results):
     module = ir.Module.parse(module)
     main = ir.SymbolTable(module.operation)["main"]
-    results = main.type.results
     symbol = mlir.merge_mlir_modules(
         ctx.module_context.module,
-        lowered.name,
+        name,
         module,
         dst_symtab=ctx.module_context.symbol_table,
     )
-    call = func.CallOp(results, ir.FlatSymbolRefAttr.get(symbol), list(args))
+    call = func.CallOp(main.type.results, ir.FlatSymbolRefAttr.get(symbol), list(args))
     return list(call.results)
 
 
@@ -279,9 +276,14 @@ def lower_for_mesh(
 
     module = stable_hlo(lowered, mesh, shardy, layouts)
 
+    results = tuple(
+        jax.core.ShapedArray(tuple(spec.shape), spec.dtype.as_numpy_dtype)
+        for spec in flat_specs(lowered.outputs)
+    )
+
     def program(*flat):
-        out = _TF_PROGRAM.bind(*flat, lowered=lowered, module=module)
-        return tuple(out)
+        bound = {"name": lowered.name, "module": module, "results": results}
+        return tuple(_TF_PROGRAM.bind(*flat, **bound))
 
     program.__name__ = lowered.name
     avals = [_argument(lowered.name, spec) for spec in flat_specs(lowered.inputs)]

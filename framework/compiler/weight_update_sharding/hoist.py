@@ -160,7 +160,7 @@ def _convert_whole(stack: ir.Value) -> None:
         return
     element = element_type(found.converts[0].results[0])
     uses = list(stack.uses)
-    with after(stack), stack.owner.location:
+    with after(stack), found.converts[0].location:
         type_ = ir.RankedTensorType.get(list(shape_of(stack)), element)
         whole = stablehlo.convert(type_, stack)
     for use in uses:

@@ -158,8 +158,8 @@ def _check(lowered: LoweredFunction, mesh: DeviceMesh, in_forms, asked) -> None:
         )
     if not isinstance(asked.argument, int) or not 0 <= asked.argument < count:
         raise ValueError(
-            f"{name}: UpdateSharding.argument is {asked.argument}, but the program has "
-            f"{count} arguments"
+            f"{name}: UpdateSharding.argument is {asked.argument!r}, but the program "
+            f"has {count} arguments"
         )
     results = lowered.outputs
     if not isinstance(results, Mapping) or asked.result not in results:
