@@ -112,3 +112,19 @@ def test_rows_that_microbatches_do_not_divide_are_refused():
         Programs(one).traced_main  # noqa: B018
     with pytest.raises(ValueError, match="gradient_accumulation_steps is 0"):
         experiment(steps=0)
+
+
+def test_experts_train_as_on_one_device():
+    """Auxiliary losses, sums and all-to-alls are in the loop over microbatches."""
+
+    def trained(devices):
+        one = experiment(steps=2, plan="sparse", mesh=f"({devices},)", experts=4)
+        return train(one, initial_state(one), STEPS)
+
+    got, want = trained(4), trained(1)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=2e-6)
+    for path, value in want.state.items():
+        if path.startswith("theta"):
+            np.testing.assert_allclose(
+                got.state[path], value, rtol=0, atol=2e-5 * np.abs(value).max()
+            )
