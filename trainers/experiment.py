@@ -32,7 +32,7 @@ class Experiment:
       steps_per_loop: steps inside one compiled program; saves small models' dispatch.
       gradient_accumulation_steps: into how many microbatches a step divides its batch,
         one after the other; gradients are added up on each device, and over devices
-        once.
+        once. Losses of microbatches count alike.
       seed: of weights and dropout, below 2**64. Input order has its own, such as
         `TextInput.seed`.
       activation_dtype: of activations; weights are float32.
@@ -116,6 +116,12 @@ class Experiment:
                     f"{wanted.__name__}"
                     + (f": write @{value.__name__}()" if callable(value) else "")
                 )
+
+        if self.plan.partial_axes:
+            raise ValueError(
+                f"Experiment.plan has partial_axes {tuple(self.plan.partial_axes)}, "
+                "which the trainer sets itself: see gradient_accumulation_steps"
+            )
 
     def _check_counts(self) -> None:
         least = {

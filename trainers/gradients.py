@@ -65,8 +65,9 @@ def accumulated_gradients(
     """The gradients of a batch, microbatch by microbatch in a loop.
 
     Each device adds up its own part of them, and the parts are added up once, after the
-    loop ("Replicate forwards, partial backwards"). Losses of microbatches count alike,
-    whatever their weights.
+    loop ("Replicate forwards, partial backwards"). Losses of microbatches count alike:
+    where their weights differ, as with padding, the mean is another than the whole
+    batch's; and what a layer does over its batch it does over a microbatch.
 
     Args:
       task, ctx, specs, theta, batch: as of `batch_gradients`.
@@ -101,11 +102,15 @@ def accumulated_gradients(
     traced = tf.function(one, autograph=False)
     traced = traced.get_concrete_function(tf.TensorSpec([], tf.int32))
     like = NestedMap(traced.structured_outputs)
+
+    def leaves(i: tf.Tensor) -> list[tf.Tensor]:
+        return NestedMap(traced(i)).leaves()
+
     _, totals = tf.while_loop(
         lambda i, _: i < steps,
         lambda i, totals: (
             i + 1,
-            [total + x for total, x in zip(totals, one(i).leaves(), strict=True)],
+            [total + x for total, x in zip(totals, leaves(i), strict=True)],
         ),
         (tf.constant(0), [tf.zeros(x.shape, x.dtype) for x in like.leaves()]),
     )
@@ -132,7 +137,7 @@ def _microbatches(
     Each takes every `steps`-th row, so that a device's rows stay where they are.
     """
     if "batch" not in names:
-        return tf.repeat(x[None], steps, axis=0)
+        return tf.broadcast_to(x, [steps, *x.shape])
     dim = list(names).index("batch")
     devices = plan.activation_sharding(names, f"batch.{path}").splits()[dim]
     rows = x.shape[dim]

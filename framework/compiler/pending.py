@@ -294,7 +294,12 @@ class _Carrying:
         parts = self.parts(op.operands[number], axes, op)
         condition, body = (region.blocks[0] for region in op.regions)
         if list(condition.arguments[number].uses):
-            raise self.error(op, op.operands[number], "decides how long a loop runs")
+            what = type_text(body.arguments[number], axes)
+            raise self.blame.error(
+                op,
+                f"would carry {what}, a sum that is pending along {', '.join(axes)}, "
+                "and it decides how long a loop runs: add it up before, by reshard",
+            )
         op.operands[number] = parts
         own, result = body.arguments[number], op.results[number]
         for value in (condition.arguments[number], own, result):

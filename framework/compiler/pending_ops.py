@@ -61,6 +61,8 @@ def choices(op: ir.Operation) -> Sequence[tuple[int, ...]]:
         return _FIRST if _from_zero(op) else []
     if name == "concatenate":
         return [tuple(range(len(op.operands)))]
+    if name == "divide" and isinstance(element_type(op.results[0]), ir.IntegerType):
+        return []  # It rounds.
     return _CHOICES.get(name, [])
 
 

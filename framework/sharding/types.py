@@ -34,7 +34,8 @@ def reshard(
 ) -> tf.Tensor:
     """Converts `tensor` from the type that it has to another.
 
-    From unreduced to replicated it is an all-reduce, to a split dim a reduce-scatter;
+    From unreduced to replicated it is an all-reduce, and a reduce-scatter to a dim that
+    these axes split and none did before, if they divide it;
     from replicated to unreduced nothing is sent: one device keeps the tensor and the
     others have zeros. The gradient is converted the way back: of a tensor that is the
     result of `mesh_split` or `reshard` itself to the dual of what that said, of any

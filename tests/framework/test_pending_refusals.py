@@ -35,6 +35,21 @@ def decides(x, y):
     )[0]
 
 
+def comes_to_decide(x, y):
+    """What it starts with is zeros, pending only after the first round."""
+    p = partial(x, y)
+    return tf.while_loop(
+        lambda a, i: (tf.reduce_sum(a) < 9.0) & (i < 3),
+        lambda a, i: [2.0 * p, i + 1],
+        [tf.zeros([4, 6]), 0],
+    )[0]
+
+
+def whole_number_division(x, y):
+    p = partial(tf.cast(x, tf.int32), tf.cast(y, tf.int32))
+    return tf.truncatediv(p, 3)
+
+
 def other_axes(x, y):
     return split(2.0 * sum_of_two_axes(x, y), None, None, unreduced=["tp"])
 
@@ -98,6 +113,8 @@ REFUSALS = {
     ),
     "leaves_a_branch": (out_of_a_branch, "and it leaves the program or a branch"),
     "decides_a_loop": (decides, "and it decides how long a loop runs"),
+    "comes_to_decide_a_loop": (comes_to_decide, "and it decides how long a loop runs"),
+    "whole_number_division": (whole_number_division, "is not linear in it"),
     "nothing_pending": (
         lambda x, y: split(no_sum(x, y), None, None, unreduced=["tp"]),
         "wants f32[4, 6]{{U:tp}}, but it is not linear in sums over dims that tp "

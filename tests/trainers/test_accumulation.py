@@ -128,3 +128,32 @@ def test_experts_train_as_on_one_device():
             np.testing.assert_allclose(
                 got.state[path], value, rtol=0, atol=2e-5 * np.abs(value).max()
             )
+
+
+def test_a_plan_with_partial_axes_is_refused():
+    with pytest.raises(
+        ValueError, match="has partial_axes .'data',., which the trainer"
+    ):
+        experiment("ShardingPlan.partial_axes = ('data',)")
+
+
+def test_steps_in_a_loop_and_a_moving_average():
+    """Two steps to a call, each of two microbatches, as one at a time."""
+    ema = ("Experiment.ema = @ExponentialMovingAverage()",)
+
+    def trained(per_loop, calls):
+        many = (
+            f"Experiment.steps_per_loop = {per_loop}",
+            "Experiment.num_steps = 4",
+            "Experiment.checkpoint_interval = 2",
+            "Experiment.summary_interval = 2",
+        )
+        one = experiment(*ema, *many, steps=2)
+        return train(one, initial_state(one), calls)
+
+    got, want = trained(2, 1), trained(1, 2)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=2e-6)
+    assert any(path.startswith("ema") for path in want.state)
+    for path, value in want.state.items():
+        scale = np.abs(value).max() or 1
+        np.testing.assert_allclose(got.state[path], value, rtol=0, atol=2e-5 * scale)

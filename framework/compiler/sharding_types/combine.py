@@ -68,7 +68,7 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
     for type_, linear in zip(types, rule.linear, strict=True):
         _check_linear(type_, linear, rule)
     pending = (_of_terms if rule.alike else _of_factors)(op, rule, types, axes)
-    reduced = _reduced(rule, types, axes, pending)
+    reduced = tuple(_reduced(rule, types, axes, pending))
     names = _names(rule, types)
     free = all(type_.free for type_ in types)
     zero = free and _is_zero(rule, types)
@@ -84,7 +84,7 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
             free=free,
             zero=zero,
         )
-        kept = tuple(reduced) if one.is_float else ()
+        kept = reduced if one.is_float else ()
         found.append(dataclasses.replace(one, reduced=kept))
     return found
 

@@ -43,7 +43,9 @@ def op_dims(op) -> OpDims:
     if name in _RULES:
         return _RULES[name](op)
     if name in _LINEAR or name in _NONLINEAR:
-        return _elementwise(op, _LINEAR.get(name, []))
+        whole = isinstance(element_type(op.results[0]), ir.IntegerType)
+        rounds = name == "divide" and whole
+        return _elementwise(op, [] if rounds else _LINEAR.get(name, []))
     return whole_dims(op)
 
 

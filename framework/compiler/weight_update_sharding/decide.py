@@ -235,14 +235,19 @@ class _Judge:
         entries = cluster.entries()
         gradients = [v for v in entries if v in self.redundancy.updates]
         sums = [find_sum(self.completed, self.redundancy.reduced, v) for v in gradients]
-        axes = [found.axes if found else () for found in sums]
-        gradients = dict(zip(gradients, axes, strict=True))
+        gradients = {
+            value: found.axes
+            if found and all(map(cluster.inside, uses_of(value)))
+            else ()
+            for value, found in zip(gradients, sums, strict=True)
+        }
         return _Reach(state, entries, cluster.exits(), gradients)
 
     def is_scattered(self, value, reach: _Reach, format_: Format) -> bool:
         """Whether a gradient is reduced right onto its shards, and not whole first."""
         known = set(format_.axes) <= set(reach.gradients[value])
-        return known and format_.can_scatter(value)
+        taken = self.completed.sharding(value).dims[format_.first(value)]
+        return known and not taken and format_.can_scatter(value)
 
     def copied(self, passing: Sequence[ir.Value], format_: Format) -> int:
         """Bytes of whole tensors that are copied on the way into shards or back."""

@@ -64,7 +64,7 @@ def hoist_conversions(module: ir.Module) -> None:
 
 def _narrow_first(op) -> None:
     """Makes `convert(move(x))` `move(convert(x))`, if that moves fewer bits."""
-    while op.name == _CONVERT and _bits(op.results[0]) < _bits(op.operands[0]):
+    while op.name == _CONVERT and 0 < _bits(op.results[0]) < _bits(op.operands[0]):
         maker = op.operands[0].owner
         if isinstance(maker, ir.Block) or maker.name not in _MOVES:
             return
@@ -76,7 +76,9 @@ def _widen_last(op) -> None:
     if op.name not in _MOVES or isinstance(op.operands[0].owner, ir.Block):
         return
     maker = op.operands[0].owner
-    if maker.name == _CONVERT and _bits(maker.operands[0]) < _bits(maker.results[0]):
+    if maker.name != _CONVERT:
+        return
+    if 0 < _bits(maker.operands[0]) < _bits(maker.results[0]):
         _swapped(maker, op)
 
 
