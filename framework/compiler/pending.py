@@ -201,6 +201,8 @@ class _Carrying:
             if after_.unreduced:
                 self.hold(op, after_.unreduced, new)
                 return
+        # What reads it may be a sum over a dim that is split from here on.
+        self.completed.shardings[new] = after_.untyped()
         op.results[0].replace_all_uses_with(new)
         self.replaced.append(op)
         self.done.add(op.results[0])

@@ -340,3 +340,19 @@ def test_axes_of_one_device_have_nothing_pending():
         return tf.nn.relu(p), to(p, "dp", None, mesh=mesh)
 
     check(fn, "[4@dp,8]", "[8,6]", mesh=mesh, sends=[])
+
+
+def test_what_a_reshard_splits_is_summed_in_parts():
+    """As by a second tensor-parallel layer."""
+
+    def two_layers(x, w, v):
+        h = to(split(x @ w, "dp", None, unreduced=["tp"]), "dp", "tp")
+        return to(split(h @ v, "dp", None, unreduced=["tp"]), "dp", None)
+
+    check(
+        two_layers,
+        "[4@dp,8@tp]",
+        "[8@tp,6]",
+        "[6@tp,2]",
+        sends=["reduce-scatter tp [2,3]", "all-reduce tp [2,2]"],
+    )

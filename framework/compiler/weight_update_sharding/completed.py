@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 from jax.extend.mlir import ir
@@ -46,7 +46,7 @@ class CompletedModule:
     mesh: DeviceMesh
     module: ir.Module
     main: ir.Operation
-    shardings: Mapping[ir.Value, Sharding | None]
+    shardings: dict[ir.Value, Sharding | None]
 
     def axes(self, value: ir.Value) -> frozenset[str]:
         """The mesh axes that split a value; all of them if its sharding is unknown."""
