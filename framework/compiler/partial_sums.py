@@ -17,6 +17,7 @@ from meshwright.framework.compiler.conv_rewrite import convolution_of, shape_of
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     border_config,
+    dot_dims,
     is_annotation,
     placeholder_call,
     tensor_type,
@@ -28,6 +29,8 @@ from meshwright.framework.compiler.weight_update_sharding.links import constant_
 from meshwright.framework.compiler.weight_update_sharding.redundancy import (
     reduced_dims,
 )
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import mesh_text
 
 DimAxes = list[tuple[str, ...]]
 """For each dim of a tensor the manual axes that split it."""
@@ -122,12 +125,7 @@ class _Operands:
 
 
 def _of_dot(op, operands: _Operands):
-    if op.name == "stablehlo.dot":
-        left, right = [len(shape_of(op.operands[0])) - 1], [0]
-    else:
-        numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-        left = list(numbers.lhs_contracting_dimensions)
-        right = list(numbers.rhs_contracting_dimensions)
+    _, (left, right) = dot_dims(op, len(shape_of(op.operands[0])))
     one, other = operands.dims(0), operands.dims(1)
     summed = []
     for i, j in zip(left, right, strict=True):
@@ -190,7 +188,24 @@ def _of_scatter(op, operands: _Operands):
     return operands.even([None, indices, updates])
 
 
+def scattered_along(
+    local: ir.Value, mesh: DeviceMesh, axes: Sequence[str], dim: int
+) -> ir.Value:
+    """The sum of what devices have, reduce-scattered, in a manual region.
+
+    One axis after the other, as rings are; at the current insertion point.
+    """
+    for axis in axes:
+        shape = list(shape_of(local))
+        shape[dim] //= mesh.axis_size(axis)
+        config = {"mesh": mesh_text(mesh), "axes": [axis], "dim": dim}
+        type_ = tensor_type(local.type, shape)
+        local = placeholder_call("reduce_scatter", local, type_, config)
+    return local
+
+
 def adds(op) -> bool:
+    """Whether a reduction or a scatter adds up."""
     names = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
     return names == ["stablehlo.add", "stablehlo.return"]
 
@@ -200,12 +215,13 @@ def is_zero(value: ir.Value) -> bool:
     while not isinstance(value.owner, ir.Block):
         op = value.owner
         if op.name != "stablehlo.broadcast_in_dim" and not is_annotation(op):
-            return _is_constant_zero(op)
+            return is_constant_zero(op)
         value = op.operands[0]
     return False
 
 
-def _is_constant_zero(op) -> bool:
+def is_constant_zero(op) -> bool:
+    """Whether an op is a constant that is 0 everywhere."""
     if op.name != "stablehlo.constant":
         return False
     numbers = ir.DenseElementsAttr(op.attributes["value"])

@@ -35,6 +35,7 @@ from meshwright.framework.compiler.stable_hlo import (
     after,
     end_of,
     is_annotation,
+    location_of,
     placeholder_of,
     tensor_type,
 )
@@ -164,17 +165,19 @@ class _Carrying:
     def hold(self, op, axes: Axes, parts: ir.Value) -> None:
         """Takes down what took the place of an op's result."""
         self.pending[op.results[0]] = _Parts(axes, parts)
+        self.retire(op)
+
+    def retire(self, op) -> None:
+        """Has an op erased in the end, whose result nobody reads any more."""
         self.replaced.append(op)
         self.done.add(op.results[0])
 
-    def led(self, parts: ir.Value, axes: Axes, dims: Sequence[Axes] | None = None):
-        """Annotates a tensor's leading dims, and its own `dims` if they are known."""
-        rank = len(shape_of(parts)) - len(axes)
+    def led(self, parts: ir.Value, axes: Axes) -> ir.Value:
+        """Annotates a tensor's leading dims; its own are left to completion."""
+        own = range(len(axes), len(shape_of(parts)))
         leading = tuple((axis,) for axis in axes)
-        sharding = Sharding(self.mesh, (*leading, *(dims or [()] * rank)))
-        if dims is None:
-            own = range(len(axes), len(axes) + rank)
-            sharding = sharding.opened(tuple(own), but=axes)
+        sharding = Sharding(self.mesh, (*leading, *[()] * len(own)))
+        sharding = sharding.opened(tuple(own), but=axes)
         value = annotated(parts, sharding)
         self.done.add(value)
         return value
@@ -204,8 +207,7 @@ class _Carrying:
         # What reads it may be a sum over a dim that is split from here on.
         self.completed.shardings[new] = after_.untyped()
         op.results[0].replace_all_uses_with(new)
-        self.replaced.append(op)
-        self.done.add(op.results[0])
+        self.retire(op)
 
     def possible(self, value: ir.Value, wanted: Sharding) -> Sharding:
         """What is wanted, unreduced along as many of its axes as can be."""
@@ -242,7 +244,7 @@ class _Carrying:
                 self.carry(holder, ir.BlockArgument(value).arg_number, axes)
                 self.again.add(value)  # What had read it before is to read its parts.
                 return self.pending[value].value
-            with after(value), _location(value):
+            with after(value), location_of(value):
                 self.asked[value, axes] = self.led(self.made(value, axes), axes)
         return self.asked[value, axes]
 
@@ -257,9 +259,8 @@ class _Carrying:
     def made(self, value: ir.Value, axes: Axes) -> ir.Value:
         """A value in parts, at the insertion point, where it can be."""
         lead = self.lead(axes)
-        type_ = tensor_type(value.type, (*lead, *shape_of(value)))
         if is_zero(value):
-            return zeros(type_)
+            return zeros(tensor_type(value.type, (*lead, *shape_of(value))))
         op = value.owner.operation
         if op.name == WHILE:
             return self.loop_in_parts(op, ir.OpResult(value).result_number, axes)
@@ -419,8 +420,3 @@ def type_text(value: ir.Value, axes: Axes) -> str:
     sizes = ", ".join(map(str, shape_of(value)))
     pending = f"{{U:{','.join(axes)}}}" if axes else ""
     return f"{dtype_of(value)}[{sizes}]{pending}"
-
-
-def _location(value: ir.Value) -> ir.Location:
-    owner = value.owner
-    return ir.Location.unknown() if isinstance(owner, ir.Block) else owner.location

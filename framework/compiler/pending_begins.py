@@ -16,10 +16,10 @@ from jax.extend.mlir.dialects import stablehlo
 from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.partial_sums import Summed, local_sum
 from meshwright.framework.compiler.pending_ends import annotated
-from meshwright.framework.compiler.pending_ops import dot_dims
 from meshwright.framework.compiler.stable_hlo import (
     OUT_OF_MANUAL,
     border_config,
+    dot_dims,
     placeholder_call,
     tensor_type,
 )

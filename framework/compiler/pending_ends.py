@@ -13,6 +13,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.partial_sums import scattered_along
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,
@@ -20,8 +21,8 @@ from meshwright.framework.compiler.stable_hlo import (
     placeholder_call,
     sharding_call,
     tensor_type,
+    zeros,
 )
-from meshwright.framework.sharding.placeholders import mesh_text
 from meshwright.framework.sharding.sharding import Sharding
 
 Axes = tuple[str, ...]
@@ -56,14 +57,6 @@ def annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
     """A tensor with an annotation, at the current insertion point."""
     text = sharding.to_hlo()
     return sharding_call("Sharding", value, value.type, text, sharding.unspecified)
-
-
-def zeros(type_: ir.Type) -> ir.Value:
-    """A tensor of zeros, at the current insertion point."""
-    element = ir.RankedTensorType(type_).element_type
-    whole = isinstance(element, ir.IntegerType)
-    zero = ir.IntegerAttr.get(element, 0) if whole else ir.FloatAttr.get(element, 0.0)
-    return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, zero))
 
 
 def added_up(value: ir.Value, dims: Sequence[int]) -> ir.Value:
@@ -124,11 +117,9 @@ def _scatter(
     smaller = [*[1] * len(kept), *sizes[len(axes) :]]
     local = stablehlo.reshape(tensor_type(value.type, smaller), local)
     place = len(kept) + dim
-    for axis in after.dims[dim]:
-        smaller[place] //= mesh.axis_size(axis)
-        config = {"mesh": mesh_text(mesh), "axes": [axis], "dim": place}
-        type_ = tensor_type(value.type, smaller)
-        local = placeholder_call("reduce_scatter", local, type_, config)
+    axes = after.dims[dim]
+    local = scattered_along(local, mesh, axes, place)
+    smaller[place] //= mesh.axes_size(axes)
     whole = [size * mesh.axes_size(own) for size, own in zip(smaller, out, strict=True)]
     config = border_config(mesh, manual, out)
     return placeholder_call(

@@ -17,7 +17,12 @@ from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.partial_sums import adds, is_zero
-from meshwright.framework.compiler.stable_hlo import element_type, tensor_type
+from meshwright.framework.compiler.stable_hlo import (
+    dot_dims,
+    element_type,
+    integers,
+    tensor_type,
+)
 from meshwright.framework.compiler.weight_update_sharding.redundancy import (
     reduced_dims,
 )
@@ -111,10 +116,6 @@ def _set(op, **numbers: Sequence[int]) -> ir.Value:
     return op.results[0]
 
 
-def _get(op, name: str) -> list[int]:
-    return list(ir.DenseI64ArrayAttr(op.attributes[name]))
-
-
 def _elementwise(op, lead: Lead, parts) -> ir.Value:
     operands = dict(parts)
     for number, value in enumerate(op.operands):
@@ -125,7 +126,7 @@ def _elementwise(op, lead: Lead, parts) -> ir.Value:
 
 
 def _transpose(op, lead: Lead, parts) -> ir.Value:
-    order = [*range(len(lead)), *(len(lead) + d for d in _get(op, "permutation"))]
+    order = [*range(len(lead)), *(len(lead) + d for d in integers(op, "permutation"))]
     return _set(_clone(op, lead, parts), permutation=order)
 
 
@@ -134,7 +135,7 @@ def _reshape(op, lead: Lead, parts) -> ir.Value:
 
 
 def _broadcast(op, lead: Lead, parts) -> ir.Value:
-    dims = [len(lead) + d for d in _get(op, "broadcast_dimensions")]
+    dims = [len(lead) + d for d in integers(op, "broadcast_dimensions")]
     copy = _clone(op, lead, parts)
     return _set(copy, broadcast_dimensions=[*range(len(lead)), *dims])
 
@@ -143,20 +144,20 @@ def _slice(op, lead: Lead, parts) -> ir.Value:
     none, ones = [0] * len(lead), [1] * len(lead)
     return _set(
         _clone(op, lead, parts),
-        start_indices=[*none, *_get(op, "start_indices")],
-        limit_indices=[*lead, *_get(op, "limit_indices")],
-        strides=[*ones, *_get(op, "strides")],
+        start_indices=[*none, *integers(op, "start_indices")],
+        limit_indices=[*lead, *integers(op, "limit_indices")],
+        strides=[*ones, *integers(op, "strides")],
     )
 
 
 def _pad(op, lead: Lead, parts) -> ir.Value:
     names = ("edge_padding_low", "edge_padding_high", "interior_padding")
-    more = {name: [*[0] * len(lead), *_get(op, name)] for name in names}
+    more = {name: [*[0] * len(lead), *integers(op, name)] for name in names}
     return _set(_clone(op, lead, parts), **more)
 
 
 def _reverse(op, lead: Lead, parts) -> ir.Value:
-    dims = [len(lead) + dim for dim in _get(op, "dimensions")]
+    dims = [len(lead) + dim for dim in integers(op, "dimensions")]
     return _set(_clone(op, lead, parts), dimensions=dims)
 
 
@@ -181,7 +182,7 @@ def _starts(op, first: int, lead: Lead) -> list[ir.Value]:
 
 
 def _dynamic_slice(op, lead: Lead, parts) -> ir.Value:
-    sizes = [*lead, *_get(op, "slice_sizes")]
+    sizes = [*lead, *integers(op, "slice_sizes")]
     return stablehlo.DynamicSliceOp(parts[0], _starts(op, 1, lead), sizes).result
 
 
@@ -218,25 +219,6 @@ def _dot(op, lead: Lead, parts) -> ir.Value:
     rest = [dim for dim in range(len(shape)) if not place <= dim < place + more]
     order = [*range(place, place + more), *rest]
     return stablehlo.transpose(product, ir.DenseI64ArrayAttr.get(order))
-
-
-def dot_dims(op, rank: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Batching and contracting dims of a product, for each of both operands.
-
-    Args:
-      op: the product.
-      rank: of its first operand.
-    """
-    if op.name == "stablehlo.dot":
-        return [[], []], [[rank - 1], [0]]
-    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-    return (
-        [list(numbers.lhs_batching_dimensions), list(numbers.rhs_batching_dimensions)],
-        [
-            list(numbers.lhs_contracting_dimensions),
-            list(numbers.rhs_contracting_dimensions),
-        ],
-    )
 
 
 _BUILDERS = {

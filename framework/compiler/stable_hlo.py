@@ -199,10 +199,48 @@ def element_type(value: ir.Value) -> ir.Type:
     return ir.RankedTensorType(value.type).element_type
 
 
+def location_of(value: ir.Value) -> ir.Location:
+    """Where the op that makes a value comes from."""
+    owner = value.owner
+    return ir.Location.unknown() if isinstance(owner, ir.Block) else owner.location
+
+
+def integers(op, name: str) -> list[int]:
+    """An op's attribute that is an array of numbers."""
+    return list(ir.DenseI64ArrayAttr(op.attributes[name]))
+
+
+def dot_dims(op, rank: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Batching and contracting dims of a product, for each of both operands.
+
+    Args:
+      op: the product.
+      rank: of its first operand.
+    """
+    if op.name == "stablehlo.dot":
+        return [[], []], [[rank - 1], [0]]
+    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    return (
+        [list(numbers.lhs_batching_dimensions), list(numbers.rhs_batching_dimensions)],
+        [
+            list(numbers.lhs_contracting_dimensions),
+            list(numbers.rhs_contracting_dimensions),
+        ],
+    )
+
+
 def tensor_type(like, shape) -> ir.Type:
     """A tensor type of `like`'s element type."""
     element = ir.RankedTensorType(like).element_type
     return ir.RankedTensorType.get(list(shape), element)
+
+
+def zeros(type_: ir.Type) -> ir.Value:
+    """A tensor of zeros, at the current insertion point."""
+    element = ir.RankedTensorType(type_).element_type
+    whole = isinstance(element, ir.IntegerType)
+    zero = ir.IntegerAttr.get(element, 0) if whole else ir.FloatAttr.get(element, 0.0)
+    return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, zero))
 
 
 def copy_floating(

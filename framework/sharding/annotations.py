@@ -129,18 +129,35 @@ def mesh_split(
         twice.
     """
     tensor = tf.convert_to_tensor(tensor)
-    try:
-        sharding = Sharding.from_dims_mapping(
-            device_mesh,
-            dims_mapping,
-            rank=tensor.shape.rank,
-            unspecified_dims=unspecified_dims,
-            unreduced=unreduced,
-            reduced=reduced,
-        )
-    except ValueError as e:
-        raise ValueError(f"mesh_split: {describe(tensor)}: {e}") from None
+    sharding = asked_of(
+        "mesh_split",
+        tensor,
+        device_mesh,
+        dims_mapping,
+        unspecified_dims=unspecified_dims,
+        unreduced=unreduced,
+        reduced=reduced,
+    )
     return annotate(tensor, sharding)
+
+
+def asked_of(
+    caller: str,
+    tensor: tf.Tensor,
+    device_mesh: DeviceMesh,
+    dims_mapping: Sequence,
+    **more: Sequence,
+) -> Sharding:
+    """What a user asks for a tensor; see `Sharding.from_dims_mapping`.
+
+    Raises:
+      ValueError: it does not fit the tensor, which is named.
+    """
+    rank = tensor.shape.rank
+    try:
+        return Sharding.from_dims_mapping(device_mesh, dims_mapping, rank, **more)
+    except ValueError as e:
+        raise ValueError(f"{caller}: {describe(tensor)}: {e}") from None
 
 
 def describe(tensor: tf.Tensor) -> str:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from meshwright.framework.sharding.annotations import (
     annotate,
-    describe,
+    asked_of,
     note_sharding,
     noted_sharding,
 )
@@ -35,11 +35,11 @@ def reshard(
     """Converts `tensor` from the type that it has to another.
 
     From unreduced to replicated it is an all-reduce, and a reduce-scatter to a dim that
-    these axes split and none did before, if they divide it;
-    from replicated to unreduced nothing is sent: one device keeps the tensor and the
-    others have zeros. The gradient is converted the way back: of a tensor that is the
-    result of `mesh_split` or `reshard` itself to the dual of what that said, of any
-    other to the same dims with nothing pending.
+    these axes split and none did before, if they divide it; from replicated to
+    unreduced nothing is sent: one device keeps the tensor and the others have zeros.
+    The gradient is converted the way back: of a tensor that is the result of
+    `mesh_split` or `reshard` itself to the dual of what that said, of any other to the
+    same dims with nothing pending.
 
     Args:
       tensor: any tensor of static rank.
@@ -54,16 +54,8 @@ def reshard(
       ValueError: as `mesh_split`.
     """
     tensor = tf.convert_to_tensor(tensor)
-    try:
-        after = Sharding.from_dims_mapping(
-            device_mesh,
-            dims_mapping,
-            rank=tensor.shape.rank,
-            unreduced=unreduced,
-            reduced=reduced,
-        )
-    except ValueError as e:
-        raise ValueError(f"reshard: {describe(tensor)}: {e}") from None
+    types = {"unreduced": unreduced, "reduced": reduced}
+    after = asked_of("reshard", tensor, device_mesh, dims_mapping, **types)
     return reshard_to(tensor, after)
 
 

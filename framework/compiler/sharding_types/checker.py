@@ -14,6 +14,7 @@ from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.lower import LoweringError
+from meshwright.framework.compiler.partial_sums import is_constant_zero
 from meshwright.framework.compiler.sharding_types.annotated import (
     annotated,
     check_given,
@@ -213,7 +214,9 @@ class Checker:
         name = short_name(op)
         if name == "constant":
             return [
-                TensorType.of(op.results[0], self.mesh, free=True, zero=is_zero(op))
+                TensorType.of(
+                    op.results[0], self.mesh, free=True, zero=is_constant_zero(op)
+                )
             ]
         if name == "iota":
             return [TensorType.of(op.results[0], self.mesh, free=True)]
@@ -316,14 +319,3 @@ def _widened(before: Typed, after: Typed) -> Typed:
     if isinstance(after, Unknown):
         return before
     return _meet([before, after]) or before
-
-
-def is_zero(op) -> bool:
-    """Whether a constant is zero everywhere."""
-    value = ir.DenseElementsAttr(op.attributes["value"])
-    if not value.is_splat:
-        return False
-    splat = value.get_splat_value()
-    if isinstance(splat, ir.FloatAttr):
-        return splat.value == 0
-    return isinstance(splat, ir.IntegerAttr) and splat.value == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.conv_rewrite import convolution_of, shape_of
 from meshwright.framework.compiler.sharding_types.combine import Labels, OpDims
@@ -13,7 +12,7 @@ from meshwright.framework.compiler.sharding_types.op_windows import (
     WINDOW_RULES,
     whole_dims,
 )
-from meshwright.framework.compiler.stable_hlo import element_type
+from meshwright.framework.compiler.stable_hlo import dot_dims, element_type, integers
 from meshwright.framework.compiler.weight_update_sharding.redundancy import reduced_dims
 
 _NAMES = """
@@ -97,13 +96,13 @@ def _select(op) -> OpDims:
 
 
 def _transpose(op) -> OpDims:
-    order = tuple(ir.DenseI64ArrayAttr(op.attributes["permutation"]))
+    order = tuple(integers(op, "permutation"))
     return _moved(op, _numbered(op.operands[0]), order)
 
 
 def _broadcast(op) -> OpDims:
     """Dims of size 1 that get longer are whole."""
-    dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
+    dims = integers(op, "broadcast_dimensions")
     sizes, wide = shape_of(op.operands[0]), shape_of(op.results[0])
     pairs = zip(sizes, dims, strict=True)
     labels = tuple(dim if size == wide[dim] else None for size, dim in pairs)
@@ -115,22 +114,9 @@ def _moved(op, labels: Labels, result: Labels) -> OpDims:
     return OpDims(operands=[labels], results=[result], linear=[True], moves=True)
 
 
-def _dot_general(op) -> OpDims:
-    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-    return _dot(
-        op,
-        list(numbers.lhs_batching_dimensions),
-        list(numbers.rhs_batching_dimensions),
-        list(numbers.lhs_contracting_dimensions),
-        list(numbers.rhs_contracting_dimensions),
-    )
-
-
-def _plain_dot(op) -> OpDims:
-    return _dot(op, [], [], [len(shape_of(op.operands[0])) - 1], [0])
-
-
-def _dot(op, left_batch, right_batch, left_summed, right_summed) -> OpDims:
+def _dot(op) -> OpDims:
+    batch, summed = dot_dims(op, len(shape_of(op.operands[0])))
+    (left_batch, right_batch), (left_summed, right_summed) = batch, summed
     left, right = (_numbered(value) for value in op.operands)
     shared = dict(
         zip((*right_batch, *right_summed), (*left_batch, *left_summed), strict=True)
@@ -224,8 +210,8 @@ _RULES = {
     "broadcast_in_dim": _broadcast,
     "convert": _convert,
     "convolution": _convolution,
-    "dot": _plain_dot,
-    "dot_general": _dot_general,
+    "dot": _dot,
+    "dot_general": _dot,
     "fft": _fft,
     "reduce": _reduce,
     "select": _select,

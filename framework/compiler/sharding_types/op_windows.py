@@ -8,7 +8,9 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.partial_sums import adds
 from meshwright.framework.compiler.sharding_types.combine import Labels, OpDims
+from meshwright.framework.compiler.stable_hlo import integers
 
 
 def _but(value: ir.Value, touched: Collection[int]) -> Labels:
@@ -20,10 +22,6 @@ def _resized(op) -> list[int]:
     """The dims that are longer or shorter in the result than in the first operand."""
     pairs = zip(shape_of(op.operands[0]), shape_of(op.results[0]), strict=True)
     return [dim for dim, (size, new) in enumerate(pairs) if size != new]
-
-
-def _listed(op, name: str) -> list[int]:
-    return list(ir.DenseI64ArrayAttr(op.attributes[name]))
 
 
 def _sliced(op) -> OpDims:
@@ -54,7 +52,7 @@ def _update(op) -> OpDims:
 
 def _pad(op) -> OpDims:
     names = ("edge_padding_low", "edge_padding_high", "interior_padding")
-    padded = zip(*(_listed(op, name) for name in names), strict=True)
+    padded = zip(*(integers(op, name) for name in names), strict=True)
     labels = _but(op.operands[0], [d for d, by in enumerate(padded) if any(by)])
     return OpDims(
         operands=[labels, ()], results=[labels], linear=[True, True], alike=True
@@ -74,7 +72,7 @@ def _concatenate(op) -> OpDims:
 
 
 def _reverse(op) -> OpDims:
-    labels = _but(op.results[0], _listed(op, "dimensions"))
+    labels = _but(op.results[0], integers(op, "dimensions"))
     return OpDims(operands=[labels], results=[labels], linear=[True], moves=True)
 
 
@@ -82,7 +80,7 @@ def _gather(op) -> OpDims:
     """Rows of a table: split as the indices are, and inside of a row as the table."""
     numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
     table, rank = shape_of(op.operands[0]), len(shape_of(op.results[0]))
-    sizes = _listed(op, "slice_sizes")
+    sizes = integers(op, "slice_sizes")
     offsets = list(numbers.offset_dims)
     places = [dim for dim in range(rank) if dim not in offsets]
     indices = _with_vector(places, numbers.index_vector_dim, op.operands[1])
@@ -114,8 +112,6 @@ def _scatter(op) -> OpDims:
     numbers = stablehlo.ScatterDimensionNumbers(
         op.attributes["scatter_dimension_numbers"]
     )
-    inner = [o.operation.name for o in op.regions[0].blocks[0].operations]
-    adds = inner == ["stablehlo.add", "stablehlo.return"]
     table, update = shape_of(op.operands[0]), shape_of(op.operands[2])
     windows = list(numbers.update_window_dims)
     places = [dim for dim in range(len(update)) if dim not in windows]
@@ -135,14 +131,14 @@ def _scatter(op) -> OpDims:
     indices = _with_vector(places, numbers.index_vector_dim, op.operands[1])
     for dim, at in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
         left[dim] = indices[at]
-    if not adds:  # Which update is the last only one device would know.
+    if not adds(op):  # Which update is the last only one device would know.
         kept = [label if label in left else None for label in labels]
         indices = tuple(label if label in left else None for label in indices)
         labels = kept
     return OpDims(
         operands=[tuple(left), indices, tuple(labels)],
         results=[tuple(left)],
-        linear=[adds, False, adds],
+        linear=[adds(op), False, adds(op)],
         alike=True,
     )
 
@@ -166,10 +162,10 @@ def whole_dims(op) -> OpDims:
 
 def _windows(op) -> OpDims:
     """A pooling, or its gradient: with a halo in the dims in which the window moves."""
-    sizes = _listed(op, "window_dimensions")
+    sizes = integers(op, "window_dimensions")
     strides = [1] * len(sizes)
     if "window_strides" in op.attributes:
-        strides = _listed(op, "window_strides")
+        strides = integers(op, "window_strides")
     pairs = zip(sizes, strides, strict=True)
     moved = [dim for dim, pair in enumerate(pairs) if pair != (1, 1)]
     labels = tuple(range(len(sizes)))

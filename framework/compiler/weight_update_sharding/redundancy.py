@@ -12,13 +12,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.stable_hlo import (
     BRANCHES,
     INTO_MANUAL,
     WHILE,
+    dot_dims,
     end_of,
+    integers,
     is_annotation,
     placeholder_of,
 )
@@ -185,12 +186,9 @@ class _Analysis:
 
 
 def _summed_dims(op, number: int, rank: int) -> list[int]:
-    if op.name == "stablehlo.dot_general":
-        numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-        left = numbers.lhs_contracting_dimensions
-        return list(left if number == 0 else numbers.rhs_contracting_dimensions)
-    if op.name == "stablehlo.dot":
-        return [rank - 1 if number == 0 else 0]
+    if op.name in ("stablehlo.dot_general", "stablehlo.dot"):
+        _, contracting = dot_dims(op, ir.RankedTensorType(op.operands[0].type).rank)
+        return contracting[number]
     if op.name == "stablehlo.reduce":
         return reduced_dims(op)
     # These sum over the batch, or have it in the result.
@@ -199,7 +197,7 @@ def _summed_dims(op, number: int, rank: int) -> list[int]:
 
 def reduced_dims(op) -> list[int]:
     """The dims that a `stablehlo.reduce` reduces."""
-    return list(ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
+    return integers(op, "dimensions")
 
 
 def _has_side_effect(op) -> bool:

@@ -18,6 +18,7 @@ from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.stable_hlo import (
     after,
     end_of,
+    location_of,
     sharding_call,
     tensor_type,
 )
@@ -141,7 +142,7 @@ class _Rewriting:
     def _leave(self, value, uses: Sequence[Use], type_, whole: Sharding) -> None:
         """Gathers a tensor for those outside that read it, in rare branches there."""
         for point, users in _by_place(value, uses):
-            with point, _location(value):
+            with point, location_of(value):
                 gathered = sharding_call("Sharding", value, type_, whole.to_hlo())
                 if type_ != value.type:
                     gathered = stablehlo.reshape(value.type, gathered)
@@ -150,7 +151,7 @@ class _Rewriting:
 
     def _enter(self, value, uses: Sequence[Use], type_, split: Sharding) -> None:
         found = find_sum(self.completed, self.reduced, value)
-        with after(value), _location(value):
+        with after(value), location_of(value):
             shard = None
             if found is not None and len(uses) == len(uses_of(value)):
                 shard = reduce_scattered(self.completed, found, value, self.format)
@@ -188,7 +189,7 @@ class _Rewriting:
         padded = tensor_type(argument.type, stored)
         uses = uses_of(argument)
         argument.set_type(padded)
-        with after(argument), _location(argument):
+        with after(argument), location_of(argument):
             logical = _annotate(cut_end(argument, shape), form.border)
         for op, place in uses:
             op.operands[place] = logical
@@ -206,11 +207,6 @@ def _reduce_all(op, value: ir.Value) -> None:
 
 def _annotate(value: ir.Value, sharding: Sharding) -> ir.Value:
     return sharding_call("Sharding", value, value.type, sharding.to_hlo())
-
-
-def _location(value: ir.Value) -> ir.Location:
-    owner = value.owner
-    return ir.Location.unknown() if isinstance(owner, ir.Block) else owner.location
 
 
 def _by_place(value: ir.Value, uses: Sequence[Use]):

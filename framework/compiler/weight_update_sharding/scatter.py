@@ -17,13 +17,19 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.partial_sums import Summed, local_sum, sum_of
+from meshwright.framework.compiler.partial_sums import (
+    Summed,
+    local_sum,
+    scattered_along,
+    sum_of,
+)
 from meshwright.framework.compiler.stable_hlo import (
     OUT_OF_MANUAL,
     border_config,
     element_type,
     placeholder_call,
     tensor_type,
+    zeros,
 )
 from meshwright.framework.compiler.weight_update_sharding.completed import (
     CompletedModule,
@@ -88,12 +94,7 @@ def reduce_scattered(
         local = stablehlo.reshape(tensor_type(value.type, shape), local)
     if padded != shape and not _grow(local, padded):
         local = pad_end(local, padded)
-    for axis in format_.axes:
-        smaller = list(shape_of(local))
-        smaller[first] //= mesh.axis_size(axis)
-        config = {"mesh": mesh_text(mesh), "axes": [axis], "dim": first}
-        type_ = tensor_type(value.type, smaller)
-        local = placeholder_call("reduce_scatter", local, type_, config)
+    local = scattered_along(local, mesh, format_.axes, first)
     if left := [axis for axis in found.axes if axis not in format_.axes]:
         config = {"mesh": mesh_text(mesh), "axes": left, "reduction": "add"}
         local = placeholder_call("all_reduce", local, local.type, config)
@@ -113,7 +114,7 @@ def _grow(local: ir.Value, shape: Sequence[int]) -> bool:
     if made[-1].name != "stablehlo.scatter":
         return False
     with ir.InsertionPoint(made[-1]):
-        made[-1].operands[0] = _zeros(tensor_type(made[-1].results[0].type, shape))
+        made[-1].operands[0] = zeros(tensor_type(made[-1].results[0].type, shape))
     for op in made:
         op.results[0].set_type(tensor_type(op.results[0].type, shape))
     return True
@@ -132,11 +133,4 @@ def pad_end(value: ir.Value, shape: Sequence[int]) -> ir.Value:
     if not any(more):
         return value
     none = [0] * len(more)
-    return stablehlo.pad(value, _zeros(tensor_type(value.type, ())), none, more, none)
-
-
-def _zeros(type_: ir.Type) -> ir.Value:
-    element = ir.RankedTensorType(type_).element_type
-    whole = isinstance(element, ir.IntegerType)
-    number = ir.IntegerAttr.get(element, 0) if whole else ir.FloatAttr.get(element, 0.0)
-    return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, number))
+    return stablehlo.pad(value, zeros(tensor_type(value.type, ())), none, more, none)
