@@ -15,6 +15,7 @@ from meshwright.framework.compiler.stable_hlo import (
     border_config,
     op_name,
     placeholder_call,
+    shape_of,
     sharding_call,
     tensor_type,
     walk,
@@ -34,10 +35,6 @@ def key_of(op) -> Key:
     """Of an operation of a StableHLO module, lowered for a mesh or not yet."""
     shapes = map(shape_of, (*op.operands, op.results[0]))
     return program_name(op_name(op)), *shapes
-
-
-def shape_of(value: ir.Value) -> tuple[int, ...]:
-    return tuple(ir.RankedTensorType(value.type).shape)
 
 
 def convolution_of(op) -> Convolution:

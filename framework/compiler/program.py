@@ -26,7 +26,7 @@ from meshwright.framework.compiler.lower import (
     argument_specs,
     lower,
 )
-from meshwright.framework.compiler.pending import carry_pending
+from meshwright.framework.compiler.pending.carry import carry_pending
 from meshwright.framework.compiler.report import Collective, collectives_of
 from meshwright.framework.compiler.sources import Sources
 from meshwright.framework.compiler.weight_update_sharding.report import UpdateReport

@@ -23,6 +23,13 @@ NUMBER = "number"
 """Attribute that tells which op is which after completion."""
 WHILE = "stablehlo.while"
 BRANCHES = ("stablehlo.case", "stablehlo.if")
+_EFFECTS = (
+    "stablehlo.infeed",
+    "stablehlo.outfeed",
+    "stablehlo.recv",
+    "stablehlo.send",
+)
+_COMPLEX_ZEROS = "dense<(0.000000e+00,0.000000e+00)>"
 _RESULT = "XLA_Retvals"
 _UNSPECIFIED = re.compile(r"unspecified_dims=\[(?P<dims>[\d,]*)\]")
 _NAME = re.compile(r'loc\((?:fused\[)?"([^"]+)"')
@@ -154,6 +161,13 @@ def check_axes(
         )
 
 
+def has_side_effect(op) -> bool:
+    """Whether an op does more than compute its results."""
+    if is_annotation(op) or "has_side_effect" not in op.attributes:
+        return op.name in _EFFECTS
+    return ir.BoolAttr(op.attributes["has_side_effect"]).value
+
+
 def is_of_region(op) -> bool:
     """Whether an annotation is of a manual region, where only we put any so far."""
     return "manual" in ir.StringAttr(op.attributes["mhlo.sharding"]).value
@@ -194,9 +208,25 @@ def sharding_call(
     return call.results[0]
 
 
+def shape_of(value: ir.Value) -> tuple[int, ...]:
+    """The sizes of a tensor's dims."""
+    return tuple(ir.RankedTensorType(value.type).shape)
+
+
+def short_name(op) -> str:
+    """`add` for `stablehlo.add`."""
+    return op.name.split(".")[-1]
+
+
 def element_type(value: ir.Value) -> ir.Type:
     """What a tensor is made of."""
     return ir.RankedTensorType(value.type).element_type
+
+
+def dtype_of(value: ir.Value) -> str:
+    """The element type's name, as HLO has it."""
+    name = str(element_type(value))
+    return {"i1": "pred"}.get(name, name.replace("ui", "u").replace("i", "s"))
 
 
 def location_of(value: ir.Value) -> ir.Location:
@@ -229,6 +259,43 @@ def dot_dims(op, rank: int) -> tuple[list[list[int]], list[list[int]]]:
     )
 
 
+def reduced_dims(op) -> list[int]:
+    """The dims that a `stablehlo.reduce` reduces."""
+    return integers(op, "dimensions")
+
+
+def adds(op) -> bool:
+    """Whether a reduction or a scatter adds up."""
+    names = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
+    return names == ["stablehlo.add", "stablehlo.return"]
+
+
+def constant_of(value: ir.Value) -> float | None:
+    """The number that a scalar constant is, None if it is none."""
+    while not isinstance(value.owner, ir.Block):
+        maker = value.owner
+        if maker.name == "stablehlo.constant":
+            splat = ir.DenseElementsAttr(maker.attributes["value"]).get_splat_value()
+            element = element_type(value)
+            whole = isinstance(element, ir.IntegerType)
+            return float((ir.IntegerAttr if whole else ir.FloatAttr)(splat).value)
+        if maker.name not in ("stablehlo.convert", "stablehlo.reshape"):
+            return None
+        value = maker.operands[0]
+    return None
+
+
+def is_constant_zero(op) -> bool:
+    """Whether an op is a constant that is 0 everywhere."""
+    if op.name != "stablehlo.constant":
+        return False
+    if isinstance(element_type(op.results[0]), ir.ComplexType):
+        return _COMPLEX_ZEROS in str(op)  # Python has no form of the attribute.
+    numbers = ir.DenseElementsAttr(op.attributes["value"])
+    scalar = numbers.get_splat_value() if numbers.is_splat else None
+    return isinstance(scalar, ir.FloatAttr | ir.IntegerAttr) and scalar.value == 0
+
+
 def tensor_type(like, shape) -> ir.Type:
     """A tensor type of `like`'s element type."""
     element = ir.RankedTensorType(like).element_type
@@ -238,9 +305,20 @@ def tensor_type(like, shape) -> ir.Type:
 def zeros(type_: ir.Type) -> ir.Value:
     """A tensor of zeros, at the current insertion point."""
     element = ir.RankedTensorType(type_).element_type
+    if isinstance(element, ir.ComplexType):
+        shape = ir.RankedTensorType(type_).shape
+        part = zeros(ir.RankedTensorType.get(shape, element.element_type))
+        return stablehlo.complex(part, part)
     whole = isinstance(element, ir.IntegerType)
     zero = ir.IntegerAttr.get(element, 0) if whole else ir.FloatAttr.get(element, 0.0)
     return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, zero))
+
+
+def keep_precision(op, product: ir.Value) -> None:
+    """Has a product computed as precisely as the one that it takes the place of."""
+    name = "precision_config"
+    if name in op.attributes:
+        product.owner.operation.attributes[name] = op.attributes[name]
 
 
 def copy_floating(

@@ -5,7 +5,12 @@ from __future__ import annotations
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from meshwright.framework.compiler.stable_hlo import operand_places, walk
+from meshwright.framework.compiler.stable_hlo import (
+    WHILE,
+    has_side_effect,
+    operand_places,
+    walk,
+)
 
 _MAYBE_IDLE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
 
@@ -23,6 +28,15 @@ def tidy(module: ir.Module) -> None:
     for op in list(walk(module.operation)):
         if _is_idle(op):
             op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+
+
+def drop_unused(main) -> None:
+    """Drops ops of a function whose results nobody reads."""
+    for op in reversed(list(walk(main))):
+        read = any(list(result.uses) for result in op.results)
+        lasts = has_side_effect(op) or op.name == WHILE  # It may not end.
+        if len(op.results) and not read and not lasts:
             op.erase()
 
 

@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from meshwright.framework.compiler.sharding_types.tensor_type import Pending, TensorType
+from meshwright.framework.compiler.sharding_types.tensor_type import (
+    TensorType,
+    Uncombined,
+)
 from tests.framework.typed import MESH
 
 AXES = MESH.axis_names
@@ -183,7 +186,7 @@ def _all_types(shape) -> list[TensorType]:
                 for dim in range(len(shape))
             )
             pending = tuple(
-                Pending(axis=axis, kind=of[axis])
+                Uncombined(axis=axis, kind=of[axis])
                 for axis in AXES
                 if of[axis] in ("sum", "max")
             )

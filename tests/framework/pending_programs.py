@@ -71,6 +71,23 @@ LINEAR = {
         input=tf.zeros([5, 6]), begin=[2, 0], end=[3, 6], strides=[1, 1], value=p[:1]
     ),
     "reverse": lambda p, w: p[::-1],
+    "gather": lambda p, w: tf.gather(p, [2, 0, 2]),
+    "gather_columns": lambda p, w: tf.gather(p, tf.cast(w[0] > 0.0, tf.int32), axis=1),
+    "gather_from_each": lambda p, w: tf.gather(p, [[0, 3], [5, 5]] * 2, batch_dims=1),
+    "scatter": lambda p, w: tf.tensor_scatter_nd_add(
+        2.0 * tf.pad(p, [[1, 0], [0, 0]]), [[0], [2], [2], [4]], p
+    ),
+    "segments": lambda p, w: tf.math.unsorted_segment_sum(p, [0, 2, 0, 1], 3),
+    "image": lambda p, w: tf.nn.conv2d(
+        tf.reshape(p, [2, 2, 3, 2]), tf.reshape(w, [3, 3, 2, 2]), 1, "SAME"
+    ),
+    "kernel": lambda p, w: tf.nn.conv2d(
+        tf.reshape(w, [2, 3, 2, 3]), tf.reshape(p, [2, 2, 3, 2]), 1, "SAME"
+    ),
+    "complex": lambda p, w: tf.math.real(
+        tf.complex(p, 2.0 * p) * tf.complex(w[:4], w[2:])
+    ),
+    "imaginary": lambda p, w: tf.math.imag(tf.complex(tf.zeros([4, 6]), p)),
 }
 """Of a pending [4, 6] and of whole numbers [6, 6]."""
 

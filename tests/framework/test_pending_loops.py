@@ -240,6 +240,112 @@ def test_gradients_of_microbatches_that_are_stacked_first():
     check(fn, "[3,8@dp,6]", "[6,4]", sends=["all-reduce dp [6,4]"])
 
 
+def loop(body, *start):
+    """Three rounds of `body`, which reads the round and gives what is carried."""
+    found = tf.while_loop(
+        lambda i, *_: i < 3,
+        lambda i, *carried: [i + 1, *body(i, *carried)],
+        [tf.constant(0), *start],
+        maximum_iterations=3,
+    )
+    return found[1:]
+
+
+def pending(x):
+    return split(x, *[None] * x.shape.rank, unreduced=["tp"])
+
+
+def whole(x):
+    return to(x, *[None] * x.shape.rank)
+
+
+STACKED = ("[3,4,8@tp]", "[8@tp,6]")
+
+
+def one_by_another(x, y):
+    """`b` is a sum for what `a` makes of it, when `c` has been looked at already."""
+
+    def body(i, a, b, c):
+        return a + x[i] @ y, b + a, c + tf.reduce_sum(b, 0)
+
+    a, b, c = loop(body, *[tf.zeros([4, 6])] * 2, tf.zeros([6]))
+    return whole(pending(c)), tf.nn.relu(a), b
+
+
+def twice_first(x, y):
+    (a,) = loop(lambda i, a: [a + x[i] @ y], tf.zeros([4, 6]))
+    double = pending(2.0 * a)
+    return whole(pending(a)), whole(double)
+
+
+def twice_last(x, y):
+    (a,) = loop(lambda i, a: [a + x[i] @ y], tf.zeros([4, 6]))
+    return whole(pending(a)), whole(pending(2.0 * a))
+
+
+def ended_in_a_later_round(x, y):
+    """`b` is pending from the second round on; each round adds it up."""
+
+    def body(i, a, b, c):
+        return pending(x[i] @ y), a, c + tf.nn.relu(whole(b))
+
+    return loop(body, *[tf.zeros([4, 6])] * 3)[2]
+
+
+def read_whole_inside(x, y):
+    """Nothing calls `a` unreduced inside of the loop."""
+
+    def body(i, a, b):
+        return a + x[i] @ y, b + tf.nn.relu(a)
+
+    a, b = loop(body, *[tf.zeros([4, 6])] * 2)
+    return whole(tf.reduce_sum(pending(a), 0)), b
+
+
+def of_a_branch_in_a_loop(x, y):
+    def body(i, a):
+        grown = tf.cond(i > 0, lambda: a + x[i] @ y, lambda: 2.0 * (x[0] @ y))
+        return [grown]
+
+    return whole(pending(loop(body, tf.zeros([4, 6]))[0]))
+
+
+def of_a_loop_in_a_loop(x, y):
+    def body(i, a, b):
+        (inner,) = loop(lambda j, c: [c + b + x[j] @ y], a)
+        return inner, a
+
+    a, b = loop(body, *[tf.zeros([4, 6])] * 2)
+    return whole(pending(a)), tf.nn.relu(b)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        one_by_another,
+        twice_first,
+        twice_last,
+        ended_in_a_later_round,
+        read_whole_inside,
+        of_a_branch_in_a_loop,
+        of_a_loop_in_a_loop,
+    ],
+)
+def test_sums_that_loops_carry_for_each_other(fn):
+    for _ in compiled(fn, *STACKED):
+        pass
+
+
+def test_branches_may_give_a_pending_sum():
+    def fn(x, y, yes):
+        p = partial(x, y)
+        first = tf.cond(yes, lambda: 2.0 * p, lambda: x @ y + p)
+        either = tf.cond(yes, lambda: tf.zeros([4, 6]), lambda: first)
+        return whole(tf.reduce_sum(either, 0))
+
+    check(fn, *PARTIAL, "pred[]", sends=["all-reduce tp [6]"])
+
+
 def test_others_may_read_a_loops_sum_whole():
     def fn(x, y):
         _, total = tf.while_loop(
@@ -310,6 +416,39 @@ def test_such_a_gradient_is_reduced_in_the_loop_and_others_after_it():
     for program in compiled(fn, "[3,8@dp,6]", "[6,4]", "[6,4]"):
         assert sent(program) == ["all-reduce dp [6,4]"] * 2
         assert len(sent_in_loops(program)) == 1
+
+
+def test_such_a_gradient_is_reduced_where_something_not_linear_reads_it():
+    """As clipping does, in the loop; another weight's is reduced after it."""
+
+    def fn(x, w, v):
+        def body(i, totals):
+            def loss(w, v):
+                w, v = (
+                    annotate(one, READ, otherwise=Pending.REDUCED) for one in (w, v)
+                )
+                return tf.reduce_sum(tf.tanh(x[i] @ w)) + tf.reduce_sum(x[i] @ v)
+
+            one, other = gradients(loss, w, v)
+            return i + 1, [totals[0] + tf.tanh(2.0 * one), totals[1] + other]
+
+        start = (tf.constant(0), [tf.zeros([6, 4]), tf.zeros([6, 4])])
+        _, totals = tf.while_loop(lambda i, _: i < 3, body, start, maximum_iterations=3)
+        return [to(total, None, None) for total in totals]
+
+    for program in compiled(fn, "[3,8@dp,6]", "[6,4]", "[6,4]"):
+        assert sent(program) == ["all-reduce dp [6,4]"] * 2
+        assert len(sent_in_loops(program)) == 1
+
+
+def test_what_else_is_pending_is_reduced_by_such_an_annotation():
+    """Along an axis that splits a dim after it, so right onto its shards."""
+
+    def fn(x, y):
+        asked = mw.Sharding.parse(MESH, "[tp,_]{U:dp}")
+        return to(annotate(partial(x, y), asked, otherwise=Pending.REDUCED), "tp", None)
+
+    check(fn, *PARTIAL, sends=["reduce-scatter tp [2,6]"])
 
 
 def momentum(state, x):

@@ -111,7 +111,22 @@ REFUSALS = {
         "op 'mul' (framework/test_pending_refusals.py:{}) has to do with "
         "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it leaves the program",
     ),
-    "leaves_a_branch": (out_of_a_branch, "and it leaves the program or a branch"),
+    "leaves_a_branch": (
+        lambda x, y: tf.nn.relu(out_of_a_branch(x, y)),
+        "is read by what is not linear in it",
+    ),
+    "whole_in_a_branch": (
+        lambda x, y: tf.cond(x[0, 0] > 0, lambda: partial(x, y), lambda: y[:4]),
+        "op 'cond' (framework/test_pending_refusals.py:{}) wants f32[4, 6]{{U:tp}}, "
+        "but it is not linear in sums",
+    ),
+    "decides_a_branch": (
+        lambda x, y: tf.switch_case(
+            partial(tf.cast(x, tf.int32), tf.cast(y, tf.int32))[0, 0],
+            [lambda: x, lambda: -x],
+        ),
+        "and it decides which branch is taken",
+    ),
     "decides_a_loop": (decides, "and it decides how long a loop runs"),
     "comes_to_decide_a_loop": (comes_to_decide, "and it decides how long a loop runs"),
     "whole_number_division": (whole_number_division, "is not linear in it"),

@@ -12,9 +12,8 @@ import tensorflow as tf
 from meshwright import framework as mw
 from meshwright.framework.modeling.layer import annotate_weights
 from meshwright.layers.feed_forward import Activation
-from meshwright.layers.linear import BSM
 from meshwright.layers.normalization import LayerNorm
-from meshwright.layers.transformer import TransformerLayer, transformer_layer
+from meshwright.layers.transformer import transformer_layer
 from tests.framework.typed import MESH, argument, explained, gradients, split
 
 HERE = pathlib.Path(__file__)
@@ -318,13 +317,6 @@ def test_after_an_error_all_that_does_not_depend_on_it_is_checked():
     assert "\n1. step: op 'Sin' (framework/test_types_programs.py:" in text
 
 
-class AnnotatedNorm(LayerNorm):
-    """Its output is annotated, and so is the gradient that the layer after it gives."""
-
-    def fprop(self, ctx, theta, x, *, mask=None):
-        return ctx.split(super().fprop(ctx, theta, x, mask=mask), BSM)
-
-
 PLAN = mw.ShardingPlan(
     mesh_axes=MESH.axis_names,
     mesh_shape=MESH.shape,
@@ -336,19 +328,13 @@ PLAN = mw.ShardingPlan(
 
 def test_a_transformer_layer_of_a_plan_is_well_typed_with_its_gradients():
     """Weights are reduced along the data axis; activations lie as the plan says."""
-    plain = transformer_layer(
+    layer = transformer_layer(
         model_dims=8,
         hidden_dims=32,
         num_heads=4,
         head_dim=2,
         activation=Activation.GATED_SILU,
-    )
-    norm = AnnotatedNorm(model_dims=8)
-    layer = TransformerLayer(
-        attention_norm=norm,
-        attention=plain.attention,
-        feed_forward_norm=norm,
-        feed_forward=plain.feed_forward,
+        norm=LayerNorm,
     )
     weights = layer.weights()
 

@@ -14,7 +14,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from meshwright.framework.compiler.sharding_types.checker import Checker
-from meshwright.framework.compiler.sharding_types.tensor_type import Pending
+from meshwright.framework.compiler.sharding_types.tensor_type import Uncombined
 from meshwright.framework.compiler.stable_hlo import Blame
 from tests.framework import devices_by_hand as by_hand
 from tests.framework.typed import MESH
@@ -37,7 +37,7 @@ def held(draw, shape, random):
         for axis in draw(st.permutations(by_hand.AXES)):
             state = draw(st.sampled_from([*range(len(shape)), *"WUUR"]))
             if state == "U":
-                pending.append(Pending(axis=axis, decided=True))
+                pending.append(Uncombined(axis=axis, decided=True))
             elif state == "R":
                 reduced.append(axis)
             elif state != "W" and shape[state] % MESH.axes_size([*dims[state], axis]):
@@ -141,7 +141,7 @@ def checked(op, operands):
 def decided(draw, type_):
     """An annotation: what is pending is said to be so, or is combined."""
     pending = tuple(
-        Pending(axis=p.axis, decided=True)
+        Uncombined(axis=p.axis, decided=True)
         for p in type_.pending
         if p.decided or (p.kind == "sum" and draw(st.booleans()))
     )

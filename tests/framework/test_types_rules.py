@@ -5,8 +5,10 @@ Nothing is compiled.
 
 import pytest
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright import framework as mw
+from tests.framework.pending_programs import LINEAR
 from tests.framework.typed import MESH, inferred, refused, split
 
 
@@ -302,7 +304,36 @@ ILLEGAL = {
     "padded with ones": (
         lambda x: tf.pad(x, [[1, 0], [0, 0]], constant_values=1),
         [U],
-        "a constant other than zero",
+        "it is not linear in a sum pending along tp",
+    ),
+    "an uneven sum": (
+        lambda x: split(tf.reduce_sum(x, 0), -1, unreduced=["tp"]),
+        ["f32[7@tp, 8]"],
+        "takes f32[8]{sum?:tp}: it is not a sum over dims that tp splits evenly, or a "
+        "convolution's on a mesh of several axes; mesh_split it to [_]",
+    ),
+    "one of two terms is uneven": (
+        lambda x, y: split(
+            tf.reduce_sum(x, 0) + tf.reduce_sum(y, 0), -1, unreduced=["tp"]
+        ),
+        ["f32[4@tp, 8]", "f32[7@tp, 8]"],
+        "it is not a sum over dims that tp splits evenly",
+    ),
+    "a sum of pending sums": (
+        lambda x: split(tf.reduce_sum(x, 1), -1, unreduced=["dp", "tp"]),
+        [U],
+        "the sum along dp is one of sums pending along tp; mesh_split it to "
+        "[_]{U:tp}, which adds it up along dp",
+    ),
+    "a sum after a sum": (
+        lambda x, w: split(tf.reduce_sum(x @ w, 0), -1, unreduced=["dp", "tp"]),
+        ["f32[4@dp, 8@tp]", "f32[8@tp, 6]"],
+        "it is not a sum over dims that dp, tp splits evenly",
+    ),
+    "a barrier": (
+        lambda x: xla.optimization_barrier([x])[0],
+        [U],
+        "a barrier is of tensors without a pending sum",
     ),
     "joined along a split dim": (
         lambda x: tf.concat([x, x], 1),
@@ -443,3 +474,9 @@ def test_what_an_op_makes_of_types(fn, types, want):
 @cases(ILLEGAL | NOT_ANNOTATED)
 def test_what_an_op_refuses(fn, types, want):
     assert want in refused(fn, *types)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_what_is_compiled_part_by_part_is_linear_here_too(name):
+    found = inferred(LINEAR[name], "f32[4, 6]{U:tp}", "f32[6, 6]")
+    assert found.endswith("]{U:tp}"), found

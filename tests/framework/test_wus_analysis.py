@@ -8,8 +8,11 @@ import functools
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.stable_hlo import call_target, walk
+from meshwright.framework.compiler.stable_hlo import (
+    call_target,
+    shape_of,
+    walk,
+)
 from meshwright.framework.compiler.weight_update_sharding.decide import Machine
 from meshwright.framework.compiler.weight_update_sharding.scatter import find_sum
 from meshwright.framework.sharding.annotations import annotate

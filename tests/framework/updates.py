@@ -5,15 +5,12 @@ import dataclasses
 
 import tensorflow as tf
 
+from meshwright.framework.compiler.completed import CompletedModule, completed_module
 from meshwright.framework.compiler.lower import lower
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     Dims,
     find_clusters,
-)
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    CompletedModule,
-    completed_module,
 )
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     Decision,

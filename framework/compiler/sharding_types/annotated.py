@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -14,6 +15,9 @@ from meshwright.framework.compiler.sharding_types.tensor_type import (
     overlap,
 )
 from meshwright.framework.sharding.sharding import Sharding
+
+IsSum = Callable[[Any, Sequence[str]], bool]
+"""Of an op and axes."""
 
 
 def annotated(value: ir.Value, before: Any, asked: Sharding) -> TensorType:
@@ -64,24 +68,30 @@ def _closed(before: TensorType, asked: Sharding) -> Sharding:
 
 
 def typed(
-    value: ir.Value, before: Any, asked: Sharding, *, or_reduced: bool = False
+    value: ir.Value,
+    before: Any,
+    asked: Sharding,
+    *,
+    or_reduced: bool = False,
+    sums: IsSum | None = None,
 ) -> TensorType:
     """After `mesh_split` with unreduced or reduced axes.
 
     Args:
       value, before, asked: as of `annotated`.
       or_reduced: whether it says so only of the axes along which a sum is pending.
+      sums: what tells whether an op can leave its sum along axes pending, evenly.
 
     Raises:
       IllTypedError: no sum is pending along such an axis, or one is that it does not
-        name; what it calls reduced is split there.
+        name, or that cannot be left so; what it calls reduced is split there.
     """
     said = TensorType.said(value, asked, getattr(before, "names", ()))
     if not isinstance(before, TensorType) or before.zero:
         return said
     _check_kept(before, said)
-    sums = [one.axis for one in before.pending if one.kind == SUM]
-    missing = [axis for axis in said.unreduced if axis not in sums]
+    along = [one.axis for one in before.pending if one.kind == SUM]
+    missing = [axis for axis in said.unreduced if axis not in along]
     if missing and not or_reduced:
         raise IllTypedError(
             f"no sum is pending along {', '.join(missing)}, so it is not unreduced",
@@ -94,8 +104,30 @@ def typed(
                 f"{axis} splits it, so it is not reduced along {axis}",
                 f"reshard converts it, {before.sharding} to {asked}",
             )
+    if sums is not None and not or_reduced:
+        _check_left(before, said, sums)
     pending = tuple(one for one in said.pending if one.axis not in missing)
     return dataclasses.replace(said, pending=pending)
+
+
+def _check_left(before: TensorType, said: TensorType, sums: IsSum) -> None:
+    """Refuses sums that no device has a part of by itself."""
+    new = [one for one in before.undecided if one.axis in said.unreduced]
+    named = ", ".join(one.axis for one in new)
+    left = tuple(axis for axis in said.unreduced if axis in before.unreduced)
+    plain = dataclasses.replace(said.sharding, unreduced=left)
+    if new and left:
+        raise IllTypedError(
+            f"the sum along {named} is one of sums pending along {', '.join(left)}",
+            f"mesh_split it to {plain}, which adds it up along {named}",
+        )
+    for op in dict.fromkeys(op for one in new for op in one.origins):
+        if not sums(op, [one.axis for one in new]):
+            raise IllTypedError(
+                f"it is not a sum over dims that {named} splits evenly, or a "
+                "convolution's on a mesh of several axes",
+                f"mesh_split it to {plain}, which adds it up",
+            )
 
 
 def resharded(

@@ -12,17 +12,16 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.lower import LoweringError
-from meshwright.framework.compiler.partial_sums import is_constant_zero
+from meshwright.framework.compiler.pending.partial_sums import sum_of
 from meshwright.framework.compiler.sharding_types.annotated import (
     annotated,
     check_given,
     resharded,
     typed,
 )
-from meshwright.framework.compiler.sharding_types.combine import added_up, combine
-from meshwright.framework.compiler.sharding_types.op_dims import op_dims, short_name
+from meshwright.framework.compiler.sharding_types.combine import combine, how_to_combine
+from meshwright.framework.compiler.sharding_types.op_dims import op_dims
 from meshwright.framework.compiler.sharding_types.reshape import reshaped
 from meshwright.framework.compiler.sharding_types.tensor_type import (
     IllTypedError,
@@ -36,8 +35,11 @@ from meshwright.framework.compiler.stable_hlo import (
     asked_sharding,
     end_of,
     is_annotation,
+    is_constant_zero,
     op_name,
     placeholder_of,
+    shape_of,
+    short_name,
 )
 from meshwright.framework.sharding.annotations import TYPED, Pending
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -148,9 +150,9 @@ class Checker:
     def _blame(self, op, what: str, before: Sequence[TensorType]) -> None:
         made = "".join(
             f". The {pending.kind} along {pending.axis} is of "
-            f"{self._place(pending.origin)}"
+            f"{self._place(pending.origins[0])}"
             for pending in {p.axis: p for one in before for p in one.undecided}.values()
-            if pending.origin is not None and not self._is_of(op, pending.origin)
+            if pending.origins and not self._is_of(op, pending.origins[0])
         )
         if isinstance(op, ir.Block):
             error = f"{self.blame.program}: an argument {what}{made}"
@@ -205,10 +207,23 @@ class Checker:
         asked = Sharding.parse(self.mesh, found.config["sharding"])
         if found.kind == TYPED:
             lenient = found.config["otherwise"] == Pending.REDUCED.value
-            return typed(value, before, asked, or_reduced=lenient)
+            return typed(
+                value, before, asked, or_reduced=lenient, sums=self._can_be_left
+            )
         text = found.config["before"]
         expected = Sharding.parse(self.mesh, text) if text else None
         return resharded(value, before, expected, asked)
+
+    def sharding(self, value: ir.Value) -> Sharding:
+        """Where a value lies; whole, if it has no type."""
+        found = self.types[value]
+        if isinstance(found, TensorType):
+            return found.sharding.untyped()
+        return Sharding.replicated(self.mesh, len(shape_of(value)))
+
+    def _can_be_left(self, op, axes: Sequence[str]) -> bool:
+        """Whether each device has its own part of a sum, as compiled."""
+        return sum_of(self, op, axes) is not None
 
     def _computed(self, op, before: Sequence[TensorType]) -> Sequence[TensorType]:
         name = short_name(op)
@@ -221,6 +236,11 @@ class Checker:
         if name == "iota":
             return [TensorType.of(op.results[0], self.mesh, free=True)]
         if name == "optimization_barrier":
+            if any(one.pending for one in before):
+                raise IllTypedError(
+                    "a barrier is of tensors without a pending sum",
+                    "mesh_split or reshard them before",
+                )
             return before
         if name == "reshape":
             shape = shape_of(op.results[0])
@@ -293,7 +313,7 @@ class Checker:
             self._blame(
                 op,
                 f"is decided by {chooses}: devices would not agree; "
-                f"{added_up(chooses, one)} before",
+                f"{how_to_combine(chooses, one)} before",
                 [chooses],
             )
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshwright.framework.compiler.sharding_types.tensor_type import (
     SUM,
     IllTypedError,
-    Pending,
     TensorType,
+    Uncombined,
     overlap,
 )
 
@@ -33,19 +33,27 @@ class OpDims:
       operands: for each operand a label for each dim. Dims of one label are split
         alike. One that no result has is combined; None is for what the op needs whole.
       results: the same for the results; None: it comes out whole.
-      linear: for each operand whether the op is linear in it, alone or with others.
-      alike: whether it is linear in all those together, as a sum is; else in each of
-        them alone, as a product is.
       moves: whether it does no more than move elements.
       kinds: by label how the op combines what it has along it, if not by a sum.
+      linear_in: sets of operands in which it is linear together; see `choices`.
     """
 
     operands: Sequence[Labels]
     results: Sequence[Labels]
-    linear: Sequence[bool]
-    alike: bool = False
     moves: bool = False
     kinds: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    linear_in: Sequence[tuple[int, ...]] = ()
+
+    @property
+    def linear(self) -> list[bool]:
+        """For each operand whether the op is linear in it, alone or with others."""
+        count = range(len(self.operands))
+        return [any(number in one for one in self.linear_in) for number in count]
+
+    @property
+    def alike(self) -> bool:
+        """Whether it is linear in several together, as a sum is, not as a product."""
+        return any(len(one) > 1 for one in self.linear_in)
 
     def combined(self, labels: Labels) -> list[int]:
         """Those of an operand's labels that no result has."""
@@ -136,27 +144,27 @@ def _check_linear(type_: TensorType, linear: bool, rule: OpDims) -> None:
             continue
         raise IllTypedError(
             f"it is not linear in {_part(one)}",
-            f"{added_up(type_, one)} before",
+            f"{how_to_combine(type_, one)} before",
         )
 
 
-def _part(one: Pending) -> str:
+def _part(one: Uncombined) -> str:
     if one.kind == SUM:
         return f"a sum pending along {one.axis}"
     return f"what is to be combined along {one.axis} ({one.kind})"
 
 
-def added_up(type_: TensorType, one: Pending, what: str = "it") -> str:
+def how_to_combine(type_: TensorType, one: Uncombined, what: str = "it") -> str:
     """How a program has what is pending in a tensor combined."""
     left = tuple(axis for axis in type_.unreduced if axis != one.axis)
     text = dataclasses.replace(type_.sharding, unreduced=left)
     return f"{'reshard' if one.decided else 'mesh_split'} {what} to {text}"
 
 
-def _combined(op, rule: OpDims, labels: Sequence[int], axes: Axes) -> list[Pending]:
+def _combined(op, rule: OpDims, labels: Sequence[int], axes: Axes) -> list[Uncombined]:
     """What is pending after labels are combined that axes split."""
     return [
-        Pending(axis=axis, kind=rule.kinds.get(label, SUM), origin=op)
+        Uncombined(axis=axis, kind=rule.kinds.get(label, SUM), origins=(op,))
         for label in labels
         for axis in axes.get(label, ())
     ]
@@ -164,15 +172,15 @@ def _combined(op, rule: OpDims, labels: Sequence[int], axes: Axes) -> list[Pendi
 
 def _of_factors(
     op, rule: OpDims, types: Sequence[TensorType], axes: Axes
-) -> list[Pending]:
-    found: list[Pending] = []
+) -> list[Uncombined]:
+    found: list[Uncombined] = []
     for type_ in types:
         for one in type_.pending:
             if any(overlap(type_.mesh, one.axis, had.axis) for had in found):
                 raise IllTypedError(
                     f"a product of sums pending along {one.axis} is not the sum of "
                     "products",
-                    f"{added_up(type_, one)} before",
+                    f"{how_to_combine(type_, one)} before",
                 )
         found += type_.pending
     return found + _combined(op, rule, rule.all_combined(), axes)
@@ -180,7 +188,7 @@ def _of_factors(
 
 def _of_terms(
     op, rule: OpDims, types: Sequence[TensorType], axes: Axes
-) -> list[Pending]:
+) -> list[Uncombined]:
     """Of terms, slices and branches: along each axis all are pending, or none is."""
     terms = [
         (number, type_, [*type_.pending, *_combined(op, rule, own, axes)])
@@ -189,7 +197,7 @@ def _of_terms(
         )
         if linear and not type_.zero
     ]
-    found: dict[str, Pending] = {}
+    found: dict[str, Uncombined] = {}
     for _, type_, pending in terms:
         _check_apart(type_, pending)
         for one in pending:
@@ -197,9 +205,11 @@ def _of_terms(
             if had is not None and had.kind != one.kind:
                 raise IllTypedError(
                     f"a pending {had.kind} and a pending {one.kind} along {one.axis}",
-                    f"{added_up(type_, one)} before",
+                    f"{how_to_combine(type_, one)} before",
                 )
-            found[one.axis] = one if had is None or one.decided else had
+            origins = dict.fromkeys((*(had.origins if had else ()), *one.origins))
+            told = one if had is None or one.decided else had
+            found[one.axis] = dataclasses.replace(told, origins=tuple(origins))
     for one in found.values():
         without = [t for t in terms if all(one.axis != p.axis for p in t[2])]
         if without:
@@ -207,22 +217,22 @@ def _of_terms(
     return list(found.values())
 
 
-def _check_apart(type_: TensorType, pending: Sequence[Pending]) -> None:
+def _check_apart(type_: TensorType, pending: Sequence[Uncombined]) -> None:
     for i, one in enumerate(pending):
         if any(overlap(type_.mesh, one.axis, p.axis) for p in pending[:i]):
             raise IllTypedError(
                 f"it sums what is pending along {one.axis} already",
-                f"{added_up(type_, one)} before",
+                f"{how_to_combine(type_, one)} before",
             )
 
 
-def _refuse_terms(one: Pending, have: Sequence, lacks: tuple) -> None:
+def _refuse_terms(one: Uncombined, have: Sequence, lacks: tuple) -> None:
     (number, type_, _), (other_number, other, _) = have[0], lacks
     kind = "a pending sum" if one.kind == SUM else f"a pending {one.kind}"
     split = other.splits(one.axis)
     what = "a split tensor" if split else "a replicated tensor"
     what = "a constant other than zero" if other.free else what
-    remedy = added_up(type_, one, _nth(number))
+    remedy = how_to_combine(type_, one, _nth(number))
     is_whole = one.axis in type_.mesh.axis_names
     if not (split or other.free) and one.kind == SUM and is_whole:
         wanted = dataclasses.replace(
@@ -243,7 +253,7 @@ def _reduced(
     rule: OpDims,
     types: Sequence[TensorType],
     axes: Axes,
-    pending: Sequence[Pending],
+    pending: Sequence[Uncombined],
 ) -> Iterator[str]:
     """The axes along which the results are reduced as operands are."""
     given = {axis: type_ for type_ in types for axis in type_.reduced}

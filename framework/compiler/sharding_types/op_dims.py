@@ -1,98 +1,65 @@
-"""How the dims of each StableHLO op correspond, and what it is linear in."""
+"""How the dims of each StableHLO op correspond, and what it sums over."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.conv_rewrite import convolution_of, shape_of
+from meshwright.framework.compiler.conv_rewrite import convolution_of
+from meshwright.framework.compiler.pending.linear import choices
 from meshwright.framework.compiler.sharding_types.combine import Labels, OpDims
 from meshwright.framework.compiler.sharding_types.op_windows import (
     WINDOW_RULES,
     whole_dims,
 )
-from meshwright.framework.compiler.stable_hlo import dot_dims, element_type, integers
-from meshwright.framework.compiler.weight_update_sharding.redundancy import reduced_dims
+from meshwright.framework.compiler.stable_hlo import (
+    dot_dims,
+    element_type,
+    integers,
+    reduced_dims,
+    shape_of,
+    short_name,
+)
 
 _NAMES = """
-    abs and atan2 bitcast_convert cbrt ceil clamp compare cosine count_leading_zeros erf
-    erf_inv exponential exponential_minus_one floor is_finite lgamma log log_plus_one
-    logistic maximum minimum not or popcnt power remainder round_nearest_afz
-    round_nearest_even rsqrt shift_left shift_right_arithmetic shift_right_logical sign
-    sine sqrt tan tanh xor
+    abs add and atan2 bitcast_convert cbrt ceil clamp compare complex convert cosine
+    count_leading_zeros divide erf erf_inv exponential exponential_minus_one floor imag
+    is_finite lgamma log log_plus_one logistic maximum minimum multiply negate not or
+    popcnt power real reduce_precision remainder round_nearest_afz round_nearest_even
+    rsqrt select set_dimension_size shift_left shift_right_arithmetic
+    shift_right_logical sign sine sqrt subtract tan tanh xor
 """
-_NONLINEAR = frozenset(_NAMES.split())
-_LINEAR = {  # In which operands; True: in all of them together.
-    "add": True,
-    "complex": True,
-    "divide": [0],
-    "imag": [0],
-    "multiply": [0, 1],
-    "negate": [0],
-    "real": [0],
-    "reduce_precision": [0],
-    "subtract": True,
-}
+_ELEMENTWISE = frozenset(_NAMES.split())
 
 
 def op_dims(op) -> OpDims:
     """Of any op; one that is not known needs whole operands."""
     name = short_name(op)
-    if name in _RULES:
-        return _RULES[name](op)
-    if name in _LINEAR or name in _NONLINEAR:
-        whole = isinstance(element_type(op.results[0]), ir.IntegerType)
-        rounds = name == "divide" and whole
-        return _elementwise(op, [] if rounds else _LINEAR.get(name, []))
-    return whole_dims(op)
-
-
-def short_name(op) -> str:
-    """`add` for `stablehlo.add`."""
-    return op.name.split(".")[-1]
+    rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name, whole_dims)
+    return dataclasses.replace(rule(op), linear_in=choices(op))
 
 
 def _numbered(value: ir.Value) -> Labels:
     return tuple(range(len(shape_of(value))))
 
 
-def _elementwise(op, linear: Sequence[int] | bool, moves: bool = False) -> OpDims:
+def _elementwise(op) -> OpDims:
     """A scalar operand is for all elements."""
-    together = linear is True
     return OpDims(
         operands=[_numbered(value) for value in op.operands],
         results=[_numbered(op.results[0])],
-        linear=[together or i in linear for i in range(len(op.operands))],
-        alike=together,
-        moves=moves,
+        moves=_only_moves(op),
     )
 
 
-def _convert(op) -> OpDims:
-    """Linear up to rounding, which keeps what is largest; not from floats to others."""
-    floats = [
-        isinstance(element_type(value), ir.FloatType)
-        for value in (op.operands[0], op.results[0])
-    ]
-    truth = str(element_type(op.operands[0])) == "i1"
-    linear = not truth and (floats[1] or not floats[0])
-    return _elementwise(op, [0] if linear else [], moves=all(floats))
-
-
-def _sized(op) -> OpDims:
-    """TF2XLA says again the size that a dim has."""
-    return _elementwise(op, [0], moves=True)
-
-
-def _select(op) -> OpDims:
-    return OpDims(
-        operands=[_numbered(value) for value in op.operands],
-        results=[_numbered(op.results[0])],
-        linear=[False, True, True],
-        alike=True,
-        moves=True,
-    )
+def _only_moves(op) -> bool:
+    """Rounding keeps what is largest; a size that TF2XLA says again changes nothing."""
+    if short_name(op) == "convert":
+        values = (op.operands[0], op.results[0])
+        return all(isinstance(element_type(v), ir.FloatType) for v in values)
+    return short_name(op) in ("select", "set_dimension_size")
 
 
 def _transpose(op) -> OpDims:
@@ -111,7 +78,7 @@ def _broadcast(op) -> OpDims:
 
 
 def _moved(op, labels: Labels, result: Labels) -> OpDims:
-    return OpDims(operands=[labels], results=[result], linear=[True], moves=True)
+    return OpDims(operands=[labels], results=[result], moves=True)
 
 
 def _dot(op) -> OpDims:
@@ -127,7 +94,7 @@ def _dot(op) -> OpDims:
         *(dim for dim in left if dim not in (*left_batch, *left_summed)),
         *(label for label in right if label >= len(left)),
     ]
-    return OpDims(operands=[left, right], results=[tuple(result)], linear=[True, True])
+    return OpDims(operands=[left, right], results=[tuple(result)])
 
 
 def _reduce(op) -> OpDims:
@@ -136,14 +103,13 @@ def _reduce(op) -> OpDims:
     reduced = reduced_dims(op)
     inner = [short_name(one.operation) for one in op.regions[0].blocks[0].operations]
     kind = inner[0] if len(inner) == 2 else ""
-    adds = kind == "add"
+    adds = kind == "add" and bool(choices(op))
     labels = _numbered(op.operands[0])
-    taken = labels if kind else tuple(None if d in reduced else d for d in labels)
+    known = kind and (adds or kind != "add")  # Not from another start than zero.
+    taken = labels if known else tuple(None if d in reduced else d for d in labels)
     return OpDims(
         operands=[taken] * count + [()] * count,
         results=[tuple(d for d in labels if d not in reduced)] * count,
-        linear=[adds] * (2 * count),
-        alike=adds,
         kinds={} if adds else {dim: _KINDS.get(kind, kind) for dim in reduced},
     )
 
@@ -176,7 +142,6 @@ def _convolution(op) -> OpDims:
     return OpDims(
         operands=[tuple(left), tuple(right)],
         results=[tuple(result)],
-        linear=[True, True],
         kinds=kinds,
     )
 
@@ -188,9 +153,7 @@ def _cumulative(op, dims: Sequence[int]) -> OpDims:
         for value in (*op.operands, *op.results)
     ]
     count = len(op.operands)
-    return OpDims(
-        operands=labels[:count], results=labels[count:], linear=[False] * count
-    )
+    return OpDims(operands=labels[:count], results=labels[count:])
 
 
 def _along_dimension(op) -> OpDims:
@@ -208,14 +171,11 @@ def _top_k(op) -> OpDims:
 
 _RULES = {
     "broadcast_in_dim": _broadcast,
-    "convert": _convert,
     "convolution": _convolution,
     "dot": _dot,
     "dot_general": _dot,
     "fft": _fft,
     "reduce": _reduce,
-    "select": _select,
-    "set_dimension_size": _sized,
     "sort": _along_dimension,
     "top_k": _top_k,
     "transpose": _transpose,

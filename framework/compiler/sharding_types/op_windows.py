@@ -7,10 +7,12 @@ from collections.abc import Collection, Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.partial_sums import adds
 from meshwright.framework.compiler.sharding_types.combine import Labels, OpDims
-from meshwright.framework.compiler.stable_hlo import integers
+from meshwright.framework.compiler.stable_hlo import (
+    adds,
+    integers,
+    shape_of,
+)
 
 
 def _but(value: ir.Value, touched: Collection[int]) -> Labels:
@@ -31,7 +33,6 @@ def _sliced(op) -> OpDims:
     return OpDims(
         operands=[_but(op.operands[0], touched), *[()] * numbers],
         results=[_but(op.results[0], touched)],
-        linear=[True, *[False] * numbers],
         moves=True,
     )
 
@@ -44,8 +45,6 @@ def _update(op) -> OpDims:
     return OpDims(
         operands=[labels, labels, *[()] * len(numbers)],
         results=[labels],
-        linear=[True, True, *[False] * len(numbers)],
-        alike=True,
         moves=True,
     )
 
@@ -54,9 +53,7 @@ def _pad(op) -> OpDims:
     names = ("edge_padding_low", "edge_padding_high", "interior_padding")
     padded = zip(*(integers(op, name) for name in names), strict=True)
     labels = _but(op.operands[0], [d for d, by in enumerate(padded) if any(by)])
-    return OpDims(
-        operands=[labels, ()], results=[labels], linear=[True, True], alike=True
-    )
+    return OpDims(operands=[labels, ()], results=[labels])
 
 
 def _concatenate(op) -> OpDims:
@@ -65,15 +62,13 @@ def _concatenate(op) -> OpDims:
     return OpDims(
         operands=[labels] * count,
         results=[labels],
-        linear=[True] * count,
-        alike=True,
         moves=True,
     )
 
 
 def _reverse(op) -> OpDims:
     labels = _but(op.results[0], integers(op, "dimensions"))
-    return OpDims(operands=[labels], results=[labels], linear=[True], moves=True)
+    return OpDims(operands=[labels], results=[labels], moves=True)
 
 
 def _gather(op) -> OpDims:
@@ -100,7 +95,6 @@ def _gather(op) -> OpDims:
     return OpDims(
         operands=[tuple(left), indices],
         results=[tuple(result)],
-        linear=[True, False],
         moves=True,
     )
 
@@ -138,8 +132,6 @@ def _scatter(op) -> OpDims:
     return OpDims(
         operands=[tuple(left), indices, tuple(labels)],
         results=[tuple(left)],
-        linear=[adds(op), False, adds(op)],
-        alike=True,
     )
 
 
@@ -156,7 +148,6 @@ def whole_dims(op) -> OpDims:
     return OpDims(
         operands=[(None,) * len(shape_of(value)) for value in op.operands],
         results=[(None,) * len(shape_of(value)) for value in op.results],
-        linear=[False] * len(op.operands),
     )
 
 
@@ -174,7 +165,6 @@ def _windows(op) -> OpDims:
     return OpDims(
         operands=[labels] * tensors + [()] * (len(op.operands) - tensors),
         results=[_but(op.results[0], moved)] * count,
-        linear=[False] * len(op.operands),
         kinds=dict.fromkeys(moved, "halo"),
     )
 

@@ -29,7 +29,7 @@ class IllTypedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pending:
+class Uncombined:
     """Along a mesh axis each device holds a part, which are not combined yet.
 
     Args:
@@ -39,13 +39,13 @@ class Pending:
         into the neighbours' shards.
       decided: whether the program says that it is pending: the tensor is unreduced.
         Else it is for the program to say where the tensor lies.
-      origin: the op that left it pending.
+      origins: the ops that left it so.
     """
 
     axis: str
     kind: str = SUM
     decided: bool = False
-    origin: Any = dataclasses.field(default=None, compare=False)
+    origins: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class TensorType:
     element: str
     shape: tuple[int, ...]
     dims: tuple[tuple[str, ...], ...]
-    pending: tuple[Pending, ...] = ()
+    pending: tuple[Uncombined, ...] = ()
     reduced: tuple[str, ...] = ()
     names: tuple[str | None, ...] = dataclasses.field(default=(), compare=False)
     free: bool = False
@@ -128,7 +128,7 @@ class TensorType:
         cls, value: ir.Value, sharding: Sharding, names: Sequence[str | None] = ()
     ) -> TensorType:
         """What an annotation of `value` says."""
-        pending = [Pending(axis=axis, decided=True) for axis in sharding.unreduced]
+        pending = [Uncombined(axis=axis, decided=True) for axis in sharding.unreduced]
         return cls.of(
             value,
             sharding.mesh,
@@ -148,7 +148,7 @@ class TensorType:
         return tuple(one.axis for one in self.pending if one.decided)
 
     @property
-    def undecided(self) -> tuple[Pending, ...]:
+    def undecided(self) -> tuple[Uncombined, ...]:
         """What is pending without that the program says so."""
         return tuple(one for one in self.pending if not one.decided)
 
@@ -161,14 +161,14 @@ class TensorType:
 
     def without_origins(self) -> TensorType:
         """The same, of no module."""
-        pending = [dataclasses.replace(one, origin=None) for one in self.pending]
+        pending = [dataclasses.replace(one, origins=()) for one in self.pending]
         return dataclasses.replace(self, pending=tuple(pending))
 
     def said_text(self, dims: Sequence[tuple[str, ...]]) -> str:
         """How one would annotate it with other dims."""
         return str(dataclasses.replace(self.sharding, dims=tuple(dims)))
 
-    def pending_along(self, axis: str) -> Pending | None:
+    def pending_along(self, axis: str) -> Uncombined | None:
         """What is pending along an axis, or a part of it."""
         found = (p for p in self.pending if overlap(self.mesh, p.axis, axis))
         return next(found, None)

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.hlo_text import itemsize
 from meshwright.framework.compiler.stable_hlo import (
-    element_type,
+    BRANCHES,
+    WHILE,
+    dtype_of,
+    shape_of,
     walk,
 )
 from meshwright.framework.compiler.weight_update_sharding.links import (
@@ -27,11 +29,7 @@ from meshwright.framework.compiler.weight_update_sharding.links import (
     joined,
     trips,
 )
-from meshwright.framework.compiler.weight_update_sharding.redundancy import (
-    BRANCHES,
-    WHILE,
-    Redundancy,
-)
+from meshwright.framework.compiler.weight_update_sharding.redundancy import Redundancy
 from meshwright.framework.compiler.weight_update_sharding.shardable import (
     Place,
     dim_map,
@@ -63,12 +61,6 @@ def bytes_of(value: ir.Value) -> int:
     """Bytes of a tensor, whole."""
     type_ = ir.RankedTensorType(value.type)
     return math.prod(type_.shape) * itemsize(dtype_of(value))
-
-
-def dtype_of(value: ir.Value) -> str:
-    """The element type's name, as HLO has it."""
-    name = str(element_type(value))
-    return {"i1": "pred"}.get(name, name.replace("ui", "u").replace("i", "s"))
 
 
 @dataclasses.dataclass(eq=False)

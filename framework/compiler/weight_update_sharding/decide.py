@@ -15,15 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
+from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     Dims,
     bytes_of,
     how_often,
     uses_of,
-)
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    CompletedModule,
 )
 from meshwright.framework.compiler.weight_update_sharding.formats import (
     Format,

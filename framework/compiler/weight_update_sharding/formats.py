@@ -14,16 +14,13 @@ from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.hlo_text import itemsize
-from meshwright.framework.compiler.weight_update_sharding.clusters import (
-    Cluster,
-    Dims,
+from meshwright.framework.compiler.stable_hlo import (
     dtype_of,
+    shape_of,
 )
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    CompletedModule,
-)
+from meshwright.framework.compiler.weight_update_sharding.clusters import Cluster, Dims
 from meshwright.framework.sharding.sharding import Sharding
 
 

@@ -11,18 +11,14 @@ from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.stable_hlo import (
-    element_type,
-    end_of,
-    walk,
-)
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    CompletedModule,
-)
-from meshwright.framework.compiler.weight_update_sharding.redundancy import (
     BRANCHES,
     WHILE,
+    constant_of,
+    end_of,
+    shape_of,
+    walk,
 )
 
 Use = tuple[ir.Operation, int]
@@ -156,21 +152,6 @@ def _bound(op, condition, value: ir.Value) -> float | None:
     if not isinstance(value.owner, ir.Block) and value.owner.name == WHILE:
         return trips(value.owner)  # A backward loop counts down a forward one.
     return constant_of(value)
-
-
-def constant_of(value: ir.Value) -> float | None:
-    """The number that a scalar constant is, None if it is none."""
-    while not isinstance(value.owner, ir.Block):
-        maker = value.owner
-        if maker.name == "stablehlo.constant":
-            splat = ir.DenseElementsAttr(maker.attributes["value"]).get_splat_value()
-            element = element_type(value)
-            whole = isinstance(element, ir.IntegerType)
-            return float((ir.IntegerAttr if whole else ir.FloatAttr)(splat).value)
-        if maker.name not in ("stablehlo.convert", "stablehlo.reshape"):
-            return None
-        value = maker.operands[0]
-    return None
 
 
 def joined(links: Sequence[Link]) -> list[list[Link]]:

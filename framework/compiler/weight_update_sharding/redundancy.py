@@ -13,18 +13,16 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
+from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.stable_hlo import (
     BRANCHES,
     INTO_MANUAL,
     WHILE,
     dot_dims,
     end_of,
-    integers,
-    is_annotation,
+    has_side_effect,
     placeholder_of,
-)
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    CompletedModule,
+    reduced_dims,
 )
 
 _NEVER_ALIKE = (
@@ -134,7 +132,7 @@ class _Analysis:
     def plain(self, op) -> None:
         alike = self.data_axes.intersection(*(self.alike[v] for v in op.operands))
         gained = self.gained(op)
-        if op.name in _NEVER_ALIKE or _has_side_effect(op):
+        if op.name in _NEVER_ALIKE or has_side_effect(op):
             alike = frozenset()
         for result in op.results:
             free = self.unsplit(result)
@@ -193,16 +191,3 @@ def _summed_dims(op, number: int, rank: int) -> list[int]:
         return reduced_dims(op)
     # These sum over the batch, or have it in the result.
     return list(range(rank)) if op.name in _SUMS_ALL else []
-
-
-def reduced_dims(op) -> list[int]:
-    """The dims that a `stablehlo.reduce` reduces."""
-    return integers(op, "dimensions")
-
-
-def _has_side_effect(op) -> bool:
-    if op.name != "stablehlo.custom_call" or is_annotation(op):
-        return False
-    if "has_side_effect" not in op.attributes:
-        return False
-    return ir.BoolAttr(op.attributes["has_side_effect"]).value

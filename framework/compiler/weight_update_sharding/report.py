@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.sizes import bytes_text
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    CompletedModule,
+from meshwright.framework.compiler.stable_hlo import (
+    shape_of,
 )
 from meshwright.framework.compiler.weight_update_sharding.decide import Decision
 

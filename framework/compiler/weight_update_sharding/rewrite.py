@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
+from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.stable_hlo import (
+    BRANCHES,
     after,
     end_of,
     location_of,
+    shape_of,
     sharding_call,
     tensor_type,
 )
@@ -27,16 +29,10 @@ from meshwright.framework.compiler.weight_update_sharding.clusters import (
     block_of,
     uses_of,
 )
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    CompletedModule,
-)
 from meshwright.framework.compiler.weight_update_sharding.decide import Decision
 from meshwright.framework.compiler.weight_update_sharding.formats import Format
 from meshwright.framework.compiler.weight_update_sharding.links import Link, Use
-from meshwright.framework.compiler.weight_update_sharding.redundancy import (
-    BRANCHES,
-    Redundancy,
-)
+from meshwright.framework.compiler.weight_update_sharding.redundancy import Redundancy
 from meshwright.framework.compiler.weight_update_sharding.scatter import (
     cut_end,
     find_sum,

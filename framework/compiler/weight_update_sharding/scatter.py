@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.partial_sums import (
+from meshwright.framework.compiler.completed import CompletedModule
+from meshwright.framework.compiler.pending.partial_sums import (
     Summed,
     local_sum,
     scattered_along,
@@ -28,11 +28,9 @@ from meshwright.framework.compiler.stable_hlo import (
     border_config,
     element_type,
     placeholder_call,
+    shape_of,
     tensor_type,
     zeros,
-)
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    CompletedModule,
 )
 from meshwright.framework.compiler.weight_update_sharding.formats import Format
 from meshwright.framework.sharding.placeholders import mesh_text

@@ -10,13 +10,11 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.borders import stored_spec
+from meshwright.framework.compiler.completed import completed_module
 from meshwright.framework.compiler.jax_bridge import bytecode
 from meshwright.framework.compiler.lower import LoweredFunction
 from meshwright.framework.compiler.tpu import kind_of
 from meshwright.framework.compiler.weight_update_sharding.clusters import find_clusters
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    completed_module,
-)
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     Machine,
     WeightUpdateSharding,

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.stable_hlo import (
     is_annotation,
+    reduced_dims,
+    shape_of,
 )
-from meshwright.framework.compiler.weight_update_sharding.redundancy import reduced_dims
 
 Place = tuple[ir.Value, int]
 """A dim of a value."""

@@ -14,13 +14,13 @@ import math
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
 from meshwright.framework.compiler.stable_hlo import (
     WHILE,
     after,
     element_type,
     end_of,
     is_annotation,
+    shape_of,
     tensor_type,
     walk,
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.extend.mlir import ir
 
+from meshwright.framework.compiler.hoist import hoist_conversions
 from meshwright.framework.compiler.jax_bridge import (
     bytecode,
     lower_for_mesh,
@@ -22,9 +23,6 @@ from meshwright.framework.compiler.stable_hlo import (
     walk,
 )
 from meshwright.framework.compiler.tidy import tidy
-from meshwright.framework.compiler.weight_update_sharding.hoist import (
-    hoist_conversions,
-)
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 

@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.conv_rewrite import convolution_of, shape_of
+from meshwright.framework.compiler.completed import CompletedModule
+from meshwright.framework.compiler.conv_rewrite import convolution_of
+from meshwright.framework.compiler.pending.linear import is_zero
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
+    adds,
     border_config,
     dot_dims,
-    is_annotation,
     placeholder_call,
-    tensor_type,
-)
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    CompletedModule,
-)
-from meshwright.framework.compiler.weight_update_sharding.links import constant_of
-from meshwright.framework.compiler.weight_update_sharding.redundancy import (
     reduced_dims,
+    shape_of,
+    tensor_type,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import mesh_text
+from meshwright.framework.sharding.sharding import Sharding
 
 DimAxes = list[tuple[str, ...]]
 """For each dim of a tensor the manual axes that split it."""
@@ -53,9 +52,16 @@ class Summed:
     after: Sequence[ir.Operation] = ()
 
 
-def sum_of(
-    completed: CompletedModule, op: ir.Operation, axes: Collection[str]
-) -> Summed | None:
+class Lying(Protocol):
+    """Where the tensors of a module lie."""
+
+    mesh: DeviceMesh
+
+    def sharding(self, value: ir.Value) -> Sharding:
+        """The sharding of a value that lies on the mesh."""
+
+
+def sum_of(completed: Lying, op: ir.Operation, axes: Collection[str]) -> Summed | None:
     """How an op sums over these mesh axes; None if it is not known to, evenly."""
     ordered = tuple(a for a in completed.mesh.axis_names if a in axes)
     rule = _RULES.get(op.name)
@@ -101,7 +107,7 @@ def _sums_one(op) -> bool:
 class _Operands:
     """The axes of a region that split an op's operands."""
 
-    def __init__(self, completed: CompletedModule, op, axes: frozenset[str]):
+    def __init__(self, completed: Lying, op, axes: frozenset[str]):
         self.completed = completed
         self.op = op
         self.manual = axes
@@ -165,7 +171,7 @@ def _of_reduce(op, operands: _Operands):
     dims = operands.dims(0)
     summed = [axis for dim in reduced_dims(op) for axis in dims[dim]]
     kept = [axis for axes in dims for axis in axes if axis not in summed]
-    if kept or set(summed) != operands.manual or constant_of(op.operands[1]) != 0:
+    if kept or set(summed) != operands.manual or not is_zero(op.operands[1]):
         return None
     return operands.even([dims, None])
 
@@ -202,31 +208,6 @@ def scattered_along(
         type_ = tensor_type(local.type, shape)
         local = placeholder_call("reduce_scatter", local, type_, config)
     return local
-
-
-def adds(op) -> bool:
-    """Whether a reduction or a scatter adds up."""
-    names = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
-    return names == ["stablehlo.add", "stablehlo.return"]
-
-
-def is_zero(value: ir.Value) -> bool:
-    """Whether all of a tensor is a constant 0, annotated or not."""
-    while not isinstance(value.owner, ir.Block):
-        op = value.owner
-        if op.name != "stablehlo.broadcast_in_dim" and not is_annotation(op):
-            return is_constant_zero(op)
-        value = op.operands[0]
-    return False
-
-
-def is_constant_zero(op) -> bool:
-    """Whether an op is a constant that is 0 everywhere."""
-    if op.name != "stablehlo.constant":
-        return False
-    numbers = ir.DenseElementsAttr(op.attributes["value"])
-    scalar = numbers.get_splat_value() if numbers.is_splat else None
-    return isinstance(scalar, ir.FloatAttr | ir.IntegerAttr) and scalar.value == 0
 
 
 _RULES = {

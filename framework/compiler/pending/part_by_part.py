@@ -1,82 +1,26 @@
-"""Ops on pending sums: which may be computed part by part, and how.
-
-A tensor that is unreduced along k mesh axes is carried with k leading dims, each split
-by one of them, and is its sum over these: every device holds its own part, under both
-partitioners and in loops too. What it compiles to costs the same as Shardy's own
-`unreduced`, which was tried: that is a promise about the op before it that nothing
-checks, wrong by a factor where this is a conversion or an addition, and it ends the
-process where dims are uneven or in manual regions. GSPMD has no sound word for it.
-"""
+"""Linear ops on pending sums, computed part by part."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.partial_sums import adds, is_zero
 from meshwright.framework.compiler.stable_hlo import (
     dot_dims,
     element_type,
     integers,
-    tensor_type,
-)
-from meshwright.framework.compiler.weight_update_sharding.redundancy import (
+    keep_precision,
     reduced_dims,
+    shape_of,
+    short_name,
+    tensor_type,
 )
 
 Lead = tuple[int, ...]
 """Sizes of the leading dims."""
-
-_FIRST, _BOTH, _EITHER = [(0,)], [(0, 1)], [(0,), (1,)]
-_CHOICES = {
-    "negate": _FIRST,
-    "real": _FIRST,
-    "transpose": _FIRST,
-    "reshape": _FIRST,
-    "broadcast_in_dim": _FIRST,
-    "slice": _FIRST,
-    "reverse": _FIRST,
-    "dynamic_slice": _FIRST,
-    "divide": _FIRST,
-    "add": _BOTH,
-    "subtract": _BOTH,
-    "dynamic_update_slice": _BOTH,
-    "multiply": _EITHER,
-    "dot": _EITHER,
-    "dot_general": _EITHER,
-    "select": [(1, 2)],
-}
-
-
-def choices(op: ir.Operation) -> Sequence[tuple[int, ...]]:
-    """Sets of an op's operands in which, taken together, it is linear.
-
-    Those of a set are pending or zeros. The rest is whole, and may be anything.
-    """
-    name = _name(op)
-    if name == "convert":
-        kinds = (element_type(op.operands[0]), element_type(op.results[0]))
-        return _FIRST if all(isinstance(one, ir.FloatType) for one in kinds) else []
-    if name == "reduce":
-        return _FIRST if len(op.results) == 1 and adds(op) and _from_zero(op) else []
-    if name == "pad":
-        return _FIRST if _from_zero(op) else []
-    if name == "concatenate":
-        return [tuple(range(len(op.operands)))]
-    if name == "divide" and isinstance(element_type(op.results[0]), ir.IntegerType):
-        return []  # It rounds.
-    return _CHOICES.get(name, [])
-
-
-def _name(op) -> str:
-    return op.name.removeprefix("stablehlo.")
-
-
-def _from_zero(op) -> bool:
-    return is_zero(op.operands[1])
 
 
 def part_by_part(
@@ -89,7 +33,7 @@ def part_by_part(
       lead: sizes of the leading dims.
       parts: its pending operands by number, with leading dims.
     """
-    return _BUILDERS.get(_name(op), _elementwise)(op, lead, parts)
+    return _BUILDERS.get(short_name(op), _elementwise)(op, lead, parts)
 
 
 def widened(value: ir.Value, lead: Lead) -> ir.Value:
@@ -119,7 +63,7 @@ def _set(op, **numbers: Sequence[int]) -> ir.Value:
 def _elementwise(op, lead: Lead, parts) -> ir.Value:
     operands = dict(parts)
     for number, value in enumerate(op.operands):
-        one_for_all = _name(op) == "select" and not shape_of(value)
+        one_for_all = short_name(op) == "select" and not shape_of(value)
         if number not in parts and not one_for_all:
             operands[number] = widened(value, lead)
     return _clone(op, lead, operands).results[0]
@@ -168,10 +112,13 @@ def _reduce(op, lead: Lead, parts) -> ir.Value:
 
 def _concatenate(op, lead: Lead, parts) -> ir.Value:
     copy = _clone(op, lead, parts)
-    dim = ir.IntegerAttr(op.attributes["dimension"]).value + len(lead)
+    return _in_dim(copy, ir.IntegerAttr(op.attributes["dimension"]).value + len(lead))
+
+
+def _in_dim(op, dim: int) -> ir.Value:
     integer = ir.IntegerType.get_signless(64)
-    copy.attributes["dimension"] = ir.IntegerAttr.get(integer, dim)
-    return copy.results[0]
+    op.attributes["dimension"] = ir.IntegerAttr.get(integer, dim)
+    return op.results[0]
 
 
 def _starts(op, first: int, lead: Lead) -> list[ir.Value]:
@@ -211,14 +158,86 @@ def _dot(op, lead: Lead, parts) -> ir.Value:
         *operands,
         stablehlo.DotDimensionNumbers.get(*batch, *contracting),
     )
-    if "precision_config" in op.attributes:
-        precision = op.attributes["precision_config"]
-        product.owner.operation.attributes["precision_config"] = precision
+    keep_precision(op, product)
+    return _first(product, place, more)
+
+
+def _first(value: ir.Value, place: int, count: int) -> ir.Value:
+    """A tensor whose `count` dims from `place` on come first."""
     if not place:
-        return product
-    rest = [dim for dim in range(len(shape)) if not place <= dim < place + more]
-    order = [*range(place, place + more), *rest]
-    return stablehlo.transpose(product, ir.DenseI64ArrayAttr.get(order))
+        return value
+    own = range(place, place + count)
+    rest = [dim for dim in range(len(shape_of(value))) if dim not in own]
+    return stablehlo.transpose(value, ir.DenseI64ArrayAttr.get([*own, *rest]))
+
+
+def _sized(op, lead: Lead, parts) -> ir.Value:
+    copy = _clone(op, lead, parts)
+    return _in_dim(copy, ir.IntegerAttr(op.attributes["dimension"]).value + len(lead))
+
+
+def _shifted(dims: Sequence[int], lead: Lead) -> list[int]:
+    return [len(lead) + dim for dim in dims]
+
+
+def _gather(op, lead: Lead, parts) -> ir.Value:
+    """Of each part the same rows: the leading dims are whole in each."""
+    numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
+    copy = _clone(op, lead, parts)
+    copy.attributes["dimension_numbers"] = stablehlo.GatherDimensionNumbers.get(
+        [*range(len(lead)), *_shifted(numbers.offset_dims, lead)],
+        _shifted(numbers.collapsed_slice_dims, lead),
+        _shifted(numbers.operand_batching_dims, lead),
+        list(numbers.start_indices_batching_dims),
+        _shifted(numbers.start_index_map, lead),
+        numbers.index_vector_dim,
+    )
+    return _set(copy, slice_sizes=[*lead, *integers(op, "slice_sizes")])
+
+
+def _scatter(op, lead: Lead, parts) -> ir.Value:
+    name = "scatter_dimension_numbers"
+    numbers = stablehlo.ScatterDimensionNumbers(op.attributes[name])
+    copy = _clone(op, lead, parts)
+    copy.attributes[name] = stablehlo.ScatterDimensionNumbers.get(
+        [*range(len(lead)), *_shifted(numbers.update_window_dims, lead)],
+        _shifted(numbers.inserted_window_dims, lead),
+        _shifted(numbers.input_batching_dims, lead),
+        list(numbers.scatter_indices_batching_dims),
+        _shifted(numbers.scattered_dims_to_operand_dims, lead),
+        numbers.index_vector_dim,
+    )
+    return copy.results[0]
+
+
+def _convolution(op, lead: Lead, parts) -> ir.Value:
+    """The parts of an image are more of its batch, those of a kernel more channels."""
+    numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+    (side,) = parts
+    own, out = (
+        (numbers.input_batch_dimension, numbers.output_batch_dimension),
+        (numbers.kernel_output_feature_dimension, numbers.output_feature_dimension),
+    )[side]
+    count, shape = math.prod(lead), list(shape_of(op.results[0]))
+    copy = op.clone(ir.InsertionPoint.current)
+    with ir.InsertionPoint(copy):
+        copy.operands[side] = _merged(parts[side], len(lead), own)
+    whole = list(shape)
+    whole[out] *= count
+    copy.results[0].set_type(tensor_type(op.results[0].type, whole))
+    shape[out:out] = lead
+    apart = stablehlo.reshape(tensor_type(op.results[0].type, shape), copy.results[0])
+    return _first(apart, out, len(lead))
+
+
+def _merged(value: ir.Value, count: int, dim: int) -> ir.Value:
+    """A tensor whose first `count` dims become the major part of another."""
+    rest = list(range(count, len(shape_of(value))))
+    order = [*rest[:dim], *range(count), *rest[dim:]]
+    value = stablehlo.transpose(value, ir.DenseI64ArrayAttr.get(order))
+    shape = list(shape_of(value))
+    shape[dim : dim + count + 1] = [math.prod(shape[dim : dim + count + 1])]
+    return stablehlo.reshape(tensor_type(value.type, shape), value)
 
 
 _BUILDERS = {
@@ -230,8 +249,12 @@ _BUILDERS = {
     "reverse": _reverse,
     "reduce": _reduce,
     "concatenate": _concatenate,
+    "convolution": _convolution,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _update_slice,
     "dot": _dot,
     "dot_general": _dot,
+    "gather": _gather,
+    "scatter": _scatter,
+    "set_dimension_size": _sized,
 }

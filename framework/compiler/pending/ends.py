@@ -1,7 +1,7 @@
 """Where pending sums begin and end: conversions between types of tensors.
 
 A pending sum has a leading dim for each axis that it is unreduced along; see
-`pending_ops`.
+`linear`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.partial_sums import scattered_along
+from meshwright.framework.compiler.pending.partial_sums import scattered_along
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,
     border_config,
     placeholder_call,
+    shape_of,
     sharding_call,
     tensor_type,
     zeros,
 )
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 Axes = tuple[str, ...]
@@ -45,22 +46,54 @@ def convert_parts(value: ir.Value, before: Sharding, after: Sharding) -> ir.Valu
         if scattered is not None:
             value = _scatter(value, before, after, ends, scattered)
         else:
-            value = added_up(value, [before.unreduced.index(axis) for axis in ends])
+            value = add_up(value, after.mesh, before.unreduced, ends)
     if begins:
         kept = tuple(axis for axis in before.unreduced if axis not in ends)
         value = _masked(value, kept, begins, after)
     leading = tuple((axis,) for axis in after.unreduced)
-    return annotated(value, Sharding(after.mesh, (*leading, *after.dims)))
+    return with_sharding(value, Sharding(after.mesh, (*leading, *after.dims)))
 
 
-def annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
+def with_leading(
+    value: ir.Value, mesh: DeviceMesh, leading: Sequence[Axes]
+) -> ir.Value:
+    """A tensor with its leading dims annotated; its own are left to completion."""
+    own = range(len(leading), len(shape_of(value)))
+    sharding = Sharding(mesh, (*leading, *[()] * len(own)))
+    used = [axis for axes in leading for axis in axes]
+    return with_sharding(value, sharding.opened(tuple(own), but=used))
+
+
+def with_sharding(value: ir.Value, sharding: Sharding) -> ir.Value:
     """A tensor with an annotation, at the current insertion point."""
     text = sharding.to_hlo()
     return sharding_call("Sharding", value, value.type, text, sharding.unspecified)
 
 
-def added_up(value: ir.Value, dims: Sequence[int]) -> ir.Value:
-    """The sum over dims of a tensor, at the current insertion point."""
+def add_up(value: ir.Value, mesh: DeviceMesh, axes: Axes, ends: Axes) -> ir.Value:
+    """The sum along some of the axes of a value in parts, at the insertion point.
+
+    Args:
+      value: with a leading dim for each of `axes`.
+      mesh: the program's.
+      axes: along which it is pending.
+      ends: those of them along which it is added up.
+    """
+    dims = [axes.index(axis) for axis in ends]
+    first, count = dims[0], len(dims)
+    if count > 1 and dims == list(range(first, first + count)):
+        # One dim that all of them split is added up by one all-reduce.
+        shape = list(shape_of(value))
+        shape[first : first + count] = [mesh.axes_size(ends)]
+        value = stablehlo.reshape(tensor_type(value.type, shape), value)
+        leading = [(axis,) for axis in axes]
+        leading[first : first + count] = [ends]
+        value = with_leading(value, mesh, leading)
+        dims = [first]
+    return _sum_over(value, dims)
+
+
+def _sum_over(value: ir.Value, dims: Sequence[int]) -> ir.Value:
     shape = [size for dim, size in enumerate(shape_of(value)) if dim not in dims]
     scalar = tensor_type(value.type, ())
     op = stablehlo.ReduceOp(

@@ -1,9 +1,9 @@
 """Where pending sums are made: sums over split dims, with a leading dim for each axis.
 
 A product's or a reduction's summed dim becomes two, what the axis splits and the rest,
-of which only the rest is summed. That is all for either partitioner. Other sums, and
-those over dims that an axis splits in turn with others, are made in a region that is
-manual along the axes.
+of which only the rest is summed; other axes that split it before these make dims of
+their own, which are summed too. That is all for either partitioner. Other sums are made
+in a region that is manual along the axes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from collections.abc import Mapping, Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.conv_rewrite import shape_of
-from meshwright.framework.compiler.partial_sums import Summed, local_sum
-from meshwright.framework.compiler.pending_ends import annotated
+from meshwright.framework.compiler.completed import CompletedModule
+from meshwright.framework.compiler.pending.ends import with_sharding
+from meshwright.framework.compiler.pending.partial_sums import Summed, local_sum
 from meshwright.framework.compiler.stable_hlo import (
     OUT_OF_MANUAL,
     border_config,
     dot_dims,
+    keep_precision,
     placeholder_call,
-    tensor_type,
-)
-from meshwright.framework.compiler.weight_update_sharding.completed import (
-    CompletedModule,
-)
-from meshwright.framework.compiler.weight_update_sharding.redundancy import (
     reduced_dims,
+    shape_of,
+    tensor_type,
 )
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -36,12 +33,10 @@ Axes = tuple[str, ...]
 
 def sum_in_parts(completed: CompletedModule, found: Summed) -> ir.Value:
     """A sum with a leading dim for each axis, at the current insertion point."""
-    name = found.op.name
-    split = _split(completed, found)
-    if split and name in ("stablehlo.dot", "stablehlo.dot_general"):
-        return _dot(completed, found, split)
-    if split and name == "stablehlo.reduce":
-        return _reduce(completed, found, split[0])
+    divided = _DIVIDED.get(found.op.name)
+    split = _split(completed, found) if divided else []
+    if split:
+        return divided(completed, found, split)
     mesh, value = completed.mesh, found.op.results[0]
     lead = [mesh.axis_size(axis) for axis in found.axes]
     shape = shape_of(value)
@@ -59,17 +54,37 @@ def sum_in_parts(completed: CompletedModule, found: Summed) -> ir.Value:
 
 
 def _split(completed: CompletedModule, found: Summed) -> list[Mapping[int, Axes]]:
-    """For each operand which of its dims the axes split; [] if not before others."""
+    """For each operand how its summed dims are to be divided; [] if they cannot be.
+
+    Major first, the axes that the sum is over and those that split a dim before them.
+    """
     split = []
     for number, dims in enumerate(found.dims):
         if dims is None:
             continue
         own = completed.sharding(found.op.operands[number]).dims
-        for axes, all_axes in zip(dims, own, strict=True):
-            if axes and set(axes) & set(all_axes) and all_axes[: len(axes)] != axes:
-                return []
-        split.append({dim: axes for dim, axes in enumerate(dims) if axes})
-    return split
+        pairs = enumerate(zip(dims, own, strict=True))
+        split.append({dim: _up_to(*pair) for dim, pair in pairs if pair[0]})
+    return split if _alike(completed, found, split) else []
+
+
+def _up_to(axes: Axes, own: Axes) -> Axes:
+    """What splits a dim, up to the last of `axes`; these, if another operand's does."""
+    last = max((n for n, axis in enumerate(own) if axis in axes), default=None)
+    return axes if last is None else own[: last + 1]
+
+
+def _alike(completed: CompletedModule, found: Summed, split) -> bool:
+    """Whether what is summed together is divided alike, and evenly."""
+    for value, dims in zip(found.op.operands, split, strict=False):
+        sizes = shape_of(value)
+        if any(sizes[d] % completed.mesh.axes_size(axes) for d, axes in dims.items()):
+            return False
+    if found.op.name == "stablehlo.reduce":
+        return True
+    _, (left, right) = dot_dims(found.op, len(shape_of(found.op.operands[0])))
+    pairs = zip(left, right, strict=True)
+    return all(split[0].get(i) == split[1].get(j) for i, j in pairs)
 
 
 class _Divided:
@@ -78,23 +93,26 @@ class _Divided:
     def __init__(self, completed: CompletedModule, value: ir.Value, split, axes: Axes):
         mesh, shape, dims = completed.mesh, [], []
         own = completed.sharding(value).dims
-        self.place: dict[int, int] = {}
+        self.place: dict[int, list[int]] = {}
         leading: dict[str, int] = {}
         for dim, size in enumerate(shape_of(value)):
-            by = split.get(dim, ())
+            by, places = split.get(dim, ()), []
             for axis in by:
-                leading[axis] = len(shape)
+                if axis in axes:
+                    leading[axis] = len(shape)
+                else:
+                    places.append(len(shape))
                 shape.append(mesh.axis_size(axis))
                 dims.append((axis,))
-            self.place[dim] = len(shape)
+            self.place[dim] = [*places, len(shape)]
             shape.append(size // mesh.axes_size(by))
-            dims.append(tuple(axis for axis in own[dim] if axis not in axes))
+            dims.append(tuple(a for a in own[dim] if a not in (*axes, *by)))
         self.leading = [leading[axis] for axis in axes]
         divided = stablehlo.reshape(tensor_type(value.type, shape), value)
-        self.value = annotated(divided, Sharding(mesh, tuple(dims)))
+        self.value = with_sharding(divided, Sharding(mesh, tuple(dims)))
 
     def places(self, dims: Sequence[int]) -> list[int]:
-        return [self.place[dim] for dim in dims]
+        return [place for dim in dims for place in self.place[dim]]
 
 
 def _dot(completed: CompletedModule, found: Summed, split) -> ir.Value:
@@ -113,15 +131,13 @@ def _dot(completed: CompletedModule, found: Summed, split) -> ir.Value:
         *(side.value for side in sides),
         stablehlo.DotDimensionNumbers.get(*batch, *contracting),
     )
-    if "precision_config" in op.attributes:
-        precision = op.attributes["precision_config"]
-        product.owner.attributes["precision_config"] = precision
+    keep_precision(op, product)
     return product
 
 
 def _reduce(completed: CompletedModule, found: Summed, split) -> ir.Value:
     op = found.op
-    divided = _Divided(completed, op.operands[0], split, found.axes)
+    divided = _Divided(completed, op.operands[0], split[0], found.axes)
     reduced = divided.places(reduced_dims(op))
     kept = [d for d in range(len(shape_of(divided.value))) if d not in reduced]
     result = op.results[0]
@@ -135,3 +151,10 @@ def _reduce(completed: CompletedModule, found: Summed, split) -> ir.Value:
     if order == sorted(order):
         return copy.results[0]
     return stablehlo.transpose(copy.results[0], ir.DenseI64ArrayAttr.get(order))
+
+
+_DIVIDED = {
+    "stablehlo.dot": _dot,
+    "stablehlo.dot_general": _dot,
+    "stablehlo.reduce": _reduce,
+}

@@ -1,0 +1,66 @@
+"""Carries pending sums through a program, from where they are made to where they end.
+
+Typed annotations (`mesh_split` with unreduced axes, `reshard`) say where a sum is
+pending. From there on all that is linear in it is computed part by part, through loops,
+up to the `reshard` that adds the parts up; whatever else reads it is refused. Where an
+annotation says that a tensor is unreduced, it is made so: back through linear ops to
+those that sum over a dim that the axes split ("Replicate forwards, partial backwards").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from meshwright.framework.compiler.completed import completed_module
+from meshwright.framework.compiler.jax_bridge import bytecode
+from meshwright.framework.compiler.lower import LoweredFunction
+from meshwright.framework.compiler.pending.plan import Plan
+from meshwright.framework.compiler.pending.write import write_parts
+from meshwright.framework.compiler.stable_hlo import Blame
+from meshwright.framework.sharding.annotations import TYPED
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import PREFIX
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.types import RESHARD
+
+
+def has_types(lowered: LoweredFunction) -> bool:
+    """Whether a function has typed annotations."""
+    return any(f"{PREFIX}{kind}".encode() in lowered.hlo for kind in (TYPED, RESHARD))
+
+
+def carry_pending(
+    lowered: LoweredFunction,
+    mesh: DeviceMesh,
+    *,
+    in_shardings: Sequence[Sharding | None],
+    out_shardings: Sequence[Sharding | None],
+    devices: Sequence[jax.Device] | None = None,
+) -> LoweredFunction:
+    """The function with its typed annotations written out, for either partitioner.
+
+    Args:
+      lowered: the function.
+      mesh: what it is to be compiled for.
+      in_shardings, out_shardings: of the leaves of its arguments and its result.
+      devices: those of a topology, or None.
+
+    Raises:
+      LoweringError: a pending sum meets an op that is not linear in it, or leaves the
+        program; or no sum is pending where an annotation says so.
+    """
+    if not has_types(lowered):
+        return lowered
+    with completed_module(
+        lowered,
+        mesh,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        devices=devices,
+    ) as completed:
+        plan = Plan(completed, Blame(lowered.name, lowered.sources))
+        write_parts(completed, plan)
+        return dataclasses.replace(lowered, rewritten=bytecode(completed.module))

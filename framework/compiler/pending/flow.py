@@ -1,0 +1,292 @@
+"""Forward through a program: which sums are pending, and what they want in parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.completed import CompletedModule
+from meshwright.framework.compiler.lower import LoweringError
+from meshwright.framework.compiler.pending.linear import choices
+from meshwright.framework.compiler.pending.ties import Tie, ties_of
+from meshwright.framework.compiler.stable_hlo import (
+    BRANCHES,
+    WHILE,
+    Blame,
+    Placeholder,
+    dtype_of,
+    is_annotation,
+    placeholder_of,
+    shape_of,
+)
+from meshwright.framework.sharding.annotations import TYPED, Pending
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.types import RESHARD
+
+Axes = tuple[str, ...]
+_RETURN = "stablehlo.return"
+_NONE: frozenset[ir.Value] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What an annotation makes of a tensor: the types before and after it."""
+
+    before: Sharding
+    after: Sharding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Want:
+    """An op that reads a value in parts which is not pending by itself.
+
+    Args:
+      op: the op.
+      value: the value.
+      axes: along which.
+      beside: a pending sum that it reads too, if it is for that; else None.
+      lenient: annotations that it is made of and that may be reduced; see `Flow`.
+    """
+
+    op: ir.Operation
+    value: ir.Value
+    axes: Axes
+    beside: ir.Value | None
+    lenient: frozenset[ir.Value]
+
+
+class RefusedError(Exception):
+    """An op that no device could compute on its part of a sum.
+
+    Args:
+      error: what to raise.
+      lenient: annotations that may be reduced instead.
+    """
+
+    def __init__(self, error: LoweringError, lenient: frozenset[ir.Value]):
+        super().__init__(str(error))
+        self.error = error
+        self.lenient = lenient
+
+
+class Flow:
+    """What is pending, from annotations on to where sums are added up.
+
+    Annotations that may be reduced instead (`Pending.REDUCED`) are called lenient: what
+    is pending by them alone is reduced there, where something is not linear in it.
+
+    Args:
+      completed: the module, which is only read.
+      blame: names ops in messages.
+      decided: the axes along which lenient annotations are unreduced, so far.
+
+    Attributes:
+      pending: by value the axes along which it is pending wherever it is read.
+      operands: by such a result of a linear op the numbers of its operands in parts.
+      conversions: by results of typed annotations.
+      wants: what is wanted in parts, in the order of the program.
+      undecided: by the results of other lenient annotations the axes that they name.
+    """
+
+    def __init__(
+        self,
+        completed: CompletedModule,
+        blame: Blame,
+        decided: Mapping[ir.Value, Axes],
+    ):
+        self.pending: dict[ir.Value, Axes] = {}
+        self.operands: dict[ir.Value, Sequence[int]] = {}
+        self.conversions: dict[ir.Value, Conversion] = {}
+        self.wants: dict[tuple, Want] = {}
+        self.undecided: dict[ir.Value, Axes] = {}
+        self._completed = completed
+        self._mesh = completed.mesh
+        self._blame = blame
+        self._decided = decided
+        self._lenient: dict[ir.Value, frozenset[ir.Value]] = {}
+
+    def run(self) -> None:
+        """Goes over the module.
+
+        Raises:
+          RefusedError: a pending sum meets what is not linear in it, or leaves.
+        """
+        self._visit(self._completed.main.regions[0].blocks[0])
+
+    def _visit(self, block) -> None:
+        for op in [op.operation for op in block.operations]:
+            found = placeholder_of(op)
+            if found is not None and found.kind in (TYPED, RESHARD):
+                self._typed(op, found)
+            elif op.name in (WHILE, *BRANCHES):
+                self._tied(op)
+            elif op.name != _RETURN:
+                self._plain(op)
+
+    def _hold(self, value: ir.Value, axes: Axes, made_of: Iterable[ir.Value]) -> None:
+        """Notes that a value is pending."""
+        self.pending[value] = axes
+        had = [self._lenient.get(one, _NONE) for one in (value, *made_of)]
+        self._lenient[value] = _NONE.union(*had)
+
+    def _want(self, op, value: ir.Value, axes: Axes, beside: ir.Value | None) -> None:
+        lenient = self._lenient.get(beside or op.results[0], _NONE)
+        self.wants[op, value, axes] = Want(
+            op=op, value=value, axes=axes, beside=beside, lenient=lenient
+        )
+
+    def _plain(self, op) -> None:
+        held = {i for i, v in enumerate(op.operands) if v in self.pending}
+        if not held:
+            return
+        first = op.operands[min(held)]
+        if op.name == "func.return":
+            raise self._refused(op, first, "leaves the program")
+        if is_annotation(op):
+            raise self._refused(op, first, "is annotated as if it were none")
+        numbers = next((n for n in choices(op) if held <= set(n)), None)
+        if numbers is None:
+            raise self._refused(op, first, "is read by what is not linear in it")
+        axes = self._same_axes(op, [op.operands[i] for i in held])
+        for number in set(numbers) - held:
+            self._want(op, op.operands[number], axes, first)
+        self._hold(op.results[0], axes, [op.operands[i] for i in held])
+        self.operands[op.results[0]] = numbers
+
+    def _same_axes(self, op, values: Sequence[ir.Value]) -> Axes:
+        axes = self.pending[values[0]]
+        for value in values:
+            if self.pending[value] != axes:
+                what = f"meets one that is pending along {', '.join(axes)}"
+                raise self._refused(op, value, what)
+        return axes
+
+    def _tied(self, op) -> None:
+        """Through a loop or branches, until nothing more in it is pending."""
+        if op.name != WHILE and op.operands[0] in self.pending:
+            raise self._refused(op, op.operands[0], "decides which branch is taken")
+        blocks = [region.blocks[0] for region in op.regions]
+        while True:
+            before = [self._state(tie.result) for tie in ties_of(op)]
+            for tie in ties_of(op):
+                self._tie(tie)
+            for block in blocks:
+                self._visit(block)
+            for tie in ties_of(op):
+                self._tie(tie)
+            if before == [self._state(tie.result) for tie in ties_of(op)]:
+                break
+
+    def _state(self, value: ir.Value) -> tuple:
+        return self.pending.get(value), self._lenient.get(value)
+
+    def _tie(self, tie: Tie) -> None:
+        entering = tie.entering()
+        held = [value for value in entering if value in self.pending]
+        if not held:
+            return
+        axes = self._same_axes(tie.op, held)
+        if tie.decides():
+            raise RefusedError(
+                self._blame.error(
+                    tie.op,
+                    f"would carry {type_text(tie.result, axes)}, a sum that is pending "
+                    f"along {', '.join(axes)}, and it decides how long a loop runs: "
+                    "add it up before, by reshard",
+                ),
+                self._lenient[held[0]],
+            )
+        for value in (tie.result, *tie.arguments()):
+            self._hold(value, axes, held)
+        for value in entering:
+            if value not in held:
+                self._want(tie.op, value, axes, held[0])
+
+    def _typed(self, op, found: Placeholder) -> None:
+        """An annotation, or a conversion of what is annotated."""
+        (value,), (result,) = op.operands, op.results
+        after = Sharding.parse(self._mesh, found.config["sharding"])
+        if found.kind == RESHARD:
+            before = self._before(value, found.config["before"])
+        elif found.config["otherwise"] == Pending.REDUCED.value:
+            known = self._lenient_types(result, value, after)
+            before, after = known.before, known.after
+            self._lenient[result] = frozenset([result])
+        else:
+            before = after
+        held = self.pending.get(value)
+        if held and not before.unreduced:
+            raise self._refused(op, value, "is annotated as if it were none")
+        if held and held != before.unreduced:
+            along = ", ".join(before.unreduced)
+            raise self._refused(op, value, f"meets one that is pending along {along}")
+        if before.unreduced and not held:
+            self._want(op, value, before.unreduced, None)
+        self.conversions[result] = Conversion(before=before, after=after)
+        self.pending.pop(result, None)
+        if after.unreduced:
+            self._hold(result, after.unreduced, [value])
+
+    def _before(self, value: ir.Value, written: str) -> Sharding:
+        """What is converted; by what is known of it, if it is not annotated."""
+        if written:
+            return Sharding.parse(self._mesh, written)
+        axes = self.pending.get(value, ())
+        dims = self._completed.sharding(value).dims
+        free = [tuple(axis for axis in own if axis not in axes) for own in dims]
+        return Sharding(self._mesh, tuple(free), unreduced=axes)
+
+    def _lenient_types(
+        self, result: ir.Value, value: ir.Value, asked: Sharding
+    ) -> Conversion:
+        """Of an annotation that is unreduced as far as can be."""
+        held = self.pending.get(value)
+        kept = self._decided.get(result)
+        self.undecided.pop(result, None)
+        if held and kept != ():
+            kept = tuple(axis for axis in held if axis in asked.unreduced)
+        elif kept is None:
+            self.undecided[result] = asked.unreduced
+        after = dataclasses.replace(asked, unreduced=kept or ())
+        before = self._before(value, "") if held else after
+        return Conversion(before=before, after=after)
+
+    def _refused(self, op, value: ir.Value, what: str) -> RefusedError:
+        axes = self.pending[value]
+        if op.name == "func.return":
+            op = value.owner.operation
+        error = self._blame.error(
+            op,
+            f"has to do with {type_text(value, axes)}, a sum that is pending along "
+            f"{', '.join(axes)}, and it {what}: add it up before, by reshard",
+        )
+        return RefusedError(error, self._lenient[value])
+
+    def lacks(self, want: Want) -> RefusedError:
+        """Of what cannot be had in parts."""
+        return RefusedError(self._lacks(want), want.lenient)
+
+    def _lacks(self, want: Want) -> LoweringError:
+        named, wanted = ", ".join(want.axes), type_text(want.value, want.axes)
+        if want.beside is None or want.op.name in (WHILE, *BRANCHES):
+            return self._blame.error(
+                want.op,
+                f"wants {wanted}, but it is not linear in sums over dims that {named} "
+                "splits evenly, so nothing is pending: to make an unreduced tensor of "
+                "a replicated one annotate it as replicated and reshard it",
+            )
+        return self._blame.error(
+            want.op,
+            f"takes {type_text(want.beside, want.axes)}, a sum that is pending along "
+            f"{named}, together with {type_text(want.value, ())}, which is whole: "
+            "reshard one of them to the type of the other",
+        )
+
+
+def type_text(value: ir.Value, axes: Axes) -> str:
+    """`f32[4, 8]{U:tp}`."""
+    sizes = ", ".join(map(str, shape_of(value)))
+    pending = f"{{U:{','.join(axes)}}}" if axes else ""
+    return f"{dtype_of(value)}[{sizes}]{pending}"

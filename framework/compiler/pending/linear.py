@@ -1,0 +1,111 @@
+"""What ops are linear in: the one table, of the type checker and of the compiler.
+
+A tensor that is unreduced along k mesh axes is carried with k leading dims, each split
+by one of them, and is its sum over these: every device holds its own part, under both
+partitioners and in loops too. What it compiles to costs the same as Shardy's own
+`unreduced`, which was tried: that is a promise about the op before it that nothing
+checks, wrong by a factor where this is a conversion or an addition, and it ends the
+process where dims are uneven or in manual regions. GSPMD has no sound word for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.conv_rewrite import convolution_of
+from meshwright.framework.compiler.stable_hlo import (
+    adds,
+    element_type,
+    is_annotation,
+    is_constant_zero,
+    short_name,
+)
+
+_FIRST, _BOTH, _EITHER = [(0,)], [(0, 1)], [(0,), (1,)]
+_CHOICES = {
+    "negate": _FIRST,
+    "real": _FIRST,
+    "imag": _FIRST,
+    "reduce_precision": _FIRST,
+    "transpose": _FIRST,
+    "reshape": _FIRST,
+    "broadcast_in_dim": _FIRST,
+    "slice": _FIRST,
+    "reverse": _FIRST,
+    "dynamic_slice": _FIRST,
+    "gather": _FIRST,
+    "set_dimension_size": _FIRST,
+    "complex": _BOTH,
+    "add": _BOTH,
+    "subtract": _BOTH,
+    "dynamic_update_slice": _BOTH,
+    "multiply": _EITHER,
+    "dot": _EITHER,
+    "dot_general": _EITHER,
+    "select": [(1, 2)],
+}
+
+_KEEP_ZERO = ("broadcast_in_dim", "convert", "reshape")
+
+
+def choices(op: ir.Operation) -> Sequence[tuple[int, ...]]:
+    """Sets of an op's operands in which, taken together, it is linear.
+
+    Those of a set are pending or zeros. The rest is whole, and may be anything.
+    """
+    rule = _RULES.get(short_name(op))
+    return rule(op) if rule else _CHOICES.get(short_name(op), [])
+
+
+def _convert(op):
+    """Up to rounding; from whole numbers, of which each part is exact, too."""
+    before, after = (element_type(v) for v in (op.operands[0], op.results[0]))
+    truth = str(before) == "i1"
+    cuts = not isinstance(before, ir.IntegerType) and isinstance(after, ir.IntegerType)
+    return [] if truth or cuts else _FIRST
+
+
+def _divide(op):
+    rounds = isinstance(element_type(op.results[0]), ir.IntegerType)
+    return [] if rounds else _FIRST
+
+
+def _from_zero(op):
+    """A pad, or a reduction, by which nothing is added but zeros."""
+    return _FIRST if is_zero(op.operands[1]) else []
+
+
+def _reduce(op):
+    return _from_zero(op) if len(op.results) == 1 and adds(op) else []
+
+
+def _scatter(op):
+    return [(0, 2)] if len(op.operands) == 3 and adds(op) else []
+
+
+def _convolution(op):
+    """Where channels are in no groups: parts become a part of them, or of the batch."""
+    return _EITHER if convolution_of(op).groups == 1 else []
+
+
+_RULES = {
+    "concatenate": lambda op: [tuple(range(len(op.operands)))],
+    "convert": _convert,
+    "convolution": _convolution,
+    "divide": _divide,
+    "pad": _from_zero,
+    "reduce": _reduce,
+    "scatter": _scatter,
+}
+
+
+def is_zero(value: ir.Value) -> bool:
+    """Whether all of a tensor is a constant 0, annotated or not."""
+    while not isinstance(value.owner, ir.Block):
+        op = value.owner
+        if short_name(op) not in _KEEP_ZERO and not is_annotation(op):
+            return is_constant_zero(op)
+        value = op.operands[0]
+    return False
