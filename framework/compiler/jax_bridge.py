@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorflow as tf
+from jax._src.clusters import ClusterEnv
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
@@ -62,6 +63,7 @@ _COLLECTIVE_TIMEOUTS = (
     "xla_cpu_collective_call_warn_stuck_timeout_seconds",
     "xla_cpu_collective_timeout_seconds",
 )
+_DETECTION_SECONDS = 60
 # What XLA takes for a program of GSPMD's, whatever partitioner it is asked for.
 _GSPMD_MARK = re.compile(
     r"mhlo\.sharding|@(?:Sharding|SPMDFullToShardShape|SPMDShardToFullShape)\b"
@@ -73,7 +75,7 @@ def set_platform(platform: str, device_count: int | None = None) -> None:
 
     Args:
       platform: "cpu", "cuda" or "tpu".
-      device_count: for "cpu", how many virtual devices.
+      device_count: for "cpu", how many virtual devices this process has.
 
     Raises:
       ValueError: there are no such devices here, or devices are in use already with
@@ -105,7 +107,7 @@ def set_platform(platform: str, device_count: int | None = None) -> None:
     except RuntimeError:
         pass  # The backend is up; what counts is whether it fits.
     try:
-        have, backend = len(jax.devices()), jax.default_backend()
+        have, backend = jax.local_device_count(), jax.default_backend()
     except (AssertionError, RuntimeError) as e:  # By JAX's plugins, each in its way.
         raise ValueError(
             f"no {platform} devices can be used here ({str(e)[:200] or 'no plugin'}); "
@@ -119,6 +121,18 @@ def set_platform(platform: str, device_count: int | None = None) -> None:
             f"{backend} devices are in use already: choose the platform first thing in "
             "the process"
         )
+
+
+def detected_cluster() -> tuple[str | None, int | None, int | None, list[int] | None]:
+    """What SLURM, a TPU pod, Kubernetes or Open MPI says of this process.
+
+    Returns:
+      Address of process 0, number of processes, number of this one, numbers of its own
+      devices on this machine (None: all); all None outside of these.
+    """
+    return ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, _DETECTION_SECONDS
+    )
 
 
 def jax_mesh(
@@ -296,7 +310,7 @@ def lower_for_mesh(
     )
     with _partitioner(shardy), jax.set_mesh(grid):
         ready = jitted.lower(*avals)
-    return MeshProgram(lowered.name, mesh, ready, shardy, lowered)
+    return MeshProgram(lowered.name, mesh, ready, shardy, lowered, (jitted, *avals))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -309,6 +323,7 @@ class MeshProgram:
       lowered: as JAX lowered it.
       shardy: whether Shardy is to complete its shardings, or GSPMD.
       function: what it was lowered from, to name its arguments and ops.
+      call: the jitted function, and its abstract arguments.
     """
 
     name: str
@@ -316,6 +331,23 @@ class MeshProgram:
     lowered: jax.stages.Lowered
     shardy: bool
     function: LoweredFunction | None = None
+    call: tuple = ()
+
+    def export(self, platforms: Sequence[str]) -> bytes:
+        """The program for other machines, as `jax.export.deserialize` reads it.
+
+        Args:
+          platforms: "cpu", "cuda", "tpu": it is lowered for each.
+
+        Raises:
+          LoweringError: see `compile`.
+        """
+        if self.shardy:
+            self._check_no_fallback()
+        jitted, *arguments = self.call
+        with _partitioner(self.shardy), jax.set_mesh(jax_mesh(self.mesh)):
+            exported = jax.export.export(jitted, platforms=platforms)(*arguments)
+        return bytes(exported.serialize())
 
     def compile(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
         """Partitions and compiles.

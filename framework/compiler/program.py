@@ -9,11 +9,10 @@ from typing import Any
 
 import gin
 import jax
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.util import nest
 
 from meshwright.framework.compiler import conv_check, jax_bridge
+from meshwright.framework.compiler.arguments import Arguments, check_structure
 from meshwright.framework.compiler.borders import (
     flat_numbers,
     stored_forms,
@@ -27,6 +26,7 @@ from meshwright.framework.compiler.lower import (
     lower,
 )
 from meshwright.framework.compiler.pending.carry import carry_pending
+from meshwright.framework.compiler.processes import to_host
 from meshwright.framework.compiler.report import Collective, collectives_of
 from meshwright.framework.compiler.sources import Sources
 from meshwright.framework.compiler.weight_update_sharding.report import UpdateReport
@@ -96,10 +96,15 @@ class Program:
         self.updates = updates
         self._lowered = lowered
         self._compiled = compiled
-        self._in_specs: list[tf.TensorSpec] = tf.nest.flatten(lowered.inputs)
         self._in_forms = in_forms
         self._out_forms = out_forms
-        self._in_shardings = jax.tree.leaves(compiled.input_shardings[0])
+        self.arguments = Arguments(
+            lowered.name,
+            lowered.inputs,
+            forms=in_forms,
+            shardings=jax.tree.leaves(compiled.input_shardings[0]),
+            can_run=can_run,
+        )
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program.
@@ -115,14 +120,14 @@ class Program:
           ValueError: an argument's structure, shape or kind is not what was compiled
             for, or an earlier call took over its buffer.
         """
-        self._check_structure("its arguments", self._lowered.inputs, args)
-        leaves = tf.nest.flatten(args)
-        flat = [self._take(i, leaf) for i, leaf in enumerate(leaves)]
-        out = self._compiled(*flat)
+        out = self._compiled(*self.arguments.take(args))
         return tf.nest.pack_sequence_as(self._lowered.outputs, list(out))
 
     def shard(self, *args: Any) -> Any:
         """Puts host arrays of logical shape onto the mesh, as this program takes them.
+
+        In a program of several processes each of them has the whole arrays; see
+        `Arguments.shard_rows` for parts.
 
         Returns:
           The nest of device arrays of a single argument, or a tuple of such nests for
@@ -132,11 +137,7 @@ class Program:
           ValueError: they are not the program's first arguments, in structure, shape
             and kind.
         """
-        first = self._lowered.inputs[: len(args)]
-        self._check_structure("its arguments", first, args)
-        leaves = [self._put(i, x) for i, x in enumerate(tf.nest.flatten(args))]
-        placed = tf.nest.pack_sequence_as(args, leaves)
-        return placed[0] if len(args) == 1 else placed
+        return self.arguments.shard(*args)
 
     def unshard(self, outputs: Any) -> Any:
         """The result of a call as host arrays of logical shape.
@@ -144,85 +145,14 @@ class Program:
         Raises:
           ValueError: it has another structure than the program's result.
         """
-        self._check_structure("its results", self._lowered.outputs, outputs)
+        check_structure(self.name, "its results", self._lowered.outputs, outputs)
         flat = [
-            np.asarray(leaf) if form is None else form.unpad(np.asarray(leaf))
+            to_host(leaf) if form is None else form.unpad(to_host(leaf))
             for leaf, form in zip(
                 tf.nest.flatten(outputs), self._out_forms, strict=True
             )
         ]
         return tf.nest.pack_sequence_as(self._lowered.outputs, flat)
-
-    def _check_structure(self, what: str, want: Any, given: Any) -> None:
-        try:
-            tf.nest.assert_same_structure(want, given)
-        except (TypeError, ValueError):
-            wanted, got = (
-                [path for path, _ in nest.flatten_with_joined_string_paths(structure)]
-                for structure in (want, given)
-            )
-            missing = [path for path in wanted if path not in got]
-            unknown = [path for path in got if path not in wanted]
-            raise ValueError(
-                f"{self.name}: {what} have another structure than it was compiled for: "
-                f"missing {missing[:3]}, unknown {unknown[:3]}"
-                if missing or unknown
-                else f"{self.name}: {what} are other kinds of sequences or mappings "
-                f"than it was compiled for: {type(given)} for {type(want)}"
-            ) from None
-
-    def _take(self, index: int, leaf: Any) -> jax.Array:
-        if not isinstance(leaf, jax.Array):
-            return self._put(index, leaf)
-        if leaf.is_deleted():  # To run with it would end the process.
-            raise ValueError(
-                f"{self._argument(index)} was donated to an earlier call, which took "
-                "over its buffer: pass that call's result"
-            )
-        spec = self._in_specs[index]
-        if leaf.shape != tuple(spec.shape) or leaf.dtype != spec.dtype.as_numpy_dtype:
-            raise ValueError(
-                f"{self._argument(index)} is a device array {leaf.dtype}{leaf.shape}, "
-                f"the program takes {spec.dtype.name}{tuple(spec.shape)} in stored "
-                "form; host arrays have the logical shape"
-            )
-        return leaf
-
-    def _argument(self, index: int) -> str:
-        paths = nest.flatten_with_joined_string_paths(self._lowered.inputs)
-        return f"{self._lowered.name}: argument {paths[index][0]}"
-
-    def _put(self, index: int, value: Any) -> jax.Array:
-        spec = self._in_specs[index]
-        form = self._in_forms[index]
-        shape = tuple(spec.shape) if form is None else form.shape
-        value = np.asarray(value)
-        if value.shape != shape:
-            raise ValueError(
-                f"{self._argument(index)} has shape {value.shape}, the program was "
-                f"compiled for {shape}"
-            )
-        if value.dtype.kind == "f" and not spec.dtype.is_floating:
-            raise ValueError(
-                f"{self._argument(index)} is {value.dtype}, the program was compiled "
-                f"for {spec.dtype.name}"
-            )
-        if value.dtype.kind in "iu" and value.size and spec.dtype.is_integer:
-            least, most = spec.dtype.min, spec.dtype.max
-            if value.min() < least or value.max() > most:
-                raise ValueError(
-                    f"{self._argument(index)} has values from {value.min()} to "
-                    f"{value.max()}, which {spec.dtype.name} cannot hold"
-                )
-        value = value.astype(spec.dtype.as_numpy_dtype, copy=False)
-        if form is not None:
-            value = form.pad(value)
-        if not self.can_run:
-            raise ValueError(
-                f"{self._lowered.name} was compiled for a topology, whose devices are "
-                "not here: look at it, or compile it without devices= to run it"
-            )
-        return jax.device_put(value, self._in_shardings[index])
 
     @property
     def name(self) -> str:
@@ -309,15 +239,7 @@ class TracedProgram:
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Program:
         """Partitions and compiles; see `compile_program`."""
-        unpartitioned = conv_check.lower_for_mesh(
-            self.lowered,
-            self.mesh,
-            in_shardings=[form and form.border for form in self.in_forms],
-            out_shardings=[form and form.border for form in self.out_forms],
-            donate=self.donate,
-            shardy=self.partitioner is Partitioner.SHARDY,
-            devices=self.devices,
-        )
+        unpartitioned = self._for_mesh()
         return Program(
             lowered=self.lowered,
             unpartitioned=unpartitioned,
@@ -327,6 +249,21 @@ class TracedProgram:
             out_forms=self.out_forms,
             can_run=self.devices is None,
             updates=self.updates,
+        )
+
+    def export(self, platforms: Sequence[str]) -> bytes:
+        """The program, unpartitioned, for other machines; see `MeshProgram.export`."""
+        return self._for_mesh().export(platforms)
+
+    def _for_mesh(self) -> jax_bridge.MeshProgram:
+        return conv_check.lower_for_mesh(
+            self.lowered,
+            self.mesh,
+            in_shardings=[form and form.border for form in self.in_forms],
+            out_shardings=[form and form.border for form in self.out_forms],
+            donate=self.donate,
+            shardy=self.partitioner is Partitioner.SHARDY,
+            devices=self.devices,
         )
 
 

@@ -1,0 +1,102 @@
+"""The processes that run one program together, by JAX's distributed runtime."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from meshwright.framework.compiler import jax_bridge
+from meshwright.framework.sharding.mesh import DeviceMesh
+
+# When all are done, they leave together.
+_SHUTDOWN_SECONDS = 60
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessGroup:
+    """The processes that run one program, and which of them this is.
+
+    Args:
+      coordinator: "host:port" of process 0.
+      count: how many.
+      process: this one's number, from 0.
+      local_devices: numbers of the devices on this machine that are its own, or None
+        for all.
+    """
+
+    coordinator: str
+    count: int
+    process: int
+    local_devices: Sequence[int] | None = None
+
+
+def process_group_of_environment() -> ProcessGroup | None:
+    """What SLURM, a TPU pod, Kubernetes or Open MPI says; None if none of them does."""
+    coordinator, count, process, devices = jax_bridge.detected_cluster()
+    if None in (coordinator, count, process):
+        return None
+    return ProcessGroup(
+        coordinator=coordinator, count=count, process=process, local_devices=devices
+    )
+
+
+def join_processes(group: ProcessGroup, *, timeout: float) -> None:
+    """Makes the devices of all processes one set; call it before `set_platform`.
+
+    Args:
+      group: which they are.
+      timeout: seconds to wait for the others.
+
+    Raises:
+      RuntimeError: devices are in use already.
+    """
+    jax.distributed.initialize(
+        group.coordinator,
+        group.count,
+        group.process,
+        local_device_ids=group.local_devices,
+        # Nothing else is to be guessed.
+        cluster_detection_method="deactivate",
+        initialization_timeout=math.ceil(timeout),
+        # It ends a process by an abort that names no peer: only where others fail to.
+        heartbeat_timeout_seconds=math.ceil(2 * timeout),
+        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+    )
+
+
+def check_takes_part(mesh: DeviceMesh) -> None:
+    """Checks that the devices of `mesh` exist, and each process has some of them.
+
+    Raises:
+      ValueError: they do not, or one has none.
+    """
+    used = {device.process_index for device in jax_bridge.jax_mesh(mesh).devices.flat}
+    idle = sorted(set(range(jax.process_count())) - used)
+    if idle:
+        raise ValueError(
+            f"device mesh ({mesh}) has {mesh.size} of {jax.device_count()} devices, "
+            f"none of them in process {', '.join(map(str, idle))}: use all, or start "
+            "fewer processes"
+        )
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes for all."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def wait_for_all(what: str) -> None:
+    """Waits until all processes have called this with the same words."""
+    multihost_utils.sync_global_devices(what)
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """The values of a device array; all processes that hold it must call this."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
