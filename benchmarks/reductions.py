@@ -1,20 +1,24 @@
-"""Bytes that a step sends, its gradients reduced once or for each microbatch.
+"""Bytes that a step sends, by where the program says that its sums are added up.
 
     python benchmarks/reductions.py [--mesh=4,2] [--microbatches=8]
       [--partitioner=shardy]
 
-A small Transformer, data parallel and tensor parallel on virtual CPU devices
-(`plans/data_tensor.gin`), its batch in microbatches
-(`Experiment.gradient_accumulation_steps`). "each" reduces the gradients of weights in
-the loop over microbatches, as annotations alone have it; "once" leaves them unreduced
-until after it; "sharded" reduces them onto shards, as the weights' updates are sharded.
+A small Transformer on virtual CPU devices, data parallel and tensor parallel. The first
+table is of its batch in microbatches (`Experiment.gradient_accumulation_steps`): "each"
+reduces the gradients of weights in the loop over them, as annotations alone have it;
+"once" leaves them unreduced until after it; "sharded" reduces them onto shards, as the
+weights' updates are sharded. The second is of a batch at once, the stream between
+layers whole along tensor (`plans/data_tensor.gin`) or split by it
+(`plans/sequence_tensor.gin`); "typed" leaves the gradients of what layers read
+unreduced (`ShardingPlan.partial_axes`).
 Bytes are of a device and a step, as rings send them, from the compiled program; loops
-count as often as they run. Nothing is run.
+count as often as they run. Temporaries are memory of a device. Nothing is run.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,8 +37,6 @@ _PARTITIONER = flags.DEFINE_enum_class(
     "partitioner", mw.Partitioner.SHARDY, mw.Partitioner, "XLA's partitioner."
 )
 
-MODES = {"each": "off", "once": "off", "sharded": "all"}
-"""`Experiment.weight_update_sharding` of each."""
 SIZES = (
     "MODEL_DIMS = 128",
     "HIDDEN_DIMS = 512",
@@ -80,26 +82,73 @@ def step_bytes(program: mw.Program) -> Mapping[tuple[str, str], float]:
     return total
 
 
-def compiled(
-    mode: str, mesh: Sequence[int], microbatches: int, partitioner: mw.Partitioner
-) -> mw.Program:
-    """The training step of a mode."""
-    experiment, _ = build_experiment(
-        ["lm/transformer.gin", "plans/data_tensor.gin"],
-        [
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One column of a table.
+
+    Args:
+      name: its heading.
+      plan: the plan's name.
+      partial_axes: the plan's; None: as shipped.
+      updates: `Experiment.weight_update_sharding`.
+      programs: the trainer's programs, or such as do something otherwise.
+    """
+
+    name: str
+    plan: str = "data_tensor"
+    partial_axes: Sequence[str] | None = None
+    updates: str = "off"
+    programs: type[Programs] = Programs
+
+    def step(
+        self, mesh: Sequence[int], microbatches: int, partitioner: mw.Partitioner
+    ) -> mw.Program:
+        """The training step, compiled."""
+        params = [
             *SIZES,
             f"MESH_SHAPE = {tuple(mesh)}",
             f"Experiment.global_batch = {2 * mesh[0] * microbatches}",
             f"Experiment.gradient_accumulation_steps = {microbatches}",
-            f"Experiment.weight_update_sharding = '{MODES[mode]}'",
+            f"Experiment.weight_update_sharding = '{self.updates}'",
             f"Experiment.partitioner = %{partitioner}",
-        ],
-    )
-    return (_EachTime if mode == "each" else Programs)(experiment).main
+        ]
+        if self.partial_axes is not None:
+            params.append(f"ShardingPlan.partial_axes = {tuple(self.partial_axes)}")
+        files = ["lm/transformer.gin", f"plans/{self.plan}.gin"]
+        experiment, _ = build_experiment(files, params)
+        return self.programs(experiment).main
+
+
+OF_MICROBATCHES = (
+    Case(name="each", programs=_EachTime),
+    Case(name="once"),
+    Case(name="sharded", updates="all"),
+)
+OF_THE_STREAM = (
+    Case(name="tensor"),
+    Case(name="tensor, typed", partial_axes=("tensor",)),
+    Case(name="sequence", plan="sequence_tensor", partial_axes=()),
+    Case(name="sequence, typed", plan="sequence_tensor"),
+)
+
+
+def show(title: str, programs: Mapping[str, mw.Program]) -> None:
+    """Prints a table, a column for each program."""
+    found = {name: step_bytes(program) for name, program in programs.items()}
+    print(f"MB a step, {title}")
+    heads = "".join(f"{name:>17}" for name in found)
+    print(f"{'along':<12} {'collective':<15}{heads}")
+    for key in sorted({key for one in found.values() for key in one}):
+        cells = "".join(f"{one.get(key, 0) / 1e6:17.3f}" for one in found.values())
+        print(f"{key[0]:<12} {key[1]:<15}{cells}")
+    cells = "".join(f"{sum(one.values()) / 1e6:17.3f}" for one in found.values())
+    print(f"{'all':<28}{cells}")
+    memory = (program.memory().temporaries for program in programs.values())
+    print(f"{'temporaries':<28}" + "".join(f"{m / 1e6:17.3f}" for m in memory))
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compiles the modes and prints what they send."""
+    """Compiles the cases and prints what they send."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     try:
@@ -109,17 +158,17 @@ def main(argv: Sequence[str]) -> None:
     except ValueError:
         sys.exit(f"reductions.py: --mesh: {','.join(_MESH.value)!r} is no two numbers")
     mw.set_platform("cpu", math.prod(mesh))
-    found = {
-        mode: step_bytes(compiled(mode, mesh, _MICROBATCHES.value, _PARTITIONER.value))
-        for mode in MODES
-    }
-    print(f"MB a step of {_MICROBATCHES.value} microbatches, data x tensor {mesh}")
-    print("along        collective          " + "".join(f"{m:>10}" for m in found))
-    for key in sorted({key for one in found.values() for key in one}):
-        cells = "".join(f"{one.get(key, 0) / 1e6:10.3f}" for one in found.values())
-        print(f"{key[0]:<12} {key[1]:<19}{cells}")
-    cells = "".join(f"{sum(one.values()) / 1e6:10.3f}" for one in found.values())
-    print(f"{'all':<32}{cells}")
+    for cases, microbatches in (
+        (OF_MICROBATCHES, _MICROBATCHES.value),
+        (OF_THE_STREAM, 1),
+    ):
+        show(
+            f"{microbatches} microbatches, data x tensor {mesh}",
+            {
+                case.name: case.step(mesh, microbatches, _PARTITIONER.value)
+                for case in cases
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from meshwright.framework.modeling.layer import (
     Context,
     Layer,
     Mode,
+    added_up,
     annotate_weights,
     initialize,
 )
@@ -111,6 +112,9 @@ def _outputs_and_gradients(
     gradients = tape.gradient(
         loss, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
+    by_weight = theta.map_with_path(lambda p, _: gradients[f"gradient of weight {p}"])
+    whole = added_up(ctx.plan, layer.weights(), by_weight)
+    gradients |= {f"gradient of weight {p}": g for p, g in whole.items_by_path()}
     return {f"output {i}": y for i, y in enumerate(outputs)} | gradients
 
 

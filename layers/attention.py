@@ -17,7 +17,13 @@ from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.dropout import Dropout
-from meshwright.layers.linear import BSM, contract, contract_each, per_feature
+from meshwright.layers.linear import (
+    contract,
+    contract_each,
+    per_feature,
+    read_stream,
+    to_stream,
+)
 from meshwright.layers.positions import (
     MaskKind,
     PositionKind,
@@ -259,6 +265,7 @@ class MultiHeadAttention(Layer):
     def _heads(self, ctx, theta, x, which: str) -> list[tf.Tensor]:
         """Each of queries, keys and values that is asked for, by its first letter."""
         names = {"q": "query", "k": "key", "v": "value"}
+        x = read_stream(ctx, x)
         projected = contract_each(ctx, x, [theta[f"w_{one}"] for one in which])
         projected = [ctx.split(heads, BSND) for heads in projected]
         if self.use_bias:
@@ -289,8 +296,8 @@ class MultiHeadAttention(Layer):
             probs = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), probs)
         context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
         context = save_name(context, "context")
-        out = ctx.split(contract(ctx, context, theta.w_o, dims=2), BSM)
-        out = save_name(out, "attention_out")
+        out = contract(ctx, context, theta.w_o, dims=2)
+        out = to_stream(ctx, out, name="attention_out")
         return out + ctx.cast(theta.b_o) if self.use_bias else out
 
 

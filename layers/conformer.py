@@ -18,7 +18,14 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolution import DepthwiseConv1D
 from meshwright.layers.dropout import Dropout
 from meshwright.layers.feed_forward import BSH, Activation, FeedForward
-from meshwright.layers.linear import BSM, contract, contract_each, per_feature
+from meshwright.layers.linear import (
+    BSM,
+    contract,
+    contract_each,
+    per_feature,
+    read_stream,
+    to_stream,
+)
 from meshwright.layers.masks import zero_padding
 from meshwright.layers.normalization import GroupNorm, LayerNorm
 from meshwright.layers.relative_attention import RelativeAttention
@@ -89,6 +96,7 @@ class ConvolutionModule(Layer):
           ValueError: the last dim of `x` is not M; the mask is not bool or does not
             fit.
         """
+        x = read_stream(ctx, x)
         products = contract_each(ctx, x, [theta.w_in, theta.w_gate])
         hidden, gate = (ctx.split(one, BSH) for one in products)
         hidden = save_name(hidden, "convolution_hidden") + ctx.cast(theta.b_in)
@@ -98,7 +106,7 @@ class ConvolutionModule(Layer):
             with ctx.scope(name) as c:
                 y = getattr(self, name).fprop(c, theta[name], y, mask=mask)
         out = contract(ctx, ctx.split(tf.nn.silu(y), BSH), theta.w_out)
-        out = ctx.split(out, BSM, name="convolution_out")
+        out = to_stream(ctx, out, name="convolution_out")
         return out + ctx.cast(theta.b_out)
 
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.checks import check_kind, check_number
 from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.linear import BSM, check_trailing_dims, contract, per_feature
 from meshwright.layers.masks import zero_padding
@@ -180,7 +181,7 @@ class TransposedConvolution(Layer):
         y = tf.nn.conv_transpose(
             ctx.cast(x),
             kernel,
-            [x.shape[0], *sizes, self.channels],
+            [shape_of(x)[0], *sizes, self.channels],
             strides=list(self.window),
             padding="VALID",
             data_format=_FORMATS[rank],

@@ -15,7 +15,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.initializers import FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.linear import BSM, contract
+from meshwright.layers.linear import contract, read_stream, to_stream
 
 BSV = ("batch", "sequence", "vocab")
 
@@ -76,7 +76,7 @@ class TokenEmbedding(Layer):
         """The vectors [B, S, M], in the activation dtype, of `ids` [B, S] in [0, V)."""
         table, dims = ctx.cast(theta.table), self.weights().table.dims
         x = pick_rows(ctx, table, ids, dims=dims, lookup=self.lookup)
-        x = ctx.split(x, BSM)
+        x = to_stream(ctx, x)
         return x * self.model_dims**0.5 if self.softmax is SoftmaxKind.SHARED else x
 
     def attend(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
@@ -90,6 +90,7 @@ class TokenEmbedding(Layer):
                 f"layer {ctx.path!r} was asked for logits but its table is not scaled "
                 "for them: set softmax=SHARED, or use a Softmax layer"
             )
+        x = read_stream(ctx, x)
         return ctx.split(contract(ctx, x, tf.transpose(theta.table)), BSV)
 
 
@@ -121,7 +122,7 @@ class Softmax(Layer):
         Raises:
           ValueError: the last dim of `x` is not M.
         """
-        return ctx.split(contract(ctx, x, theta.kernel), BSV)
+        return ctx.split(contract(ctx, read_stream(ctx, x), theta.kernel), BSV)
 
 
 def pick_rows(

@@ -17,7 +17,13 @@ from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.dropout import Dropout
-from meshwright.layers.linear import BSM, contract, contract_each, per_feature
+from meshwright.layers.linear import (
+    contract,
+    contract_each,
+    per_feature,
+    read_stream,
+    to_stream,
+)
 
 BSH = ("batch", "sequence", "hidden")
 
@@ -102,6 +108,7 @@ class FeedForward(Layer):
           ValueError: the last dim of `x` is not M.
         """
         names = ("in", "gate") if self.activation.is_gated else ("in",)
+        x = read_stream(ctx, x)
         products = contract_each(ctx, x, [theta[f"w_{name}"] for name in names])
         products = [ctx.split(product, BSH) for product in products]
         if self.use_bias:
@@ -114,6 +121,6 @@ class FeedForward(Layer):
             hidden = self.activation(hidden)
         with ctx.scope("dropout") as c:
             hidden = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), hidden)
-        out = ctx.split(contract(ctx, hidden, theta.w_out), BSM)
-        out = save_name(out, "feed_forward_out")
+        out = contract(ctx, hidden, theta.w_out)
+        out = to_stream(ctx, out, name="feed_forward_out")
         return out + ctx.cast(theta.b_out) if self.use_bias else out

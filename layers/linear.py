@@ -1,4 +1,4 @@
-"""Products of activations with weights, as 2-D matrix products.
+"""Products of activations with weights, as 2-D matrix products, and what they read.
 
 Dims: B batch, S sequence, K contracted, F produced.
 """
@@ -12,9 +12,15 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import Context, WeightSpec
+from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.sharding.annotations import Pending, annotate
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.types import reshard_to
 
-BSM = ("batch", "sequence", "model")
-"""Logical dims of the residual stream."""
+BSM = ("batch", "stream", "model")
+"""Logical dims of the residual stream, and of what is computed token by token on it."""
+WHOLE = ("batch", "sequence", "model")
+"""The same where products read it: these may split what is theirs by the same axes."""
 
 
 def per_feature(size: int, value: float = 0.0) -> WeightSpec:
@@ -24,14 +30,52 @@ def per_feature(size: int, value: float = 0.0) -> WeightSpec:
     return WeightSpec(shape=(size,), dims=("features",), initializer=Constant(value))
 
 
+def read_stream(ctx: Context, x: tf.Tensor) -> tf.Tensor:
+    """The stream `x` [B, S, M] as products with weights read it.
+
+    It is gathered where the plan splits "stream" and not "sequence". Its gradient is a
+    sum over what the products split. Along the plan's partial axes that is left pending
+    until it is in the stream again: there all-reduce and slice are one reduce-scatter
+    (Korthikanti et al. 2022, figure 5).
+    """
+    x = ctx.split(ctx.cast(x), BSM)
+    stream, read = _shardings(ctx)
+    if read.is_typed:
+        return reshard_to(x, read, otherwise=Pending.REDUCED)
+    return x if read == stream else annotate(x, read)
+
+
+def to_stream(
+    ctx: Context, product: tf.Tensor, *, name: str | None = None
+) -> tf.Tensor:
+    """What products give, [B, S, M], in the stream again: `read_stream` backwards.
+
+    A sum over a dim that partial axes split is scattered; `name` is as of `ctx.split`.
+    """
+    stream, read = _shardings(ctx)
+    if read != stream:
+        # It is no sum in parts where the axes do not divide heads or hidden units.
+        product = annotate(product, read.dual(), otherwise=Pending.REDUCED)
+    if read.is_typed:
+        product = reshard_to(product, stream)
+    return ctx.split(product, BSM, name=name)
+
+
+def _shardings(ctx: Context) -> tuple[Sharding, Sharding]:
+    """That of the stream, and that of it where products read it."""
+    stream = ctx.plan.activation_sharding(BSM, ctx.path)
+    read = ctx.plan.gathered_sharding(WHOLE, ctx.path)
+    return stream, read.without_idle_types()
+
+
 def contract(
     ctx: Context, x: tf.Tensor, weight: tf.Tensor, *, dims: int = 1
 ) -> tf.Tensor:
     """Contracts the last `dims` dims of `x` with the first `dims` of `weight`.
 
     Both are flattened to matrices first: the gradients of a 3-D einsum cost transposed
-    copies of the activations. A plan that splits the sequence dim pays for the
-    flattened rows with a gather; Table 1's plans leave it whole.
+    copies of the activations. A plan that splits the sequence dim of `x` pays for the
+    flattened rows with a gather; Table 1's plans leave it whole, as `read_stream` does.
 
     Args:
       ctx: gives the activation dtype, in which the product is taken.
@@ -55,7 +99,7 @@ def contract_each(
 
     They share the flattened `x`, so that a mesh gathers it once for all.
     """
-    lead, contracted = x.shape[:-dims], weights[0].shape[:dims]
+    lead, contracted = shape_of(x)[:-dims], weights[0].shape[:dims]
     check_trailing_dims(ctx, x, contracted)
     size = math.prod(contracted)
     rows = tf.reshape(ctx.cast(x), [-1, size])

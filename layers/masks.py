@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
+from meshwright.framework.modeling.shapes import shape_of
 
 
 def check_mask(ctx: Context, x: tf.Tensor, mask: tf.Tensor | None) -> None:
@@ -32,5 +33,6 @@ def zero_padding(ctx: Context, x: tf.Tensor, mask: tf.Tensor | None) -> tf.Tenso
     check_mask(ctx, x, mask)
     if mask is None:
         return x
-    wide = tf.reshape(mask, [*mask.shape, *[1] * (x.shape.rank - mask.shape.rank)])
+    ones = [1] * (x.shape.rank - mask.shape.rank)
+    wide = tf.reshape(mask, [*shape_of(mask), *ones])
     return tf.where(wide, x, tf.zeros([], x.dtype))

@@ -31,13 +31,14 @@ from meshwright.framework.modeling.layer import (
     WeightSpec,
 )
 from meshwright.framework.modeling.recompute import save_name
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.layers.dropout import Dropout
 from meshwright.layers.feed_forward import Activation
 from meshwright.layers.gating import Gating, Routing
-from meshwright.layers.linear import BSM
+from meshwright.layers.linear import BSM, WHOLE
 
 GECM = ("batch", "gate_experts", "capacity", "model")
 """Logical dims of dispatched tokens where they come from: groups are split."""
@@ -195,14 +196,16 @@ class MoE(Layer):
           ValueError: sizes of `x` are not those of the layer; `group_size` does not
             divide the tokens, or the plan's axes not the groups or the experts.
         """
-        B, T = x.shape[:2]
+        B, T = x.shape[0] or 1, x.shape[1]  # Of any batch, each row is in groups.
         size = self._group_size(ctx, B, T)
         self._check_splits(ctx, B * T // size)
 
         def grouped(t):
             return t if size == T else tf.reshape(t, [-1, size, *t.shape[2:]])
 
-        tokens = ctx.split(grouped(ctx.split(ctx.cast(x), BSM)), BSM)
+        # Gradients are whole here, as those of gates are no sums over what is split.
+        tokens = ctx.split(ctx.split(ctx.cast(x), BSM), WHOLE)
+        tokens = ctx.split(grouped(tokens), WHOLE)
         valid = _valid(x, paddings, segment_ids)
         with ctx.scope("gating") as c:
             routing = self.gating.fprop(
@@ -213,7 +216,7 @@ class MoE(Layer):
                 token_ids=None if token_ids is None else grouped(token_ids),
             )
         combined = self._combined(ctx, theta, tokens, routing)
-        combined = tf.reshape(ctx.split(combined, BSM), x.shape)
+        combined = tf.reshape(ctx.split(combined, WHOLE), shape_of(x))
         out = save_name(ctx.split(combined, BSM), "feed_forward_out")
         loss = (
             self.balance_weight * routing.balance_loss + self.z_weight * routing.z_loss
@@ -344,7 +347,7 @@ def split_by_expert(ctx: Context, tensor: tf.Tensor, last_dim: str) -> tf.Tensor
 
 def _valid(x, paddings, segment_ids) -> tf.Tensor:
     """float32 [B, T], 0 at padding."""
-    valid = tf.ones(x.shape[:2], tf.float32)
+    valid = tf.ones(shape_of(x)[:2], tf.float32)
     if paddings is not None:
         valid *= 1.0 - tf.cast(paddings, tf.float32)
     if segment_ids is not None:

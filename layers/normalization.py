@@ -18,6 +18,7 @@ from meshwright.framework.modeling.layer import (
     Mode,
     as_gradient,
 )
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.linear import check_trailing_dims, per_feature
 from meshwright.layers.masks import zero_padding
@@ -163,10 +164,10 @@ class GroupNorm(Layer):
         # Places first: features may be split otherwise than in groups, and what is left
         # to lay out anew is small.
         means = tf.reduce_sum(x, places) / _count(x, mask, places)
-        means = tf.reshape(means, [x.shape[0], self.num_groups, -1])
+        means = tf.reshape(means, [shape_of(x)[0], self.num_groups, -1])
         mean = tf.reduce_mean(means, axis=-1, keepdims=True)
-        wide = tf.broadcast_to(mean, means.shape)
-        return tf.reshape(wide, [x.shape[0], *[1] * len(places), self.model_dims])
+        wide = tf.broadcast_to(mean, shape_of(means))
+        return tf.reshape(wide, [shape_of(x)[0], *[1] * len(places), self.model_dims])
 
 
 @gin.register

@@ -135,6 +135,8 @@ class Pipeline(Layer):
           ValueError: microbatches do not divide the batch, a tensor has another batch;
             the stage axis is used inside, or does not divide the stages; see `Repeat`.
         """
+        if tf.nest.flatten(x)[0].shape[0] is None:  # Of any size: not to be divided.
+            return self.stack.fprop(ctx, self.plain_weights(theta), x, **constants)
         run = _Run(self, ctx, theta, x, constants)
         run.microbatches.check_split()
         flat = [

@@ -19,10 +19,17 @@ from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.initializers import Constant, FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention import BSND
 from meshwright.layers.dropout import Dropout
-from meshwright.layers.linear import BSM, contract, contract_each, per_feature
+from meshwright.layers.linear import (
+    contract,
+    contract_each,
+    per_feature,
+    read_stream,
+    to_stream,
+)
 from meshwright.layers.masks import check_mask
 
 PND = ("distance", "heads", "head_dim")
@@ -155,10 +162,10 @@ class RelativeAttention(Layer):
         with ctx.scope("dropout") as c:
             probs = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), probs)
         context = tf.einsum("bnuwc,bucnd->buwnd", probs, v)
-        context = tf.reshape(context, [x.shape[0], -1, *context.shape[3:]])
+        context = tf.reshape(context, [shape_of(x)[0], -1, *context.shape[3:]])
         context = ctx.split(context[:, : x.shape[1]], BSND, name="context")
-        out = ctx.split(contract(ctx, context, theta.w_o, dims=2), BSM)
-        out = save_name(out, "attention_out")
+        out = contract(ctx, context, theta.w_o, dims=2)
+        out = to_stream(ctx, out, name="attention_out")
         return out + ctx.cast(theta.b_o) if self.use_bias else out
 
     def extra_flops(self, sequence_length: int) -> float:
@@ -169,6 +176,7 @@ class RelativeAttention(Layer):
 
     def _heads(self, ctx, theta, x) -> list[tf.Tensor]:
         """Queries, keys and values: each [B, S, N, D]."""
+        x = read_stream(ctx, x)
         products = contract_each(ctx, x, [theta.w_q, theta.w_k, theta.w_v])
         heads = [ctx.split(one, BSND) for one in products]
         if self.use_bias:
@@ -219,7 +227,7 @@ def _cut(x: tf.Tensor, blocks: _Blocks) -> tf.Tensor:
     """[B, S, N, D] in blocks [B, U, W, N, D], the last one filled up with zeros."""
     missing = blocks.count * blocks.size - x.shape[1]
     x = tf.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
-    return tf.reshape(x, [x.shape[0], blocks.count, blocks.size, *x.shape[2:]])
+    return tf.reshape(x, [shape_of(x)[0], blocks.count, blocks.size, *x.shape[2:]])
 
 
 def _neighbourhoods(x: tf.Tensor, blocks: _Blocks) -> tf.Tensor:
@@ -241,7 +249,7 @@ def _by_key(moved: tf.Tensor, blocks: _Blocks) -> tf.Tensor:
     Each row is the one above moved by one, so rows end to end are read with a stride
     one short (Dai et al. 2019, appendix B). A gather's gradient would be a scatter.
     """
-    lead, size = moved.shape[:-2], blocks.size
+    lead, size = shape_of(moved)[:-2], blocks.size
     stride = moved.shape[-1] - 1
     ends = tf.reshape(moved, [*lead, -1])[..., size - 1 : size - 1 + size * stride]
     return tf.reshape(ends, [*lead, size, stride])[..., : blocks.seen]

@@ -26,6 +26,7 @@ from tensorflow.compiler.tf2xla.python import xla
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.layer import Context, Layer, Mode, annotate_weights
 from meshwright.framework.modeling.recompute import Recompute, Saved
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.layers.stacked_body import (
@@ -127,7 +128,7 @@ class Repeat(Layer):
         """The body's, stacked along a leading dim L."""
         one = self.body.start_cache(ctx, batch, length)
         # Not new zeros: these lie as the body says.
-        return one.map(lambda t: tf.broadcast_to(t[None], [self.count, *t.shape]))
+        return one.map(lambda t: tf.broadcast_to(t[None], [self.count, *shape_of(t)]))
 
     def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """The body's, of each layer's weights, stacked along a leading dim L."""
@@ -140,8 +141,9 @@ class Repeat(Layer):
             lambda: self.body.remember(ctx, self._layer_theta(ctx, theta, 0), memory),
             autograph=False,
         ).get_concrete_function()
+        rows = shape_of(memory)[0]
         stacks = specs.structured_outputs.map(
-            lambda t: tf.zeros([self.count, *t.shape], t.dtype)
+            lambda t: tf.zeros([self.count, rows, *t.shape[1:]], t.dtype)
         )
         return self._layers(ctx, theta, layer, stacks)
 

@@ -19,6 +19,7 @@ from meshwright.framework.modeling.recompute import (
     SplitFunction,
     split_function,
 )
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 
 
@@ -163,7 +164,7 @@ def specs_of(nest: Any) -> Any:
 
 def read(stack: tf.Tensor, i: tf.Tensor, *, dim: int = 0) -> tf.Tensor:
     """The entry `i` of `stack` along `dim`."""
-    sizes = list(stack.shape)
+    sizes = shape_of(stack)
     sizes[dim] = 1
     piece = xla.dynamic_slice(stack, _start(stack, i, dim), sizes)
     return tf.squeeze(piece, axis=dim)

@@ -12,6 +12,7 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context, Layer
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention import MultiHeadAttention
 from meshwright.layers.dropout import Dropout
@@ -159,9 +160,9 @@ class TransformerLayer(Layer):
 
         def recall(part, c, theta, x):
             # The tokens of one row attend as one sequence does.
-            rows = tf.reshape(x, [memory.key.shape[0], -1, x.shape[-1]])
+            rows = tf.reshape(x, [shape_of(memory.key)[0], -1, x.shape[-1]])
             y = part.recall(c, theta, rows, memory, memory_paddings)
-            return tf.reshape(y, x.shape)
+            return tf.reshape(y, shape_of(x))
 
         out = self._add(ctx, theta, "attention", ctx.cast(x), attend)
         x, own = out.x, out.aux

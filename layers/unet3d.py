@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.checks import check_kind, check_number
 from meshwright.framework.modeling.layer import Context, Layer
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolution import (
     Convolution,
@@ -299,6 +300,6 @@ def _repeated(x: tf.Tensor) -> tf.Tensor:
     for dim in (1, 2, 3):
         # Not tf.repeat, which gathers: the partitioner would too.
         x = tf.stack([x, x], axis=dim + 1)
-        shape = [*x.shape[:dim], x.shape[dim] * 2, *x.shape[dim + 2 :]]
+        shape = [*shape_of(x)[:dim], x.shape[dim] * 2, *x.shape[dim + 2 :]]
         x = tf.reshape(x, shape)
     return x

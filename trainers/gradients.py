@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.layer import Context, annotate_weights
+from meshwright.framework.modeling.layer import Context, added_up, annotate_weights
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.plan import ShardingPlan
-from meshwright.framework.sharding.types import reshard_to
 from meshwright.tasks.task import Task
 
 
@@ -43,6 +42,13 @@ def batch_gradients(
       theta: the weights.
       batch: the batch.
     """
+    found = _gradients(task, ctx, specs, theta, batch)
+    whole = added_up(ctx.plan, specs, found.gradients)
+    return dataclasses.replace(found, gradients=whole)
+
+
+def _gradients(task, ctx, specs, theta, batch) -> BatchGradients:
+    """`batch_gradients`, pending along the plan's partial axes."""
     with tf.GradientTape() as tape:
         leaves = theta.leaves()
         tape.watch(leaves)
@@ -72,7 +78,8 @@ def accumulated_gradients(
     Args:
       task, ctx, specs, theta, batch: as of `batch_gradients`.
       steps: how many microbatches.
-      partial_axes: the mesh axes along which gradients are added up after the loop.
+      partial_axes: the mesh axes along which gradients are added up after the loop,
+        besides those of the plan.
 
     Raises:
       ValueError: the rows of the batch are not divided by the microbatches and the
@@ -83,7 +90,8 @@ def accumulated_gradients(
         lambda path, x, names: _microbatches(path, x, names, steps, ctx.plan),
         dims,
     )
-    plan = dataclasses.replace(ctx.plan, partial_axes=tuple(partial_axes))
+    partial = dict.fromkeys((*ctx.plan.partial_axes, *partial_axes))
+    plan = dataclasses.replace(ctx.plan, partial_axes=tuple(partial))
     ctx = dataclasses.replace(ctx, plan=plan)
 
     def one(i: tf.Tensor) -> NestedMap:
@@ -95,7 +103,7 @@ def accumulated_gradients(
             dims,
         )
         inner = dataclasses.replace(ctx, key=key)
-        found = batch_gradients(task, inner, specs, theta, own)
+        found = _gradients(task, inner, specs, theta, own)
         return NestedMap(loss=found.loss, sums=found.sums, gradients=found.gradients)
 
     # Traced ahead of the loop, which must know what it will add up.
@@ -118,10 +126,7 @@ def accumulated_gradients(
     return BatchGradients(
         loss=total.loss / steps,
         sums=total.sums,
-        gradients=total.gradients.map_with_path(
-            lambda path, x, spec: reshard_to(x / steps, spec.sharding(plan, path)),
-            specs,
-        ),
+        gradients=added_up(plan, specs, total.gradients.map(lambda x: x / steps)),
     )
 
 

@@ -20,6 +20,7 @@ from meshwright.framework.sharding.annotations import Pending, annotate
 from meshwright.framework.sharding.origins import note_layer, note_weight
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.types import reshard_to
 
 STACK_DIM = "layers"
 """Logical name of the leading dim that stacks the weights of repeated layers."""
@@ -214,6 +215,15 @@ def annotate_weights(
         return note_weight(weight, path)
 
     return theta.map_with_path(annotated, specs)
+
+
+def added_up(plan: ShardingPlan, specs: NestedMap, gradients: NestedMap) -> NestedMap:
+    """Gradients of what `annotate_weights` annotated, nothing pending any more."""
+    if not plan.partial_axes:
+        return gradients
+    return gradients.map_with_path(
+        lambda path, g, spec: reshard_to(g, spec.sharding(plan, path)), specs
+    )
 
 
 def as_gradient(y: tf.Tensor, weight: tf.Tensor, value: tf.Tensor) -> tf.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 
@@ -51,10 +52,8 @@ def annotate(
             "cannot make it: use auto_to_manual or manual_partition"
         )
     sharding = sharding.without_idle_types()
-    if sharding.is_typed and otherwise is Pending.REDUCED:
-        return _typed(tensor, sharding, otherwise)  # What it comes to is not known.
     if sharding.is_typed:
-        return note_sharding(_typed(tensor, sharding, otherwise), sharding)
+        return note_sharding(_typed(tensor, sharding, otherwise), sharding, otherwise)
     proto = sharding.to_op_sharding()
     if sharding.mesh.size == 1:  # So that a program for more devices can tell.
         proto = xla_data_pb2.OpSharding(
@@ -81,16 +80,30 @@ def _typed(tensor: tf.Tensor, sharding: Sharding, otherwise: Pending) -> tf.Tens
     return op(tensor)
 
 
-def note_sharding(tensor: tf.Tensor, sharding: Sharding) -> tf.Tensor:
+@dataclasses.dataclass(frozen=True)
+class Noted:
+    """What a tensor is annotated as, and what happens where that cannot be."""
+
+    sharding: Sharding
+    otherwise: Pending
+
+    def dual(self) -> Noted:
+        """The same of its gradient."""
+        return Noted(self.sharding.dual(), self.otherwise)
+
+
+def note_sharding(
+    tensor: tf.Tensor, sharding: Sharding, otherwise: Pending = Pending.REFUSED
+) -> tf.Tensor:
     """Notes what a tensor is annotated as, for `noted_sharding`; returns it."""
     if not tf.executing_eagerly():
         noted = getattr(tensor.graph, _NOTED, {})
-        noted[tensor.name] = sharding
+        noted[tensor.name] = Noted(sharding, otherwise)
         setattr(tensor.graph, _NOTED, noted)
     return tensor
 
 
-def noted_sharding(tensor: tf.Tensor) -> Sharding | None:
+def noted_sharding(tensor: tf.Tensor) -> Noted | None:
     """What a tensor of a graph is annotated as, None if it is not by itself."""
     if tf.executing_eagerly():
         return None

@@ -23,7 +23,8 @@ class ShardingPlan:
 
     Weights and activations have separate tables, so that Table 1 of GSPMD can split
     dim `model` of the weights by X and that of the activations by Y. A name that a
-    table does not mention is left unsplit.
+    table does not mention is left unsplit, but for "stream", the sequence dim of what
+    lies between a model's layers: without an entry it is split as "sequence".
 
     Args:
       mesh_axes: names of the mesh axes.
@@ -31,9 +32,10 @@ class ShardingPlan:
       weights: dim name -> axis, or axes, or None, for weights.
       activations: the same for activations.
       device_ids: optional device order, row-major in the mesh.
-      partial_axes: mesh axes along which a weight that they do not split has an
-        unreduced gradient, where that can be: who reads it has to `reshard` it
-        ("Replicate forwards, partial backwards").
+      partial_axes: mesh axes along which what layers read, a weight or the stream, has
+        an unreduced gradient if they do not split it, where that can be: replicated
+        forwards, partial backwards, as the post of that name has it by default. Without
+        it gradients are replicated too, as those of XlaSharding.
       pipeline_axes: for the layers of a pipeline (`inside_pipeline`) the axes that have
         its stages, and may split nothing else.
 
@@ -83,11 +85,14 @@ class ShardingPlan:
         return self._sharding(self.weights, dims, name)
 
     def read_sharding(self, dims: Sequence[str], name: str = "weight") -> Sharding:
-        """That of a weight where it is read: reduced along the plan's partial axes."""
-        sharding = self.weight_sharding(dims, name)
-        used = {axis for axes in sharding.dims for axis in axes}
-        partial = tuple(axis for axis in self.partial_axes if axis not in used)
-        return dataclasses.replace(sharding, reduced=partial)
+        """That of a weight where it is read: reduced along the plan's partial axes.
+
+        Of these only those count that split the tokens which its gradient sums over.
+        """
+        tokens = self.activation_sharding(("batch", "stream"), name)
+        axes = [axis for split in tokens.dims for axis in split]
+        partial = [axis for axis in self.partial_axes if axis in axes]
+        return _reduced(self.weight_sharding(dims, name), partial)
 
     def activation_sharding(
         self, dims: Sequence[str], name: str = "activation"
@@ -95,7 +100,15 @@ class ShardingPlan:
         """The sharding of an activation with the logical dims `dims`."""
         if self.pipeline_axes is not None and "microbatch" in self.activations:
             dims = ["microbatch" if dim == "batch" else dim for dim in dims]
+        if "stream" not in self.activations:
+            dims = ["sequence" if dim == "stream" else dim for dim in dims]
         return self._sharding(self.activations, dims, name)
+
+    def gathered_sharding(
+        self, dims: Sequence[str], name: str = "activation"
+    ) -> Sharding:
+        """That of an activation which products read: reduced along the partial axes."""
+        return _reduced(self.activation_sharding(dims, name), self.partial_axes)
 
     def annotate_activation(
         self, tensor: tf.Tensor, dims: Sequence[str], name: str = "activation"
@@ -130,6 +143,13 @@ class ShardingPlan:
                 f"{d}->{'.'.join(a) or '_'}" for d, a in zip(dims, split, strict=True)
             )
             raise ValueError(f"sharding plan for {name!r} ({named}): {e}") from None
+
+
+def _reduced(sharding: Sharding, axes: Sequence[str]) -> Sharding:
+    """`sharding`, reduced along those of `axes` that do not split it."""
+    used = {axis for split in sharding.dims for axis in split}
+    reduced = tuple(axis for axis in axes if axis not in used)
+    return dataclasses.replace(sharding, reduced=reduced)
 
 
 def as_axes(axes: Axes) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from meshwright.framework.sharding.annotations import (
+    Noted,
+    Pending,
     annotate,
     asked_of,
     note_sharding,
@@ -59,25 +61,33 @@ def reshard(
     return reshard_to(tensor, after)
 
 
-def reshard_to(tensor: tf.Tensor, after: Sharding) -> tf.Tensor:
-    """`reshard` to a `Sharding`."""
+def reshard_to(
+    tensor: tf.Tensor, after: Sharding, *, otherwise: Pending = Pending.REFUSED
+) -> tf.Tensor:
+    """`reshard` to a `Sharding`; `otherwise` is what becomes of its gradient."""
     if tf.executing_eagerly():
         return tensor
-    return _converted(tensor, noted_sharding(tensor), after.without_idle_types())
+    before = noted_sharding(tensor)
+    return _converted(tensor, before, Noted(after.without_idle_types(), otherwise))
 
 
-def _converted(
-    tensor: tf.Tensor, before: Sharding | None, after: Sharding
-) -> tf.Tensor:
+def _converted(tensor: tf.Tensor, before: Noted | None, after: Noted) -> tf.Tensor:
+    # What may have been reduced is told by the compiler.
+    is_sure = before is not None and before.otherwise is Pending.REFUSED
+
     @tf.custom_gradient
     def op(x):
-        config = {"before": str(before or ""), "sharding": str(after)}
-        y = placeholder(RESHARD, after.mesh, [x], x.shape, x.dtype, config)
+        from_ = str(before.sharding) if is_sure else ""
+        config = {"before": from_, "sharding": str(after.sharding)}
+        mesh = after.sharding.mesh
+        y = placeholder(RESHARD, mesh, [x], x.shape, x.dtype, config)
 
         def grad(dy):
-            back = before.dual() if before else after.untyped()
-            return _converted(annotate(dy, after.dual()), after.dual(), back)
+            dual = after.dual()
+            dy = annotate(dy, dual.sharding, otherwise=dual.otherwise)
+            whole = Noted(after.sharding.untyped(), Pending.REFUSED)
+            return _converted(dy, dual, before.dual() if before else whole)
 
         return y, grad
 
-    return note_sharding(op(tensor), after)
+    return note_sharding(op(tensor), after.sharding)

@@ -80,7 +80,8 @@ def test_annotates_the_activations_of_table_1(hlo_text):
     assert found == {
         ("2,16,4,2", "2,1,4,1"): 4,  # queries, keys, values, context
         ("2,16,32", "2,1,4"): 1,  # hidden
-        ("2,16,8", "2,1,4"): 4,  # each part's output, and the stream after it
+        # What each part reads and gives, and the stream after it.
+        ("2,16,8", "2,1,4"): 6,
     }
 
 

@@ -53,6 +53,10 @@ def at_once():
         ("data", "(8,)", "GSPMD", "off"),
         ("finalized", "(2, 4)", "SHARDY", "all"),
         ("finalized", "(4, 2)", "GSPMD", "all"),
+        ("sequence_tensor", "(2, 4)", "SHARDY", "all"),
+        pytest.param(
+            *("sequence_tensor", "(4, 2)", "GSPMD", "off"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_microbatches_train_as_their_batch(plan, mesh, partitioner, updates):
@@ -130,11 +134,16 @@ def test_experts_train_as_on_one_device():
             )
 
 
-def test_a_plan_with_partial_axes_is_refused():
-    with pytest.raises(
-        ValueError, match="has partial_axes .'data',., which the trainer"
-    ):
-        experiment("ShardingPlan.partial_axes = ('data',)")
+def test_a_plan_may_leave_gradients_of_a_batch_at_once_to_the_end():
+    """Those of a stack's layers too: not in the loop over layers."""
+    one = experiment(
+        "ShardingPlan.partial_axes = ('data',)",
+        "Experiment.weight_update_sharding = 'off'",
+    )
+    programs = Programs(one)
+    numbers = sum(spec.size for spec in programs.weights.leaves())
+    # With the loss.
+    assert large_sums(programs.main) == [("all-reduce", False, numbers + 1)]
 
 
 def test_steps_in_a_loop_and_a_moving_average():
