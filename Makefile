@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Left behind when .venv holds what setup.py and constraints.txt ask for.
 INSTALLED := .venv/installed
 
-.PHONY: install train lint test test-slow matrix golden constraints clean
+.PHONY: install train lint test test-slow matrix fuzz golden constraints clean
 
 install: $(INSTALLED)
 
@@ -50,6 +50,10 @@ SEED ?= $(shell date +%s)
 matrix: install
 	MATRIX_CASES=$(CASES) MATRIX_SEED=$(SEED) \
 	  $(BIN)/pytest -n $(WORKERS) tests/operators
+
+# So many hostile files for each reader, others for each seed; docs/hostile_input.md.
+fuzz: install
+	FUZZ_CASES=$(CASES) FUZZ_SEED=$(SEED) $(BIN)/pytest -n $(WORKERS) tests/fuzz
 
 # Rewrites the sharding text of every shipped config; look at the diff.
 golden: install

@@ -33,12 +33,15 @@ setup(
     install_requires=[
         "absl-py",
         "etils[epath]",
+        "flatbuffers",
         "gin-config",
+        "google-crc32c",
         "jax>=0.10.2,<0.12",
         "numpy",
         "orbax-checkpoint",
         "tensorboard",
         "tensorflow>=2.21,<2.22",
+        "tensorstore",
         "tqdm",
     ],
     extras_require={
@@ -52,6 +55,7 @@ setup(
     },
     entry_points={
         "console_scripts": [
+            "meshwright-export=meshwright.trainers.export:run",
             "meshwright-plan=meshwright.trainers.plan:run",
             "meshwright-train=meshwright.trainers.train:run",
         ],

@@ -1,9 +1,4 @@
-"""Pictures with a label each, in TFRecord files of `tf.train.Example`.
-
-A TFRecord file is a sequence of records without an index: 8 bytes of length, 4 of
-checksum, the data, 4 of checksum. One pass over the lengths finds where each begins;
-then any of them can be read alone, in any order.
-"""
+"""Pictures with a label each, in TFRecord files of `tf.train.Example`."""
 
 from __future__ import annotations
 
@@ -13,16 +8,14 @@ import functools
 import glob
 import hashlib
 import os
-import struct
 
 import gin
 import numpy as np
 import tensorflow as tf
 
+from meshwright.tasks.record_files import find_records, read_record
 from meshwright.tasks.text_input import Split
 
-_LENGTH = struct.Struct("<Q")
-_HEAD, _TAIL = 12, 4
 # Files whose lengths are read at a time: it is their disks that take the time.
 _FILES_AT_A_TIME = 16
 
@@ -72,16 +65,18 @@ class Records:
 
         Raises:
           OSError: its file cannot be read.
-          ValueError: it is no `tf.train.Example`, or has not both features.
+          ValueError: it is not as it was written, is no `tf.train.Example`, or has not
+            both features.
         """
         file = int(np.searchsorted(self.first, number, side="right")) - 1
-        name = f"record {number - int(self.first[file])} of {self.paths[file]}"
-        with open(self.paths[file], "rb", buffering=0) as opened:
-            size, start = int(self.sizes[number]), int(self.starts[number])
-            data = os.pread(opened.fileno(), size, start)
+        path = self.paths[file]
+        name = f"record {number - int(self.first[file])} of {path}"
+        start, size = int(self.starts[number]), int(self.sizes[number])
+        data = read_record(path, start, size, name=name)
         try:
             found = tf.io.parse_single_example(data, _FEATURES)
-        except tf.errors.OpError as error:
+        # TensorFlow quotes the record, which need not be text.
+        except (tf.errors.OpError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{name} is no tf.train.Example with the features "
                 f"{' (bytes) and '.join(_FEATURES)} (a whole number): {reason(error)}"
@@ -132,9 +127,9 @@ class ImageFiles:
         return _records(getattr(self, field), f"ImageFiles.{field}")
 
 
-def reason(error: tf.errors.OpError) -> str:
+def reason(error: Exception) -> str:
     """What an op says, without where it ran."""
-    return error.message.split("}} ")[-1].split(" [Op:")[0]
+    return str(error).split("}} ")[-1].split(" [Op:")[0]
 
 
 @functools.cache
@@ -148,31 +143,9 @@ def _records(pattern: str, field: str) -> Records:
             "such as '/data/imagenet/train-*'"
         )
     with concurrent.futures.ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
-        places = list(pool.map(_places, paths))
+        places = list(pool.map(find_records, paths))
     first = np.cumsum([0, *map(len, places)])
     if not first[-1]:
         raise ValueError(f"no record is in the files of {pattern!r}: set {field} anew")
     starts, sizes = np.concatenate(places).T
     return Records(paths=tuple(paths), first=first, starts=starts, sizes=sizes)
-
-
-def _places(path: str) -> np.ndarray:
-    """int64 [records, 2]: where the data of each record of a file begins, and its size.
-
-    Raises:
-      ValueError: the file is none of records, or ends within one.
-    """
-    found, at, end = [], 0, os.path.getsize(path)
-    with open(path, "rb", buffering=0) as opened:
-        while at < end:
-            head = os.pread(opened.fileno(), _HEAD, at)
-            size = _LENGTH.unpack_from(head)[0] if len(head) == _HEAD else end
-            if at + _HEAD + size + _TAIL > end:
-                if found:
-                    problem = "ends within it: copy the file anew, or leave it out"
-                else:
-                    problem = "is no TFRecord file, or not whole: leave it out"
-                raise ValueError(f"record {len(found)} of {path}: the file {problem}")
-            found.append((at + _HEAD, size))
-            at += _HEAD + size + _TAIL
-    return np.array(found, np.int64).reshape(-1, 2)

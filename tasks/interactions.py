@@ -138,6 +138,17 @@ def _read(path: str) -> Interactions:
             f"no file {path!r}: set RatingsFile.path to MovieLens' ratings.csv, which "
             "is in the archives of https://grouplens.org/datasets/movielens"
         )
+    try:
+        events = _events(path)
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not in UTF-8: {e}") from e
+    if not len(events):
+        raise ValueError(f"{path} has no lines but the first: there is nothing to read")
+    return Interactions.from_events(*events.T, source=path)
+
+
+def _events(path: str) -> np.ndarray:
+    """int64 [N, columns]."""
     with open(path, encoding="utf-8") as file:
         header = file.readline().strip().split(",")
     missing = [name for name in _COLUMNS if name not in header]
@@ -148,20 +159,24 @@ def _read(path: str) -> Interactions:
         )
     columns = [header.index(name) for name in _COLUMNS]
     try:
-        events = np.loadtxt(
-            path, np.int64, delimiter=",", skiprows=1, usecols=columns, ndmin=2
+        return np.loadtxt(
+            path,
+            np.int64,
+            comments=None,
+            delimiter=",",
+            skiprows=1,
+            usecols=columns,
+            ndmin=2,
+            encoding="utf-8",
         )
     except ValueError:
-        events = _checked(path, header, columns)
-    if not len(events):
-        raise ValueError(f"{path} has no lines but the first: there is nothing to read")
-    return Interactions.from_events(*events.T, source=path)
+        return _checked(path, header, columns)
 
 
 def _checked(path: str, header: list[str], columns: list[int]) -> np.ndarray:
     """int64 [N, columns], read line by line, to say which one is wrong."""
     found = []
-    lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines[1:], start=2):
         values = line.split(",")
         if not line:
@@ -173,10 +188,10 @@ def _checked(path: str, header: list[str], columns: list[int]) -> np.ndarray:
             )
         for at in columns:
             try:
-                found.append(int(values[at]))
-            except ValueError:
+                found.append(np.int64(int(values[at])))
+            except (ValueError, OverflowError):
                 raise ValueError(
                     f"{path}, line {number}: {header[at]} is {values[at]!r}, which is "
-                    "no whole number"
+                    "no whole number of 64 bits"
                 ) from None
     return np.array(found, np.int64).reshape(-1, len(columns))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import pathlib
 import zlib
@@ -16,8 +17,13 @@ _ENDINGS = (".nii.gz", ".nii")
 # By the unit's code in a header: metres and micrometres. All else counts as mm.
 _MILLIMETRES = {1: 1e3, 3: 1e-3}
 
-# The two kinds' headers have 348 and 540; extensions of some software follow.
-_HEADER_BYTES = 2**20
+# The two kinds' headers have 348 and 540; extensions of some software follow. As many
+# may lie after the voxels, and no more: zipped, a file of zeros without end is small.
+_HEADER_BYTES = _TRAILING_BYTES = 2**20
+_PIECE = 2**24
+
+MOST_VOXELS = 2**31
+"""Of a volume, with its channels: 8 GiB of float32. A header may say anything."""
 
 
 def read_nifti(path: str, *, header_only: bool = False) -> Any:
@@ -33,14 +39,16 @@ def read_nifti(path: str, *, header_only: bool = False) -> Any:
     nibabel, _ = libraries()
     stem(path)
     failures = (ValueError, EOFError, zlib.error, gzip.BadGzipFile)
+    failures += (ArithmeticError, MemoryError)
     failures += (nibabel.filebasedimages.ImageFileError,)
     failures += (nibabel.spatialimages.HeaderDataError,)
     try:
-        # All of it, for only at the end does gzip compare checksums.
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-            content = file.read(_HEADER_BYTES if header_only else -1)
-        image = _kind(content).from_bytes(content)
-        _check_nifti(image, None if header_only else len(content))
+            content = io.BytesIO(file.read(_HEADER_BYTES))
+            image = _kind(content.getvalue()).from_stream(content)
+            _check_header(image)
+            if not header_only:
+                _read_voxels(file, image, content)
     except FileNotFoundError as e:
         raise FileNotFoundError(
             f"there is no {path}: correct the list that names it, or put it there"
@@ -117,15 +125,30 @@ def _kind(content: bytes) -> type:
     raise ValueError(f"it has {len(content)} bytes, and begins with {content[:8]!r}")
 
 
-def _check_nifti(image: Any, file_bytes: int | None) -> None:
+def _check_header(image: Any) -> None:
     shape, dtype = image.shape, image.header.get_data_dtype()
     if min(shape, default=0) < 1:
         raise ValueError(f"its shape {list(shape)} has no voxel")
+    if math.prod(shape) > MOST_VOXELS:
+        raise ValueError(f"its shape {list(shape)} has more than {MOST_VOXELS} voxels")
     if dtype.kind not in "uif":
         raise ValueError(f"its voxels are {dtype}, no real numbers")
-    wanted = image.dataobj.offset + math.prod(shape) * dtype.itemsize
-    if file_bytes is not None and file_bytes < wanted:
-        raise ValueError(f"it has {file_bytes} bytes of {wanted}")
     finite = np.isfinite(image.affine).all()
     if not finite or np.linalg.cond(image.affine[:3, :3]) > 1e6:
         raise ValueError(f"its affine {image.affine.tolist()} is singular")
+
+
+def _read_voxels(file: Any, image: Any, content: io.BytesIO) -> None:
+    """Reads what follows the first bytes of a file into `content`, which has these."""
+    itemsize = image.header.get_data_dtype().itemsize
+    wanted = image.dataobj.offset + math.prod(image.shape) * itemsize
+    most = wanted + _TRAILING_BYTES
+    size = content.seek(0, io.SEEK_END)
+    # To the end, for only there does gzip compare checksums; and piece by piece, as all
+    # that a header asks for would be allocated at once.
+    while size <= most and (piece := file.read(min(_PIECE, most + 1 - size))):
+        size += content.write(piece)
+    if size < wanted:
+        raise ValueError(f"it has {size} bytes of {wanted}")
+    if size > most:
+        raise ValueError(f"it goes on after its {wanted} bytes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import os
 import pathlib
 import struct
@@ -15,7 +16,11 @@ import gin
 import tensorflow as tf
 from absl import logging
 
+from meshwright.tasks.record_files import find_records, read_record
 from meshwright.tasks.text_input import Split
+
+# Of a text or comment of a .po file; long ones of real programs have a few hundred.
+_MOST_LINES = 5000
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -129,6 +134,8 @@ class ParallelFiles:
             for parent, _, names in os.walk(root, onerror=_unreadable)
             for name in names
             if name.endswith(tuple(suffixes))
+            # No pipe, which could be waited at for ever.
+            and os.path.isfile(os.path.join(parent, name))
         )
         if not found:
             raise FileNotFoundError(
@@ -232,13 +239,55 @@ class GettextCatalogues(ParallelFiles):
 def _catalogue(path: pathlib.Path):
     """What is in a .mo or .po file; nothing if it cannot be decoded."""
     polib = _import_polib()
-    read = polib.mofile if path.suffix == ".mo" else polib.pofile
+    binary = path.suffix == ".mo"
+    check, read = (_check_mo, polib.mofile) if binary else (_check_po, polib.pofile)
     try:
+        check(path)
         return read(str(path))
     # What polib raises on broken files, some of which distributions install.
-    except (OSError, UnicodeDecodeError, LookupError, ValueError, struct.error) as e:
+    except (OSError, LookupError, ValueError, TypeError, struct.error) as e:
         logging.warning("left out, as it is no gettext catalogue: %s (%s)", path, e)
         return polib.POFile()
+
+
+def _check_mo(path: pathlib.Path) -> None:
+    """Refuses strings beyond a file, or so many over each other that they fill memory.
+
+    Raises:
+      ValueError, struct.error: there are some.
+    """
+    content = path.read_bytes()
+    order = ">" if content.startswith(b"\x95\x04\x12\xde") else "<"
+    count, *tables = struct.unpack_from(f"{order}III", content, 8)
+    size = 0
+    for table in tables:
+        places = content[table : table + 8 * count]
+        for length, at in struct.iter_unpack(f"{order}II", places):
+            size += length
+            if at + length > len(content):
+                raise ValueError("a string lies beyond its end")
+    if size > len(content):
+        raise ValueError(f"its strings have {size} bytes, more than all of it")
+
+
+def _check_po(path: pathlib.Path) -> None:
+    """Refuses what polib would take hours for: it copies a text for each of its lines.
+
+    Raises:
+      ValueError: a text or a comment has too many lines.
+    """
+    with path.open("rb") as file:
+        for kind, lines in itertools.groupby(file, key=_kind_of_line):
+            if kind and sum(1 for _ in lines) > _MOST_LINES:
+                raise ValueError(f"a text has more than {_MOST_LINES} lines")
+
+
+def _kind_of_line(line: bytes) -> bytes:
+    """What polib joins with neighbours of the same kind; else empty."""
+    start = line.lstrip()[:2]
+    if start.startswith(b'"'):
+        return b'"'
+    return start if start.startswith(b"#") and start != b"#~" else b""
 
 
 def _import_polib():
@@ -297,7 +346,10 @@ class TsvFiles(ParallelFiles):
             yield Pair(self.source_language, language, source, target)
 
 
-_FEATURES = ("source", "target", "target_language")
+_FEATURES = {
+    name: tf.io.FixedLenFeature([], tf.string)
+    for name in ("source", "target", "target_language")
+}
 
 
 @gin.register
@@ -309,21 +361,23 @@ class TFRecordFiles(ParallelFiles):
     """
 
     def read(self) -> Iterator[Pair]:
-        spec = {name: tf.io.FixedLenFeature([], tf.string) for name in _FEATURES}
         for path in self._files((".tfrecord", ".tfrecords")):
-            try:
-                for record in tf.data.TFRecordDataset(str(path)):
-                    one = tf.io.parse_single_example(record, spec)
-                    texts = [one[name].numpy().decode().strip() for name in _FEATURES]
-                    source, target, language = texts
-                    if not source or not target:
-                        raise ValueError(
-                            f"{path} has an empty source or target: leave it out"
-                        )
-                    if not self.languages or language in self.languages:
-                        yield Pair(self.source_language, language, source, target)
-            except (tf.errors.OpError, UnicodeDecodeError) as e:
-                raise ValueError(
-                    f"{path} is no file of tf.train.Example with the bytes features "
-                    f"{', '.join(_FEATURES)} in UTF-8: {e}"
-                ) from e
+            for number, (start, size) in enumerate(find_records(path).tolist()):
+                name = f"record {number} of {path}"
+                pair = self._pair(name, read_record(path, start, size, name=name))
+                if not self.languages or pair.target_language in self.languages:
+                    yield pair
+
+    def _pair(self, name: str, record: bytes) -> Pair:
+        try:
+            one = tf.io.parse_single_example(record, _FEATURES)
+            texts = [one[feature].numpy().decode().strip() for feature in _FEATURES]
+        except (tf.errors.OpError, UnicodeDecodeError) as e:
+            raise ValueError(
+                f"{name} is no tf.train.Example with the bytes features "
+                f"{', '.join(_FEATURES)} in UTF-8: {e}"
+            ) from e
+        source, target, language = texts
+        if not source or not target:
+            raise ValueError(f"{name} has an empty source or target: leave it out")
+        return Pair(self.source_language, language, source, target)

@@ -9,7 +9,6 @@ import dataclasses
 import enum
 import math
 import os
-import struct
 import warnings
 
 import gin
@@ -23,6 +22,13 @@ from meshwright.framework.nested_map import NestedMap
 
 SAMPLE_RATE = 16000
 """Of everything behind `read_wav`, in Hz."""
+
+# Of files, in Hz: telephones have 8000, bats 384000. Resampling one that is absurd
+# would take all memory: the filter has some 20 * rate numbers.
+_RATES = (1000, 400_000)
+
+# Of samples that are no integers: full scale is 1, though some write what is 2**31.
+_LOUDEST = 2.0**31
 
 # Added to energies before the logarithm, as in digital silence; samples are in [-1, 1].
 _QUIET = 1e-6
@@ -44,8 +50,11 @@ def read_wav(path: str | os.PathLike) -> np.ndarray:
         sound = samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)
     else:
         sound = samples.astype(np.float32)
-    if not np.isfinite(sound).all():
-        raise ValueError(f"{path} has samples that are not finite: leave it out")
+    if not np.abs(sound).max() <= _LOUDEST:
+        raise ValueError(
+            f"{path} has samples that are not finite, or beyond {_LOUDEST:g} where 1 "
+            "is full scale: leave it out"
+        )
     if sound.ndim == 2:
         sound = sound.mean(axis=1)
     if rate != SAMPLE_RATE:
@@ -77,18 +86,31 @@ def _read(path: str | os.PathLike, *, mmap: bool) -> tuple[int, np.ndarray]:
         rate, samples = _scipy().io.wavfile.read(path, mmap=mmap)
     except FileNotFoundError as e:
         raise FileNotFoundError(f"there is no sound file {path}") from e
-    except (ValueError, EOFError, struct.error, UnboundLocalError, UserWarning) as e:
-        # Of a file that ends too early SciPy says whatever failed first.
-        with open(path, "rb") as file:
-            start = file.read(12)
-        raise ValueError(
-            f"{path} is no wav file that can be read: it begins with {start!r} and "
-            f"has {os.path.getsize(path)} bytes ({e}): make it PCM or float wav, by "
-            "ffmpeg or sox, or leave it out"
-        ) from e
-    if not rate or not len(samples):
+    except OSError as e:
+        if e.filename is not None:
+            raise
+        raise _unreadable(path, e) from e  # It sought a place beyond the file.
+    # Of a header that is not true SciPy says whatever failed first.
+    except Exception as e:
+        raise _unreadable(path, e) from e
+    if not len(samples):
         raise ValueError(f"{path} is a wav file without any sound: leave it out")
+    if not _RATES[0] <= rate <= _RATES[1]:
+        raise ValueError(
+            f"{path} has {rate} samples a second, out of {_RATES[0]} to {_RATES[1]}: "
+            "its header is broken, or leave it out"
+        )
     return rate, samples
+
+
+def _unreadable(path: str | os.PathLike, error: Exception) -> ValueError:
+    with open(path, "rb") as file:
+        start = file.read(12)
+    return ValueError(
+        f"{path} is no wav file that can be read: it begins with {start!r} and has "
+        f"{os.path.getsize(path)} bytes ({error}): make it PCM or float wav, by ffmpeg "
+        "or sox, or leave it out"
+    )
 
 
 def _scipy():

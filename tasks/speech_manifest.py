@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -95,7 +96,7 @@ def _read(path: str) -> list[Utterance]:
                 "take the line out"
             )
         wav = file.parent / sound
-        if not wav.is_file():
+        if not os.path.isfile(wav):
             raise FileNotFoundError(f"{place} names {sound!r}, and there is no {wav}")
         found.append(Utterance(str(wav), transcript.strip(), place))
     if not found:
@@ -123,9 +124,15 @@ def _objects(path: str, text: str) -> Iterator[tuple[str, str, str]]:
             continue
         try:
             one = json.loads(line)
-            yield f"{path}:{number}", str(one["audio"]), str(one["text"])
-        except (json.JSONDecodeError, KeyError, TypeError) as e:
+            sound, transcript = one["audio"], one["text"]
+            both = f"{sound}{transcript}"
+            if not isinstance(sound, str) or not isinstance(transcript, str):
+                raise TypeError("they are to be strings")
+            both.encode()  # JSON can spell what is no text.
+        # ValueError is no JSON, no text, or a number of thousands of digits.
+        except (ValueError, RecursionError, LookupError, TypeError) as e:
             raise ValueError(
                 f'{path}:{number} is no object with "audio" and "text" ({e!r}): write '
                 "one on each line"
             ) from e
+        yield f"{path}:{number}", sound, transcript

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import errno
 import fnmatch
 import functools
 import hashlib
@@ -126,10 +127,13 @@ class TextFiles:
         """The content of the file at `path`, relative to `folder`.
 
         Raises:
-          OSError: it cannot be read.
+          OSError: it cannot be read, or is a pipe or device, which might never end.
         """
+        file = self.folder / path
         try:
-            return (self.folder / path).read_bytes()
+            if file.exists() and not file.is_file():
+                raise OSError(errno.EINVAL, "it is no regular file", str(file))
+            return file.read_bytes()
         except OSError as error:
             _unreadable(error)
 

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 
 from meshwright.framework.modeling.checks import check_number, check_value
 from meshwright.tasks.nifti import (
+    MOST_VOXELS,
     libraries,
     millimetre_affine,
     read_nifti,
@@ -169,7 +171,7 @@ def grid(case: Case, *, spacing: Sequence[float] | None) -> tuple[int, ...]:
     size = np.array(file.shape[:3])[axes]
     if spacing is not None:
         voxel = np.linalg.norm(affine[:3, :3], axis=0)[axes]
-        size = _new_size(size, _three(spacing) / voxel)
+        size = _new_size(case, size, _three(spacing) / voxel)
     return (*map(int, size), *(file.shape[3:] or (1,)))
 
 
@@ -208,7 +210,7 @@ def load(
     label = None if case.label is None else _label(case, file, classes)
     image, label, affine = _canonical(image, label, millimetre_affine(file))
     if spacing is not None:
-        image, label, affine = _resampled(image, label, affine, _three(spacing))
+        image, label, affine = _resampled(case, image, label, affine, _three(spacing))
     return Volume(image=intensities.normalized(image), label=label, affine=affine)
 
 
@@ -324,12 +326,12 @@ def _canonical(image, label, affine):
     return image, label, affine @ back
 
 
-def _resampled(image, label, affine, spacing: np.ndarray):
+def _resampled(case: Case, image, label, affine, spacing: np.ndarray):
     """Changes the size of voxels, not the directions of axes."""
     _, ndimage = libraries()
     old = np.array(image.shape[:3])
     scale = spacing / np.linalg.norm(affine[:3, :3], axis=0)
-    new = _new_size(old, scale)
+    new = _new_size(case, old, scale)
     offset = ((old - 1) - (new - 1) * scale) / 2
     to = {"output_shape": tuple(new), "mode": "nearest"}
     channels = [
@@ -343,9 +345,15 @@ def _resampled(image, label, affine, spacing: np.ndarray):
     return np.stack(channels, axis=-1), label, affine @ step
 
 
-def _new_size(size: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def _new_size(case: Case, size: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """How many voxels, `scale` times as long each, reach as far."""
-    return np.maximum(1, np.rint(size / scale)).astype(int)
+    new = np.maximum(1, np.rint(size / scale))
+    if not np.prod(new) <= MOST_VOXELS:
+        raise ValueError(
+            f"{case.image} is resampled to {new.tolist()} voxels, more than "
+            f"{MOST_VOXELS}: widen the spacing, or correct the file's affine"
+        )
+    return new.astype(int)
 
 
 def _three(spacing: Sequence[float]) -> np.ndarray:
@@ -376,7 +384,8 @@ def _listed(path: str) -> _Listed:
         raise ValueError(
             f"{path} is a folder: set VolumeFiles.path to the dataset.json in it"
         ) from e
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    # ValueError is text that is none, no JSON, or a number of thousands of digits.
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not JSON in UTF-8: {e}") from e
     if not isinstance(content, dict):
         raise ValueError(f'{path} is no object: write one with "labels" and "training"')
@@ -424,7 +433,7 @@ def _case(place: str, folder: pathlib.Path, entry: Any) -> Case:
                 'with "image" and "label"'
             )
         paths[key] = folder / named
-        if not paths[key].is_file():
+        if not os.path.isfile(paths[key]):
             raise FileNotFoundError(
                 f"{place} names {named!r}, and there is no {paths[key]}"
             )

@@ -31,4 +31,6 @@ def readable(batches: Iterable[Any]) -> Iterator[Any]:
         kind = getattr(builtins, raised["kind"], None) if raised else None
         if not (isinstance(kind, type) and issubclass(kind, _TOLD)):
             raise
+        if issubclass(kind, UnicodeError):  # Some of these are made of five arguments.
+            kind = ValueError
         raise kind(raised["message"]) from error

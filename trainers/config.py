@@ -9,6 +9,7 @@ import inspect
 import os
 import pathlib
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TextIO, TypeVar
 
@@ -19,6 +20,10 @@ PARAMS = pathlib.Path(__file__).parents[1] / "params"
 """The shipped gin files: beside this room in a checkout, and installed as well."""
 
 _MACRO = "gin.macro"
+# Of a configuration; ours have a hundred references and ten files at most. Where each
+# macro names the next one twice, or each file includes it twice, twenty make a million.
+_MOST_REFERENCES = 10_000
+_MOST_FILES = 1000
 _T = TypeVar("_T")
 
 # Keys of bindings that a later one put out of use on purpose: see `load`.
@@ -63,8 +68,10 @@ def load(
 ) -> None:
     """Replaces gin's configuration by files and then single bindings, and locks it.
 
-    The modules whose classes the bindings name must have been imported. `include` in
-    a file finds files as `find_gin_file` does. The constants `%float32`, `%bfloat16`
+    The modules whose classes the bindings name must have been imported, or a file must
+    `import` them: what a file can run is what is installed, at import, and classes that
+    are registered; see docs/hostile_input.md. `include` in a file finds files as
+    `find_gin_file` does. The constants `%float32`, `%bfloat16`
     and `%float16` are TensorFlow's dtypes.
 
     A later binding may refer to another class: `Experiment.optimizer = @SGD()` over a
@@ -78,11 +85,11 @@ def load(
     Raises:
       ConfigError: a file that is not there or cannot be parsed; an unknown class,
         parameter, macro or constant, with the nearest known name; a parameter left at
-        `%gin.REQUIRED`.
+        `%gin.REQUIRED`; an import of what has no classes for gin.
     """
     gin.clear_config()
     _set_aside.clear()
-    with _reading_gin_files(), _noting_replaced_classes():
+    with _reading_gin_files(), _noting_replaced_classes(), _checking_imports():
         for path in gin_files:
             with _explained(f"gin file {os.fspath(path)}"):
                 gin.parse_config_file(os.fspath(path))
@@ -98,13 +105,17 @@ def build(cls: type[_T]) -> _T:
 
     Raises:
       ConfigError: a parameter has no binding and no default, or a value is of a wrong
-        type.
+        type; references have no end, or too many.
       ValueError: a class refuses its parameters.
     """
     try:
-        return gin.get_configurable(cls)()
+        with _counting_references():
+            return gin.get_configurable(cls)()
     except TypeError as error:
         raise ConfigError(_missing_parameters(str(error))) from error
+    # What classes run into that expect other values.
+    except (ArithmeticError, AttributeError, LookupError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_and_build(
@@ -261,11 +272,74 @@ def _references(value: Any) -> set[tuple[str, str]]:
 
 
 @contextlib.contextmanager
+def _checking_imports() -> Iterator[None]:
+    """Lets files import packages that may register classes, and nothing else.
+
+    With gin's dynamic registration a file could call any function there is.
+    """
+    process = gin.config.ParseContext.process_import
+
+    def check_and_process(context, statement):
+        package = statement.module.partition(".")[0]
+        if package == "__gin__":
+            raise ConfigError(
+                f"`{statement.format()}` would let a gin file call any function: take "
+                "it out, and register your classes by @gin.register"
+            )
+        if package in sys.stdlib_module_names:
+            raise ConfigError(
+                f"`{statement.format()}` is for modules that register classes by "
+                "@gin.register, which none of Python's own does: take it out"
+            )
+        process(context, statement)
+
+    gin.config.ParseContext.process_import = check_and_process
+    try:
+        yield
+    finally:
+        gin.config.ParseContext.process_import = process
+
+
+@contextlib.contextmanager
+def _counting_references() -> Iterator[None]:
+    """Ends the building of what refers to itself, or to far too much."""
+    copy = gin.config.ConfigurableReference.__deepcopy__
+    seen = 0
+
+    def count_and_copy(reference, memo):
+        nonlocal seen
+        seen += 1
+        if seen > _MOST_REFERENCES:
+            raise ConfigError(
+                f"more than {_MOST_REFERENCES} references are followed, the last to "
+                f"{reference!r}: see what refers to it, and how often"
+            )
+        try:
+            return copy(reference, memo)
+        except RecursionError:
+            raise ConfigError(
+                f"{reference!r} refers to itself, by way of others or not: bind "
+                "something else"
+            ) from None
+
+    gin.config.ConfigurableReference.__deepcopy__ = count_and_copy
+    try:
+        yield
+    finally:
+        gin.config.ConfigurableReference.__deepcopy__ = copy
+
+
+@contextlib.contextmanager
 def _reading_gin_files() -> Iterator[None]:
     """Makes gin find files as `find_gin_file` does, in `include` statements too."""
+    opened = 0
 
     def open_file(path: str) -> TextIO:
-        return open(str(find_gin_file(path)))
+        nonlocal opened
+        opened += 1
+        if opened > _MOST_FILES:
+            raise ConfigError(f"more than {_MOST_FILES} gin files are included")
+        return open(str(find_gin_file(path)), encoding="utf-8")
 
     # gin.register_file_reader would append to gin's own readers, one of which logs an
     # error for each path that names no Python package.

@@ -199,7 +199,9 @@ def test_no_such_files(tmp_path):
 @pytest.mark.parametrize("content", [b"no records at all, but text", b"short"])
 def test_no_tfrecord_file(tmp_path, content):
     (tmp_path / "train-0").write_bytes(content)
-    message = r"record 0 of .*/train-0: the file is no TFRecord file, or not whole: lea"
+    message = (
+        r"record 0 of .*/train-0: the file is no TFRecord file, or not as it was w"
+    )
     with pytest.raises(ValueError, match=message):
         files_of(tmp_path).records(Split.TRAIN)
 
@@ -212,6 +214,18 @@ def test_a_file_that_ends_too_soon(tmp_path):
         files_of(tmp_path).records(Split.TRAIN)
 
 
+def test_a_picture_in_which_a_bit_flipped(tmp_path):
+    """JPEG itself notices few of these."""
+    path = write(tmp_path / "train-0", [example(**GOOD)] * 2)
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    records = files_of(tmp_path).records(Split.TRAIN)
+    assert records.picture(0).label == GOOD["label"]
+    with pytest.raises(ValueError, match="record 1 of .*/train-0 is not as it was wr"):
+        records.picture(1)
+
+
 def test_files_without_records(tmp_path):
     write(tmp_path / "train-0", [])
     with pytest.raises(ValueError, match=r"no record is in the files of .*train-\*'"):
@@ -221,6 +235,7 @@ def test_files_without_records(tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
+        (b"\x0a\xd4\xff", "is no tf.train.Example with the features .*can't decode"),
         (b"no example", "is no tf.train.Example with the features image/encoded"),
         (example(label=1), "has no 'image/encoded': write the file as TensorFlow's Im"),
         (example(encoded=GOOD["encoded"]), "has no 'image/class/label': write"),
@@ -242,7 +257,7 @@ def test_files_without_records(tmp_path):
             r"is no JPEG file, or not whole \(.*Invalid JPEG .*\): write it anew, or l",
         ),
     ],
-    ids=["none", "no image", "no label", "text", "4", "0", "gif", "cut"],
+    ids=["no text", "none", "no image", "no label", "text", "4", "0", "gif", "cut"],
 )
 def test_a_bad_record_is_named(tmp_path, record, message):
     records = [example(**GOOD), record]

@@ -16,6 +16,9 @@ from meshwright.tasks.nifti import (
 )
 from tests.tasks.volume_files_on_disk import boxes, image_of, patched, write
 
+# 2 MiB that become 2 GiB: gzip joins what parts it is given.
+BOMB = gzip.compress(bytes(2**24)) * 128
+
 
 def truncated(content):
     return gzip.compress(content)[:-200]
@@ -41,7 +44,15 @@ def flipped(content):
         (flipped, "CRC check failed"),
         (patched(40, 3, 12, 0, 8), r"its shape \[12, 0, 8\] has no voxel"),
         (patched(40, 3, -12), r"its shape \[-12, 10, 8\] has no voxel"),
-        (patched(40, 3, 30000, 30000, 30000), "bytes of 108000000000352"),
+        (patched(40, 3, 30000, 30000, 30000), "more than 2147483648 voxels"),
+        (patched(40, 3, 1000, 1000, 1000), "has 4192 bytes of 4000000352"),
+        (lambda content: BOMB, "begins with"),
+        (
+            lambda content: gzip.compress(content) + BOMB,
+            "it goes on after its 4192 bytes",
+        ),
+        (patched(108, np.inf, dtype="<f4"), "float infinity"),
+        (patched(108, np.nan, dtype="<f4"), "NaN"),
         (patched(70, 9999), "data code 9999"),
         (patched(70, 32, 64), r"its voxels are complex64, no real"),
         (patched(280, *[0] * 12, dtype="<f4"), "affine .* is singular"),

@@ -1,5 +1,7 @@
 """Pairs from catalogues, TSV and TFRecord files, and from files that are broken."""
 
+import os
+
 import polib
 import pytest
 import tensorflow as tf
@@ -12,6 +14,7 @@ from meshwright.tasks.parallel_text import (
     TsvFiles,
 )
 from meshwright.tasks.text_input import Split
+from tests.fuzz.valid import mo
 from tests.tasks.parallel_files import catalogue, install, install_all, sentences
 
 
@@ -146,10 +149,13 @@ def test_tfrecord(tmp_path):
 def test_tfrecords_that_are_something_else_are_named(tmp_path):
     with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
         writer.write(record(source="house", target="Haus"))
-    with pytest.raises(ValueError, match=r"a.tfrecord is no file.*target_language"):
+    message = "record 0 of .*a.tfrecord is no tf.train.Example .*target_language"
+    with pytest.raises(ValueError, match=message):
         TFRecordFiles(root=str(tmp_path)).pairs(Split.TRAIN)
     (tmp_path / "a.tfrecord").write_text("no record " * 9)
-    with pytest.raises(ValueError, match=r"a.tfrecord is no file.*target_language"):
+    with pytest.raises(
+        ValueError, match="record 0 of .*a.tfrecord: the file is no TFR"
+    ):
         TFRecordFiles(root=str(tmp_path), source_language="xx").pairs(Split.TRAIN)
 
 
@@ -205,5 +211,37 @@ def test_tsv_of_a_language_with_a_region(tmp_path):
 def test_tfrecords_without_a_text_are_named(tmp_path):
     with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
         writer.write(record(source="house", target=" ", target_language="de"))
-    with pytest.raises(ValueError, match="a.tfrecord has an empty source or target"):
+    with pytest.raises(ValueError, match="record 0 of .*a.tfrecord has an empty"):
         TFRecordFiles(root=str(tmp_path)).pairs(Split.TRAIN)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {2: (2**31 - 1, 0)},  # Beyond the file.
+        {2: (4, 2**31)},
+        dict.fromkeys(range(4), (200, 0)),  # All of the file, again and again.
+    ],
+)
+def test_a_catalogue_whose_strings_lie_elsewhere_is_left_out(tmp_path, caplog, places):
+    entries = [(b"", b"Language: de\n"), (b"house", b"Haus" * 40)]
+    (tmp_path / "de.mo").write_bytes(mo(entries))
+    (tmp_path / "fr.mo").write_bytes(mo(entries, places=places))
+    found = GettextCatalogues(root=str(tmp_path)).read()
+    assert [pair.target_language for pair in found] == ["de"]
+    assert "fr.mo (" in caplog.text
+
+
+@pytest.mark.parametrize("line", ['"x"', "# x", "#. x", '#| "x"'])
+def test_a_catalogue_that_would_take_hours_is_left_out(tmp_path, caplog, line):
+    many = f"{line}\n" * 10**6
+    (tmp_path / "de.po").write_text(f'msgid "a"\nmsgstr ""\n{many}')
+    assert list(GettextCatalogues(root=str(tmp_path)).read()) == []
+    assert "de.po (a text has more than 5000 lines)" in caplog.text
+
+
+def test_what_is_no_file_is_left_alone(tmp_path):
+    os.mkfifo(tmp_path / "en-fr.tsv")
+    (tmp_path / "en-de.tsv").write_text("house\tHaus\n")
+    (found,) = TsvFiles(root=str(tmp_path)).read()
+    assert found.target_language == "de"

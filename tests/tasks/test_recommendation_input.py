@@ -68,6 +68,7 @@ def test_columns_may_have_any_order(tmp_path):
         (("9,40,2.0,100", "9,40,2.0,"), "line 7: timestamp is '', which is no whole"),
         (("userId,", "user,"), "line 1: no column userId among user, movieId"),
         (("9,40,2.0,100\n9,30,2.5,200", ""), "user 9 has one item only: the last"),
+        (("9,40,2.0,100", "9,40,2.0,1" + "0" * 30), "line 7: timestamp .* of 64 bits"),
         ((LINES[32:], ""), "has no lines but the first"),
     ],
 )
@@ -75,6 +76,13 @@ def test_columns_may_have_any_order(tmp_path):
 def test_what_is_wrong_with_a_file_is_named(tmp_path, wrong, message):
     with pytest.raises(ValueError, match=rf"ratings.csv.*{message}"):
         written(tmp_path, LINES.replace(*wrong)).read()
+
+
+@pytest.mark.parametrize("at", [0, -2])
+def test_what_is_no_text_is_named(tmp_path, at):
+    (tmp_path / "r.csv").write_bytes(LINES[:at].encode() + b"\xff" + LINES.encode())
+    with pytest.raises(ValueError, match="r.csv is not in UTF-8: .* byte 0xff"):
+        RatingsFile(path=str(tmp_path / "r.csv")).read()
 
 
 def test_a_file_that_is_not_there_is_named():

@@ -20,6 +20,7 @@ from meshwright.tasks.speech_audio import (
     read_wav,
     wav_length,
 )
+from tests.fuzz.valid import wav
 
 SECONDS = 0.25
 ENCODINGS = {
@@ -85,7 +86,7 @@ def broken(tmp_path):
     yield whole[:36], "no wav file that can be read"
     yield wav_bytes(tmp_path, np.ones(0, np.int16)), "without any sound"
     no_rate = whole[:24] + struct.pack("<II", 0, 0) + whole[32:]
-    yield no_rate, "without any sound"
+    yield no_rate, "has 0 samples a second"
 
 
 def test_what_is_no_wav_file_is_named_with_what_it_is(tmp_path):
@@ -108,6 +109,31 @@ def test_samples_that_are_not_finite_are_refused(tmp_path):
     wavfile.write(path, 16000, np.array([0, np.nan, 1], np.float32))
     with pytest.raises(ValueError, match="samples that are not finite"):
         read_wav(path)
+
+
+@pytest.mark.parametrize("loud", [3e38, 1e10])
+def test_samples_that_are_far_too_loud_are_refused(tmp_path, loud):
+    wavfile.write(tmp_path / "x.wav", 16000, np.array([0.0, loud]))
+    with pytest.raises(ValueError, match="x.wav has samples .*beyond 2.14748e.09"):
+        read_wav(tmp_path / "x.wav")
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"channels": 0, "align": 2}, "is no wav file that can be read.*by zero"),
+        ({"channels": 4, "align": 2}, "is no wav file that can be read.*by zero"),
+        ({"align": 16, "bits": 32}, "is no wav file that can be read.*i16"),
+        ({"rate": 0}, "has 0 samples a second, out of 1000 to 400000"),
+        ({"rate": 1}, "has 1 samples a second"),
+        ({"rate": 2**32 - 5, "kind": 3, "bits": 32}, "has 4294967291 samples a second"),
+    ],
+)
+@pytest.mark.parametrize("read", [read_wav, wav_length])
+def test_a_header_that_is_not_true_is_named(tmp_path, read, header, message):
+    (tmp_path / "x.wav").write_bytes(wav(bytes(64), **header))
+    with pytest.raises(ValueError, match=f"x.wav {message}"):
+        read(tmp_path / "x.wav")
 
 
 def test_a_tone_is_loudest_in_the_bin_around_it():

@@ -82,6 +82,21 @@ def test_no_sentence_is_in_both_splits(folder):
         ("m.jsonl", '{"audio": "a.wav"}', ValueError, r"m\.jsonl:1 is no object with"),
         ("m.jsonl", "[1]", ValueError, r"m\.jsonl:1 is no object with"),
         ("m.jsonl", "\n{", ValueError, r"m\.jsonl:2 is no object with"),
+        ("m.jsonl", "[" * 10**5, ValueError, r"m\.jsonl:1 is no object .*Recursion"),
+        ("m.jsonl", "9" * 5000, ValueError, r"m\.jsonl:1 is no object with .*digits"),
+        (
+            "m.jsonl",
+            '{"audio": "a.wav", "text": null}',
+            ValueError,
+            r"m\.jsonl:1 is no object with .*are to be strings",
+        ),
+        (
+            "m.jsonl",
+            '{"audio": "a.wav", "text": "\\ud800"}',
+            ValueError,
+            r"m\.jsonl:1 is no object with .*surrogates",
+        ),
+        ("m.tsv", "a" * 5000 + "\tx", FileNotFoundError, r"m\.tsv:1 names 'aaa"),
         (
             "m.jsonl",
             '{"audio": "a.wav", "text": ""}',

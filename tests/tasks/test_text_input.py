@@ -1,6 +1,7 @@
 """The text input: a pure function of the step that loses and repeats no byte."""
 
 import math
+import os
 import random
 
 import gin
@@ -290,6 +291,12 @@ def test_no_files_found(tmp_path, root):
     message = rf"{tmp_path}.*'\*\.tex'.*set TextFiles\.root"
     with pytest.raises(FileNotFoundError, match=message):
         TextInput(files=files, sequence_length=8).statistics()
+
+
+def test_what_is_no_file_is_named(tmp_path):
+    os.mkfifo(tmp_path / "a.py")
+    with pytest.raises(OSError, match=r"cannot read '.*/a.py' \(it is no regular file"):
+        load_corpus(TextFiles(root=str(tmp_path)), Split.TRAIN)
 
 
 @pytest.mark.parametrize("content", [b"", b"text"])

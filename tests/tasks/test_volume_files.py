@@ -147,8 +147,14 @@ def test_an_empty_split(tmp_path):
 
 
 def test_what_is_no_list(tmp_path):
-    for text, message in ((b"{", "not JSON"), (b"\xff", "not JSON"), (b"3", "no obj")):
-        path = tmp_path / f"{len(message)}{text[:1].hex()}.json"
+    for text, message in (
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"3", "no obj"),
+        (b"[" * 10**5, "not JSON .*recursion"),
+        (b"9" * 5000, "not JSON .*digits"),
+    ):
+        path = tmp_path / f"{len(text)}{text[:1].hex()}.json"
         path.write_bytes(text)
         with pytest.raises(ValueError, match=message):
             VolumeFiles(path=str(path)).read(Split.TRAIN)
@@ -434,6 +440,15 @@ def test_a_label_on_another_grid(tmp_path):
     write(pathlib.Path(case.label), label, affine_of("LPS"))
     with pytest.raises(ValueError, match="have affines that place a corner"):
         loaded(case)
+
+
+@pytest.mark.parametrize("look", [loaded, grid])
+def test_a_volume_that_would_fill_all_memory(tmp_path, look):
+    case = a_case(tmp_path, affine=np.diag([1e3, 1e3, 1e4, 1]))
+    with pytest.raises(
+        ValueError, match=r"a.nii.gz is resampled to \[12000.0, .* more"
+    ):
+        look(case, spacing=(1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize("spacing", [(1, 1), (1, 1, 0), (1, float("inf"), 1)])

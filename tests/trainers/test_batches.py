@@ -27,6 +27,12 @@ def test_what_a_function_raises_is_told_in_its_words(kind):
     assert str(raised.value) == text
 
 
+def test_what_is_no_text_is_told_in_its_words():
+    error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    with pytest.raises(ValueError, match="'utf-8' codec can't decode byte 0xff"):
+        list(readable(failing(error)))
+
+
 def test_a_fault_of_the_program_stays_what_it_is():
     with pytest.raises(tf.errors.OpError, match="nobody"):
         list(readable(failing(KeyError("nobody"))))

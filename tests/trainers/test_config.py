@@ -47,6 +47,17 @@ class Twin:
     size: int = 0
 
 
+@gin.register
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """Expects a dict, and does not say so."""
+
+    of: object
+
+    def __post_init__(self):
+        self.of.items()
+
+
 gin.register("elsewhere.two.Twin")(dataclasses.make_dataclass("Twin", ["size"]))
 
 
@@ -147,6 +158,15 @@ def test_scopes_macros_enums_and_dtypes():
         ("Inner width", r"expected ':' or '='"),
         ("Inner:\n    width = 1\n  depth = 2", "unindent does not match"),
         ("import no.such.module", r"No module named 'no'.*\n.*line 1"),
+        (
+            "import os",
+            "`import os` is for modules that register.*\n.*line 1\n.*import os",
+        ),
+        ("from os import path as p", "`from os import path as p` is for modules"),
+        (
+            "from __gin__ import dynamic_registration",
+            "let a gin file call any function",
+        ),
         ("include 'lm/bgi.gin'", r"'lm/bgi.gin'.*\n.*mean lm/big.gin.*\n.*line 1"),
     ],
 )
@@ -210,6 +230,47 @@ def test_errors_of_the_classes_themselves_pass_through():
 def test_missing_parameter_is_named(lines, message):
     with pytest.raises(config.ConfigError, match=message):
         config.load([], lines)
+        config.build(Outer)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["A = %A", "Outer.name = %A"], "%A refers to itself"),
+        (["A = [%B]", "B = {1: %A}", "Outer.name = %A"], "%[AB] refers to itself"),
+        (["Outer.second = @Outer()"], r"@Outer\(\) refers to itself"),
+        (
+            [f"A{i} = [%A{i + 1}, %A{i + 1}]" for i in range(30)]
+            + ["A30 = 1", "Outer.name = %A0"],
+            r"more than 10000 references are followed, the last to %A\d+",
+        ),
+    ],
+)
+def test_references_without_end(lines, message):
+    with pytest.raises(config.ConfigError, match=message):
+        config.load([], lines)
+        config.build(Outer)
+
+
+def test_files_without_end(params, tmp_path):
+    for i in range(20):
+        both = f"include 'f{i + 1}.gin'\n" * 2
+        (tmp_path / "cwd" / f"f{i}.gin").write_text(both)
+    (tmp_path / "cwd" / "f20.gin").write_text("")
+    with pytest.raises(config.ConfigError, match="more than 1000 gin files"):
+        config.load(["f0"])
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"Inner.width = \xe9\n", b"\0"])
+def test_what_is_no_gin_text_is_named(params, tmp_path, content):
+    (tmp_path / "cwd" / "mine.gin").write_bytes(content)
+    with pytest.raises(config.ConfigError, match="mine"):
+        config.load(["mine"])
+
+
+def test_what_a_class_runs_into_is_told():
+    with pytest.raises(config.ConfigError, match="no attribute 'items'.*\n.*'Items'"):
+        config.load([], ["Outer.first = @Items()", "Items.of = 3"])
         config.build(Outer)
 
 

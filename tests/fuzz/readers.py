@@ -1,0 +1,176 @@
+"""Each reader of outside data: what it makes of a folder is right, or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+
+import gin
+import numpy as np
+from absl import app, flags
+from absl.testing import flagsaver
+
+from meshwright.tasks import parallel_text
+from meshwright.tasks.image_files import ImageFiles
+from meshwright.tasks.image_input import ImageInput
+from meshwright.tasks.interactions import RatingsFile
+from meshwright.tasks.speech_audio import read_wav, wav_length
+from meshwright.tasks.speech_manifest import Manifest
+from meshwright.tasks.text_input import Split
+from meshwright.tasks.vocabulary import SentencePieceVocabulary
+from meshwright.tasks.volume_files import Case, Intensities, VolumeFiles, grid, load
+from meshwright.trainers import config, mains, search_main, train
+from meshwright.trainers.batches import readable
+from meshwright.trainers.experiment import Experiment
+
+Reader = Callable[[pathlib.Path], None]
+
+CLASSES = ("background", "liver", "tumour")
+SPACING = (2.0, 2.0, 2.0)
+
+
+def _wav(folder: pathlib.Path) -> None:
+    path = folder / "a.wav"
+    length = wav_length(path)
+    sound = read_wav(path)
+    assert sound.dtype == np.float32 and sound.shape == (length,)
+    assert np.isfinite(sound).all()
+
+
+def _volume(folder: pathlib.Path) -> None:
+    (path,) = folder.glob("a.nii*")
+    _load(Case("a", str(path)))
+
+
+def _label(folder: pathlib.Path) -> None:
+    paths = str(folder / "image.nii.gz"), str(folder / "a.nii.gz")
+    label = _load(Case("image", *paths)).label
+    assert label.dtype == np.int32 and 0 <= label.min() <= label.max() < len(CLASSES)
+
+
+def _load(case: Case):
+    size = grid(case, spacing=SPACING)
+    volume = load(case, CLASSES, spacing=SPACING, intensities=Intensities())
+    assert volume.image.dtype == np.float32 and volume.image.shape == size
+    assert np.isfinite(volume.image).all()
+    return volume
+
+
+def _dataset(folder: pathlib.Path) -> None:
+    files = VolumeFiles(path=str(folder / "dataset.json"))
+    assert len(files.classes()) > 1
+    for split in Split:
+        assert all(pathlib.Path(one.image).is_file() for one in files.read(split))
+
+
+def _pairs(kind: type, **settings) -> Reader:
+    def read(folder: pathlib.Path) -> None:
+        files = kind(root=str(folder), **settings)
+        for split in Split:
+            for pair in files.pairs(split):
+                assert pair.source.strip() and pair.target.strip()
+                assert f"{pair.source}\t{pair.target}".encode()
+
+    return read
+
+
+def _pictures(folder: pathlib.Path) -> None:
+    files = ImageFiles(train=f"{folder}/a.records", held_out=f"{folder}/a.records")
+    pictures = ImageInput(files=files, size=4, num_classes=3)
+    trained = pictures.train_batches(0, global_batch=2, rows=range(2))
+    held_out = pictures.held_out_batches(global_batch=2, rows=range(2))
+    for batch in (*readable(trained.take(1)), *readable(held_out)):
+        assert -1 <= batch.label.numpy().min() <= batch.label.numpy().max() < 3
+
+
+def _manifest(name: str) -> Reader:
+    def read(folder: pathlib.Path) -> None:
+        for split in Split:
+            for one in Manifest(path=str(folder / name), held_out_one_in=2).read(split):
+                assert pathlib.Path(one.path).is_file() and one.transcript.encode()
+
+    return read
+
+
+def _ratings(folder: pathlib.Path) -> None:
+    found = RatingsFile(path=str(folder / "ratings.csv")).read()
+    assert found.user_count > 0 and len(found.held_out) == found.user_count
+    assert 0 <= found.held_out.min() <= found.held_out.max() < found.item_count
+    assert (np.diff(found.pairs) > 0).all()
+
+
+def _subwords(folder: pathlib.Path) -> None:
+    path = str(folder / "a.model")
+    vocabulary = SentencePieceVocabulary(vocab_size=300, model_file=path)
+    found = vocabulary.trained([], ["de"])
+    ids = found.encode(["red house", "größe\u2028", ""])
+    used = set(itertools.chain(*ids))
+    assert used <= set(range(300))
+    for row in [*ids, range(300)]:
+        found.decode(row)
+
+
+def _gin(folder: pathlib.Path) -> None:
+    experiment, _ = config.load_and_build(Experiment, [folder / "a.gin"], [])
+    assert isinstance(experiment, Experiment)
+    # What was in effect can be said, and be loaded again.
+    config.load([], [config.operative_text()])
+
+
+def _flags(folder: pathlib.Path) -> None:
+    """What the mains do with their flags before anything is compiled."""
+    words = os.fsdecode((folder / "flags").read_bytes()).split("\0")
+    with flagsaver.flagsaver():
+        told = io.StringIO()
+        try:
+            # Which both mains require.
+            left = flags.FLAGS(["meshwright", "--gin_file=lm/stdlib_tiny", *words])
+            with contextlib.redirect_stderr(told):
+                status = mains.call("meshwright", left, _use_flags)
+        # As absl tells them, and as the mains tell errors.
+        except (flags.Error, app.UsageError) as error:
+            raise ValueError(f"flags: {error}") from error
+    if status:
+        assert told.getvalue().replace("\n", "").isprintable()
+        raise ValueError(f"flags: {told.getvalue()}")
+
+
+def _use_flags(experiment: Experiment, text: str) -> None:
+    assert isinstance(experiment, Experiment) and text
+    train._profile_steps()
+    search_main._counts(search_main._BATCH)
+    search_main._counts(search_main._MICROBATCHES)
+
+
+READERS: dict[str, Reader] = {
+    "wav": _wav,
+    "volume": _volume,
+    "label": _label,
+    "dataset": _dataset,
+    "mo": _pairs(parallel_text.GettextCatalogues),
+    "po": _pairs(parallel_text.GettextCatalogues),
+    "tsv": _pairs(parallel_text.TsvFiles, held_out_one_in=2),
+    "pairs": _pairs(parallel_text.TFRecordFiles, held_out_one_in=2),
+    "pictures": _pictures,
+    "manifest": _manifest("manifest.tsv"),
+    "objects": _manifest("manifest.jsonl"),
+    "ratings": _ratings,
+    "subwords": _subwords,
+    "gin": _gin,
+    "flags": _flags,
+}
+"""By name: reads a folder, and checks what comes of it."""
+
+
+def forget() -> None:
+    """Empties what the readers keep of files between calls."""
+    gin.clear_config()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("meshwright.tasks."):
+            for value in vars(module).values():
+                getattr(value, "cache_clear", lambda: None)()

@@ -1,0 +1,25 @@
+"""What the mains say of errors cannot write to a terminal, nor fill it."""
+
+from absl import flags
+from absl.testing import flagsaver
+
+from meshwright.trainers import mains
+
+
+def test_what_does_not_print_is_escaped():
+    text = "a.tsv:3 names '\x1b[2J\x00\u202e\ud800', naïve 日本\nsee there"
+    told = "a.tsv:3 names '\\x1b[2J\\x00\\u202e\\ud800', naïve 日本\nsee there"
+    assert mains.printable(text) == told
+
+
+def test_what_is_long_is_cut():
+    told = mains.printable("x" * 10**6)
+    assert told == "x" * 5000 + "... (1000000 characters)"
+
+
+def test_an_error_is_told_so(capsys):
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["meshwright"])
+    with flagsaver.flagsaver(gin_file=["lm/stdlib_tiny"], gin_param=["\x1b[2J = 1"]):
+        assert mains.call("meshwright", ["meshwright"], lambda *_: None) == 1
+    assert "    \\x1b[2J = 1\n" in capsys.readouterr().err
