@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import enum
+import itertools
 import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import absl.logging
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers import checkpoint_digests as digests
+from meshwright.trainers import checkpoint_manifest as manifests
+from meshwright.trainers.checkpoint_digests import CheckpointError, DamagedError
+from meshwright.trainers.checkpoint_manifest import LeafForm
+from meshwright.trainers.checkpoint_progress import (
+    Transfer,
+    bytes_read,
+    bytes_written,
+)
 
-_MAX_DIFFERENCES = 10
+log = logging.getLogger("absl")
 
+_MAX_JSON = 64 << 20  # bytes; what describes a state of 100,000 leaves has 10 million
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read, or put into this model."""
+T = TypeVar("T")
 
 
 class Access(enum.Enum):
@@ -37,17 +50,19 @@ class Checkpoints:
     """The checkpoints of one training, by step number, in one directory.
 
     A checkpoint is a state (nested dicts of arrays in their logical shapes), a manifest
-    (dotted path -> shape and dtype) and the caller's metadata as JSON. It is written
-    under a temporary name and renamed when whole: a save that fails or is killed
-    leaves the earlier steps as they are. What was damaged afterwards is noticed when
-    files are missing or cut short, not when single bits of a weight are flipped.
+    (dotted path -> shape and dtype), the caller's metadata as JSON, and the digests of
+    all files. It is written under a temporary name and renamed when whole: a save that
+    fails or is killed leaves the earlier steps as they are. Files that were damaged
+    afterwards are noticed before they are read (`checkpoint_digests`).
 
-    In a program of several processes, all make the same calls.
+    In a program of several processes, all make the same calls, and all go back to the
+    same step.
 
     Args:
       directory: a local path, made if it is not there, or `gs://...`.
       max_to_keep: how many of the newest steps to keep; None keeps all.
       access: whether anything may be written.
+      gather: how processes tell each other a number.
 
     Raises:
       CheckpointError: the directory cannot be made or written.
@@ -59,6 +74,7 @@ class Checkpoints:
         *,
         max_to_keep: int | None = 3,
         access: Access = Access.READ_WRITE,
+        gather: digests.Gather = digests.gather_from_processes,
     ):
         absl.logging.get_absl_logger().addFilter(_is_not_orbax_chatter)
         self._local = "://" not in os.fspath(directory)
@@ -66,17 +82,28 @@ class Checkpoints:
             directory = os.path.abspath(directory)
         self._directory = epath.Path(directory)
         self._access = access
+        self._gather = gather
         if access is Access.READ_WRITE:
             self._check_writable()
         options = ocp.CheckpointManagerOptions(
             create=False,
             cleanup_tmp_directories=access is Access.READ_WRITE,
             preservation_policy=ocp.checkpoint_managers.LatestN(max_to_keep),
-            # When it fails in the background, Orbax's other threads wait 20 minutes.
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            async_options=ocp.AsyncOptions(
+                # When it fails in the background, Orbax's threads wait 20 minutes.
+                create_directories_asynchronously=False,
+                # Between the last byte and the final name: a step has its digests.
+                post_finalization_callback=self._write_digests,
+            ),
+            step_name_format=_StepNames(),
         )
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            options=options,
+            handler_registry=digests.handler_registry(),
+        )
         self._saving: int | None = None
+        self._writing: Transfer | None = None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -122,12 +149,16 @@ class Checkpoints:
         self._check_writable()
         self.check_space(step, sum(array.nbytes for array in state.leaves()))
         json.dumps(metadata)  # What is no JSON fails here, not in the background.
+        forms = manifests.to_json(manifests.forms(state))
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(_to_dict(state)),
-            manifest=ocp.args.JsonSave(_manifest(state)),
+            manifest=ocp.args.JsonSave(forms),
             metadata=ocp.args.JsonSave(dict(metadata or {})),
         )
         self._saving = step
+        size = _bytes_here(state)
+        self._writing = Transfer(f"saving step {step}", size, done=bytes_written)
+        self._writing.start()
         with self._write_errors():
             self._manager.save(step, args=items, force=True)
 
@@ -154,6 +185,7 @@ class Checkpoints:
         """
         with self._write_errors():
             self._manager.wait_until_finished()
+        self._end_writing()
 
     def close(self) -> None:
         """Waits for the save under way and ends the background threads."""
@@ -163,37 +195,146 @@ class Checkpoints:
             self._manager.close()
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """The metadata saved with `step`, or with the newest; raises as `restore`."""
-        return self._read_json(self._existing(step), "metadata")
+        """The metadata saved with `step`, or with the newest.
+
+        Raises:
+          CheckpointError: no such step, or it cannot be read.
+        """
+        step = self._existing(step)
+        try:
+            saved = self._read_json(step, "metadata")
+            if not isinstance(saved, dict):
+                raise ValueError(f"it is a {type(saved).__name__}, no dict")
+            return saved
+        except Exception as error:
+            raise CheckpointError(
+                f"the metadata of checkpoint {self._folder(step)} cannot be read "
+                f"({_brief(error)})"
+            ) from error
 
     def restore(self, step: int | None, abstract: NestedMap) -> NestedMap:
         """The state saved as `step`, laid out as `abstract` says.
 
         Args:
-          step: None for the newest.
+          step: None for the newest that is not damaged. Newer ones, which are, get
+            names such as `12.damaged`, with a warning; only read, they stay.
           abstract: nested map of `jax.ShapeDtypeStruct` with shardings, on any mesh.
 
         Raises:
-          CheckpointError: no such step; it is damaged; or it holds other weights than
-            `abstract`, of which the message lists the first.
+          CheckpointError: no such step; it is, or all are, damaged; or it holds other
+            weights than `abstract`, of which the message lists the first.
           ValueError: an entry of `abstract` has no sharding.
         """
-        for path, spec in abstract.items_by_path():
-            if spec.sharding is None:
-                raise ValueError(f"restoring {path} needs a sharding for it")
-        step = self._existing(step)
-        differences = _differences(self._read_json(step, "manifest"), abstract)
-        if differences:
-            shown = differences[:_MAX_DIFFERENCES]
-            if len(differences) > len(shown):
-                shown[-1] = f"... and {len(differences) - len(shown) + 1} more"
+        _check_shardings(abstract)
+
+        def read(step: int) -> NestedMap:
+            saved = self._forms(step)
+            if lines := manifests.differences(saved, manifests.forms(abstract)):
+                raise CheckpointError(
+                    f"checkpoint step {step} in {self._directory} is of another model:"
+                    f"{manifests.listed(lines)}\nuse the configuration that it was "
+                    "saved with, or another directory"
+                )
+            item = ocp.args.StandardRestore(_to_dict(abstract))
+            return self._read_state(step, item, abstract)
+
+        return self._read_intact(step, read)
+
+    def restore_part(
+        self, step: int | None, choose: Callable[[dict[str, LeafForm]], NestedMap]
+    ) -> NestedMap:
+        """Some leaves of the state saved as `step`.
+
+        Args:
+          step: as in `restore`.
+          choose: takes the forms of all leaves, by path, and returns the chosen ones as
+            `restore` takes them: at the paths that they are saved under.
+
+        Raises:
+          CheckpointError: no such step; or it is, or all are, damaged.
+          ValueError: a chosen leaf has no sharding.
+        """
+
+        def read(step: int) -> NestedMap:
+            abstract = choose(self._forms(step))
+            _check_shardings(abstract)
+            item = _to_dict(abstract)
+            args = ocp.checkpoint_utils.construct_restore_args(item)
+            item = ocp.args.PyTreeRestore(item, args, partial_restore=True)
+            return self._read_state(step, item, abstract)
+
+        return self._read_intact(step, read)
+
+    def _read_intact(self, step: int | None, read: Callable[[int], T]) -> T:
+        """`read` of `step`, or of the newest step that is as it was saved."""
+        if step is not None:
+            try:
+                return self._verified_read(self._existing(step), read)
+            except DamagedError as error:
+                others = [one for one in self.steps() if one != step]
+                other = f"take step {others[-1]}" if others else "there is no other"
+                raise CheckpointError(f"{error}; {other}") from error
+        damaged: dict[int, DamagedError] = {}
+        while (step := self._newest(set(damaged))) is not None:
+            try:
+                result = self._verified_read(step, read)
+            except DamagedError as error:
+                damaged[step] = error
+                if self._folder(step).exists():
+                    log.warning("%s", error)
+                else:
+                    log.warning("%s was removed while it was read", self._folder(step))
+            else:
+                for other in damaged:
+                    self._set_aside(other, instead=step)
+                return result
+        if damaged:
             raise CheckpointError(
-                f"checkpoint step {step} in {self._directory} is of another model:\n  "
-                + "\n  ".join(shown)
-                + "\nuse the configuration that it was saved with, or another directory"
+                f"no checkpoint in {self._directory} is as it was saved:"
+                + manifests.listed([str(error) for error in damaged.values()])
+                + "\nbring one back from a copy, or begin in another directory"
             )
-        item = ocp.args.StandardRestore(_to_dict(abstract))
-        return NestedMap(self._read(step, "state", item))
+        raise CheckpointError(f"there is no checkpoint in {self._directory}")
+
+    def _verified_read(self, step: int, read: Callable[[int], T]) -> T:
+        verified = digests.verify(self._folder(step), self._gather)
+        result, failure = None, None
+        try:
+            for path, size in verified.sizes.items():
+                if size > _MAX_JSON and "/d/" not in path:  # Arrays are in folders `d`.
+                    raise ValueError(f"{path} has {size:,} bytes, too many to describe")
+            result = read(step)
+        except CheckpointError:  # It does not fit: in all processes alike.
+            raise
+        # Orbax and TensorStore raise KeyError, ValueError, plain Exception, ...
+        except Exception as error:
+            failure = error
+        verified.check_still_there(self._gather)
+        if any(self._gather(failure is not None)):
+            raise CheckpointError(
+                f"checkpoint {self._folder(step)} cannot be read, though its files are "
+                f"as they were saved ({_brief(failure)})"
+            ) from failure
+        return result
+
+    def _set_aside(self, step: int, *, instead: int) -> None:
+        """Renames a damaged step, out of the way of saves and of retention."""
+        folder = self._folder(step)
+        if self._access is Access.READ_WRITE and jax.process_index() == 0:
+            aside = self._directory / f"{step}.damaged"
+            for count in itertools.count(2):
+                if not aside.exists():
+                    break
+                aside = self._directory / f"{step}.damaged.{count}"
+            # Who removes old steps may have been faster.
+            with contextlib.suppress(FileNotFoundError):
+                folder.rename(aside)
+                log.warning("kept the damaged checkpoint as %s", aside)
+        log.warning("going on from step %d instead of step %d", instead, step)
+        self._gather(0)  # All wait for the new name.
+
+    def _folder(self, step: int) -> epath.Path:
+        return self._directory / str(step)
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -206,28 +347,47 @@ class Checkpoints:
             )
         return steps[-1] if step is None else step
 
+    def _newest(self, skipped: set[int]) -> int | None:
+        """The newest step that the first process sees, but for some."""
+        newest = max((s for s in self.steps() if s not in skipped), default=-1)
+        newest = self._gather(newest)[0]
+        return None if newest < 0 else newest
+
     def _steps_on_disk(self) -> list[int]:
         # What Orbax remembers is stale after a failed save, or when others write.
         self._manager.reload()
         return sorted(self._manager.all_steps())
 
-    def _read_json(self, step: int, item: str) -> dict[str, Any]:
+    def _forms(self, step: int) -> dict[str, LeafForm]:
+        return manifests.from_json(self._read_json(step, "manifest"))
+
+    def _read_json(self, step: int, item: str) -> Any:
         return self._read(step, item, ocp.args.JsonRestore())
+
+    def _read_state(
+        self, step: int, item: ocp.args.CheckpointArgs, abstract: NestedMap
+    ) -> NestedMap:
+        what, size = f"restoring step {step}", _bytes_here(abstract)
+        with Transfer(what, size, done=bytes_read):
+            state = NestedMap(self._read(step, "state", item))
+        jax.block_until_ready(state.leaves())
+        return state
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
         items = ocp.args.Composite(**{item: args})
-        try:
-            return self._manager.restore(step, args=items)[item]
-        # Missing and cut files surface as KeyError, ValueError, plain Exception, ...
-        except Exception as error:
-            others = [one for one in self._steps_on_disk() if one != step]
-            remedy = "there is no other step"
-            if others:
-                remedy = f"remove it to go on from step {others[-1]}, the newest other"
-            raise CheckpointError(
-                f"checkpoint {self._directory / str(step)} is damaged or was removed: "
-                f"its {item} cannot be read ({_brief(error)}); {remedy}"
-            ) from error
+        return self._manager.restore(step, args=items)[item]
+
+    def _write_digests(self) -> None:
+        """Runs in the background of the first process, when all files are written."""
+        self._end_writing()
+        # A bucket knows no renaming: there, what marks a step as whole comes last.
+        temporary = f"{self._saving}{ocp.utils.TMP_DIR_SUFFIX}"
+        folders = [self._directory / temporary, self._folder(self._saving)]
+        digests.write(next(folder for folder in folders if folder.exists()))
+
+    def _end_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.end()
 
     def _check_writable(self) -> None:
         try:
@@ -247,6 +407,7 @@ class Checkpoints:
             yield
         # A write can fail as OSError, or as TensorStore's ValueError, or time out.
         except Exception as error:
+            self._end_writing()
             raise CheckpointError(
                 f"saving checkpoint step {self._saving} in {self._directory} failed "
                 f"({_brief(error)}): check the disk; {self._kept()}"
@@ -257,6 +418,34 @@ class Checkpoints:
         return f"step {steps[-1]} is kept" if steps else "no earlier step is there"
 
 
+class _Step(ocp.path.step.Metadata):
+    @property
+    def commit_timestamp(self) -> datetime.datetime:
+        return datetime.datetime.min
+
+
+class _StepNames(ocp.path.step.NameFormat[_Step]):
+    """Orbax's names, which are numbers; what they hold is not looked at.
+
+    By default it reads when each step was saved, from a file that has no digest, and
+    raises all sorts of errors if that is damaged or the clock was wrong. Steps are
+    ordered by their numbers, never by time.
+    """
+
+    _names = ocp.path.step.standard_name_format()
+
+    def build_name(self, step: int) -> str:
+        return self._names.build_name(step)
+
+    def find_all(self, base_path: epath.PathLike) -> Iterator[_Step]:
+        for found in self._names.find_all(base_path):
+            yield _Step(step=found.step, path=found.path)
+
+    def find_step(self, base_path: epath.PathLike, step: int) -> _Step:
+        found = self._names.find_step(base_path, step)
+        return _Step(step=found.step, path=found.path)
+
+
 def _to_dict(tree: NestedMap) -> dict[str, Any]:
     return {
         key: _to_dict(value) if isinstance(value, NestedMap) else value
@@ -264,40 +453,27 @@ def _to_dict(tree: NestedMap) -> dict[str, Any]:
     }
 
 
-def _manifest(state: NestedMap) -> dict[str, Any]:
-    return {
-        path: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-        for path, leaf in state.items_by_path()
-    }
+def _check_shardings(abstract: NestedMap) -> None:
+    for path, spec in abstract.items_by_path():
+        if spec.sharding is None:
+            raise ValueError(f"restoring {path} needs a sharding for it")
 
 
-def _differences(saved: Mapping[str, Any], abstract: NestedMap) -> list[str]:
-    """One line for each leaf that is missing, extra, or of another form.
-
-    Weights come first: what differs in their optimizer slots follows from them.
-    """
-    wanted = _manifest(abstract)
-    lines = []
-    paths = saved.keys() | wanted.keys()
-    for path in sorted(paths, key=lambda p: (not p.startswith("theta."), p)):
-        if path not in saved:
-            lines.append(f"{path} {_form(wanted[path])} is not in the checkpoint")
-        elif path not in wanted:
-            lines.append(f"{path} {_form(saved[path])} is only in the checkpoint")
-        elif saved[path] != wanted[path]:
-            lines.append(
-                f"{path} is {_form(saved[path])} in the checkpoint, "
-                f"{_form(wanted[path])} in this model"
-            )
-    return lines
+def _bytes_here(state: NestedMap) -> int:
+    """Bytes of arrays, or of what they are to be, in the memory of this process."""
+    total = 0
+    for leaf in state.leaves():
+        places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        copies_aside = len({str(place) for place in places})
+        total += copies_aside * int(np.prod(shard)) * leaf.dtype.itemsize
+    return total
 
 
-def _form(entry: Mapping[str, Any]) -> str:
-    return f"{entry['dtype']}{entry['shape']}"
-
-
-def _brief(error: BaseException) -> str:
+def _brief(error: BaseException | None) -> str:
     """The first cause, on one line: TensorStore says what failed at the very end."""
+    if error is None:
+        return "in another process"
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())

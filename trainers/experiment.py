@@ -15,6 +15,8 @@ from meshwright.framework.modeling.ema import ExponentialMovingAverage
 from meshwright.framework.modeling.optimizers import Optimizer
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.tasks.task import Task
+from meshwright.trainers.checkpoint_rules import InitializeFrom
+from meshwright.trainers.health import NotFinite
 
 
 @gin.register
@@ -33,6 +35,8 @@ class Experiment:
       gradient_accumulation_steps: into how many microbatches a step divides its batch,
         one after the other; gradients are added up on each device, and over devices
         once. Losses of microbatches count alike.
+      initialize_from: weights of another model to begin with, or None. Used only when
+        the model_dir has no checkpoint.
       seed: of weights and dropout, below 2**64. Input order has its own, such as
         `TextInput.seed`.
       activation_dtype: of activations; weights are float32.
@@ -46,6 +50,11 @@ class Experiment:
       checkpoint_interval: steps between checkpoints; also saved at the end.
       summary_interval: steps between TensorBoard points.
       keep_checkpoints: how many of the last checkpoints stay; None for all.
+      not_finite: what to do when a loss or the gradients' norm is infinite or NaN.
+      not_finite_limit: so many steps skipped in a row, or roll backs between two
+        checkpoints, are borne with.
+      slow_step_factor: stacks are written when a step takes so many times the median;
+        None: never.
       replicated_budget: bytes that may lie replicated on each device, of state, batch
         and activations, before the run stops; None for no limit.
 
@@ -62,6 +71,7 @@ class Experiment:
     num_steps: int
     steps_per_loop: int = 1
     gradient_accumulation_steps: int = 1
+    initialize_from: InitializeFrom | None = None
     seed: int = 0
     activation_dtype: tf.DType = tf.float32
     partitioner: Partitioner = Partitioner.SHARDY
@@ -72,6 +82,9 @@ class Experiment:
     checkpoint_interval: int = 1000
     summary_interval: int = 10
     keep_checkpoints: int | None = 2
+    not_finite: NotFinite = NotFinite.STOP
+    not_finite_limit: int = 10
+    slow_step_factor: int | None = 20
     replicated_budget: int | None = None
 
     def __post_init__(self):
@@ -104,24 +117,23 @@ class Experiment:
             "plan": ShardingPlan,
             "optimizer": Optimizer,
             "ema": ExponentialMovingAverage,
+            "initialize_from": InitializeFrom,
             "partitioner": Partitioner,
+            "not_finite": NotFinite,
             "activation_dtype": tf.DType,
         }
+        optional = ("ema", "initialize_from")
         for name, wanted in types.items():
             value = getattr(self, name)
-            if not isinstance(value, wanted) and not (name == "ema" and value is None):
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, wanted):
                 # In gin, @Adam is the class and @Adam() an instance.
                 raise ValueError(
                     f"Experiment.{name} is {value!r}, must be of class "
                     f"{wanted.__name__}"
                     + (f": write @{value.__name__}()" if callable(value) else "")
                 )
-
-        if self.plan.partial_axes:
-            raise ValueError(
-                f"Experiment.plan has partial_axes {tuple(self.plan.partial_axes)}, "
-                "which the trainer sets itself: see gradient_accumulation_steps"
-            )
 
     def _check_counts(self) -> None:
         least = {
@@ -136,12 +148,15 @@ class Experiment:
             "checkpoint_interval": 1,
             "summary_interval": 1,
             "keep_checkpoints": 1,
+            "not_finite_limit": 0,
+            "slow_step_factor": 2,
             "replicated_budget": 0,
         }
         optional = (
             "eval_batches",
             "decode_batches",
             "keep_checkpoints",
+            "slow_step_factor",
             "replicated_budget",
         )
         for name, at_least in least.items():

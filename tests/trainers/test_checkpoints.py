@@ -13,11 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import checkpoints
 from meshwright.trainers.checkpoints import Access, CheckpointError, Checkpoints
+from tests.trainers.checkpoint_states import (
+    abstract_of,
+    assert_same,
+    make_abstract,
+    make_state,
+    mesh_sharding,
+    one_device,
+    save_steps,
+)
 
 # After a failure, TensorStore still calls an event loop that Orbax has closed.
 pytestmark = pytest.mark.filterwarnings(
@@ -25,51 +33,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def mesh_sharding(*shape):
-    mesh = jax.make_mesh(shape, ("X", "Y"))
-    return NamedSharding(mesh, PartitionSpec("X", "Y"))
-
-
-def one_device():
-    return SingleDeviceSharding(jax.devices()[0])
-
-
-def make_state(sharding=None, seed=0, rows=256):
-    """Sharded, replicated, scalar, bfloat16 and empty entries."""
-    rng = np.random.default_rng(seed)
-    sharding = sharding or mesh_sharding(2, 4)
-    weight = rng.standard_normal((rows, 64)).astype(np.float32)
-    return NestedMap(
-        theta=NestedMap(
-            layer=NestedMap(w=jax.device_put(weight, sharding)),
-            b=jnp.asarray(rng.standard_normal(7), jnp.bfloat16),
-        ),
-        slots=NestedMap(),
-        step=jnp.asarray(seed, jnp.int32),
-    )
-
-
-def abstract_of(state, sharding=None):
-    def describe(array):
-        where = sharding if sharding is not None and array.ndim == 2 else array.sharding
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
-
-    return state.map(describe)
-
-
-def assert_same(actual, expected):
-    assert list(dict(actual.items_by_path())) == list(dict(expected.items_by_path()))
-    for one, other in zip(actual.leaves(), expected.leaves(), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-
-
 @pytest.fixture
 def saved(tmp_path):
     """A directory with steps 1 and 2."""
-    with Checkpoints(tmp_path) as saver:
-        for step in (1, 2):
-            saver.save(step, make_state(seed=step), metadata={"seed": step})
+    save_steps(tmp_path, 1, 2)
     return tmp_path
 
 
@@ -174,10 +141,6 @@ def test_no_such_checkpoint(saved, step, folder, message):
                 call()
 
 
-def make_abstract():
-    return abstract_of(make_state())
-
-
 def test_checkpoint_of_another_model_lists_the_differences(saved):
     abstract = make_abstract()
     del abstract.theta["b"]
@@ -216,33 +179,6 @@ def test_target_shardings_are_required(saved):
     abstract.step = jax.ShapeDtypeStruct((), jnp.int32)
     with Checkpoints(saved) as reader, pytest.raises(ValueError, match="step needs a"):
         reader.restore(None, abstract)
-
-
-def largest_file(folder):
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return max(files, key=lambda file: file.stat().st_size)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda step: shutil.rmtree(step / "state"),
-        lambda step: shutil.rmtree(step / "manifest"),
-        lambda step: (step / "manifest" / "metadata").write_text('{"theta'),
-        lambda step: (step / "state" / "manifest.ocdbt").unlink(),
-        lambda step: largest_file(step).unlink(),
-        lambda step: os.truncate(largest_file(step), 1000),
-        lambda step: [shutil.rmtree(step), step.mkdir()],
-    ],
-)
-def test_damaged_checkpoint_is_explained(saved, damage):
-    damage(saved / "2")
-    with Checkpoints(saved) as reader:
-        with pytest.raises(CheckpointError, match=r"2 is damaged.*go on from step 1"):
-            reader.restore(None, make_abstract())
-        assert_same(reader.restore(1, make_abstract()), make_state(seed=1))
-        shutil.rmtree(saved / "2")
-        assert reader.latest_step() == 1
 
 
 @pytest.mark.parametrize(

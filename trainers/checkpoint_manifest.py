@@ -1,0 +1,84 @@
+"""What a checkpoint holds, leaf by leaf, and how it differs from what is wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.framework.nested_map import NestedMap
+
+_MAX_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafForm:
+    """Shape and dtype name of one leaf."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, leaf: Any) -> LeafForm:
+        """Of anything that has a shape and a dtype."""
+        return cls(tuple(leaf.shape), str(leaf.dtype))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def forms(state: NestedMap) -> dict[str, LeafForm]:
+    """The form of each leaf by its dotted path."""
+    return {path: LeafForm.of(leaf) for path, leaf in state.items_by_path()}
+
+
+def to_json(forms: Mapping[str, LeafForm]) -> dict[str, Any]:
+    """What the manifest file holds."""
+    return {path: dataclasses.asdict(form) for path, form in forms.items()}
+
+
+def from_json(saved: Any) -> dict[str, LeafForm]:
+    """What `to_json` made.
+
+    Raises:
+      ValueError: it is nothing like that.
+    """
+    try:
+        return {
+            path: LeafForm(tuple(int(dim) for dim in form["shape"]), str(form["dtype"]))
+            for path, form in saved.items()
+        }
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(
+            f"a manifest maps paths to shapes and dtypes, this one does not ({error})"
+        ) from error
+
+
+def differences(
+    saved: Mapping[str, LeafForm], wanted: Mapping[str, LeafForm]
+) -> list[str]:
+    """One line for each leaf that is missing, extra, or of another form.
+
+    Weights come first: what differs in their optimizer slots follows from them.
+    """
+    lines = []
+    paths = saved.keys() | wanted.keys()
+    for path in sorted(paths, key=lambda p: (not p.startswith("theta."), p)):
+        if path not in saved:
+            lines.append(f"{path} {wanted[path]} is not in the checkpoint")
+        elif path not in wanted:
+            lines.append(f"{path} {saved[path]} is only in the checkpoint")
+        elif saved[path] != wanted[path]:
+            lines.append(
+                f"{path} is {saved[path]} in the checkpoint, {wanted[path]} in this "
+                "model"
+            )
+    return lines
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Lines below each other and indented, not too many of them."""
+    shown = list(lines[:_MAX_SHOWN])
+    if len(lines) > len(shown):
+        shown[-1] = f"... and {len(lines) - len(shown) + 1} more"
+    return "".join(f"\n  {line}" for line in shown)

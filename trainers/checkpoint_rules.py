@@ -1,0 +1,200 @@
+"""Which weights of another model's checkpoint become which of this model's."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+
+import gin
+from etils import epath
+
+_RULE = re.compile(
+    r"(?P<source>\S+)\s+->\s+(?P<path>[^\s\[]+)(?:\[(?P<index>[^\]]+)\])?"
+    r"(?P<changes>(?:\s+transpose)?(?:\s+reshape)?)"
+)
+
+
+class Missing(enum.Enum):
+    """What becomes of weights that the checkpoint has nothing for."""
+
+    ERROR = "error"
+    INITIALIZE = "initialize"
+
+
+class Unused(enum.Enum):
+    """What becomes of the checkpoint's weights that go nowhere."""
+
+    IGNORE = "ignore"
+    ERROR = "error"
+
+
+class Change(enum.Enum):
+    """What is done to an array on its way; both in this order."""
+
+    TRANSPOSE = "transpose"
+    """Turns the order of its dims around."""
+    RESHAPE = "reshape"
+    """Gives it the shape of its place, which has as many elements."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where an array of a checkpoint goes.
+
+    Args:
+      path: dotted path of the weight.
+      index: into the weight's first dims, () for all of it.
+      changes: what is done to the array.
+    """
+
+    path: str
+    index: tuple[int, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.path}[{', '.join(map(str, self.index))}]".removesuffix("[]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Where arrays go whose names in the checkpoint match.
+
+    Args:
+      line: what it was parsed from.
+      source: matches all of a name.
+      path: of the weight, with groups of the match.
+      index: into its first dims, with groups too; "" for none.
+      changes: what is done to the array.
+    """
+
+    line: str
+    source: re.Pattern
+    path: str
+    index: str
+    changes: tuple[Change, ...]
+
+    def place(self, name: str) -> Place:
+        """Where the array goes whose `name` is matched by `source`.
+
+        Raises:
+          ValueError: an index is no number.
+        """
+        found = self.source.fullmatch(name)
+        index = found.expand(self.index)
+        try:
+            numbers = tuple(int(one) for one in index.split(",")) if index else ()
+        except ValueError:
+            raise ValueError(
+                f"the rule '{self.line}' makes {index!r} an index for {name}: it must "
+                "be a number, or several with commas"
+            ) from None
+        return Place(path=found.expand(self.path), index=numbers, changes=self.changes)
+
+
+def parse_rule(line: str) -> Rule:
+    r"""The rule of a line such as `layer_(\d+)/kernel -> body.w[\1] transpose`.
+
+    Raises:
+      ValueError: it reads otherwise, or has no regular expression.
+    """
+    match = _RULE.fullmatch(line)
+    if match is None:
+        raise ValueError(
+            f"the rule '{line}' must read `name -> path`, `name -> path[1]`, or one of "
+            "these with `transpose`, `reshape` or both behind"
+        )
+    try:
+        source = re.compile(match["source"])
+    except re.error as error:
+        raise ValueError(
+            f"the rule '{line}' begins with no regular expression: {error}"
+        ) from None
+    path, index = match["path"], match["index"] or ""
+    groups = [int(group) for group in re.findall(r"\\(\d+)", path + index)]
+    if max(groups, default=0) > source.groups:
+        raise ValueError(
+            f"the rule '{line}' has no group \\{max(groups)}: put parentheses around "
+            "what it is to match"
+        )
+    return Rule(
+        line=line,
+        source=source,
+        path=path,
+        index=index,
+        changes=tuple(map(Change, match["changes"].split())),
+    )
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitializeFrom:
+    r"""Weights of another model for a training to begin with; it counts from step 0.
+
+    Optimizer slots start afresh, and a moving average starts at these weights.
+
+    A rule is a line `name -> path`: a regular expression for all of a name in the
+    checkpoint, and the dotted path of a weight of this model, with `\1` for what the
+    first group matched. `path[\1]` is one of the layers that `Repeat` stacks;
+    `transpose` and `reshape` behind it change the array. The first rule that matches a
+    name counts; without one it keeps its name.
+
+    Args:
+      checkpoint: a model_dir, its folder of checkpoints, or a checkpoint of TensorFlow:
+        its prefix or its folder.
+      step: which of a model_dir's checkpoints; None for the newest.
+      part: of the state to take, "theta" or "ema".
+      rules: lines.
+      rules_file: a file of more such lines, with comments behind `#`; "" for none.
+      only: regular expressions of paths; other weights are initialized as usual. ()
+        for all.
+      missing: "error" or "initialize", for weights that the checkpoint does not have.
+      unused: "ignore" or "error", for arrays of it that go nowhere.
+
+    Raises:
+      ValueError: a field is none of these.
+      OSError: the file of rules cannot be read.
+    """
+
+    checkpoint: str
+    step: int | None = None
+    part: str = "theta"
+    rules: tuple[str, ...] = ()
+    rules_file: str = ""
+    only: tuple[str, ...] = ()
+    missing: Missing | str = Missing.ERROR
+    unused: Unused | str = Unused.IGNORE
+
+    def __post_init__(self):
+        if self.part not in ("theta", "ema"):
+            raise ValueError(
+                f"InitializeFrom.part is {self.part!r}, must be 'theta' or 'ema'"
+            )
+        for name, kind in (("missing", Missing), ("unused", Unused)):
+            try:
+                object.__setattr__(self, name, kind(getattr(self, name)))
+            except ValueError:
+                known = " or ".join(repr(one.value) for one in kind)
+                raise ValueError(
+                    f"InitializeFrom.{name} is {getattr(self, name)!r}, must be {known}"
+                ) from None
+        for name in ("rules", "only"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"InitializeFrom.{name} must be a list of lines")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        try:
+            for pattern in self.only:
+                re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"InitializeFrom.only has {pattern!r}, no regular expression: {error}"
+            ) from None
+        self.read_rules()
+
+    def read_rules(self) -> list[Rule]:
+        """The rules, those of the file last."""
+        lines = list(self.rules)
+        if self.rules_file:
+            lines += epath.Path(self.rules_file).read_text().splitlines()
+        bare = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
+        return [parse_rule(line) for line in bare if line]
