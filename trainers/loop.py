@@ -6,37 +6,36 @@ Steps count from 1: step n makes the n-th update, and checkpoint n holds its res
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import difflib
 import logging
 import os
-import pathlib
-import tempfile
 import time
-from collections.abc import Iterator
-
-import numpy as np
-from etils import epath
+from collections.abc import Iterator, Mapping
 
 from meshwright.framework.compiler.explain import explain
 from meshwright.framework.compiler.explain_text import rematerialized_lines
+from meshwright.framework.compiler.processes import to_host
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
 from meshwright.framework.nested_map import NestedMap
-from meshwright.tasks.task import Decoding
 from meshwright.trainers import replication
 from meshwright.trainers.batches import readable
+from meshwright.trainers.checkpoint_initialize import initialize_from
 from meshwright.trainers.checkpoints import Access, Checkpoints
+from meshwright.trainers.evaluation import evaluate, format_metrics, summarize
+from meshwright.trainers.health import History, NotFinite, NotFiniteError
+from meshwright.trainers.peers import Peers
 from meshwright.trainers.programs import Programs
-from meshwright.trainers.progress import NotFiniteError, Progress, say
+from meshwright.trainers.progress import Progress, say
 from meshwright.trainers.state import TrainState
 from meshwright.trainers.step_profile import StepProfile
 from meshwright.trainers.stop_signals import StopRequest, stop_on_signals
 from meshwright.trainers.summaries import Summaries
+from meshwright.trainers.watchdog import Watchdog
 
 log = logging.getLogger("absl")
 
@@ -87,10 +86,13 @@ class TrainResult:
     evaluation: dict[str, float]
 
 
-def train_and_evaluate(programs: Programs, run: Run) -> TrainResult:
+def train_and_evaluate(
+    programs: Programs, run: Run, peers: Peers | None = None
+) -> TrainResult:
     """Trains from the newest checkpoint in the run's folder, or from the start.
 
-    SIGTERM or Ctrl-C ends it after the call under way, and what was trained is saved.
+    SIGTERM or Ctrl-C ends it after the call under way, and what was trained is saved;
+    of several processes all `peers` call this, and stop after the same step.
 
     Raises:
       TrainingError: a loss, gradient or weight is not finite; it is not saved.
@@ -100,7 +102,7 @@ def train_and_evaluate(programs: Programs, run: Run) -> TrainResult:
       ValueError: the checkpoint's step does not fit with `steps_per_loop`.
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signals())
+        stop = stack.enter_context(stop_on_signals(peers))
         keep = programs.experiment.keep_checkpoints
         checkpoints = Checkpoints(run.checkpoint_dir, max_to_keep=keep)
         loop = _Loop(programs, run, stack.enter_context(checkpoints), stop)
@@ -120,9 +122,9 @@ def evaluate_latest(programs: Programs, run: Run) -> dict[str, float]:
         state = TrainState(programs, checkpoints.restore(None, abstract))
     say("evaluating step %d", state.step)
     folder = run.predictions_dir(state.step)
-    found = _evaluate(programs, state, StopRequest(), folder)
+    found = evaluate(programs, state, StopRequest(), folder)
     with contextlib.closing(Summaries(run.model_dir, "eval")) as summaries:
-        _summarize(summaries, state.step, found)
+        summarize(summaries, state.step, found)
     return found.metrics
 
 
@@ -151,6 +153,8 @@ class _Loop:
         self.losses: dict[int, float] = {}
         self.evaluation: dict[str, float] = {}
         self.evaluated_step: int | None = None
+        self.history = History()
+        self.roll_backs_since_save = 0
 
     def close(self) -> None:
         self.profile.close()
@@ -162,15 +166,14 @@ class _Loop:
         replicated = self._replicated()
         state = self._restored_or_initial()
         step = state.step
+        if step > 0:
+            self.history = History.of(self.checkpoints.metadata(step))
         self.summaries.gin_config(step, self.run.config)
         table = replication.report_text(replicated)
         self.summaries.text(step, "left replicated", table)
         self._report_updates(step)
         if step < self.experiment.num_steps:
-            try:
-                step = self._train(state, step)
-            except NotFiniteError as error:
-                raise self._explained(error) from None
+            step = self._train(state, step)
         else:
             say("step %d is the last already: raise Experiment.num_steps", step)
         self._evaluate(step, state)
@@ -205,11 +208,27 @@ class _Loop:
         size = sum(spec.size * spec.dtype.size for spec in specs)
         self.checkpoints.check_space(experiment.num_steps, size)
         main = self._compiled_main()
-        calls = _device_batches(self.programs, step)
+        watchdog = Watchdog(
+            os.path.join(self.run.model_dir, "stacks"), experiment.slow_step_factor
+        )
+        with watchdog:
+            while True:
+                try:
+                    return self._make_steps(main, state, step, watchdog)
+                except NotFiniteError as error:
+                    step = self._rolled_back(state, error)
+
+    def _make_steps(self, main, state: TrainState, step: int, watchdog) -> int:
+        """Trains from `step` on and saves; returns the step it came to."""
+        experiment, steps = self.experiment, self.experiment.steps_per_loop
+        calls = _device_batches(self.programs, step + self.history.batches_passed)
         saved_step = step
-        with Progress(experiment, self.summaries, step) as progress:
-            self.losses = progress.losses
-            while step < experiment.num_steps and not self.stop.requested:
+        with Progress(
+            experiment, self.summaries, step, history=self.history, watchdog=watchdog
+        ) as progress:
+            # One dict for all of a run, roll backs or not.
+            progress.losses = self.losses
+            while step < experiment.num_steps and not self.stop.reached():
                 if self.profile.starts_in(step + 1, step + steps):
                     progress.wait()
                     self.profile.start()
@@ -272,15 +291,24 @@ class _Loop:
         step = self.checkpoints.latest_step()
         if step is None:
             say("initializing weights")
-            return TrainState.initial(self.programs)
-        self._warn_of_other_data(step)
+            state = TrainState.initial(self.programs)
+            source = self.experiment.initialize_from
+            if source is not None:
+                logical = initialize_from(source, state.logical())
+                state = TrainState(self.programs, logical)
+            return state
         say("restoring step %d from %s", step, self.run.checkpoint_dir)
         abstract = TrainState.abstract(self.programs)
-        return TrainState(self.programs, self.checkpoints.restore(step, abstract))
+        # An earlier step, if that one is damaged.
+        restored = self.checkpoints.restore(None, abstract)
+        state = TrainState(self.programs, restored)
+        self._warn_of_other_data(state.step)
+        return state
 
     def _warn_of_other_data(self, step: int) -> None:
         """Says so if training batches are not those of the run that saved `step`."""
-        saved = self.checkpoints.metadata(step).get("batches", {})
+        saved = self.checkpoints.metadata(step).get("batches")
+        saved = saved if isinstance(saved, Mapping) else {}
         changed = [k for k, v in self.fingerprint.items() if saved.get(k) != v]
         if changed:
             log.warning(
@@ -292,142 +320,88 @@ class _Loop:
 
     def _save(self, step: int, state: TrainState) -> None:
         """Saves in the background what is fit to be trained on."""
-        finite = np.asarray(self.programs.finite(state.stored()))
+        finite = to_host(self.programs.finite(state.stored()))
         paths = [path for path, _ in self.programs.state_specs.items_by_path()]
         bad = [path for path, good in zip(paths, finite, strict=True) if not good]
         if bad:
             raise NotFiniteError(
+                step,
                 f"after step {step}, {len(bad)} parts of the state are not finite, "
-                f"among them {bad[-1]}"
+                f"among them {bad[-1]}",
             )
         metadata = {"config": self.run.config, "batches": self.fingerprint}
+        metadata |= self.history.metadata()
         self.checkpoints.save(step, state.logical(), metadata=metadata)
+        self.roll_backs_since_save = 0
+
+    def _rolled_back(self, state: TrainState, error: NotFiniteError) -> int:
+        """Goes back to the newest checkpoint; returns its step.
+
+        Raises:
+          TrainingError: that is not what is to be done, or was done too often.
+        """
+        is_first = self.checkpoints.latest_step() is None
+        self.roll_backs_since_save += 1
+        is_too_often = self.roll_backs_since_save > self.experiment.not_finite_limit
+        if self.experiment.not_finite is not NotFinite.ROLL_BACK:
+            raise self._explained(error) from None
+        if is_first or is_too_often:
+            why = "too early" if is_first else "after too many roll backs"
+            raise self._explained(error, f" {why}") from None
+        state.drop()
+        abstract = TrainState.abstract(self.programs)
+        state.replace(self.checkpoints.restore(None, abstract))
+        saved, gone = state.step, self.history
+        log.warning("%s: rolled back to step %d", error, saved)
+        self.history = dataclasses.replace(
+            History.of(self.checkpoints.metadata(saved)),
+            batches_passed=gone.batches_passed + error.step - saved,
+            roll_backs=gone.roll_backs + 1,
+        )
+        self.summaries.go_back()
+        self.eval_summaries.go_back()
+        self.evaluated_step = None
+        return saved
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         done = self.evaluated_step == step
-        if done or not self.run.evaluate or self.stop.requested:
+        if done or not self.run.evaluate or self.stop.reached():
             return
         folder = self.run.predictions_dir(step)
-        found = _evaluate(self.programs, state, self.stop, folder)
+        found = evaluate(self.programs, state, self.stop, folder)
         if found is None:
             return
         self.evaluation, self.evaluated_step = found.metrics, step
-        _summarize(self.eval_summaries, step, found)
+        summarize(self.eval_summaries, step, found)
         say("step %d: held-out %s", step, format_metrics(found.metrics))
 
-    def _explained(self, error: NotFiniteError) -> TrainingError:
+    def _explained(self, error: NotFiniteError, when: str = "") -> TrainingError:
         steps = ", ".join(map(str, self.checkpoints.steps()))
         kept, again = "nothing was saved before", ""
         if steps:
             kept = f"checkpoint {steps} is kept in {self.run.checkpoint_dir}"
             again = ", and run again to go on from the newest checkpoint"
         return TrainingError(
-            f"{error}; {kept}. Lower the learning rate, set clip_global_norm, or check "
-            f"the data{again}"
+            f"{error}{when}; {kept}. Lower the learning rate, set clip_global_norm, or "
+            f"check the data{again}"
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Evaluation:
-    """What an evaluation finds.
-
-    Args:
-      metrics: by name.
-      heat_maps: see `Task.heat_maps`.
-      decoding: what was decoded, if anything.
-    """
-
-    metrics: dict[str, float]
-    heat_maps: dict[str, np.ndarray]
-    decoding: Decoding
-
-
-def _evaluate(
-    programs: Programs, state: TrainState, stop: StopRequest, folder: str
-) -> _Evaluation | None:
-    """Metrics over the held-out batches, by the moving average if there is one.
-
-    None if stopped in the middle. The folder is for files of what is decoded.
-    """
-    experiment = programs.experiment
-    theta = state.weights()
-    totals: dict[str, np.ndarray] = collections.defaultdict(float)
-    batches = experiment.task.eval_batches(
-        global_batch=experiment.global_batch,
-        rows=range(experiment.global_batch),
-        max_batches=experiment.eval_batches,
-    )
-    for batch in readable(batches):
-        if stop.requested:
-            return None
-        sums = programs.eval(theta, NestedMap(batch).map(lambda t: t.numpy()))
-        for path, value in sums.items_by_path():
-            totals[path] += np.asarray(value, np.float64)
-    task, decoding = experiment.task, Decoding(metrics={})
-    metrics = task.metrics(totals)
-    if experiment.decode_batches != 0:
-        decoding = _decode(programs, theta, stop, folder)
-        if decoding is None:
-            return None
-    return _Evaluation(
-        metrics=metrics | decoding.metrics,
-        heat_maps=task.heat_maps(totals),
-        decoding=decoding,
-    )
-
-
-class _StoppedError(Exception):
-    """The run is to end; raised through what decodes."""
-
-
-def _decode(
-    programs: Programs, theta: NestedMap, stop: StopRequest, folder: str
-) -> Decoding | None:
-    """What the model says of held-out examples; None if stopped in the middle.
-
-    The folder gets the task's files when all are there.
-    """
-    experiment = programs.experiment
-
-    def pairs() -> Iterator[tuple[NestedMap, NestedMap]]:
-        batches = experiment.task.decode_batches(
-            global_batch=experiment.global_batch, max_batches=experiment.decode_batches
-        )
-        for batch in readable(batches):
-            if stop.requested:
-                raise _StoppedError
-            yield batch, programs.decode(theta, batch)
-
-    with tempfile.TemporaryDirectory(prefix="predictions") as scratch:
-        try:
-            found = experiment.task.decoded(pairs(), pathlib.Path(scratch))
-        except _StoppedError:
-            return None
-        _copy(pathlib.Path(scratch), epath.Path(folder))
-    return found
-
-
-def _copy(files: pathlib.Path, folder: epath.Path) -> None:
-    for file in files.iterdir():
-        folder.mkdir(parents=True, exist_ok=True)
-        epath.Path(file).copy(folder / file.name, overwrite=True)
-
-
-def _summarize(summaries: Summaries, step: int, found: _Evaluation) -> None:
-    summaries.scalars(step, found.metrics)
-    summaries.heat_maps(step, found.heat_maps)
-    summaries.pictures(step, found.decoding.pictures)
-    if found.decoding.samples:
-        summaries.text(step, "samples", found.decoding.samples)
 
 
 def _device_batches(programs: Programs, start_step: int) -> Iterator[NestedMap]:
-    """Batches for one call of the main program after another."""
+    """Batches for one call of the main program after another, on its devices."""
+    arguments = programs.main.arguments
+    rows = arguments.local_rows(1, dim=1)
+    for batches in _host_batches(programs, start_step, rows):
+        yield arguments.shard_rows(1, batches, rows, dim=1)
+
+
+def _host_batches(
+    programs: Programs, start_step: int, rows: range
+) -> Iterator[NestedMap]:
+    """These rows of the batches for one call of the main program after another."""
     experiment = programs.experiment
     batches = experiment.task.train_batches(
-        start_step,
-        global_batch=experiment.global_batch,
-        rows=range(experiment.global_batch),
+        start_step, global_batch=experiment.global_batch, rows=rows
     )
     batches = batches.batch(experiment.steps_per_loop, drop_remainder=True)
     for stacked in readable(batches):
@@ -452,8 +426,3 @@ def _warn_of_unknown_dims(programs: Programs) -> None:
                 what,
                 " or ".join(near),
             )
-
-
-def format_metrics(metrics: dict[str, float]) -> str:
-    """`name value` pairs on one line."""
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging as python_logging
+import os
 import pathlib
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 
+import jax
 from absl import app, flags, logging
 
 import meshwright.layers
@@ -26,6 +29,9 @@ DEVICE_COUNT = flags.DEFINE_integer(
     "device_count", None, "Virtual devices on cpu; default: as many as the mesh has."
 )
 TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error was raised.")
+
+# Of an error's message.
+_MOST_CHARACTERS = 5000
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -79,6 +85,13 @@ def writable(folder: pathlib.Path) -> str:
         return (error.strerror or str(error)).lower()
 
 
+def printable(text: str) -> str:
+    """An error's text, fit for a terminal, whatever it quotes of a file."""
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[:_MOST_CHARACTERS]}... ({len(text)} characters)"
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def build_experiment(
     gin_files: list[str], gin_params: list[str]
 ) -> tuple[Experiment, str]:
@@ -97,16 +110,19 @@ def build_experiment(
 def call(
     name: str,
     argv: list[str],
-    body: Callable[[Experiment, str], int | None],
+    body: Callable[..., int | None],
     errors: tuple[type[Exception], ...] = (),
+    start: Callable[[], tuple] = tuple,
 ) -> int | None:
     """Builds the experiment that the flags name and calls `body` with it.
 
     Args:
       name: the command's, for messages.
       argv: what absl left over; there must be no arguments.
-      body: takes the experiment and its configuration; returns the exit status.
+      body: takes the experiment and its configuration, and what `start` returned;
+        returns the exit status.
       errors: what is told by its message alone, beside ValueError and OSError.
+      start: called before anything is built.
     """
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
@@ -115,13 +131,33 @@ def call(
     )
     logging.get_absl_handler().setFormatter(style)
     try:
-        return body(*build_experiment(GIN_FILE.value, GIN_PARAM.value))
+        started = start()
+        return body(*build_experiment(GIN_FILE.value, GIN_PARAM.value), *started)
     except (ValueError, OSError, *errors) as error:
         if TRACEBACK.value:
-            raise
-        sys.exit(f"{name}: {error}\n(--traceback shows where)")
+            return _raised()
+        return _failed(f"{name}: {printable(str(error))}\n(--traceback shows where)")
     except KeyboardInterrupt:
         if TRACEBACK.value:
-            raise
+            return _raised()
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception:
+        return _raised()
+
+
+def _raised() -> int:
+    """Lets the exception under way show; returns the exit status if it was shown."""
+    if not jax.distributed.is_initialized():
+        raise
+    return _failed(traceback.format_exc())
+
+
+def _failed(text: str) -> int:
+    """Tells what failed; returns the exit status."""
+    print(text, file=sys.stderr, flush=True)
+    if jax.distributed.is_initialized():
+        # At exit JAX would wait for the other processes, which end too.
+        sys.stdout.flush()
+        os._exit(1)
+    return 1

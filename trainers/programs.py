@@ -44,6 +44,7 @@ from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.trainers.experiment import Experiment
 from meshwright.trainers.gradients import accumulated_gradients, batch_gradients
+from meshwright.trainers.health import NotFinite
 
 
 class Form(enum.Enum):
@@ -215,6 +216,13 @@ class Programs:
                 state.step, state.ema, update.theta, self.weights
             )
         metrics = NestedMap(loss=result.loss, sums=result.sums, **update.metrics)
+        if experiment.not_finite is NotFinite.SKIP:
+            with tf.name_scope("skip"):
+                good = tf.math.is_finite(metrics.loss)
+                good &= tf.math.is_finite(metrics.grad_norm)
+                kept = new.map(lambda after, was: tf.where(good, after, was), state)
+            kept.step = new.step
+            new = kept
         return NestedMap(state=new, metrics=metrics)
 
     def train_loop(self, state: NestedMap, batches: NestedMap) -> NestedMap:
@@ -256,11 +264,17 @@ class Programs:
 
     def decode_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """What the task's model says of one batch of `Task.decode_spec`."""
+        return self._said(self.experiment.task.decode, theta, batch)
+
+    def serve_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What an exported model answers to a batch of `Task.serve_spec`."""
+        return self._said(self.experiment.task.serve, theta, batch)
+
+    def _said(self, decode, theta: NestedMap, batch: NestedMap) -> NestedMap:
         ctx, theta = self._to_evaluate(theta)
         # Always the same draws, if any are made.
         key = random.fold_in(random.key_from_seed(self.experiment.seed), "decode")
-        ctx = dataclasses.replace(ctx, key=key)
-        return self.experiment.task.decode(ctx, theta, batch)
+        return decode(dataclasses.replace(ctx, key=key), theta, batch)
 
     def _to_evaluate(self, theta: NestedMap) -> tuple[Context, NestedMap]:
         ctx = Context(

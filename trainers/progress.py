@@ -14,15 +14,14 @@ import numpy as np
 import tqdm
 
 from meshwright.framework.compiler.devices import peak_flops
+from meshwright.framework.compiler.processes import is_first_process, to_host
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.health import History, NotFinite, NotFiniteError
 from meshwright.trainers.summaries import Summaries
+from meshwright.trainers.watchdog import Watchdog
 
 log = logging.getLogger("absl")
-
-
-class NotFiniteError(ArithmeticError):
-    """A loss, gradient or weight became infinite or NaN; the message names the step."""
 
 
 def say(text: str, *args: Any) -> None:
@@ -46,12 +45,25 @@ class Progress(contextlib.AbstractContextManager):
       experiment: what is trained.
       summaries: where the points go.
       start: updates made before.
+      history: gets the seconds of steps, and those that were skipped.
+      watchdog: told of calls.
     """
 
-    def __init__(self, experiment: Experiment, summaries: Summaries, start: int):
+    def __init__(
+        self,
+        experiment: Experiment,
+        summaries: Summaries,
+        start: int,
+        *,
+        history: History,
+        watchdog: Watchdog,
+    ):
         self.losses: dict[int, float] = {}
         self._experiment = experiment
         self._summaries = summaries
+        self._history = history
+        self._watchdog = watchdog
+        self._skipped_in_a_row = 0
         self._in_flight: collections.deque[_Call] = collections.deque()
         self._peak_flops = peak_flops(experiment.plan.mesh.size)
         # A log file gets a line now and then; a terminal a live bar.
@@ -62,6 +74,7 @@ class Progress(contextlib.AbstractContextManager):
             desc="training",
             mininterval=0.5 if self._live else 15.0,
             dynamic_ncols=True,
+            disable=not is_first_process(),
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
             "[{elapsed}<{remaining}{postfix}]",
         )
@@ -87,6 +100,7 @@ class Progress(contextlib.AbstractContextManager):
     def pause(self, doing: str):
         """Does something else meanwhile, when no call is in flight."""
         self._bar.set_description_str(doing, refresh=self._live)
+        self._watchdog.rest()
         yield
         self._bar.set_description_str("training", refresh=self._live)
         self._clock = time.perf_counter()
@@ -96,17 +110,17 @@ class Progress(contextlib.AbstractContextManager):
         self._clock, self._seconds, self._steps = time.perf_counter(), 0.0, 0
 
     def _report(self, call: _Call) -> None:
-        metrics = call.metrics.map(np.asarray)  # Waits.
+        metrics = call.metrics.map(to_host)  # Waits.
         experiment, steps = self._experiment, self._experiment.steps_per_loop
         before, self._clock = self._clock, time.perf_counter()
         self._seconds += self._clock - before
         self._steps += steps
         for i in range(steps):
             step = call.last_step - steps + i + 1
-            for name in ("loss", "grad_norm"):
-                if not np.isfinite(metrics[name][i]):
-                    raise NotFiniteError(f"{name} is {metrics[name][i]} at step {step}")
+            self._check_finite(step, metrics.map(lambda m, i=i: m[i]))
             self.losses[step] = float(metrics.loss[i])
+        self._history.productive += self._clock - before
+        self._watchdog.ended(call.last_step, self._clock - before)
         seconds = self._seconds / self._steps
         rate = experiment.task.tokens(experiment.global_batch) / seconds
         self._bar.set_postfix_str(
@@ -117,11 +131,29 @@ class Progress(contextlib.AbstractContextManager):
             self._write_scalars(call.last_step, metrics, seconds)
             self._start_window()
 
+    def _check_finite(self, step: int, metrics: NestedMap) -> None:
+        names = ("loss", "grad_norm")
+        bad = [name for name in names if not np.isfinite(metrics[name])]
+        if not bad:
+            self._skipped_in_a_row = 0
+            return
+        found = f"{bad[0]} is {metrics[bad[0]]} at step {step}"
+        if self._experiment.not_finite is not NotFinite.SKIP:
+            raise NotFiniteError(step, found)
+        self._history.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        log.warning("%s: skipped", found)
+        if self._skipped_in_a_row > self._experiment.not_finite_limit:
+            raise NotFiniteError(
+                step, f"{found}, the {self._skipped_in_a_row}th step skipped in a row"
+            )
+
     def _write_scalars(self, step: int, metrics: NestedMap, seconds: float) -> None:
         task, batch = self._experiment.task, self._experiment.global_batch
         scalars = {k: float(v[-1]) for k, v in metrics.items() if k != "sums"}
         sums = {path: v[-1] for path, v in metrics.sums.items_by_path()}
         scalars |= task.metrics(sums)
+        scalars |= self._history.scalars(self._experiment.not_finite)
         scalars["step_time_s"] = seconds
         scalars["tokens_per_s"] = task.tokens(batch) / seconds
         if self._peak_flops:

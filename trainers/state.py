@@ -72,6 +72,14 @@ class TrainState:
         """Takes the main program's result; the state before it was donated."""
         self._stored, self._logical = stored, None
 
+    def replace(self, logical: NestedMap) -> None:
+        """Takes a restored state in place of what is held."""
+        self._stored, self._logical = None, logical
+
+    def drop(self) -> None:
+        """Lets go of the arrays, to make room for those of `replace`."""
+        self._stored = self._logical = None
+
     @property
     def step(self) -> int:
         """Number of updates made; waits for the devices."""

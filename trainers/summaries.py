@@ -13,12 +13,15 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
+from meshwright.framework.compiler.processes import is_first_process
+
 log = logging.getLogger("absl")
 
 
 class Summaries:
     """Writes scalars, texts and images below `model_dir`; they are on disk at once.
 
+    Of several processes the first one writes, the others say the same to nobody.
     The first point takes the place of those that an earlier run wrote from its step on:
     a run that was killed had gone on after the checkpoint that this one starts from.
     A disk that fills up later costs points, not the training: it is warned of once.
@@ -35,6 +38,9 @@ class Summaries:
     def __init__(self, model_dir: str, name: str, *, flag: str = "--model_dir"):
         self._folder = os.path.join(model_dir, name)
         self._is_new, self._has_failed = True, False
+        if not is_first_process():
+            self._writer, self._is_new = tf.summary.create_noop_writer(), False
+            return
         try:
             tf.io.gfile.makedirs(self._folder)
             self._writer = tf.summary.create_file_writer(self._folder)
@@ -51,6 +57,10 @@ class Summaries:
                 self._drop_points_from(step)
             for name, value in values.items():
                 tf.summary.scalar(name, np.float32(value))
+
+    def go_back(self) -> None:
+        """The next point takes the place of those at and after its step."""
+        self._is_new = is_first_process()
 
     def gin_config(self, step: int, text: str) -> None:
         """The operative gin configuration, in the text tab."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import signal
 import sys
 import time
 
 from absl import flags
 
-from meshwright.framework.compiler.jax_bridge import jax_mesh, set_platform
-from meshwright.trainers import loop, mains
+from meshwright.framework.compiler.jax_bridge import set_platform
+from meshwright.framework.compiler.processes import check_takes_part, is_first_process
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.trainers import evaluation, loop, mains, processes
 from meshwright.trainers.checkpoints import CheckpointError
 from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.peers import PeerError, Peers
 from meshwright.trainers.programs import Programs
 
 _MODEL_DIR = flags.DEFINE_string(
@@ -30,32 +35,54 @@ _PROFILE_STEPS = flags.DEFINE_list(
 
 def main(argv: list[str]) -> int | None:
     """Parses flags and calls; returns the exit status."""
-    errors = (CheckpointError, loop.TrainingError, ImportError)
-    return mains.call("meshwright-train", argv, _run, errors)
+    errors = (CheckpointError, PeerError, loop.TrainingError, ImportError)
+    return mains.call("meshwright-train", argv, _run, errors, start=_start)
 
 
-def _run(experiment: Experiment, config_text: str) -> int | None:
-    mesh = experiment.plan.mesh
-    set_platform(_PLATFORM.value, mains.DEVICE_COUNT.value or _cpu_devices(mesh.size))
-    jax_mesh(mesh)  # Too large a mesh is told of at once.
-    programs = Programs(experiment)
-    model_dir = _MODEL_DIR.value
+def _start() -> tuple[processes.Membership | None]:
+    return (processes.start(_PLATFORM.value),)
+
+
+def _run(
+    experiment: Experiment,
+    config_text: str,
+    membership: processes.Membership | None,
+) -> int | None:
     run = loop.Run(
-        model_dir=model_dir,
+        model_dir=_MODEL_DIR.value,
         config=config_text,
         evaluate=_MODE.value == "train_and_eval",
         profile_steps=_profile_steps(),
     )
-    print(f"Mesh: {mesh} ({experiment.partitioner.value}). Logs: {model_dir}")
-    for name, value in experiment.task.describe_data().items():
-        print(f"  {name}: {value:,.4g}" if value < 1000 else f"  {name}: {value:,.0f}")
-    sys.stdout.flush()
-    if _MODE.value == "eval":
-        print("Held-out:", loop.format_metrics(loop.evaluate_latest(programs, run)))
-        return None
-    start = time.time()
-    result = loop.train_and_evaluate(programs, run)
-    _print_result(result, time.time() - start)
+    count = membership.group.count if membership else 1
+    devices = _devices_each(experiment.plan.mesh, count)
+    settings = "\n".join([_MODE.value, _PLATFORM.value, run.model_dir, config_text])
+    with processes.together(membership, settings) as peers:
+        set_platform(_PLATFORM.value, devices)
+        check_takes_part(experiment.plan.mesh)
+        processes.check_shared(run.model_dir)
+        return _train_or_evaluate(experiment, run, peers)
+
+
+def _train_or_evaluate(
+    experiment: Experiment, run: loop.Run, peers: Peers | None
+) -> int | None:
+    programs = Programs(experiment)
+    said = sys.stdout if is_first_process() else io.StringIO()
+    with contextlib.redirect_stdout(said):
+        mesh = experiment.plan.mesh
+        print(f"Mesh: {mesh} ({experiment.partitioner.value}). Logs: {run.model_dir}")
+        for name, value in experiment.task.describe_data().items():
+            number = f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+            print(f"  {name}: {number}")
+        sys.stdout.flush()
+        if _MODE.value == "eval":
+            found = loop.evaluate_latest(programs, run)
+            print("Held-out:", evaluation.format_metrics(found))
+            return None
+        start = time.time()
+        result = loop.train_and_evaluate(programs, run, peers)
+        _print_result(result, time.time() - start)
     return mains.INTERRUPTED if result.stop == signal.SIGINT else None
 
 
@@ -67,13 +94,21 @@ def _print_result(result: loop.TrainResult, seconds: float) -> None:
     if result.losses:
         print(f"Training loss: {result.losses[result.step]:.4f} nats")
     if result.evaluation and result.stop is None:
-        print("Held-out:", loop.format_metrics(result.evaluation))
+        print("Held-out:", evaluation.format_metrics(result.evaluation))
     model_dir = _MODEL_DIR.value
     print(f"Logs and checkpoints: {model_dir}\n  tensorboard --logdir {model_dir}")
 
 
-def _cpu_devices(mesh_size: int) -> int | None:
-    return mesh_size if _PLATFORM.value == "cpu" else None
+def _devices_each(mesh: DeviceMesh, processes: int) -> int | None:
+    """Virtual devices of each process; None: the platform brings its own."""
+    if mains.DEVICE_COUNT.value or _PLATFORM.value != "cpu":
+        return mains.DEVICE_COUNT.value
+    if mesh.size % processes:
+        raise ValueError(
+            f"{processes} processes cannot share the {mesh.size} devices of the mesh "
+            f"({mesh}) evenly: change --num_processes or the mesh's shape"
+        )
+    return mesh.size // processes
 
 
 def _profile_steps() -> tuple[int, int] | None:

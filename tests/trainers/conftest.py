@@ -27,3 +27,20 @@ def straight(tmp_path_factory):
         return result, folder
 
     return run
+
+
+@pytest.fixture
+def change_batches(monkeypatch):
+    """Calls a function with (first step, batches) before each call of main."""
+    original = loop._host_batches
+
+    def use(change):
+        def changed(programs, start_step, rows):
+            steps = programs.experiment.steps_per_loop
+            for i, batches in enumerate(original(programs, start_step, rows)):
+                change(start_step + i * steps + 1, batches)
+                yield batches
+
+        monkeypatch.setattr(loop, "_host_batches", changed)
+
+    return use

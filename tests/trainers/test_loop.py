@@ -45,23 +45,6 @@ def resume_from(straight_folder, step, folder):
     return folder
 
 
-@pytest.fixture
-def change_batches(monkeypatch):
-    """Calls a function with (first step, batches) before each call of main."""
-    original = loop._device_batches
-
-    def use(change):
-        def changed(programs, start_step):
-            steps = programs.experiment.steps_per_loop
-            for i, batches in enumerate(original(programs, start_step)):
-                change(start_step + i * steps + 1, batches)
-                yield batches
-
-        monkeypatch.setattr(loop, "_device_batches", changed)
-
-    return use
-
-
 @pytest.mark.parametrize("steps_per_loop", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_resumed_run_has_identical_bits(straight, tmp_path, steps_per_loop):
     want, folder = straight(steps_per_loop)
@@ -174,7 +157,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     main = programs.main
 
     class Corrupting:
-        memory = main.memory
+        memory, arguments = main.memory, main.arguments
 
         def __call__(self, state, batches):
             out = main(state, batches)
@@ -235,6 +218,7 @@ def test_signal_ends_an_evaluation(tmp_path):
         signal.raise_signal(signal.SIGTERM)
         return evaluate(theta, batch)
 
+    stop_in_evaluation.arguments = evaluate.arguments
     programs.eval = stop_in_evaluation
     result = train(programs, tmp_path)
     assert (result.step, result.evaluation, len(calls)) == (10, {}, 1)

@@ -48,9 +48,11 @@ def test_training_curves(straight):
         "grad_norm",
         "weight_norm",
         "step_time_s",
+        "goodput",
         "tokens_per_s",
         "model_flops_utilization",
     }
+    assert all(0 < value < 1 for _, value in curves["goodput"])
     for tag, curve in curves.items():
         assert [step for step, _ in curve] == STEPS, tag
     values = {tag: np.array([v for _, v in curve]) for tag, curve in curves.items()}

@@ -192,13 +192,13 @@ def test_train_then_eval(compiled, tmp_path, capsys):
     ("signum", "status"), [(signal.SIGTERM, None), (signal.SIGINT, 130)]
 )
 def test_status_after_a_signal(compiled, tmp_path, monkeypatch, capsys, signum, status):
-    evaluate = main_module.loop._evaluate
+    evaluate = main_module.loop.evaluate
 
     def stop(*args):
         signal.raise_signal(signum)
         return evaluate(*args)
 
-    monkeypatch.setattr(main_module.loop, "_evaluate", stop)
+    monkeypatch.setattr(main_module.loop, "evaluate", stop)
     assert call_main(tmp_path) == status
     assert f"Stopped by {signum.name}: saved training to step 10 in" in (
         capsys.readouterr().out

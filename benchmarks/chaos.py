@@ -1,0 +1,348 @@
+"""Kills a training again and again, and looks whether anything is lost.
+
+    python benchmarks/chaos.py [--kills=50] [--processes=1] [--steps=60] [--seed=0]
+
+A small language model is trained once undisturbed, by the command that users run. Then
+it is killed (SIGKILL) at random moments: while it starts, between steps, or in the
+middle of a save, and started again by the same command, as often as asked for; a
+training that gets to its end makes room for another one. Of several processes one is
+killed, and the others have to end by themselves and say which one it was.
+
+Each restart has to go on from the newest checkpoint, and each end has to have the
+undisturbed run's weights, bit by bit. The exit status is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import pathlib
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+from absl import app, flags
+
+from meshwright import framework as mw
+from meshwright.trainers import mains
+from meshwright.trainers.checkpoints import Access, Checkpoints
+from meshwright.trainers.peers import LOST
+from meshwright.trainers.programs import Programs
+from meshwright.trainers.state import TrainState
+
+_KILLS = flags.DEFINE_integer("kills", 50, "How often to kill.", lower_bound=1)
+_PROCESSES = flags.DEFINE_integer("processes", 1, "Of the training.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 60, "Of the training.", lower_bound=10)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
+
+GIN_FILES = ("lm/stdlib_tiny.gin",)
+PARAMS = (
+    "MESH_SHAPE = (2, 2)",
+    "MODEL_DIMS = 32",
+    "HIDDEN_DIMS = 64",
+    "HEAD_DIM = 8",
+    "NUM_LAYERS = 1",
+    "SEQUENCE_LENGTH = 16",
+    "Experiment.global_batch = 8",
+    "Experiment.steps_per_loop = 1",
+    "Experiment.eval_interval = 0",
+    "Experiment.eval_batches = 2",
+    "Experiment.checkpoint_interval = 3",
+    "Experiment.keep_checkpoints = 3",
+)
+PHASES = ("starting", "in steps", "in a save")
+_SHARES = (1, 2, 4)
+_PATIENCE = 900.0
+_TMP = "orbax-checkpoint-tmp"
+
+
+class ChaosError(RuntimeError):
+    """Something was lost, or did not come back."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How long things take when nothing disturbs them, in seconds.
+
+    Args:
+      start: until the first step.
+      steps: from there to the end.
+    """
+
+    start: float
+    steps: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kill:
+    """One kill.
+
+    Args:
+      phase: one of `PHASES`.
+      kept: the newest checkpoint afterwards, 0 for none.
+      in_save: whether a save was under way.
+      seconds: until the other processes had ended.
+    """
+
+    phase: str
+    kept: int
+    in_save: bool
+    seconds: float
+
+
+class Life:
+    """One start of the training's processes.
+
+    Args:
+      folder: the training's `--model_dir`.
+      log: a folder for what they print.
+    """
+
+    def __init__(self, folder: pathlib.Path, log: pathlib.Path):
+        log.mkdir(parents=True)
+        self.folder = folder
+        self.began = time.monotonic()
+        count = _PROCESSES.value
+        self.logs = [log / f"{number}.log" for number in range(count)]
+        group = [f"--coordinator=127.0.0.1:{_free_port()}", f"--num_processes={count}"]
+        self.processes = [
+            _start([*group, f"--process_id={n}"] if count > 1 else [], folder, log)
+            for n, log in enumerate(self.logs)
+        ]
+
+    @property
+    def is_running(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has compiled its program, and makes steps."""
+        return "compiled in" in self.logs[0].read_text()
+
+    @property
+    def resumed_from(self) -> int:
+        found = re.search(r"restoring step (\d+)", self.logs[0].read_text())
+        return int(found[1]) if found else 0
+
+    def wait_until(self, happens: Callable[[], bool]) -> bool:
+        """Whether it happens before the processes end."""
+        deadline = time.monotonic() + _PATIENCE
+        while self.is_running:
+            if happens():
+                return True
+            if time.monotonic() > deadline:
+                raise ChaosError(f"nothing happens any more:\n{self.said()}")
+            time.sleep(0.001)
+        return False
+
+    def kill(self, rng: random.Random) -> float:
+        """Kills one process; returns the seconds until the others had ended."""
+        victim = rng.randrange(len(self.processes))
+        start = time.monotonic()
+        os.killpg(self.processes[victim].pid, signal.SIGKILL)
+        for number, process in enumerate(self.processes):
+            status = process.wait(_PATIENCE)
+            said = self.logs[number].read_text()
+            if number != victim and self._named(victim, status, said) is False:
+                raise ChaosError(
+                    f"process {number} ended with {status} and did not name process "
+                    f"{victim}, which was killed:\n{said[-2000:]}"
+                )
+        return time.monotonic() - start
+
+    def _named(self, victim: int, status: int, said: str) -> bool:
+        if "of 2 processes" in said or "waited for all to start" in said:
+            return status == 1  # They were not together yet.
+        return status == LOST and f"process {victim}" in said.rpartition("lost")[2]
+
+    def wait(self) -> None:
+        """Waits for it to end well."""
+        for process in self.processes:
+            if process.wait(_PATIENCE) != 0:
+                raise ChaosError(f"the training failed:\n{self.said()}")
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def said(self) -> str:
+        return "\n".join(log.read_text()[-2000:] for log in self.logs)
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    mw.set_platform("cpu", 4)
+    rng = random.Random(_SEED.value)
+    with tempfile.TemporaryDirectory(prefix="chaos") as name:
+        scratch = pathlib.Path(name)
+        timing, want = _undisturbed(scratch)
+        print(
+            f"undisturbed: {_STEPS.value} steps, {timing.start:.1f} s until the first "
+            f"and {timing.steps:.1f} s from there on",
+            flush=True,
+        )
+        try:
+            kills, ends = _disturbed(scratch, timing, want, rng)
+        except ChaosError as error:
+            print(f"LOST: {error}", file=sys.stderr)
+            return 1
+    _print_table(kills, ends)
+    return 0
+
+
+def _undisturbed(scratch: pathlib.Path) -> tuple[Timing, dict[str, np.ndarray]]:
+    life = Life(scratch / "undisturbed", scratch / "logs" / "undisturbed")
+    try:
+        life.wait_until(lambda: life.has_begun)
+        begun = time.monotonic()
+        life.wait()
+    finally:
+        life.end()
+    timing = Timing(start=begun - life.began, steps=time.monotonic() - begun)
+    return timing, _weights(life.folder)
+
+
+def _disturbed(
+    scratch: pathlib.Path, timing: Timing, want: dict[str, np.ndarray], rng
+) -> tuple[list[Kill], int]:
+    """The kills, and how many trainings came to their end."""
+    kills: list[Kill] = []
+    ends = lives = 0
+    while len(kills) < _KILLS.value or ends == 0:
+        folder = scratch / f"training_{ends}"
+        before = _newest(folder)
+        life = Life(folder, scratch / "logs" / str(lives))
+        lives += 1
+        try:
+            killed = None
+            if len(kills) < _KILLS.value:
+                killed = _killed(life, timing, rng)
+            if killed is None:
+                life.wait()
+        finally:
+            life.end()
+        if life.has_begun and life.resumed_from != before:
+            raise ChaosError(
+                f"the newest checkpoint was {before}, but it went on from "
+                f"{life.resumed_from}:\n{life.said()}"
+            )
+        if killed is not None:
+            kills.append(killed)
+            print(f"kill {len(kills)} {killed}", flush=True)
+        else:
+            _compare(_weights(folder), want)
+            ends += 1
+    return kills, ends
+
+
+def _killed(life: Life, timing: Timing, rng: random.Random) -> Kill | None:
+    """Kills at a random moment; None if the training ends before it comes."""
+    (phase,) = rng.choices(PHASES, _SHARES)
+    if phase == "starting":
+        moment = time.monotonic() + rng.uniform(0, timing.start)
+        came = life.wait_until(lambda: time.monotonic() > moment)
+    else:
+        came = life.wait_until(lambda: life.has_begun)
+        moment = time.monotonic() + rng.uniform(0, timing.steps / 3)
+        came = came and life.wait_until(lambda: time.monotonic() > moment)
+    if came and phase == "in a save":
+        came = life.wait_until(lambda: _is_saving(life.folder))
+        time.sleep(rng.choice((0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.2))))
+    if not came or not life.is_running:
+        return None
+    seconds = life.kill(rng)
+    return Kill(
+        phase=phase,
+        kept=_newest(life.folder),
+        in_save=_is_saving(life.folder),
+        seconds=seconds,
+    )
+
+
+def _is_saving(folder: pathlib.Path) -> bool:
+    """Whether a checkpoint is there under its temporary name."""
+    try:
+        return any(_TMP in name for name in os.listdir(folder / "checkpoints"))
+    except FileNotFoundError:
+        return False
+
+
+def _newest(folder: pathlib.Path) -> int:
+    try:
+        names = os.listdir(folder / "checkpoints")
+    except FileNotFoundError:
+        return 0
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def _weights(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    params = [*PARAMS, f"Experiment.num_steps = {_STEPS.value}"]
+    experiment, _ = mains.build_experiment(list(GIN_FILES), params)
+    abstract = TrainState.abstract(Programs(experiment))
+    with Checkpoints(folder / "checkpoints", access=Access.READ) as checkpoints:
+        state = checkpoints.restore(_STEPS.value, abstract)
+    return {path: np.asarray(leaf) for path, leaf in state.items_by_path()}
+
+
+def _compare(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    differ = [path for path in want if not np.array_equal(got[path], want[path])]
+    if differ:
+        raise ChaosError(
+            f"{len(differ)} of {len(want)} parts of the state differ from the "
+            f"undisturbed run's, among them {differ[0]}"
+        )
+
+
+def _start(group: list[str], folder, log) -> subprocess.Popen:
+    params = [*PARAMS, f"Experiment.num_steps = {_STEPS.value}"]
+    command = [
+        pathlib.Path(sys.executable).parent / "meshwright-train",
+        *(f"--gin_file={file}" for file in GIN_FILES),
+        *(f"--gin_param={param}" for param in params),
+        f"--model_dir={folder}",
+        "--mode=train",
+        "--peer_timeout=60",
+        *group,
+    ]
+    with open(log, "w") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _print_table(kills: list[Kill], ends: int) -> None:
+    phases = collections.defaultdict(list)
+    for kill in kills:
+        phases[kill.phase].append(kill)
+    print("\n| killed | times | a save was cut off | longest until the others ended |")
+    print("|---|---|---|---|")
+    for phase in PHASES:
+        found = phases[phase]
+        cut = sum(kill.in_save for kill in found)
+        longest = max((kill.seconds for kill in found), default=0.0)
+        print(f"| {phase} | {len(found)} | {cut} | {longest:.1f} s |")
+    print(
+        f"\n{len(kills)} kills, {ends} trainings came to their end; every restart went "
+        "on from the newest checkpoint, all final states are bit-equal to the "
+        "undisturbed one's"
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,193 @@
+"""Several processes train as one, and end together when one is lost."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from meshwright.trainers import peers
+from tests.trainers.small_run import GIN_FILES, GIN_PARAMS, points, saved_steps
+
+COMMAND = pathlib.Path(sys.executable).parent / "meshwright-train"
+PARAMS = (*GIN_PARAMS, "MESH_SHAPE = (2, 4)", "Experiment.summary_interval = 1")
+PATIENCE = 600
+
+
+class Group:
+    """So many processes of one training, started together."""
+
+    def __init__(self, count, folder, *, logs, params=(), flags=(), cwds=None):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.logs = [logs / f"{number}.log" for number in range(count)]
+        self.folder = folder
+        files = [f"--gin_file={file}" for file in GIN_FILES]
+        params = [f"--gin_param={param}" for param in (*PARAMS, *params)]
+        command = [COMMAND, *files, *params, f"--model_dir={folder}", *flags]
+        self.processes = []
+        for number, log in enumerate(self.logs):
+            group = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
+            group.append(f"--process_id={number}")
+            with open(log, "w") as out:
+                process = subprocess.Popen(
+                    [*command, *(group if count > 1 else [])],
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    cwd=cwds and cwds[number],
+                )
+            self.processes.append(process)
+
+    def wait(self) -> list[int]:
+        """Their exit statuses."""
+        return [process.wait(PATIENCE) for process in self.processes]
+
+    def wait_for_checkpoint(self, step) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not (self.folder / "checkpoints" / str(step)).exists():
+            assert time.monotonic() < deadline
+            assert all(process.poll() is None for process in self.processes), self.said
+            time.sleep(0.05)
+
+    def signal(self, number, signum) -> None:
+        """To a process: its supervisor and its training."""
+        pids = subprocess.run(
+            ["pgrep", "-s", str(self.processes[number].pid)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for pid in pids.stdout.split():
+            os.kill(int(pid), signum)
+
+    @property
+    def said(self) -> list[str]:
+        return [log.read_text() for log in self.logs]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a group; what is left of it is ended with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(count, folder, **how):
+            logs = tmp_path / f"logs_{len(list(tmp_path.iterdir()))}"
+            logs.mkdir()
+            group = Group(count, folder, logs=logs, **how)
+            for process in group.processes:
+                # What it started ends with it.
+                stack.callback(process.kill)
+            return group
+
+        yield begin
+
+
+def assert_same_training(folder, straight):
+    """The loss of every step, and the metrics of every evaluation."""
+    result, want = straight()
+    losses = dict(points(folder, "train")["loss"])
+    assert losses == pytest.approx(result.losses, rel=1e-6)
+    for tag, curve in points(want, "eval").items():
+        assert points(folder, "eval")[tag] == [
+            (step, pytest.approx(value, rel=1e-6)) for step, value in curve
+        ]
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_train_as_one(straight, start, tmp_path, count):
+    group = start(count, tmp_path / "run")
+    assert group.wait() == [0] * count, group.said
+    assert_same_training(tmp_path / "run", straight)
+    first, *others = group.said
+    assert "Trained to step 20" in first
+    assert not any("Trained" in said or "INFO" in said for said in others)
+    assert len(list((tmp_path / "run" / "train").iterdir())) == 1
+
+
+def test_lost_peer_is_named_and_a_restart_goes_on(straight, start, tmp_path):
+    """The second start is of one process, which has all eight devices."""
+    folder = tmp_path / "run"
+    group = start(2, folder)
+    group.wait_for_checkpoint(10)
+    group.signal(1, signal.SIGKILL)
+    assert group.wait() == [peers.LOST, -signal.SIGKILL], group.said
+    assert "lost a peer: process 1 of 2 (" in group.said[0]
+    assert "ended without a word. Start the same command again" in group.said[0]
+    kept = saved_steps(folder)
+    assert 10 in kept
+    again = start(1, folder)
+    assert again.wait() == [0], again.said
+    assert f"restoring step {kept[-1]} from" in again.said[0]
+    assert_same_training(folder, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_stalled_peer_is_named(start, tmp_path, stopped):
+    group = start(2, tmp_path / "run", flags=["--peer_timeout=30"])
+    group.wait_for_checkpoint(5)
+    group.signal(stopped, signal.SIGSTOP)
+    other = 1 - stopped
+    assert group.processes[other].wait(PATIENCE) == peers.LOST
+    assert f"lost a peer: process {stopped}" in group.said[other]
+    assert "not been heard of for" in group.said[other]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_one_signal_stops_all_after_the_same_step(start, tmp_path, signalled):
+    folder = tmp_path / "run"
+    # Long enough not to end before.
+    group = start(2, folder, params=["Experiment.num_steps = 2000"])
+    group.wait_for_checkpoint(5)
+    group.processes[signalled].send_signal(signal.SIGTERM)
+    assert group.wait() == [0, 0], group.said
+    (said,) = re.findall(
+        r"Stopped by SIGTERM: saved training to step (\d+)", group.said[0]
+    )
+    assert saved_steps(folder)[-1] == int(said)
+
+
+@pytest.mark.slow
+def test_what_fails_in_one_ends_all(start, tmp_path):
+    """A training that is ended by force; its supervisor lives to tell."""
+    group = start(2, tmp_path / "run", params=["Experiment.num_steps = 2000"])
+    group.wait_for_checkpoint(5)
+    # Its training alone, as the kernel does that is short of memory.
+    (pid,) = {int(pid) for pid in children(group.processes[1].pid)}
+    os.kill(pid, signal.SIGKILL)
+    assert group.wait() == [peers.LOST, 128 + signal.SIGKILL], group.said
+    assert "process 1 of 2 (" in group.said[0]
+    assert "failed: it was ended by SIGKILL. Start" in group.said[0]
+
+
+def children(pid):
+    found = subprocess.run(
+        ["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True
+    )
+    return found.stdout.split()
+
+
+def test_mesh_that_cannot_be_shared(start, tmp_path):
+    group = start(3, tmp_path / "run")
+    assert group.wait() == [1, 1, 1], group.said
+    for said in group.said:
+        assert "3 processes cannot share the 8 devices of the mesh (X=2, Y=4)" in said
+
+
+@pytest.mark.slow
+def test_folder_that_is_not_shared(start, tmp_path):
+    cwds = [tmp_path / "one", tmp_path / "other"]
+    for cwd in cwds:
+        cwd.mkdir()
+    group = start(2, pathlib.Path("run"), cwds=cwds)
+    assert group.wait() == [peers.LOST, 1], group.said
+    assert "process 1 does not see in run what process 0 has made" in group.said[1]
+    assert "process 1 of 2" in group.said[0]

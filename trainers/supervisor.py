@@ -1,0 +1,281 @@
+"""A process beside each one of a training of several, for what that one cannot do.
+
+When a peer is gone, a training may wait for it in a collective that nothing
+interrupts, or its runtime may end it by an abort that names nobody (jax 0.10.2); and a
+training that compiles may be silent (on a loaded machine Python stood still for 37 s).
+So a command that is one of several is two processes: the training, and its parent,
+which does none of this. The parent keeps the connection to process 0, whose parent is
+the hub of all (`peer_hub`); it passes on messages and signals, and ends the training,
+and says why, when another one is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from meshwright.framework.compiler.processes import ProcessGroup
+from meshwright.trainers.peer_channel import Channel, ChannelClosedError
+from meshwright.trainers.peer_hub import Hub
+from meshwright.trainers.peers import LOST, PeerError
+
+log = logging.getLogger("absl")
+
+_BEAT_SECONDS = 1.0
+_GRACE_SECONDS = 5.0
+_SAY_WAITING_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port".
+
+    Raises:
+      ValueError: it is something else.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"--coordinator={address} is no HOST:PORT: give the address of process 0, "
+            "and a port there that is free"
+        )
+    return host.strip("[]"), int(port)
+
+
+def start_supervised(
+    group: ProcessGroup, *, start_timeout: float, timeout: float
+) -> Channel:
+    """Divides this process into a supervisor and a training, and returns in the latter.
+
+    To be called before TensorFlow or JAX have started any thread.
+
+    Args:
+      group: of whom this process is one.
+      start_timeout: seconds to wait for process 0.
+      timeout: seconds after which a process that is silent, or keeps the others
+        waiting, is taken for lost.
+
+    Returns:
+      The channel to the supervisor.
+
+    Raises:
+      PeerError: this is process 0, and cannot listen at the coordinator's address.
+    """
+    server = _listening(group.coordinator) if group.process == 0 else None
+    above, below = socket.socketpair()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        above.close()
+        if server is not None:
+            server.close()
+        _die_with(parent)
+        os.setpgid(0, 0)  # Signals of a terminal come once, from the supervisor.
+        return Channel(below)
+    below.close()
+    hub = None
+    if server is not None:
+        hub = Hub(server, group.count, timeout=timeout)
+    supervisor = _Supervisor(group, child, Channel(above), timeout)
+    return supervisor.run(time.monotonic() + start_timeout, hub)
+
+
+class _Supervisor:
+    """Watches over one training, and over the connection to process 0.
+
+    Args:
+      group: of whom it is one.
+      child: the training's process id.
+      below: the channel to it.
+      timeout: seconds of silence after which process 0 is taken for lost.
+    """
+
+    def __init__(self, group: ProcessGroup, child: int, below: Channel, timeout: float):
+        self._group = group
+        self._child = child
+        self._below = below
+        self._timeout = timeout
+        self._above: Channel | None = None
+        self._unsent: list[dict[str, Any]] = []
+        self._has_spoken = self._all_left = False
+        self._status: int | None = None
+        for one in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(one, lambda signum, frame: self._signal_child(signum))
+
+    def run(self, deadline: float, hub: Hub | None) -> NoReturn:
+        """Until the training has ended; ends this process with its status."""
+        lost = None
+        try:
+            if self._has_come(deadline):
+                lost = self._relay()
+        except PeerError as error:
+            self._end_child()
+            print(error, file=sys.stderr, flush=True)
+            self._status = 1
+        if lost is not None:
+            self._end_child()
+            print(
+                f"\nlost a peer: {lost}. Start the same command again on all "
+                "processes, to go on from the newest checkpoint.",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._status = LOST
+        if hub is not None:
+            hub.join(_GRACE_SECONDS)
+        # What Python would do at exit is for the training to do.
+        os._exit(self._status)
+
+    def _has_come(self, deadline: float) -> bool:
+        """Whether the training is ready for the others; then process 0 is told.
+
+        Raises:
+          PeerError: process 0 does not answer.
+        """
+        hello = None
+        while hello is None and not self._has_child_ended():
+            with contextlib.suppress(ChannelClosedError):
+                hello = self._below.receive(_BEAT_SECONDS)
+        if hello is None:
+            return False
+        self._above = self._connected(deadline)
+        self._above.send(**hello)
+        return True
+
+    def _connected(self, deadline: float) -> Channel:
+        address, at = split_address(self._group.coordinator), self._group.coordinator
+        said = time.monotonic()
+        while True:
+            try:
+                return Channel(socket.create_connection(address, timeout=5.0))
+            except OSError as error:
+                reason = error.strerror or str(error)
+            now = time.monotonic()
+            if now > deadline:
+                raise PeerError(
+                    f"process 0 did not answer at {at} ({reason}): start it, give all "
+                    "its address as --coordinator, and open the port"
+                )
+            if now - said > _SAY_WAITING_SECONDS:
+                said = now
+                log.warning("waiting for process 0 at %s (%s)", at, reason)
+            time.sleep(0.2)
+
+    def _relay(self) -> str | None:
+        """Passes messages on until the training ends; what was lost before, or None."""
+        heard = beaten = time.monotonic()
+        ended: float | None = None
+        while True:
+            channels = [c for c in (self._above, self._below) if c is not None]
+            ready = select.select(channels, [], [], _BEAT_SECONDS / 4)[0]
+            now = time.monotonic()
+            if self._below in ready:
+                self._pass_up()
+            if self._above in ready:
+                heard = now
+                lost = self._pass_down()
+                if lost is not None:
+                    return lost
+            if self._above is not None and now - beaten > _BEAT_SECONDS:
+                beaten = now
+                self._above.send(beat=True)
+            if now - heard > self._timeout and self._above is not None:
+                return (
+                    f"process 0, the coordinator, has not been heard of for "
+                    f"{now - heard:.0f} s"
+                )
+            if ended is None and self._has_child_ended():
+                ended = now
+            if ended is not None and self._is_over(now - ended):
+                return None
+
+    def _is_over(self, since: float) -> bool:
+        """Whether nothing more is to be heard, so long after the training's end."""
+        if self._status == 0 or self._has_spoken or self._above is None:
+            return True
+        # It may have ended because a peer was lost: then that will be told.
+        if since < _GRACE_SECONDS:
+            return False
+        how = f"status {self._status}"
+        if self._status > 128:
+            how = signal.Signals(self._status - 128).name
+        self._above.send(failed=f"it was ended by {how}")
+        return True
+
+    def _pass_up(self) -> None:
+        try:
+            message = self._below.receive(0)
+            while message is not None:
+                self._has_spoken |= "failed" in message
+                self._above.send(**message)
+                message = self._below.receive(0) if self._below.has_message else None
+        except ChannelClosedError:
+            self._below = None  # It ends.
+
+    def _pass_down(self) -> str | None:
+        """What was lost, if something was."""
+        try:
+            message = self._above.receive(0)
+            while message is not None:
+                if "lost" in message and not self._has_spoken:
+                    return message["lost"]
+                self._all_left |= "all_left" in message
+                if self._below is not None:
+                    self._below.send(**message)
+                message = self._above.receive(0) if self._above.has_message else None
+        except ChannelClosedError:
+            self._above = None
+            if not self._all_left and not self._has_spoken:
+                return "process 0, the coordinator, ended without a word"
+        return None
+
+    def _signal_child(self, signum: int) -> None:
+        if self._status is None:
+            os.kill(self._child, signum)
+
+    def _has_child_ended(self) -> bool:
+        if self._status is None:
+            pid, status = os.waitpid(self._child, os.WNOHANG)
+            if pid != 0:
+                self._take(status)
+        return self._status is not None
+
+    def _end_child(self) -> None:
+        if not self._has_child_ended():
+            os.kill(self._child, signal.SIGKILL)
+            self._take(os.waitpid(self._child, 0)[1])
+
+    def _take(self, status: int) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        self._status = 128 - code if code < 0 else code  # As shells say it.
+
+
+def _listening(address: str) -> socket.socket:
+    _, port = split_address(address)
+    try:
+        if socket.has_dualstack_ipv6():
+            everywhere = ("", port)
+            return socket.create_server(
+                everywhere, family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+            )
+        return socket.create_server(("", port), backlog=1024)
+    except OSError as error:
+        raise PeerError(
+            f"process 0 cannot listen at {address} ({error.strerror or error}): is "
+            "there one already? If not, choose another port for --coordinator"
+        ) from error
+
+
+def _die_with(parent: int) -> None:
+    """Ends this process when its parent ends, however that comes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(LOST)
