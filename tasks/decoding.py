@@ -18,6 +18,7 @@ import tensorflow as tf
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.layer import Context
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 
 Step = Callable[
@@ -37,7 +38,7 @@ class TokenModel:
     Args:
       step: logits of the tokens after `ids`.
       cache: what `step` keeps, before the first token.
-      batch: B.
+      batch: B, or a scalar tensor.
       length: T.
       start_id: what comes before the first token.
       end_id: what comes after the last.
@@ -46,7 +47,7 @@ class TokenModel:
 
     step: Step
     cache: NestedMap
-    batch: int
+    batch: int | tf.Tensor
     length: int
     start_id: int
     end_id: int
@@ -128,6 +129,12 @@ class Sampling(Decoder):
         """Logits whose largest is a draw (Gumbel's trick)."""
         if self.temperature == 0:
             return logits
+        if None in logits.shape:
+            raise ValueError(
+                f"Sampling.temperature is {self.temperature}, but an exported model "
+                "takes batches of any size, for which nothing can be drawn: set it to "
+                "0, or use BeamSearch"
+            )
         key = random.fold_in(ctx.random_key(), position)
         uniform = tf.maximum(random.uniform(key, logits.shape), 2.0**-25)
         return logits / self.temperature - tf.math.log(-tf.math.log(uniform))
@@ -257,8 +264,8 @@ def _best(scores: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tenso
     Returns:
       Scores, beams and tokens, each [B, count].
     """
-    batch, beams, size = scores.shape
-    scores = tf.reshape(scores, [batch, beams * size])
+    _, beams, size = scores.shape
+    scores = tf.reshape(scores, [-1, beams * size])
     found = []
     for _ in range(count):
         at = tf.argmax(scores, -1, tf.int32)
@@ -272,20 +279,21 @@ def _best(scores: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tenso
 def _take(values: tf.Tensor, beam: tf.Tensor) -> tf.Tensor:
     """From [B, K, ...], those of beams [B, J]: [B, J, ...]."""
     here = tf.range(values.shape[1]) == beam[:, :, None]
-    here = tf.reshape(here, [*here.shape, *[1] * (values.shape.rank - 2)])
+    here = tf.reshape(here, [*shape_of(here), *[1] * (values.shape.rank - 2)])
     zero = tf.zeros([], values.dtype)
     return tf.reduce_sum(tf.where(here, values[:, None], zero), axis=2)
 
 
 def _take_rows(values: tf.Tensor, beam: tf.Tensor, dim: int) -> tf.Tensor:
     """`_take` of values with B * K rows along `dim`."""
-    before, after = values.shape[:dim], values.shape[dim + 1 :]
+    given = shape_of(values)
+    before, after = given[:dim], given[dim + 1 :]
     here = tf.range(beam.shape[1]) == beam[:, :, None]
-    here = tf.reshape(here, [*[1] * dim, *here.shape, *[1] * len(after)])
-    split = tf.reshape(values, [*before, beam.shape[0], 1, beam.shape[1], *after])
+    here = tf.reshape(here, [*[1] * dim, *shape_of(here), *[1] * len(after)])
+    split = tf.reshape(values, [*before, -1, 1, beam.shape[1], *after])
     zero = tf.zeros([], values.dtype)
     taken = tf.reduce_sum(tf.where(here, split, zero), axis=dim + 2)
-    return tf.reshape(taken, values.shape)
+    return tf.reshape(taken, given)
 
 
 def _merge(ids, scores, more_ids, more_scores) -> Decoded:

@@ -87,6 +87,19 @@ class ImageClassification(Task):
             loss = sums.loss / tf.maximum(sums.pictures, 1.0)
         return TaskLoss(loss=loss, sums=sums)
 
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`image` uint8 [B, H, W, 3]: red, green and blue."""
+        return NestedMap(image=self.pictures.element_spec(batch).image)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`logits` float32 [B, K], and the likeliest `classes`, int32 [B]."""
+        logits = tf.cast(self.logits(ctx, theta, batch.image), tf.float32)
+        classes = tf.argmax(logits, axis=-1, output_type=tf.int32)
+        return NestedMap(logits=logits, classes=classes)
+
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Means over pictures; top_5: how many have their label among the five best."""
         pictures = max(float(sums["pictures"]), 1.0)

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context, Layer
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.embedding import cross_entropy
 from meshwright.tasks.task import TaskLoss
@@ -73,6 +74,24 @@ class LanguageModel(TextTask):
             count = tf.reduce_sum(batch.weights)
             loss = total / tf.maximum(count, 1.0)
         return self.total_loss(loss, NestedMap(nats=total, tokens=count), aux)
+
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`ids` int32 [B, S], a text to a row from its start token on; then 0."""
+        return NestedMap(ids=self.text.element_spec(batch).ids)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`log_probs` float32 [B, S, V], in nats, of the token after each."""
+        places = tf.range(self.text.sequence_length)
+        rows = NestedMap(
+            ids=batch.ids,
+            segment_ids=tf.cast(batch.ids != 0, tf.int32),
+            segment_positions=tf.broadcast_to(places, shape_of(batch.ids)),
+        )
+        logits, _ = self.logits(ctx, theta, rows)
+        return NestedMap(log_probs=tf.nn.log_softmax(tf.cast(logits, tf.float32)))
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         found = super().metrics(sums)

@@ -48,14 +48,18 @@ class Recommendation(Task):
     def __post_init__(self):
         check_number(self, "top", at_least=1, at_most=self.data.held_out_negatives)
 
-    def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
-        """Mean cross-entropy of pairs, in nats."""
+    def logits(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> tf.Tensor:
+        """[B], of each `user` with its `item`, in the activation dtype."""
         with ctx.scope("network") as c:
             user, item = (
                 c.split(ids, ("batch",), name=name)
                 for name, ids in (("user", batch.user), ("item", batch.item))
             )
-            logits = self.network.fprop(c, theta.network, user, item=item)
+            return self.network.fprop(c, theta.network, user, item=item)
+
+    def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
+        """Mean cross-entropy of pairs, in nats."""
+        logits = self.logits(ctx, theta, batch)
         with ctx.scope("loss"):
             nats = tf.nn.sigmoid_cross_entropy_with_logits(
                 labels=batch.label, logits=tf.cast(logits, tf.float32)
@@ -68,6 +72,19 @@ class Recommendation(Task):
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         return {"loss": float(sums["nats"] / max(sums["pairs"], 1.0))}
+
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`user` and `item`, int32 [B]: pairs."""
+        spec = self.data.element_spec(batch)
+        return NestedMap(user=spec.user, item=spec.item)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`chances` float32 [B], of the user taking the item."""
+        logits = tf.cast(self.logits(ctx, theta, batch), tf.float32)
+        return NestedMap(chances=tf.sigmoid(logits))
 
     def decodes(self) -> bool:
         return True

@@ -141,6 +141,19 @@ class Segmentation(Task):
         """`chances` float32 [B, K, U, V, W] of each class."""
         return NestedMap(chances=chances(self.logits(ctx, theta, batch.image)))
 
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`image` float32 [B, X, Y, Z, C], as the input's patches."""
+        return NestedMap(image=self.decode_spec(batch).image)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What `decode` says, and the likeliest `classes`, int32 [B, U, V, W]."""
+        said = self.decode(ctx, theta, batch)
+        said.classes = tf.argmax(said.chances, axis=1, output_type=tf.int32)
+        return said
+
     def decode_batches(
         self, *, global_batch: int, max_batches: int | None = None
     ) -> Iterator[NestedMap]:

@@ -146,6 +146,27 @@ class SpeechRecognition(SpeechTask):
         for batch in batches:
             yield NestedMap({name: batch[name].numpy() for name in names})
 
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`features` float32 [B, T, F] and `frames` int32 [B], how many of T count."""
+        spec = self.speech.element_spec(batch)
+        return NestedMap(features=spec.features, frames=spec.frames)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What `decode` says, and `ids` int32 [B, L], the greedy search's, then 0.
+
+        L is how many the longest row has.
+        """
+        said = self.decode(ctx, theta, batch)
+        by_frame = tf.transpose(said.log_probs, [1, 0, 2])
+        (found,), _ = tf.nn.ctc_greedy_decoder(
+            by_frame, said.frames, blank_index=BLANK_ID
+        )
+        said.ids = tf.cast(tf.sparse.to_dense(found, default_value=BLANK_ID), tf.int32)
+        return said
+
     def decoded(
         self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
     ) -> Decoding:

@@ -133,6 +133,21 @@ class Task:
         """
         raise NotImplementedError(f"{type(self).__name__}.decoded")
 
+    def serves(self) -> bool:
+        """Whether an exported model answers requests; if so it has the two below."""
+        return False
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """Nested map of `tf.TensorSpec`: what `serve` reads, [B, ...] each."""
+        raise NotImplementedError(f"{type(self).__name__}.serve_spec")
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What an exported model answers, by row: a nested map of tensors [B, ...].
+
+        B may be unknown, and there is no mesh: the ops are TF's own.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.serve")
+
     def describe_data(self) -> dict[str, float]:
         """Facts on the data to print and log before training."""
         return {}

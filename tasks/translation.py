@@ -17,6 +17,7 @@ import tensorflow as tf
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.layer import Context, Layer
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.embedding import cross_entropy
 from meshwright.tasks.decoding import BeamSearch, Decoded, Decoder, TokenModel
@@ -162,12 +163,31 @@ class Translation(TextTask):
         ]
         return Decoding(metrics=scores(translated), samples=samples(translated))
 
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`source_ids` int32 [B, S], a source to a row as the input has it; then 0."""
+        return NestedMap(source_ids=self.text.source_spec(batch).source_ids)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """See `decode`."""
+        ids = batch.source_ids
+        places = tf.range(self.text.source_length)
+        rows = NestedMap(
+            source_ids=ids,
+            source_segment_ids=tf.cast(ids != 0, tf.int32),
+            source_positions=tf.broadcast_to(places, shape_of(ids)),
+            pair=tf.zeros_like(ids[:, 0]),
+        )
+        return self.decode(ctx, theta, rows)
+
     def _search(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> Decoded:
         memory, _ = self.encode(ctx, theta, batch)
         paddings = tf.cast(batch.source_segment_ids == 0, tf.int32)
         with ctx.scope("decoder") as c:
             remembered = self.decoder.remember(c, theta.decoder, memory)
-        batch_size, beams = memory.shape[0], self.search.beams
+        batch_size, beams = shape_of(memory)[0], self.search.beams
         length = self.text.target_length
 
         def step(ids, cache, position):
@@ -185,7 +205,7 @@ class Translation(TextTask):
                     memory_paddings=paddings,
                 )
             logits = self._logits(ctx, theta, x)
-            return tf.reshape(logits, [batch_size, beams, -1]), cache
+            return tf.reshape(logits, [-1, beams, logits.shape[-1]]), cache
 
         with ctx.scope("decoder") as c:
             cache = self.decoder.start_cache(c, batch_size * beams, length)

@@ -49,6 +49,8 @@ def test_command_builds(command):
     flags = {"gin_file", "gin_param", "device_count"}
     if "meshwright-plan" in command:
         flags |= {"explain", "topology", "json_out", "html_out", "log_dir"}
+    elif "meshwright-export" in command:
+        flags |= {"model_dir", "output", "step", "what", "platforms", "noexpected"}
     else:
         flags |= {"model_dir", "mode", "platform"}
     assert {name for name, _ in words} <= flags

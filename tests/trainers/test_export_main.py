@@ -1,0 +1,93 @@
+"""meshwright-export as a user meets it: what it writes, and how it fails."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import flags
+from absl.testing import flagsaver
+
+from meshwright.trainers import export as main_module
+from tests.trainers.small_run import GIN_FILES, GIN_PARAMS, saved_state, small_programs
+
+MESH = "MESH_SHAPE = (2, 4)"
+
+
+def call_main(output, *params, gin_files=GIN_FILES, **more_flags):
+    """Runs the main in this process, whose eight devices are in use; its status."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["meshwright-export"])
+    with flagsaver.as_parsed(
+        gin_file=list(gin_files),
+        gin_param=[*GIN_PARAMS, MESH, *params],
+        output=str(output),
+        device_count="8",
+        **more_flags,
+    ):
+        return main_module.main(["meshwright-export"])
+
+
+@pytest.mark.slow  # Whatever runs first in a process compiles the trainer's programs.
+def test_a_training_is_exported_whole(straight, tmp_path, capsys):
+    _, folder = straight()
+    output = tmp_path / "exported"
+    call_main(output, model_dir=str(folder), step="15", calls="1", platforms="cpu")
+    told = capsys.readouterr().out
+    assert re.search(r"exported/saved_model: [\d.]+ MB in \d+ s", told)
+    assert f"python {output}/bundle/run_bundle.py --steps=10" in told
+    state = saved_state(small_programs(), folder, 15)
+    loaded = tf.saved_model.load(str(output / "saved_model"))
+    table = loaded.weights["embedding"]["table"].numpy()
+    np.testing.assert_array_equal(table, state["theta.embedding.table"])
+    for path, value in state.items():
+        got = np.load(output / "bundle/state" / f"state.{path}.npy")
+        np.testing.assert_array_equal(got, value, err_msg=path)
+    manifest = json.loads((output / "bundle/manifest.json").read_text())
+    assert manifest["platforms"] == ["cpu"]
+    assert "NUM_LAYERS = 1" in manifest["step"]["config"]
+    assert [path.name for path in tmp_path.iterdir()] == ["exported"]
+
+
+@pytest.mark.parametrize(
+    ("more_flags", "message"),
+    [
+        ({"what": "weights"}, "--what=weights must be saved_model, bundle or both"),
+        ({}, "a SavedModel has weights: give the training's --model_dir, or --what=bu"),
+        (
+            {"what": "bundle", "platforms": "gpu"},
+            r"platforms \['gpu'\]: some of cpu",
+        ),
+        ({"what": "bundle", "calls": "0"}, "calls is 0: a bundle has batches for some"),
+        ({"model_dir": "/none"}, "there is no checkpoint in /none/checkpoints"),
+    ],
+)
+def test_bad_flag(tmp_path, capfd, more_flags, message):
+    assert call_main(tmp_path / "out", **more_flags) == 1
+    assert re.search(f"meshwright-export: .*{message}", capfd.readouterr().err)
+    assert not any(tmp_path.iterdir())
+
+
+def test_no_such_step(straight, tmp_path, capfd):
+    _, folder = straight()
+    assert call_main(tmp_path / "out", model_dir=str(folder), step="7") == 1
+    assert re.search(
+        "no checkpoint of step 7 .*, only of 5, 10", capfd.readouterr().err
+    )
+
+
+def test_output_that_is_there(tmp_path, capfd):
+    assert call_main(tmp_path, what="bundle") == 1
+    assert re.search("is there already: name another", capfd.readouterr().err)
+    file = tmp_path / "file"
+    file.touch()
+    assert call_main(file / "out", what="bundle") == 1
+    assert re.search(r"out cannot be made \(.*\): name", capfd.readouterr().err)
+
+
+def test_nothing_is_left_of_an_export_that_fails(tmp_path, capfd):
+    params = ["TextFiles.root = '/none'"]
+    assert call_main(tmp_path / "out", *params, what="bundle") == 1
+    assert "no text files under '/none'" in capfd.readouterr().err
+    assert not any(tmp_path.iterdir())
