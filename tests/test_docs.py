@@ -53,6 +53,7 @@ def test_command_builds(command):
         flags |= {"model_dir", "output", "step", "what", "platforms", "noexpected"}
     else:
         flags |= {"model_dir", "mode", "platform"}
+        flags |= {"coordinator", "num_processes", "process_id"}
     assert {name for name, _ in words} <= flags
     values = [(name, value.strip("'")) for name, value in words]
     build_experiment(
