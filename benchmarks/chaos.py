@@ -15,6 +15,7 @@ undisturbed run's weights, bit by bit. The exit status is 1 if anything differs.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -43,6 +44,7 @@ _PROCESSES = flags.DEFINE_integer("processes", 1, "Of the training.", lower_boun
 _STEPS = flags.DEFINE_integer("steps", 60, "Of the training.", lower_bound=10)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
 
+_INTERVAL = 3
 GIN_FILES = ("lm/stdlib_tiny.gin",)
 PARAMS = (
     "MESH_SHAPE = (2, 2)",
@@ -55,7 +57,7 @@ PARAMS = (
     "Experiment.steps_per_loop = 1",
     "Experiment.eval_interval = 0",
     "Experiment.eval_batches = 2",
-    "Experiment.checkpoint_interval = 3",
+    f"Experiment.checkpoint_interval = {_INTERVAL}",
     "Experiment.keep_checkpoints = 3",
 )
 PHASES = ("starting", "in steps", "in a save")
@@ -110,6 +112,7 @@ class Life:
         log.mkdir(parents=True)
         self.folder = folder
         self.began = time.monotonic()
+        self._has_begun = False
         count = _PROCESSES.value
         self.logs = [log / f"{number}.log" for number in range(count)]
         group = [f"--coordinator=127.0.0.1:{_free_port()}", f"--num_processes={count}"]
@@ -125,7 +128,8 @@ class Life:
     @property
     def has_begun(self) -> bool:
         """Whether it has compiled its program, and makes steps."""
-        return "compiled in" in self.logs[0].read_text()
+        self._has_begun = self._has_begun or "compiled in" in self.logs[0].read_text()
+        return self._has_begun
 
     @property
     def resumed_from(self) -> int:
@@ -147,21 +151,30 @@ class Life:
         """Kills one process; returns the seconds until the others had ended."""
         victim = rng.randrange(len(self.processes))
         start = time.monotonic()
-        os.killpg(self.processes[victim].pid, signal.SIGKILL)
+        self._kill(victim, alone=rng.random() < 0.5)
         for number, process in enumerate(self.processes):
             status = process.wait(_PATIENCE)
             said = self.logs[number].read_text()
-            if number != victim and self._named(victim, status, said) is False:
+            if number != victim and not _names(victim, status, said):
                 raise ChaosError(
                     f"process {number} ended with {status} and did not name process "
                     f"{victim}, which was killed:\n{said[-2000:]}"
                 )
         return time.monotonic() - start
 
-    def _named(self, victim: int, status: int, said: str) -> bool:
-        if "of 2 processes" in said or "waited for all to start" in said:
-            return status == 1  # They were not together yet.
-        return status == LOST and f"process {victim}" in said.rpartition("lost")[2]
+    def _kill(self, victim: int, *, alone: bool) -> None:
+        """Kills a process, or of one of several its training alone."""
+        pid = str(self.processes[victim].pid)
+        found = subprocess.run(
+            ["pgrep", "-P", pid], capture_output=True, text=True, check=False
+        )
+        children = [int(child) for child in found.stdout.split()]
+        if not alone or not children:
+            os.killpg(int(pid), signal.SIGKILL)
+        for child in children:
+            # It ends with its parent.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
     def wait(self) -> None:
         """Waits for it to end well."""
@@ -177,6 +190,16 @@ class Life:
 
     def said(self) -> str:
         return "\n".join(log.read_text()[-2000:] for log in self.logs)
+
+
+def _names(victim: int, status: int, said: str) -> bool:
+    """Whether a process that ended so says whom it misses."""
+    if status == LOST:
+        last = said[max(said.rfind("lost a peer"), said.rfind("a peer failed")) :]
+        return f"process {victim}" in last
+    # They were not together yet.
+    waited = f"within the start timeout: {victim}" in said
+    return status == 1 and (waited or (victim == 0 and "process 0" in said))
 
 
 def main(argv: list[str]) -> int:
@@ -250,12 +273,13 @@ def _killed(life: Life, timing: Timing, rng: random.Random) -> Kill | None:
     """Kills at a random moment; None if the training ends before it comes."""
     (phase,) = rng.choices(PHASES, _SHARES)
     if phase == "starting":
-        moment = time.monotonic() + rng.uniform(0, timing.start)
-        came = life.wait_until(lambda: time.monotonic() > moment)
+        came = _passes(life, rng.uniform(0, timing.start))
     else:
+        # After so many saves, for trainings to get on however slow the machine is.
+        step = _newest(life.folder) + rng.randrange(4) * _INTERVAL
         came = life.wait_until(lambda: life.has_begun)
-        moment = time.monotonic() + rng.uniform(0, timing.steps / 3)
-        came = came and life.wait_until(lambda: time.monotonic() > moment)
+        came = came and life.wait_until(lambda: _newest(life.folder) >= step)
+        came = came and _passes(life, rng.uniform(0, timing.steps / 20))
     if came and phase == "in a save":
         came = life.wait_until(lambda: _is_saving(life.folder))
         time.sleep(rng.choice((0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.2))))
@@ -265,9 +289,16 @@ def _killed(life: Life, timing: Timing, rng: random.Random) -> Kill | None:
     return Kill(
         phase=phase,
         kept=_newest(life.folder),
-        in_save=_is_saving(life.folder),
+        # Before it begins, what an earlier kill has left is still there.
+        in_save=life.has_begun and _is_saving(life.folder),
         seconds=seconds,
     )
+
+
+def _passes(life: Life, seconds: float) -> bool:
+    """Whether the processes run for so much longer."""
+    moment = time.monotonic() + seconds
+    return life.wait_until(lambda: time.monotonic() > moment)
 
 
 def _is_saving(folder: pathlib.Path) -> bool:
@@ -312,7 +343,8 @@ def _start(group: list[str], folder, log) -> subprocess.Popen:
         *(f"--gin_param={param}" for param in params),
         f"--model_dir={folder}",
         "--mode=train",
-        "--peer_timeout=60",
+        "--peer_timeout=120",
+        "--start_timeout=60",
         *group,
     ]
     with open(log, "w") as out:

@@ -231,8 +231,9 @@ def _expected(
     held_out: Sequence[NestedMap],
 ) -> dict[str, Any]:
     """What the programs make of the batches here."""
-    state = TrainState.initial(programs)
-    if logical is not None:
+    if logical is None:
+        state = TrainState.initial(programs)
+    else:
         state = TrainState(programs, logical)
 
     def evaluated() -> dict[str, Any]:

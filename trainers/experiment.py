@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 import gin
 import tensorflow as tf
@@ -129,6 +130,11 @@ class Experiment:
                 continue
             if not isinstance(value, wanted):
                 # In gin, @Adam is the class and @Adam() an instance.
+                if issubclass(wanted, enum.Enum):
+                    members = ", ".join(f"%{wanted.__name__}.{m.name}" for m in wanted)
+                    raise ValueError(
+                        f"Experiment.{name} is {value!r}, must be one of {members}"
+                    )
                 raise ValueError(
                     f"Experiment.{name} is {value!r}, must be of class "
                     f"{wanted.__name__}"

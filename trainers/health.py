@@ -59,23 +59,21 @@ class History:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> History:
-        """What a checkpoint's metadata says; a new one if it says nothing.
+        """What a checkpoint's metadata says; of what it does not say, the defaults.
 
         Raises:
           ValueError: it is no such history.
         """
-        saved = metadata.get(_KEY)
-        if saved is None:
-            return cls()
+        saved = metadata.get(_KEY, {})
         kinds = {field.name: field.type for field in dataclasses.fields(cls)}
-        is_one = isinstance(saved, Mapping) and saved.keys() == kinds.keys()
-        if not is_one or not all(map(_is_count, saved.values())):
+        if not isinstance(saved, Mapping) or not all(map(_is_count, saved.values())):
             raise ValueError(
                 f"the checkpoint's {_KEY} is {str(saved)[:200]}, must have numbers for "
                 + ", ".join(kinds)
             )
-        counts = {n: int(v) for n, v in saved.items() if kinds[n] == "int"}
-        return cls(**{**saved, **counts})
+        known = {name: value for name, value in saved.items() if name in kinds}
+        counts = {n: int(v) for n, v in known.items() if kinds[n] == "int"}
+        return cls(**{**known, **counts})
 
     def metadata(self) -> dict[str, Any]:
         """To keep with a checkpoint."""

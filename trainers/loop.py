@@ -110,8 +110,13 @@ def train_and_evaluate(
         return loop.run_to_end()
 
 
-def evaluate_latest(programs: Programs, run: Run) -> dict[str, float]:
+def evaluate_latest(
+    programs: Programs, run: Run, peers: Peers | None = None
+) -> dict[str, float] | None:
     """Evaluates the newest checkpoint; writes summaries, and what the task predicts.
+
+    None if a signal stopped it before its end; of several processes all `peers` call
+    this.
 
     Raises:
       CheckpointError: there is none, or see `Checkpoints.restore`.
@@ -122,7 +127,10 @@ def evaluate_latest(programs: Programs, run: Run) -> dict[str, float]:
         state = TrainState(programs, checkpoints.restore(None, abstract))
     say("evaluating step %d", state.step)
     folder = run.predictions_dir(state.step)
-    found = evaluate(programs, state, StopRequest(), folder)
+    with stop_on_signals(peers) as stop:
+        found = evaluate(programs, state, stop, folder)
+    if found is None:
+        return None
     with contextlib.closing(Summaries(run.model_dir, "eval")) as summaries:
         summarize(summaries, state.step, found)
     return found.metrics
@@ -216,6 +224,7 @@ class _Loop:
                 try:
                     return self._make_steps(main, state, step, watchdog)
                 except NotFiniteError as error:
+                    watchdog.rest()
                     step = self._rolled_back(state, error)
 
     def _make_steps(self, main, state: TrainState, step: int, watchdog) -> int:
@@ -228,12 +237,16 @@ class _Loop:
         ) as progress:
             # One dict for all of a run, roll backs or not.
             progress.losses = self.losses
-            while step < experiment.num_steps and not self.stop.reached():
+            while step < experiment.num_steps:
+                # Before it is this process's turn, for the others to see who is late.
+                batches = next(calls)
+                if self.stop.reached():
+                    break
                 if self.profile.starts_in(step + 1, step + steps):
                     progress.wait()
                     self.profile.start()
                 with self.profile.call(step + 1):
-                    out = main(state.stored(), next(calls))
+                    out = main(state.stored(), batches)
                 state.update(out["state"])
                 step += steps
                 progress.add(step, out["metrics"])
@@ -253,8 +266,9 @@ class _Loop:
                     with progress.pause("evaluating"):
                         self._evaluate(step, state)
             progress.wait()
-        if step > saved_step:
-            self._save(step, state)
+            if step > saved_step:
+                with progress.pause("saving"):
+                    self._save(step, state)
         return step
 
     def _compiled_main(self):
@@ -358,6 +372,8 @@ class _Loop:
             batches_passed=gone.batches_passed + error.step - saved,
             roll_backs=gone.roll_backs + 1,
         )
+        for undone in [step for step in self.losses if step > saved]:
+            del self.losses[undone]
         self.summaries.go_back()
         self.eval_summaries.go_back()
         self.evaluated_step = None

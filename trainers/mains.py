@@ -140,8 +140,7 @@ def call(
     except KeyboardInterrupt:
         if TRACEBACK.value:
             return _raised()
-        print(f"{name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _failed(f"{name}: interrupted", INTERRUPTED)
     except Exception:
         return _raised()
 
@@ -153,11 +152,11 @@ def _raised() -> int:
     return _failed(traceback.format_exc())
 
 
-def _failed(text: str) -> int:
+def _failed(text: str, status: int = 1) -> int:
     """Tells what failed; returns the exit status."""
     print(text, file=sys.stderr, flush=True)
     if jax.distributed.is_initialized():
         # At exit JAX would wait for the other processes, which end too.
         sys.stdout.flush()
-        os._exit(1)
-    return 1
+        os._exit(status)
+    return status

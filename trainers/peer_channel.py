@@ -10,6 +10,8 @@ import threading
 from typing import Any
 
 _MAX_LINE = 64 * 1024
+MAX_TEXT = 10_000
+"""Characters of a text in a message; escaped, they fit in a line."""
 _SEND_SECONDS = 5.0
 
 
@@ -56,9 +58,11 @@ class Channel:
                 data = self._connection.recv(_MAX_LINE)
             except (OSError, ValueError) as error:  # ValueError: closed by this side.
                 raise ChannelClosedError(str(error)) from error
+            if not data:
+                raise ChannelClosedError("closed")
             self._received += data
-            if not data or len(self._received) > _MAX_LINE:
-                raise ChannelClosedError("closed" if not data else "no message")
+            if b"\n" not in data and len(self._received) > _MAX_LINE:
+                raise ChannelClosedError("no message")
         line, self._received = self._received.split(b"\n", 1)
         return _parsed(line)
 

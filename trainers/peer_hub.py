@@ -11,6 +11,7 @@ the others by an abort that does not say which (measured with jax 0.10.2).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import selectors
 import socket
 import threading
@@ -24,6 +25,7 @@ _HELLO_SECONDS = 30.0
 _SAY_MISSING_SECONDS = 10.0
 _BEAT_SECONDS = 1.0
 _SHOWN = 8
+_SHOWN_CHARACTERS = 100
 _ALIKE = {
     "versions": "install the same on all machines",
     "settings": "give all the same gin files, parameters and flags",
@@ -43,7 +45,7 @@ class _Member:
       channel: to it.
       host: where it runs.
       pid: its number there.
-      heard: when it last said something.
+      heard: when it last said something; a training that is stuck says nothing.
       calls: how many units of common work it has begun.
       changed: when `calls` last grew.
       stops_at: `calls` when it heard that all are to stop, or None.
@@ -89,17 +91,26 @@ class Hub:
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        while not self._ended:
-            for key, _ in self._selector.select(_TICK):
-                if key.fileobj is self._server:
-                    self._accept()
-                elif not self._ended:
-                    self._read(key.fileobj)
-            self._look_around()
-        self._selector.close()
+        try:
+            while not self._ended:
+                for key, _ in self._selector.select(_TICK):
+                    # What came first in a batch may have ended what comes after it.
+                    if key.fileobj is self._server:
+                        self._accept()
+                    elif key.fileobj.fileno() >= 0 and not self._ended:
+                        self._read(key.fileobj)
+                self._look_around()
+        except Exception as error:
+            self._lose(f"process 0's watch over all failed ({error!r})")
+            raise
+        finally:
+            self._selector.close()
 
     def _accept(self) -> None:
-        connection, _ = self._server.accept()
+        try:
+            connection, _ = self._server.accept()
+        except OSError:  # Who knocked is gone, or too many have.
+            return
         channel = Channel(connection)
         self._guests[channel] = time.monotonic()
         self._selector.register(channel, selectors.EVENT_READ)
@@ -181,7 +192,8 @@ class Hub:
             if own != first:
                 return (
                     f"process {number} has other {what} than process "
-                    f"{self._first_hello['process']} ({own}, not {first}): {remedy}"
+                    f"{self._first_hello['process']} ({_difference(own, first)}): "
+                    f"{remedy}"
                 )
         return ""
 
@@ -198,7 +210,7 @@ class Hub:
             if None not in stops:
                 self._tell_all(last_call=max(stops))
         if "failed" in message:
-            self._lose(f"{self._named(member)} failed: {message['failed']}")
+            self._end(failed=f"{self._named(member)} failed: {message['failed']}")
         if "left" in message:
             member.left = True
             if all(one.left for one in self._members.values()):
@@ -244,13 +256,18 @@ class Hub:
         if self._server is not None:
             # Not begun yet: it may be started again.
             del self._members[member.number]
+            if not self._members:
+                self._first_hello = {}
             return
         self._lose(f"{self._named(member)} ended without a word")
 
     def _lose(self, text: str) -> None:
+        self._end(lost=text)
+
+    def _end(self, **message: Any) -> None:
         if not self._ended:
             self._ended = True
-            self._tell_all(lost=text)
+            self._tell_all(**message)
 
     def _named(self, member: _Member) -> str:
         return (
@@ -267,3 +284,10 @@ class Hub:
     def _tell_all(self, **message: Any) -> None:
         for member in self._members.values():
             member.channel.send(**message)
+
+
+def _difference(own: str, first: str) -> str:
+    """The first lines that differ in two texts."""
+    pairs = itertools.zip_longest(own.splitlines(), first.splitlines(), fillvalue="")
+    mine, other = next((pair for pair in pairs if pair[0] != pair[1]), (own, first))
+    return f"{mine[:_SHOWN_CHARACTERS]!r}, not {other[:_SHOWN_CHARACTERS]!r}"

@@ -6,6 +6,7 @@ missing at the start, and after which step all are to stop.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import socket
@@ -13,13 +14,14 @@ import threading
 import time
 from typing import NoReturn
 
-from meshwright.trainers.peer_channel import Channel, ChannelClosedError
+from meshwright.trainers.peer_channel import MAX_TEXT, Channel, ChannelClosedError
 
 log = logging.getLogger("absl")
 
 LOST = os.EX_TEMPFAIL
 """Exit status of who lost a peer: the same command may be started again."""
 
+_BEAT_SECONDS = 1.0
 _GRACE_SECONDS = 10.0
 
 
@@ -34,7 +36,7 @@ class Peers:
       channel: to the supervisor.
       count: number of processes.
       process: this one's number.
-      settings: a digest of what all must have alike.
+      settings: lines of what all must have alike.
       versions: of what all must have alike.
       start_timeout: seconds to wait for the others.
 
@@ -66,7 +68,7 @@ class Peers:
             count=count,
             host=socket.gethostname(),
             pid=os.getpid(),
-            settings=settings,
+            settings=_for_a_message(settings),
             versions=versions,
         )
         self._wait_for_all(time.monotonic() + start_timeout)
@@ -98,14 +100,20 @@ class Peers:
         self._channel.send(calls=self._calls)
         return None
 
-    def failed(self, text: str) -> None:
+    def failed(self, text: str, *, at_once: bool = False) -> None:
         """Says that this process cannot go on; the others will end too.
 
         When another one is lost, whatever fails here fails because of that: then the
         supervisor, which knows better, ends this process in a moment.
+
+        Args:
+          text: why.
+          at_once: whether not to wait for that.
         """
-        self._all_left.wait(_GRACE_SECONDS)
-        self._channel.send(failed=text)
+        self._channel.send(failing=True)
+        if not at_once:
+            self._all_left.wait(_GRACE_SECONDS)
+        self._channel.send(failed=text[:MAX_TEXT])
 
     def close(self, timeout: float) -> None:
         """Leaves, when all are done: waits for them so many seconds."""
@@ -132,7 +140,9 @@ class Peers:
 
     def _listen(self) -> None:
         while not self._all_left.is_set():
-            message = self._received(None) or {}
+            message = self._received(_BEAT_SECONDS) or {}
+            # By which the others see that this process is not stuck.
+            self._channel.send(beat=True)
             if "stop" in message:
                 with self._lock:
                     is_new = self._stop_signal is None
@@ -151,6 +161,13 @@ class Peers:
             return self._channel.receive(timeout)
         except ChannelClosedError:
             return _end_process()
+
+
+def _for_a_message(settings: str) -> str:
+    """All of it, if it is short enough for the others to say what is different."""
+    if len(settings) <= MAX_TEXT:
+        return settings
+    return f"settings of digest {hashlib.sha256(settings.encode()).hexdigest()}"
 
 
 def _end_process() -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import time
 from collections.abc import Iterator
 
@@ -26,6 +25,7 @@ from meshwright.trainers.supervisor import split_address, start_supervised
 
 AUTO = "auto"
 _SEEN_SECONDS = 60.0
+_GRACE_SECONDS = 15.0
 
 _COORDINATOR = flags.DEFINE_string(
     "coordinator",
@@ -62,10 +62,12 @@ def process_group(platform: str) -> ProcessGroup | None:
     """
     coordinator, count = _COORDINATOR.value, _NUM_PROCESSES.value
     process = _PROCESS_ID.value
-    if coordinator is None and (count, process) != (None, None):
+    others = (_NUM_PROCESSES, _PROCESS_ID, _START_TIMEOUT, _PEER_TIMEOUT)
+    given = [f"--{flag.name}" for flag in others if flag.value != flag.default]
+    if coordinator is None and given and platform != "tpu":
         raise ValueError(
-            "--num_processes and --process_id go with --coordinator=HOST:PORT, the "
-            "address of process 0"
+            f"{' and '.join(given)} without --coordinator=HOST:PORT, the address of "
+            "process 0: give that too"
         )
     if coordinator == AUTO:
         return _of_environment(count, process)
@@ -73,11 +75,15 @@ def process_group(platform: str) -> ProcessGroup | None:
         # A worker of a pod can do nothing by itself.
         return process_group_of_environment() if platform == "tpu" else None
     split_address(coordinator)
-    if count is None or process is None or process >= count:
+    if count is None or process is None:
         raise ValueError(
-            f"--coordinator={coordinator} with --num_processes={count} and "
-            f"--process_id={process}: give both, the id from 0 up to one less than the "
-            "number; or --coordinator=auto on a cluster"
+            f"--coordinator={coordinator} without --num_processes or --process_id: "
+            "give both, or --coordinator=auto on a cluster"
+        )
+    if process >= count:
+        raise ValueError(
+            f"--process_id={process} of --num_processes={count}: they count from 0 to "
+            f"{count - 1}"
         )
     return ProcessGroup(coordinator=coordinator, count=count, process=process)
 
@@ -156,15 +162,17 @@ def together(membership: Membership | None, settings: str) -> Iterator[Peers | N
         membership.channel,
         group.count,
         group.process,
-        settings=hashlib.sha256(settings.encode()).hexdigest()[:12],
+        settings=settings,
         versions=f"jax {jax.__version__}, tensorflow {tf.__version__}",
-        start_timeout=_START_TIMEOUT.value,
+        # The supervisor, which gives up first, knows what process 0 is like.
+        start_timeout=_START_TIMEOUT.value + _GRACE_SECONDS,
     )
     try:
         join_processes(group, timeout=_PEER_TIMEOUT.value)
         yield peers
     except BaseException as error:
-        peers.failed(f"{type(error).__name__}: {error}")
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        peers.failed(f"{type(error).__name__}: {error}", at_once=is_interrupt)
         raise
     peers.close(_PEER_TIMEOUT.value)
 

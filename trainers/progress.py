@@ -104,6 +104,7 @@ class Progress(contextlib.AbstractContextManager):
         yield
         self._bar.set_description_str("training", refresh=self._live)
         self._clock = time.perf_counter()
+        self._watchdog.resume()
 
     def _start_window(self) -> None:
         """Starts the steps that the next point of step time and tokens/s is about."""

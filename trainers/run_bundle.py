@@ -383,12 +383,17 @@ def check(runner, start, losses, end, tolerance):
     if tolerance is None:
         same = runner.platform == want["platform"]
         tolerance = SAME_PLATFORM if same else OTHER_PLATFORM
-    count = min(len(losses), len(want["losses"]))
+    count = len(want["losses"])
+    if len(losses) < count:
+        raise BundleError(
+            f"--check compares {count} steps and the evaluation after them, but "
+            f"--steps={len(losses)}: make it {count} or more"
+        )
     found = differences("evaluation at the start:", start, want["start"], tolerance)
     found += differences(
         "loss of step",
         dict(enumerate(losses[:count], start=1)),
-        dict(enumerate(want["losses"][:count], start=1)),
+        dict(enumerate(want["losses"], start=1)),
         tolerance,
     )
     if len(losses) == len(want["losses"]):

@@ -1,17 +1,15 @@
 """A process beside each one of a training of several, for what that one cannot do.
 
 When a peer is gone, a training may wait for it in a collective that nothing
-interrupts, or its runtime may end it by an abort that names nobody (jax 0.10.2); and a
-training that compiles may be silent (on a loaded machine Python stood still for 37 s).
-So a command that is one of several is two processes: the training, and its parent,
-which does none of this. The parent keeps the connection to process 0, whose parent is
-the hub of all (`peer_hub`); it passes on messages and signals, and ends the training,
-and says why, when another one is lost.
+interrupts, or its runtime may end it by an abort that names nobody (jax 0.10.2). So a
+command that is one of several is two processes: the training, and its parent, which
+does nothing that could get stuck. The parent keeps the connection to process 0, whose
+parent is the hub of all (`peer_hub`); it passes on messages and signals, and ends the
+training, and says why, when another one is lost.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -29,7 +27,7 @@ from meshwright.trainers.peers import LOST, PeerError
 
 log = logging.getLogger("absl")
 
-_BEAT_SECONDS = 1.0
+_TICK = 0.25
 _GRACE_SECONDS = 5.0
 _SAY_WAITING_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -104,8 +102,9 @@ class _Supervisor:
         self._timeout = timeout
         self._above: Channel | None = None
         self._unsent: list[dict[str, Any]] = []
-        self._has_spoken = self._all_left = False
+        self._is_failing = self._has_spoken = self._all_left = False
         self._status: int | None = None
+        self._killed_by: signal.Signals | None = None
         for one in (signal.SIGTERM, signal.SIGINT):
             signal.signal(one, lambda signum, frame: self._signal_child(signum))
 
@@ -117,16 +116,12 @@ class _Supervisor:
                 lost = self._relay()
         except PeerError as error:
             self._end_child()
-            print(error, file=sys.stderr, flush=True)
+            name = os.path.basename(sys.argv[0])
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
             self._status = 1
         if lost is not None:
             self._end_child()
-            print(
-                f"\nlost a peer: {lost}. Start the same command again on all "
-                "processes, to go on from the newest checkpoint.",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"\n{lost}", file=sys.stderr, flush=True)
             self._status = LOST
         if hub is not None:
             hub.join(_GRACE_SECONDS)
@@ -141,8 +136,10 @@ class _Supervisor:
         """
         hello = None
         while hello is None and not self._has_child_ended():
-            with contextlib.suppress(ChannelClosedError):
-                hello = self._below.receive(_BEAT_SECONDS)
+            try:
+                hello = self._below.receive(_TICK)
+            except ChannelClosedError:
+                time.sleep(_TICK)  # It is about to end.
         if hello is None:
             return False
         self._above = self._connected(deadline)
@@ -169,12 +166,12 @@ class _Supervisor:
             time.sleep(0.2)
 
     def _relay(self) -> str | None:
-        """Passes messages on until the training ends; what was lost before, or None."""
-        heard = beaten = time.monotonic()
+        """Passes messages on until the training ends; what ended it, or None."""
+        heard = time.monotonic()
         ended: float | None = None
         while True:
             channels = [c for c in (self._above, self._below) if c is not None]
-            ready = select.select(channels, [], [], _BEAT_SECONDS / 4)[0]
+            ready = select.select(channels, [], [], _TICK)[0]
             now = time.monotonic()
             if self._below in ready:
                 self._pass_up()
@@ -183,12 +180,10 @@ class _Supervisor:
                 lost = self._pass_down()
                 if lost is not None:
                     return lost
-            if self._above is not None and now - beaten > _BEAT_SECONDS:
-                beaten = now
-                self._above.send(beat=True)
-            if now - heard > self._timeout and self._above is not None:
-                return (
-                    f"process 0, the coordinator, has not been heard of for "
+            is_heard = self._above is None or self._all_left or self._has_spoken
+            if now - heard > self._timeout and not is_heard:
+                return _lost(
+                    "process 0, the coordinator, has not been heard of for "
                     f"{now - heard:.0f} s"
                 )
             if ended is None and self._has_child_ended():
@@ -198,34 +193,44 @@ class _Supervisor:
 
     def _is_over(self, since: float) -> bool:
         """Whether nothing more is to be heard, so long after the training's end."""
-        if self._status == 0 or self._has_spoken or self._above is None:
+        told = self._has_spoken or self._all_left or self._above is None
+        if self._status == 0 or told:
             return True
         # It may have ended because a peer was lost: then that will be told.
         if since < _GRACE_SECONDS:
             return False
-        how = f"status {self._status}"
-        if self._status > 128:
-            how = signal.Signals(self._status - 128).name
-        self._above.send(failed=f"it was ended by {how}")
+        by = self._killed_by
+        how = f"ended with status {self._status}" if by is None else f"got {by.name}"
+        self._above.send(failed=f"it {how}")
         return True
 
     def _pass_up(self) -> None:
         try:
             message = self._below.receive(0)
             while message is not None:
+                self._is_failing |= "failing" in message
                 self._has_spoken |= "failed" in message
-                self._above.send(**message)
+                if self._above is not None:
+                    self._above.send(**message)
                 message = self._below.receive(0) if self._below.has_message else None
         except ChannelClosedError:
             self._below = None  # It ends.
 
     def _pass_down(self) -> str | None:
-        """What was lost, if something was."""
+        """What is to end the training, if something is."""
         try:
             message = self._above.receive(0)
             while message is not None:
                 if "lost" in message and not self._has_spoken:
-                    return message["lost"]
+                    return _lost(message["lost"])
+                # What fails in all is for each to tell.
+                if "failed" in message and not self._is_failing:
+                    return (
+                        f"a peer failed: {message['failed']}\nWhen that is mended, "
+                        "start the same command again on all processes, to go on from "
+                        "the newest checkpoint."
+                    )
+                self._has_spoken |= "refused" in message or "failed" in message
                 self._all_left |= "all_left" in message
                 if self._below is not None:
                     self._below.send(**message)
@@ -233,7 +238,7 @@ class _Supervisor:
         except ChannelClosedError:
             self._above = None
             if not self._all_left and not self._has_spoken:
-                return "process 0, the coordinator, ended without a word"
+                return _lost("process 0, the coordinator, ended without a word")
         return None
 
     def _signal_child(self, signum: int) -> None:
@@ -254,7 +259,16 @@ class _Supervisor:
 
     def _take(self, status: int) -> None:
         code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            self._killed_by = signal.Signals(-code)
         self._status = 128 - code if code < 0 else code  # As shells say it.
+
+
+def _lost(text: str) -> str:
+    return (
+        f"lost a peer: {text}. Start the same command again on all processes, to go on "
+        "from the newest checkpoint."
+    )
 
 
 def _listening(address: str) -> socket.socket:

@@ -77,7 +77,10 @@ def _train_or_evaluate(
             print(f"  {name}: {number}")
         sys.stdout.flush()
         if _MODE.value == "eval":
-            found = loop.evaluate_latest(programs, run)
+            found = loop.evaluate_latest(programs, run, peers)
+            if found is None:
+                print("Stopped by a signal before the end of the evaluation.")
+                return mains.INTERRUPTED
             print("Held-out:", evaluation.format_metrics(found))
             return None
         start = time.time()
@@ -91,7 +94,7 @@ def _print_result(result: loop.TrainResult, seconds: float) -> None:
     if result.stop is not None:
         how = f"Stopped by {signal.Signals(result.stop).name}: saved training"
     print(f"{how} to step {result.step} in {seconds:.0f} s.")
-    if result.losses:
+    if result.step in result.losses:
         print(f"Training loss: {result.losses[result.step]:.4f} nats")
     if result.evaluation and result.stop is None:
         print("Held-out:", evaluation.format_metrics(result.evaluation))

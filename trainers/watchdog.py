@@ -57,8 +57,12 @@ class Watchdog(contextlib.AbstractContextManager):
         self._step, self._since = step, time.monotonic()
 
     def rest(self) -> None:
-        """No call is under way, until the next one has ended."""
+        """No call is under way, until `resume`, or until the next one has ended."""
         self._since = None
+
+    def resume(self) -> None:
+        """A call is under way again."""
+        self._since = time.monotonic()
 
     def _watch(self) -> None:
         written_of = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 from collections.abc import Sequence
 
 import jax
@@ -40,9 +42,19 @@ def process_group_of_environment() -> ProcessGroup | None:
     coordinator, count, process, devices = jax_bridge.detected_cluster()
     if None in (coordinator, count, process):
         return None
+    # JAX has one device for each task, even for a task that has a machine to itself.
+    devices = devices if _tasks_on_a_machine() > 1 else None
     return ProcessGroup(
         coordinator=coordinator, count=count, process=process, local_devices=devices
     )
+
+
+def _tasks_on_a_machine() -> int:
+    """The most that SLURM or Open MPI has started on one machine; 1 without them."""
+    names = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    # Such as "2(x3),1": two on each of three machines, one on a fourth.
+    said = ",".join(os.environ.get(name, "1") for name in names)
+    return max(int(count) for count in re.findall(r"(?:^|,)(\d+)", said))
 
 
 def join_processes(group: ProcessGroup, *, timeout: float) -> None:
@@ -55,6 +67,8 @@ def join_processes(group: ProcessGroup, *, timeout: float) -> None:
     Raises:
       RuntimeError: devices are in use already.
     """
+    # It would take SIGTERM for itself, and do nothing but note it.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         group.coordinator,
         group.count,

@@ -89,8 +89,8 @@ class ShardingPlan:
 
         Of these only those count that split the tokens which its gradient sums over.
         """
-        tokens = self.activation_sharding(("batch", "stream"), name)
-        axes = [axis for split in tokens.dims for axis in split]
+        tokens = self._own_names(("batch", "stream"))
+        axes = {axis for dim in tokens for axis in as_axes(self.activations.get(dim))}
         partial = [axis for axis in self.partial_axes if axis in axes]
         return _reduced(self.weight_sharding(dims, name), partial)
 
@@ -98,11 +98,7 @@ class ShardingPlan:
         self, dims: Sequence[str], name: str = "activation"
     ) -> Sharding:
         """The sharding of an activation with the logical dims `dims`."""
-        if self.pipeline_axes is not None and "microbatch" in self.activations:
-            dims = ["microbatch" if dim == "batch" else dim for dim in dims]
-        if "stream" not in self.activations:
-            dims = ["sequence" if dim == "stream" else dim for dim in dims]
-        return self._sharding(self.activations, dims, name)
+        return self._sharding(self.activations, self._own_names(dims), name)
 
     def gathered_sharding(
         self, dims: Sequence[str], name: str = "activation"
@@ -125,6 +121,15 @@ class ShardingPlan:
         return dataclasses.replace(
             self, pipeline_axes=tuple(stage_axes), partial_axes=()
         )
+
+    def _own_names(self, dims: Sequence[str]) -> list[str]:
+        """The names that the activation table has for dims."""
+        others = {}
+        if self.pipeline_axes is not None and "microbatch" in self.activations:
+            others["batch"] = "microbatch"
+        if "stream" not in self.activations:
+            others["stream"] = "sequence"
+        return [others.get(dim, dim) for dim in dims]
 
     def _sharding(self, table: Mapping, dims: Sequence[str], name: str) -> Sharding:
         split = [as_axes(table.get(dim)) for dim in dims]

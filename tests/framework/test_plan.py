@@ -57,6 +57,25 @@ def test_a_dim_may_be_split_by_several_axes_or_none():
     assert ShardingPlan().mesh.size == 1
 
 
+def test_weights_are_reduced_where_tokens_are_split():
+    plan = ShardingPlan(
+        mesh_axes=("data", "tensor"),
+        weights={"hidden": "tensor"},
+        activations={"batch": "data", "stream": "tensor"},
+        partial_axes=("data", "tensor"),
+    )
+    assert str(plan.read_sharding(["model", "hidden"])) == "[_,tensor]{R:data}"
+    assert str(plan.read_sharding(["model"])) == "[_]{R:data,tensor}"
+
+
+def test_weights_are_read_whatever_splits_activations():
+    """A plan may split by one axis dims that no activation has together."""
+    both = {"batch": "X", "sequence": "X"}
+    for partial in ((), ("X",)):
+        plan = ShardingPlan(activations=both, partial_axes=partial)
+        assert plan.read_sharding(["model"]).reduced == partial
+
+
 @pytest.mark.parametrize("table", ["weights", "activations"])
 def test_an_unknown_axis_names_the_nearest(table):
     message = (

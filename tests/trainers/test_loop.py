@@ -184,8 +184,8 @@ def test_signal_saves_and_stops(straight, change_batches, tmp_path, capfd, signu
     programs = at(small_programs())
     change_batches(ask_to_stop)
     result = train(programs, tmp_path)
-    assert (result.stop, result.step, result.evaluation) == (signum, 8, {})
-    assert saved_steps(tmp_path) == [5, 8]
+    assert (result.stop, result.step, result.evaluation) == (signum, 7, {})
+    assert saved_steps(tmp_path) == [5, 7]
     assert capfd.readouterr().err.count(f"{signum.name}: stopping") == 1
     assert handlers == [
         signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)

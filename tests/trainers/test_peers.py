@@ -31,7 +31,9 @@ def _end_threads_alone():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.trainers.peers._end_process", sys.exit)
         yield
-        time.sleep(0.5)
+        for thread in threading.enumerate():
+            if thread.name == "peers":
+                thread.join(SECONDS)
 
 
 @pytest.fixture
@@ -176,6 +178,23 @@ def test_noise_is_ignored(hub, noise):
     assert heard(by_hand(connect, 1, 0), "go")
 
 
+def test_a_second_knock_in_one_turn_does_no_harm(hub):
+    """The hub hears the last hello and a probe of its port at once."""
+    connect = hub(1)
+    for _ in range(20):
+        connect()
+    assert heard(by_hand(connect, 1, 0), "go")
+
+
+def test_long_messages_are_cut_and_heard(hub):
+    connect = hub(2)
+    first = by_hand(connect, 2, 0)
+    second = peer(connect(), 2, 1)
+    heard(first, "go")
+    second.failed("\x00" * 10**6, at_once=True)
+    assert "failed: \x00" in heard(first, "failed")
+
+
 def test_peer_that_ends_is_named(hub):
     connect = hub(2)
     first, second = (by_hand(connect, 2, number) for number in range(2))
@@ -190,8 +209,8 @@ def test_what_fails_on_one_is_told_to_all(hub):
     first, second = (by_hand(connect, 2, number) for number in range(2))
     heard(first, "go")
     second.send(failed="OSError: no such file")
-    lost = "process 1 of 2 (h, pid 7) failed: OSError: no such file"
-    assert heard(first, "lost") == lost
+    failed = "process 1 of 2 (h, pid 7) failed: OSError: no such file"
+    assert heard(first, "failed") == failed
 
 
 def beating(channel, ended, **message):

@@ -37,17 +37,12 @@ def test_addressed():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"num_processes": 2},
-            "--num_processes and --process_id go with --coordinator",
-        ),
-        (
-            {"coordinator": "h:1"},
-            "--num_processes=None and --process_id=None: give both",
-        ),
+        ({"num_processes": 2}, "--num_processes without --coordinator=HOST:PORT"),
+        ({"peer_timeout": 9.0}, "--peer_timeout without --coordinator=HOST:PORT"),
+        ({"coordinator": "h:1"}, "h:1 without --num_processes or --process_id: give"),
         (
             {"coordinator": "h:1", "num_processes": 2, "process_id": 2},
-            "--process_id=2: give both, the id from 0 up to one less",
+            "--process_id=2 of --num_processes=2: they count from 0 to 1",
         ),
         ({"coordinator": "h"}, "--coordinator=h is no HOST:PORT"),
         (
@@ -70,7 +65,9 @@ def test_slurm_says_it_all(monkeypatch):
         monkeypatch.setenv(name, value)
     found = group(coordinator="auto")
     assert found.coordinator.startswith("node07:")
-    assert (found.count, found.process, found.local_devices) == (3, 1, [0])
+    assert (found.count, found.process, found.local_devices) == (3, 1, None)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1,2(x2)")
+    assert group(coordinator="auto").local_devices == [0]
     assert group() is None  # Unless asked for.
 
 

@@ -36,8 +36,9 @@ class Group:
             group = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
             group.append(f"--process_id={number}")
             with open(log, "w") as out:
+                one = [str(word).replace("{process}", str(number)) for word in command]
                 process = subprocess.Popen(
-                    [*command, *(group if count > 1 else [])],
+                    [*one, *(group if count > 1 else [])],
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -65,7 +66,9 @@ class Group:
             check=True,
         )
         for pid in pids.stdout.split():
-            os.kill(int(pid), signum)
+            # The training may have ended with its supervisor already.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signum)
 
     @property
     def said(self) -> list[str]:
@@ -129,11 +132,16 @@ def test_lost_peer_is_named_and_a_restart_goes_on(straight, start, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["machine", "training"])
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_stalled_peer_is_named(start, tmp_path, stopped):
+def test_stalled_peer_is_named(start, tmp_path, stopped, what):
     group = start(2, tmp_path / "run", flags=["--peer_timeout=30"])
     group.wait_for_checkpoint(5)
-    group.signal(stopped, signal.SIGSTOP)
+    if what == "machine":
+        group.signal(stopped, signal.SIGSTOP)
+    else:
+        (pid,) = children(group.processes[stopped].pid)
+        os.kill(int(pid), signal.SIGSTOP)
     other = 1 - stopped
     assert group.processes[other].wait(PATIENCE) == peers.LOST
     assert f"lost a peer: process {stopped}" in group.said[other]
@@ -161,11 +169,11 @@ def test_what_fails_in_one_ends_all(start, tmp_path):
     group = start(2, tmp_path / "run", params=["Experiment.num_steps = 2000"])
     group.wait_for_checkpoint(5)
     # Its training alone, as the kernel does that is short of memory.
-    (pid,) = {int(pid) for pid in children(group.processes[1].pid)}
-    os.kill(pid, signal.SIGKILL)
+    (pid,) = children(group.processes[1].pid)
+    os.kill(int(pid), signal.SIGKILL)
     assert group.wait() == [peers.LOST, 128 + signal.SIGKILL], group.said
-    assert "process 1 of 2 (" in group.said[0]
-    assert "failed: it was ended by SIGKILL. Start" in group.said[0]
+    assert "a peer failed: process 1 of 2 (" in group.said[0]
+    assert "failed: it got SIGKILL\nWhen that is mended" in group.said[0]
 
 
 def children(pid):
@@ -173,6 +181,17 @@ def children(pid):
         ["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True
     )
     return found.stdout.split()
+
+
+def test_other_settings_are_refused(start, tmp_path):
+    """Said by who is refused; the first one waits for the right one."""
+    params = ["Experiment.seed = {process}"]
+    flags = ["--start_timeout=40"]
+    group = start(2, tmp_path / "run", params=params, flags=flags)
+    assert group.wait() == [1, 1], group.said
+    said = "\n".join(group.said)
+    assert re.search(r"process (\d) has other settings than process (?!\1)\d", said)
+    assert "of 2 processes, these did not come within the start timeout" in said
 
 
 def test_mesh_that_cannot_be_shared(start, tmp_path):
