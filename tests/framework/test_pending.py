@@ -18,6 +18,7 @@ from tests.framework.pending_programs import (
     split,
     sum_of_two_axes,
     to,
+    traced,
 )
 
 
@@ -247,16 +248,38 @@ def test_a_dim_split_by_two_axes_of_which_one_is_pending(pending, other):
     check(fn, "[8@dp.tp,6]", "[8@dp.tp,4]", sends=sends)
 
 
-@pytest.mark.parametrize("dtype", [tf.int32, tf.complex64])
-def test_sums_of_other_numbers(dtype):
-    """Of whole numbers the parts are exact, and so is what they are converted to."""
-
+def test_sums_of_complex_numbers():
     def fn(x, y):
-        p = partial(tf.cast(x, dtype), tf.cast(y, dtype))
-        total = tf.cast(p - 3 * p, tf.complex64) + tf.zeros([4, 6], tf.complex64)
+        p = partial(tf.cast(x, tf.complex64), tf.cast(y, tf.complex64))
+        total = p - 3 * p + tf.zeros([4, 6], tf.complex64)
         return tf.math.real(to(total, None, None))
 
-    check(fn, *PARTIAL, sends=["all-reduce tp [4,6]"], whole=True)
+    check(fn, *PARTIAL, sends=[REDUCED], whole=True)
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, tf.uint32, tf.int16, tf.uint8])
+def test_sums_of_whole_numbers_wrap_around(dtype):
+    """As they do on one device: modulo 2^n parts are exact, of fewer bits too."""
+
+    def fn(x, y):
+        p = partial(tf.cast(x, tf.int32) * (2**30 + 77), tf.cast(y, tf.int32))
+        total = to(tf.cast(p - 3 * p, dtype), None, None)
+        return tf.math.floormod(total, tf.constant(251, dtype))
+
+    check(fn, *PARTIAL, sends=[REDUCED], whole=True)
+
+
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_a_sum_that_is_cast_to_fewer_bits_is_rounded_part_by_part(partitioner):
+    def fn(x, y):
+        p = partial(x, y)
+        parts = to(tf.cast(p, tf.bfloat16), None, None)
+        return tf.cast(parts, tf.float32), tf.cast(to(p, None, None), tf.bfloat16)
+
+    program = traced(fn, "[1,2@tp]", "[2@tp,1]", partitioner=partitioner).compile()
+    x, y = np.array([[256.75, 0.75]], np.float32), np.ones([2, 1], np.float32)
+    parts, whole = program.unshard(program(x, y))
+    assert (parts[0, 0], whole[0, 0]) == (256.0, 258.0)
 
 
 def test_a_sum_of_elements_may_be_pending():

@@ -161,6 +161,11 @@ MISTAKES = {
         a_pending_sum,
         r"multiplies .* a product of sums pending along \w+ is not the sum of products",
     ),
+    "a product along different axes": Mistake(
+        lambda p, q: p * q,
+        and_one_along_other_axes,
+        r"multiplies .* a product of two pending sums, one along tp: of a product one",
+    ),
     "relu of unreduced": Mistake(
         lambda p: tf.nn.relu(p),
         a_pending_sum,

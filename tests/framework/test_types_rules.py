@@ -47,6 +47,11 @@ LEGAL = {
         [U],
         "bf16[4, 8@dp]{U:tp}",
     ),
+    "a sum of whole numbers in fewer bits": (
+        lambda x: tf.cast(x, tf.int16),
+        ["s32[4, 8]{U:tp}"],
+        "s16[4, 8]{U:tp}",
+    ),
     "a sum times a tensor": (tf.multiply, [U, "f32[4, 8]"], U),
     "a sum times a number": (lambda x: 3 * x / 7, [U], U),
     "a sum by a tensor": (tf.divide, [U, PLAIN], U),
@@ -223,6 +228,12 @@ ILLEGAL = {
         "mesh_split it to [_] before. The sum along tp is of op 'Sum'",
     ),
     "rounded": (lambda x: tf.cast(x, tf.int32), [U], "is not linear in a sum"),
+    "whole numbers that may wrap around": (
+        lambda x: tf.cast(x, tf.float32),
+        ["s32[4, 8]{U:tp}"],
+        "it is not linear in a sum pending along tp, as a part may wrap around, or be "
+        "rounded, where their sum is not; reshard it to [_,_] before",
+    ),
     "compared": (lambda x: x > 0, [U], "computes compare of f32[4, 8@dp]{U:tp}"),
     "a mask over other than zero": (
         lambda x, m: tf.where(m, x, 1.0),

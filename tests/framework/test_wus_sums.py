@@ -15,6 +15,11 @@ def rounded_after_the_sum(w, x):
     return w + tf.reshape(tf.cast(tf.reduce_sum(x, 0), tf.int32), [3, 5])
 
 
+def cast_after_the_sum(w, x):
+    g = tf.cast(tf.reshape(tf.reduce_sum(x, 0), [3, 5]), tf.bfloat16)
+    return w + tf.cast(g, tf.float32)
+
+
 def reduced_again(w, x):
     g = tf.reshape(tf.reduce_sum(x, 0), [3, 5])
     return w - (g - tf.reduce_max(g))
@@ -46,6 +51,7 @@ def read_twice(w, x):
     "update,weight",
     [
         (rounded_after_the_sum, tf.TensorSpec([3, 5], tf.int32)),
+        (cast_after_the_sum, tf.TensorSpec([3, 5])),
         (reduced_again, tf.TensorSpec([3, 5])),
         (shared_table, tf.TensorSpec([101, 3])),
         (whole_numbers, tf.TensorSpec([15], tf.int32)),

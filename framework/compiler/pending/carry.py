@@ -18,6 +18,7 @@ from meshwright.framework.compiler.completed import completed_module
 from meshwright.framework.compiler.jax_bridge import bytecode
 from meshwright.framework.compiler.lower import LoweredFunction
 from meshwright.framework.compiler.pending.plan import Plan
+from meshwright.framework.compiler.pending.regions import refuse_in_regions
 from meshwright.framework.compiler.pending.write import write_parts
 from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.sharding.annotations import TYPED
@@ -50,7 +51,8 @@ def carry_pending(
 
     Raises:
       LoweringError: a pending sum meets an op that is not linear in it, or leaves the
-        program; or no sum is pending where an annotation says so.
+        program; or no sum is pending where an annotation says so, or can be, as in a
+        manual region.
     """
     if not has_types(lowered):
         return lowered
@@ -61,6 +63,7 @@ def carry_pending(
         out_shardings=out_shardings,
         devices=devices,
     ) as completed:
-        plan = Plan(completed, Blame(lowered.name, lowered.sources))
-        write_parts(completed, plan)
+        blame = Blame(lowered.name, lowered.sources)
+        refuse_in_regions(completed.main, mesh, blame)
+        write_parts(completed, Plan(completed, blame))
         return dataclasses.replace(lowered, rewritten=bytecode(completed.module))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.lower import LoweringError
-from meshwright.framework.compiler.pending.linear import choices
+from meshwright.framework.compiler.pending.linear import choices, why_not
 from meshwright.framework.compiler.pending.ties import Tie, ties_of
 from meshwright.framework.compiler.stable_hlo import (
     BRANCHES,
@@ -148,7 +148,7 @@ class Flow:
             raise self._refused(op, first, "is annotated as if it were none")
         numbers = next((n for n in choices(op) if held <= set(n)), None)
         if numbers is None:
-            raise self._refused(op, first, "is read by what is not linear in it")
+            raise self._refused(op, first, _not_linear(op, held))
         axes = self._same_axes(op, [op.operands[i] for i in held])
         for number in set(numbers) - held:
             self._want(op, op.operands[number], axes, first)
@@ -264,12 +264,27 @@ class Flow:
         )
         return RefusedError(error, self._lenient[value])
 
-    def lacks(self, want: Want) -> RefusedError:
-        """Of what cannot be had in parts."""
-        return RefusedError(self._lacks(want), want.lenient)
+    def lacks(self, want: Want, tied: tuple[Tie, Axes] | None) -> RefusedError:
+        """Of what cannot be had in parts.
 
-    def _lacks(self, want: Want) -> LoweringError:
+        Args:
+          want: it.
+          tied: what it is made of that is in parts along other axes, if that is why.
+        """
+        return RefusedError(self._lacks(want, tied), want.lenient)
+
+    def _lacks(self, want: Want, tied: tuple[Tie, Axes] | None) -> LoweringError:
         named, wanted = ", ".join(want.axes), type_text(want.value, want.axes)
+        if tied is not None:
+            tie, axes = tied
+            place = str(self._blame.error(tie.op, ""))
+            place = place.removeprefix(f"{self._blame.program}: ")
+            return self._blame.error(
+                want.op,
+                f"wants {wanted} of what {place}has as {type_text(tie.result, axes)} "
+                "for another: a loop or a conditional has a tensor in parts along the "
+                "same axes for all that read it; annotate these alike and reshard them",
+            )
         if want.beside is None or want.op.name in (WHILE, *BRANCHES):
             return self._blame.error(
                 want.op,
@@ -283,6 +298,13 @@ class Flow:
             f"{named}, together with {type_text(want.value, ())}, which is whole: "
             "reshard one of them to the type of the other",
         )
+
+
+def _not_linear(op, held: Collection[int]) -> str:
+    """Why an op of pending operands is not computed part by part."""
+    if len(held) > 1 and all((number,) in choices(op) for number in held):
+        return "is multiplied by another, and of a product one factor may be pending"
+    return f"is read by what is not linear in it{why_not(op)}"
 
 
 def type_text(value: ir.Value, axes: Axes) -> str:

@@ -59,17 +59,51 @@ def choices(op: ir.Operation) -> Sequence[tuple[int, ...]]:
     return rule(op) if rule else _CHOICES.get(short_name(op), [])
 
 
+def why_not(op: ir.Operation) -> str:
+    """What a message adds where an op that looks linear is not; "" of other ops."""
+    if short_name(op) != "convert" or not _is_whole(op.operands[0]):
+        return ""
+    return ", as a part may wrap around, or be rounded, where their sum is not"
+
+
+def converts_exactly(op: ir.Operation) -> bool:
+    """Whether a conversion that is linear rounds no part either.
+
+    Where a program says that a sum is pending, it may be cast to fewer bits, which
+    halves what is sent, as of the products of bfloat16 that it is made of: each part
+    is rounded then. What moves sums where no program says so goes by this as well.
+    """
+    if _is_whole(op.operands[0]):
+        return True
+    before, after = (_floating(v) for v in (op.operands[0], op.results[0]))
+    return before == after or before.width < after.width
+
+
 def _convert(op):
-    """Up to rounding; from whole numbers, of which each part is exact, too."""
-    before, after = (element_type(v) for v in (op.operands[0], op.results[0]))
-    truth = str(before) == "i1"
-    cuts = not isinstance(before, ir.IntegerType) and isinstance(after, ir.IntegerType)
-    return [] if truth or cuts else _FIRST
+    """Up to rounding; of whole numbers modulo 2^n, as their parts may wrap around."""
+    (before,), (after,) = op.operands, op.results
+    if _is_whole(before) != _is_whole(after):
+        return []
+    if not _is_whole(before):
+        return _FIRST
+    # To a truth value it is a comparison.
+    fewer = 1 < element_type(after).width <= element_type(before).width
+    return _FIRST if fewer else []
+
+
+def _is_whole(value: ir.Value) -> bool:
+    return isinstance(element_type(value), ir.IntegerType)
+
+
+def _floating(value: ir.Value) -> ir.Type:
+    """What numbers are made of, complex ones too."""
+    element = element_type(value)
+    is_complex = isinstance(element, ir.ComplexType)
+    return element.element_type if is_complex else element
 
 
 def _divide(op):
-    rounds = isinstance(element_type(op.results[0]), ir.IntegerType)
-    return [] if rounds else _FIRST
+    return [] if _is_whole(op.results[0]) else _FIRST
 
 
 def _from_zero(op):

@@ -182,6 +182,8 @@ def _of_scatter(op, operands: _Operands):
     )
     if len(op.operands) != 3 or not adds(op) or not is_zero(op.operands[0]):
         return None
+    if list(numbers.input_batching_dims):
+        return None  # Axes that split these split the result, too.
     indices, updates = operands.dims(1), operands.dims(2)
     window = list(numbers.update_window_dims)
     rows = [axes for dim, axes in enumerate(updates) if dim not in window]

@@ -86,8 +86,27 @@ class Plan:
         """Of two mistakes in a program the first."""
         for want in self.flow.wants.values():
             if self._search(want.axes).way(want.value) is None:
-                return self.flow.lacks(want)
+                return self._lacks(want)
         return error
+
+    def _lacks(self, want: Want) -> RefusedError:
+        return self.flow.lacks(want, self._tied_otherwise(want))
+
+    def _tied_otherwise(self, want: Want) -> tuple[Tie, Axes] | None:
+        """What a value could be made of, were it not in parts along other axes."""
+        free = Search(self._completed, want.axes, pending=self.flow.pending, carried={})
+        left, seen = [want.value], set()
+        while left:
+            value = left.pop()
+            way = free.way(value)
+            if way is None or value in seen:
+                continue
+            axes = self.carried.get(way.tie, want.axes)
+            if axes != want.axes:
+                return way.tie, axes
+            seen.add(value)
+            left += way.needs
+        return None
 
     def _grant_all(self) -> None:
         for want in self.flow.wants.values():
@@ -98,7 +117,7 @@ class Plan:
         axes = want.axes
         search = self._search(axes)
         if search.way(want.value) is None:
-            raise self.flow.lacks(want)
+            raise self._lacks(want)
         left = [want.value]
         while left:
             value = left.pop()

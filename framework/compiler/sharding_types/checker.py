@@ -14,6 +14,11 @@ from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.pending.partial_sums import sum_of
+from meshwright.framework.compiler.pending.regions import (
+    REMEDY,
+    RULE,
+    needs_pending,
+)
 from meshwright.framework.compiler.sharding_types.annotated import (
     annotated,
     check_given,
@@ -179,9 +184,11 @@ class Checker:
             )
         if found is not None and found.kind == OUT_OF_MANUAL:
             return [TensorType.of(op.results[0], self.mesh, found.config["dims"])]
-        if Unknown.MANUAL in before:
-            return [Unknown.MANUAL] * len(op.results)
         is_typed = found is not None and found.kind in (TYPED, RESHARD)
+        if Unknown.MANUAL in before:
+            if is_typed and needs_pending(found, self.mesh):
+                raise IllTypedError(RULE, REMEDY)
+            return [Unknown.MANUAL] * len(op.results)
         if is_annotation(op) or is_typed:
             return [self._annotation(op, before[0])]
         if Unknown.REFUSED in before:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+from meshwright.framework.compiler.pending.linear import why_not
 from meshwright.framework.compiler.sharding_types.tensor_type import (
     SUM,
     IllTypedError,
@@ -74,7 +75,7 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
     """
     axes = _axes(rule, types)
     for type_, linear in zip(types, rule.linear, strict=True):
-        _check_linear(type_, linear, rule)
+        _check_linear(op, type_, linear, rule)
     pending = (_of_terms if rule.alike else _of_factors)(op, rule, types, axes)
     reduced = tuple(_reduced(rule, types, axes, pending))
     names = _names(rule, types)
@@ -138,12 +139,12 @@ def _without_split(type_: TensorType, dim: int) -> str:
     return type_.said_text(dims)
 
 
-def _check_linear(type_: TensorType, linear: bool, rule: OpDims) -> None:
+def _check_linear(op, type_: TensorType, linear: bool, rule: OpDims) -> None:
     for one in type_.pending:
         if linear and (one.kind == SUM or rule.moves):
             continue
         raise IllTypedError(
-            f"it is not linear in {_part(one)}",
+            f"it is not linear in {_part(one)}{why_not(op)}",
             f"{how_to_combine(type_, one)} before",
         )
 
@@ -180,6 +181,12 @@ def _of_factors(
                 raise IllTypedError(
                     f"a product of sums pending along {one.axis} is not the sum of "
                     "products",
+                    f"{how_to_combine(type_, one)} before",
+                )
+            if one.decided and any(had.decided for had in found):
+                raise IllTypedError(
+                    f"it is a product of two pending sums, one along {one.axis}: of a "
+                    "product one factor may be pending",
                     f"{how_to_combine(type_, one)} before",
                 )
         found += type_.pending

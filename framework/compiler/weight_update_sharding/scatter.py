@@ -17,6 +17,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.completed import CompletedModule
+from meshwright.framework.compiler.pending.linear import choices, converts_exactly
 from meshwright.framework.compiler.pending.partial_sums import (
     Summed,
     local_sum,
@@ -26,7 +27,6 @@ from meshwright.framework.compiler.pending.partial_sums import (
 from meshwright.framework.compiler.stable_hlo import (
     OUT_OF_MANUAL,
     border_config,
-    element_type,
     placeholder_call,
     shape_of,
     tensor_type,
@@ -35,7 +35,8 @@ from meshwright.framework.compiler.stable_hlo import (
 from meshwright.framework.compiler.weight_update_sharding.formats import Format
 from meshwright.framework.sharding.placeholders import mesh_text
 
-_AFTER = ("stablehlo.reshape", "stablehlo.transpose")
+_CONVERT = "stablehlo.convert"
+_AFTER = (_CONVERT, "stablehlo.reshape", "stablehlo.transpose")
 
 
 def find_sum(completed: CompletedModule, reduced, value: ir.Value) -> Summed | None:
@@ -61,12 +62,10 @@ def find_sum(completed: CompletedModule, reduced, value: ir.Value) -> Summed | N
 
 
 def _keeps_sums(op) -> bool:
-    """Whether a sum of an op's results is the op's result of the sum."""
-    if op.name != "stablehlo.convert":
-        return op.name in _AFTER
-    before, after = (element_type(value) for value in (op.operands[0], op.results[0]))
-    floats = isinstance(before, ir.FloatType) and isinstance(after, ir.FloatType)
-    return floats and before.width <= after.width
+    """Whether a sum of an op's results is just the op's result of the sum."""
+    if op.name not in _AFTER or not choices(op):
+        return False
+    return op.name != _CONVERT or converts_exactly(op)
 
 
 def reduce_scattered(
@@ -107,7 +106,7 @@ def reduce_scattered(
 def _grow(local: ir.Value, shape: Sequence[int]) -> bool:
     """Makes a scatter's sum with zeros at its ends, which are not copied then."""
     made = [local.owner.operation]
-    while made[-1].name == "stablehlo.convert":
+    while made[-1].name == _CONVERT:
         made.append(made[-1].operands[0].owner.operation)
     if made[-1].name != "stablehlo.scatter":
         return False
