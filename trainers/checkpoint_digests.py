@@ -39,6 +39,11 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _BLOCK = 4 << 20  # bytes
 _THREADS = min(8, os.cpu_count() or 1)
 _MAX_SHOWN = 4
+_UNREADABLE = -1  # Instead of a number of problems.
+
+# What a removed or exchanged file raises. No other OSError says anything of the files:
+# the disk failed (EIO), the server was restarted (ESTALE), nobody may read them.
+_WENT_AWAY = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 Gather = Callable[[int], Sequence[int]]
 """Takes this process's number and returns every process's, in order of processes."""
@@ -83,13 +88,17 @@ class Verified:
 
         Raises:
           DamagedError: files did.
+          CheckpointError: the folder cannot be read.
         """
-        try:
-            now = _sizes(self.folder)
-        except OSError:
-            now = {}
-        gone = [path for path, size in self.sizes.items() if now.get(path) != size]
-        problems = [f"{path} changed while it was read" for path in gone]
+
+        def problems() -> list[str]:
+            try:
+                now = _sizes(self.folder)
+            except _WENT_AWAY:
+                now = {}
+            gone = [path for path, size in self.sizes.items() if now.get(path) != size]
+            return [f"{path} changed while it was read" for path in gone]
+
         _raise_together(self.folder, problems, gather)
 
 
@@ -110,16 +119,19 @@ class DigestingHandler(ocp.StandardCheckpointHandler):
     async def async_save(self, directory, item=None, save_args=None, args=None):
         saves = await super().async_save(directory, item, save_args, args)
         own = directory / f"ocdbt.process_{jax.process_index()}"
-        return [ocp.future.ChainedFuture(saves, lambda: write(own))]
+
+        def write_own() -> None:
+            # Of what is replicated, another process may have written all.
+            if own.exists():
+                write(own)
+
+        return [ocp.future.ChainedFuture(saves, write_own)]
 
 
 def handler_registry() -> ocp.handlers.CheckpointHandlerRegistry:
-    """For Orbax: how the item `state` is saved and restored, whole or in part."""
+    """For Orbax: how the item `state` is saved."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    handler = DigestingHandler()
-    registry.add("state", ocp.args.StandardSave, handler)
-    registry.add("state", ocp.args.StandardRestore, handler)
-    registry.add("state", ocp.args.PyTreeRestore, ocp.PyTreeCheckpointHandler())
+    registry.add("state", ocp.args.StandardSave, DigestingHandler())
     return registry
 
 
@@ -150,19 +162,37 @@ def verify(folder: epath.Path, gather: Gather) -> Verified:
 
     Raises:
       DamagedError: they are not.
+      CheckpointError: some process cannot read them, which says nothing of them.
     """
     sizes: dict[str, int] = {}
-    try:
-        sizes = _sizes(folder)
-        problems = _problems(folder, sizes)
-    except OSError as error:  # A file went away, or cannot be read.
-        problems = [str(error)]
+
+    def problems() -> list[str]:
+        sizes.update(_sizes(folder))
+        return _problems(folder, sizes)
+
     _raise_together(folder, problems, gather)
     return Verified(folder=folder, sizes=sizes)
 
 
-def _raise_together(folder: epath.Path, problems: list[str], gather: Gather) -> None:
-    everywhere = gather(len(problems))
+def _raise_together(
+    folder: epath.Path, find_problems: Callable[[], list[str]], gather: Gather
+) -> None:
+    """Raises in every process if one finds problems, or cannot look for them."""
+    problems, failure = [], None
+    try:
+        problems = find_problems()
+    except _WENT_AWAY as error:
+        problems = [str(error)]
+    except OSError as error:
+        failure = error
+    everywhere = gather(len(problems) if failure is None else _UNREADABLE)
+    if _UNREADABLE in everywhere:
+        why = "another process says why" if failure is None else failure
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read ({why}), which is no damage: nothing "
+            "was renamed. Check disk, network and permissions and start again; or move "
+            "the step elsewhere, to go on from an earlier one"
+        ) from failure
     if problems:
         raise DamagedError(folder, problems)
     if any(everywhere):
@@ -170,14 +200,14 @@ def _raise_together(folder: epath.Path, problems: list[str], gather: Gather) -> 
 
 
 def _problems(folder: epath.Path, sizes: dict[str, int]) -> list[str]:
-    digests_file = folder / DIGESTS
-    if not digests_file.exists():
+    try:
+        text = (folder / DIGESTS).read_bytes().decode(errors="replace")
+    except FileNotFoundError:
         return [
             f"{DIGESTS} is missing, nothing can be verified (docs/checkpoints.md says "
             "how to make one)"
         ]
     saved, problems = {}, []
-    text = digests_file.read_bytes().decode(errors="replace")
     for number, line in enumerate(text.splitlines(), start=1):
         if match := _LINE.fullmatch(line):
             saved[match[2]] = match[1]
@@ -201,18 +231,20 @@ def _problems(folder: epath.Path, sizes: dict[str, int]) -> list[str]:
 def _sizes(folder: epath.Path) -> dict[str, int]:
     """Bytes of each file that has, or ought to have, a digest."""
     return {
-        path: file.stat().length
-        for path, file in _files(folder)
+        path: size
+        for path, size in _files(folder)
         if path not in (DIGESTS, *_AFTERWARDS)
     }
 
 
-def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Path]]:
+def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, int]]:
     for file in folder.iterdir():
-        if file.is_dir():
+        # `is_dir` and `exists` are false where the disk fails; this raises.
+        found = file.stat()
+        if found.is_directory:
             yield from _files(file, f"{prefix}{file.name}/")
         else:
-            yield prefix + file.name, file
+            yield prefix + file.name, found.length
 
 
 def _digests(folder: epath.Path, sizes: dict[str, int], what: str) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import enum
 import itertools
 import json
@@ -11,7 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, TypeVar
 
 import absl.logging
@@ -23,6 +22,7 @@ from etils import epath
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import checkpoint_digests as digests
 from meshwright.trainers import checkpoint_manifest as manifests
+from meshwright.trainers import checkpoint_orbax
 from meshwright.trainers.checkpoint_digests import CheckpointError, DamagedError
 from meshwright.trainers.checkpoint_manifest import LeafForm
 from meshwright.trainers.checkpoint_progress import (
@@ -55,8 +55,10 @@ class Checkpoints:
     fails or is killed leaves the earlier steps as they are. Files that were damaged
     afterwards are noticed before they are read (`checkpoint_digests`).
 
-    In a program of several processes, all make the same calls, and all go back to the
-    same step.
+    In a program of several processes, all make the same calls, and go by the steps
+    that the first one sees. If one cannot read a step, all raise. A save that fails in
+    one raises there alone, at its next call: the others wait, and have to be ended by
+    who started them (`supervisor`).
 
     Args:
       directory: a local path, made if it is not there, or `gs://...`.
@@ -76,7 +78,7 @@ class Checkpoints:
         access: Access = Access.READ_WRITE,
         gather: digests.Gather = digests.gather_from_processes,
     ):
-        absl.logging.get_absl_logger().addFilter(_is_not_orbax_chatter)
+        absl.logging.get_absl_logger().addFilter(checkpoint_orbax.is_not_chatter)
         self._local = "://" not in os.fspath(directory)
         if self._local:
             directory = os.path.abspath(directory)
@@ -94,8 +96,9 @@ class Checkpoints:
                 create_directories_asynchronously=False,
                 # Between the last byte and the final name: a step has its digests.
                 post_finalization_callback=self._write_digests,
+                barrier_sync_fn=checkpoint_orbax.barrier(),
             ),
-            step_name_format=_StepNames(),
+            step_name_format=checkpoint_orbax.StepNames(),
         )
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -112,13 +115,13 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps on disk, ascending. Waits for a save under way."""
+        """The steps that this process sees, ascending. Waits for a save under way."""
         self.wait()
         return self._steps_on_disk()
 
     def latest_step(self) -> int | None:
         """The newest step on disk, or None. Waits for a save under way."""
-        return max(self.steps(), default=None)
+        return self._newest(skipped=())
 
     def save(
         self, step: int, state: NestedMap, *, metadata: Mapping[str, Any] | None = None
@@ -181,7 +184,7 @@ class Checkpoints:
         """Waits for the save under way.
 
         Raises:
-          CheckpointError: it failed; said once.
+          CheckpointError: it failed in this process; said once.
         """
         with self._write_errors():
             self._manager.wait_until_finished()
@@ -221,8 +224,9 @@ class Checkpoints:
           abstract: nested map of `jax.ShapeDtypeStruct` with shardings, on any mesh.
 
         Raises:
-          CheckpointError: no such step; it is, or all are, damaged; or it holds other
-            weights than `abstract`, of which the message lists the first.
+          CheckpointError: no such step; it is, or all are, damaged; it cannot be read;
+            or it holds other weights than `abstract`, of which the message lists the
+            first.
           ValueError: an entry of `abstract` has no sharding.
         """
         _check_shardings(abstract)
@@ -235,8 +239,9 @@ class Checkpoints:
                     f"{manifests.listed(lines)}\nuse the configuration that it was "
                     "saved with, or another directory"
                 )
-            item = ocp.args.StandardRestore(_to_dict(abstract))
-            return self._read_state(step, item, abstract)
+            args = ocp.args.StandardRestore(_to_dict(abstract))
+            handler = ocp.StandardCheckpointHandler()
+            return self._read_state(step, handler, args, abstract)
 
         return self._read_intact(step, read)
 
@@ -251,7 +256,8 @@ class Checkpoints:
             `restore` takes them: at the paths that they are saved under.
 
         Raises:
-          CheckpointError: no such step; or it is, or all are, damaged.
+          CheckpointError: no such step; it is, or all are, damaged; or it cannot be
+            read.
           ValueError: a chosen leaf has no sharding.
         """
 
@@ -259,9 +265,10 @@ class Checkpoints:
             abstract = choose(self._forms(step))
             _check_shardings(abstract)
             item = _to_dict(abstract)
-            args = ocp.checkpoint_utils.construct_restore_args(item)
-            item = ocp.args.PyTreeRestore(item, args, partial_restore=True)
-            return self._read_state(step, item, abstract)
+            how = ocp.checkpoint_utils.construct_restore_args(item)
+            args = ocp.args.PyTreeRestore(item, how, partial_restore=True)
+            handler = ocp.PyTreeCheckpointHandler()
+            return self._read_state(step, handler, args, abstract)
 
         return self._read_intact(step, read)
 
@@ -275,7 +282,7 @@ class Checkpoints:
                 other = f"take step {others[-1]}" if others else "there is no other"
                 raise CheckpointError(f"{error}; {other}") from error
         damaged: dict[int, DamagedError] = {}
-        while (step := self._newest(set(damaged))) is not None:
+        while (step := self._newest(skipped=damaged)) is not None:
             try:
                 result = self._verified_read(step, read)
             except DamagedError as error:
@@ -337,17 +344,20 @@ class Checkpoints:
         return self._directory / str(step)
 
     def _existing(self, step: int | None) -> int:
-        steps = self.steps()
-        if not steps:
+        newest = self.latest_step()
+        if newest is None:
             raise CheckpointError(f"there is no checkpoint in {self._directory}")
-        if step is not None and step not in steps:
+        if step is None:
+            return newest
+        steps = self._steps_on_disk()
+        if not self._gather(step in steps)[0]:
             raise CheckpointError(
                 f"there is no checkpoint of step {step} in {self._directory}, only of "
                 + ", ".join(str(one) for one in steps)
             )
-        return steps[-1] if step is None else step
+        return step
 
-    def _newest(self, skipped: set[int]) -> int | None:
+    def _newest(self, *, skipped: Container[int]) -> int | None:
         """The newest step that the first process sees, but for some."""
         newest = max((s for s in self.steps() if s not in skipped), default=-1)
         newest = self._gather(newest)[0]
@@ -362,20 +372,21 @@ class Checkpoints:
         return manifests.from_json(self._read_json(step, "manifest"))
 
     def _read_json(self, step: int, item: str) -> Any:
-        return self._read(step, item, ocp.args.JsonRestore())
+        return json.loads((self._folder(step) / item / "metadata").read_text())
 
     def _read_state(
-        self, step: int, item: ocp.args.CheckpointArgs, abstract: NestedMap
+        self,
+        step: int,
+        handler: ocp.CheckpointHandler,
+        args: ocp.args.CheckpointArgs,
+        abstract: NestedMap,
     ) -> NestedMap:
+        # Not by Orbax's manager, whose barrier a process that fails would never reach.
         what, size = f"restoring step {step}", _bytes_here(abstract)
         with Transfer(what, size, done=bytes_read):
-            state = NestedMap(self._read(step, "state", item))
+            state = NestedMap(handler.restore(self._folder(step) / "state", args=args))
         jax.block_until_ready(state.leaves())
         return state
-
-    def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
-        items = ocp.args.Composite(**{item: args})
-        return self._manager.restore(step, args=items)[item]
 
     def _write_digests(self) -> None:
         """Runs in the background of the first process, when all files are written."""
@@ -418,34 +429,6 @@ class Checkpoints:
         return f"step {steps[-1]} is kept" if steps else "no earlier step is there"
 
 
-class _Step(ocp.path.step.Metadata):
-    @property
-    def commit_timestamp(self) -> datetime.datetime:
-        return datetime.datetime.min
-
-
-class _StepNames(ocp.path.step.NameFormat[_Step]):
-    """Orbax's names, which are numbers; what they hold is not looked at.
-
-    By default it reads when each step was saved, from a file that has no digest, and
-    raises all sorts of errors if that is damaged or the clock was wrong. Steps are
-    ordered by their numbers, never by time.
-    """
-
-    _names = ocp.path.step.standard_name_format()
-
-    def build_name(self, step: int) -> str:
-        return self._names.build_name(step)
-
-    def find_all(self, base_path: epath.PathLike) -> Iterator[_Step]:
-        for found in self._names.find_all(base_path):
-            yield _Step(step=found.step, path=found.path)
-
-    def find_step(self, base_path: epath.PathLike, step: int) -> _Step:
-        found = self._names.find_step(base_path, step)
-        return _Step(step=found.step, path=found.path)
-
-
 def _to_dict(tree: NestedMap) -> dict[str, Any]:
     return {
         key: _to_dict(value) if isinstance(value, NestedMap) else value
@@ -480,7 +463,3 @@ def _brief(error: BaseException | None) -> str:
     if len(text) > 400:
         text = f"{text[:150]} ... {text[-250:]}"
     return f"{type(error).__name__}: {text}"
-
-
-def _is_not_orbax_chatter(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or "/orbax/" not in record.pathname

@@ -1,6 +1,9 @@
 """Checkpoints of several processes, and of processes that are killed."""
 
 import concurrent.futures
+import contextlib
+import os
+import re
 import shutil
 import signal
 import socket
@@ -22,25 +25,34 @@ from tests.trainers.checkpoint_states import (
 )
 
 TWO_PROCESSES = """
-import logging, pathlib
+import contextlib, faulthandler, os, pathlib, resource
+from unittest import mock
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize("localhost:{port}", 2, {process})
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from meshwright.trainers import checkpoint_digests as digests
+from meshwright.trainers.checkpoints import CheckpointError
 from tests.trainers.checkpoint_states import *
+
+faulthandler.dump_traceback_later(120, exit=True)  # A hang is not to last.
+sharding = mesh_sharding(2, 4)
+whole = NamedSharding(sharding.mesh, PartitionSpec())
+make = lambda array, sharding: jax.make_array_from_callback(
+    array.shape, sharding, lambda index: array[index])
 
 def state(seed):
     # Half of `w` lies in each process.
     weight = np.random.default_rng(seed).standard_normal((256, 64)).astype(np.float32)
-    sharding = mesh_sharding(2, 4)
-    make = lambda array, sharding: jax.make_array_from_callback(
-        array.shape, sharding, lambda index: array[index])
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
     return NestedMap(
         theta=NestedMap(w=make(weight, sharding)), step=make(np.int32(seed), whole))
 
 folder = pathlib.Path("{folder}")
+"""
+
+GO_BACK = """
 with Checkpoints(folder, max_to_keep=2) as checkpoints:
     for step in (1, 2, 3):
         checkpoints.save(step, state(step))
@@ -65,20 +77,35 @@ def free_port():
         return server.getsockname()[1]
 
 
-def test_two_processes_save_verify_and_go_back_together(tmp_path):
-    folder, port = tmp_path / "saved", free_port()
+@contextlib.contextmanager
+def two_processes(tmp_path, code, **fields):
+    """Starts two processes that run `code`.
+
+    Yields futures of exit status, lines on standard output, and standard error.
+    """
+    port = free_port()
 
     def run(process):
         own = tmp_path / str(process)
         own.mkdir()
-        code = TWO_PROCESSES.format(port=port, process=process, folder=folder)
-        return snippets.run(code, own)
+        whole = (TWO_PROCESSES + code).format(
+            port=port, process=process, folder=tmp_path / "saved", **fields
+        )
+        status, out, errors = snippets.run(whole, own)
+        lines = [line for line in out.splitlines() if not line.startswith("[Gloo]")]
+        return status, lines, errors
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first, second = pool.map(run, range(2))
+        yield [pool.submit(run, process) for process in range(2)]
+
+
+def test_two_processes_save_verify_and_go_back_together(tmp_path):
+    folder = tmp_path / "saved"
+    with two_processes(tmp_path, GO_BACK) as futures:
+        first, second = (future.result() for future in futures)
     for status, out, errors in (first, second):
         assert status == 0, errors
-        assert out.endswith("\n[2, 3] 2\n")
+        assert out == ["[2, 3] 2"]
     assert "/3 is damaged: state/ocdbt.process_" in first[2]
     assert "/3 is damaged: another process found so" in second[2]
     assert (folder / "3.damaged").is_dir()
@@ -89,6 +116,118 @@ def test_two_processes_save_verify_and_go_back_together(tmp_path):
         restored = reader.restore(None, abstract)
     expected = np.random.default_rng(30).standard_normal((256, 64)).astype(np.float32)
     np.testing.assert_array_equal(restored.theta.w, expected)
+
+
+UNREADABLE = """
+# Of odd size and replicated: the first process writes all there is.
+state = NestedMap(theta=NestedMap(b=make(np.arange(3, dtype=np.float32), whole)))
+
+def attempt(call, *args):
+    try:
+        print(call(*args))
+    except CheckpointError as error:
+        print(type(error).__name__, error)
+
+with Checkpoints(folder) as checkpoints:
+    for step in (1, 2):
+        checkpoints.save(step, state, metadata=dict(seed=step))
+    checkpoints.wait()
+    failure = OSError(5, "Input/output error")
+    for owner, name in (
+        (digests, "_sizes"), (digests, "_digest"), (os, "stat"),
+        (ocp.StandardCheckpointHandler, "restore")
+    ):
+        broken = mock.patch.object(owner, name, side_effect=failure)
+        with broken if {process} == 1 else contextlib.nullcontext():
+            attempt(checkpoints.restore, None, abstract_of(state))
+    # What others have written shows late on some file systems, or not to all.
+    for seen in ([], [1, 2, 3]):
+        other = mock.patch.object(checkpoints, "_steps_on_disk", lambda: seen)
+        with other if {process} == 1 else contextlib.nullcontext():
+            attempt(checkpoints.latest_step)
+            attempt(checkpoints.metadata)
+            attempt(lambda: checkpoints.restore(2, abstract_of(state)).theta.b)
+            attempt(lambda: checkpoints.save(2, state))
+    print(sorted(os.listdir(folder)))
+"""
+
+
+def test_a_process_that_cannot_read_or_sees_other_steps(tmp_path):
+    with two_processes(tmp_path, UNREADABLE) as futures:
+        results = [future.result() for future in futures]
+    for process, (status, lines, errors) in enumerate(results):
+        assert status == 0, errors
+        *attempts, files = lines
+        why = r"\[Errno 5\] Input.*error" if process else "another process says why"
+        for line in attempts[:3]:
+            assert re.match(r"CheckpointError checkpoint .*/2 cannot be read ", line)
+            assert re.search(rf"\({why}\), which is no damage: .* Check disk, ", line)
+        why = "OSError: .*error" if process else "in another process"
+        assert re.search(rf"files are as they were saved \({why}\)$", attempts[3])
+        for start in (4, 8):
+            assert attempts[start : start + 3] == ["2", "{'seed': 2}", "[0. 1. 2.]"]
+            assert "step 2 is not after step 2, the newest" in attempts[start + 3]
+        assert (len(attempts), files) == (12, "['1', '2']")
+
+
+FAILED_SAVE = """
+full = OSError(28, "No space left on device")
+write = digests.write
+
+def small_files_only():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, resource.RLIM_INFINITY))
+
+def no_digests():
+    digests.write = mock.Mock(side_effect=full)
+
+def no_digests_of_all():
+    def fail(folder):
+        if not folder.name.startswith("ocdbt."):
+            raise full
+        write(folder)
+    digests.write = fail
+
+pathlib.Path("{folder}.{process}").write_text(str(os.getpid()))
+checkpoints = Checkpoints(folder)
+checkpoints.save(1, state(1))
+checkpoints.wait()
+if {process} == {failing}:
+    {failure}()
+checkpoints.save(2, state(2))
+try:
+    print(checkpoints.latest_step())
+except CheckpointError as error:
+    print(error)
+    checkpoints.close()
+    print("closed", flush=True)
+    os._exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failing", "failure"),
+    [
+        (1, "small_files_only"),
+        pytest.param(1, "no_digests", marks=pytest.mark.slow),
+        (0, "no_digests_of_all"),
+    ],
+)
+def test_a_save_that_fails_in_one_process_is_said_there(tmp_path, failing, failure):
+    fields = {"failing": failing, "failure": failure}
+    with two_processes(tmp_path, FAILED_SAVE, **fields) as futures:
+        status, lines, errors = futures[failing].result()
+        # The other one waits. This is what its supervisor does then.
+        other = int((tmp_path / f"saved.{1 - failing}").read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(other, signal.SIGKILL)
+    assert status == 3, errors
+    why = "File too large" if failure == "small_files_only" else "No space left"
+    assert re.match(rf"saving .* step 2 .* failed .*{why}.*step 1 is kept$", lines[0])
+    assert lines[1:] == ["closed"]
+    status, lines, errors = futures[1 - failing].result()
+    assert (status < 0, lines) == (True, []), errors
+    with Checkpoints(tmp_path / "saved") as reader:
+        assert reader.steps() == [1]
 
 
 KILLED = """
