@@ -134,29 +134,30 @@ def call(
         started = start()
         return body(*build_experiment(GIN_FILE.value, GIN_PARAM.value), *started)
     except (ValueError, OSError, *errors) as error:
+        text = f"{name}: {printable(str(error))}\n(--traceback shows where)"
         if TRACEBACK.value:
-            return _raised()
-        return _failed(f"{name}: {printable(str(error))}\n(--traceback shows where)")
+            _leave_others(traceback.format_exc(), 1)
+            raise
+        _leave_others(text, 1)
+        sys.exit(text)
     except KeyboardInterrupt:
+        text = f"{name}: interrupted"
+        _leave_others(text, INTERRUPTED)
         if TRACEBACK.value:
-            return _raised()
-        return _failed(f"{name}: interrupted", INTERRUPTED)
+            raise
+        print(text, file=sys.stderr)
+        return INTERRUPTED
     except Exception:
-        return _raised()
-
-
-def _raised() -> int:
-    """Lets the exception under way show; returns the exit status if it was shown."""
-    if not jax.distributed.is_initialized():
+        _leave_others(traceback.format_exc(), 1)
         raise
-    return _failed(traceback.format_exc())
 
 
-def _failed(text: str, status: int = 1) -> int:
-    """Tells what failed; returns the exit status."""
-    print(text, file=sys.stderr, flush=True)
+def _leave_others(text: str, status: int) -> None:
+    """Ends this process, if it is one of several, with a text and an exit status.
+
+    At exit JAX would wait for the others, which end too.
+    """
     if jax.distributed.is_initialized():
-        # At exit JAX would wait for the other processes, which end too.
+        print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(status)
-    return status

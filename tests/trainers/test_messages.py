@@ -1,5 +1,6 @@
 """What the mains say of errors cannot write to a terminal, nor fill it."""
 
+import pytest
 from absl import flags
 from absl.testing import flagsaver
 
@@ -17,9 +18,10 @@ def test_what_is_long_is_cut():
     assert told == "x" * 5000 + "... (1000000 characters)"
 
 
-def test_an_error_is_told_so(capsys):
+def test_an_error_is_told_so():
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["meshwright"])
-    with flagsaver.flagsaver(gin_file=["lm/stdlib_tiny"], gin_param=["\x1b[2J = 1"]):
-        assert mains.call("meshwright", ["meshwright"], lambda *_: None) == 1
-    assert "    \\x1b[2J = 1\n" in capsys.readouterr().err
+    given = {"gin_file": ["lm/stdlib_tiny"], "gin_param": ["\x1b[2J = 1"]}
+    with flagsaver.flagsaver(**given), pytest.raises(SystemExit) as found:
+        mains.call("meshwright", ["meshwright"], lambda *_: None)
+    assert "    \\x1b[2J = 1\n" in found.value.code
