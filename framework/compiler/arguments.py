@@ -61,7 +61,7 @@ class Arguments:
         self._inputs = inputs
         self._specs: list[tf.TensorSpec] = tf.nest.flatten(inputs)
         self._forms = forms
-        self._shardings = shardings
+        self.shardings = shardings
         self._can_run = can_run
 
     def take(self, args: tuple[Any, ...]) -> list[jax.Array]:
@@ -88,7 +88,7 @@ class Arguments:
         for index in self._leaves_of(argument):
             shape = tuple(self._specs[index].shape)
             rows = self._logical_shape(index)[dim]
-            sharding = self._shardings[index]
+            sharding = self.shardings[index]
             for part in sharding.addressable_devices_indices_map(shape).values():
                 start, stop, _ = part[dim].indices(shape[dim])
                 # Who has padding alone reads a row all the same.
@@ -146,7 +146,7 @@ class Arguments:
         value = self._converted(index, value)
         if form is not None:
             value = form.pad(value)
-        sharding = self._shardings[index]
+        sharding = self.shardings[index]
         if sharding.is_fully_addressable:
             return jax.device_put(value, sharding)
         # All processes have the whole: device_put would compare what each of them has.
@@ -177,7 +177,7 @@ class Arguments:
                 padding.append((0, stop - end))
             return np.pad(value[tuple(cut)], padding)
 
-        return jax.make_array_from_callback(tuple(stored), self._shardings[index], part)
+        return jax.make_array_from_callback(tuple(stored), self.shardings[index], part)
 
     def _converted(self, index: int, value: np.ndarray) -> np.ndarray:
         """`value` in the program's dtype, if that can hold it."""

@@ -11,7 +11,7 @@ def shape_of(tensor: tf.Tensor) -> list[int | tf.Tensor]:
     To reshape with, where `tensor.shape` may have a None. In a program for a mesh all
     sizes are numbers.
     """
-    known = tensor.shape.as_list()
+    known = tf.TensorShape(tensor.shape).as_list()
     if None not in known:
         return known
     given = tf.shape(tensor)

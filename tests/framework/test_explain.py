@@ -83,7 +83,7 @@ def tensor(explanation, name, kind=Kind.INSIDE):
 def test_arguments_and_results(partitioner):
     program, explanation = explained(partitioner)
     # What JAX says of what was left to completion.
-    inferred = [program._in_shardings[2], program(*zeros(program))["x"].sharding]
+    inferred = [program.arguments.shardings[2], program(*zeros(program))["x"].sharding]
     x, y = (str(split(*one.spec, *[None] * (2 - len(one.spec)))) for one in inferred)
     found = {
         (one.kind, one.op_name): (one.shape, str(one.sharding), one.annotated)

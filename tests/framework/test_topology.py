@@ -80,7 +80,7 @@ def test_a_program_for_other_devices_can_be_read_but_not_run():
 def test_mesh_ids_are_places_among_the_devices():
     devices = jax.devices()[::-1]
     program = matmul(MESH, devices)
-    indices = program._in_shardings[0].devices_indices_map((64, 32))
+    indices = program.arguments.shardings[0].devices_indices_map((64, 32))
     assert indices[devices[0]] == (slice(0, 32), slice(0, 8))
     assert indices[devices[5]] == (slice(32, 64), slice(8, 16))
 

@@ -109,6 +109,8 @@ def _serve(pipe) -> None:
     watch = Watch()
     for name, files in VALID.items():  # What libraries load late, they load now.
         outcome(READERS[name], files, watch)
+    # A codec that a file names is imported late: no writing of the reader's.
+    sys.dont_write_bytecode = True
     _limit_memory()
     pipe.send("ready")
     while True:

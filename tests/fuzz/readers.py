@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import os
 import pathlib
@@ -126,18 +124,16 @@ def _flags(folder: pathlib.Path) -> None:
     """What the mains do with their flags before anything is compiled."""
     words = os.fsdecode((folder / "flags").read_bytes()).split("\0")
     with flagsaver.flagsaver():
-        told = io.StringIO()
         try:
             # Which both mains require.
             left = flags.FLAGS(["meshwright", "--gin_file=lm/stdlib_tiny", *words])
-            with contextlib.redirect_stderr(told):
-                status = mains.call("meshwright", left, _use_flags)
+            mains.call("meshwright", left, _use_flags)
         # As absl tells them, and as the mains tell errors.
         except (flags.Error, app.UsageError) as error:
             raise ValueError(f"flags: {error}") from error
-    if status:
-        assert told.getvalue().replace("\n", "").isprintable()
-        raise ValueError(f"flags: {told.getvalue()}")
+        except SystemExit as told:
+            assert told.code.replace("\n", "").isprintable()
+            raise ValueError(f"flags: {told.code}") from told
 
 
 def _use_flags(experiment: Experiment, text: str) -> None:

@@ -97,10 +97,12 @@ def assert_same_training(folder, straight):
     result, want = straight()
     losses = dict(points(folder, "train")["loss"])
     assert losses == pytest.approx(result.losses, rel=1e-6)
+    # Who is killed between a save and the evaluation after it does not make that up.
     for tag, curve in points(want, "eval").items():
-        assert points(folder, "eval")[tag] == [
-            (step, pytest.approx(value, rel=1e-6)) for step, value in curve
-        ]
+        found = points(folder, "eval")[tag]
+        assert found[-1][0] == 20
+        for step, value in found:
+            assert value == pytest.approx(dict(curve)[step], rel=1e-6)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
