@@ -73,6 +73,15 @@ def read(reader: str, files: Mapping[str, bytes]) -> Outcome:
       reader: its name in `tests.fuzz.readers.READERS`.
       files: contents by path below the folder.
     """
+    ended = _read_once(reader, files)
+    if ended.ending is Ending.DIED:
+        # A child may be short of memory by what it read before, and die of that: what
+        # is the reader's fault kills a new one too.
+        ended = _read_once(reader, files)
+    return ended
+
+
+def _read_once(reader: str, files: Mapping[str, bytes]) -> Outcome:
     process, pipe = _child()
     pipe.send((reader, dict(files)))
     try:

@@ -235,8 +235,12 @@ def test_missing(copied, file):
             rf"jax {jax.__version__} cannot call \(it knows \d+ to \d+\): install jax",
         ),
         (
-            lambda m: m["expected"].update(losses=[1.0] * CALLS),
+            lambda m: m["expected"].update(losses=[1.0]),
             r"--check: not as on cpu.*\n  loss of step 1 is 5\.\d+, not 1",
+        ),
+        (
+            lambda m: None,
+            f"--check compares {CALLS} steps and the evaluation after .*--steps=1",
         ),
         (lambda m: m.update(expected=None), "--check: the bundle holds no expected"),
     ],
@@ -247,6 +251,7 @@ def test_missing(copied, file):
         "platform",
         "version",
         "losses",
+        "few_steps",
         "nothing_expected",
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -26,7 +27,11 @@ def call_main(output, *params, gin_files=GIN_FILES, **more_flags):
         device_count="8",
         **more_flags,
     ):
-        return main_module.main(["meshwright-export"])
+        try:
+            return main_module.main(["meshwright-export"])
+        except SystemExit as told:
+            print(told.code, file=sys.stderr)
+            return 1
 
 
 @pytest.mark.slow  # Whatever runs first in a process compiles the trainer's programs.
