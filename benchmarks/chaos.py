@@ -116,6 +116,7 @@ class Life:
         count = _PROCESSES.value
         self.logs = [log / f"{number}.log" for number in range(count)]
         group = [f"--coordinator=127.0.0.1:{_free_port()}", f"--num_processes={count}"]
+        group += ["--peer_timeout=120", "--start_timeout=60"]
         self.processes = [
             _start([*group, f"--process_id={n}"] if count > 1 else [], folder, log)
             for n, log in enumerate(self.logs)
@@ -343,8 +344,6 @@ def _start(group: list[str], folder, log) -> subprocess.Popen:
         *(f"--gin_param={param}" for param in params),
         f"--model_dir={folder}",
         "--mode=train",
-        "--peer_timeout=120",
-        "--start_timeout=60",
         *group,
     ]
     with open(log, "w") as out:
