@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-import jax
 import tensorstore as ts
 
+from meshwright.framework.compiler.processes import is_first_process
 from meshwright.trainers.progress import say
 
 
@@ -43,7 +43,7 @@ class Transfer:
     def start(self) -> None:
         """Begins to watch, until `end`."""
         self._clock = time.perf_counter()
-        if jax.process_index() == 0:
+        if is_first_process():
             self._thread.start()
 
     def end(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from meshwright.framework.compiler.processes import is_first_process
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import checkpoint_digests as digests
 from meshwright.trainers import checkpoint_manifest as manifests
@@ -327,7 +328,7 @@ class Checkpoints:
     def _set_aside(self, step: int, *, instead: int) -> None:
         """Renames a damaged step, out of the way of saves and of retention."""
         folder = self._folder(step)
-        if self._access is Access.READ_WRITE and jax.process_index() == 0:
+        if self._access is Access.READ_WRITE and is_first_process():
             aside = self._directory / f"{step}.damaged"
             for count in itertools.count(2):
                 if not aside.exists():

@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from meshwright.framework.compiler.explain import explain
 from meshwright.framework.compiler.explain_text import rematerialized_lines
@@ -174,8 +175,6 @@ class _Loop:
         replicated = self._replicated()
         state = self._restored_or_initial()
         step = state.step
-        if step > 0:
-            self.history = History.of(self.checkpoints.metadata(step))
         self.summaries.gin_config(step, self.run.config)
         table = replication.report_text(replicated)
         self.summaries.text(step, "left replicated", table)
@@ -233,10 +232,13 @@ class _Loop:
         calls = _device_batches(self.programs, step + self.history.batches_passed)
         saved_step = step
         with Progress(
-            experiment, self.summaries, step, history=self.history, watchdog=watchdog
+            experiment,
+            self.summaries,
+            step,
+            losses=self.losses,
+            history=self.history,
+            watchdog=watchdog,
         ) as progress:
-            # One dict for all of a run, roll backs or not.
-            progress.losses = self.losses
             while step < experiment.num_steps:
                 # Before it is this process's turn, for the others to see who is late.
                 batches = next(calls)
@@ -316,12 +318,14 @@ class _Loop:
         # An earlier step, if that one is damaged.
         restored = self.checkpoints.restore(None, abstract)
         state = TrainState(self.programs, restored)
-        self._warn_of_other_data(state.step)
+        metadata = self.checkpoints.metadata(state.step)
+        self._warn_of_other_data(state.step, metadata)
+        self.history = History.of(metadata)
         return state
 
-    def _warn_of_other_data(self, step: int) -> None:
+    def _warn_of_other_data(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Says so if training batches are not those of the run that saved `step`."""
-        saved = self.checkpoints.metadata(step).get("batches")
+        saved = metadata.get("batches")
         saved = saved if isinstance(saved, Mapping) else {}
         changed = [k for k, v in self.fingerprint.items() if saved.get(k) != v]
         if changed:

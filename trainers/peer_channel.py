@@ -7,6 +7,7 @@ import json
 import select
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 _MAX_LINE = 64 * 1024
@@ -66,10 +67,16 @@ class Channel:
         line, self._received = self._received.split(b"\n", 1)
         return _parsed(line)
 
-    @property
-    def has_message(self) -> bool:
-        """Whether a whole message has come already."""
-        return b"\n" in self._received
+    def waiting(self) -> Iterator[dict[str, Any]]:
+        """The messages that have come, without waiting for more.
+
+        Raises:
+          ChannelClosedError: as `receive`, after those.
+        """
+        message = self.receive(0)
+        while message is not None:
+            yield message
+            message = self.receive(0) if b"\n" in self._received else None
 
     def close(self) -> None:
         """Ends the connection; who waits in `receive`, in any thread, is told."""

@@ -118,13 +118,11 @@ class Hub:
     def _read(self, channel: Channel) -> None:
         member = next((m for m in self._members.values() if m.channel is channel), None)
         try:
-            message = channel.receive(0)
-            while message is not None:
+            for message in channel.waiting():
                 if member is None:
                     member = self._welcome(channel, message)
                 else:
                     self._handle(member, message)
-                message = channel.receive(0) if channel.has_message else None
         except ChannelClosedError:
             self._drop(channel)
             if member is not None and not member.left and not self._ended:

@@ -54,7 +54,7 @@ class Peers:
         versions: str,
         start_timeout: float,
     ):
-        self.count, self.process = count, process
+        self._count = count
         self._channel = channel
         self._lock = threading.Lock()
         self._calls = 0
@@ -72,8 +72,7 @@ class Peers:
             versions=versions,
         )
         self._wait_for_all(time.monotonic() + start_timeout)
-        self._thread = threading.Thread(target=self._listen, name="peers", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
     def stop_reached(self, asked: int | None) -> int | None:
         """Called before each unit of work that all do together, in the same order.
@@ -126,7 +125,7 @@ class Peers:
             message = self._received(max(deadline - time.monotonic(), 0.0))
             if message is None:
                 raise PeerError(
-                    f"of {self.count} processes, these did not come within the start "
+                    f"of {self._count} processes, these did not come within the start "
                     f"timeout: {missing}. See what they say; --process_id counts from "
                     "0, and all need the same --coordinator"
                 )
@@ -134,7 +133,7 @@ class Peers:
                 raise PeerError(message["refused"])
             if "missing" in message:
                 missing = message["missing"]
-                log.warning("waiting for process %s of %d", missing, self.count)
+                log.warning("waiting for process %s of %d", missing, self._count)
             if "go" in message:
                 return
 

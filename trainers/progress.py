@@ -45,6 +45,7 @@ class Progress(contextlib.AbstractContextManager):
       experiment: what is trained.
       summaries: where the points go.
       start: updates made before.
+      losses: gets the loss of each step.
       history: gets the seconds of steps, and those that were skipped.
       watchdog: told of calls.
     """
@@ -55,10 +56,11 @@ class Progress(contextlib.AbstractContextManager):
         summaries: Summaries,
         start: int,
         *,
+        losses: dict[int, float],
         history: History,
         watchdog: Watchdog,
     ):
-        self.losses: dict[int, float] = {}
+        self._losses = losses
         self._experiment = experiment
         self._summaries = summaries
         self._history = history
@@ -118,8 +120,8 @@ class Progress(contextlib.AbstractContextManager):
         self._steps += steps
         for i in range(steps):
             step = call.last_step - steps + i + 1
-            self._check_finite(step, metrics.map(lambda m, i=i: m[i]))
-            self.losses[step] = float(metrics.loss[i])
+            self._check_finite(step, metrics.loss[i], metrics.grad_norm[i])
+            self._losses[step] = float(metrics.loss[i])
         self._history.productive += self._clock - before
         self._watchdog.ended(call.last_step, self._clock - before)
         seconds = self._seconds / self._steps
@@ -132,13 +134,13 @@ class Progress(contextlib.AbstractContextManager):
             self._write_scalars(call.last_step, metrics, seconds)
             self._start_window()
 
-    def _check_finite(self, step: int, metrics: NestedMap) -> None:
-        names = ("loss", "grad_norm")
-        bad = [name for name in names if not np.isfinite(metrics[name])]
+    def _check_finite(self, step: int, loss: np.ndarray, grad_norm: np.ndarray) -> None:
+        values = {"loss": loss, "grad_norm": grad_norm}
+        bad = [name for name, value in values.items() if not np.isfinite(value)]
         if not bad:
             self._skipped_in_a_row = 0
             return
-        found = f"{bad[0]} is {metrics[bad[0]]} at step {step}"
+        found = f"{bad[0]} is {values[bad[0]]} at step {step}"
         if self._experiment.not_finite is not NotFinite.SKIP:
             raise NotFiniteError(step, found)
         self._history.skipped_steps += 1

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.framework import kernels
 
+from meshwright.framework.compiler.lower import nodes_of
 from meshwright.framework.modeling.layer import WeightSpec
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.experiment import Experiment
@@ -140,7 +141,7 @@ def plain_graph(graph: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
         for attributes in function.arg_attr.values():
             # TF calls some functions of its own with other shapes too.
             attributes.attr.pop("_output_shapes", None)
-    for node in _nodes(plain):
+    for node in nodes_of(plain):
         _make_plain(node)
         for value in node.attr.values():
             for called in (value.func, *value.list.func):
@@ -154,10 +155,6 @@ def plain_graph(graph: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
                 "runs: leave out of the model what makes it, or export --what=bundle"
             )
     return plain
-
-
-def _nodes(graph: graph_pb2.GraphDef) -> list[node_def_pb2.NodeDef]:
-    return [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
 
 
 def _make_plain(node: node_def_pb2.NodeDef) -> None:

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from meshwright.framework.compiler.processes import ProcessGroup
 from meshwright.trainers.peer_channel import Channel, ChannelClosedError
@@ -101,7 +101,6 @@ class _Supervisor:
         self._below = below
         self._timeout = timeout
         self._above: Channel | None = None
-        self._unsent: list[dict[str, Any]] = []
         self._is_failing = self._has_spoken = self._all_left = False
         self._status: int | None = None
         self._killed_by: signal.Signals | None = None
@@ -206,21 +205,18 @@ class _Supervisor:
 
     def _pass_up(self) -> None:
         try:
-            message = self._below.receive(0)
-            while message is not None:
+            for message in self._below.waiting():
                 self._is_failing |= "failing" in message
                 self._has_spoken |= "failed" in message
                 if self._above is not None:
                     self._above.send(**message)
-                message = self._below.receive(0) if self._below.has_message else None
         except ChannelClosedError:
             self._below = None  # It ends.
 
     def _pass_down(self) -> str | None:
         """What is to end the training, if something is."""
         try:
-            message = self._above.receive(0)
-            while message is not None:
+            for message in self._above.waiting():
                 if "lost" in message and not self._has_spoken:
                     return _lost(message["lost"])
                 # What fails in all is for each to tell.
@@ -234,7 +230,6 @@ class _Supervisor:
                 self._all_left |= "all_left" in message
                 if self._below is not None:
                     self._below.send(**message)
-                message = self._above.receive(0) if self._above.has_message else None
         except ChannelClosedError:
             self._above = None
             if not self._all_left and not self._has_spoken:

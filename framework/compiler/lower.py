@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.client import pywrap_tf_session
 
 from meshwright.framework.compiler.sources import Sources
@@ -120,15 +121,18 @@ def _check_no_outside_values(name: str, concrete) -> None:
         )
 
 
+def nodes_of(graph: graph_pb2.GraphDef) -> list[node_def_pb2.NodeDef]:
+    """A graph's nodes, with those of its functions."""
+    return [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+
+
 def _check_no_attributes(name: str, concrete, sources: Sources) -> None:
     """Refuses annotations as TF's own functions make them by default: as attributes.
 
     TF2XLA puts one on all that the op becomes, of whatever shape, or on nothing at all;
     and XLA heeds what is left under GSPMD alone.
     """
-    graph = concrete.graph.as_graph_def()
-    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-    for node in nodes:
+    for node in nodes_of(concrete.graph.as_graph_def()):
         if _SHARDING_ATTRIBUTE in node.attr and node.op != "XlaSharding":
             source = sources.find(node.name)
             raise LoweringError(

@@ -1,6 +1,8 @@
 """What tests of pending sums share: programs on four devices against one."""
 
+import random
 import re
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -181,3 +183,42 @@ def gradients(loss, *args):
         tape.watch(args)
         value = loss(*args)
     return [tf.convert_to_tensor(g) for g in tape.gradient(value, args)]
+
+
+class RandomSteps:
+    """Steps that read values and make one more; the base of random programs.
+
+    Args:
+      random: what chooses them.
+    """
+
+    def __init__(self, random: random.Random):
+        self.random = random
+        self.arguments: list[str] = []
+        self.steps: list[Callable] = []
+        self.text: list[str] = []
+
+    def __repr__(self):
+        return f"arguments {', '.join(self.arguments)}\n" + "\n".join(self.text)
+
+    def choose(self, *options):
+        return self.random.choice(options)
+
+    def dims(self, rank: int, but: Sequence[str] = ()) -> list[list[str]]:
+        """Random axes for each dim, none of them among `but`."""
+        dims: list[list[str]] = [[] for _ in range(rank)]
+        left = [axis for axis in MESH.axis_names if axis not in but]
+        for axis in self.random.sample(left, len(left)):
+            dim = self.choose(*range(rank), None)
+            if dim is not None:
+                dims[dim].append(axis)
+        return dims
+
+    def add_argument(self, shape: Sequence[int], dims: Sequence[Sequence[str]]) -> int:
+        """One more argument, split so; its number."""
+        sizes = [
+            f"{size}@{'.'.join(axes)}" if axes else str(size)
+            for size, axes in zip(shape, dims, strict=True)
+        ]
+        self.arguments.append(f"[{','.join(sizes)}]")
+        return len(self.arguments) - 1

@@ -17,7 +17,14 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from meshwright.framework.compiler.program import Partitioner
-from tests.framework.pending_programs import MESH, gradients, split, to, traced
+from tests.framework.pending_programs import (
+    MESH,
+    RandomSteps,
+    gradients,
+    split,
+    to,
+    traced,
+)
 
 CASES = int(os.environ.get("TYPES_CASES", 1))
 SEED = os.environ.get("TYPES_SEED", "")
@@ -53,35 +60,12 @@ class Value:
     unreduced: tuple[str, ...] = ()
 
 
-class Program:
-    """Steps that read values and make one more.
-
-    Args:
-      random: what chooses them.
-    """
+class Program(RandomSteps):
+    """Of pending sums, some of which other steps may read again."""
 
     def __init__(self, random: random.Random):
-        self.random = random
-        self.arguments: list[str] = []
+        super().__init__(random)
         self.made: list[Value] = []
-        self.steps: list[Callable] = []
-        self.text: list[str] = []
-
-    def __repr__(self):
-        return f"arguments {', '.join(self.arguments)}\n" + "\n".join(self.text)
-
-    def choose(self, *options):
-        return self.random.choice(options)
-
-    def dims(self, rank: int, but=()) -> list:
-        """Random axes for each dim, none of them among `but`."""
-        dims = [[] for _ in range(rank)]
-        left = [axis for axis in AXES if axis not in but]
-        for axis in self.random.sample(left, len(left)):
-            dim = self.choose(*range(rank), None)
-            if dim is not None:
-                dims[dim].append(axis)
-        return dims
 
     def step(self, what: str, shape, unreduced, op: Callable, again=True) -> Value:
         """One more step; whether its value may be read `again` by another."""
@@ -94,12 +78,7 @@ class Program:
         return value
 
     def argument(self, *shape: int) -> Value:
-        number = len(self.arguments)
-        sizes = [
-            f"{size}@{'.'.join(axes)}" if axes else str(size)
-            for size, axes in zip(shape, self.dims(len(shape)), strict=True)
-        ]
-        self.arguments.append(f"[{','.join(sizes)}]")
+        number = self.add_argument(shape, self.dims(len(shape)))
         return self.step(f"argument {number}", shape, (), lambda _, args: args[number])
 
     def whole(self, *shape: int) -> Value:

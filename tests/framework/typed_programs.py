@@ -2,13 +2,12 @@
 
 import dataclasses
 import itertools
-import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tests.framework.pending_programs import MESH, split, to
+from tests.framework.pending_programs import MESH, RandomSteps, split, to
 
 AXES = MESH.axis_names
 SIZES = [4, 8]
@@ -41,37 +40,11 @@ class Value:
     unreduced: tuple[str, ...] = ()
 
 
-class Program:
-    """Steps that read values and make one more.
-
-    Args:
-      random: what chooses them.
-    """
-
-    def __init__(self, random: random.Random):
-        self.random = random
-        self.arguments: list[str] = []
-        self.steps: list[Callable] = []
-        self.text: list[str] = []
-
-    def __repr__(self):
-        return f"arguments {', '.join(self.arguments)}\n" + "\n".join(self.text)
-
-    def choose(self, *options):
-        return self.random.choice(options)
+class Program(RandomSteps):
+    """Whose types are all right."""
 
     def shape(self) -> tuple[int, ...]:
         return tuple(self.choose(*SIZES) for _ in range(2))
-
-    def dims(self, rank: int, but: Sequence[str] = ()) -> Dims:
-        """Random axes for each dim, none of them among `but`."""
-        dims: Dims = [[] for _ in range(rank)]
-        left = [axis for axis in AXES if axis not in but]
-        for axis in self.random.sample(left, len(left)):
-            dim = self.choose(*range(rank), None)
-            if dim is not None:
-                dims[dim].append(axis)
-        return dims
 
     def step(
         self,
@@ -91,12 +64,7 @@ class Program:
 
     def argument(self, shape: Sequence[int], dims: Dims | None = None) -> Value:
         dims = self.dims(len(shape)) if dims is None else dims
-        number = len(self.arguments)
-        sizes = [
-            f"{size}@{'.'.join(axes)}" if axes else str(size)
-            for size, axes in zip(shape, dims, strict=True)
-        ]
-        self.arguments.append(f"[{','.join(sizes)}]")
+        number = self.add_argument(shape, dims)
         value = self.step("argument", None, [], shape, dims)
         self.steps[-1] = lambda _, args: args[number]
         return value
