@@ -217,7 +217,11 @@ def test_every_dependency_is_explained(name):
 def test_the_console_scripts_lead_to_functions():
     scripts = importlib.metadata.entry_points(group="console_scripts")
     ours = [script for script in scripts if script.dist.name == "meshwright"]
-    assert {script.name for script in ours} == {"meshwright-plan", "meshwright-train"}
+    assert {script.name for script in ours} == {
+        "meshwright-export",
+        "meshwright-plan",
+        "meshwright-train",
+    }
     assert all(callable(script.load()) for script in ours)
 
 
