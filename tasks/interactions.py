@@ -167,7 +167,9 @@ def _events(path: str) -> np.ndarray:
             skiprows=1,
             usecols=columns,
             ndmin=2,
-            encoding="utf-8",
+            # Others are told of below: NumPy 2.4 looks up any character in C's tables
+            # of 256, which may end the process (3 and U+BA330 and U+F8 does).
+            encoding="ascii",
         )
     except ValueError:
         return _checked(path, header, columns)

@@ -51,8 +51,9 @@ def test_of_one_time_the_last_line_is_held_out(tmp_path):
     assert written(tmp_path, lines).read().held_out.tolist() == [0]
 
 
-def test_columns_may_have_any_order(tmp_path):
-    rows = [line.split(",") for line in LINES.splitlines()]
+@pytest.mark.parametrize("rating", ["rating", "Wertung für Filme"])
+def test_columns_may_have_any_order(tmp_path, rating):
+    rows = [line.split(",") for line in LINES.replace("rating", rating).splitlines()]
     text = "\n".join(",".join([row[3], *row[:3]]) for row in rows)
     (tmp_path / "other").mkdir()
     found = written(tmp_path / "other", text).read()
@@ -65,6 +66,7 @@ def test_columns_may_have_any_order(tmp_path):
         (("200\n7,10", "200\n7"), r"line 5: 3 columns in '7,4.5,200'.* line names 4"),
         (("9,10,5.0,300", "9,ten,5.0,300"), "line 3: movieId is 'ten', which is no"),
         (("9,10,5.0,300", "9,1.5,5.0,300"), "line 3: movieId is '1.5', which is no"),
+        (("9,10,", "9\U000ba330ø,10,"), r"line 3: userId is '9\\U000ba330ø', which"),
         (("9,40,2.0,100", "9,40,2.0,"), "line 7: timestamp is '', which is no whole"),
         (("userId,", "user,"), "line 1: no column userId among user, movieId"),
         (("9,40,2.0,100\n9,30,2.5,200", ""), "user 9 has one item only: the last"),
