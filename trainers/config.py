@@ -359,7 +359,7 @@ def _explained(source: str) -> Iterator[None]:
     except SyntaxError as error:
         place = error.filename if error.filename not in (None, "<tokenize>") else source
         line = f"line {error.lineno}\n    {(error.text or '').strip()}"
-        raise ConfigError(f"{place}: {error.msg}\n  In {line}") from error
+        raise ConfigError(f"{place}: {_message(error.msg)}\n  In {line}") from error
     except ConfigError:
         raise
     # An imported module may raise anything.
@@ -378,6 +378,10 @@ def _message(text: str) -> str:
     if match := re.match(r"No configurable matching (?:reference )?'@?([\w./]+)", text):
         name = match[1].rsplit("/", 1)[-1]
         return text + _did_you_mean(name, _suffixes(gin.config._REGISTRY, like=name))
+    # Python's words for a bare name are of its own syntax tree.
+    if match := re.match(r"malformed node.*\s+Failed to parse token '(.+)'", text):
+        hint = f"{match[1]!r} is no value: quote a text, write %NAME for a macro or "
+        return hint + "constant, @NAME() for a class" + text[match.end() :]
     if match := re.match(rf"No bindings specified for '(.+)/{_MACRO}'", text):
         return _unknown_macro(match[1])
     return text
@@ -402,7 +406,8 @@ def _unknown_macro(name: str) -> str:
     users = "".join(
         f"\n    {one}" for one in _bindings() if f"%{name}" in repr(one.value)
     )
-    return f"no macro or constant %{name}, used by{users}" + _did_you_mean(name, known)
+    hint = _did_you_mean(name, known, prefix="%")
+    return f"no macro or constant %{name}, used by{users}{hint}"
 
 
 def _suffixes(selectors: Any, *, like: str) -> list[str]:
@@ -411,12 +416,12 @@ def _suffixes(selectors: Any, *, like: str) -> list[str]:
     return [".".join(one.split(".")[-parts:]) for one, _ in selectors.items()]
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
+def _did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     known = sorted(set(known))
     if near := difflib.get_close_matches(name, known, n=3, cutoff=0.5):
-        return f"\n  Did you mean {' or '.join(near)}?"
+        return f"\n  Did you mean {' or '.join(prefix + one for one in near)}?"
     if 0 < len(known) <= 20:
-        return f"\n  Known are {', '.join(known)}."
+        return f"\n  Known are {', '.join(prefix + one for one in known)}."
     return ""
 
 
