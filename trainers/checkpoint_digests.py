@@ -24,10 +24,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 from meshwright.trainers.checkpoint_progress import Transfer
 
@@ -100,14 +98,6 @@ class Verified:
             return [f"{path} changed while it was read" for path in gone]
 
         _raise_together(self.folder, problems, gather)
-
-
-def gather_from_processes(value: int) -> Sequence[int]:
-    """Every process's `value`, which is below 2**31; all processes must call it."""
-    if jax.process_count() == 1:
-        return [value]
-    values = multihost_utils.process_allgather(np.asarray(value, np.int32))
-    return [int(one) for one in values]
 
 
 class DigestingHandler(ocp.StandardCheckpointHandler):

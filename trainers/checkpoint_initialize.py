@@ -30,23 +30,34 @@ from meshwright.trainers.checkpoints import Access, Checkpoints
 from meshwright.trainers.progress import say
 
 
-def initialize_from(source: InitializeFrom, state: NestedMap) -> NestedMap:
-    """An initial state with the weights, and their moving average, of another model.
+def weights_from(source: InitializeFrom, theta: NestedMap) -> dict[str, jax.Array]:
+    """Weights of another model, by the dotted paths that they have in this one.
 
-    Says which were taken, which are initialized, and what was not used.
+    Says which were taken, which are to be initialized, and what was not used.
 
     Args:
       source: whose, and how they are called there.
-      state: initial; nested map of `jax.Array`, in logical shapes.
+      theta: this model's, nested map of `jax.ShapeDtypeStruct` with shardings, in
+        logical shapes.
 
     Raises:
       CheckpointError: there is no such checkpoint, none that is whole, or it does not
         fit; the message lists where.
     """
-    fitting = _Fitting(source, state.theta)
+    fitting = _Fitting(source, theta)
     arrays = _read(source, fitting)
     taken = {path: fitting.assembled(path, arrays) for path in fitting.pieces}
     fitting.report()
+    return taken
+
+
+def with_weights(state: NestedMap, taken: Mapping[str, jax.Array]) -> NestedMap:
+    """An initial state with other weights, and their moving average.
+
+    Args:
+      state: nested map of `jax.Array`, in logical shapes.
+      taken: see `weights_from`.
+    """
 
     def leaf(path: str, initial: jax.Array) -> jax.Array:
         part, _, name = path.partition(".")
@@ -72,7 +83,7 @@ class _Fitting:
 
     Args:
       source: whose, and how they are called there.
-      theta: this model's, nested map of `jax.Array`.
+      theta: this model's, nested map of `jax.ShapeDtypeStruct` with shardings.
     """
 
     def __init__(self, source: InitializeFrom, theta: NestedMap):

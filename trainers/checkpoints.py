@@ -19,7 +19,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from meshwright.framework.compiler.processes import is_first_process
+from meshwright.framework.compiler.processes import (
+    gather_from_processes,
+    is_first_process,
+)
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import checkpoint_digests as digests
 from meshwright.trainers import checkpoint_manifest as manifests
@@ -77,7 +80,7 @@ class Checkpoints:
         *,
         max_to_keep: int | None = 3,
         access: Access = Access.READ_WRITE,
-        gather: digests.Gather = digests.gather_from_processes,
+        gather: digests.Gather = gather_from_processes,
     ):
         absl.logging.get_absl_logger().addFilter(checkpoint_orbax.is_not_chatter)
         self._local = "://" not in os.fspath(directory)

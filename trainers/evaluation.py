@@ -116,6 +116,7 @@ def summarize(summaries: Summaries, step: int, found: Evaluation) -> None:
     summaries.pictures(step, found.decoding.pictures)
     if found.decoding.samples:
         summaries.text(step, "samples", found.decoding.samples)
+    summaries.note_complete(step)
 
 
 def format_metrics(metrics: dict[str, float]) -> str:

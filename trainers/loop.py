@@ -25,7 +25,7 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import replication
 from meshwright.trainers.batches import readable
-from meshwright.trainers.checkpoint_initialize import initialize_from
+from meshwright.trainers.checkpoint_initialize import weights_from, with_weights
 from meshwright.trainers.checkpoints import Access, Checkpoints
 from meshwright.trainers.evaluation import evaluate, format_metrics, summarize
 from meshwright.trainers.health import History, NotFinite, NotFiniteError
@@ -109,6 +109,16 @@ def train_and_evaluate(
         loop = _Loop(programs, run, stack.enter_context(checkpoints), stop)
         stack.callback(loop.close)
         return loop.run_to_end()
+
+
+def check_is_saved(run: Run) -> None:
+    """Checks that there is a checkpoint to evaluate, before data are read for that.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
+        checkpoints.metadata()
 
 
 def evaluate_latest(
@@ -215,6 +225,7 @@ class _Loop:
         size = sum(spec.size * spec.dtype.size for spec in specs)
         self.checkpoints.check_space(experiment.num_steps, size)
         main = self._compiled_main()
+        self._make_up_for_evaluation(step, state)
         watchdog = Watchdog(
             os.path.join(self.run.model_dir, "stacks"), experiment.slow_step_factor
         )
@@ -306,13 +317,7 @@ class _Loop:
     def _restored_or_initial(self) -> TrainState:
         step = self.checkpoints.latest_step()
         if step is None:
-            say("initializing weights")
-            state = TrainState.initial(self.programs)
-            source = self.experiment.initialize_from
-            if source is not None:
-                logical = initialize_from(source, state.logical())
-                state = TrainState(self.programs, logical)
-            return state
+            return self._initial()
         say("restoring step %d from %s", step, self.run.checkpoint_dir)
         abstract = TrainState.abstract(self.programs)
         # An earlier step, if that one is damaged.
@@ -322,6 +327,15 @@ class _Loop:
         self._warn_of_other_data(state.step, metadata)
         self.history = History.of(metadata)
         return state
+
+    def _initial(self) -> TrainState:
+        source, taken = self.experiment.initialize_from, {}
+        if source is not None:
+            # First: what does not fit is told before anything is compiled.
+            taken = weights_from(source, TrainState.abstract(self.programs).theta)
+        say("initializing weights")
+        state = TrainState.initial(self.programs)
+        return TrainState(self.programs, with_weights(state.logical(), taken))
 
     def _warn_of_other_data(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Says so if training batches are not those of the run that saved `step`."""
@@ -382,6 +396,12 @@ class _Loop:
         self.eval_summaries.go_back()
         self.evaluated_step = None
         return saved
+
+    def _make_up_for_evaluation(self, step: int, state: TrainState) -> None:
+        """Evaluates if an earlier run ended between saving `step` and evaluating it."""
+        is_due = self.experiment.is_due(step, self.experiment.eval_interval)
+        if is_due and self.eval_summaries.complete_step() != step:
+            self._evaluate(step, state)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         done = self.evaluated_step == step

@@ -13,7 +13,10 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-from meshwright.framework.compiler.processes import is_first_process
+from meshwright.framework.compiler.processes import (
+    gather_from_processes,
+    is_first_process,
+)
 
 log = logging.getLogger("absl")
 
@@ -37,6 +40,7 @@ class Summaries:
 
     def __init__(self, model_dir: str, name: str, *, flag: str = "--model_dir"):
         self._folder = os.path.join(model_dir, name)
+        self._note = os.path.join(self._folder, "complete_step")
         self._is_new, self._has_failed = True, False
         if not is_first_process():
             self._writer, self._is_new = tf.summary.create_noop_writer(), False
@@ -61,6 +65,25 @@ class Summaries:
     def go_back(self) -> None:
         """The next point takes the place of those at and after its step."""
         self._is_new = is_first_process()
+        self.note_complete(0)
+
+    def note_complete(self, step: int) -> None:
+        """Remembers, for later runs, that all there is to say of `step` was said."""
+        if is_first_process():
+            with self._failures_as_warnings(), tf.io.gfile.GFile(self._note, "w") as f:
+                f.write(str(step))
+
+    def complete_step(self) -> int:
+        """The step of the last `note_complete`, of whichever run; 0 if there is none.
+
+        All processes must call it.
+        """
+        text = ""
+        # Who writes it may have been killed: then there is none, or half a number.
+        if is_first_process() and tf.io.gfile.exists(self._note):
+            with tf.io.gfile.GFile(self._note) as f:
+                text = f.read()
+        return gather_from_processes(int(text) if text.isdecimal() else 0)[0]
 
     def gin_config(self, step: int, text: str) -> None:
         """The operative gin configuration, in the text tab."""

@@ -67,6 +67,8 @@ def _run(
 def _train_or_evaluate(
     experiment: Experiment, run: loop.Run, peers: Peers | None
 ) -> int | None:
+    if _MODE.value == "eval":
+        loop.check_is_saved(run)
     programs = Programs(experiment)
     said = sys.stdout if is_first_process() else io.StringIO()
     with contextlib.redirect_stdout(said):

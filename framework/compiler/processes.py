@@ -109,6 +109,14 @@ def wait_for_all(what: str) -> None:
     multihost_utils.sync_global_devices(what)
 
 
+def gather_from_processes(value: int) -> Sequence[int]:
+    """Every process's `value`, which is below 2**31; all processes must call it."""
+    if jax.process_count() == 1:
+        return [value]
+    values = multihost_utils.process_allgather(np.asarray(value, np.int32))
+    return [int(one) for one in values]
+
+
 def to_host(array: jax.Array) -> np.ndarray:
     """The values of a device array; all processes that hold it must call this."""
     if array.is_fully_addressable or array.is_fully_replicated:

@@ -87,12 +87,17 @@ def saved_state(programs: Programs, folder, step: int) -> dict[str, np.ndarray]:
 
 
 def points(folder, run: str) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) by tag, as TensorBoard's server reads them; texts as strings."""
+    """(step, value) by tag, as TensorBoard's server reads them.
+
+    Texts are strings, pictures tuples of bytes.
+    """
     events = EventAccumulator(f"{folder}/{run}")
     events.Reload()
 
     def value(event):
-        (item,) = tensor_util.make_ndarray(event.tensor_proto).flatten()
+        item, *more = tensor_util.make_ndarray(event.tensor_proto).flatten()
+        if more:
+            return (item, *more)
         return item.decode() if isinstance(item, bytes) else float(item)
 
     return {

@@ -11,6 +11,7 @@ import time
 import pytest
 from etils import epath
 
+from meshwright.framework.compiler.processes import gather_from_processes
 from meshwright.trainers import checkpoint_digests as digests
 from meshwright.trainers import checkpoints
 from meshwright.trainers.checkpoints import Access, CheckpointError, Checkpoints
@@ -245,7 +246,7 @@ def test_digests_of_each_process_are_taken_over(tmp_path):
         r"is damaged: all/own/x \(9 bytes\) does not match its digest in SHA256SUMS$"
     )
     with pytest.raises(CheckpointError, match=message):
-        digests.verify(folder, digests.gather_from_processes)
+        digests.verify(folder, gather_from_processes)
     assert files_of(tmp_path) == ["SHA256SUMS", "all/own/x", "all/own/y", "all/z"]
 
 

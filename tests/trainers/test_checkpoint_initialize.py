@@ -13,10 +13,15 @@ import tensorflow as tf
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.framework.nested_map import NestedMap
-from meshwright.trainers.checkpoint_initialize import initialize_from
+from meshwright.trainers.checkpoint_initialize import weights_from, with_weights
 from meshwright.trainers.checkpoint_rules import InitializeFrom, Missing, parse_rule
 from meshwright.trainers.checkpoints import CheckpointError, Checkpoints
-from tests.trainers.checkpoint_states import files_of, flip_a_bit, mesh_sharding
+from tests.trainers.checkpoint_states import (
+    abstract_of,
+    files_of,
+    flip_a_bit,
+    mesh_sharding,
+)
 
 LAYERS, M, H = 3, 8, 16
 
@@ -107,6 +112,10 @@ def other_run(tmp_path_factory):
 
 def rows_of_stack():
     return NamedSharding(mesh_sharding(2, 4).mesh, PartitionSpec(None, "Y"))
+
+
+def initialize_from(source, state):
+    return with_weights(state, weights_from(source, abstract_of(state).theta))
 
 
 ENCODER = (r"encoder\.(.*) -> decoder.\1",)

@@ -15,6 +15,7 @@ from meshwright.trainers.checkpoints import CheckpointError
 from tests.trainers.small_run import (
     at,
     five_steps_a_loop,
+    points,
     saved_state,
     saved_steps,
     small_programs,
@@ -223,11 +224,24 @@ def test_signal_ends_an_evaluation(tmp_path):
     result = train(programs, tmp_path)
     assert (result.step, result.evaluation, len(calls)) == (10, {}, 1)
     assert saved_steps(tmp_path) == [5, 10]
+    assert points(tmp_path, "eval") == {}
+
+
+@pytest.mark.parametrize("is_cut_off", [True, False])
+def test_evaluation_of_every_due_step_once(tmp_path, caplog, is_cut_off):
+    """Also if a run ends between a save and the evaluation after it."""
+    caplog.set_level(logging.INFO, logger="absl")
+    run = loop.Run(model_dir=str(tmp_path), evaluate=not is_cut_off)
+    loop.train_and_evaluate(at(small_programs(), num_steps=10), run)
+    train(small_programs(), tmp_path, num_steps=11)
+    said = [line.split(":")[0] for line in caplog.messages if "held-out" in line]
+    assert said == ["step 10", "step 11"]
 
 
 def test_run_that_is_done_only_evaluates(straight, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     want, folder = straight()
+    caplog.clear()
     resume_from(folder, 20, tmp_path)
     result = train(small_programs(), tmp_path)
     assert (result.step, result.losses) == (20, {})

@@ -66,6 +66,11 @@ def compiled(monkeypatch):
     [
         (["Experimnt.seed = 1"], r"'Experimnt'.\n.*line 1\n.*\n  Did you mean Exper"),
         (["Experiment.sed = 1"], r"'Experiment' .*'sed'(.|\n)*Did you mean seed"),
+        (
+            ["Experiment.not_finite = SKIP"],
+            "'SKIP' is no value: quote a text, write",
+        ),
+        (["Experiment.not_finite = %NotFinite.SKIPP"], "mean %NotFinite.SKIP"),
         (["Adafactor.beta1 = 0.5"], "Adafactor.beta1 = 0.5\n.*built no Adafactor"),
         (
             ["Experiment.optimizer = @SGD()"],

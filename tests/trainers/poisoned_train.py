@@ -1,0 +1,21 @@
+"""meshwright-train, with a batch that is infinite: the first one that step 8 reads."""
+
+import numpy as np
+
+from meshwright.trainers import loop, train
+
+_original = loop._host_batches
+
+
+def poisoned_batches(programs, start_step, rows):
+    """Instead of `loop._host_batches`, for one step a loop."""
+    batches_of_steps = _original(programs, start_step, rows)
+    for step, batches in enumerate(batches_of_steps, start_step + 1):
+        if step == 8:
+            batches.weights[0] = np.inf
+        yield batches
+
+
+if __name__ == "__main__":
+    loop._host_batches = poisoned_batches
+    train.run()
