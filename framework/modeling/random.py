@@ -112,6 +112,15 @@ def _threefry(
     key: tf.Tensor, x0: tf.Tensor, x1: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Twenty rounds of Threefry-2x32 on counter words to which `key` was added."""
+    with tf.name_scope("threefry"):
+        return _rounds(key, x0, x1)
+
+
+# One op in a graph instead of 170: TF builds and copies graphs op by op in Python.
+@tf.function(autograph=False)
+def _rounds(
+    key: tf.Tensor, x0: tf.Tensor, x1: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
     k0, k1 = key[0], key[1]
     k2 = tf.bitwise.bitwise_xor(tf.bitwise.bitwise_xor(k0, k1), _u32(0x1BD11BDA))
     schedule = (k0, k1, k2)
