@@ -9,6 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.experiment import Experiment
+
 # How tf.data tells of an exception in a Python function: with its own copy of the
 # traceback, and as an InvalidArgumentError or the like.
 _RAISED = re.compile(
@@ -16,6 +19,28 @@ _RAISED = re.compile(
     re.DOTALL,
 )
 _TOLD = (ValueError, OSError, ImportError)
+
+
+def call_batches(
+    experiment: Experiment, start_step: int, rows: range
+) -> Iterator[NestedMap]:
+    """Batches for one call of the main program after another, as NumPy arrays.
+
+    Args:
+      experiment: what is trained.
+      start_step: updates made before.
+      rows: which of the global batch.
+    """
+    batches = experiment.task.train_batches(
+        start_step, global_batch=experiment.global_batch, rows=rows
+    )
+    yield from arrays(batches.batch(experiment.steps_per_loop, drop_remainder=True))
+
+
+def arrays(batches: tf.data.Dataset) -> Iterator[NestedMap]:
+    """Batches as NumPy arrays; raises what `readable` does."""
+    for batch in readable(batches):
+        yield NestedMap(batch).map(lambda tensor: tensor.numpy())
 
 
 def readable(batches: Iterable[Any]) -> Iterator[Any]:

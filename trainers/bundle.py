@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import pathlib
@@ -35,7 +36,8 @@ from meshwright.framework.compiler.program import TracedProgram
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.trainers import run_bundle
-from meshwright.trainers.batches import readable
+from meshwright.trainers.batches import arrays, call_batches
+from meshwright.trainers.evaluation import sums_over
 from meshwright.trainers.experiment import Experiment
 from meshwright.trainers.programs import Form, Programs
 from meshwright.trainers.state import TrainState
@@ -207,14 +209,12 @@ def _batches(
     experiment: Experiment, calls: int
 ) -> tuple[list[NestedMap], list[NestedMap]]:
     """Batches for calls of the main program, from the first step on; held-out ones."""
-    B, task = experiment.global_batch, experiment.task
-    given = task.train_batches(0, global_batch=B, rows=range(B))
-    given = given.batch(experiment.steps_per_loop, drop_remainder=True).take(calls)
-    held_out = task.eval_batches(global_batch=B, rows=range(B), max_batches=calls)
-    return tuple(
-        [NestedMap(one).map(lambda t: t.numpy()) for one in readable(batches)]
-        for batches in (given, held_out)
+    B = experiment.global_batch
+    given = call_batches(experiment, 0, range(B))
+    held_out = experiment.task.eval_batches(
+        global_batch=B, rows=range(B), max_batches=calls
     )
+    return list(itertools.islice(given, calls)), list(arrays(held_out))
 
 
 def _stacked(name: str, batches: Sequence[NestedMap]) -> dict[str, np.ndarray]:
@@ -237,13 +237,9 @@ def _expected(
         state = TrainState(programs, logical)
 
     def evaluated() -> dict[str, Any]:
-        totals: dict[str, np.ndarray] = {}
-        for batch in held_out:
-            sums = programs.eval(state.weights(), batch)
-            for path, value in sums.items_by_path():
-                value = np.asarray(value, np.float64)
-                totals[f"sums.{path}"] = totals.get(f"sums.{path}", 0.0) + value
-        return {name: value.tolist() for name, value in totals.items()}
+        rows = range(programs.experiment.global_batch)
+        totals = sums_over(programs, state.weights(), held_out, rows)
+        return {f"sums.{path}": value.tolist() for path, value in totals.items()}
 
     start, losses = evaluated(), []
     for batch in batches:

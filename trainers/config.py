@@ -247,11 +247,8 @@ def _noting_replaced_classes() -> Iterator[None]:
             replaced = _references(before[key].value) - _references(value)
             _put_aside(replaced, before.values())
 
-    gin.config.bind_parameter = bind_and_note
-    try:
+    with _in_place(gin.config, "bind_parameter", bind_and_note):
         yield
-    finally:
-        gin.config.bind_parameter = bind
 
 
 def _put_aside(replaced: set[tuple[str, str]], bindings: Collection[_Binding]) -> None:
@@ -293,11 +290,8 @@ def _checking_imports() -> Iterator[None]:
             )
         process(context, statement)
 
-    gin.config.ParseContext.process_import = check_and_process
-    try:
+    with _in_place(gin.config.ParseContext, "process_import", check_and_process):
         yield
-    finally:
-        gin.config.ParseContext.process_import = process
 
 
 @contextlib.contextmanager
@@ -322,11 +316,8 @@ def _counting_references() -> Iterator[None]:
                 "something else"
             ) from None
 
-    gin.config.ConfigurableReference.__deepcopy__ = count_and_copy
-    try:
+    with _in_place(gin.config.ConfigurableReference, "__deepcopy__", count_and_copy):
         yield
-    finally:
-        gin.config.ConfigurableReference.__deepcopy__ = copy
 
 
 @contextlib.contextmanager
@@ -343,12 +334,19 @@ def _reading_gin_files() -> Iterator[None]:
 
     # gin.register_file_reader would append to gin's own readers, one of which logs an
     # error for each path that names no Python package.
-    readers = gin.config._FILE_READERS
-    gin.config._FILE_READERS = [(open_file, lambda path: True)]
+    with _in_place(gin.config, "_FILE_READERS", [(open_file, lambda path: True)]):
+        yield
+
+
+@contextlib.contextmanager
+def _in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Puts a value in the place of gin's own while the context lasts."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        gin.config._FILE_READERS = readers
+        setattr(owner, name, own)
 
 
 @contextlib.contextmanager

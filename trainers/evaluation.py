@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from etils import epath
@@ -14,7 +14,7 @@ from etils import epath
 from meshwright.framework.compiler.processes import is_first_process, to_host
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.task import Decoding
-from meshwright.trainers.batches import readable
+from meshwright.trainers.batches import arrays, readable
 from meshwright.trainers.programs import Programs
 from meshwright.trainers.state import TrainState
 from meshwright.trainers.stop_signals import StopRequest
@@ -43,62 +43,77 @@ def evaluate(
 
     None if stopped in the middle. The folder is for files of what is decoded.
     """
-    experiment = programs.experiment
+    experiment, task = programs.experiment, programs.experiment.task
     theta = state.weights()
-    totals: dict[str, np.ndarray] = collections.defaultdict(float)
     rows = programs.eval.arguments.local_rows(1, dim=0)
-    batches = experiment.task.eval_batches(
+    batches = task.eval_batches(
         global_batch=experiment.global_batch,
         rows=rows,
         max_batches=experiment.eval_batches,
     )
-    for batch in readable(batches):
-        if stop.reached():
-            return None
-        values = NestedMap(batch).map(lambda t: t.numpy())
-        placed = programs.eval.arguments.shard_rows(1, values, rows, dim=0)
-        for path, value in programs.eval(theta, placed).items_by_path():
-            totals[path] += to_host(value).astype(np.float64)
-    task, decoding = experiment.task, Decoding(metrics={})
-    metrics = task.metrics(totals)
-    if experiment.decode_batches != 0:
-        decoding = _decode(programs, theta, stop, folder)
-        if decoding is None:
-            return None
+    decoding = Decoding(metrics={})
+    try:
+        totals = sums_over(programs, theta, _until_stopped(arrays(batches), stop), rows)
+        if experiment.decode_batches != 0:
+            decoding = _decode(programs, theta, stop, folder)
+    except _StoppedError:
+        return None
     return Evaluation(
-        metrics=metrics | decoding.metrics,
+        metrics=task.metrics(totals) | decoding.metrics,
         heat_maps=task.heat_maps(totals),
         decoding=decoding,
     )
 
 
+def sums_over(
+    programs: Programs, theta: NestedMap, batches: Iterable[NestedMap], rows: range
+) -> dict[str, np.ndarray]:
+    """What the evaluation program's sums come to over batches, float64, by path.
+
+    Args:
+      programs: of the experiment.
+      theta: as `TrainState.weights` has them.
+      batches: NumPy arrays, these rows of the global batch.
+      rows: see `ProgramArguments.local_rows`.
+    """
+    totals: dict[str, np.ndarray] = collections.defaultdict(float)
+    for batch in batches:
+        placed = programs.eval.arguments.shard_rows(1, batch, rows, dim=0)
+        for path, value in programs.eval(theta, placed).items_by_path():
+            totals[path] += to_host(value).astype(np.float64)
+    return totals
+
+
 class _StoppedError(Exception):
-    """The run is to end; raised through what decodes."""
+    """The run is to end; raised through what evaluates or decodes."""
+
+
+def _until_stopped(
+    batches: Iterable[NestedMap], stop: StopRequest
+) -> Iterator[NestedMap]:
+    for batch in batches:
+        if stop.reached():
+            raise _StoppedError
+        yield batch
 
 
 def _decode(
     programs: Programs, theta: NestedMap, stop: StopRequest, folder: str
-) -> Decoding | None:
-    """What the model says of held-out examples; None if stopped in the middle.
+) -> Decoding:
+    """What the model says of held-out examples.
 
     The folder gets the task's files when all are there.
     """
     experiment = programs.experiment
-
-    def pairs() -> Iterator[tuple[NestedMap, NestedMap]]:
-        batches = experiment.task.decode_batches(
-            global_batch=experiment.global_batch, max_batches=experiment.decode_batches
-        )
-        for batch in readable(batches):
-            if stop.reached():
-                raise _StoppedError
-            yield batch, programs.decode(theta, batch).map(to_host)
-
+    batches = experiment.task.decode_batches(
+        global_batch=experiment.global_batch, max_batches=experiment.decode_batches
+    )
+    pairs = (
+        (batch, programs.decode(theta, batch).map(to_host))
+        for batch in _until_stopped(readable(batches), stop)
+    )
     with tempfile.TemporaryDirectory(prefix="predictions") as scratch:
-        try:
-            found = experiment.task.decoded(pairs(), pathlib.Path(scratch))
-        except _StoppedError:
-            return None
+        found = experiment.task.decoded(pairs, pathlib.Path(scratch))
         if is_first_process():
             _copy(pathlib.Path(scratch), epath.Path(folder))
     return found

@@ -24,7 +24,7 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 )
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import replication
-from meshwright.trainers.batches import readable
+from meshwright.trainers.batches import call_batches
 from meshwright.trainers.checkpoint_initialize import weights_from, with_weights
 from meshwright.trainers.checkpoints import Access, Checkpoints
 from meshwright.trainers.evaluation import evaluate, format_metrics, summarize
@@ -431,21 +431,8 @@ def _device_batches(programs: Programs, start_step: int) -> Iterator[NestedMap]:
     """Batches for one call of the main program after another, on its devices."""
     arguments = programs.main.arguments
     rows = arguments.local_rows(1, dim=1)
-    for batches in _host_batches(programs, start_step, rows):
+    for batches in call_batches(programs.experiment, start_step, rows):
         yield arguments.shard_rows(1, batches, rows, dim=1)
-
-
-def _host_batches(
-    programs: Programs, start_step: int, rows: range
-) -> Iterator[NestedMap]:
-    """These rows of the batches for one call of the main program after another."""
-    experiment = programs.experiment
-    batches = experiment.task.train_batches(
-        start_step, global_batch=experiment.global_batch, rows=rows
-    )
-    batches = batches.batch(experiment.steps_per_loop, drop_remainder=True)
-    for stacked in readable(batches):
-        yield NestedMap(stacked).map(lambda t: t.numpy())
 
 
 def _warn_of_unknown_dims(programs: Programs) -> None:

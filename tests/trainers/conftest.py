@@ -32,15 +32,15 @@ def straight(tmp_path_factory):
 @pytest.fixture
 def change_batches(monkeypatch):
     """Calls a function with (first step, batches) before each call of main."""
-    original = loop._host_batches
+    original = loop.call_batches
 
     def use(change):
-        def changed(programs, start_step, rows):
-            steps = programs.experiment.steps_per_loop
-            for i, batches in enumerate(original(programs, start_step, rows)):
+        def changed(experiment, start_step, rows):
+            steps = experiment.steps_per_loop
+            for i, batches in enumerate(original(experiment, start_step, rows)):
                 change(start_step + i * steps + 1, batches)
                 yield batches
 
-        monkeypatch.setattr(loop, "_host_batches", changed)
+        monkeypatch.setattr(loop, "call_batches", changed)
 
     return use

@@ -4,12 +4,12 @@ import numpy as np
 
 from meshwright.trainers import loop, train
 
-_original = loop._host_batches
+_original = loop.call_batches
 
 
-def poisoned_batches(programs, start_step, rows):
-    """Instead of `loop._host_batches`, for one step a loop."""
-    batches_of_steps = _original(programs, start_step, rows)
+def poisoned_batches(experiment, start_step, rows):
+    """Instead of `loop.call_batches`, for one step a loop."""
+    batches_of_steps = _original(experiment, start_step, rows)
     for step, batches in enumerate(batches_of_steps, start_step + 1):
         if step == 8:
             batches.weights[0] = np.inf
@@ -17,5 +17,5 @@ def poisoned_batches(programs, start_step, rows):
 
 
 if __name__ == "__main__":
-    loop._host_batches = poisoned_batches
+    loop.call_batches = poisoned_batches
     train.run()

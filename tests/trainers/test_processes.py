@@ -178,7 +178,7 @@ def test_all_roll_back_together(start, tmp_path):
     assert group.wait() == [0, 0], group.said
     assert "at step 8: rolled back to step 5" in group.said[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_host_batches", poisoned_train.poisoned_batches)
+        patch.setattr(loop, "call_batches", poisoned_train.poisoned_batches)
         policy = health.NotFinite.ROLL_BACK
         want = train(at(small_programs(), not_finite=policy), tmp_path / "one").losses
     # Steps 1 to 7 were there twice, with other batches from 6 on.
