@@ -59,6 +59,8 @@ class Reference:
       layers: how they are written.
       warmup_steps, peak_rate, end_step, end_rate: a line up, then half a cosine down.
       clip: limit of the gradients' global norm.
+      activation_dtype: of activations, and of weights where they are used; norms,
+        rotations, softmaxes and losses are computed in float32.
     """
 
     mesh: jax.sharding.Mesh
@@ -68,6 +70,7 @@ class Reference:
     end_step: int
     end_rate: float
     clip: float
+    activation_dtype: jax.typing.DTypeLike = jnp.float32
 
     def compile(self, state, batches) -> jax.stages.Compiled:
         """The compiled loop: (state, batches) -> (state, metrics); donates the state.
@@ -155,13 +158,14 @@ class Reference:
         table = theta["embedding"]["table"]
         vocab_size, model_dims = table.shape
         if self.mesh.shape["Y"] > 1:  # A split vocabulary is picked by a product.
-            x = matmul(jax.nn.one_hot(batch["ids"], vocab_size), table)
+            ids = jax.nn.one_hot(batch["ids"], vocab_size, dtype=self.activation_dtype)
+            x = matmul(ids, table)
         else:
-            x = table[batch["ids"]]
+            x = table[batch["ids"]].astype(self.activation_dtype)
         x = self.split(x, STREAM) * model_dims**0.5
         x = self.stack(theta["stack"], x, batch)
         x = rms_norm(x, theta["final_norm"]["scale"])
-        logits = self.split(matmul(x, table.T), STREAM)
+        logits = self.split(matmul(x, table.T), STREAM).astype(jnp.float32)
         one_hot = jax.nn.one_hot(batch["labels"], vocab_size)
         losses = jax.nn.logsumexp(logits, -1) - jnp.sum(logits * one_hot, -1)
         nats = jnp.sum(losses * batch["weights"])
@@ -205,7 +209,7 @@ class Reference:
         )
         q, k = rotate(q, *turn), rotate(k, *turn)
         logits = jnp.einsum("bsnd,btnd->bnst", q * q.shape[-1] ** -0.5, k)
-        probs = jax.nn.softmax(logits + mask)
+        probs = jax.nn.softmax(logits.astype(jnp.float32) + mask).astype(v.dtype)
         context = self.split(jnp.einsum("bnst,btnd->bsnd", probs, v), HEADS)
         return self.split(matmul(context, w["w_o"], dims=2), STREAM)
 
@@ -213,20 +217,20 @@ class Reference:
 def matmul(x, w, dims=1):
     """Contracts the last `dims` dims of `x` with the first of `w`, both flattened."""
     size = math.prod(w.shape[:dims])
-    product = x.reshape(-1, size) @ w.reshape(size, -1)
+    product = x.reshape(-1, size) @ w.astype(x.dtype).reshape(size, -1)
     return product.reshape(*x.shape[:-dims], *w.shape[dims:])
 
 
 def rms_norm(x, scale):
-    mean_square = jnp.mean(jnp.square(x), -1, keepdims=True)
-    return x * jax.lax.rsqrt(mean_square + NORM_EPSILON) * scale
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), -1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + NORM_EPSILON) * scale).astype(x.dtype)
 
 
 def rotate(x, cos, sin):
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def global_norm(tensors):

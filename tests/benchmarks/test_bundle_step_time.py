@@ -1,0 +1,58 @@
+"""The benchmark of bundles, from end to end at its smallest, on the CPU."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.trainers.bundle import BundleOptions, export_bundle
+from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.programs import Programs
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "bundle_step_time.py"
+SMALLEST = (
+    "MODEL_DIMS = 32",
+    "HIDDEN_DIMS = 64",
+    "NUM_HEADS = 2",
+    "HEAD_DIM = 16",
+    "NUM_LAYERS = 2",
+    "VOCAB_SIZE = 300",
+    "SEQUENCE_LENGTH = 16",
+)
+
+
+def compared(folder, *params):
+    experiment, config = build_experiment(
+        ["lm/transformer_1b.gin"], [*SMALLEST, *params]
+    )
+    options = BundleOptions(calls=1, config=config, expected=False)
+    export_bundle(Programs(experiment), None, folder, options)
+    flags = ["--platform=cpu", "--rounds=1", "--steps=1", "--peak_flops=1e11"]
+    command = [sys.executable, SCRIPT, folder, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.slow
+def test_programs_that_train_alike_take_turns(tmp_path):
+    done = compared(tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = re.findall(
+        r"^\| (.+?) \| [\d.]+ \| [\d.]+% \| [\d.]+ \|$", done.stdout, re.M
+    )
+    assert rows == ["Bundle", "JAX, scan", "JAX, unrolled"]
+    assert re.search(
+        r"^Losses of the first 3 steps agree within \de-\d\d", done.stdout, re.M
+    )
+
+
+@pytest.mark.slow
+def test_what_is_no_such_model_is_told(tmp_path):
+    done = compared(
+        tmp_path,
+        "Adam.learning_rate = @ConstantSchedule()",
+        "ConstantSchedule.value = 0.1",
+    )
+    assert done.returncode == 1
+    assert "the bundle's configuration has no LinearWarmup.steps" in done.stderr
