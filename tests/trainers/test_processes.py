@@ -287,6 +287,7 @@ def children(pid):
     return found.stdout.split()
 
 
+@pytest.mark.slow  # It waits; test_peers.py has the same without a training.
 def test_other_settings_are_refused(start, tmp_path):
     """Said by who is refused; the first one waits for the right one."""
     params = ["Experiment.seed = {process}"]
