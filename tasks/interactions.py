@@ -167,8 +167,8 @@ def _events(path: str) -> np.ndarray:
             skiprows=1,
             usecols=columns,
             ndmin=2,
-            # Others are told of below: NumPy 2.4 looks up any character in C's tables
-            # of 256, which may end the process (3 and U+BA330 and U+F8 does).
+            # Other files are read line by line: NumPy 2.4 looks up any character in
+            # C's tables of 256, which may end the process (3, U+BA330, U+F8 does).
             encoding="ascii",
         )
     except ValueError:

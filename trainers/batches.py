@@ -28,7 +28,7 @@ def call_batches(
 
     Args:
       experiment: what is trained.
-      start_step: updates made before.
+      start_step: so many batches come before.
       rows: which of the global batch.
     """
     batches = experiment.task.train_batches(

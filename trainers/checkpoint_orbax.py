@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import orbax.checkpoint as ocp
 from etils import epath
 
+from meshwright.framework.compiler.processes import arrive
+
 
 def barrier() -> ocp.multihost.BarrierSyncFn:
     """Orbax's, for its threads, but none to wait at after a failure.
@@ -25,6 +27,7 @@ def barrier() -> ocp.multihost.BarrierSyncFn:
         is_background = threading.current_thread() is not threading.main_thread()
         if is_background and (failure := sys.exception()) is not None:
             raise failure
+        arrive()
         wait(key=key, timeout_ms=timeout_ms)
 
     return wait_unless_failed

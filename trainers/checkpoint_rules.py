@@ -195,6 +195,15 @@ class InitializeFrom:
         """The rules, those of the file last."""
         lines = list(self.rules)
         if self.rules_file:
-            lines += epath.Path(self.rules_file).read_text().splitlines()
+            lines += _lines(self.rules_file)
         bare = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
         return [parse_rule(line) for line in bare if line]
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return epath.Path(file).read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"InitializeFrom.rules_file {file} is not in UTF-8: {error}"
+        ) from None

@@ -188,7 +188,7 @@ class Experiment:
     def is_due(self, step: int, interval: int) -> bool:
         """Whether the call that ends with `step` made a multiple of `interval` steps.
 
-        0 is never due.
+        An interval of 0 is never due.
         """
         before = step - self.steps_per_loop
         return interval > 0 and step // interval > before // interval

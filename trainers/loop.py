@@ -25,6 +25,7 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import replication
 from meshwright.trainers.batches import call_batches
+from meshwright.trainers.checkpoint_digests import CheckpointError
 from meshwright.trainers.checkpoint_initialize import weights_from, with_weights
 from meshwright.trainers.checkpoints import Access, Checkpoints
 from meshwright.trainers.evaluation import evaluate, format_metrics, summarize
@@ -118,7 +119,8 @@ def check_is_saved(run: Run) -> None:
       CheckpointError: there is none.
     """
     with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
-        checkpoints.metadata()
+        if checkpoints.latest_step() is None:
+            raise CheckpointError(f"there is no checkpoint in {run.checkpoint_dir}")
 
 
 def evaluate_latest(
@@ -394,13 +396,14 @@ class _Loop:
             del self.losses[undone]
         self.summaries.go_back()
         self.eval_summaries.go_back()
+        self.eval_summaries.note_complete(0)
         self.evaluated_step = None
         return saved
 
     def _make_up_for_evaluation(self, step: int, state: TrainState) -> None:
         """Evaluates if an earlier run ended between saving `step` and evaluating it."""
         is_due = self.experiment.is_due(step, self.experiment.eval_interval)
-        if is_due and self.eval_summaries.complete_step() != step:
+        if is_due and self.eval_summaries.complete_step() < step:
             self._evaluate(step, state)
 
     def _evaluate(self, step: int, state: TrainState) -> None:

@@ -18,6 +18,7 @@ import meshwright.layers
 import meshwright.tasks  # noqa: F401 (both register what gin files name)
 from meshwright.trainers import config
 from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.printable import printable
 
 GIN_FILE = flags.DEFINE_multi_string(
     "gin_file", None, "Gin file, by path or by its path under params/; may repeat."
@@ -29,9 +30,6 @@ DEVICE_COUNT = flags.DEFINE_integer(
     "device_count", None, "Virtual devices on cpu; default: as many as the mesh has."
 )
 TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error was raised.")
-
-# Of an error's message.
-_MOST_CHARACTERS = 5000
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -83,13 +81,6 @@ def writable(folder: pathlib.Path) -> str:
             return ""
     except OSError as error:
         return (error.strerror or str(error)).lower()
-
-
-def printable(text: str) -> str:
-    """An error's text, fit for a terminal, whatever it quotes of a file."""
-    if len(text) > _MOST_CHARACTERS:
-        text = f"{text[:_MOST_CHARACTERS]}... ({len(text)} characters)"
-    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def build_experiment(

@@ -46,9 +46,10 @@ class _Member:
       host: where it runs.
       pid: its number there.
       heard: when it last said something; a training that is stuck says nothing.
-      calls: how many units of common work it has begun.
-      changed: when `calls` last grew.
-      stops_at: `calls` when it heard that all are to stop, or None.
+      arrivals: at how many places it has been where all wait for each other.
+      changed: when `arrivals` last grew.
+      stops_at: how many units of common work it had begun when it heard that all are
+        to stop, or None.
       left: whether it ended its work.
     """
 
@@ -57,7 +58,7 @@ class _Member:
     host: str
     pid: int
     heard: float
-    calls: int = 0
+    arrivals: int = 0
     changed: float = 0.0
     stops_at: int | None = None
     left: bool = False
@@ -197,9 +198,9 @@ class Hub:
 
     def _handle(self, member: _Member, message: dict[str, Any]) -> None:
         member.heard = time.monotonic()
-        calls = message.get("calls", member.calls)
-        if calls != member.calls:
-            member.calls, member.changed = calls, member.heard
+        arrivals = message.get("arrivals", member.arrivals)
+        if arrivals != member.arrivals:
+            member.arrivals, member.changed = arrivals, member.heard
         if "stop" in message:
             self._tell_all(stop=message["stop"])
         if "stops_at" in message:
@@ -234,8 +235,8 @@ class Hub:
 
     def _look_for_stuck(self, now: float) -> None:
         here = [one for one in self._members.values() if not one.left]
-        most = max((one.calls for one in here), default=0)
-        waiting = [one for one in here if one.calls == most]
+        most = max((one.arrivals for one in here), default=0)
+        waiting = [one for one in here if one.arrivals == most]
         # All of those have waited since the last of them came.
         waited = now - max((one.changed for one in waiting), default=now)
         for one in here:
@@ -244,10 +245,9 @@ class Hub:
                 self._lose(
                     f"{self._named(one)} has not been heard of for {silent:.0f} s"
                 )
-            elif one.calls < most and waited > self._timeout:
+            elif one.arrivals < most and waited > self._timeout:
                 self._lose(
-                    f"{self._named(one)} has kept the others waiting for "
-                    f"{waited:.0f} s: it has begun {one.calls} calls, they {most}"
+                    f"{self._named(one)} has kept the others waiting for {waited:.0f} s"
                 )
 
     def _gone(self, member: _Member) -> None:

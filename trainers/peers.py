@@ -57,7 +57,7 @@ class Peers:
         self._count = count
         self._channel = channel
         self._lock = threading.Lock()
-        self._calls = 0
+        self._calls = self._arrivals = 0
         self._stop_signal: int | None = None
         self._last_call: int | None = None
         self._forwarded = False
@@ -96,8 +96,13 @@ class Peers:
             if self._calls == self._last_call:
                 return self._stop_signal
             self._calls += 1
-        self._channel.send(calls=self._calls)
+        self.arrive()
         return None
+
+    def arrive(self) -> None:
+        """Called before each place where all wait for each other, in the same order."""
+        self._arrivals += 1
+        self._channel.send(arrivals=self._arrivals)
 
     def failed(self, text: str, *, at_once: bool = False) -> None:
         """Says that this process cannot go on; the others will end too.

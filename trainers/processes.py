@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 import time
 from collections.abc import Iterator
 
@@ -14,9 +15,11 @@ from etils import epath
 
 from meshwright.framework.compiler.processes import (
     ProcessGroup,
+    gather_from_processes,
     is_first_process,
     join_processes,
     process_group_of_environment,
+    telling_arrivals,
     wait_for_all,
 )
 from meshwright.trainers.peer_channel import Channel
@@ -169,7 +172,8 @@ def together(membership: Membership | None, settings: str) -> Iterator[Peers | N
     )
     try:
         join_processes(group, timeout=_PEER_TIMEOUT.value)
-        yield peers
+        with telling_arrivals(peers.arrive):
+            yield peers
     except BaseException as error:
         is_interrupt = isinstance(error, KeyboardInterrupt)
         peers.failed(f"{type(error).__name__}: {error}", at_once=is_interrupt)
@@ -186,13 +190,15 @@ def check_shared(folder: str) -> None:
     if not jax.distributed.is_initialized():
         return
     mark = epath.Path(folder) / ".shared"
+    # Not one that a run before has left.
+    token = str(gather_from_processes(secrets.randbits(31))[0])
     if is_first_process():
         mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text("Seen by all processes of a training.\n")
+        mark.write_text(token)
     wait_for_all("shared folder made")
     # What others have made shows late on some network file systems.
     deadline = time.monotonic() + _SEEN_SECONDS
-    while not mark.exists():
+    while not mark.exists() or mark.read_text() != token:
         if time.monotonic() > deadline:
             raise OSError(
                 f"process {jax.process_index()} does not see in {folder} what process "

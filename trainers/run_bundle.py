@@ -17,6 +17,7 @@ import pathlib
 import statistics
 import sys
 import time
+import zipfile
 
 import numpy as np
 
@@ -38,12 +39,19 @@ class Bundle:
       folder: the bundle's.
 
     Raises:
-      BundleError: no manifest, or one of another format.
+      BundleError: no manifest, a damaged one, or one of another format.
     """
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
-        self.manifest = json.loads(self._read("manifest.json"))
+        content = self._read("manifest.json")
+        try:
+            self.manifest = dict(json.loads(content))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise BundleError(
+                f"{self.folder / 'manifest.json'} is not as it was written ({error}): "
+                "copy or export it again"
+            ) from None
         if self.manifest.get("format") != FORMAT:
             raise BundleError(
                 f"{self.folder / 'manifest.json'} is of format "
@@ -294,26 +302,30 @@ def load_array(path, dtype):
     Raises:
       BundleError: there is none.
     """
-    try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise BundleError(
-            f"{path} cannot be read ({error}): it must be an array as numpy.save "
-            "writes it; copy or export it again"
-        ) from None
+    found = _loaded(path, np.ndarray, "an array as numpy.save writes it")
     return found.view(dtype) if found.dtype.kind == "V" else found
 
 
 def load_arrays(path):
     """The arrays of an .npz file by name; raises as `load_array`."""
+    return _loaded(path, dict, "arrays as numpy.savez writes them")
+
+
+def _loaded(path, kind, wanted):
     try:
-        with np.load(path, allow_pickle=False) as found:
-            return {name: found[name] for name in found.files}
-    except (OSError, ValueError) as error:
-        raise BundleError(
-            f"{path} cannot be read ({error}): it must be arrays as numpy.savez writes "
-            "them"
-        ) from None
+        found = np.load(path, allow_pickle=False)
+        if not isinstance(found, np.ndarray):
+            with found:
+                found = {name: found[name] for name in found.files}
+        if isinstance(found, kind):
+            return found
+        error = f"it has a {type(found).__name__}"
+    # What numpy raises for half a file, and for an empty one.
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as caught:
+        error = caught
+    raise BundleError(
+        f"{path} cannot be read ({error}): it must be {wanted}; copy or export it again"
+    )
 
 
 def differences(what, got, want, tolerance):
@@ -345,6 +357,8 @@ def train(runner, stored, batches, calls):
             "shape [calls, ...]"
         )
     count = min(len(batches[name]) for name in names)
+    if calls and not count:
+        raise BundleError("the batches are for no call: give some for one or more")
     losses, seconds = [], []
     for call in range(calls):
         given = {name: main.put(name, batches[name][call % count]) for name in names}

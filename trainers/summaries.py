@@ -65,7 +65,6 @@ class Summaries:
     def go_back(self) -> None:
         """The next point takes the place of those at and after its step."""
         self._is_new = is_first_process()
-        self.note_complete(0)
 
     def note_complete(self, step: int) -> None:
         """Remembers, for later runs, that all there is to say of `step` was said."""
@@ -81,7 +80,7 @@ class Summaries:
         text = ""
         # Who writes it may have been killed: then there is none, or half a number.
         if is_first_process() and tf.io.gfile.exists(self._note):
-            with tf.io.gfile.GFile(self._note) as f:
+            with self._failures_as_warnings(), tf.io.gfile.GFile(self._note) as f:
                 text = f.read()
         return gather_from_processes(int(text) if text.isdecimal() else 0)[0]
 

@@ -24,6 +24,7 @@ from meshwright.framework.compiler.processes import ProcessGroup
 from meshwright.trainers.peer_channel import Channel, ChannelClosedError
 from meshwright.trainers.peer_hub import Hub
 from meshwright.trainers.peers import LOST, PeerError
+from meshwright.trainers.printable import printable
 
 log = logging.getLogger("absl")
 
@@ -116,11 +117,12 @@ class _Supervisor:
         except PeerError as error:
             self._end_child()
             name = os.path.basename(sys.argv[0])
-            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            text = printable(str(error))
+            print(f"{name}: {text}", file=sys.stderr, flush=True)
             self._status = 1
         if lost is not None:
             self._end_child()
-            print(f"\n{lost}", file=sys.stderr, flush=True)
+            print(f"\n{printable(lost)}", file=sys.stderr, flush=True)
             self._status = LOST
         if hub is not None:
             hub.join(_GRACE_SECONDS)
@@ -142,13 +144,16 @@ class _Supervisor:
         if hello is None:
             return False
         self._above = self._connected(deadline)
+        if self._above is None:
+            return False
         self._above.send(**hello)
         return True
 
-    def _connected(self, deadline: float) -> Channel:
+    def _connected(self, deadline: float) -> Channel | None:
+        """To process 0; None if the training ends before that answers."""
         address, at = split_address(self._group.coordinator), self._group.coordinator
         said = time.monotonic()
-        while True:
+        while not self._has_child_ended():
             try:
                 return Channel(socket.create_connection(address, timeout=5.0))
             except OSError as error:
@@ -163,6 +168,7 @@ class _Supervisor:
                 said = now
                 log.warning("waiting for process 0 at %s (%s)", at, reason)
             time.sleep(0.2)
+        return None
 
     def _relay(self) -> str | None:
         """Passes messages on until the training ends; what ended it, or None."""

@@ -31,6 +31,14 @@ _PLATFORM = flags.DEFINE_enum(
 _PROFILE_STEPS = flags.DEFINE_list(
     "profile_steps", None, "FIRST,LAST step to trace into model_dir, for xprof."
 )
+_STOPPED_STATUS = flags.DEFINE_integer(
+    "stopped_status",
+    0,
+    "Exit status of a training that SIGTERM stopped before its last step; one that is "
+    "not 0 makes schedulers start it again that leave alone what succeeded.",
+    lower_bound=0,
+    upper_bound=255,
+)
 
 
 def main(argv: list[str]) -> int | None:
@@ -88,13 +96,17 @@ def _train_or_evaluate(
         start = time.time()
         result = loop.train_and_evaluate(programs, run, peers)
         _print_result(result, time.time() - start)
-    return mains.INTERRUPTED if result.stop == signal.SIGINT else None
+    if result.stop == signal.SIGINT:
+        return mains.INTERRUPTED
+    is_done = result.stop is None or result.step >= experiment.num_steps
+    return None if is_done else _STOPPED_STATUS.value
 
 
 def _print_result(result: loop.TrainResult, seconds: float) -> None:
     how = "Trained"
     if result.stop is not None:
-        how = f"Stopped by {signal.Signals(result.stop).name}: saved training"
+        saved = "saved training" if result.step else "no training"
+        how = f"Stopped by {signal.Signals(result.stop).name}: {saved}"
     print(f"{how} to step {result.step} in {seconds:.0f} s.")
     if result.step in result.losses:
         print(f"Training loss: {result.losses[result.step]:.4f} nats")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -17,6 +19,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 
 # When all are done, they leave together.
 _SHUTDOWN_SECONDS = 60
+
+_tell_arrival: Callable[[], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +108,30 @@ def is_first_process() -> bool:
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
+@contextlib.contextmanager
+def telling_arrivals(tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell` each time before this process waits for all others to come.
+
+    They wait where nothing can be interrupted: who is late must be known beforehand.
+    """
+    global _tell_arrival
+    _tell_arrival = tell
+    try:
+        yield
+    finally:
+        _tell_arrival = None
+
+
+def arrive() -> None:
+    """To be called by the main thread of each process before all of them meet."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if _tell_arrival is not None and is_main:
+        _tell_arrival()
+
+
 def wait_for_all(what: str) -> None:
     """Waits until all processes have called this with the same words."""
+    arrive()
     multihost_utils.sync_global_devices(what)
 
 
@@ -113,6 +139,7 @@ def gather_from_processes(value: int) -> Sequence[int]:
     """Every process's `value`, which is below 2**31; all processes must call it."""
     if jax.process_count() == 1:
         return [value]
+    arrive()
     values = multihost_utils.process_allgather(np.asarray(value, np.int32))
     return [int(one) for one in values]
 
@@ -121,4 +148,5 @@ def to_host(array: jax.Array) -> np.ndarray:
     """The values of a device array; all processes that hold it must call this."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
+    arrive()
     return multihost_utils.process_allgather(array, tiled=True)

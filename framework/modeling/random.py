@@ -112,12 +112,12 @@ def _threefry(
     key: tf.Tensor, x0: tf.Tensor, x1: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Twenty rounds of Threefry-2x32 on counter words to which `key` was added."""
-    with tf.name_scope("threefry"):
+    if tf.executing_eagerly():
         return _rounds(key, x0, x1)
+    with tf.name_scope("threefry"):
+        return _rounds_in_one_op(key, x0, x1)
 
 
-# One op in a graph instead of 170: TF builds and copies graphs op by op in Python.
-@tf.function(autograph=False)
 def _rounds(
     key: tf.Tensor, x0: tf.Tensor, x1: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -131,3 +131,7 @@ def _rounds(
         x0 = x0 + schedule[(group + 1) % 3]
         x1 = x1 + schedule[(group + 2) % 3] + _u32(group + 1)
     return x0, x1
+
+
+# Instead of 170, as TF builds and copies graphs op by op in Python.
+_rounds_in_one_op = tf.function(_rounds, autograph=False)

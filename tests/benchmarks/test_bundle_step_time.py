@@ -12,6 +12,11 @@ from meshwright.trainers.mains import build_experiment
 from meshwright.trainers.programs import Programs
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "bundle_step_time.py"
+# Where a script finds its neighbours.
+sys.path.append(str(SCRIPT.parent))
+
+from benchmarks import bundle_step_time  # noqa: E402
+
 SMALLEST = (
     "MODEL_DIMS = 32",
     "HIDDEN_DIMS = 64",
@@ -56,3 +61,10 @@ def test_what_is_no_such_model_is_told(tmp_path):
     )
     assert done.returncode == 1
     assert "the bundle's configuration has no LinearWarmup.steps" in done.stderr
+
+
+def test_losses_that_differ_are_not_compared():
+    assert bundle_step_time._difference([[10.0, 9.0], [10.01, 9.0]]) < 2e-3
+    for other in ([10.0, 8.9], [10.0, float("nan")]):
+        with pytest.raises(ValueError, match="the programs do not train alike"):
+            bundle_step_time._difference([[10.0, 9.0], other])

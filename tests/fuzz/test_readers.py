@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from meshwright.trainers import mains
+from meshwright.trainers.printable import printable
 from tests.fuzz.apart import Ending, Outcome, read
 from tests.fuzz.draws import cases
 from tests.fuzz.readers import READERS
@@ -36,7 +36,7 @@ def complaint(reader: str, outcome: Outcome) -> str | None:
 
 def told_badly(reader: str, message: str) -> str | None:
     """What is wrong with the message of an error, as the mains tell it."""
-    told, (hostile, *_) = mains.printable(message), VALID[reader]
+    told, (hostile, *_) = printable(message), VALID[reader]
     # What gin makes of a file is named by class and parameter.
     if reader != "gin" and not re.search(
         rf"{os.path.basename(hostile)}|/fuzz", message

@@ -286,6 +286,27 @@ def test_state_of_another_shape(exported, tmp_path):
     assert "table.npy cannot be read" in in_process(exported, f"--weights={tmp_path}")
 
 
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04half", b"text", b"[1]"])
+def test_files_that_are_others(exported, copied, tmp_path, content):
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(run_bundle.BundleError, match="a.npz cannot be read .*savez"):
+        run_bundle.load_arrays(tmp_path / "a.npz")
+    with pytest.raises(run_bundle.BundleError, match="a.npz cannot be read .*numpy.sa"):
+        run_bundle.load_array(tmp_path / "a.npz", "float32")
+    folder, _ = copied
+    (folder / "manifest.json").write_bytes(content)
+    assert "manifest.json is not as it was written" in in_process(folder)
+
+
+def test_an_array_is_no_archive(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros(2))
+    np.savez(tmp_path / "b.npz", a=np.zeros(2))
+    with pytest.raises(run_bundle.BundleError, match="a.npy .*it has a ndarray.*savez"):
+        run_bundle.load_arrays(tmp_path / "a.npy")
+    with pytest.raises(run_bundle.BundleError, match="b.npz .*it has a dict.*numpy.sa"):
+        run_bundle.load_array(tmp_path / "b.npz", "float32")
+
+
 def test_batches_that_lack_a_part(exported, tmp_path):
     np.savez(tmp_path / "batches.npz", **{"batches.ids": np.zeros([1, 1, 8, 8])})
     message = in_process(exported, f"--batches={tmp_path / 'batches.npz'}")

@@ -258,6 +258,9 @@ def test_rules_of_a_file(tmp_path):
     ]
     with pytest.raises(OSError, match="nowhere"):
         InitializeFrom(checkpoint="x", rules_file=str(tmp_path / "nowhere"))
+    file.write_bytes(b"f\xff -> g")
+    with pytest.raises(ValueError, match=f"rules_file {file} is not in UTF-8: .*0xff"):
+        InitializeFrom(checkpoint="x", rules_file=str(file))
 
 
 def test_no_such_checkpoint(tmp_path):

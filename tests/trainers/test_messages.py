@@ -5,16 +5,17 @@ from absl import flags
 from absl.testing import flagsaver
 
 from meshwright.trainers import mains
+from meshwright.trainers.printable import printable
 
 
 def test_what_does_not_print_is_escaped():
     text = "a.tsv:3 names '\x1b[2J\x00\u202e\ud800', naïve 日本\nsee there"
     told = "a.tsv:3 names '\\x1b[2J\\x00\\u202e\\ud800', naïve 日本\nsee there"
-    assert mains.printable(text) == told
+    assert printable(text) == told
 
 
 def test_what_is_long_is_cut():
-    told = mains.printable("x" * 10**6)
+    told = printable("x" * 10**6)
     assert told == "x" * 5000 + "... (1000000 characters)"
 
 

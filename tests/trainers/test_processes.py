@@ -20,7 +20,7 @@ from meshwright.trainers.programs import Programs
 from tests.tasks import test_translation
 from tests.tasks.parallel_files import install_all
 from tests.tasks.volume_files_on_disk import install
-from tests.trainers import poisoned_train, test_segmentation_run
+from tests.trainers import poisoned_train, stuck_train, test_segmentation_run
 from tests.trainers.small_run import (
     GIN_FILES,
     GIN_PARAMS,
@@ -246,6 +246,17 @@ def test_stalled_peer_is_named(start, tmp_path, stopped, what):
     assert group.processes[other].wait(PATIENCE) == peers.LOST
     assert f"lost a peer: process {stopped}" in group.said[other]
     assert "not been heard of for" in group.said[other]
+
+
+@pytest.mark.slow
+def test_who_is_stuck_in_a_restore_is_named(start, tmp_path):
+    folder = tmp_path / "run"
+    assert start(1, folder, params=["Experiment.num_steps = 5"]).wait() == [0]
+    command = [sys.executable, stuck_train.__file__]
+    group = start(2, folder, command=command, flags=["--peer_timeout=40"])
+    assert group.wait() == [peers.LOST] * 2, group.said
+    for said in group.said:
+        assert re.search("lost a peer: process 1 of 2 .* has kept the others w", said)
 
 
 EVALUATING = ("Experiment.eval_interval = 5", "Experiment.eval_batches = None")

@@ -194,9 +194,16 @@ def test_train_then_eval(compiled, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("signum", "status"), [(signal.SIGTERM, None), (signal.SIGINT, 130)]
+    ("signum", "num_steps", "status"),
+    [
+        (signal.SIGTERM, 20, 75),
+        (signal.SIGTERM, 10, None),  # All steps were made.
+        (signal.SIGINT, 20, 130),
+    ],
 )
-def test_status_after_a_signal(compiled, tmp_path, monkeypatch, capsys, signum, status):
+def test_status_after_a_signal(
+    compiled, tmp_path, monkeypatch, capsys, signum, num_steps, status
+):
     evaluate = main_module.loop.evaluate
 
     def stop(*args):
@@ -204,7 +211,8 @@ def test_status_after_a_signal(compiled, tmp_path, monkeypatch, capsys, signum, 
         return evaluate(*args)
 
     monkeypatch.setattr(main_module.loop, "evaluate", stop)
-    assert call_main(tmp_path) == status
+    steps = f"Experiment.num_steps = {num_steps}"
+    assert call_main(tmp_path, steps, stopped_status="75") == status
     assert f"Stopped by {signum.name}: saved training to step 10 in" in (
         capsys.readouterr().out
     )
