@@ -209,7 +209,8 @@ class Hub:
             if None not in stops:
                 self._tell_all(last_call=max(stops))
         if "failed" in message:
-            self._end(failed=f"{self._named(member)} failed: {message['failed']}")
+            why = f"{self._named(member)} failed: {message['failed']}"
+            self._end(failed=why, without_word=message.get("without_word", False))
         if "left" in message:
             member.left = True
             if all(one.left for one in self._members.values()):

@@ -206,7 +206,7 @@ class _Supervisor:
             return False
         by = self._killed_by
         how = f"ended with status {self._status}" if by is None else f"got {by.name}"
-        self._above.send(failed=f"it {how}")
+        self._above.send(failed=f"it {how}", without_word=True)
         return True
 
     def _pass_up(self) -> None:
@@ -225,8 +225,10 @@ class _Supervisor:
             for message in self._above.waiting():
                 if "lost" in message and not self._has_spoken:
                     return _lost(message["lost"])
-                # What fails in all is for each to tell.
-                if "failed" in message and not self._is_failing:
+                # What fails in all is for each to tell; but what fails when another
+                # one has died fails because of that.
+                is_cause = message.get("without_word") or not self._is_failing
+                if "failed" in message and is_cause:
                     return (
                         f"a peer failed: {message['failed']}\nWhen that is mended, "
                         "start the same command again on all processes, to go on from "
