@@ -44,19 +44,17 @@ class Bundle:
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
-        content = self._read("manifest.json")
+        path, content = self.folder / "manifest.json", self._read("manifest.json")
         try:
             self.manifest = dict(json.loads(content))
         except (ValueError, TypeError, RecursionError) as error:
             raise BundleError(
-                f"{self.folder / 'manifest.json'} is not as it was written ({error}): "
-                "copy or export it again"
+                f"{path} is not as it was written ({error}): copy or export it again"
             ) from None
         if self.manifest.get("format") != FORMAT:
             raise BundleError(
-                f"{self.folder / 'manifest.json'} is of format "
-                f"{self.manifest.get('format')}, this runner reads {FORMAT}: use the "
-                "run_bundle.py that lies beside it"
+                f"{path} is of format {self.manifest.get('format')}, this runner reads "
+                f"{FORMAT}: use the run_bundle.py that lies beside it"
             )
 
     def read(self, entry):
@@ -380,10 +378,8 @@ def report_time(runner, seconds, peak_flops):
     flops, devices = runner.manifest["step"]["model_flops"], runner.mesh.size
     line = f"step time: {median:.4f} s (median of {len(seconds[1:] or seconds)} calls)"
     if peak_flops:
-        share = flops / median / (peak_flops * devices)
-        line += (
-            f"; FLOPs utilisation {share:.1%} of {devices} x {peak_flops:.3g} FLOP/s"
-        )
+        share = f"{flops / median / (peak_flops * devices):.1%}"
+        line += f"; FLOPs utilisation {share} of {devices} x {peak_flops:.3g} FLOP/s"
     print(f"{line}; model FLOPs a step: {flops:.4g}")
 
 
