@@ -105,7 +105,8 @@ class SentencePieceVocabulary:
         try:
             found = Vocabulary(path.read_bytes())
             size = found.size
-        except RuntimeError as e:
+            found.check_text()
+        except (RuntimeError, UnicodeDecodeError) as e:
             raise ValueError(f"{path} is no SentencePiece model: {e}") from e
         ours = (Vocabulary.padding_id, Vocabulary.start_id, Vocabulary.end_id)
         if found.control_ids != ours:
@@ -167,6 +168,15 @@ class Vocabulary:
         return (
             self._processor.id_to_piece(self._processor.piece_to_id(symbol)) == symbol
         )
+
+    def check_text(self) -> None:
+        """Checks that all pieces are text, as a damaged model's may not be.
+
+        Raises:
+          UnicodeDecodeError: one is not.
+        """
+        for i in range(self.size):
+            self._processor.id_to_piece(i)
 
     def tag_id(self, language: str) -> int:
         """The id of the tag of `language`.

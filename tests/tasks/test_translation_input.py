@@ -178,9 +178,11 @@ def test_a_model_file(tmp_path):
     other = SentencePieceVocabulary(vocab_size=301, model_file=str(path))
     with pytest.raises(ValueError, match=r"has 300 pieces.*vocab_size \(301\)"):
         other.trained([], ["de"])
-    path.write_text("no model")
-    with pytest.raises(ValueError, match="is no SentencePiece model"):
-        read.trained([], ["de"])
+    space = "\u2581".encode()
+    for damaged in (b"no model", vocabulary.model.replace(space, b"\xbc" + space[1:])):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="model is no SentencePiece model: "):
+            read.trained([], ["de"])
 
 
 def test_vocabularies_that_cannot_be():
