@@ -122,7 +122,7 @@ def _bound(config: str, name: str) -> str:
     """What an operative gin configuration binds, macros followed.
 
     Raises:
-      ValueError: nothing.
+      ValueError: it does not bind the name.
     """
     found = re.search(rf"^{re.escape(name)} = (\S+)$", config, re.MULTILINE)
     if found is None:
@@ -170,7 +170,10 @@ def main(argv: list[str]) -> int:
                 for name, label in labels.items()
             ]
             facts = [one.facts() for one in workers]
-            difference = _difference([fact["losses"] for fact in facts])
+            losses = [fact["losses"] for fact in facts]
+            difference = interleave.loss_difference(
+                dict(zip(labels.values(), losses, strict=True)), LOSS_TOLERANCE
+            )
             turns = interleave.take_turns(
                 workers, rounds=options.rounds, steps=options.steps
             )
@@ -181,25 +184,6 @@ def main(argv: list[str]) -> int:
     _print_table(facts[0], by_label, options.peak_flops)
     print(f"Losses of the first {CHECKED_STEPS} steps agree within {difference:.0e}.")
     return 0
-
-
-def _difference(losses: list[list[float]]) -> float:
-    """The largest relative one between the bundle's losses and another program's.
-
-    Raises:
-      ValueError: it is above `LOSS_TOLERANCE`.
-    """
-    ours, *others = losses
-    found = [
-        abs(b / a - 1.0) for other in others for a, b in zip(ours, other, strict=True)
-    ]
-    # Each by itself: a NaN is not the largest of anything.
-    if not all(one <= LOSS_TOLERANCE for one in found):
-        raise ValueError(
-            f"the programs do not train alike: losses {losses}; the times of different "
-            "maths are not comparable"
-        )
-    return max(found)
 
 
 def _print_table(

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -129,3 +129,28 @@ def take_turns(
         for worker, of_worker in reversed(pairs) if number % 2 else pairs:
             of_worker.append(worker.turn(steps))
     return turns
+
+
+def loss_difference(losses: Mapping[str, Sequence[float]], tolerance: float) -> float:
+    """The largest relative difference between the first program's losses and another's.
+
+    Args:
+      losses: of the same steps, by the program's name for messages.
+      tolerance: relative.
+
+    Raises:
+      ValueError: a difference is above it, or NaN; names the program and the step.
+    """
+    (first, wanted), *others = losses.items()
+    largest = 0.0
+    for name, found in others:
+        for step, (loss, want) in enumerate(zip(found, wanted, strict=True)):
+            difference = abs(loss / want - 1.0)
+            if not difference <= tolerance:
+                raise ValueError(
+                    f"{name} does not train as {first} does: loss {loss} against "
+                    f"{want} at step {step}; the programs do not train alike, and the "
+                    "times of different maths are not comparable"
+                )
+            largest = max(largest, difference)
+    return largest

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from absl import app, flags
-from interleave import Turn, Worker, take_turns
+from interleave import Turn, Worker, loss_difference, take_turns
 
 VARIANTS = pathlib.Path(__file__).with_name("variants.py")
 OURS = "meshwright"
@@ -125,33 +125,15 @@ def compare(setting: str, mesh: str, rounds: int, steps: int | None) -> Comparis
             worker = Worker(f"{variant}, {setting}, {mesh}", command)
             workers.append(stack.enter_context(worker))
         facts = {v: w.facts() for v, w in zip(variants, workers, strict=True)}
-        difference = loss_difference({v: f["losses"] for v, f in facts.items()})
+        difference = loss_difference(
+            {LABELS[v]: fact["losses"] for v, fact in facts.items()}, LOSS_TOLERANCE
+        )
         turns = take_turns(workers, rounds=rounds, steps=steps or size.steps)
     return Comparison(
         turns=dict(zip(variants, turns, strict=True)),
         loss_difference=difference,
         versions=facts[OURS]["versions"],
     )
-
-
-def loss_difference(losses: Mapping[str, Sequence[float]]) -> float:
-    """The largest relative difference between our losses and another variant's.
-
-    Raises:
-      ValueError: it is above `LOSS_TOLERANCE`; names the variant and the step.
-    """
-    largest = 0.0
-    for variant, others in losses.items():
-        for step, (ours, other) in enumerate(zip(losses[OURS], others, strict=True)):
-            difference = abs(other / ours - 1.0)
-            if not difference <= LOSS_TOLERANCE:
-                raise ValueError(
-                    f"{LABELS[variant]} does not train as Meshwright does: loss "
-                    f"{other} against {ours} at step {step}; the times of different "
-                    "maths are not comparable"
-                )
-            largest = max(largest, difference)
-    return largest
 
 
 HEADER = f"""\

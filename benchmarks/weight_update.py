@@ -29,7 +29,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 from absl import app, flags
-from interleave import Turn, take_turns
+from interleave import Turn, loss_difference, take_turns
 
 from meshwright import framework as mw
 from meshwright.framework.nested_map import NestedMap
@@ -252,12 +252,7 @@ def check_losses(mode: str, losses: Sequence[float], others: Sequence[float]) ->
     Raises:
       ValueError: it does not; names the mode and the step.
     """
-    for step, (loss, other) in enumerate(zip(losses, others, strict=True)):
-        if not abs(loss / other - 1.0) <= LOSS_TOLERANCE:
-            raise ValueError(
-                f'"{mode}" does not train as "off" does: loss {loss} against {other} '
-                f"at step {step}; the times of different maths are not comparable"
-            )
+    loss_difference({'"off"': others, f'"{mode}"': losses}, LOSS_TOLERANCE)
 
 
 HEADER = f"""\

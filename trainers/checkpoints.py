@@ -207,7 +207,7 @@ class Checkpoints:
         Raises:
           CheckpointError: no such step, or it cannot be read.
         """
-        step = self._existing(step)
+        step = self.existing(step)
         try:
             saved = self._read_json(step, "metadata")
             if not isinstance(saved, dict):
@@ -280,7 +280,7 @@ class Checkpoints:
         """`read` of `step`, or of the newest step that is as it was saved."""
         if step is not None:
             try:
-                return self._verified_read(self._existing(step), read)
+                return self._verified_read(self.existing(step), read)
             except DamagedError as error:
                 others = [one for one in self.steps() if one != step]
                 other = f"take step {others[-1]}" if others else "there is no other"
@@ -347,7 +347,12 @@ class Checkpoints:
     def _folder(self, step: int) -> epath.Path:
         return self._directory / str(step)
 
-    def _existing(self, step: int | None) -> int:
+    def existing(self, step: int | None = None) -> int:
+        """`step` if it is on disk, or the newest for None. Waits for a save under way.
+
+        Raises:
+          CheckpointError: there is no such step, or none at all.
+        """
         newest = self.latest_step()
         if newest is None:
             raise CheckpointError(f"there is no checkpoint in {self._directory}")

@@ -25,7 +25,6 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import replication
 from meshwright.trainers.batches import call_batches
-from meshwright.trainers.checkpoint_digests import CheckpointError
 from meshwright.trainers.checkpoint_initialize import weights_from, with_weights
 from meshwright.trainers.checkpoints import Access, Checkpoints
 from meshwright.trainers.evaluation import evaluate, format_metrics, summarize
@@ -119,8 +118,7 @@ def check_is_saved(run: Run) -> None:
       CheckpointError: there is none.
     """
     with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
-        if checkpoints.latest_step() is None:
-            raise CheckpointError(f"there is no checkpoint in {run.checkpoint_dir}")
+        checkpoints.existing()
 
 
 def evaluate_latest(

@@ -133,5 +133,6 @@ def _rounds(
     return x0, x1
 
 
-# Instead of 170, as TF builds and copies graphs op by op in Python.
+# Instead of 170, as TF builds and copies graphs op by op in Python. For graphs alone:
+# called eagerly, TF warns that it traces for each shape.
 _rounds_in_one_op = tf.function(_rounds, autograph=False)

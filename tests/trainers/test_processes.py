@@ -32,7 +32,10 @@ from tests.trainers.small_run import (
 )
 
 COMMAND = (pathlib.Path(sys.executable).parent / "meshwright-train",)
-PARAMS = (*GIN_PARAMS, "MESH_SHAPE = (2, 4)", "Experiment.summary_interval = 1")
+SMALL_RUN = (
+    GIN_FILES,
+    (*GIN_PARAMS, "MESH_SHAPE = (2, 4)", "Experiment.summary_interval = 1"),
+)
 PATIENCE = 600
 
 
@@ -46,7 +49,7 @@ class Group:
         *,
         logs,
         command=COMMAND,
-        files=GIN_FILES,
+        job=SMALL_RUN,
         params=(),
         flags=(),
         cwds=None,
@@ -55,10 +58,8 @@ class Group:
             port = free.getsockname()[1]
         self.logs = [logs / f"{number}.log" for number in range(count)]
         self.folder = folder
-        if files == GIN_FILES:
-            params = (*PARAMS, *params)
-        files = [f"--gin_file={file}" for file in files]
-        params = [f"--gin_param={param}" for param in params]
+        files = [f"--gin_file={file}" for file in job[0]]
+        params = [f"--gin_param={param}" for param in (*job[1], *params)]
         command = [*command, *files, *params, f"--model_dir={folder}", *flags]
         self.processes = []
         for number, log in enumerate(self.logs):
@@ -214,7 +215,7 @@ def test_all_decode(start, tmp_path, task):
     want = loop.train_and_evaluate(Programs(experiment), run).evaluation
     for mode in ("train", "eval"):
         flags = [f"--mode={mode}"]
-        group = start(2, folder, files=files, params=params, flags=flags)
+        group = start(2, folder, job=(files, params), flags=flags)
         assert group.wait() == [0, 0], group.said
     found = points(folder, "eval")
     metrics = {tag: found[tag][-1][1] for tag in want}
