@@ -23,6 +23,7 @@ from meshwright.framework.compiler.constraints import logical
 from meshwright.framework.compiler.hlo_text import (
     HloModule,
     Instruction,
+    arrays_of,
     elements,
 )
 from meshwright.framework.compiler.jax_bridge import MeshProgram
@@ -34,6 +35,7 @@ from meshwright.framework.sharding.xla_form import place_along
 _SHARDY, _GSPMD = "shardy-xla", "sharding-propagation"
 # TPU's compiler, which libtpu brings, calls its own "tpu-spmd-partitioning".
 _PARTITIONER = r"[\w-]*spmd[-_]partition\w+"
+_GSPMD_PARTITIONS = "spmd-partitioning"
 # What comes between a gather and the slice of it when a dim does not divide.
 _BETWEEN = ("pad", "copy", "reshape", "slice", "bitcast")
 
@@ -91,6 +93,17 @@ class Completion:
     def sharding(self, one: Instruction) -> Sharding | str:
         """Of an array of `completed`; HLO's text where mesh axes cannot say it."""
         return self._read(one.sharding, len(one.shape))
+
+    def results_of(
+        self, one: Instruction
+    ) -> list[tuple[tuple[int, ...], Sharding | str]]:
+        """The shapes of an instruction's results, and their shardings."""
+        if one.dtype:
+            return [(one.shape, self.sharding(one))]
+        shapes = [shape for _, shape in arrays_of(one.type)]
+        texts = elements(one.sharding) or [one.sharding] * len(shapes)
+        pairs = zip(shapes, texts, strict=True)
+        return [(shape, self._read(text, len(shape))) for shape, text in pairs]
 
     def result_shardings(self, ranks: Sequence[int]) -> list[Sharding | str]:
         """Of the program's results, which have these ranks, in order."""
@@ -252,6 +265,23 @@ def complete(program: MeshProgram) -> Completion:
         completed = _dumped(folder, _completing_pass(program, folder))
         partitioned = _dumped(folder, _PARTITIONER)
         return Completion(program.mesh, completed, partitioned)
+
+
+def completed_by_gspmd(program: MeshProgram) -> Completion:
+    """How GSPMD completes a program, which is not partitioned.
+
+    So that what the partitioner would refuse, or end the process over, can be looked
+    at. What the backend makes of the program that is left, if anything, is of no use.
+
+    Raises:
+      LoweringError: XLA used another partitioner than asked.
+    """
+    with tempfile.TemporaryDirectory() as folder, _not_cached():
+        options = {**_dump_options(folder), "xla_disable_hlo_passes": _GSPMD_PARTITIONS}
+        with contextlib.suppress(LoweringError, jax.errors.JaxRuntimeError):
+            program.compile(options)
+        completed = _dumped(folder, _completing_pass(program, folder))
+        return Completion(program.mesh, completed, completed)
 
 
 def _dump_options(folder: str) -> dict[str, Any]:

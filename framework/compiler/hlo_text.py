@@ -24,6 +24,7 @@ _CALLED = re.compile(
     r"(?:body|condition|calls|to_apply|select|scatter|(?:true|false)_computation)"
     r"=%(?P<one>[\w.-]+)|(?:branch|called)_computations=\{(?P<many>[^}]*)\}"
 )
+_TAG = re.compile(r'meshwright_op="(?P<tag>\d+)"')
 _INDEX = re.compile(r"index=(?P<index>\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(?P<n>\d+)"')
 _ITEM = re.compile(r"(?:bf|[sufc])(?P<bits>\d+)(?:e\w+)?")
@@ -55,6 +56,7 @@ class Instruction:
       backend_config: text of the backend's own, such as the "estimated_cycles" of a TPU
         program; "" if there is none.
       is_root: whether it is its computation's result.
+      tag: the number that `repair.looks` gave the operation, None without one.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Instruction:
     trips: int | None
     backend_config: str
     is_root: bool
+    tag: int | None = None
 
     @property
     def dtype(self) -> str:
@@ -190,6 +193,7 @@ def _instruction(match: re.Match, line: str, computation: str) -> Instruction:
     attributes, _, backend_config = rest.partition(", backend_config=")
     op_name = _OP_NAME.search(attributes)
     trips = _TRIPS.search(backend_config) if opcode == "while" else None
+    tag = _TAG.search(attributes)
     return Instruction(
         name=match["name"],
         opcode=opcode,
@@ -204,6 +208,7 @@ def _instruction(match: re.Match, line: str, computation: str) -> Instruction:
         trips=int(trips["n"]) if trips else None,
         backend_config=backend_config,
         is_root=match["root"] is not None,
+        tag=int(tag["tag"]) if tag else None,
     )
 
 

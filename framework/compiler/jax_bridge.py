@@ -19,7 +19,7 @@ import pathlib
 import re
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,8 +37,6 @@ from meshwright.framework.compiler.constraints import (
     rewrite_annotations,
     untype_annotations,
 )
-from meshwright.framework.compiler.conv_layout import Layout
-from meshwright.framework.compiler.conv_rewrite import Key, lay_out
 from meshwright.framework.compiler.device_order import device_order
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
 from meshwright.framework.compiler.manual_regions import rewrite_manual_regions
@@ -192,7 +190,7 @@ def stable_hlo(
     lowered: LoweredFunction,
     mesh: DeviceMesh,
     shardy: bool,
-    layouts: Mapping[Key, Layout] | None = None,
+    rewrite: Callable[[ir.Module], None] | None = None,
 ) -> bytes:
     """The StableHLO module of a lowered function, annotations ready for a partitioner.
 
@@ -207,7 +205,8 @@ def stable_hlo(
         refuse_foreign(blame, module)
         untype_annotations(blame, module, mesh)
         drop_idle_steps(module)
-        lay_out(module, mesh, layouts or {})
+        if rewrite is not None:
+            rewrite(module)
         rewrite_manual_regions(blame, module, mesh, shardy=shardy)
         rewrite_annotations(blame, module, mesh, shardy=shardy)
         return bytecode(module)
@@ -270,12 +269,13 @@ def lower_for_mesh(
     donate: Sequence[int],
     shardy: bool,
     devices: Sequence[jax.Device] | None = None,
-    layouts: Mapping[Key, Layout] | None = None,
+    rewrite: Callable[[ir.Module], None] | None = None,
     only_read: bool = False,
 ) -> MeshProgram:
     """Puts a program on the devices of `mesh`, unpartitioned; all sequences are flat.
 
-    A None sharding is left to completion. What is `only_read` need not fit.
+    A None sharding is left to completion. `rewrite` changes the module while it is for
+    either partitioner. What is `only_read` need not fit.
 
     Raises:
       LoweringError: an argument has 64-bit elements; an annotation cannot be honoured.
@@ -288,7 +288,7 @@ def lower_for_mesh(
     def border(shardings):
         return tuple(None if s is None else named_sharding(s, grid) for s in shardings)
 
-    module = stable_hlo(lowered, mesh, shardy, layouts)
+    module = stable_hlo(lowered, mesh, shardy, rewrite)
 
     results = tuple(
         jax.core.ShapedArray(tuple(spec.shape), spec.dtype.as_numpy_dtype)
@@ -324,6 +324,7 @@ class MeshProgram:
       shardy: whether Shardy is to complete its shardings, or GSPMD.
       function: what it was lowered from, to name its arguments and ops.
       call: the jitted function, and its abstract arguments.
+      repairs: what was laid out otherwise than completion chose (`repair.repaired`).
     """
 
     name: str
@@ -332,6 +333,7 @@ class MeshProgram:
     shardy: bool
     function: LoweredFunction | None = None
     call: tuple = ()
+    repairs: tuple = ()
 
     def export(self, platforms: Sequence[str]) -> bytes:
         """The program for other machines, as `jax.export.deserialize` reads it.

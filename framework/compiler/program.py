@@ -11,7 +11,7 @@ import gin
 import jax
 import tensorflow as tf
 
-from meshwright.framework.compiler import conv_check, jax_bridge
+from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.compiler.arguments import Arguments, check_structure
 from meshwright.framework.compiler.borders import (
     flat_numbers,
@@ -27,6 +27,7 @@ from meshwright.framework.compiler.lower import (
 )
 from meshwright.framework.compiler.pending.carry import carry_pending
 from meshwright.framework.compiler.processes import to_host
+from meshwright.framework.compiler.repair import check
 from meshwright.framework.compiler.report import Collective, collectives_of
 from meshwright.framework.compiler.sources import Sources
 from meshwright.framework.compiler.weight_update_sharding.report import UpdateReport
@@ -256,7 +257,7 @@ class TracedProgram:
         return self._for_mesh().export(platforms)
 
     def _for_mesh(self) -> jax_bridge.MeshProgram:
-        return conv_check.lower_for_mesh(
+        return check.lower_for_mesh(
             self.lowered,
             self.mesh,
             in_shardings=[form and form.border for form in self.in_forms],

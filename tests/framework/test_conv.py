@@ -8,9 +8,10 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.compiler import conv_check, jax_bridge
+from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.repair import check, looks
 from meshwright.framework.compiler.topology import topology_devices
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import Context, Layer, Mode, WeightSpec
@@ -314,7 +315,7 @@ def test_what_cannot_be_laid_out_is_refused(monkeypatch, lowered):
     """As if no layout helped."""
     rows = [None, "spatial", None]
     args = [(2, 8, 2), (3, 2, 4)], mesh_of(2, 4), [rows, None], rows
-    monkeypatch.setattr(conv_check, "_ROUNDS", 1)
+    monkeypatch.setattr(check, "_ROUNDS", 1)
     with pytest.raises(
         LoweringError,
         match=r"convolve: no layout was found in which XLA gets convolution .* right; "
@@ -322,14 +323,14 @@ def test_what_cannot_be_laid_out_is_refused(monkeypatch, lowered):
     ):
         compiled(conv1d, *args)
     assert len(lowered) == 1
-    monkeypatch.setattr(conv_check, "_ROUNDS", 2)  # The last lowering counts too.
+    monkeypatch.setattr(check, "_ROUNDS", 2)  # The last lowering counts too.
     compiled(conv1d, *args)
     assert len(lowered) == 3
 
 
 def unlike_any(monkeypatch, rows):
     """Compiles as if XLA had made its convolutions anew."""
-    monkeypatch.setattr(conv_check, "originals", lambda *args: ())
+    monkeypatch.setattr(looks, "originals", lambda *args: ())
     args = [(2, 8, 2), (3, 2, 4)], mesh_of(2, 4), [rows, None], rows
     compiled(conv1d, *args, Partitioner.GSPMD)
 
@@ -428,5 +429,5 @@ def test_what_tpu_names_otherwise_is_known_by_its_shapes():
 
 
 def test_programs_without_convolutions_are_not_looked_at(monkeypatch):
-    monkeypatch.setattr(conv_check, "_wrong", None)
+    monkeypatch.setattr(check, "_wrong", None)
     compiled(tf.matmul, [(2, 2), (2, 2)], mesh_of(2, 4), [None, None], None)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.conv_rewrite import convolution_of
+from meshwright.framework.compiler.repair.conv_rewrite import convolution_of
 from meshwright.framework.compiler.stable_hlo import (
     adds,
     element_type,

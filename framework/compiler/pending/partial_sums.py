@@ -15,8 +15,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.completed import CompletedModule
-from meshwright.framework.compiler.conv_rewrite import convolution_of
 from meshwright.framework.compiler.pending.linear import is_zero
+from meshwright.framework.compiler.repair.conv_rewrite import convolution_of
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
     adds,

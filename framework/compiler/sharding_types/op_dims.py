@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.conv_rewrite import convolution_of
 from meshwright.framework.compiler.pending.linear import choices
+from meshwright.framework.compiler.repair.conv_rewrite import convolution_of
 from meshwright.framework.compiler.sharding_types.combine import Labels, OpDims
 from meshwright.framework.compiler.sharding_types.op_windows import (
     WINDOW_RULES,

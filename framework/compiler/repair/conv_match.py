@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.conv_rewrite import convolution_of, key_of
+from meshwright.framework.compiler.repair.conv_rewrite import convolution_of, key_of
 from meshwright.framework.compiler.sources import program_name
 from meshwright.framework.sharding.sharding import Sharding
 

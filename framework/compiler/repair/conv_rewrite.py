@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.conv_layout import Convolution, Dims, Layout
+from meshwright.framework.compiler.repair.conv_layout import Convolution, Dims, Layout
 from meshwright.framework.compiler.sources import program_name
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
@@ -18,7 +16,6 @@ from meshwright.framework.compiler.stable_hlo import (
     shape_of,
     sharding_call,
     tensor_type,
-    walk,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -92,16 +89,14 @@ def _moves(op, numbers, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[boo
     )
 
 
-def lay_out(module: ir.Module, mesh: DeviceMesh, layouts: Mapping[Key, Layout]) -> None:
-    """Puts convolutions into manual regions and annotates their operands.
+def lay_out(op, mesh: DeviceMesh, layout: Layout) -> None:
+    """Puts a convolution into a manual region and annotates its operands.
 
     What it writes are annotations and borders of regions as TF programs carry them, to
     be rewritten for the partitioner.
     """
-    for op in list(walk(module.operation)):
-        if op.name == CONVOLUTION and key_of(op) in layouts:
-            with ir.InsertionPoint(op), op.location:
-                _Laid(mesh, layouts[key_of(op)]).replace(op)
+    with ir.InsertionPoint(op), op.location:
+        _Laid(mesh, layout).replace(op)
 
 
 class _Laid:

@@ -1,0 +1,1 @@
+"""Programs laid out so that XLA partitions them right."""

@@ -1,0 +1,167 @@
+"""Where the guarded operations of a program come to lie, before it is compiled.
+
+Shardings are known after completion only. Under Shardy its propagation alone is run, in
+this process, which takes a fraction of a second; under GSPMD, whose propagation only a
+compilation runs, the program is compiled once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from jax.extend.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
+
+from meshwright.framework.compiler.completion import completed_by_gspmd
+from meshwright.framework.compiler.hlo_text import Instruction
+from meshwright.framework.compiler.jax_bridge import MeshProgram
+from meshwright.framework.compiler.lower import LoweringError
+from meshwright.framework.compiler.propagation import Propagated, manual_axes
+from meshwright.framework.compiler.repair.conv_match import Shardings, originals
+from meshwright.framework.compiler.repair.conv_rewrite import (
+    CONVOLUTION,
+    convolution_of,
+)
+from meshwright.framework.compiler.repair.op_layout import OpLayout, layout_of
+from meshwright.framework.compiler.stable_hlo import shape_of, walk
+
+TAG = "meshwright_op"
+"""XLA's frontend attribute that tells which operation is which."""
+_ATTRIBUTES = "mhlo.frontend_attributes"
+# They read, or stand for, what another instruction makes.
+_NO_OPERATION = ("get-tuple-element", "bitcast", "copy")
+_RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+
+
+def number(module: ir.Module, guarded: Collection[str]) -> dict[int, ir.Operation]:
+    """Gives the guarded operations numbers that stay with them to the partitioner.
+
+    They are XLA's frontend attributes, which an HLO module's text shows.
+
+    Args:
+      module: a module that is not for a mesh yet.
+      guarded: names of operations.
+
+    Returns:
+      The operations by number: their place in the module.
+    """
+    found = {}
+    for place, op in enumerate(walk(module.operation)):
+        if op.name in guarded:
+            text = ir.StringAttr.get(str(place))
+            attributes = {}
+            if _ATTRIBUTES in op.attributes:
+                attributes = {
+                    named.name: named.attr
+                    for named in ir.DictAttr(op.attributes[_ATTRIBUTES])
+                }
+            op.attributes[_ATTRIBUTES] = ir.DictAttr.get({**attributes, TAG: text})
+            found[place] = op
+    return found
+
+
+def number_of(op) -> int | None:
+    """The number of an operation, None if it has none."""
+    if _ATTRIBUTES not in op.attributes:
+        return None
+    attributes = ir.DictAttr(op.attributes[_ATTRIBUTES])
+    return int(ir.StringAttr(attributes[TAG]).value) if TAG in attributes else None
+
+
+def drop_numbers(module: ir.Module) -> None:
+    """Takes the numbers off again."""
+    for op in walk(module.operation):
+        if number_of(op) is not None:
+            left = {
+                named.name: named.attr
+                for named in ir.DictAttr(op.attributes[_ATTRIBUTES])
+                if named.name != TAG
+            }
+            if left:
+                op.attributes[_ATTRIBUTES] = ir.DictAttr.get(left)
+            else:
+                del op.attributes[_ATTRIBUTES]
+
+
+def layouts(program: MeshProgram) -> Iterator[tuple[int, OpLayout]]:
+    """The numbered operations of a program and their completed layouts.
+
+    Use it within the context of the program's module.
+    """
+    looked = _by_shardy if program.shardy else _by_gspmd
+    yield from looked(program)
+
+
+def _by_shardy(program: MeshProgram) -> Iterator[tuple[int, OpLayout]]:
+    completed = Propagated(program)
+    PassManager.parse(_RULES).run(completed.module)
+    for op in walk(completed.module):
+        place = number_of(op)
+        if place is not None:
+            manual = manual_axes(op)
+            values = [*op.operands, *op.results]
+            shardings = [completed.sharding(value, manual) for value in values]
+            yield place, layout_of(op, program.mesh, shardings, manual)
+
+
+def _by_gspmd(program: MeshProgram) -> Iterator[tuple[int, OpLayout]]:
+    module = program.lowered.compiler_ir("stablehlo").operation.clone()
+    PassManager.parse(_RULES).run(module)
+    ops = {number_of(op): op for op in walk(module)}
+    ops.pop(None, None)
+    found = completed_by_gspmd(program)
+    completed, seen = found.completed, set()
+    for one in completed.instructions:
+        if one.opcode in _NO_OPERATION or not (
+            one.tag in ops or one.opcode == "convolution"
+        ):
+            continue
+        operands = completed.operands(one)
+        results = found.results_of(one)
+        shapes = [*(o.shape for o in operands), *(shape for shape, _ in results)]
+        texts = [found.sharding(o) for o in operands] + [text for _, text in results]
+        shardings = [None if isinstance(text, str) else text for text in texts]
+        for op, known in _originals(program, ops, one, shapes, shardings):
+            seen.add(number_of(op))
+            yield number_of(op), layout_of(op, program.mesh, known)
+    for place, op in ops.items():
+        if place not in seen:  # XLA has changed it: nothing is known of it.
+            count = len(op.operands) + len(op.results)
+            yield place, layout_of(op, program.mesh, [None] * count)
+
+
+def _originals(
+    program: MeshProgram,
+    ops: Mapping[int, ir.Operation],
+    one: Instruction,
+    shapes: list[tuple[int, ...]],
+    shardings: Shardings,
+) -> Iterable[tuple[ir.Operation, Shardings]]:
+    """The operation that an instruction was, or several where none can tell."""
+    op = ops.get(one.tag)
+    if op is not None and shapes == list(map(shape_of, (*op.operands, *op.results))):
+        return [(op, shardings)]
+    if one.opcode != "convolution":
+        return []
+    convolutions = [op for op in ops.values() if op.name == CONVOLUTION]
+    alike = list(originals(convolutions, one.op_name, shapes, shardings))
+    if not alike:
+        _check_adds_nothing(program, convolutions, one, shardings)
+    return alike
+
+
+def _check_adds_nothing(
+    program: MeshProgram, ops: list, one: Instruction, shardings: Shardings
+) -> None:
+    """Refuses a convolution of XLA's own making unless it is right however it lies.
+
+    It is if an operand is whole: there is nothing to add up.
+    """
+    known = None not in shardings
+    whole = known and any(max(s.splits(), default=1) == 1 for s in shardings[:2])
+    if not whole or any(convolution_of(op).groups > 1 for op in ops):
+        raise LoweringError(
+            f"{program.name}: XLA made a convolution {one.op_name!r} of shape "
+            f"{list(one.shape)} before GSPMD completed it, like none in the program, "
+            "so whether it comes out right is not known; use Partitioner.SHARDY"
+        )

@@ -1,0 +1,229 @@
+"""How the tensors of one operation are sharded, by the operation's own factors.
+
+Shardy describes each operation by factors: the dims of its operands and results that
+are cut together. `x @ y` has three, the rows of x, the columns of y, and what is summed
+over. In these terms an operation of any kind can be asked whether its tensors agree, and
+be given another layout, without knowing what it computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.mlir import ir
+from jaxlib.mlir.dialects import sdy
+
+from meshwright.framework.compiler.stable_hlo import dtype_of, shape_of
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+RULE = "sdy.sharding_rule"
+
+
+class FactorKind(enum.Enum):
+    """What splitting a factor means for the operation."""
+
+    PARALLEL = enum.auto()  # Each device computes its part of the results.
+    REDUCED = enum.auto()  # Each device computes a part of a sum.
+    MOVING = enum.auto()  # Each device needs rows of its neighbours.
+    WHOLE = enum.auto()  # Each device needs all of it, as a sort of the dim sorted.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """An operand or a result.
+
+    Args:
+      shape: its logical shape.
+      factors: for each dim the factor that it is; None for a dim of several or none.
+      sharding: as completed; None if mesh axes cannot express it.
+      itemsize: bytes of an element.
+    """
+
+    shape: tuple[int, ...]
+    factors: tuple[int | None, ...]
+    sharding: Sharding | None
+    itemsize: int
+
+    def axes(self, dim: int) -> tuple[str, ...]:
+        """The axes that split a dim."""
+        return self.sharding.dims[dim] if self.sharding else ()
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all shards have the same size."""
+        if self.sharding is None:
+            return False
+        pairs = zip(self.shape, self.sharding.splits(), strict=True)
+        return all(size % shards == 0 for size, shards in pairs)
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    def dim_of(self, factor: int) -> int | None:
+        """The dim that is a factor, None if no dim is."""
+        return self.factors.index(factor) if factor in self.factors else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpLayout:
+    """An operation, and how its tensors are sharded.
+
+    Args:
+      op: the operation, in a completed module.
+      mesh: the program's mesh.
+      operands, results: its tensors.
+      kinds: of its factors, by number.
+      manual: the manual axes of the regions around it.
+    """
+
+    op: Any
+    mesh: DeviceMesh
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    kinds: tuple[FactorKind, ...]
+    manual: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.operands + self.results
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any axis splits any tensor; unknown shardings count as splits."""
+        return any(
+            t.sharding is None or max(t.sharding.splits(), default=1) > 1
+            for t in self.tensors
+        )
+
+    @property
+    def is_even(self) -> bool:
+        return all(tensor.is_even for tensor in self.tensors)
+
+    def groups(self, factor: int) -> set[tuple[str, ...]]:
+        """The groups of axes by which its tensors split a factor."""
+        return {axes for *_, axes in self.places(factor)}
+
+    def places(self, factor: int) -> Iterator[tuple[Tensor, int, tuple[str, ...]]]:
+        """(tensor, dim, axes) where a factor is."""
+        for tensor in self.tensors:
+            dim = tensor.dim_of(factor)
+            if dim is not None:
+                yield tensor, dim, tensor.axes(dim)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all tensors that have a factor split it alike."""
+        return all(len(self.groups(factor)) <= 1 for factor in range(len(self.kinds)))
+
+
+def layout_of(
+    op,
+    mesh: DeviceMesh,
+    shardings: Sequence[Sharding | None],
+    manual: tuple[str, ...] = (),
+) -> OpLayout:
+    """The layout of an operation that has its sharding rule as an attribute.
+
+    Args:
+      op: the operation.
+      mesh: the program's mesh.
+      shardings: of its operands, then its results.
+      manual: the manual axes of the regions around it.
+    """
+    rule = (
+        sdy.OpShardingRuleAttr(op.attributes[RULE]) if RULE in op.attributes else None
+    )
+    values = [*op.operands, *op.results]
+    if rule is None:
+        mappings = [(None,) * len(shape_of(value)) for value in values]
+        kinds: tuple[FactorKind, ...] = ()
+    else:
+        mappings = [
+            _factors(mapping)
+            for mapping in [*rule.operand_mappings, *rule.result_mappings]
+        ]
+        kinds = tuple(_kind(rule, i) for i in range(len(rule.factor_sizes)))
+    tensors = tuple(
+        Tensor(shape_of(value), factors, sharding, _itemsize(value))
+        for value, factors, sharding in zip(values, mappings, shardings, strict=True)
+    )
+    count = len(op.operands)
+    return OpLayout(op, mesh, tensors[:count], tensors[count:], kinds, manual)
+
+
+def _factors(mapping) -> tuple[int | None, ...]:
+    listed = (
+        list(sdy.DimMappingAttr(dim).factor_indices)
+        for dim in sdy.TensorMappingAttr(mapping).dim_mappings
+    )
+    return tuple(found[0] if len(found) == 1 else None for found in listed)
+
+
+def _kind(rule, factor: int) -> FactorKind:
+    if factor in list(rule.need_replication_factors):
+        return FactorKind.WHOLE
+    if factor in list(rule.permutation_factors):
+        return FactorKind.MOVING
+    if factor in list(rule.reduction_factors):
+        return FactorKind.REDUCED
+    return FactorKind.PARALLEL
+
+
+def _itemsize(value: ir.Value) -> int:
+    digits = "".join(c for c in dtype_of(value) if c.isdigit())
+    return max(1, int(digits or 8) // 8)
+
+
+def even_layout(
+    layout: OpLayout, keep: Sequence[FactorKind] = (FactorKind.PARALLEL,)
+) -> tuple[Sharding, ...]:
+    """A layout near the completed one in which all tensors agree and are even.
+
+    The largest tensors keep their splits first. Of the axes that split a dim as many
+    are kept, major ones first, as divide the factor in each tensor.
+
+    Args:
+      layout: the operation and its completed layout.
+      keep: the kinds of factors that may be split.
+
+    Returns:
+      Shardings of the operands, then of the results.
+    """
+    mesh = layout.mesh
+    chosen: dict[int, tuple[str, ...]] = {}
+    for tensor in sorted(layout.tensors, key=lambda t: -t.bytes):
+        for dim, factor in enumerate(tensor.factors):
+            wanted = tensor.axes(dim)
+            if not wanted or factor is None or factor in chosen:
+                continue
+            if layout.kinds[factor] not in keep:
+                continue
+            taken = {mesh.part(a).axis for axes in chosen.values() for a in axes}
+            free = _while(lambda a, taken=taken: mesh.part(a).axis not in taken, wanted)
+            sizes = {t.shape[d] for t, d, _ in layout.places(factor)}
+            while free and any(size % mesh.axes_size(free) for size in sizes):
+                free = free[:-1]
+            if free:
+                chosen[factor] = tuple(free)
+    return tuple(
+        Sharding(
+            mesh,
+            tuple(chosen.get(factor, ()) for factor in tensor.factors),
+            manual=layout.manual,
+        )
+        for tensor in layout.tensors
+    )
+
+
+def _while(allowed, axes: Sequence[str]) -> tuple[str, ...]:
+    """The first axes, as long as they are allowed."""
+    for count, axis in enumerate(axes):
+        if not allowed(axis):
+            return tuple(axes[:count])
+    return tuple(axes)

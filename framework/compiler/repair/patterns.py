@@ -1,0 +1,133 @@
+"""The layouts in which XLA's partitioner gets an operation wrong."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.repair.op_layout import (
+    OpLayout,
+    Tensor,
+)
+from meshwright.framework.compiler.repair.windows import split_windows
+
+GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
+
+
+def uneven_indices(layout: OpLayout) -> bool:
+    """A gather or scatter of indices, or rows for them, in shards of unequal size."""
+    return any(
+        not _divides(tensor, dim)
+        for factor in _index_factors(layout)
+        for tensor, dim, _ in layout.places(factor)
+    )
+
+
+def split_coordinates(layout: OpLayout) -> bool:
+    """A gather or scatter by indices of several coordinates, these split."""
+    indices = _indices(layout)
+    dim = _coordinates(layout)
+    return dim is not None and bool(indices.axes(dim))
+
+
+def rows_split_as_indices(layout: OpLayout) -> bool:
+    """A gather or scatter in which an axis splits indices and also columns."""
+    return _conflicts(layout)
+
+
+def single_index(layout: OpLayout) -> bool:
+    """A scatter of one index into a dim that is split."""
+    indices, dim = _indices(layout), _coordinates(layout)
+    count = math.prod(n for d, n in enumerate(indices.shape) if d != dim)
+    return count == 1 and any(
+        any(tensor.axes(d) for d in range(len(tensor.shape)))
+        for tensor in (*layout.operands[:1], *layout.results)
+    )
+
+
+def uneven_steps(layout: OpLayout) -> bool:
+    """A slice by steps, or the padding between elements that is its gradient, uneven."""
+    steps = "interior_padding" if layout.op.name == "stablehlo.pad" else "strides"
+    least = 0 if steps == "interior_padding" else 1
+    tensors = (layout.operands[0], layout.results[0])
+    return any(
+        step > least and not all(_divides(tensor, dim) for tensor in tensors)
+        for dim, step in enumerate(layout.op.attributes[steps])
+    )
+
+
+def overlapping_windows(layout: OpLayout) -> bool:
+    """A max pool's gradient whose windows overlap along a split dim."""
+    return any(window.size > window.stride for window, _ in split_windows(layout))
+
+
+def far_halos(layout: OpLayout) -> bool:
+    """Windows along several split dims, by strides, that reach beyond neighbours."""
+    split = split_windows(layout)
+    strided = any(w.stride > 1 or w.base_dilation > 1 for w, _ in split)
+    return len(split) > 1 and strided and any(w.is_far(n) for w, n in split)
+
+
+def windows_of_padding(layout: OpLayout) -> bool:
+    """Windows by strides along a split dim, the first of which read padding alone."""
+    return any(
+        (w.low - (w.size - 1) > 0 and (w.low - (w.size - 1)) % w.stride)
+        or (w.base_dilation > 1 and w.low < 0)
+        for w, _ in split_windows(layout)
+    )
+
+
+def regrouped_axes(layout: OpLayout) -> bool:
+    """A product with a dim split by axes of which neither begins the other's."""
+    return any(
+        one[: len(other)] != other and other[: len(one)] != one
+        for factor in range(len(layout.kinds))
+        for one, other in itertools.combinations(layout.groups(factor), 2)
+    )
+
+
+def _divides(tensor: Tensor, dim: int) -> bool:
+    if tensor.sharding is None:
+        return False
+    return tensor.shape[dim] % tensor.sharding.splits()[dim] == 0
+
+
+def _conflicts(layout: OpLayout) -> bool:
+    """Whether an axis splits different factors in different tensors."""
+    of: dict[str, int | None] = {}
+    for tensor in layout.tensors:
+        for dim, factor in enumerate(tensor.factors):
+            for axis in tensor.axes(dim):
+                if of.setdefault(layout.mesh.part(axis).axis, factor) != factor:
+                    return True
+    return False
+
+
+def _indices(layout: OpLayout) -> Tensor:
+    return layout.operands[len(layout.results) if layout.op.name == SCATTER else 1]
+
+
+def _coordinates(layout: OpLayout) -> int | None:
+    """The dim of the indices that has the coordinates, None if there is none."""
+    if layout.op.name == SCATTER:
+        numbers = stablehlo.ScatterDimensionNumbers(
+            layout.op.attributes["scatter_dimension_numbers"]
+        )
+    else:
+        numbers = stablehlo.GatherDimensionNumbers(
+            layout.op.attributes["dimension_numbers"]
+        )
+    dim = numbers.index_vector_dim
+    return dim if dim < len(_indices(layout).shape) else None
+
+
+def _index_factors(layout: OpLayout) -> set[int]:
+    """The factors of the indices, but for the one of their coordinates."""
+    coordinates = _coordinates(layout)
+    return {
+        factor
+        for dim, factor in enumerate(_indices(layout).factors)
+        if dim != coordinates and factor is not None
+    }

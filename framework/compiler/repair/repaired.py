@@ -1,0 +1,103 @@
+"""What was laid out otherwise than completion chose, for users to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshwright.framework.compiler.repair.conv_layout import Dims, Layout
+from meshwright.framework.compiler.repair.faults import Chosen, Fault
+from meshwright.framework.compiler.repair.op_layout import OpLayout, Tensor
+from meshwright.framework.compiler.sources import Source, Sources, program_name
+from meshwright.framework.compiler.stable_hlo import op_name
+from meshwright.framework.sharding.sharding import Sharding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repair:
+    """An operation that XLA's partitioner would get wrong, laid out otherwise.
+
+    Args:
+      fault: the row of the table of faults.
+      op_name: of the TF op.
+      source: where the op was made, None if unknown.
+      before: shardings of its operands and results as completed, None for what mesh
+        axes cannot express.
+      after: those it has now.
+      bytes: an estimate of what each device receives on account of it, each time the
+        operation runs: the parts of operands that it did not hold, and those of results
+        that it does not keep.
+    """
+
+    fault: Fault
+    op_name: str
+    source: Source | None
+    before: tuple[Sharding | None, ...]
+    after: tuple[Sharding, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        listed = ", ".join(
+            f"{old or 'unknown'} -> {new}"
+            for old, new in zip(self.before, self.after, strict=True)
+            if old != new
+        )
+        return (
+            f"op {self.op_name!r}{where} {self.fault.what}, which XLA gets wrong; "
+            f"{self.fault.repair}: {listed} ({self.bytes} bytes to each device)"
+        )
+
+
+def repair_of(
+    op_layout: OpLayout, fault: Fault, chosen: Chosen, sources: Sources
+) -> Repair:
+    """What a repair changes.
+
+    Args:
+      op_layout: the operation as completed.
+      fault: what it would meet.
+      chosen: how it is laid out instead.
+      sources: where the program's ops come from.
+    """
+    after = _shardings(op_layout, chosen)
+    name = program_name(op_name(op_layout.op))
+    moved = sum(
+        max(0, _shard_bytes(tensor, new) - _shard_bytes(tensor, tensor.sharding))
+        for tensor, new in zip(op_layout.operands, after, strict=False)
+    ) + sum(
+        max(0, _shard_bytes(tensor, tensor.sharding) - _shard_bytes(tensor, new))
+        for tensor, new in zip(
+            op_layout.results, after[len(op_layout.operands) :], strict=True
+        )
+    )
+    return Repair(
+        fault=fault,
+        op_name=name,
+        source=sources.find(name),
+        before=tuple(tensor.sharding for tensor in op_layout.tensors),
+        after=after,
+        bytes=moved,
+    )
+
+
+def _shardings(op_layout: OpLayout, chosen: Chosen) -> tuple[Sharding, ...]:
+    if not isinstance(chosen, Layout):
+        return chosen
+    mesh = op_layout.mesh
+    tensors = (
+        (chosen.manual_lhs, chosen.lhs),
+        (chosen.manual_rhs, chosen.rhs),
+        (chosen.manual_out, chosen.out or ((),) * len(chosen.manual_out)),
+    )
+    return tuple(Sharding(mesh, _joined(*parts)) for parts in tensors)
+
+
+def _joined(manual: Dims, auto: Dims) -> Dims:
+    return tuple(a + b for a, b in zip(manual, auto, strict=True))
+
+
+def _shard_bytes(tensor: Tensor, sharding: Sharding | None) -> int:
+    if sharding is None:
+        return 0  # As if another device held all of it.
+    return math.prod(sharding.shard_shape(tensor.shape)) * tensor.itemsize
