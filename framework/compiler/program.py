@@ -28,6 +28,7 @@ from meshwright.framework.compiler.lower import (
 from meshwright.framework.compiler.pending.carry import carry_pending
 from meshwright.framework.compiler.processes import to_host
 from meshwright.framework.compiler.repair import check
+from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.compiler.report import Collective, collectives_of
 from meshwright.framework.compiler.sources import Sources
 from meshwright.framework.compiler.weight_update_sharding.report import UpdateReport
@@ -183,6 +184,11 @@ class Program:
     def outputs(self) -> Any:
         """The result: a nest of `tf.TensorSpec`, in stored form."""
         return self._lowered.outputs
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        """What was laid out so that XLA's partitioner gets it right."""
+        return self.unpartitioned.repairs
 
     def hlo_text(self) -> str:
         """The partitioned, optimized HLO of one device."""

@@ -72,8 +72,9 @@ def lower_for_mesh(
                 looks.drop_numbers(module)
                 return dataclasses.replace(program, repairs=tuple(repairs.values()))
     raise LoweringError(
-        f"{lowered.name}: no layout was found in which XLA gets the program right. Last "
-        f"tried: {repairs[next(iter(wrong))]}. Annotate its operands and its result"
+        f"{lowered.name}: no layout was found in which XLA gets the program right. "
+        f"The last tried: {repairs[next(iter(wrong))]}. Annotate its operands and its "
+        "result"
     )
 
 

@@ -125,7 +125,9 @@ def _by_gspmd(program: MeshProgram) -> Iterator[tuple[int, OpLayout]]:
             seen.add(number_of(op))
             yield number_of(op), layout_of(op, program.mesh, known)
     for place, op in ops.items():
-        if place not in seen:  # XLA has changed it: nothing is known of it.
+        # XLA has changed it, and nothing is known of it. A convolution that it made
+        # instead was looked at above.
+        if place not in seen and op.name != CONVOLUTION:
             count = len(op.operands) + len(op.results)
             yield place, layout_of(op, program.mesh, [None] * count)
 

@@ -1,9 +1,9 @@
 """How the tensors of one operation are sharded, by the operation's own factors.
 
 Shardy describes each operation by factors: the dims of its operands and results that
-are cut together. `x @ y` has three, the rows of x, the columns of y, and what is summed
-over. In these terms an operation of any kind can be asked whether its tensors agree, and
-be given another layout, without knowing what it computes.
+are cut together. `x @ y` has three: the rows of x, the columns of y, and what is summed
+over. In these terms an operation of any kind can be asked whether its tensors agree,
+and be given another layout, without knowing what it computes.
 """
 
 from __future__ import annotations
@@ -136,14 +136,12 @@ def layout_of(
       shardings: of its operands, then its results.
       manual: the manual axes of the regions around it.
     """
-    rule = (
-        sdy.OpShardingRuleAttr(op.attributes[RULE]) if RULE in op.attributes else None
-    )
     values = [*op.operands, *op.results]
-    if rule is None:
+    if RULE not in op.attributes:
         mappings = [(None,) * len(shape_of(value)) for value in values]
         kinds: tuple[FactorKind, ...] = ()
     else:
+        rule = sdy.OpShardingRuleAttr(op.attributes[RULE])
         mappings = [
             _factors(mapping)
             for mapping in [*rule.operand_mappings, *rule.result_mappings]

@@ -48,7 +48,7 @@ def single_index(layout: OpLayout) -> bool:
 
 
 def uneven_steps(layout: OpLayout) -> bool:
-    """A slice by steps, or the padding between elements that is its gradient, uneven."""
+    """A slice by steps, or its gradient's padding between elements, uneven."""
     steps = "interior_padding" if layout.op.name == "stablehlo.pad" else "strides"
     least = 0 if steps == "interior_padding" else 1
     tensors = (layout.operands[0], layout.results[0])

@@ -9,6 +9,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.repair.conv_rewrite import CONVOLUTION
 from meshwright.framework.compiler.repair.op_layout import OpLayout
+from meshwright.framework.compiler.stable_hlo import shape_of
 
 REDUCE_WINDOW = "stablehlo.reduce_window"
 SELECT_AND_SCATTER = "stablehlo.select_and_scatter"
@@ -60,14 +61,12 @@ class Window:
 
 def windows_of(op) -> list[Window]:
     """The windows of a convolution, of a pooling or of its gradient."""
-    image, out = (
-        ir.RankedTensorType(v.type).shape for v in (op.operands[0], op.results[0])
-    )
+    image, out = shape_of(op.operands[0]), shape_of(op.results[0])
     if op.name == CONVOLUTION:
         numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
         dims = list(numbers.input_spatial_dimensions)
         out_dims = list(numbers.output_spatial_dimensions)
-        kernel = ir.RankedTensorType(op.operands[1].type).shape
+        kernel = shape_of(op.operands[1])
         sizes = [kernel[dim] for dim in numbers.kernel_spatial_dimensions]
         base, dilation = (
             _listed(op, "lhs_dilation", dims),
