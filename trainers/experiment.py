@@ -56,6 +56,8 @@ class Experiment:
         checkpoints, are borne with.
       slow_step_factor: stacks are written when a step takes so many times the median;
         None: never.
+      strict: stop when an op that XLA's partitioner would get wrong can only be laid
+        out otherwise at a cost in communication; else that is a warning.
       replicated_budget: bytes that may lie replicated on each device, of state, batch
         and activations, before the run stops; None for no limit.
 
@@ -86,6 +88,7 @@ class Experiment:
     not_finite: NotFinite = NotFinite.STOP
     not_finite_limit: int = 10
     slow_step_factor: int | None = 20
+    strict: bool = False
     replicated_budget: int | None = None
 
     def __post_init__(self):
@@ -121,6 +124,7 @@ class Experiment:
             "initialize_from": InitializeFrom,
             "partitioner": Partitioner,
             "not_finite": NotFinite,
+            "strict": bool,
             "activation_dtype": tf.DType,
         }
         optional = ("ema", "initialize_from")

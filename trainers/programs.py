@@ -438,5 +438,6 @@ class Programs:
             out_shardings=out_shardings,
             partitioner=self.experiment.partitioner,
             devices=self.devices,
+            strict=self.experiment.strict,
             **how,
         )

@@ -19,6 +19,7 @@ from meshwright.framework.compiler.completion import (
 from meshwright.framework.compiler.explain_text import explanation_text
 from meshwright.framework.compiler.hlo_text import HloModule, Instruction, itemsize
 from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.compiler.report import collectives_of
 from meshwright.framework.compiler.sources import (
     Source,
@@ -153,6 +154,7 @@ class Explanation:
       partitioner: "shardy" or "gspmd".
       tensors: of all its ops; arguments and results first, then in program order.
       elsewhere: collectives at no tensor of the program's.
+      repairs: ops that XLA's partitioner would get wrong, laid out otherwise.
     """
 
     name: str
@@ -161,6 +163,7 @@ class Explanation:
     tensors: tuple[TensorReport, ...]
     elsewhere: tuple[InsertedCollective, ...]
     _rematerialized: tuple[RematerializedTensor, ...]
+    repairs: tuple[Repair, ...] = ()
 
     def replicated(self, at_least: int = 0) -> list[TensorReport]:
         """The tensors of at least so many bytes that no axis splits, largest first."""
@@ -210,6 +213,7 @@ def explain(program: Program) -> Explanation:
             _rematerialized(one, program.sources)
             for one in completion.rematerializations()
         ),
+        repairs=program.repairs,
     )
 
 

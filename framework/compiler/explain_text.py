@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         RematerializedTensor,
         TensorReport,
     )
+    from meshwright.framework.compiler.repair.repaired import Repair
 
 _LARGEST = 10
 
@@ -31,6 +32,7 @@ def explanation_text(explanation: Explanation) -> str:
         *_elsewhere(explanation.elsewhere),
         *_replicated(explanation.replicated()),
         *_rematerialized(explanation.rematerialized()),
+        *_repaired(explanation.repairs),
     ]
     return "\n".join(lines)
 
@@ -150,6 +152,15 @@ def rematerialized_lines(one: RematerializedTensor) -> Iterator[str]:
     yield f"  {bytes_text(one.bytes)} {_type(one)} {origin}"
     yield f"      wanted otherwise at {_origin(one.at, one.at_name)}"
     yield "      annotate it once more between, to move one mesh axis at a time"
+
+
+def _repaired(repairs: Iterable[Repair]) -> Iterator[str]:
+    for one in repairs:
+        yield f"Laid out otherwise, as XLA would get it wrong: {one.fault.name}"
+        origin = _origin(one.source, one.op_name)
+        yield f"  {bytes_text(one.bytes)} to each device: {origin}"
+        for name, before, after in one.changes():
+            yield f"      {name}: {before or 'unknown'} -> {after}"
 
 
 def _origin(source, name: str) -> str:

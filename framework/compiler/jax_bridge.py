@@ -50,6 +50,7 @@ from meshwright.framework.compiler.refusal import (
 from meshwright.framework.compiler.slices import drop_idle_steps
 from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.compiler.topology import place_on_torus, topology_of
+from meshwright.framework.compiler.tuples import flatten_tuples
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -221,7 +222,9 @@ def neutral_module(lowered: LoweredFunction) -> Iterator[ir.Module]:
     """
     with mlir.make_ir_context(), ir.Location.unknown():
         text = lowered.rewritten or _jax.mlir.hlo_to_stablehlo(lowered.hlo)
-        yield ir.Module.parse(text)
+        module = ir.Module.parse(text)
+        flatten_tuples(module)
+        yield module
 
 
 def bytecode(module: ir.Module) -> bytes:

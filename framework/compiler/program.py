@@ -227,6 +227,7 @@ class TracedProgram:
       partitioner: Shardy or GSPMD.
       devices: those of a topology, or None.
       updates: what was decided on weight updates; None: nothing was asked.
+      strict: refuse a program rather than repair it at a cost.
     """
 
     lowered: LoweredFunction
@@ -237,6 +238,7 @@ class TracedProgram:
     partitioner: Partitioner
     devices: Sequence[jax.Device] | None = None
     updates: UpdateReport | None = None
+    strict: bool = False
 
     def forms(self, argument: int) -> Any:
         """The stored forms of an argument, a nest like it."""
@@ -271,6 +273,7 @@ class TracedProgram:
             donate=self.donate,
             shardy=self.partitioner is Partitioner.SHARDY,
             devices=self.devices,
+            strict=self.strict,
         )
 
 
@@ -292,7 +295,8 @@ def compile_program(
       **how: see `trace_program`.
 
     Raises:
-      LoweringError: see `lower`; or an annotation would be dropped on this mesh.
+      LoweringError: see `lower`; an annotation would be dropped on this mesh; XLA would
+        get an op wrong that cannot be laid out otherwise, or not for free and `strict`.
       ValueError: more devices than exist, structures, ranks or meshes that do not
         agree, an argument to donate that is not there.
     """
@@ -311,6 +315,7 @@ def trace_program(
     name: str | None = None,
     devices: Sequence[jax.Device] | None = None,
     update_sharding: UpdateSharding | None = None,
+    strict: bool = False,
 ) -> TracedProgram:
     """Lowers a pure TF function for a mesh.
 
@@ -329,6 +334,8 @@ def trace_program(
         be looked at, not run. The mesh's ids are places among them.
       update_sharding: which weight updates to shard. State then has other stored forms,
         `TracedProgram.forms`.
+      strict: refuse a program in which an op that XLA's partitioner would get wrong is
+        laid out otherwise at a cost in communication; else that is a warning.
 
     Raises:
       LoweringError: see `lower`; or an annotation would be dropped on this mesh.
@@ -390,4 +397,5 @@ def trace_program(
         partitioner=partitioner,
         devices=devices,
         updates=updates,
+        strict=strict,
     )

@@ -11,9 +11,10 @@ others: hence the rounds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from absl import logging
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
@@ -70,12 +71,27 @@ def lower_for_mesh(
                 chosen[place], repairs[place] = choice, repair
             if not wrong:
                 looks.drop_numbers(module)
+                _report(lowered.name, list(repairs.values()), strict)
                 return dataclasses.replace(program, repairs=tuple(repairs.values()))
     raise LoweringError(
         f"{lowered.name}: no layout was found in which XLA gets the program right. "
         f"The last tried: {repairs[next(iter(wrong))]}. Annotate its operands and its "
         "result"
     )
+
+
+def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
+    """Warns of repairs that cost communication, or refuses them."""
+    costly = sorted((one for one in repairs if one.bytes), key=lambda one: -one.bytes)
+    if costly and strict:
+        listed = "\n  ".join(map(str, costly))
+        raise LoweringError(
+            f"{name}: the program is compiled strictly, and {len(costly)} of its ops "
+            f"would be laid out otherwise at a cost:\n  {listed}\nAnnotate them, or "
+            "compile with strict=False"
+        )
+    for repair in costly:
+        logging.warning("%s: %s", name, repair)
 
 
 def _lowered(

@@ -80,9 +80,13 @@ def windows_of_padding(layout: OpLayout) -> bool:
 
 
 def regrouped_axes(layout: OpLayout) -> bool:
-    """A product with a dim split by axes of which neither begins the other's."""
+    """A product with a dim split by X in a tensor and by Y and X in another.
+
+    Or with a batch dim that is split by different axes.
+    """
     return any(
-        one[: len(other)] != other and other[: len(one)] != one
+        one[: len(other)] != other[: len(one)]
+        and (set(one) & set(other) or len(list(layout.places(factor))) == 3)
         for factor in range(len(layout.kinds))
         for one, other in itertools.combinations(layout.groups(factor), 2)
     )

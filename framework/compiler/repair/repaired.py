@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from meshwright.framework.compiler.repair.conv_layout import Dims, Layout
 from meshwright.framework.compiler.repair.faults import Chosen, Fault
@@ -24,6 +25,7 @@ class Repair:
       before: shardings of its operands and results as completed, None for what mesh
         axes cannot express.
       after: those it has now.
+      operands: how many of them are operands'.
       bytes: an estimate of what each device receives on account of it, each time the
         operation runs: the parts of operands that it did not hold, and those of results
         that it does not keep.
@@ -34,14 +36,21 @@ class Repair:
     source: Source | None
     before: tuple[Sharding | None, ...]
     after: tuple[Sharding, ...]
+    operands: int
     bytes: int
+
+    def changes(self) -> Iterator[tuple[str, Sharding | None, Sharding]]:
+        """("operand 0", before, after) of each tensor that is laid out otherwise."""
+        names = [f"operand {i}" for i in range(self.operands)]
+        names += [f"result {i}" for i in range(len(self.after) - self.operands)]
+        for name, old, new in zip(names, self.before, self.after, strict=True):
+            if old != new:
+                yield name, old, new
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
         listed = ", ".join(
-            f"{old or 'unknown'} -> {new}"
-            for old, new in zip(self.before, self.after, strict=True)
-            if old != new
+            f"{name} {old or 'unknown'} -> {new}" for name, old, new in self.changes()
         )
         return (
             f"op {self.op_name!r}{where} {self.fault.what}, which XLA gets wrong; "
@@ -77,6 +86,7 @@ def repair_of(
         source=sources.find(name),
         before=tuple(tensor.sharding for tensor in op_layout.tensors),
         after=after,
+        operands=len(op_layout.operands),
         bytes=moved,
     )
 
