@@ -57,7 +57,8 @@ class Experiment:
       slow_step_factor: stacks are written when a step takes so many times the median;
         None: never.
       strict: stop when an op that XLA's partitioner would get wrong can only be laid
-        out otherwise at a cost in communication; else that is a warning.
+        out otherwise at a cost in communication, or assertions of the model are left
+        unchecked; else these are warnings.
       replicated_budget: bytes that may lie replicated on each device, of state, batch
         and activations, before the run stops; None for no limit.
 

@@ -23,8 +23,8 @@ def stored_forms(leaves, structure, asked, mesh) -> list[StoredForm | None]:
       mesh: the program's.
 
     Raises:
-      ValueError: the structures or ranks differ, or a sharding is over another mesh or
-        none for a border.
+      ValueError: the structures or ranks differ, a shape is not static, or a sharding
+        is over another mesh or none for a border.
     """
     if asked is None:
         return [None] * len(leaves)
@@ -41,6 +41,12 @@ def stored_forms(leaves, structure, asked, mesh) -> list[StoredForm | None]:
 def _form(
     spec: tf.TensorSpec, asked: Sharding | StoredForm, mesh: DeviceMesh
 ) -> StoredForm:
+    if not spec.shape.is_fully_defined():
+        raise ValueError(
+            f"result {spec.name or 0} has shape {spec.shape}, and a sharding is asked "
+            "for, which takes sizes that are known while the function is traced: say "
+            "them by tf.ensure_shape"
+        )
     form = asked if isinstance(asked, StoredForm) else StoredForm.of(spec, asked)
     if form.border.mesh != mesh:
         raise ValueError(

@@ -38,7 +38,13 @@ from meshwright.framework.compiler.constraints import (
     untype_annotations,
 )
 from meshwright.framework.compiler.device_order import device_order
-from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
+from meshwright.framework.compiler.errors import (
+    LoweringError,
+    inexpressible,
+    of_xla,
+    unknown_size,
+)
+from meshwright.framework.compiler.lower import LoweredFunction
 from meshwright.framework.compiler.manual_regions import rewrite_manual_regions
 from meshwright.framework.compiler.memory import MemoryTimeline, memory_timeline
 from meshwright.framework.compiler.refusal import (
@@ -291,6 +297,9 @@ def lower_for_mesh(
     def border(shardings):
         return tuple(None if s is None else named_sharding(s, grid) for s in shardings)
 
+    if lowered.unknown_size is not None and mesh.size > 1:
+        where = lowered.sources.text(lowered.unknown_size)
+        raise unknown_size(lowered.name, where, what="a tensor")
     module = stable_hlo(lowered, mesh, shardy, rewrite)
 
     results = tuple(
@@ -362,7 +371,7 @@ class MeshProgram:
 
         Raises:
           LoweringError: the module would make XLA fall back to GSPMD; GSPMD gives a
-            result whose sharding was left to it one of no mesh axes.
+            result whose sharding was left to it one of no mesh axes; XLA refuses it.
           DoesNotFit: it needs more memory than a device has.
         """
         if self.shardy:
@@ -373,14 +382,15 @@ class MeshProgram:
         except (AssertionError, LookupError, NotImplementedError, ValueError) as e:
             if not _names_a_sharding(e):
                 raise
-            raise LoweringError(
-                f"{self.name}: completion chose for a result a sharding that axes of "
-                f"the mesh ({self.mesh}) cannot express; give its out_shardings"
+            outputs = self.function.outputs if self.function else None
+            raise inexpressible(
+                self.name, self.mesh, outputs, _chosen(e), shardy=self.shardy
             ) from e
         except jax.errors.JaxRuntimeError as e:
             refusal = parse_refusal(str(e))
             if refusal is None:
-                raise
+                sources = self.function.sources if self.function else None
+                raise of_xla(self.name, e, shardy=self.shardy, sources=sources) from e
             timeline = self._refused(options)
             largest = allocations_of(timeline, self.function) if timeline else ()
             raise DoesNotFit(self.name, refusal, largest, timeline) from e
@@ -419,6 +429,18 @@ def _names_a_sharding(error: Exception) -> bool:
     """
     frames = traceback.walk_tb(error.__traceback__)
     return any(f.f_code.co_name == "parse_flatten_op_sharding" for f, _ in frames)
+
+
+def _chosen(error: Exception) -> list[str]:
+    """The results' shardings as HLO has them, some of which JAX could not name.
+
+    It does not tell, but the frames that it left have them; [] if a later JAX has not.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "maybe_recover_user_shardings":
+            given = frame.f_locals.get("new_shardings", ())
+            return [str(getattr(one, "_hlo_sharding", "")) for one in given]
+    return []
 
 
 @contextlib.contextmanager

@@ -8,18 +8,40 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 from tensorflow.compiler.xla.service import hlo_pb2
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.client import pywrap_tf_session
 
+from meshwright.framework.compiler.captures import (
+    MAX_CONSTANT_BYTES,
+    keep_small_tensors,
+    refuse_captures,
+)
+from meshwright.framework.compiler.constant_sizes import fold_clamps
+from meshwright.framework.compiler.dynamic_sizes import (
+    MAKER,
+    first_maker,
+    is_dynamic,
+    maker_of_result,
+    result_shapes,
+)
+from meshwright.framework.compiler.errors import (
+    LoweringError,
+    leaves_of,
+    needs_constant,
+    of_tf2xla,
+    unknown_size,
+)
 from meshwright.framework.compiler.sources import Sources
+from meshwright.framework.compiler.unchecked import (
+    CHECKS,
+    unchecked_assertions,
+    unchecked_text,
+)
 
-MAX_CONSTANT_BYTES = 1 << 20
 _SHARDING_ATTRIBUTE = "_XlaSharding"
-
-
-class LoweringError(ValueError):
-    """The function cannot become one XLA program; the message names the culprit."""
+_LIST_WRITE, _GROWS = "TensorListSetItem", "resize_if_index_out_of_bounds"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,6 +55,8 @@ class LoweredFunction:
       outputs: the result, a nest of `tf.TensorSpec`.
       sources: where its ops come from.
       rewritten: what took the place of `hlo`, as StableHLO bytecode; None: nothing.
+      unknown_size: name of an op that makes a size which depends on values; None: there
+        is none.
     """
 
     name: str
@@ -41,10 +65,15 @@ class LoweredFunction:
     outputs: Any
     sources: Sources
     rewritten: bytes | None = None
+    unknown_size: str | None = None
 
 
 def lower(
-    fn: Callable[..., Any], args: Sequence[Any], *, name: str | None = None
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    name: str | None = None,
+    strict: bool = False,
 ) -> LoweredFunction:
     """Traces `fn` over abstract arguments and lowers it through TF2XLA.
 
@@ -53,10 +82,12 @@ def lower(
       args: one nest (lists, tuples, dicts, nested maps) of `tf.TensorSpec` with static
         shapes for each argument.
       name: for messages; the function's own by default.
+      strict: whether checks that a program does not make are an error, not a warning.
 
     Raises:
-      LoweringError: a shape is not static; `fn` reads a variable or an array from
-        outside, or holds a constant over 1 MiB; or TF2XLA refuses an op of it.
+      LoweringError: a shape is not static; `fn` reads a variable or an array over 1 MiB
+        from outside, or holds a constant of that size; the size of a result depends on
+        values; or TF2XLA refuses an op of it.
     """
     name = name or getattr(fn, "__name__", "program")
     args = tuple(args)
@@ -65,29 +96,72 @@ def lower(
 
     def flat_fn(*flat):
         nonlocal outputs
+        graph = tf.compat.v1.get_default_graph()
+        keep_small_tensors(graph)
         outputs = fn(*tf.nest.pack_sequence_as(args, list(flat)))
+        fold_clamps(graph)
         return tf.nest.flatten(outputs)
 
     # TF2XLA compiles for the CPU platform here whatever will run it: the module that
     # comes out is plain HLO, and later PJRT compiles it for its own target.
     compiled = tf.function(flat_fn, jit_compile=True, autograph=False)
     concrete = compiled.get_concrete_function(*flat_specs)
-    _check_no_outside_values(name, concrete)
     sources = Sources(concrete)
-    _check_no_attributes(name, concrete, sources)
+    refuse_captures(name, concrete, sources)
+    nodes = nodes_of(concrete.graph.as_graph_def())
+    _check_no_attributes(name, nodes, sources)
+    _check_no_growing_lists(name, nodes, sources)
+    if any(node.op in CHECKS for node in nodes):
+        _tell_unchecked(name, concrete, sources, strict)
     try:
-        ir = compiled.experimental_get_compiler_ir(*flat_specs)
-        with _without_constant_folding():
-            hlo = ir(stage="hlo_serialized")
+        hlo = _hlo(compiled.experimental_get_compiler_ir(*flat_specs))
     except (tf.errors.OpError, ValueError, TypeError) as e:
-        raise LoweringError(f"{name}: TF2XLA cannot compile it: {e}") from e
-    _check_no_large_constants(name, hlo)
-    specs = [
-        tf.TensorSpec(out.shape, out.dtype, name=f"output_{i}")
-        for i, out in enumerate(concrete.outputs)
-    ]
+        raise of_tf2xla(name, e, args, concrete, sources) from e
+    module = hlo_pb2.HloModuleProto.FromString(hlo)
+    _check_no_large_constants(name, module)
+    specs = _result_specs(name, concrete, outputs, module, sources)
     outputs = tf.nest.pack_sequence_as(outputs, specs)
-    return LoweredFunction(name, hlo, args, outputs, sources)
+    unknown = first_maker(module) if MAKER.encode() in hlo else None
+    return LoweredFunction(name, hlo, args, outputs, sources, unknown_size=unknown)
+
+
+def _hlo(ir: Callable[..., bytes]) -> bytes:
+    """The HLO of a traced function, at best without what TF would fold."""
+    try:
+        with _without_constant_folding():
+            return ir(stage="hlo_serialized")
+    except ValueError as e:
+        if not needs_constant(e):
+            raise
+        # Folding finds some shapes that TF2XLA alone does not, such as ragged ones.
+        return ir(stage="hlo_serialized")
+
+
+def _tell_unchecked(name: str, concrete, sources: Sources, strict: bool) -> None:
+    if found := unchecked_assertions(concrete, sources):
+        text = unchecked_text(name, found)
+        if strict:
+            raise LoweringError(text)
+        logging.warning("%s", text)
+
+
+def _result_specs(
+    name: str, concrete, outputs: Any, module, sources: Sources
+) -> list[tf.TensorSpec]:
+    """The results' shapes. HLO knows some that TF does not."""
+    specs = []
+    leaves = zip(leaves_of(outputs), concrete.outputs, strict=True)
+    for number, (((path, _), out), shape) in enumerate(
+        zip(leaves, result_shapes(module), strict=True)
+    ):
+        if is_dynamic(shape):
+            where = sources.text(maker_of_result(module, number))
+            what = f"result {path or number} of at most {list(shape.dimensions)}"
+            raise unknown_size(name, where, what=what)
+        known = out.shape.is_fully_defined()
+        dims = out.shape if known else tf.TensorShape(shape.dimensions)
+        specs.append(tf.TensorSpec(dims, out.dtype, name=f"output_{number}"))
+    return specs
 
 
 def argument_specs(name: str, args: Sequence[Any]) -> list[tf.TensorSpec]:
@@ -108,42 +182,43 @@ def argument_specs(name: str, args: Sequence[Any]) -> list[tf.TensorSpec]:
     return leaves
 
 
-def _check_no_outside_values(name: str, concrete) -> None:
-    outside = [f"variable {v.name!r} of shape {v.shape}" for v in concrete.variables]
-    outside += [
-        f"{'resource' if t.dtype == tf.resource else 'tensor'} of shape {t.shape}"
-        for t in concrete.captured_inputs
-    ]
-    if outside:
-        raise LoweringError(
-            f"{name}: the function reads a {outside[0]} from outside; pass it as an "
-            "argument"
-        )
-
-
 def nodes_of(graph: graph_pb2.GraphDef) -> list[node_def_pb2.NodeDef]:
     """A graph's nodes, with those of its functions."""
     return [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
 
 
-def _check_no_attributes(name: str, concrete, sources: Sources) -> None:
+def _check_no_attributes(
+    name: str, nodes: Sequence[node_def_pb2.NodeDef], sources: Sources
+) -> None:
     """Refuses annotations as TF's own functions make them by default: as attributes.
 
     TF2XLA puts one on all that the op becomes, of whatever shape, or on nothing at all;
     and XLA heeds what is left under GSPMD alone.
     """
-    for node in nodes_of(concrete.graph.as_graph_def()):
+    for node in nodes:
         if _SHARDING_ATTRIBUTE in node.attr and node.op != "XlaSharding":
-            source = sources.find(node.name)
             raise LoweringError(
-                f"{name}: op {node.name!r}{f' ({source})' if source else ''} carries "
+                f"{name}: {sources.text(node.name)} carries "
                 "its sharding as an attribute, which would be dropped: annotate by "
                 "mesh_split, or pass TF's own functions use_sharding_op=True"
             )
 
 
-def _check_no_large_constants(name: str, hlo: bytes) -> None:
-    for computation in hlo_pb2.HloModuleProto.FromString(hlo).computations:
+def _check_no_growing_lists(
+    name: str, nodes: Sequence[node_def_pb2.NodeDef], sources: Sources
+) -> None:
+    """Refuses lists that grow: what is written behind the end, TF2XLA drops."""
+    for node in nodes:
+        if node.op == _LIST_WRITE and node.attr[_GROWS].b:
+            raise LoweringError(
+                f"{name}: {sources.text(node.name)} writes to a tf.TensorArray of "
+                "dynamic_size=True, which XLA does not grow: give its final size, and "
+                "leave dynamic_size out"
+            )
+
+
+def _check_no_large_constants(name: str, module: hlo_pb2.HloModuleProto) -> None:
+    for computation in module.computations:
         for op in computation.instructions:
             size = op.literal.ByteSize()
             if size > MAX_CONSTANT_BYTES:

@@ -335,7 +335,8 @@ def trace_program(
       update_sharding: which weight updates to shard. State then has other stored forms,
         `TracedProgram.forms`.
       strict: refuse a program in which an op that XLA's partitioner would get wrong is
-        laid out otherwise at a cost in communication; else that is a warning.
+        laid out otherwise at a cost in communication, or assertions are left
+        unchecked; else these are warnings.
 
     Raises:
       LoweringError: see `lower`; or an annotation would be dropped on this mesh.
@@ -373,7 +374,7 @@ def trace_program(
             ],
         )
 
-    lowered = lower(stored_fn, stored_args, name=name)
+    lowered = lower(stored_fn, stored_args, name=name, strict=strict)
     lowered = carry_pending(
         lowered,
         mesh,

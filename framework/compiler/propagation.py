@@ -12,6 +12,7 @@ from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
+from meshwright.framework.compiler.errors import of_xla
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -24,12 +25,20 @@ class Propagated:
 
     Args:
       program: a program for Shardy.
+
+    Raises:
+      LoweringError: Shardy cannot complete it.
     """
 
     def __init__(self, program: MeshProgram):
         self.mesh = program.mesh
         self.module = program.lowered.compiler_ir("stablehlo").operation.clone()
-        PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(self.module)
+        passes = PassManager.parse("builtin.module(sdy-propagation-pipeline)")
+        try:
+            passes.run(self.module)
+        except ir.MLIRError as e:
+            sources = program.function.sources if program.function else None
+            raise of_xla(program.name, e, shardy=True, sources=sources) from e
         self._meshes = _names_of(program.mesh, self.module)
 
     def sharding(

@@ -7,6 +7,7 @@ import functools
 import os
 import pathlib
 import re
+import sys
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -27,13 +28,16 @@ PLACEHOLDER = "XlaCustomCallV2"
 """Type of the TF op that stands for what TF has none for, in a scope of its name."""
 
 _FRAMEWORK = pathlib.Path(__file__).parents[1]
+_KERAS = tf.keras.layers.Layer.__module__.partition(".")[0]
 # Frames of these are no user's.
 _LIBRARIES = (
     os.path.dirname(tf.__file__) + os.sep,
-    os.path.dirname(tf.keras.__file__) + os.sep,
+    os.path.dirname(sys.modules[_KERAS].__file__) + os.sep,
     f"{_FRAMEWORK}{os.sep}",
 )
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+# Ops whose first input is not the functions' that they call.
+_FIRST_INPUTS = dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), 1)
 # JAX's scope, and the name of a called computation that XLA puts before it.
 _PREFIX = re.compile(r"^(?:jit\([^)]*\)/)?(?:tf_program/?)?(?:call\.\d+/)?")
 _TF_GRADIENT = re.compile(r"(?:.*/)?gradients/(?P<op>.+)_grad(?:/.*)?")
@@ -118,6 +122,14 @@ class Sources:
                 return next(exact, found[0])
         return None
 
+    def text(self, op_name: str) -> str:
+        """`op 'stack/attention/mul' (stack.attention, mine.py:12)`, for messages."""
+        source = self.find(op_name)
+        if source is None:
+            return f"op {op_name!r}"
+        made = ", ".join(filter(None, (source.layer, source.file and str(source))))
+        return f"op {source.op_name!r}{f' ({made})' if made else ''}"
+
     @functools.cached_property
     def order(self) -> dict[str, int]:
         """By an op's `Source.op_name` its number in the order in which it was traced.
@@ -169,23 +181,35 @@ class _Walk:
         for op in graph.get_operations():
             source = _source(op, original, place)
             yield source
-            for name in _called(op):
-                # TF2XLA compiles calls in place, and gives loops and branches
-                # computations of their own, where names start anew.
-                is_call = op.type in _CALLS
-                inner = _Place(
-                    prefix=f"{place.prefix}{op.name}/" if is_call else "",
-                    scope="" if is_call else f"{op.name}/",
+            for inner, _ in called_graphs(op):
+                inner_place = _Place(
+                    prefix=inner_prefix(op, place.prefix),
+                    scope="" if op.type in _CALLS else f"{op.name}/",
                     layer=source.layer,
                 )
-                if function := graph._get_function(name):
-                    yield from self.visit(function.graph, inner)
+                yield from self.visit(inner, inner_place)
 
 
 def _called(op: tf.Operation) -> list[str]:
     attributes = op.node_def.attr.values()
     single = [a.func.name for a in attributes if a.HasField("func")]
     return single + [f.name for a in attributes for f in a.list.func]
+
+
+def called_graphs(op: tf.Operation) -> list[tuple[tf.Graph, int]]:
+    """The graphs that an op calls, and which of its inputs is the first of each."""
+    functions = map(op.graph._get_function, _called(op))
+    first = _FIRST_INPUTS.get(op.type, 0)
+    return [(function.graph, first) for function in functions if function]
+
+
+def inner_prefix(op: tf.Operation, prefix: str) -> str:
+    """What stands before the names of ops in the graphs that `op` calls.
+
+    TF2XLA compiles calls in place, and gives loops and branches computations of their
+    own, where names start anew.
+    """
+    return f"{prefix}{op.name}/" if op.type in _CALLS else ""
 
 
 def _source(op: tf.Operation, original: tf.Graph, place: _Place) -> Source:

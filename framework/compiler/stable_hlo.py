@@ -101,11 +101,7 @@ class Blame:
         while name == _RESULT and not isinstance(op.operands[0].owner, ir.Block):
             op = op.operands[0].owner  # A program's results are copies by TF2XLA.
             name = op_name(op)
-        source = self.sources.find(name)
-        made = (
-            f" ({source.layer}{', ' if source.layer else ''}{source})" if source else ""
-        )
-        return LoweringError(f"{self.program}: op {name!r}{made} {what}")
+        return LoweringError(f"{self.program}: {self.sources.text(name)} {what}")
 
 
 @dataclasses.dataclass(frozen=True)

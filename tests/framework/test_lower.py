@@ -37,23 +37,6 @@ def test_an_argument_without_a_static_spec_is_refused(spec):
         lower(lambda x, y: x, [X, spec], name="step")
 
 
-def test_a_variable_from_outside_is_refused():
-    v = tf.Variable(np.zeros([300], np.float32), name="bias")
-    with pytest.raises(
-        LoweringError, match=r"step: .*reads a variable 'bias:0' of shape \(300,\)"
-    ):
-        lower(lambda x: x + v[0], [X], name="step")
-
-
-@pytest.mark.parametrize("size", [1, 1000])
-def test_a_tensor_from_outside_is_refused(size):
-    outside = tf.constant(np.arange(size, dtype=np.float32))
-    with pytest.raises(
-        LoweringError, match=rf"reads a tensor of shape \({size},\) from outside; pass"
-    ):
-        lower(lambda x: x + outside[0], [X])
-
-
 BIG = np.random.default_rng(0).random([600, 600], np.float32)
 
 
@@ -97,8 +80,12 @@ def test_what_depends_on_no_argument_is_computed_in_the_program(fn):
     ],
 )
 def test_an_op_that_xla_does_not_have_is_named(fn, op):
-    with pytest.raises(LoweringError, match=rf"step: TF2XLA cannot compile it.*{op}"):
+    named = (
+        rf"step: TF2XLA cannot compile it: op '{op}' \(framework/test_lower.py:\d+\)"
+    )
+    with pytest.raises(LoweringError, match=named) as raised:
         lower(fn, [X], name="step")
+    assert "\n" not in str(raised.value)
 
 
 def test_errors_of_the_function_pass_through():

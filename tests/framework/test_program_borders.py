@@ -113,7 +113,7 @@ def test_a_result_that_is_annotated_as_no_axes_express_is_refused(
 
     spec = [tf.TensorSpec([16])]
     with pytest.raises(
-        LoweringError, match="fn: completion chose for a result a shard"
+        LoweringError, match=r"fn: completion chose for result 0 \(float32\[16\]: {dev"
     ):
         compile_program(fn, spec, MESH, partitioner=Partitioner.GSPMD)
 

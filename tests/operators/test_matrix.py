@@ -7,8 +7,8 @@ import zlib
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
-from jax.errors import JaxRuntimeError
 
+from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.program import Partitioner
 from tests.operators.apart import ProcessEndedError, complaints
 from tests.operators.cases import MESHES
@@ -66,7 +66,7 @@ def test_one_device_and_eight_agree(operator, partitioner, mesh):
 
 RAISES = {
     Outcome.WRONG: AssertionError,
-    Outcome.REFUSED: JaxRuntimeError,
+    Outcome.REFUSED: LoweringError,
     Outcome.ABORTED: ProcessEndedError,
 }
 
