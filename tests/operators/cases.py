@@ -67,7 +67,10 @@ class Case:
     inner: tuple[Sharding | None, ...] = ()
 
     def __repr__(self) -> str:
+        """The text that `case_of` reads."""
         lines = [f"{self.operator}: {self.use.expression}  on mesh ({self.mesh})"]
+        if flags := self.use.flags():
+            lines.append(f"  with {flags}")
         for (name, one), arrives, annotated in zip(
             self.use.inputs.items(), self.arrives, self.annotated, strict=True
         ):

@@ -127,7 +127,8 @@ def cond_of_data(draw):
         )
     )
     return of_shape(
-        f"tf.cond({predicate}, lambda: lay(tf.sin(x) * y, 0), lambda: tf.reverse(x, [0]))",
+        f"tf.cond({predicate}, lambda: lay(tf.sin(x) * y, 0), "
+        "lambda: tf.reverse(x, [0]))",
         shape,
         shape,
         inner=(len(shape),),

@@ -82,7 +82,7 @@ def cases(draw, operator: str, mesh: DeviceMesh) -> Case:
 
 @st.composite
 def _with_halos(draw, case: Case) -> Case:
-    """Batch and window dims split, alike in x and the result; what else reads, whole."""
+    """Batch and window dims split, alike in x and the result; the rest whole."""
     rank = len(case.use.inputs["x"].shape)
     channels = {rank - 1}
     alike = draw(shardings(case.mesh, rank, whole=channels, all_axes=True))

@@ -259,10 +259,10 @@ def extract_patches(draw):
     sizes = shape_of(draw, 2, 2)
     window = [1, *(draw(st.integers(1, min(3, n))) for n in sizes), 1]
     strides = [1, *shape_of(draw, 2, 2, st.integers(1, 3)), 1]
-    rates = [1, *shape_of(draw, 2, 2, st.integers(1, 2)), 1]
-    rates = [
-        r if (w - 1) * r < n else 1 for r, w, n in zip(rates, window, (1, *sizes, 1))
-    ]
+    hole = draw(st.integers(1, 2))
+    if any((w - 1) * hole >= n for w, n in zip(window[1:3], sizes, strict=True)):
+        hole = 1
+    rates = [1, hole, hole, 1]
     padding = draw(st.sampled_from(["SAME", "VALID"]))
     return of_shape(
         f"tf.image.extract_patches(x, {window}, {strides}, {rates}, {padding!r})",

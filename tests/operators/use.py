@@ -32,7 +32,6 @@ class Kind(enum.Enum):
     INDEX = enum.auto()  # int32 below a limit, some twice.
     UNIQUE = enum.auto()  # int32 along one dim, below a limit, none twice.
     KEY = enum.auto()  # uint32 random key.
-    SORTED = enum.auto()  # INDEX, ascending along the first dim.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +50,9 @@ class Input:
             object.__setattr__(self, "dtype", "int32")
 
     def __str__(self) -> str:
+        kind = "" if self.kind is Kind.NUMBER else f"{self.kind.name.lower()} "
         limit = f" below {self.limit}" if self.limit else ""
-        if self.kind in (Kind.UNIQUE, Kind.SORTED):
-            limit += f", {self.kind.name.lower()}"
-        return f"{self.dtype} {list(self.shape)}{limit}"
+        return f"{kind}{self.dtype} {list(self.shape)}{limit}"
 
     @property
     def border(self) -> str:
@@ -82,8 +80,7 @@ class Input:
         if self.kind is Kind.UNIQUE:
             flat = rng.permutation(self.limit)[: math.prod(self.shape)]
             return flat.reshape(self.shape)
-        found = rng.integers(0, self.limit, self.shape)
-        return np.sort(found, 0) if self.kind is Kind.SORTED else found
+        return rng.integers(0, self.limit, self.shape)
 
     def _floats(self, rng) -> np.ndarray:
         """Over (-2, 2), all different: evenly, or what bfloat16 has, ever finer."""
@@ -137,6 +134,15 @@ class Use:
             for name, one in self.inputs.items()
         }
         return dataclasses.replace(self, inputs=inputs)
+
+    def flags(self) -> str:
+        """How it is judged, where that is unusual; as arguments of `Use`."""
+        fields = {f.name: f for f in dataclasses.fields(self)}
+        return ", ".join(
+            f"{name}={getattr(self, name)}"
+            for name in ("exact", "eager", "tolerance", "differentiable")
+            if getattr(self, name) != fields[name].default
+        )
 
     @property
     def digits(self) -> int:
