@@ -48,8 +48,8 @@ test-slow: install
 CASES ?= 5000
 SEED ?= $(shell date +%s)
 matrix: install
-	MATRIX_CASES=$(CASES) MATRIX_SEED=$(SEED) \
-	  $(BIN)/pytest -n $(WORKERS) tests/operators
+	$(BIN)/python -m tests.operators.matrix --cases=$(CASES) --seed=$(SEED) \
+	  --workers=$(WORKERS)
 
 # So many hostile files for each reader, others for each seed; docs/hostile_input.md.
 fuzz: install

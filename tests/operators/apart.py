@@ -1,55 +1,125 @@
-"""Cases judged in another process: where XLA ends it, the tests go on."""
+"""Cases judged in another process: where XLA ends it, the next go on."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import enum
+import gc
 import multiprocessing
+import re
 import signal
+import time
 import traceback
 from collections.abc import Sequence
 
+import jax
+from tensorflow.python.framework import ops
+
 from meshwright.framework import set_platform
+from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.program import Partitioner
-from tests.operators.cases import Case, run
+from tests.operators.cases import Case, run, wanted
+
+# A program of some cases takes a second or two.
+_TIMEOUT = 300
+# Each program leaves some megabytes behind.
+_PROGRAMS_IN_A_PROCESS = 150
 
 
-class ProcessEndedError(Exception):
-    """The process ended on these cases."""
+class Outcome(enum.Enum):
+    """What became of a case."""
+
+    RIGHT = "right"
+    NAMED = "refused by name"  # As the table of faults says it must be.
+    WRONG = "wrong"
+    UNNAMED = "refused, not in the table"  # A LoweringError.
+    REFUSED = "refused by XLA"
+    ENDED = "process ended"
+    STUCK = "stuck"
+    FAILED = "error of the test"  # Such as an expression that TF does not take.
+
+    @property
+    def is_fault(self) -> bool:
+        return self not in (Outcome.RIGHT, Outcome.NAMED)
 
 
-def complaints(cases: Sequence[Case], partitioner: Partitioner) -> list[str | None]:
-    """What is wrong with each case, all run in one program.
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a case, and what was said."""
 
-    Raises:
-      ProcessEndedError: it ended the process. The next call starts another.
-      Exception: as the program raised it there.
-    """
-    listed = "\n".join(map(str, cases))
-    process, pipe = _judge()
-    pipe.send((cases, partitioner))
-    try:
-        found = pipe.recv()
-    except EOFError:
-        _judge.cache_clear()
-        process.join()
-        if process.exitcode >= 0:
-            raise RuntimeError(f"the process left with {process.exitcode}") from None
-        by = signal.Signals(-process.exitcode).name
-        raise ProcessEndedError(f"the process ended by {by}:\n{listed}") from None
-    if isinstance(found, Exception):
-        found.add_note(listed)
-        raise found
-    return found
+    outcome: Outcome
+    text: str = ""
+    seconds: float = dataclasses.field(default=0.0, compare=False)  # Of all cores.
+
+    @property
+    def kind(self) -> str:
+        """Alike for what probably has one cause."""
+        if self.outcome is Outcome.WRONG:
+            return f"wrong {self.text.partition(':')[0]}"
+        said = re.sub(r"[\d.,]+|%[\w.-]+|'[^']*'|\[.*?\]", "", self.text)
+        return f"{self.outcome.value}: {said[:60]}"
 
 
-@functools.cache
-def _judge():
-    context = multiprocessing.get_context("spawn")  # A fork lacks JAX's threads.
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()  # Else no end of the process would be seen here.
-    return process, ours
+def is_refused_by_name(error: Exception) -> bool:
+    """Whether the table of faults says that such a program is refused."""
+    return False
+
+
+def judge(cases: Sequence[Case], partitioner: Partitioner) -> list[Verdict]:
+    """What becomes of each case, all in one program if it compiles and runs."""
+    found = _JUDGE.judge(cases, partitioner)
+    if isinstance(found, list):
+        return found
+    if len(cases) == 1:
+        return [found]
+    half = len(cases) // 2
+    return [
+        *judge(cases[:half], partitioner),
+        *judge(cases[half:], partitioner),
+    ]
+
+
+class _Judge:
+    """A process that runs programs, and its successors."""
+
+    def __init__(self):
+        self.process = None
+        self.programs = 0
+
+    def judge(self, cases, partitioner) -> list[Verdict] | Verdict:
+        """A verdict on each case, or one on a program that gave no numbers."""
+        if self.programs >= _PROGRAMS_IN_A_PROCESS:
+            self.end()
+        if self.process is None:
+            self.start()
+        self.programs += 1
+        self.pipe.send((cases, partitioner))
+        if not self.pipe.poll(_TIMEOUT):
+            self.end()
+            return Verdict(Outcome.STUCK, f"no numbers after {_TIMEOUT} s")
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            code, self.process = self.process.exitcode, None
+        by = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        return Verdict(Outcome.ENDED, by)
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # A fork lacks JAX's threads.
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()  # Else no end of the process would be seen here.
+        self.programs = 0
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process = None
+
+
+_JUDGE = _Judge()
 
 
 def _serve(pipe) -> None:
@@ -59,10 +129,45 @@ def _serve(pipe) -> None:
             cases, partitioner = pipe.recv()
         except EOFError:  # The tests are over.
             return
-        try:
-            found = run(cases, partitioner)
-            answer = [c.complaint(f) for c, f in zip(cases, found, strict=True)]
-        except Exception as e:
-            e.add_note(traceback.format_exc())  # Tracebacks do not travel.
-            answer = e
-        pipe.send(answer)
+        start = time.process_time()
+        found = _verdicts(cases, partitioner)
+        _forget()
+        took = time.process_time() - start
+        if isinstance(found, list):
+            each = took / len(cases)
+            found = [dataclasses.replace(one, seconds=each) for one in found]
+        pipe.send(found)
+
+
+def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
+    try:
+        want = wanted(cases)
+    except Exception:
+        return Verdict(Outcome.FAILED, traceback.format_exc())
+    try:
+        found = run(cases, partitioner)
+    except LoweringError as e:
+        outcome = Outcome.NAMED if is_refused_by_name(e) else Outcome.UNNAMED
+        if e.__cause__ is not None:
+            outcome = Outcome.REFUSED
+        return Verdict(outcome, str(e))
+    except Exception as e:
+        refused = type(e).__name__ == "JaxRuntimeError"
+        text = str(e) if refused else traceback.format_exc()
+        return Verdict(Outcome.REFUSED if refused else Outcome.FAILED, text)
+    complaints = [
+        case.complaint(*pair) for case, *pair in zip(cases, found, want, strict=True)
+    ]
+    return [
+        Verdict(Outcome.WRONG, said) if said else Verdict(Outcome.RIGHT)
+        for said in complaints
+    ]
+
+
+def _forget() -> None:
+    """What JAX and TF keep of programs that are done."""
+    jax.clear_caches()
+    gradients = ops.gradient_registry._registry
+    for name in [name for name in gradients if name.startswith("CustomGradient-")]:
+        del gradients[name]
+    gc.collect()

@@ -1,4 +1,4 @@
-"""One case of the matrix, and how cases are run and judged."""
+"""One case of the matrix, and how cases are run and compared."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from meshwright.framework.compiler.program import Partitioner, compile_program
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from tests.operators.use import Use
+from tests.operators.use import AT_THE_BORDER, HALVES, Use
 
+# By how many devices they have: tensors of a program may be annotated over several.
 MESHES = (
     DeviceMesh(("X", "Y"), (2, 4)),
     DeviceMesh(("X", "Y"), (4, 2)),
     DeviceMesh(("X", "Y", "Z"), (2, 2, 2)),
+    DeviceMesh(("X",), (8,)),
+    DeviceMesh(("X", "Y"), (3, 2)),
+)
+OTHER_MESHES = (
+    *MESHES,
+    DeviceMesh(("X", "Y"), (2, 4), (5, 2, 7, 0, 3, 6, 1, 4)),
+    DeviceMesh(("X", "Y"), (2, 3)),
+    DeviceMesh(("X",), (6,), (3, 1, 5, 0, 2, 4)),
 )
 ONE_DEVICE = DeviceMesh(("X",), (1,))
 # After the partitioner, which is what is compared here, LLVM need not try hard.
@@ -25,8 +34,10 @@ _FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-# Of the largest element, or of 1 if that is less.
-TOLERANCE = 1e-5
+# What formats of fewer digits may be off, in units of the last place of the largest
+# element, or of 1 if that is more.
+ULPS = 8
+FLOATS = (tf.float32, tf.bfloat16, tf.float16, tf.complex64, tf.float64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,13 +47,14 @@ class Case:
     Args:
       operator: its name.
       use: the operator with sizes and settings.
-      mesh: of eight devices.
+      mesh: of the program.
       arrives: for each input its sharding at the program's border; a float input's
         gradient leaves with it.
-      annotated: for each input its sharding where the operator reads it; None leaves
-        it to completion.
+      annotated: for each input its sharding where the operator reads it, perhaps over
+        another mesh; None leaves it to completion.
       result: the same for each of the operator's results.
       leaves: for each result its sharding at the border.
+      inner: for each tensor that the expression lays out inside the same.
     """
 
     operator: str
@@ -52,24 +64,37 @@ class Case:
     annotated: tuple[Sharding | None, ...]
     result: tuple[Sharding | None, ...]
     leaves: tuple[Sharding, ...]
+    inner: tuple[Sharding | None, ...] = ()
 
     def __repr__(self) -> str:
+        """The text that `case_of` reads."""
         lines = [f"{self.operator}: {self.use.expression}  on mesh ({self.mesh})"]
+        if flags := self.use.flags():
+            lines.append(f"  with {flags}")
         for (name, one), arrives, annotated in zip(
             self.use.inputs.items(), self.arrives, self.annotated, strict=True
         ):
-            limit = f" below {one.limit}" if one.limit else ""
             lines.append(
-                f"  {name}: {one.kind.name.lower()}{limit} {list(one.shape)}, arrives "
-                f"{arrives}, annotated {annotated}"
+                f"  {name}: {one}, arrives {arrives}, annotated "
+                f"{self._annotation(annotated)}"
             )
         for shape, annotated, leaves in zip(
             self.use.result_shapes, self.result, self.leaves, strict=True
         ):
             lines.append(
-                f"  result: {list(shape)}, annotated {annotated}, leaves {leaves}"
+                f"  result: {list(shape)}, annotated {self._annotation(annotated)}, "
+                f"leaves {leaves}"
             )
+        for i, annotated in enumerate(self.inner):
+            lines.append(f"  inside, {i}: annotated {self._annotation(annotated)}")
         return "\n".join(lines)
+
+    def _annotation(self, sharding: Sharding | None) -> str:
+        if sharding is None or sharding.mesh == self.mesh:
+            return str(sharding)
+        ids = sharding.mesh.device_ids
+        order = f" of devices {list(ids)}" if ids else ""
+        return f"{sharding} over ({sharding.mesh}){order}"
 
     def on_one_device(self) -> Case:
         """The same without any sharding."""
@@ -84,89 +109,147 @@ class Case:
             annotated=(None,) * len(self.annotated),
             result=(None,) * len(self.result),
             leaves=alone(self.leaves),
+            inner=(None,) * len(self.inner),
         )
 
     def compute(self, *inputs: tf.Tensor) -> dict[str, list[tf.Tensor]]:
         """The operator's results and the gradients of its float inputs."""
+        ones = self.use.inputs.values()
+        inputs = [
+            tf.cast(x, one.dtype) if one.border != one.dtype else x
+            for x, one in zip(inputs, ones, strict=True)
+        ]
         with tf.GradientTape() as tape:
             tape.watch(_floats(inputs))
             pairs = zip(inputs, self.annotated, strict=True)
-            results = tf.nest.flatten(self.use.fn(*[_laid(x, s) for x, s in pairs]))
+            laid = [_laid(x, s) for x, s in pairs]
+            results = tf.nest.flatten(self.use.fn(*laid, lay=self._lay))
             results = [_laid(y, s) for y, s in zip(results, self.result, strict=True)]
-            floats = _floats(results)
-            loss = sum((tf.reduce_sum(y * _weights(y)) for y in floats), tf.zeros([]))
-        gradients = tape.gradient(loss, _floats(inputs), unconnected_gradients="zero")
-        return {
+            loss = sum(map(_weighted_sum, _floats(results)), tf.zeros([]))
+        gradients = []
+        if self.use.differentiable:
+            floats = _floats(inputs)
+            gradients = tape.gradient(loss, floats, unconnected_gradients="zero")
+        found = {
             "results": results,
             "gradients": [tf.convert_to_tensor(g) for g in gradients],
         }
+        return tf.nest.map_structure(_for_the_border, found)
 
-    def specs(self) -> list[tf.TensorSpec]:
-        return [tf.TensorSpec(v.shape, v.dtype) for v in self.use.values]
+    def _lay(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
+        return _laid(tensor, self.inner[number])
 
     def border(self) -> dict[str, list[Sharding]]:
-        values = zip(self.use.values, self.arrives, strict=True)
-        gradients = [s for v, s in values if v.dtype == np.float32]
+        pairs = zip(self.use.inputs.values(), self.arrives, strict=True)
+        gradients = [
+            s
+            for one, s in pairs
+            if tf.as_dtype(one.dtype) in FLOATS and self.use.differentiable
+        ]
         return {"results": list(self.leaves), "gradients": gradients}
 
-    def complaint(self, got: dict[str, list[np.ndarray]]) -> str | None:
+    def complaint(self, got: dict[str, list[np.ndarray]], want: dict) -> str | None:
         """What is wrong with what a mesh computed, if anything is."""
-        if self.use.eager:
-            want = self.compute(*map(tf.constant, self.use.values))
-        else:
-            want = run([self.on_one_device()], Partitioner.SHARDY)[0]
         for part in want:
             for i, (a, b) in enumerate(zip(got[part], want[part], strict=True)):
-                if wrong := _difference(np.asarray(a), np.asarray(b), self.use.exact):
-                    return f"{self}\n  {part}[{i}]: {wrong}"
+                if wrong := self._difference(np.asarray(a), np.asarray(b)):
+                    return f"{part}[{i}]: {wrong}"
         return None
+
+    def _difference(self, got: np.ndarray, want: np.ndarray) -> str | None:
+        if got.shape != want.shape:
+            return f"{got.shape} instead of {want.shape}"
+        is_float = tf.as_dtype(want.dtype) in FLOATS
+        if not is_float and got.dtype != want.dtype:
+            return f"{got.dtype} instead of {want.dtype}"
+        allowed = 0
+        if is_float:
+            wide = "c16" if want.dtype.kind == "c" else "f8"
+            got, want = got.astype(wide), want.astype(wide)
+            if not self.use.exact:
+                allowed = self.tolerance * max(1, np.abs(want).max(initial=0))
+        with np.errstate(invalid="ignore"):  # Infinity less infinity.
+            off = got != want
+            if allowed:
+                off &= ~(np.abs(got - want) <= allowed)  # NaN is off.
+        if not off.any():
+            return None
+        at = tuple(int(i) for i in np.argwhere(off)[0])
+        return (
+            f"{off.sum()} of {off.size} elements are off by more than {allowed:g}, the "
+            f"first at {at}: {got[at]} instead of {want[at]}"
+        )
+
+    @property
+    def tolerance(self) -> float:
+        digits = self.use.digits
+        return self.use.tolerance if digits == 24 else ULPS * 2.0 ** (1 - digits)
 
 
 def _floats(tensors: Sequence) -> list:
-    return [x for x in tensors if x.dtype == tf.float32]
+    return [x for x in tensors if x.dtype in FLOATS]
 
 
-def _weights(y: tf.Tensor) -> np.ndarray:
-    """Different for each element, so that a gradient out of place shows."""
+def _weighted_sum(y: tf.Tensor) -> tf.Tensor:
+    """Weights differ by element, so that a gradient out of place shows.
+
+    All formats can hold them.
+    """
     count = y.shape.num_elements()
-    return np.cos(np.arange(count, dtype=np.float32)).reshape(y.shape)
+    weights = np.round(np.cos(np.arange(count)) * 64) / 64
+    if y.dtype.is_complex:
+        weights = weights + 1j * np.roll(weights, 1)
+    weights = tf.constant(weights.reshape(y.shape), y.dtype)
+    return tf.cast(tf.math.real(tf.reduce_sum(y * weights)), tf.float32)
 
 
 def _laid(x: tf.Tensor, sharding: Sharding | None) -> tf.Tensor:
     return x if sharding is None else annotate(x, sharding)
 
 
-def _difference(got: np.ndarray, want: np.ndarray, exact: bool) -> str | None:
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return f"{got.dtype} {got.shape} instead of {want.dtype} {want.shape}"
-    if exact or want.dtype.kind != "f":
-        off = got != want
-        allowed = 0
-    else:
-        allowed = TOLERANCE * max(1, np.abs(want).max())
-        off = ~(np.abs(got - want) <= allowed)  # NaN is off.
-    if not off.any():
-        return None
-    at = tuple(int(i) for i in np.argwhere(off)[0])
-    return (
-        f"{off.sum()} of {off.size} elements are off by more than {allowed:g}, the "
-        f"first at {at}: {got[at]} instead of {want[at]}"
-    )
+def _for_the_border(x: tf.Tensor) -> tf.Tensor:
+    border = AT_THE_BORDER.get(x.dtype.name)
+    return tf.cast(x, border) if border else x
 
 
-def run(cases: Sequence[Case], partitioner: Partitioner) -> list[dict]:
+def wanted(cases: Sequence[Case]) -> list[dict]:
+    """What one device computes, halves in float32: a program where eager TF cannot."""
+    alone = [case.on_one_device() for case in cases]
+    values = [list(map(_in_float32, case.use.values)) for case in cases]
+    asked = [i for i, case in enumerate(cases) if not case.use.eager]
+    compiled = {}
+    if asked:
+        found = run([alone[i] for i in asked], values=[values[i] for i in asked])
+        compiled = dict(zip(asked, found, strict=True))
+    return [
+        compiled[i] if i in compiled else case.compute(*map(tf.constant, values[i]))
+        for i, case in enumerate(alone)
+    ]
+
+
+def _in_float32(value: np.ndarray) -> np.ndarray:
+    is_half = tf.as_dtype(value.dtype).name in HALVES
+    return value.astype(np.float32) if is_half else value
+
+
+def run(
+    cases: Sequence[Case],
+    partitioner: Partitioner = Partitioner.SHARDY,
+    values: Sequence[Sequence[np.ndarray]] | None = None,
+) -> list[dict]:
     """What each case computes, in one program for the mesh that they share."""
+    values = values or [case.use.values for case in cases]
 
     def program(*inputs):
         return [case.compute(*x) for case, x in zip(cases, inputs, strict=True)]
 
     compiled = compile_program(
         program,
-        [case.specs() for case in cases],
+        [[tf.TensorSpec(v.shape, v.dtype) for v in of] for of in values],
         cases[0].mesh,
         in_shardings=[list(case.arrives) for case in cases],
         out_shardings=[case.border() for case in cases],
         partitioner=partitioner,
         compiler_options=_FAST_COMPILE,
     )
-    return compiled.unshard(compiled(*[case.use.values for case in cases]))
+    return compiled.unshard(compiled(*values))

@@ -1,25 +1,14 @@
-"""What XLA gets wrong: the smallest programs known, each kept as an expected failure.
-
-What a use may not draw (`Use.unsplit` and `Use.even`) is here for a reason each.
-"""
+"""The smallest programs that XLA gets wrong, as the matrix prints them."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from meshwright.framework.compiler.program import Partitioner
-from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.sharding import Sharding
+from tests.operators.apart import Outcome
 from tests.operators.cases import Case
-from tests.operators.use import Input, Kind, Use
-
-
-class Outcome(enum.Enum):
-    WRONG = enum.auto()  # Other numbers than on one device.
-    REFUSED = enum.auto()  # XLA's verifier refuses what its partitioner made.
-    ABORTED = enum.auto()  # The process ends.
+from tests.operators.printed import case_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,170 +17,172 @@ class KnownFailure:
 
     Args:
       outcome: how it fails.
-      expression: as in a use.
-      shapes: of the inputs by name; `i` is of indices below the size of dim `indexed`
-        of x.
-      annotated: dims_mapping by input name, and of the "result"; what is not here is
-        left to completion. At the border all is replicated.
-      mesh: its shape; axes X, Y, Z.
+      text: the case, as it prints.
       partitioners: that fail.
     """
 
     outcome: Outcome
-    expression: str
-    shapes: Mapping[str, tuple[int, ...]]
-    annotated: Mapping[str, list]
-    mesh: tuple[int, ...] = (2, 2)
-    indexed: int = 0
+    text: str
     partitioners: Sequence[Partitioner] = tuple(Partitioner)
 
+    @property
     def case(self) -> Case:
-        mesh = DeviceMesh(("X", "Y", "Z")[: len(self.mesh)], self.mesh)
-        limit = self.shapes["x"][self.indexed]
-        inputs = {
-            name: Input(shape, Kind.INDEX, limit) if name == "i" else Input(shape)
-            for name, shape in self.shapes.items()
-        }
-        use = Use(self.expression, inputs)
+        return case_of(self.text)
 
-        def annotated(name):
-            mapping = self.annotated.get(name)
-            return mapping and Sharding.from_dims_mapping(mesh, mapping)
-
-        def whole(shapes):
-            return tuple(Sharding.replicated(mesh, len(shape)) for shape in shapes)
-
-        return Case(
-            operator="known failure",
-            use=use,
-            mesh=mesh,
-            arrives=whole(self.shapes.values()),
-            annotated=tuple(annotated(name) for name in self.shapes),
-            result=(annotated("result"),),
-            leaves=whole(use.result_shapes),
-        )
-
-
-_ROWS = [None, "X", None]
-_IMAGE = [None, "X", "Y", None]
 
 KNOWN_FAILURES = {
     "grouped_convolution_of_split_kernel": KnownFailure(
-        Outcome.ABORTED,
-        "tf.nn.depthwise_conv2d(x, y, [1, 1, 1, 1], 'SAME')",
-        {"x": (1, 1, 4, 2), "y": (1, 1, 2, 1)},
-        {"x": [None, None, None, "X"], "y": [None, None, "Y", None]},
-        partitioners=[Partitioner.GSPMD],
+        Outcome.ENDED,
+        """
+        program: tf.nn.depthwise_conv2d(x, y, [1, 1, 1, 1], 'SAME')  on mesh (X=2, Y=2)
+          x: float32 [1, 1, 4, 2], arrives [_,_,_,_], annotated [_,_,_,X]
+          y: float32 [1, 1, 2, 1], arrives [_,_,_,_], annotated [_,_,Y,_]
+          result: [1, 1, 4, 2], annotated None, leaves [_,_,_,_]
+        """,
+        [Partitioner.GSPMD],
     ),
     "strided_convolution_with_windows_of_padding": KnownFailure(
-        Outcome.ABORTED,
-        "tf.nn.conv2d(x, y, [1, 1, 2, 1], [[0, 0], [0, 0], [1, 0], [0, 0]])",
-        {"x": (1, 1, 3, 1), "y": (1, 1, 1, 1)},
-        {"x": [None, None, "X", None], "result": [None, None, "X", None]},
-        mesh=(2,),
+        Outcome.ENDED,
+        """
+        program: tf.nn.conv2d(x, y, [1, 1, 2, 1], [[0, 0], [0, 0], [1, 0], [0, 0]])  on mesh (X=2)
+          x: float32 [1, 1, 3, 1], arrives [_,_,_,_], annotated [_,_,X,_]
+          y: float32 [1, 1, 1, 1], arrives [_,_,_,_], annotated None
+          result: [1, 1, 2, 1], annotated [_,_,X,_], leaves [_,_,_,_]
+        """,  # noqa: E501
     ),
     "strided_convolution_with_halos_of_a_shard": KnownFailure(
-        Outcome.ABORTED,
-        "tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')",
-        {"x": (1, 3, 4, 1), "y": (1, 2, 1, 1)},
-        {"x": _IMAGE, "result": _IMAGE},
-        mesh=(2, 3),
+        Outcome.ENDED,
+        """
+        program: tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')  on mesh (X=2, Y=3)
+          x: float32 [1, 3, 4, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+          y: float32 [1, 2, 1, 1], arrives [_,_,_,_], annotated None
+          result: [1, 2, 3, 1], annotated [_,X,Y,_], leaves [_,_,_,_]
+        """,
     ),
     "strided_convolution_with_halos_of_more": KnownFailure(
         Outcome.REFUSED,
-        "tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')",
-        {"x": (1, 5, 5, 1), "y": (2, 2, 1, 1)},
-        {"x": _IMAGE, "result": _IMAGE},
-        mesh=(2, 4),
+        """
+        program: tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')  on mesh (X=2, Y=4)
+          x: float32 [1, 5, 5, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+          y: float32 [2, 2, 1, 1], arrives [_,_,_,_], annotated None
+          result: [1, 2, 4, 1], annotated [_,X,Y,_], leaves [_,_,_,_]
+        """,
     ),
     "strided_convolution_with_halos_and_rows_unread": KnownFailure(
-        Outcome.WRONG,  # The gradient of x.
-        "tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')",
-        {"x": (1, 5, 5, 1), "y": (1, 2, 1, 1)},
-        {"x": _IMAGE, "result": _IMAGE},
-        mesh=(2, 4),
+        Outcome.WRONG,
+        """
+        program: tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')  on mesh (X=2, Y=4)
+          x: float32 [1, 5, 5, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+          y: float32 [1, 2, 1, 1], arrives [_,_,_,_], annotated None
+          result: [1, 3, 4, 1], annotated [_,X,Y,_], leaves [_,_,_,_]
+        """,
     ),
     "strided_average_with_far_halos_and_rows_unread": KnownFailure(
-        Outcome.WRONG,  # The gradient of x.
-        "tf.nn.pool(x, [2, 4], 'AVG', [2, 1], 'VALID')",
-        {"x": (1, 3, 6, 1)},
-        {"x": _IMAGE},
-        mesh=(2, 4),
+        Outcome.WRONG,
+        """
+        program: tf.nn.pool(x, [2, 4], 'AVG', [2, 1], 'VALID')  on mesh (X=2, Y=4)
+          x: float32 [1, 3, 6, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+          result: [1, 1, 3, 1], annotated None, leaves [_,_,_,_]
+        """,
     ),
     "strided_slice_of_uneven_shards": KnownFailure(
-        Outcome.WRONG,  # The gradient of x.
-        "x[0:3:2]",
-        {"x": (3,)},
-        {"x": ["X"], "result": [None]},
-        mesh=(4,),
+        Outcome.WRONG,
+        """
+        program: x[0:3:2]  on mesh (X=4)
+          x: float32 [3], arrives [_], annotated [X]
+          result: [2], annotated [_], leaves [_]
+        """,
     ),
     "max_pool_gradient": KnownFailure(
         Outcome.WRONG,
-        "tf.nn.max_pool1d(x, 2, 1, 'SAME')",
-        {"x": (1, 4, 1)},
-        {"x": _ROWS, "result": _ROWS},
-        mesh=(2,),
+        """
+        program: tf.nn.max_pool1d(x, 2, 1, 'SAME')  on mesh (X=2)
+          x: float32 [1, 4, 1], arrives [_,_,_], annotated [_,X,_]
+          result: [1, 4, 1], annotated [_,X,_], leaves [_,_,_]
+        """,
     ),
     "scatter_of_one_index": KnownFailure(
         Outcome.WRONG,
-        "tf.tensor_scatter_nd_update(x, i, y)",
-        {"x": (4,), "i": (1, 1), "y": (1,)},
-        {"result": ["X"]},
-        mesh=(2,),
+        """
+        program: tf.tensor_scatter_nd_update(x, i, y)  on mesh (X=2)
+          x: float32 [4], arrives [_], annotated None
+          i: index int32 [1, 1] below 4, arrives [_,_], annotated None
+          y: float32 [1], arrives [_], annotated None
+          result: [4], annotated [X], leaves [_]
+        """,
     ),
     "gather_gradient_uneven_indices": KnownFailure(
         Outcome.WRONG,
-        "tf.gather(x, i)",
-        {"x": (8,), "i": (2,)},
-        {"i": ["X"], "result": ["Y"]},
-        mesh=(4, 2),
+        """
+        program: tf.gather(x, i)  on mesh (X=4, Y=2)
+          x: float32 [8], arrives [_], annotated None
+          i: index int32 [2] below 8, arrives [_], annotated [X]
+          result: [2], annotated [Y], leaves [_]
+        """,
     ),
     "gather_of_uneven_indices": KnownFailure(
-        Outcome.REFUSED,  # In the gradient, a gather.
-        "tf.math.unsorted_segment_sum(x, i, 3)",
-        {"x": (3, 2, 2), "i": (3,)},
-        {"x": [None, "Y", "X"], "i": [("X", "Y")], "result": [None, None, "X"]},
+        Outcome.REFUSED,
+        """
+        program: tf.math.unsorted_segment_sum(x, i, 3)  on mesh (X=2, Y=2)
+          x: float32 [3, 2, 2], arrives [_,_,_], annotated [_,Y,X]
+          i: index int32 [3] below 3, arrives [_], annotated [X.Y]
+          result: [3, 2, 2], annotated [_,_,X], leaves [_,_,_]
+        """,
     ),
     "scatter_of_split_coordinates": KnownFailure(
         Outcome.WRONG,
-        "tf.tensor_scatter_nd_add(x, i, y)",
-        {"x": (2,), "i": (4, 1), "y": (4,)},
-        {"x": ["Y"], "i": ["X", "Y"], "y": ["X"]},
+        """
+        program: tf.tensor_scatter_nd_add(x, i, y)  on mesh (X=2, Y=2)
+          x: float32 [2], arrives [_], annotated [Y]
+          i: index int32 [4, 1] below 2, arrives [_,_], annotated [X,Y]
+          y: float32 [4], arrives [_], annotated [X]
+          result: [2], annotated None, leaves [_]
+        """,
     ),
     "gather_of_split_coordinates": KnownFailure(
         Outcome.REFUSED,
-        "tf.gather_nd(x, i)",
-        {"x": (4, 4), "i": (8, 2)},
-        {"x": [None, "Y"], "i": [None, ("X", "Y")], "result": [("X", "Y")]},
-        mesh=(4, 2),
+        """
+        program: tf.gather_nd(x, i)  on mesh (X=4, Y=2)
+          x: float32 [4, 4], arrives [_,_], annotated [_,Y]
+          i: index int32 [8, 2] below 4, arrives [_,_], annotated [_,X.Y]
+          result: [8], annotated [X.Y], leaves [_]
+        """,
     ),
     "gather_of_split_rows": KnownFailure(
         Outcome.REFUSED,
-        "tf.gather(x, i)",
-        {"x": (4, 2), "i": (4,)},
-        {"x": [None, "X"], "i": ["X"], "result": ["Y", None]},
-        mesh=(2, 4),
+        """
+        program: tf.gather(x, i)  on mesh (X=2, Y=4)
+          x: float32 [4, 2], arrives [_,_], annotated [_,X]
+          i: index int32 [4] below 4, arrives [_], annotated [X]
+          result: [4, 2], annotated [Y,_], leaves [_,_]
+        """,
     ),
     "gather_of_split_columns": KnownFailure(
         Outcome.REFUSED,
-        "tf.gather(x, i)",
-        {"x": (1, 4, 2), "i": (2,)},
-        {"x": [None, None, "Y"], "i": ["Y"], "result": [None, "X", None]},
-        mesh=(4, 2),
+        """
+        program: tf.gather(x, i)  on mesh (X=4, Y=2)
+          x: float32 [1, 4, 2], arrives [_,_,_], annotated [_,_,Y]
+          i: index int32 [2] below 1, arrives [_], annotated [Y]
+          result: [2, 4, 2], annotated [_,X,_], leaves [_,_,_]
+        """,
     ),
     "contraction_of_batches_split_apart": KnownFailure(
-        Outcome.WRONG,  # The gradient of y.
-        "tf.einsum('bij,bjk->bik', x, y)",
-        {"x": (4, 2, 4), "y": (4, 4, 1)},
-        {"x": ["Y", "X", None], "y": ["X", "Y", None]},
-        mesh=(2, 4),
-        partitioners=[Partitioner.GSPMD],
+        Outcome.WRONG,
+        """
+        program: tf.einsum('bij,bjk->bik', x, y)  on mesh (X=2, Y=4)
+          x: float32 [4, 2, 4], arrives [_,_,_], annotated [Y,X,_]
+          y: float32 [4, 4, 1], arrives [_,_,_], annotated [X,Y,_]
+          result: [4, 2, 1], annotated None, leaves [_,_,_]
+        """,
+        [Partitioner.GSPMD],
     ),
     "product_onto_regrouped_axes": KnownFailure(
         Outcome.WRONG,
-        "x @ y",
-        {"x": (4, 2), "y": (2, 2)},
-        {"x": ["X", "Z"], "y": ["Z", None], "result": [("Y", "X"), "Z"]},
-        mesh=(2, 2, 2),
+        """
+        program: x @ y  on mesh (X=2, Y=2, Z=2)
+          x: float32 [4, 2], arrives [_,_], annotated [X,Z]
+          y: float32 [2, 2], arrives [_,_], annotated [Z,_]
+          result: [4, 2], annotated [Y.X,Z], leaves [_,_]
+        """,
     ),
 }

@@ -13,59 +13,24 @@ import numpy as np
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from meshwright.framework.modeling import random
+from tests.operators.functions import NAMES
 
-
-def layer_norm(x, scale, bias):
-    centred = x - tf.reduce_mean(x, -1, keepdims=True)
-    variance = tf.reduce_mean(tf.square(centred), -1, keepdims=True)
-    return centred * tf.math.rsqrt(variance + 1e-2) * scale + bias
-
-
-def repeat(x, w, steps):
-    """`steps` layers that share their weight, in a loop.
-
-    Each a mean, not a sum: else differences in the last bit grow from layer to layer.
-    """
-    return tf.while_loop(
-        lambda i, _: i < steps,
-        lambda i, x: (i + 1, tf.tanh(x @ w / w.shape[0])),
-        (0, x),
-        maximum_iterations=steps,
-    )[1]
-
-
-def running(xs, state):
-    """Running products of the slices of `xs`, from `state` on."""
-    steps = xs.shape[0]
-
-    def body(i, state, out):
-        state = tf.sin(state * xs[i])
-        return i + 1, state, out.write(i, state)
-
-    out = tf.TensorArray(tf.float32, steps, element_shape=state.shape)
-    _, state, out = tf.while_loop(
-        lambda i, *_: i < steps, body, (0, state, out), maximum_iterations=steps
-    )
-    return state, out.stack()
-
-
-NAMES = {
-    "tf": tf,
-    "random": random,
-    "layer_norm": layer_norm,
-    "repeat": repeat,
-    "running": running,
-}
+# Formats that an operator may be drawn in beside float32.
+HALVES = ("bfloat16", "float16")
+SUMS = (*HALVES, "complex64", "int32")
+ORDERS = (*HALVES, "int32", "int64", "int8", "uint8")
+MOVES = (*ORDERS, "complex64", "bool")
+# What cannot cross a program's border: what does instead, cast inside it.
+AT_THE_BORDER = {"int64": "int32", "uint64": "uint32", "float64": "float32"}
+_DIGITS = {"bfloat16": 8, "float16": 11}
 
 
 class Kind(enum.Enum):
     """What an input holds."""
 
-    FLOAT = enum.auto()  # float32, all different: no ties to break.
+    NUMBER = enum.auto()  # Of any format; floats are all different: no ties to break.
     INDEX = enum.auto()  # int32 below a limit, some twice.
     UNIQUE = enum.auto()  # int32 along one dim, below a limit, none twice.
-    FLAG = enum.auto()  # bool.
     KEY = enum.auto()  # uint32 random key.
 
 
@@ -74,22 +39,56 @@ class Input:
     """One input of an expression; `limit` is an index's exclusive upper bound."""
 
     shape: tuple[int, ...]
-    kind: Kind = Kind.FLOAT
+    kind: Kind = Kind.NUMBER
     limit: int = 0
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.kind is Kind.KEY:
+            object.__setattr__(self, "dtype", "uint32")
+        elif self.kind is not Kind.NUMBER and self.dtype == "float32":
+            object.__setattr__(self, "dtype", "int32")
+
+    def __str__(self) -> str:
+        kind = "" if self.kind is Kind.NUMBER else f"{self.kind.name.lower()} "
+        limit = f" below {self.limit}" if self.limit else ""
+        return f"{kind}{self.dtype} {list(self.shape)}{limit}"
+
+    @property
+    def border(self) -> str:
+        """The dtype in which it crosses the program's border."""
+        return AT_THE_BORDER.get(self.dtype, self.dtype)
 
     def value(self, seed: int) -> np.ndarray:
+        """As it crosses the border."""
         rng = np.random.default_rng([seed, *self.shape])
-        size = math.prod(self.shape)
-        if self.kind is Kind.FLOAT:  # Evenly over (-2, 2).
-            flat = (rng.permutation(size) + 0.5) * (4 / size) - 2
-            return flat.reshape(self.shape).astype(np.float32)
-        if self.kind is Kind.INDEX:
-            return rng.integers(0, self.limit, self.shape).astype(np.int32)
+        dtype = tf.as_dtype(self.border).as_numpy_dtype
+        if self.kind is not Kind.NUMBER:
+            return self._integers(rng).astype(dtype)
+        if self.dtype == "bool":
+            return rng.integers(0, 2, self.shape).astype(dtype)
+        if tf.as_dtype(self.dtype).is_integer:
+            low, high = tf.as_dtype(self.dtype).limits
+            return rng.integers(max(low, -99), min(high, 99), self.shape).astype(dtype)
+        if self.dtype == "complex64":
+            return (self._floats(rng) + 1j * self._floats(rng)).astype(dtype)
+        return self._floats(rng).astype(dtype)
+
+    def _integers(self, rng) -> np.ndarray:
+        if self.kind is Kind.KEY:
+            return rng.integers(0, 2**32, self.shape)
         if self.kind is Kind.UNIQUE:
-            return rng.permutation(self.limit)[:size].reshape(self.shape).astype("i4")
-        if self.kind is Kind.FLAG:
-            return rng.integers(0, 2, self.shape).astype(np.bool_)
-        return rng.integers(0, 2**32, self.shape).astype(np.uint32)
+            flat = rng.permutation(self.limit)[: math.prod(self.shape)]
+            return flat.reshape(self.shape)
+        return rng.integers(0, self.limit, self.shape)
+
+    def _floats(self, rng) -> np.ndarray:
+        """Over (-2, 2), all different: evenly, or what bfloat16 has, ever finer."""
+        order = rng.permutation(math.prod(self.shape)).reshape(self.shape)
+        if self.dtype != "bfloat16":
+            return (order + 0.5) * (4 / order.size) - 2
+        sign, step = 1 - 2 * (order % 2), order // 2
+        return sign * (255 - step % 128) * 2.0 ** -(7 + step // 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,50 +103,67 @@ class Use:
       inputs: by name.
       exact: floats too are the same on any mesh, bit for bit.
       eager: the reference is TF's eager execution, else a program for one device.
-      unsplit: by input name, and "result", the dims that no axis may split: XLA gets it
-        wrong (known_failures.py).
-      even: names whose dims may only be split evenly into shards of two and more,
-        likewise.
-      halo: `unsplit` holds unless x and the result are laid out alike over all axes.
-      whole: the dims of x and the result that no axis may split even then.
-      batch: how many leading dims of x and y are a batch that a contraction keeps;
-        under GSPMD they may not be split by different axes.
-      product: whether it, or its gradient, multiplies matrices.
-      picked: the name of what has a row for each index i, if the use or its gradient
-        is a gather.
-      rows: by input name, and "result", the dims of rows.
+      formats: dtypes that inputs of float32 may have instead, all of them together.
+      spatial: x and the result may be laid out alike, window dims split.
+      inner: ranks of tensors inside that the expression lays out, by calling
+        `lay(tensor, number)`.
+      tolerance: of float32, relative to the largest element or to 1.
+      differentiable: TF has a gradient for it.
     """
 
     expression: str
     inputs: Mapping[str, Input]
     exact: bool = False
     eager: bool = True
-    unsplit: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    even: tuple[str, ...] = ()
-    halo: bool = False
-    whole: tuple[int, ...] = ()
-    batch: int = 0
-    product: bool = False
-    picked: str = ""
-    rows: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    formats: tuple[str, ...] = HALVES
+    spatial: bool = False
+    inner: tuple[int, ...] = ()
+    tolerance: float = 1e-5
+    differentiable: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is cached, which does not travel to another process."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
+    def in_format(self, dtype: str) -> Use:
+        """The same, its float32 inputs of `dtype`."""
+        inputs = {
+            name: dataclasses.replace(one, dtype=dtype)
+            if one.dtype == "float32"
+            else one
+            for name, one in self.inputs.items()
+        }
+        return dataclasses.replace(self, inputs=inputs)
+
+    def flags(self) -> str:
+        """How it is judged, where that is unusual; as arguments of `Use`."""
+        fields = {f.name: f for f in dataclasses.fields(self)}
+        return ", ".join(
+            f"{name}={getattr(self, name)}"
+            for name in ("exact", "eager", "tolerance", "differentiable")
+            if getattr(self, name) != fields[name].default
+        )
+
+    @property
+    def digits(self) -> int:
+        """Of the significand of its coarsest float format."""
+        return min(_DIGITS.get(one.dtype, 24) for one in self.inputs.values())
+
     @functools.cached_property
     def fn(self) -> Callable[..., Any]:
-        """The expression as a function of its inputs."""
-        return eval(f"lambda {', '.join(self.inputs)}: {self.expression}", NAMES)
+        """The expression as a function of its inputs, and of `lay`."""
+        names = [*self.inputs, "lay=lambda tensor, number: tensor"]
+        return eval(f"lambda {', '.join(names)}: {self.expression}", NAMES)
 
     @functools.cached_property
     def values(self) -> list[np.ndarray]:
+        """The inputs as they cross the border."""
         return [one.value(i) for i, one in enumerate(self.inputs.values())]
 
     @functools.cached_property
     def result_shapes(self) -> list[tuple[int, ...]]:
         traced = tf.function(self.fn, autograph=False).get_concrete_function(
-            *(tf.TensorSpec(v.shape, v.dtype) for v in self.values)
+            *(tf.TensorSpec(one.shape, one.dtype) for one in self.inputs.values())
         )
         return [tuple(shape) for shape in tf.nest.flatten(traced.output_shapes)]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import strategies as st
 
 from tests.operators.use import (
@@ -15,14 +13,6 @@ from tests.operators.use import (
     operator,
     shape_of,
 )
-
-
-def split_of_windows(rank: int, grouped: bool = False) -> dict[str, Any]:
-    """What of a convolution no axis may split, but for halos."""
-    image, kernel = tuple(range(1, rank + 1)), tuple(range(rank))
-    if grouped:
-        image = kernel = tuple(range(rank + 2))
-    return {"unsplit": {"x": image, "y": kernel, "result": image}, "halo": True}
 
 
 def convolution(draw, rank: int, sizes) -> Use:
@@ -41,10 +31,7 @@ def convolution(draw, rank: int, sizes) -> Use:
     apart, by = dilations, strides
     if rank > 1:
         apart, by = [1, *dilations, 1], [1, *strides, 1]
-    padding, low = draw(st.sampled_from(paddings(draw, sizes, covered)))
-    # Elements that only windows of padding would read, if these came first.
-    beyond = [n - (c - 1) for n, c in zip(low, covered, strict=True)]
-    whole = [1 + d for d, n in enumerate(beyond) if n > 0 and n % strides[d]]
+    padding = draw(st.sampled_from(paddings(draw, sizes, covered)))
     return of_shape(
         f"tf.nn.conv{rank}d(x, y, {by}, {padding}, dilations={apart})",
         (batch, *sizes, groups * per_group),
@@ -53,28 +40,22 @@ def convolution(draw, rank: int, sizes) -> Use:
         eager=groups == 1
         and dilations == [1] * rank
         and all(s <= w for s, w in zip(strides, window, strict=True)),
-        whole=tuple(whole),
-        product=max(window) == 1,
-        **split_of_windows(rank, grouped=groups > 1),
+        spatial=True,
     )
 
 
-def paddings(draw, sizes, covered) -> list[tuple[str, list[int]]]:
-    """Those that TF has for these sizes and what a window covers of them.
-
-    With what is known to precede each dim.
-    """
-    found = [("'SAME'", [0] * len(sizes))]
+def paddings(draw, sizes, covered) -> list[str]:
+    """Those that TF has for these sizes and what a window covers of them."""
+    found = ["'SAME'"]
     if all(c <= n for c, n in zip(covered, sizes, strict=True)):
-        found.append(("'VALID'", [0] * len(sizes)))
+        found.append("'VALID'")
     if len(sizes) == 2:
         low = [draw(st.integers(0, 3)) for _ in sizes]
         high = [
             max(draw(st.integers(0, 3)), c - n)
             for c, n in zip(covered, sizes, strict=True)
         ]
-        explicit = [[0, 0], [low[0], high[0]], [low[1], high[1]], [0, 0]]
-        found.append((str(explicit), low))
+        found.append(str([[0, 0], [low[0], high[0]], [low[1], high[1]], [0, 0]]))
     return found
 
 
@@ -105,8 +86,7 @@ def transposed(draw, rank: int) -> Use:
         (batch, *sizes, channels),
         (*window, features, channels),
         eager=all(s <= w for s, w in zip(strides, window, strict=True)),
-        product=max(window) == 1,
-        **split_of_windows(rank),
+        spatial=True,
     )
 
 
@@ -120,20 +100,60 @@ def conv3d_transpose(draw):
     return transposed(draw, 3)
 
 
+@operator
+def depthwise_conv2d(draw):
+    sizes = shape_of(draw, 2, 2)
+    window = shape_of(draw, 2, 2, st.integers(1, 3))
+    batch, channels, each = shape_of(draw, 3, 3, st.integers(1, 4))
+    stride = draw(st.integers(1, min(window)))  # TF: the same for rows and columns.
+    return of_shape(
+        f"tf.nn.depthwise_conv2d(x, y, [1, {stride}, {stride}, 1], 'SAME')",
+        (batch, *sizes, channels),
+        (*window, channels, each),
+        formats=(),
+        spatial=True,
+    )
+
+
+@operator
+def separable_conv2d(draw):
+    sizes = shape_of(draw, 2, 2)
+    window = shape_of(draw, 2, 2, st.integers(1, 3))
+    batch, channels, each, features = shape_of(draw, 4, 4, st.integers(1, 4))
+    return of_shape(
+        "tf.nn.separable_conv2d(x, y, z, [1, 1, 1, 1], 'SAME')",
+        (batch, *sizes, channels),
+        (*window, channels, each),
+        (1, 1, channels * each, features),
+        formats=(),
+        spatial=True,
+    )
+
+
+@operator
+def conv_of_norm(draw):
+    """A convolution between a norm and a nonlinear function, as networks have it."""
+    sizes = shape_of(draw, 2, 2)
+    batch, channels, features = shape_of(draw, 3, 3, SMALL)
+    return of_shape(
+        "tf.nn.relu(tf.nn.conv2d(tf.math.l2_normalize(x, [0, 1, 2]), y, 1, 'SAME'))",
+        (batch, *sizes, channels),
+        (3, 3, channels, features),
+        formats=(),
+        spatial=True,
+    )
+
+
 def pool(draw, kind: str) -> Use:
     rank = draw(st.integers(1, 3))
     sizes = shape_of(draw, rank, rank, SIZES if rank < 3 else SMALL)
     window = [draw(st.integers(1, min(4, n))) for n in sizes]
     strides = [draw(st.integers(1, min(3, w))) for w in window]  # TF: no larger.
     padding = draw(st.sampled_from(["SAME", "VALID"]))
-    overlapping = tuple(
-        1 + i for i, (w, s) in enumerate(zip(window, strides, strict=True)) if s < w
-    )
-    unsplit = {"x": overlapping, "result": overlapping} if kind == "MAX" else {}
     return of_shape(
         f"tf.nn.pool(x, {window}, {kind!r}, {strides}, {padding!r})",
         (draw(st.integers(1, 4)), *sizes, draw(st.integers(1, 4))),
-        unsplit=unsplit,
+        spatial=True,
     )
 
 
@@ -145,3 +165,64 @@ def max_pool(draw):
 @operator
 def avg_pool(draw):
     return pool(draw, "AVG")
+
+
+@operator
+def dilated_pool(draw):
+    """Windows with holes."""
+    rank = draw(st.integers(1, 2))
+    sizes = shape_of(draw, rank, rank)
+    window = [draw(st.integers(1, min(3, n))) for n in sizes]
+    rates = [
+        draw(st.integers(1, max(1, min(3, (n - 1) // max(1, w - 1)))))
+        for n, w in zip(sizes, window, strict=True)
+    ]
+    kind = draw(st.sampled_from(["MAX", "AVG"]))
+    return of_shape(
+        f"tf.nn.pool(x, {window}, {kind!r}, None, 'VALID', dilations={rates})",
+        (draw(st.integers(1, 4)), *sizes, draw(st.integers(1, 4))),
+        formats=(),
+        spatial=True,
+    )
+
+
+@operator
+def adaptive_pool(draw):
+    """Windows of sizes that differ, one after the other."""
+    size, to, batch, channels = shape_of(draw, 4, 4)
+    to = min(to, size)
+    cuts = [(i * size // to, -(-(i + 1) * size // to)) for i in range(to)]
+    name = draw(st.sampled_from(["max", "mean"]))
+    parts = ", ".join(f"tf.reduce_{name}(x[:, {a}:{b}], 1)" for a, b in cuts)
+    return of_shape(f"tf.stack([{parts}], 1)", (batch, size, channels), spatial=True)
+
+
+@operator
+def local_response_norm(draw):
+    batch, rows, columns, channels = shape_of(draw, 4, 4, SMALL)
+    return of_shape(
+        f"tf.nn.local_response_normalization(x, {draw(st.integers(1, 3))})",
+        (batch, rows, columns, channels),
+        formats=(),
+    )
+
+
+@operator
+def window_reduction(draw):
+    """Windows along any dims, with holes, by any function of two elements."""
+    shape = shape_of(draw)
+    name = draw(st.sampled_from(["product", "sum", "minimum", "furthest"]))
+    settings = []
+    for n in shape:
+        window = draw(st.integers(1, min(4, n)))
+        hole = draw(st.integers(1, max(1, (n - 1) // max(1, window - 1))))
+        settings.append((window, draw(st.integers(1, 3)), min(hole, 3)))
+    window, strides, dilations = (list(of) for of in zip(*settings, strict=True))
+    pads = [[draw(st.integers(0, 2)), draw(st.integers(0, 2))] for _ in shape]
+    return of_shape(
+        f"window_reduced(x, {window}, {strides}, {dilations}, {pads}, {name!r})",
+        shape,
+        eager=False,
+        formats=(),
+        differentiable=False,
+    )

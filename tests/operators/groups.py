@@ -1,0 +1,146 @@
+"""Cases that are drawn and judged together, and how a fault is shrunk."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+
+from meshwright.framework.compiler.program import Partitioner
+from tests.operators.apart import Verdict, judge
+from tests.operators.cases import MESHES, Case
+from tests.operators.draws import cases
+
+# A program costs as much again as a case in it.
+CASES_IN_A_PROGRAM = 6
+_SHRINK_TRIES = 100
+
+
+class _FoundError(Exception):
+    """A case fails as asked."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Cases that are drawn, and judged in one program.
+
+    Args:
+      operator: its name.
+      partitioner: which.
+      mesh: the number of one of `MESHES`.
+      count: of the cases.
+      seed: other cases for each.
+    """
+
+    operator: str
+    partitioner: Partitioner
+    mesh: int
+    count: int
+    seed: str
+
+    def drawn(self) -> list[Case]:
+        """The same each time; fewer than asked for where there are no more."""
+        found: dict[str, Case] = {}
+        self.each(lambda case: found.setdefault(str(case), case), [Phase.generate])
+        return list(found.values())[1 : self.count + 1]
+
+    def each(self, check: Callable[[Case], object], phases: Sequence[Phase]) -> None:
+        """Calls a function with each case, after the simplest of all."""
+
+        @settings(
+            max_examples=self.count + 1,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=phases,
+            report_multiple_bugs=False,
+            verbosity=Verbosity.quiet,
+        )
+        @given(cases(self.operator, MESHES[self.mesh]))
+        def checked(case):
+            check(case)
+
+        own = f"{self.operator} {self.partitioner.value} {self.mesh} {self.seed}"
+        seed(zlib.crc32(own.encode()))(checked)()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A case and what became of it."""
+
+    group: Group
+    case: Case
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        said = self.verdict.text.strip()[-1500:]
+        return f"{self.case}\n  {self.verdict.outcome.value}: {said}"
+
+
+def judged(group: Group) -> list[Judged]:
+    """All cases of a group."""
+    drawn = group.drawn()
+    pairs = zip(drawn, judge(drawn, group.partitioner), strict=True)
+    return [Judged(group=group, case=case, verdict=one) for case, one in pairs]
+
+
+def shrunk(of: Judged, known: Mapping[str, Verdict]) -> Judged:
+    """The simplest case that fails alike, as far as some tries get.
+
+    What is right alone stays as it is.
+
+    Args:
+      of: a case that fails.
+      known: for each of the group's cases, by its text, what became of it.
+    """
+    group, kind, known = of.group, of.verdict.kind, dict(known)
+    (alone,) = judge([of.case], group.partitioner)
+    if alone.kind != kind:
+        text = f"{of.verdict.text}\n  but alone it is {alone.kind}"
+        return dataclasses.replace(of, verdict=Verdict(of.verdict.outcome, text))
+    tries, last = 0, of
+
+    def check(case):
+        nonlocal tries, last
+        name = str(case)
+        if name not in known and last is not of and tries < _SHRINK_TRIES:
+            tries += 1
+            (known[name],) = judge([case], group.partitioner)
+        if name in known and known[name].kind == kind:
+            last = dataclasses.replace(of, case=case, verdict=known[name])
+            raise _FoundError
+
+    with contextlib.suppress(_FoundError):
+        group.each(check, [Phase.generate, Phase.shrink])
+    return last
+
+
+def groups(operators: Sequence[str], total: int, seed: str) -> list[Group]:
+    """So many cases, alike for all operators; partitioners and meshes take turns."""
+    kinds = list(itertools.product(Partitioner, range(len(MESHES))))
+    turns = {
+        operator: random.Random(f"{operator} {seed}").sample(kinds, len(kinds))
+        for operator in operators
+    }
+    found: list[Group] = []
+    for number in itertools.count():
+        for operator in operators:
+            count = min(total, CASES_IN_A_PROGRAM)
+            if not count:
+                return found
+            total -= count
+            partitioner, mesh = turns[operator][number % len(kinds)]
+            one = Group(
+                operator=operator,
+                partitioner=partitioner,
+                mesh=mesh,
+                count=count,
+                seed=f"{seed}.{number // len(kinds)}",
+            )
+            found.append(one)
+    return found

@@ -1,0 +1,99 @@
+"""Draws cases for every operator and judges them; lists what is not right, shrunk.
+
+`make matrix`, or python -m tests.operators.matrix --cases=10000 --seed=7 --workers=2
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import multiprocessing
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from tests.operators.apart import Outcome
+from tests.operators.groups import Group, Judged, groups, judged, shrunk
+from tests.operators.operators import OPERATORS
+
+Kind = tuple[str, str]
+"""An operator, and what becomes of it: faults that probably have one cause."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=5000)
+    parser.add_argument("--seed", default=str(int(time.time())))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--operators", nargs="*", default=list(OPERATORS))
+    parser.add_argument("--no_shrinking", action="store_true")
+    args = parser.parse_args()
+    print(f"SEED={args.seed}", flush=True)
+    asked = groups(args.operators, args.cases, args.seed)
+    spawn = multiprocessing.get_context("spawn")  # A fork lacks TF's threads.
+    with concurrent.futures.ProcessPoolExecutor(args.workers, spawn) as pool:
+        start = time.monotonic()
+        found = list(_all_judged(pool, asked))
+        _print_totals(found, time.monotonic() - start)
+        faults = _by_kind(found)
+        if not args.no_shrinking:
+            _print_shrunk(pool, found, faults)
+    print(f"SEED={args.seed}")
+    return 1 if faults else 0
+
+
+def _all_judged(pool, asked: Sequence[Group]) -> Iterable[Judged]:
+    """All cases; a fault of a new kind is printed as it comes."""
+    known = set()
+    for done in concurrent.futures.as_completed(pool.submit(judged, g) for g in asked):
+        for one in done.result():
+            kind = one.group.operator, one.verdict.kind
+            if one.verdict.outcome.is_fault and kind not in known:
+                known.add(kind)
+                print(f"{one.group.partitioner.value}: {one}\n", flush=True)
+            yield one
+
+
+def _by_kind(found: Iterable[Judged]) -> dict[Kind, list[Judged]]:
+    faults = collections.defaultdict(list)
+    for one in found:
+        if one.verdict.outcome.is_fault:
+            faults[one.group.operator, one.verdict.kind].append(one)
+    return dict(faults)
+
+
+def _print_totals(found: Sequence[Judged], took: float) -> None:
+    totals = collections.Counter(one.verdict.outcome for one in found)
+    print(f"{len(found)} cases in {took:.0f} s, {len(found) / took:.2f} a second")
+    for outcome in Outcome:
+        print(f"{totals[outcome]:7} {outcome.value}")
+    by = collections.defaultdict(list)
+    for one in found:
+        by[one.group.operator].append(one.verdict)
+    print("  cases  faults  CPU seconds a case  operator")
+    for operator, of in by.items():
+        faults = sum(one.outcome.is_fault for one in of)
+        each = sum(one.seconds for one in of) / len(of)
+        print(f"{len(of):7}{faults:8}{each:20.2f}  {operator}")
+
+
+def _print_shrunk(
+    pool, found: Iterable[Judged], faults: Mapping[Kind, Sequence[Judged]]
+) -> None:
+    known = collections.defaultdict(dict)
+    for one in found:
+        known[one.group][str(one.case)] = one.verdict
+    tasks = {
+        pool.submit(shrunk, of[0], known[of[0].group]): (kind, of)
+        for kind, of in faults.items()
+    }
+    for done in concurrent.futures.as_completed(tasks):
+        (operator, kind), of = tasks[done]
+        which = sorted({one.group.partitioner.value for one in of})
+        print(f"\n{len(of)} of {operator} ({', '.join(which)}): {kind}")
+        one = done.result()
+        print(f"{one.group.partitioner.value}: {one}", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
