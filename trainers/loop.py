@@ -309,7 +309,7 @@ class _Loop:
         explanation = explain(main)
         for one in explanation.rematerialized():
             lines = "\n".join(rematerialized_lines(one))
-            log.warning("a reshard makes a tensor whole on every device:\n%s", lines)
+            log.warning("a tensor is made whole on every device:\n%s", lines)
         state = replication.replicated_state(self.programs)
         activations = replication.replicated_activations(explanation)
         replication.check_budget([*state, *activations], budget)

@@ -28,6 +28,10 @@ from meshwright.framework.compiler.hlo_text import (
 )
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.lower import LoweringError
+from meshwright.framework.compiler.rematerialization import (
+    Rematerialization,
+    rematerializations,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.xla_form import place_along
@@ -36,31 +40,6 @@ _SHARDY, _GSPMD = "shardy-xla", "sharding-propagation"
 # TPU's compiler, which libtpu brings, calls its own "tpu-spmd-partitioning".
 _PARTITIONER = r"[\w-]*spmd[-_]partition\w+"
 _GSPMD_PARTITIONS = "spmd-partitioning"
-# What comes between a gather and the slice of it when a dim does not divide.
-_BETWEEN = ("pad", "copy", "reshape", "slice", "bitcast")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rematerialization:
-    """A tensor made whole on every device only to be split again.
-
-    XLA calls it involuntary full rematerialization: it knows no better way from the one
-    sharding to the other. Its warning is logged in C++, where nobody reads it.
-
-    Args:
-      tensor: op name of the tensor.
-      at: op name of what wanted it in another sharding.
-      shape: that each device holds; the whole tensor's, except for dims that the two
-        shardings split alike.
-      dtype: as HLO names it.
-      bytes: of that.
-    """
-
-    tensor: str
-    at: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,50 +171,10 @@ class Completion:
         return Sharding.from_hlo(places, text or "{replicated}", rank)
 
     def rematerializations(self) -> list[Rematerialization]:
-        """The tensors that a reshard makes whole on its way.
-
-        The partitioner's last resort leaves one trace: an all-gather out of which each
-        device slices the shard that its number says. Cheaper ways slice first, and a
-        tensor that is meant to be whole is read by an op in between. XLA warned of the
-        very same ones in 260 random reshards, sums and transposes on a (2, 2, 2) mesh.
-        """
-        found = {}
-        for one in self.partitioned.instructions:
-            if one.opcode != "dynamic-slice" or not self._is_own_shard(one):
-                continue
-            gather = self.partitioned.by_name[one.operands[0]]
-            while gather.opcode in _BETWEEN:
-                gather = self.partitioned.by_name[gather.operands[0]]
-            if shard := self._gathered(gather):
-                found[shard.op_name, one.op_name] = Rematerialization(
-                    tensor=shard.op_name,
-                    at=one.op_name,
-                    shape=gather.shape,
-                    dtype=gather.dtype,
-                    bytes=gather.bytes,
-                )
-        return list(found.values())
-
-    def _is_own_shard(self, one: Instruction) -> bool:
-        """Whether a slice starts where the device's number says."""
-        pending, seen = list(one.operands[1:]), set()
-        while pending:
-            start = self.partitioned.by_name[pending.pop()]
-            if start.opcode == "partition-id":
-                return True
-            # Its number is looked up in constants; an index of the user's is not.
-            if start.opcode in ("dynamic-slice", "reshape") and start.name not in seen:
-                seen.add(start.name)
-                pending += start.operands
-        return False
-
-    def _gathered(self, one: Instruction) -> Instruction | None:
-        """What gathers in a row were made of, or None if `one` is no gather."""
-        if one.opcode != "all-gather":
-            return None
-        while one.opcode == "all-gather":
-            one = self.partitioned.by_name[one.operands[0]]
-        return one
+        """The tensors that are made whole on every device with nobody asking."""
+        return rematerializations(
+            self.mesh, self.completed, self.partitioned, self._read
+        )
 
 
 def _by_device(sharding: Sharding, dim: int) -> np.ndarray:

@@ -13,12 +13,12 @@ from tensorflow.python.util import nest
 from meshwright.framework.compiler.completion import (
     Completion,
     Neighbour,
-    Rematerialization,
     complete,
 )
 from meshwright.framework.compiler.explain_text import explanation_text
 from meshwright.framework.compiler.hlo_text import HloModule, Instruction, itemsize
 from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.rematerialization import Rematerialization
 from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.compiler.report import collectives_of
 from meshwright.framework.compiler.sources import (
@@ -126,13 +126,15 @@ class TensorReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematerializedTensor:
-    """A tensor made whole on every device only to be split again.
+    """A tensor made whole on every device with nobody asking for it.
 
     Args:
       tensor: source of the tensor.
-      at: source of what wanted it in another sharding.
+      at: source of what wanted it in another sharding, or is done alike by all.
       tensor_name, at_name: the names of both ops.
       shape, dtype, bytes: what each device holds for it.
+      alike: whether all devices do the op at `at` alike, for want of a way to do their
+        parts; else it is split again there.
     """
 
     tensor: Source | None
@@ -142,6 +144,7 @@ class RematerializedTensor:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    alike: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,10 +178,12 @@ class Explanation:
         return sorted(found, key=lambda one: -one.bytes)
 
     def rematerialized(self) -> list[RematerializedTensor]:
-        """The tensors that a reshard makes whole on its way, largest first.
+        """The tensors made whole with nobody asking for it, largest first.
 
-        What XLA warns of as "involuntary full rematerialization" (GSPMD 4.5: resharding
-        in several steps, the last resort of which is to replicate).
+        By a reshard: what XLA warns of as "involuntary full rematerialization" (GSPMD
+        4.5: resharding in several steps, the last resort of which is to replicate). Or
+        for an op that the partitioner cannot split, of which XLA says nothing. Results
+        and tensors that completion itself leaves whole are `replicated`.
         """
         return sorted(self._rematerialized, key=lambda one: -one.bytes)
 
@@ -448,6 +453,7 @@ def _rematerialized(one: Rematerialization, sources: Sources) -> RematerializedT
         shape=one.shape,
         dtype=one.dtype,
         bytes=one.bytes,
+        alike=one.alike,
     )
 
 

@@ -139,9 +139,9 @@ def _replicated(tensors: list[TensorReport]) -> Iterator[str]:
 
 def _rematerialized(found: list[RematerializedTensor]) -> Iterator[str]:
     if not found:
-        yield "No reshard makes a tensor whole on its way."
+        yield "No tensor is made whole on every device with nobody asking for it."
         return
-    yield "Made whole on every device by a reshard that knows no better way:"
+    yield "Made whole on every device, for which nobody asked:"
     for one in found:
         yield from rematerialized_lines(one)
 
@@ -150,7 +150,12 @@ def rematerialized_lines(one: RematerializedTensor) -> Iterator[str]:
     """What, where and what to do."""
     origin = _origin(one.tensor, one.tensor_name)
     yield f"  {bytes_text(one.bytes)} {_type(one)} {origin}"
-    yield f"      wanted otherwise at {_origin(one.at, one.at_name)}"
+    at = _origin(one.at, one.at_name)
+    if one.alike:
+        yield f"      every device does all of {at}"
+        yield "      split what it reads along other dims, or do it in a manual region"
+        return
+    yield f"      wanted otherwise at {at}"
     yield "      annotate it once more between, to move one mesh axis at a time"
 
 

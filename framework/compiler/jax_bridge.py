@@ -53,6 +53,7 @@ from meshwright.framework.compiler.refusal import (
     check_arguments_fit,
     parse_refusal,
 )
+from meshwright.framework.compiler.rolls import rotate
 from meshwright.framework.compiler.slices import drop_idle_steps
 from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.compiler.topology import place_on_torus, topology_of
@@ -212,6 +213,7 @@ def stable_hlo(
         refuse_foreign(blame, module)
         untype_annotations(blame, module, mesh)
         drop_idle_steps(module)
+        rotate(module)
         if rewrite is not None:
             rewrite(module)
         rewrite_manual_regions(blame, module, mesh, shardy=shardy)

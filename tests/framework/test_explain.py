@@ -318,7 +318,9 @@ def test_collectives_of_manual_regions_are_shown(partitioner):
 def test_no_false_alarm(partitioner):
     explanation = explained(partitioner)[1]
     assert explanation.rematerialized() == []
-    assert "No reshard makes a tensor whole on its way." in str(explanation)
+    assert "No tensor is made whole on every device with nobody asking for it." in str(
+        explanation
+    )
 
 
 @over_partitioners

@@ -64,7 +64,7 @@ def test_explains_the_training_program(partitioner, capsys):
     )
     assert re.search(r"\[X,_,Y\] +annotated\n +layers/feed_forward.py:\d+\n", part)
     assert "gradient of layers/linear.py:" in part
-    assert "No reshard makes a tensor whole on its way." in out
+    assert "No tensor is made whole on every device with nobody asking for it." in out
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_training_stops_if_activations_are_over(tmp_path, caplog):
     )
     assert result.step == 5
     assert "replicated on each of 8 devices: " in caplog.text
-    assert "a reshard makes" not in caplog.text
+    assert "is made whole" not in caplog.text
     (event,) = points(tmp_path / "enough", "train")["left replicated"]
     assert "theta.stack.attention_norm.scale" in str(event)
 
@@ -147,5 +147,5 @@ def test_a_full_rematerialization_is_logged(tmp_path, caplog, monkeypatch):
     explanation = dataclasses.replace(explanation, _rematerialized=(made_whole,))
     monkeypatch.setattr("meshwright.trainers.loop.explain", lambda program: explanation)
     train(programs, tmp_path)
-    assert "a reshard makes a tensor whole on every device:\n  4.00 KiB" in caplog.text
+    assert "a tensor is made whole on every device:\n  4.00 KiB" in caplog.text
     assert "stack.attention: MatMul (layers/attention.py:7)" in caplog.text

@@ -103,7 +103,8 @@ def layout(
     rhs: Sharding | None,
     out: Sharding | None,
 ) -> Layout | None:
-    """A right layout near a completed one, None if XLA gets the completed one right.
+    """A right layout near a completed one, None if XLA gets the completed one right
+    and, of groups of channels, keeps the batch split.
 
     Args:
       conv: the convolution.
@@ -112,7 +113,8 @@ def layout(
         of the mesh cannot express.
     """
     known = [one or Sharding.replicated(mesh, len(conv.lhs)) for one in (lhs, rhs, out)]
-    if None not in (lhs, rhs, out) and _is_right(conv, *known):
+    right = None not in (lhs, rhs, out) and _is_right(conv, *known)
+    if right and not _gathers_batch(conv, *known):
         return None
     return _Choice(conv, *known).layout()
 
@@ -124,6 +126,26 @@ def _is_right(conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding) ->
         agree = channels == rhs.dims[conv.rhs_out] == out.dims[conv.out_feature]
         return conv.groups == 1 or agree
     return conv.groups == 1 and not _splits_window(conv, lhs, rhs, out)
+
+
+def _gathers_batch(
+    conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding
+) -> bool:
+    """Whether XLA makes a batch whole whose devices could each convolve their part.
+
+    It does for channels in groups of several (openxla/xla issue 47945).
+    """
+    axes, count = lhs.dims[conv.lhs_batch], lhs.splits()[conv.lhs_batch]
+    only_batch = count == math.prod(lhs.splits()) and not _is_split(rhs)
+    return (
+        1 < conv.feature_groups < conv.lhs[conv.lhs_feature]
+        and any(conv.moves)
+        and only_batch
+        and count > 1
+        and conv.lhs[conv.lhs_batch] % count == 0
+        and out.dims[conv.out_batch] == axes
+        and not lhs.manual
+    )
 
 
 def _is_split(sharding: Sharding) -> bool:
