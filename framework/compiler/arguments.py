@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.util import nest
 
+from meshwright.framework.compiler.conversion import converted
+from meshwright.framework.compiler.wide_elements import put, wide_elements
 from meshwright.framework.sharding.stored_form import StoredForm
 
 
@@ -131,7 +133,7 @@ class Arguments:
             raise ValueError(
                 f"{self._named(index)} is a device array {leaf.dtype}{leaf.shape}, "
                 f"the program takes {spec.dtype.name}{tuple(spec.shape)} in stored "
-                "form; host arrays have the logical shape"
+                f"form; host arrays have the logical shape{_hint(leaf, spec)}"
             )
         return leaf
 
@@ -148,11 +150,12 @@ class Arguments:
             value = form.pad(value)
         sharding = self.shardings[index]
         if sharding.is_fully_addressable:
-            return jax.device_put(value, sharding)
+            return put(value, sharding)
         # All processes have the whole: device_put would compare what each of them has.
-        return jax.make_array_from_callback(
-            value.shape, sharding, lambda part: value[part]
-        )
+        with wide_elements():
+            return jax.make_array_from_callback(
+                value.shape, sharding, lambda part: value[part]
+            )
 
     def _put_rows(self, index: int, value: Any, rows: range, dim: int) -> jax.Array:
         logical, value = self._logical_shape(index), np.asarray(value)
@@ -177,29 +180,21 @@ class Arguments:
                 padding.append((0, stop - end))
             return np.pad(value[tuple(cut)], padding)
 
-        return jax.make_array_from_callback(tuple(stored), self.shardings[index], part)
+        sharding = self.shardings[index]
+        with wide_elements():
+            return jax.make_array_from_callback(tuple(stored), sharding, part)
 
     def _converted(self, index: int, value: np.ndarray) -> np.ndarray:
         """`value` in the program's dtype, if that can hold it."""
-        dtype = self._specs[index].dtype
-        if value.dtype.kind == "f" and not dtype.is_floating:
-            raise ValueError(
-                f"{self._named(index)} is {value.dtype}, the program was compiled "
-                f"for {dtype.name}"
-            )
-        if value.dtype.kind in "iu" and value.size and dtype.is_integer:
-            least, most = dtype.min, dtype.max
-            if value.min() < least or value.max() > most:
-                raise ValueError(
-                    f"{self._named(index)} has values from {value.min()} to "
-                    f"{value.max()}, which {dtype.name} cannot hold"
-                )
         if not self._can_run:
             raise ValueError(
                 f"{self._name} was compiled for a topology, whose devices are "
                 "not here: look at it, or compile it without devices= to run it"
             )
-        return value.astype(dtype.as_numpy_dtype, copy=False)
+        try:
+            return converted(value, self._specs[index].dtype)
+        except ValueError as error:
+            raise ValueError(f"{self._named(index)} {error}") from None
 
     def _named(self, index: int) -> str:
         paths = nest.flatten_with_joined_string_paths(self._inputs)
@@ -214,3 +209,15 @@ class Arguments:
     def _logical_shape(self, index: int) -> tuple[int, ...]:
         form = self._forms[index]
         return tuple(self._specs[index].shape) if form is None else form.shape
+
+
+def _hint(leaf: jax.Array, spec: tf.TensorSpec) -> str:
+    wanted = np.dtype(spec.dtype.as_numpy_dtype)
+    halved = (
+        leaf.dtype.kind == wanted.kind and leaf.dtype.itemsize * 2 == wanted.itemsize
+    )
+    if not halved or leaf.dtype.itemsize < 4:
+        return ""
+    return (
+        ". JAX makes 32 bits of 64 but within jax.enable_x64(True): pass the host array"
+    )
