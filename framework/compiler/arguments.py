@@ -11,8 +11,13 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.conversion import converted
-from meshwright.framework.compiler.wide_elements import put, wide_elements
+from meshwright.framework.compiler.wide_elements import is_wide, put, wide_elements
 from meshwright.framework.sharding.stored_form import StoredForm
+
+_CUT = (
+    "JAX's own functions cut 64-bit elements to 32 unless they are called within "
+    "jax.enable_x64(True): pass a host array, or a program's result as it is"
+)
 
 
 def check_structure(name: str, what: str, want: Any, given: Any) -> None:
@@ -62,6 +67,7 @@ class Arguments:
         self._name = name
         self._inputs = inputs
         self._specs: list[tf.TensorSpec] = tf.nest.flatten(inputs)
+        self._wide = {i for i, s in enumerate(self._specs) if is_wide(s.dtype)}
         self._forms = forms
         self.shardings = shardings
         self._can_run = can_run
@@ -133,7 +139,14 @@ class Arguments:
             raise ValueError(
                 f"{self._named(index)} is a device array {leaf.dtype}{leaf.shape}, "
                 f"the program takes {spec.dtype.name}{tuple(spec.shape)} in stored "
-                f"form; host arrays have the logical shape{_hint(leaf, spec)}"
+                "form; host arrays have the logical shape"
+                f"{f'. {_CUT}' if index in self._wide else ''}"
+            )
+        # To run with what JAX cut and still calls wide would end the process too.
+        if index in self._wide and leaf.addressable_data(0).dtype != leaf.dtype:
+            raise ValueError(
+                f"{self._named(index)} is called {leaf.dtype}, but its elements are "
+                f"{leaf.addressable_data(0).dtype}. {_CUT}"
             )
         return leaf
 
@@ -209,15 +222,3 @@ class Arguments:
     def _logical_shape(self, index: int) -> tuple[int, ...]:
         form = self._forms[index]
         return tuple(self._specs[index].shape) if form is None else form.shape
-
-
-def _hint(leaf: jax.Array, spec: tf.TensorSpec) -> str:
-    wanted = np.dtype(spec.dtype.as_numpy_dtype)
-    halved = (
-        leaf.dtype.kind == wanted.kind and leaf.dtype.itemsize * 2 == wanted.itemsize
-    )
-    if not halved or leaf.dtype.itemsize < 4:
-        return ""
-    return (
-        ". JAX makes 32 bits of 64 but within jax.enable_x64(True): pass the host array"
-    )

@@ -79,5 +79,5 @@ def _lost_digits(whole: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 def _beyond(value: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Which finite numbers are not in reach."""
-    beyond = ~np.isfinite(out)
-    return beyond & np.isfinite(value) if beyond.any() else beyond
+    within = np.isfinite(out)
+    return np.isfinite(value) & ~within if not within.all() else np.zeros([], bool)

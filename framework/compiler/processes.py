@@ -15,7 +15,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from meshwright.framework.compiler import jax_bridge
-from meshwright.framework.compiler.wide_elements import wide_elements
 from meshwright.framework.sharding.mesh import DeviceMesh
 
 # When all are done, they leave together.
@@ -150,5 +149,4 @@ def to_host(array: jax.Array) -> np.ndarray:
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     arrive()
-    with wide_elements():
-        return multihost_utils.process_allgather(array, tiled=True)
+    return multihost_utils.process_allgather(array, tiled=True)

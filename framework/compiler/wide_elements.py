@@ -12,6 +12,13 @@ from contextlib import AbstractContextManager
 
 import jax
 import numpy as np
+import tensorflow as tf
+
+
+def is_wide(dtype: tf.DType) -> bool:
+    """Whether JAX makes fewer bits of it."""
+    dtype = np.dtype(dtype.as_numpy_dtype)
+    return dtype.kind in "iufc" and dtype.itemsize // (1 + (dtype.kind == "c")) == 8
 
 
 def wide_elements() -> AbstractContextManager[None]:

@@ -9,10 +9,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.compiler import jax_bridge
+from meshwright.framework.compiler.explain import explain
 from meshwright.framework.compiler.program import compile_program, trace_program
+from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import mesh_split
+from meshwright.framework.sharding.collectives import all_reduce, collective_permute
+from meshwright.framework.sharding.manual import manual_partition
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.types import reshard
 from tests.framework.programs import MESH, over_partitioners, specs, split
+from tests.framework.updates import ALL
 
 LARGE = 2**40
 WIDE = [np.int64, np.uint64, np.float64, np.complex128]
@@ -202,6 +211,127 @@ def test_what_counts_in_64_bits_inside_of_a_program(partitioner):
     run_like_tf(fn, [x, np.int64(LARGE + 3)], partitioner, in_shardings=None)
 
 
+@over_partitioners
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("manual_axes", [None, ["X"]])
+def test_collectives_of_manual_regions(partitioner, dtype, manual_axes):
+    def body(x):
+        shifted = collective_permute(x, MESH, "X", [(0, 1), (1, 0)])
+        return all_reduce(x, MESH, "X") + 3 * shifted
+
+    dims = ["X", None]
+    region = manual_partition(
+        body, mesh=MESH, manual_axes=manual_axes, in_dims=[dims], out_dims=dims
+    )
+
+    def whole(x):
+        return tf.concat([x[:4] + 4 * x[4:], 4 * x[:4] + x[4:]], 0)
+
+    run_like_tf(
+        region,
+        [numbers(dtype, 8, 16)],
+        partitioner,
+        reference=lambda _: whole,
+        rtol=1e-14 if dtype in (np.float64, np.complex128) else 0.0,
+    )
+
+
+@over_partitioners
+@pytest.mark.parametrize("dtype", [np.int64, np.float64, np.complex128])
+def test_pending_sums(partitioner, dtype):
+    def fn(x, y):
+        p = mesh_split(
+            tf.einsum("bm,bn->mn", x, y), MESH, [None, None], unreduced=["X"]
+        )
+        return reshard(p - 3 * p, MESH, [None, None])
+
+    def whole(x, y):
+        return -2 * tf.einsum("bm,bn->mn", x, y)
+
+    run_like_tf(
+        fn,
+        [numbers(dtype, 8, 4), numbers(dtype, 8, 6)],
+        partitioner,
+        reference=lambda _: whole,
+        rtol=0.0 if dtype is np.int64 else 1e-13,
+        in_shardings=[split("X", None), split("X", None)],
+    )
+
+
+@over_partitioners
+def test_convolutions_and_their_gradients(partitioner):
+    def fn(x, kernel):
+        with tf.GradientTape() as tape:
+            tape.watch([x, kernel])
+            y = tf.nn.conv2d(x, kernel, 1, "SAME")
+            loss = tf.reduce_sum(tf.sin(mesh_split(y, MESH, ["X", "Y", -1, -1])))
+        return loss, *tape.gradient(loss, [x, kernel])
+
+    draw = np.random.default_rng(0)
+    run_like_tf(
+        fn,
+        [draw.normal(size=[4, 8, 6, 3]), draw.normal(size=[3, 3, 3, 4])],
+        partitioner,
+        rtol=1e-10,
+        in_shardings=[split("X", "Y", None, None), None],
+    )
+
+
+def adam_step(state, x):
+    """As Keras has it: `iterations` of 64 bits, one branch for every second step."""
+    with tf.GradientTape() as tape:
+        tape.watch(state.w)
+        loss = tf.reduce_mean(tf.square(tf.tanh(x @ state.w) - 0.5))
+    g = tape.gradient(loss, state.w)
+    iterations = state.iterations + 1
+    t = tf.cast(iterations - LARGE, tf.float64)
+    m, v = 0.9 * state.m + 0.1 * g, 0.99 * state.v + 0.01 * g * g
+    update = 0.01 * m / (1 - 0.9**t) / (tf.sqrt(v / (1 - 0.99**t)) + 1e-7)
+    w = tf.cond(iterations % 2 == 0, lambda: state.w - update, lambda: state.w)
+    positive = tf.reduce_sum(tf.cast(x > 0, tf.int64), axis=0)
+    seen = state.seen + positive[:, None]
+    new = NestedMap(w=w, m=m, v=v, iterations=iterations, seen=seen)
+    return {"state": new, "loss": loss}
+
+
+@over_partitioners
+def test_sharded_weight_updates(partitioner):
+    mesh = DeviceMesh(("data",), (8,))
+    draw = np.random.default_rng(0)
+    state = NestedMap(
+        w=draw.normal(size=[13, 24]),
+        m=np.zeros([13, 24]),
+        v=np.zeros([13, 24]),
+        iterations=np.int64(LARGE),
+        seen=np.full([13, 24], LARGE),
+    )
+    whole = state.map(lambda one: Sharding.replicated(mesh, np.ndim(one)))
+    program = trace_program(
+        adam_step,
+        [specs(state), tf.TensorSpec([16, 13], tf.float64)],
+        mesh,
+        in_shardings=[whole, Sharding.from_dims_mapping(mesh, ["data", -1])],
+        out_shardings={"state": whole, "loss": None},
+        donate=[0],
+        partitioner=partitioner,
+        update_sharding=UpdateSharding(mode=ALL, data_axes=("data",)),
+    ).compile()
+    assert {line.names for line in program.updates.lines if line.format} == {
+        ("m", "v", "w"),
+        ("seen",),
+    }
+    on_devices, eager = program.shard(state), state.map(tf.constant)
+    for _ in range(4):
+        x = draw.normal(size=[16, 13])
+        out = program(on_devices, x)
+        on_devices, eager = out["state"], adam_step(eager, tf.constant(x))["state"]
+    assert on_devices.m.addressable_data(0).size < state.m.size
+    for path, got in program.unshard(out)["state"].items_by_path():
+        assert got.dtype == eager[path].dtype
+        rtol = 1e-11 if got.dtype == np.float64 else 0
+        np.testing.assert_allclose(got, eager[path], rtol=rtol, err_msg=path)
+
+
 @pytest.mark.parametrize("dtype", WIDE)
 def test_arrays_that_jax_has_seen_before_keep_64_bits(dtype):
     # JAX 0.10 remembers of a NumPy array the 32 bits that it made of it.
@@ -219,22 +349,38 @@ def test_arrays_that_jax_has_seen_before_keep_64_bits(dtype):
         np.testing.assert_array_equal(program(x), x)
 
 
-def test_an_array_that_jax_cut_is_refused():
+def test_arrays_that_jax_cut_are_refused():
     x = np.arange(8)
-    program = compile_program(lambda x: x, [specs(x)], MESH, name="step")
+    program = compile_program(
+        lambda x: x, [specs(x)], MESH, out_shardings=split("X"), name="step"
+    )
     with pytest.raises(ValueError, match=r"argument 0 is a device array int32.*x64"):
         program(jnp.asarray(x))
     with jax.enable_x64(True):
         given = jnp.asarray(x)
-    np.testing.assert_array_equal(program(given), x)
+    result = program(given)
+    np.testing.assert_array_equal(result, x)
+    # JAX 0.10 calls this one int64 all the same.
+    cut = jax.device_put(result, jax_bridge.named_sharding(split(None)))
+    assert cut.dtype == np.int64
+    with pytest.raises(ValueError, match="called int64, but its elements are int32. J"):
+        program(cut)
 
 
-def test_bytes_are_counted():
-    x = numbers(np.int64, 16, 8)
+@over_partitioners
+def test_bytes_are_counted(partitioner):
+    x, z = numbers(np.int64, 16, 8), numbers(np.complex128, 16, 8)
     program = compile_program(
-        lambda x: x + 1, [specs(x)], MESH, in_shardings=[split("X", "Y")]
+        lambda x, z: (x + 1, z * 2),
+        [specs(x), specs(z)],
+        MESH,
+        in_shardings=[split("X", "Y"), split("X", None)],
+        partitioner=partitioner,
     )
-    assert program.memory().arguments == 16 * 8 * 8 // 8
+    assert program.memory().arguments == 16 * 8 * 8 // 8 + 16 * 8 * 16 // 2
+    arguments = explain(program).tensors[:2]
+    assert [one.dtype for one in arguments] == ["s64", "c128"]
+    assert [one.bytes for one in arguments] == [16 * 8 * 8, 16 * 8 * 16]
 
 
 def test_exported_programs_take_64_bits():
