@@ -15,6 +15,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.framework.compiler.wide_elements import wide_elements
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.checkpoint_digests import CheckpointError
 from meshwright.trainers.checkpoint_manifest import LeafForm, forms, listed
@@ -64,7 +65,8 @@ def with_weights(state: NestedMap, taken: Mapping[str, jax.Array]) -> NestedMap:
         if part == "theta" and name in taken:
             return taken[name]
         if part == "ema" and name in taken:
-            return jnp.copy(taken[name])  # Both are donated: no array twice.
+            with wide_elements():
+                return jnp.copy(taken[name])  # Both are donated: no array twice.
         return initial
 
     return state.map_with_path(leaf)
@@ -136,9 +138,10 @@ class _Fitting:
             if Change.TRANSPOSE in piece.place.changes:
                 array = array.T
             whole[piece.place.index] = array.reshape(whole[piece.place.index].shape)
-        return jax.make_array_from_callback(
-            weight.shape, weight.sharding, lambda index: whole[index]
-        )
+        with wide_elements():
+            return jax.make_array_from_callback(
+                weight.shape, weight.sharding, lambda index: whole[index]
+            )
 
     def report(self) -> None:
         """Says what came of it."""

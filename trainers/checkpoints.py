@@ -23,6 +23,7 @@ from meshwright.framework.compiler.processes import (
     gather_from_processes,
     is_first_process,
 )
+from meshwright.framework.compiler.wide_elements import wide_elements
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import checkpoint_digests as digests
 from meshwright.trainers import checkpoint_manifest as manifests
@@ -166,7 +167,7 @@ class Checkpoints:
         size = _bytes_here(state)
         self._writing = Transfer(f"saving step {step}", size, done=bytes_written)
         self._writing.start()
-        with self._write_errors():
+        with self._write_errors(), wide_elements():
             self._manager.save(step, args=items, force=True)
 
     def check_space(self, step: int, needed: int) -> None:
@@ -392,7 +393,7 @@ class Checkpoints:
     ) -> NestedMap:
         # Not by Orbax's manager, whose barrier a process that fails would never reach.
         what, size = f"restoring step {step}", _bytes_here(abstract)
-        with Transfer(what, size, done=bytes_read):
+        with Transfer(what, size, done=bytes_read), wide_elements():
             state = NestedMap(handler.restore(self._folder(step) / "state", args=args))
         jax.block_until_ready(state.leaves())
         return state

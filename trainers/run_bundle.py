@@ -117,12 +117,10 @@ class Program:
             ),
         )
         arguments = [
-            jax.ShapeDtypeStruct(
-                tuple(one["shape"]), one["dtype"], sharding=self._sharding(one)
-            )
-            for one in entry["inputs"]
+            jax.ShapeDtypeStruct(x["shape"], x["dtype"], sharding=self._sharding(x))
+            for x in entry["inputs"]
         ]
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(mesh), jax.enable_x64(True):
             self.compiled = jitted.lower(*arguments).compile()
 
     def __call__(self, arrays):
@@ -149,7 +147,9 @@ class Program:
         if list(value.shape) != one["shape"]:  # Stored padded.
             pairs = zip(one["shape"], value.shape, strict=True)
             value = np.pad(value, [(0, stored - size) for stored, size in pairs])
-        return self.jax.device_put(value, self._sharding(one))
+        # Else jax makes 32 bits of 64; and of an array that it has seen it keeps them.
+        with self.jax.enable_x64(True):
+            return self.jax.device_put(value.view(), self._sharding(one))
 
     def _sharding(self, one):
         dims = one["dims"] or ()
@@ -214,8 +214,7 @@ class Runner:
         for i in range(self.manifest["held_out"]["batches"]):
             batch = {name: rows[i] for name, rows in held_out.items()}
             for name, value in self.program("eval")({**weights, **batch}).items():
-                value = np.asarray(value, np.float64)
-                totals[name] = totals.get(name, 0.0) + value
+                totals[name] = totals.get(name, 0.0) + np.asarray(value, np.float64)
         return totals
 
     def _check_platform(self):

@@ -10,7 +10,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.util import nest
 
+from meshwright.framework.compiler.conversion import converted
+from meshwright.framework.compiler.wide_elements import is_wide, put, wide_elements
 from meshwright.framework.sharding.stored_form import StoredForm
+
+_CUT = (
+    "JAX's own functions cut 64-bit elements to 32 unless they are called within "
+    "jax.enable_x64(True): pass a host array, or a program's result as it is"
+)
 
 
 def check_structure(name: str, what: str, want: Any, given: Any) -> None:
@@ -60,6 +67,7 @@ class Arguments:
         self._name = name
         self._inputs = inputs
         self._specs: list[tf.TensorSpec] = tf.nest.flatten(inputs)
+        self._wide = {i for i, s in enumerate(self._specs) if is_wide(s.dtype)}
         self._forms = forms
         self.shardings = shardings
         self._can_run = can_run
@@ -132,6 +140,13 @@ class Arguments:
                 f"{self._named(index)} is a device array {leaf.dtype}{leaf.shape}, "
                 f"the program takes {spec.dtype.name}{tuple(spec.shape)} in stored "
                 "form; host arrays have the logical shape"
+                f"{f'. {_CUT}' if index in self._wide else ''}"
+            )
+        # To run with what JAX cut and still calls wide would end the process too.
+        if index in self._wide and leaf.addressable_data(0).dtype != leaf.dtype:
+            raise ValueError(
+                f"{self._named(index)} is called {leaf.dtype}, but its elements are "
+                f"{leaf.addressable_data(0).dtype}. {_CUT}"
             )
         return leaf
 
@@ -148,11 +163,12 @@ class Arguments:
             value = form.pad(value)
         sharding = self.shardings[index]
         if sharding.is_fully_addressable:
-            return jax.device_put(value, sharding)
+            return put(value, sharding)
         # All processes have the whole: device_put would compare what each of them has.
-        return jax.make_array_from_callback(
-            value.shape, sharding, lambda part: value[part]
-        )
+        with wide_elements():
+            return jax.make_array_from_callback(
+                value.shape, sharding, lambda part: value[part]
+            )
 
     def _put_rows(self, index: int, value: Any, rows: range, dim: int) -> jax.Array:
         logical, value = self._logical_shape(index), np.asarray(value)
@@ -177,29 +193,21 @@ class Arguments:
                 padding.append((0, stop - end))
             return np.pad(value[tuple(cut)], padding)
 
-        return jax.make_array_from_callback(tuple(stored), self.shardings[index], part)
+        sharding = self.shardings[index]
+        with wide_elements():
+            return jax.make_array_from_callback(tuple(stored), sharding, part)
 
     def _converted(self, index: int, value: np.ndarray) -> np.ndarray:
         """`value` in the program's dtype, if that can hold it."""
-        dtype = self._specs[index].dtype
-        if value.dtype.kind == "f" and not dtype.is_floating:
-            raise ValueError(
-                f"{self._named(index)} is {value.dtype}, the program was compiled "
-                f"for {dtype.name}"
-            )
-        if value.dtype.kind in "iu" and value.size and dtype.is_integer:
-            least, most = dtype.min, dtype.max
-            if value.min() < least or value.max() > most:
-                raise ValueError(
-                    f"{self._named(index)} has values from {value.min()} to "
-                    f"{value.max()}, which {dtype.name} cannot hold"
-                )
         if not self._can_run:
             raise ValueError(
                 f"{self._name} was compiled for a topology, whose devices are "
                 "not here: look at it, or compile it without devices= to run it"
             )
-        return value.astype(dtype.as_numpy_dtype, copy=False)
+        try:
+            return converted(value, self._specs[index].dtype)
+        except ValueError as error:
+            raise ValueError(f"{self._named(index)} {error}") from None
 
     def _named(self, index: int) -> str:
         paths = nest.flatten_with_joined_string_paths(self._inputs)

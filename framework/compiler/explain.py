@@ -38,6 +38,8 @@ _HLO_DTYPES = {
     "float64": "f64",
     "float16": "f16",
     "bfloat16": "bf16",
+    "complex64": "c64",
+    "complex128": "c128",
     "bool": "pred",
 }
 

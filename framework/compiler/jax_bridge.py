@@ -58,6 +58,7 @@ from meshwright.framework.compiler.slices import drop_idle_steps
 from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.compiler.topology import place_on_torus, topology_of
 from meshwright.framework.compiler.tuples import flatten_tuples
+from meshwright.framework.compiler.wide_elements import wide_elements
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -289,7 +290,7 @@ def lower_for_mesh(
     either partitioner. What is `only_read` need not fit.
 
     Raises:
-      LoweringError: an argument has 64-bit elements; an annotation cannot be honoured.
+      LoweringError: an annotation cannot be honoured.
       DoesNotFit: the arguments alone do not fit into the devices' memory.
     """
     grid = jax_mesh(mesh, devices)
@@ -314,7 +315,10 @@ def lower_for_mesh(
         return tuple(_TF_PROGRAM.bind(*flat, **bound))
 
     program.__name__ = lowered.name
-    avals = [_argument(lowered.name, spec) for spec in flat_specs(lowered.inputs)]
+    avals = [
+        jax.ShapeDtypeStruct(tuple(spec.shape), spec.dtype.as_numpy_dtype)
+        for spec in flat_specs(lowered.inputs)
+    ]
     jitted = jax.jit(
         program,
         in_shardings=border(in_shardings),
@@ -322,7 +326,7 @@ def lower_for_mesh(
         donate_argnums=tuple(donate),
         keep_unused=True,
     )
-    with _partitioner(shardy), jax.set_mesh(grid):
+    with _partitioner(shardy), jax.set_mesh(grid), wide_elements():
         ready = jitted.lower(*avals)
     return MeshProgram(lowered.name, mesh, ready, shardy, lowered, (jitted, *avals))
 
@@ -361,7 +365,8 @@ class MeshProgram:
         if self.shardy:
             self._check_no_fallback()
         jitted, *arguments = self.call
-        with _partitioner(self.shardy), jax.set_mesh(jax_mesh(self.mesh)):
+        grid = jax_mesh(self.mesh)
+        with _partitioner(self.shardy), jax.set_mesh(grid), wide_elements():
             exported = jax.export.export(jitted, platforms=platforms)(*arguments)
         return bytes(exported.serialize())
 
@@ -454,13 +459,3 @@ def _partitioner(shardy: bool) -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
-
-
-def _argument(name: str, spec: tf.TensorSpec) -> jax.ShapeDtypeStruct:
-    dtype = np.dtype(spec.dtype.as_numpy_dtype)
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise LoweringError(
-            f"{name}: argument {spec} has 64-bit elements, which device arrays do not "
-            "have here: pass 32 bits and cast inside"
-        )
-    return jax.ShapeDtypeStruct(tuple(spec.shape), dtype)

@@ -29,6 +29,7 @@ _EFFECTS = (
     "stablehlo.recv",
     "stablehlo.send",
 )
+_HLO_NAMES = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
 _COMPLEX_ZEROS = "dense<(0.000000e+00,0.000000e+00)>"
 _RESULT = "XLA_Retvals"
 _UNSPECIFIED = re.compile(r"unspecified_dims=\[(?P<dims>[\d,]*)\]")
@@ -222,7 +223,7 @@ def element_type(value: ir.Value) -> ir.Type:
 def dtype_of(value: ir.Value) -> str:
     """The element type's name, as HLO has it."""
     name = str(element_type(value))
-    return {"i1": "pred"}.get(name, name.replace("ui", "u").replace("i", "s"))
+    return _HLO_NAMES.get(name) or name.replace("ui", "u").replace("i", "s").lower()
 
 
 def location_of(value: ir.Value) -> ir.Location:

@@ -123,12 +123,6 @@ def test_an_argument_to_donate_that_is_not_there_is_refused():
         compile_program(lambda x: x, [tf.TensorSpec([8])], MESH, donate=[1])
 
 
-@pytest.mark.parametrize("dtype", [tf.int64, tf.float64])
-def test_64_bit_arguments_are_refused(dtype):
-    with pytest.raises(LoweringError, match="step: argument .* has 64-bit elements"):
-        compile_program(lambda x: x, [tf.TensorSpec([8], dtype)], MESH, name="step")
-
-
 @pytest.mark.parametrize(
     "fn,args,message",
     [

@@ -38,6 +38,20 @@ def make_state(sharding=None, seed=0, rows=256):
     )
 
 
+def make_wide_state(sharding, place=jax.device_put):
+    """64-bit entries that no 32 bits hold; `place` puts a host array."""
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    count = np.arange(16 * 8).reshape(16, 8)
+    with jax.enable_x64(True):
+        return NestedMap(
+            counts=place(count + 2**40, sharding),
+            hashes=place(count.astype(np.uint64) + 2**63, sharding),
+            exact=place(count + 1 / 3, sharding),
+            phase=place(count * 1j + 1 / 3, whole),
+            iterations=place(np.array(2**40 + 1), whole),
+        )
+
+
 def abstract_of(state, sharding=None):
     def describe(array):
         where = sharding if sharding is not None and array.ndim == 2 else array.sharding

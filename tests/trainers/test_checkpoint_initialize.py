@@ -219,6 +219,27 @@ def test_layers_of_another_run_are_stacked(tmp_path):
     assert_initialized(initialize_from(source, model()))
 
 
+def test_weights_of_64_bits_keep_them(tmp_path):
+    table = np.arange(M * H).reshape(M, H) + 1 / 3
+
+    def state(table):
+        with jax.enable_x64(True):
+            return a_state(
+                {"w": jnp.asarray(table), "v": jnp.asarray(table.T)}, ema=True
+            )
+
+    with Checkpoints(tmp_path) as saver:
+        saver.save(1, state(table))
+    straight, turned = ("w -> w", "v -> v"), ("v -> w transpose", "w -> v transpose")
+    for rules in (straight, turned):
+        source = InitializeFrom(checkpoint=str(tmp_path), rules=rules)
+        got = initialize_from(source, state(0 * table))
+        for theta in (got.theta, got.ema):
+            assert theta.w.dtype == theta.v.dtype == np.float64
+            np.testing.assert_array_equal(theta.w, table)
+            np.testing.assert_array_equal(theta.v, table.T)
+
+
 def test_an_index_may_have_several_dims(tmp_path):
     grid = random_array("grid", 2, 3, 4)
     cells = {f"w_{i}_{j}": jnp.asarray(grid[i, j]) for i in range(2) for j in range(3)}

@@ -20,6 +20,7 @@ from tests.trainers.checkpoint_states import (
     files_of,
     make_abstract,
     make_state,
+    make_wide_state,
     mesh_sharding,
     save_steps,
 )
@@ -118,6 +119,51 @@ def test_two_processes_save_verify_and_go_back_together(tmp_path):
         restored = reader.restore(None, abstract)
     expected = np.random.default_rng(30).standard_normal((256, 64)).astype(np.float32)
     np.testing.assert_array_equal(restored.theta.w, expected)
+
+
+COUNT_ON = """
+import tensorflow as tf
+from meshwright.framework import DeviceMesh, Partitioner, Sharding, compile_program
+from meshwright.framework.compiler.processes import to_host
+
+mesh = DeviceMesh(("X", "Y"), (2, 4))
+rows = Sharding.from_dims_mapping(mesh, ["X", "Y"])
+ids = np.arange(13 * 8).reshape(13, 8) + 2**40  # 13 rows are stored as 14.
+
+def step(state, x):
+    seen = state.seen + x
+    return NestedMap(seen=seen, step=state.step + 1), tf.reduce_max(seen, axis=0)
+
+for partitioner in Partitioner:
+    x, count = (tf.TensorSpec(shape, tf.int64) for shape in (ids.shape, []))
+    program = compile_program(
+        step, [NestedMap(seen=x, step=count), x], mesh, partitioner=partitioner,
+        in_shardings=[NestedMap(seen=rows, step=None), rows],
+        out_shardings=(NestedMap(seen=rows, step=None), None), donate=[0])
+    stored = program.shard(NestedMap(seen=ids, step=np.int64(2**40)))
+    own = program.arguments.local_rows(1, dim=0)
+    for _ in range(2):
+        x = program.arguments.shard_rows(1, ids[own.start:own.stop], own, dim=0)
+        stored, most = program(stored, x)
+    with Checkpoints(folder / partitioner.value) as checkpoints:
+        checkpoints.save(1, stored)
+        stored = checkpoints.restore(1, abstract_of(stored))
+    stored, most = program.unshard(program(stored, ids))
+    np.testing.assert_array_equal(stored.seen, 4 * ids)
+    np.testing.assert_array_equal(most, 4 * ids[-1])
+    wide = make_wide_state(sharding, make)
+    total = sum(int(to_host(one).real.astype(np.uint64).sum()) for one in wide.leaves())
+    print(partitioner.value, int(stored.step) - 2**40, stored.seen.dtype, total)
+"""
+
+
+def test_state_of_64_bits_goes_round_in_two_processes(tmp_path):
+    wide = make_wide_state(mesh_sharding(2, 4)).map(lambda one: np.asarray(one).real)
+    total = sum(int(one.astype(np.uint64).sum()) for one in wide.leaves())
+    with two_processes(tmp_path, COUNT_ON) as futures:
+        for status, out, errors in (future.result() for future in futures):
+            assert status == 0, errors
+            assert out == [f"{one} 3 int64 {total}" for one in ("shardy", "gspmd")]
 
 
 UNREADABLE = """

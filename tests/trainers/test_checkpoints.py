@@ -22,6 +22,7 @@ from tests.trainers.checkpoint_states import (
     assert_same,
     make_abstract,
     make_state,
+    make_wide_state,
     mesh_sharding,
     one_device,
     save_steps,
@@ -71,6 +72,18 @@ def test_restored_onto_another_mesh(tmp_path, before, after):
     assert_same(restored, state)
     assert restored.theta.layer.w.sharding == shardings[1]
     assert restored.slots == NestedMap()
+
+
+def test_64_bits_are_kept(tmp_path):
+    state = make_wide_state(mesh_sharding(2, 4))
+    target = abstract_of(state, mesh_sharding(4, 2))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state)
+        restored = checkpoints.restore(3, target)
+        part = checkpoints.restore_part(3, lambda _: NestedMap(counts=target.counts))
+    assert_same(restored, state)
+    assert restored.counts.sharding == mesh_sharding(4, 2)
+    assert_same(part, NestedMap(counts=state.counts))
 
 
 @pytest.mark.parametrize("where", [one_device, lambda: mesh_sharding(2, 4)])

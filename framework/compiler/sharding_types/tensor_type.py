@@ -8,12 +8,11 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stable_hlo import element_type
+from meshwright.framework.compiler.stable_hlo import dtype_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 SUM = "sum"
-_ELEMENTS = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
 
 
 class IllTypedError(Exception):
@@ -120,7 +119,7 @@ class TensorType:
         """Of a value of a module, unsplit by default."""
         shape = tuple(ir.RankedTensorType(value.type).shape)
         given = ((),) * len(shape) if dims is None else tuple(map(tuple, dims))
-        element = _element(str(element_type(value)))
+        element = dtype_of(value)
         return cls(mesh=mesh, element=element, shape=shape, dims=given, **how)
 
     @classmethod
@@ -197,11 +196,3 @@ def overlap(mesh: DeviceMesh, axis: str, other: str) -> bool:
     """Whether two axes, or parts of axes, have steps in common."""
     one, two = mesh.part(axis), mesh.part(other)
     return one.axis == two.axis and one.before < two.end and two.before < one.end
-
-
-def _element(text: str) -> str:
-    if text in _ELEMENTS:
-        return _ELEMENTS[text]
-    if text[0] == "i":
-        return f"s{text[1:]}"
-    return text.replace("ui", "u").lower()
