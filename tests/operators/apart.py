@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import gc
+import itertools
 import multiprocessing
 import re
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import jax
 from tensorflow.python.framework import ops
@@ -18,7 +21,8 @@ from tensorflow.python.framework import ops
 from meshwright.framework import set_platform
 from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.program import Partitioner
-from tests.operators.cases import Case, run, wanted
+from meshwright.framework.compiler.repair import check
+from tests.operators.cases import Case, compiled, wanted
 
 # A program of some cases takes a second or two.
 _TIMEOUT = 300
@@ -50,6 +54,7 @@ class Verdict:
     outcome: Outcome
     text: str = ""
     seconds: float = dataclasses.field(default=0.0, compare=False)  # Of all cores.
+    repairs: tuple[str, ...] = ()  # Faults that its program would meet.
 
     @property
     def kind(self) -> str:
@@ -65,17 +70,22 @@ def is_refused_by_name(error: Exception) -> bool:
     return False
 
 
-def judge(cases: Sequence[Case], partitioner: Partitioner) -> list[Verdict]:
-    """What becomes of each case, all in one program if it compiles and runs."""
-    found = _JUDGE.judge(cases, partitioner)
+def judge(
+    cases: Sequence[Case], partitioner: Partitioner, *, repair: bool = True
+) -> list[Verdict]:
+    """What becomes of each case, all in one program if it compiles and runs.
+
+    Without `repair` as if the table of faults were empty.
+    """
+    found = _JUDGE.judge(cases, partitioner, repair)
     if isinstance(found, list):
         return found
     if len(cases) == 1:
         return [found]
     half = len(cases) // 2
     return [
-        *judge(cases[:half], partitioner),
-        *judge(cases[half:], partitioner),
+        *judge(cases[:half], partitioner, repair=repair),
+        *judge(cases[half:], partitioner, repair=repair),
     ]
 
 
@@ -86,14 +96,14 @@ class _Judge:
         self.process = None
         self.programs = 0
 
-    def judge(self, cases, partitioner) -> list[Verdict] | Verdict:
+    def judge(self, cases, partitioner, repair) -> list[Verdict] | Verdict:
         """A verdict on each case, or one on a program that gave no numbers."""
         if self.programs >= _PROGRAMS_IN_A_PROCESS:
             self.end()
         if self.process is None:
             self.start()
         self.programs += 1
-        self.pipe.send((cases, partitioner))
+        self.pipe.send((cases, partitioner, repair))
         if not self.pipe.poll(_TIMEOUT):
             self.end()
             return Verdict(Outcome.STUCK, f"no numbers after {_TIMEOUT} s")
@@ -126,11 +136,12 @@ def _serve(pipe) -> None:
     set_platform("cpu", 8)
     while True:
         try:
-            cases, partitioner = pipe.recv()
+            cases, partitioner, repair = pipe.recv()
         except EOFError:  # The tests are over.
             return
         start = time.process_time()
-        found = _verdicts(cases, partitioner)
+        with contextlib.nullcontext() if repair else _no_repairs():
+            found = _verdicts(cases, partitioner)
         _forget()
         took = time.process_time() - start
         if isinstance(found, list):
@@ -145,7 +156,9 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
     except Exception:
         return Verdict(Outcome.FAILED, traceback.format_exc())
     try:
-        found = run(cases, partitioner)
+        values = [case.use.values for case in cases]
+        program = compiled(cases, partitioner, values)
+        found = program.unshard(program(*values))
     except LoweringError as e:
         outcome = Outcome.NAMED if is_refused_by_name(e) else Outcome.UNNAMED
         if e.__cause__ is not None:
@@ -158,10 +171,18 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
     complaints = [
         case.complaint(*pair) for case, *pair in zip(cases, found, want, strict=True)
     ]
+    # The first says what was repaired for all of them.
+    repairs = [tuple(one.fault.name for one in program.repairs)]
     return [
-        Verdict(Outcome.WRONG, said) if said else Verdict(Outcome.RIGHT)
-        for said in complaints
+        Verdict(Outcome.WRONG if said else Outcome.RIGHT, said or "", repairs=faults)
+        for said, faults in itertools.zip_longest(complaints, repairs, fillvalue=())
     ]
+
+
+@contextlib.contextmanager
+def _no_repairs() -> Iterator[None]:
+    with mock.patch.object(check, "PRESENT", []):
+        yield
 
 
 def _forget() -> None:

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import (
+    Partitioner,
+    Program,
+    compile_program,
+)
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -217,12 +221,12 @@ def wanted(cases: Sequence[Case]) -> list[dict]:
     alone = [case.on_one_device() for case in cases]
     values = [list(map(_in_float32, case.use.values)) for case in cases]
     asked = [i for i, case in enumerate(cases) if not case.use.eager]
-    compiled = {}
+    ran = {}
     if asked:
         found = run([alone[i] for i in asked], values=[values[i] for i in asked])
-        compiled = dict(zip(asked, found, strict=True))
+        ran = dict(zip(asked, found, strict=True))
     return [
-        compiled[i] if i in compiled else case.compute(*map(tf.constant, values[i]))
+        ran[i] if i in ran else case.compute(*map(tf.constant, values[i]))
         for i, case in enumerate(alone)
     ]
 
@@ -239,11 +243,21 @@ def run(
 ) -> list[dict]:
     """What each case computes, in one program for the mesh that they share."""
     values = values or [case.use.values for case in cases]
+    program = compiled(cases, partitioner, values)
+    return program.unshard(program(*values))
+
+
+def compiled(
+    cases: Sequence[Case],
+    partitioner: Partitioner,
+    values: Sequence[Sequence[np.ndarray]],
+) -> Program:
+    """One program of all cases."""
 
     def program(*inputs):
         return [case.compute(*x) for case, x in zip(cases, inputs, strict=True)]
 
-    compiled = compile_program(
+    return compile_program(
         program,
         [[tf.TensorSpec(v.shape, v.dtype) for v in of] for of in values],
         cases[0].mesh,
@@ -252,4 +266,3 @@ def run(
         partitioner=partitioner,
         compiler_options=_FAST_COMPILE,
     )
-    return compiled.unshard(compiled(*values))

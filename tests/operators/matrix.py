@@ -67,6 +67,9 @@ def _print_totals(found: Sequence[Judged], took: float) -> None:
     print(f"{len(found)} cases in {took:.0f} s, {len(found) / took:.2f} a second")
     for outcome in Outcome:
         print(f"{totals[outcome]:7} {outcome.value}")
+    repairs = collections.Counter(n for one in found for n in one.verdict.repairs)
+    for name, count in repairs.most_common():
+        print(f"{count:7} repaired: {name}")
     by = collections.defaultdict(list)
     for one in found:
         by[one.group.operator].append(one.verdict)

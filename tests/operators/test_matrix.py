@@ -38,19 +38,20 @@ def test_one_device_and_several_agree(operator, partitioner):
             pytest.fail(str(shrunk(one, known)))
 
 
-def known_failures():
-    """Strict: a test tells when XLA has mended one. Slow: it seldom changes."""
-    mark = pytest.mark.xfail(strict=True, reason="XLA gets it wrong")
-    for name, failure in KNOWN_FAILURES.items():
-        for partitioner in failure.partitioners:
-            label = f"{name}-{partitioner.value}"
-            marks = [mark, pytest.mark.slow]
-            yield pytest.param(name, partitioner, marks=marks, id=label)
+def of_known_failures():
+    return pytest.mark.parametrize("one", KNOWN_FAILURES, ids=lambda one: one.name)
 
 
-@pytest.mark.parametrize("name,partitioner", list(known_failures()))
-def test_known_failure(name, partitioner):
-    failure = KNOWN_FAILURES[name]
-    (verdict,) = judge([failure.case], partitioner)
-    assert verdict.outcome in (Outcome.RIGHT, failure.outcome)  # Else it is red.
+@of_known_failures()
+def test_what_meets_a_fault_is_repaired(one):
+    (verdict,) = judge([one.case], one.partitioner)
     assert verdict.outcome is Outcome.RIGHT, verdict.text
+    assert one.fault.name in verdict.repairs
+
+
+@pytest.mark.slow
+@of_known_failures()
+def test_a_row_of_the_table_is_needed_still(one):
+    """With a jaxlib that has mended one, say so in `Fault.until`."""
+    (verdict,) = judge([one.case], one.partitioner, repair=False)
+    assert verdict.outcome is one.outcome, verdict.text

@@ -11,9 +11,11 @@ others: hence the rounds.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jaxlib
 from absl import logging
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
@@ -32,7 +34,9 @@ from meshwright.framework.compiler.stable_hlo import Blame, sharding_call
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-GUARDED = frozenset(name for fault in FAULTS for name in fault.ops)
+_JAXLIB = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
+PRESENT = [fault for fault in FAULTS if fault.is_in(_JAXLIB)]
+GUARDED = frozenset(name for fault in PRESENT for name in fault.ops)
 _ROUNDS = 8
 _INLINE = "builtin.module(inline,symbol-dce)"
 
@@ -82,7 +86,8 @@ def lower_for_mesh(
 
 def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
     """Warns of repairs that cost communication, or refuses them."""
-    costly = sorted((one for one in repairs if one.bytes), key=lambda one: -one.bytes)
+    costly = [one for one in repairs if one.bytes and not one.fault.is_slow]
+    costly.sort(key=lambda one: -one.bytes)
     if costly and strict:
         listed = "\n  ".join(map(str, costly))
         raise LoweringError(
@@ -142,7 +147,7 @@ def _wrong(
 
 
 def _choice(layout: OpLayout) -> tuple[Fault, Chosen] | None:
-    for fault in FAULTS:
+    for fault in PRESENT:
         if layout.op.name in fault.ops and (choice := fault.choose(layout)) is not None:
             return fault, choice
     return None

@@ -35,30 +35,22 @@ class Outcome(enum.Enum):
     WRONG = "wrong numbers"
     REFUSED = "XLA refuses its own program"
     ABORTED = "the process ends"
+    SLOW = "right, at a cost"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Smallest:
     """The smallest program known to meet a fault.
 
     Args:
       outcome: what comes of it.
-      expression: Python over `tf` and the names of the inputs.
-      shapes: of the inputs by name; `i` has indices below the size of dim `indexed` of
-        x, the others are float32.
-      annotated: dims_mapping by input name, and of the "result"; the others are left
-        to completion. At the border all are replicated.
-      mesh: its shape; the axes are X, Y, Z.
-      indexed: see `shapes`.
+      program: an expression of TF, and how its tensors are sharded at the program's
+        border and where they are annotated; as the operator matrix prints a case.
       shardy: whether Shardy's program meets it, as GSPMD's does.
     """
 
     outcome: Outcome
-    expression: str
-    shapes: Mapping[str, tuple[int, ...]]
-    annotated: Mapping[str, list]
-    mesh: tuple[int, ...] = (2, 2)
-    indexed: int = 0
+    program: str
     shardy: bool = True
 
 
@@ -87,6 +79,15 @@ class Fault:
     until: tuple[int, ...] | None = None
     link: str = ""
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether XLA gets it right without the repair, and only takes longer."""
+        return all(one.outcome is Outcome.SLOW for one in self.smallest.values())
+
+    def is_in(self, jaxlib: tuple[int, ...]) -> bool:
+        """Whether a version of jaxlib has it."""
+        return self.until is None or jaxlib < self.until
+
 
 def _even(
     meets: Callable[[OpLayout], bool], *kept: FactorKind
@@ -102,8 +103,6 @@ def _convolution(layout: OpLayout) -> Chosen | None:
 
 _PARALLEL, _REDUCED = FactorKind.PARALLEL, FactorKind.REDUCED
 _INDEXED = (patterns.GATHER, patterns.SCATTER)
-_IMAGE = [None, "X", "Y", None]
-_ROWS = [None, "X", None]
 
 FAULTS = (
     Fault(
@@ -114,21 +113,22 @@ FAULTS = (
         repair="the indices are split by what divides them",
         smallest={
             "gather_gradient_uneven_indices": Smallest(
-                outcome=Outcome.WRONG,
-                expression="tf.gather(x, i)",
-                shapes={"x": (8,), "i": (2,)},
-                annotated={"i": ["X"], "result": ["Y"]},
-                mesh=(4, 2),
+                Outcome.WRONG,
+                """
+                program: tf.gather(x, i)  on mesh (X=4, Y=2)
+                  x: float32 [8], arrives [_], annotated None
+                  i: index int32 [2] below 8, arrives [_], annotated [X]
+                  result: [2], annotated [Y], leaves [_]
+                """,
             ),
             "gather_of_uneven_indices": Smallest(
-                outcome=Outcome.REFUSED,  # In the gradient, a gather.
-                expression="tf.math.unsorted_segment_sum(x, i, 3)",
-                shapes={"x": (3, 2, 2), "i": (3,)},
-                annotated={
-                    "x": [None, "Y", "X"],
-                    "i": [("X", "Y")],
-                    "result": [None, None, "X"],
-                },
+                Outcome.REFUSED,
+                """
+                program: tf.math.unsorted_segment_sum(x, i, 3)  on mesh (X=2, Y=2)
+                  x: float32 [3, 2, 2], arrives [_,_,_], annotated [_,Y,X]
+                  i: index int32 [3] below 3, arrives [_], annotated [X.Y]
+                  result: [3, 2, 2], annotated [_,_,X], leaves [_,_,_]
+                """,
             ),
         },
     ),
@@ -140,21 +140,23 @@ FAULTS = (
         repair="the coordinates are not split",
         smallest={
             "scatter_of_split_coordinates": Smallest(
-                outcome=Outcome.WRONG,
-                expression="tf.tensor_scatter_nd_add(x, i, y)",
-                shapes={"x": (2,), "i": (4, 1), "y": (4,)},
-                annotated={"x": ["Y"], "i": ["X", "Y"], "y": ["X"]},
+                Outcome.WRONG,
+                """
+                program: tf.tensor_scatter_nd_add(x, i, y)  on mesh (X=2, Y=2)
+                  x: float32 [2], arrives [_], annotated [Y]
+                  i: index int32 [4, 1] below 2, arrives [_,_], annotated [X,Y]
+                  y: float32 [4], arrives [_], annotated [X]
+                  result: [2], annotated None, leaves [_]
+                """,
             ),
             "gather_of_split_coordinates": Smallest(
-                outcome=Outcome.REFUSED,
-                expression="tf.gather_nd(x, i)",
-                shapes={"x": (4, 4), "i": (8, 2)},
-                annotated={
-                    "x": [None, "Y"],
-                    "i": [None, ("X", "Y")],
-                    "result": [("X", "Y")],
-                },
-                mesh=(4, 2),
+                Outcome.REFUSED,
+                """
+                program: tf.gather_nd(x, i)  on mesh (X=4, Y=2)
+                  x: float32 [4, 4], arrives [_,_], annotated [_,Y]
+                  i: index int32 [8, 2] below 4, arrives [_,_], annotated [_,X.Y]
+                  result: [8], annotated [X.Y], leaves [_]
+                """,
             ),
         },
     ),
@@ -166,22 +168,22 @@ FAULTS = (
         repair="the axis splits what is largest, and nothing else",
         smallest={
             "gather_of_split_rows": Smallest(
-                outcome=Outcome.REFUSED,
-                expression="tf.gather(x, i)",
-                shapes={"x": (4, 2), "i": (4,)},
-                annotated={"x": [None, "X"], "i": ["X"], "result": ["Y", None]},
-                mesh=(2, 4),
+                Outcome.REFUSED,
+                """
+                program: tf.gather(x, i)  on mesh (X=2, Y=4)
+                  x: float32 [4, 2], arrives [_,_], annotated [_,X]
+                  i: index int32 [4] below 4, arrives [_], annotated [X]
+                  result: [4, 2], annotated [Y,_], leaves [_,_]
+                """,
             ),
             "gather_of_split_columns": Smallest(
-                outcome=Outcome.REFUSED,
-                expression="tf.gather(x, i)",
-                shapes={"x": (1, 4, 2), "i": (2,)},
-                annotated={
-                    "x": [None, None, "Y"],
-                    "i": ["Y"],
-                    "result": [None, "X", None],
-                },
-                mesh=(4, 2),
+                Outcome.REFUSED,
+                """
+                program: tf.gather(x, i)  on mesh (X=4, Y=2)
+                  x: float32 [1, 4, 2], arrives [_,_,_], annotated [_,_,Y]
+                  i: index int32 [2] below 1, arrives [_], annotated [Y]
+                  result: [2, 4, 2], annotated [_,X,_], leaves [_,_,_]
+                """,
             ),
         },
     ),
@@ -193,11 +195,33 @@ FAULTS = (
         repair="nothing is split",
         smallest={
             "scatter_of_one_index": Smallest(
-                outcome=Outcome.WRONG,
-                expression="tf.tensor_scatter_nd_update(x, i, y)",
-                shapes={"x": (4,), "i": (1, 1), "y": (1,)},
-                annotated={"result": ["X"]},
-                mesh=(2,),
+                Outcome.WRONG,
+                """
+                program: tf.tensor_scatter_nd_update(x, i, y)  on mesh (X=2)
+                  x: float32 [4], arrives [_], annotated None
+                  i: index int32 [1, 1] below 4, arrives [_,_], annotated None
+                  y: float32 [1], arrives [_], annotated None
+                  result: [4], annotated [X], leaves [_]
+                """,
+            ),
+        },
+    ),
+    Fault(
+        name="few rows",
+        what="is a scatter of few rows, split, into a table that is split by rows",
+        ops=(patterns.SCATTER,),
+        choose=_even(patterns.few_rows, _PARALLEL),
+        repair="the rows are gathered and no part of the table is added up",
+        smallest={
+            "rows_into_a_split_table": Smallest(
+                Outcome.SLOW,
+                """
+                program: tf.tensor_scatter_nd_add(x, i, y)  on mesh (X=2, Y=2)
+                  x: float32 [64, 2], arrives [X,_], annotated [X,_]
+                  i: index int32 [4, 1] below 64, arrives [Y,_], annotated [Y,_]
+                  y: float32 [4, 2], arrives [Y,_], annotated [Y,_]
+                  result: [64, 2], annotated [X,_], leaves [X,_]
+                """,
             ),
         },
     ),
@@ -209,11 +233,12 @@ FAULTS = (
         repair="the dim is not split",
         smallest={
             "strided_slice_of_uneven_shards": Smallest(
-                outcome=Outcome.WRONG,  # The gradient of x.
-                expression="x[0:3:2]",
-                shapes={"x": (3,)},
-                annotated={"x": ["X"], "result": [None]},
-                mesh=(4,),
+                Outcome.WRONG,
+                """
+                program: x[0:3:2]  on mesh (X=4)
+                  x: float32 [3], arrives [_], annotated [X]
+                  result: [2], annotated [_], leaves [_]
+                """,
             ),
         },
     ),
@@ -226,11 +251,12 @@ FAULTS = (
         repair="the dim is not split",
         smallest={
             "max_pool_gradient": Smallest(
-                outcome=Outcome.WRONG,
-                expression="tf.nn.max_pool1d(x, 2, 1, 'SAME')",
-                shapes={"x": (1, 4, 1)},
-                annotated={"x": _ROWS, "result": _ROWS},
-                mesh=(2,),
+                Outcome.WRONG,
+                """
+                program: tf.nn.max_pool1d(x, 2, 1, 'SAME')  on mesh (X=2)
+                  x: float32 [1, 4, 1], arrives [_,_,_], annotated [_,X,_]
+                  result: [1, 4, 1], annotated [_,X,_], leaves [_,_,_]
+                """,
             ),
         },
     ),
@@ -243,32 +269,39 @@ FAULTS = (
         repair="dims of windows are not split",
         smallest={
             "strided_convolution_with_halos_of_a_shard": Smallest(
-                outcome=Outcome.ABORTED,
-                expression="tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')",
-                shapes={"x": (1, 3, 4, 1), "y": (1, 2, 1, 1)},
-                annotated={"x": _IMAGE, "result": _IMAGE},
-                mesh=(2, 3),
+                Outcome.ABORTED,
+                """
+                program: tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')  on mesh (X=2, Y=3)
+                  x: float32 [1, 3, 4, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+                  y: float32 [1, 2, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [1, 2, 3, 1], annotated [_,X,Y,_], leaves [_,_,_,_]
+                """,
             ),
             "strided_convolution_with_halos_of_more": Smallest(
-                outcome=Outcome.REFUSED,
-                expression="tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')",
-                shapes={"x": (1, 5, 5, 1), "y": (2, 2, 1, 1)},
-                annotated={"x": _IMAGE, "result": _IMAGE},
-                mesh=(2, 4),
+                Outcome.REFUSED,
+                """
+                program: tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')  on mesh (X=2, Y=4)
+                  x: float32 [1, 5, 5, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+                  y: float32 [2, 2, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [1, 2, 4, 1], annotated [_,X,Y,_], leaves [_,_,_,_]
+                """,
             ),
             "strided_convolution_with_halos_and_rows_unread": Smallest(
-                outcome=Outcome.WRONG,  # The gradient of x.
-                expression="tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')",
-                shapes={"x": (1, 5, 5, 1), "y": (1, 2, 1, 1)},
-                annotated={"x": _IMAGE, "result": _IMAGE},
-                mesh=(2, 4),
+                Outcome.WRONG,
+                """
+                program: tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')  on mesh (X=2, Y=4)
+                  x: float32 [1, 5, 5, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+                  y: float32 [1, 2, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [1, 3, 4, 1], annotated [_,X,Y,_], leaves [_,_,_,_]
+                """,
             ),
             "strided_average_with_far_halos_and_rows_unread": Smallest(
-                outcome=Outcome.WRONG,  # The gradient of x.
-                expression="tf.nn.pool(x, [2, 4], 'AVG', [2, 1], 'VALID')",
-                shapes={"x": (1, 3, 6, 1)},
-                annotated={"x": _IMAGE},
-                mesh=(2, 4),
+                Outcome.WRONG,
+                """
+                program: tf.nn.pool(x, [2, 4], 'AVG', [2, 1], 'VALID')  on mesh (X=2, Y=4)
+                  x: float32 [1, 3, 6, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+                  result: [1, 1, 3, 1], annotated None, leaves [_,_,_,_]
+                """,  # noqa: E501
             ),
         },
     ),
@@ -281,15 +314,13 @@ FAULTS = (
         repair="dims of windows are not split",
         smallest={
             "strided_convolution_with_windows_of_padding": Smallest(
-                outcome=Outcome.ABORTED,
-                expression="tf.nn.conv2d(x, y, [1, 1, 2, 1], "
-                "[[0, 0], [0, 0], [1, 0], [0, 0]])",
-                shapes={"x": (1, 1, 3, 1), "y": (1, 1, 1, 1)},
-                annotated={
-                    "x": [None, None, "X", None],
-                    "result": [None, None, "X", None],
-                },
-                mesh=(2,),
+                Outcome.ABORTED,
+                """
+                program: tf.nn.conv2d(x, y, [1, 1, 2, 1], [[0, 0], [0, 0], [1, 0], [0, 0]])  on mesh (X=2)
+                  x: float32 [1, 1, 3, 1], arrives [_,_,_,_], annotated [_,_,X,_]
+                  y: float32 [1, 1, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [1, 1, 2, 1], annotated [_,_,X,_], leaves [_,_,_,_]
+                """,  # noqa: E501
             ),
         },
     ),
@@ -301,23 +332,23 @@ FAULTS = (
         repair="its tensors are split alike",
         smallest={
             "contraction_of_batches_split_apart": Smallest(
-                outcome=Outcome.WRONG,  # The gradient of y.
-                expression="tf.einsum('bij,bjk->bik', x, y)",
-                shapes={"x": (4, 2, 4), "y": (4, 4, 1)},
-                annotated={"x": ["Y", "X", None], "y": ["X", "Y", None]},
-                mesh=(2, 4),
+                Outcome.WRONG,
+                """
+                program: tf.einsum('bij,bjk->bik', x, y)  on mesh (X=2, Y=4)
+                  x: float32 [4, 2, 4], arrives [_,_,_], annotated [Y,X,_]
+                  y: float32 [4, 4, 1], arrives [_,_,_], annotated [X,Y,_]
+                  result: [4, 2, 1], annotated None, leaves [_,_,_]
+                """,
                 shardy=False,
             ),
             "product_onto_regrouped_axes": Smallest(
-                outcome=Outcome.WRONG,
-                expression="x @ y",
-                shapes={"x": (4, 2), "y": (2, 2)},
-                annotated={
-                    "x": ["X", "Z"],
-                    "y": ["Z", None],
-                    "result": [("Y", "X"), "Z"],
-                },
-                mesh=(2, 2, 2),
+                Outcome.WRONG,
+                """
+                program: x @ y  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 2], arrives [_,_], annotated [X,Z]
+                  y: float32 [2, 2], arrives [_,_], annotated [Z,_]
+                  result: [4, 2], annotated [Y.X,Z], leaves [_,_]
+                """,
             ),
         },
     ),
@@ -330,20 +361,23 @@ FAULTS = (
         repair="axes that take no part in the sum are manual around it",
         smallest={
             "grouped_convolution_of_split_kernel": Smallest(
-                outcome=Outcome.ABORTED,
-                expression="tf.nn.depthwise_conv2d(x, y, [1, 1, 1, 1], 'SAME')",
-                shapes={"x": (1, 1, 4, 2), "y": (1, 1, 2, 1)},
-                annotated={
-                    "x": [None, None, None, "X"],
-                    "y": [None, None, "Y", None],
-                },
+                Outcome.ABORTED,
+                """
+                program: tf.nn.depthwise_conv2d(x, y, [1, 1, 1, 1], 'SAME')  on mesh (X=2, Y=2)
+                  x: float32 [1, 1, 4, 2], arrives [_,_,_,_], annotated [_,_,_,X]
+                  y: float32 [1, 1, 2, 1], arrives [_,_,_,_], annotated [_,_,Y,_]
+                  result: [1, 1, 4, 2], annotated None, leaves [_,_,_,_]
+                """,  # noqa: E501
                 shardy=False,
             ),
             "kernel_gradient_of_split_rows": Smallest(
-                outcome=Outcome.WRONG,  # The gradient of y doubles.
-                expression="tf.nn.conv1d(x, y, 1, 'SAME')",
-                shapes={"x": (2, 4, 1), "y": (3, 1, 1)},
-                annotated={"x": _ROWS, "result": _ROWS},
+                Outcome.WRONG,
+                """
+                program: tf.nn.conv1d(x, y, 1, 'SAME')  on mesh (X=2, Y=2)
+                  x: float32 [2, 4, 1], arrives [_,_,_], annotated [_,X,_]
+                  y: float32 [3, 1, 1], arrives [_,_,_], annotated None
+                  result: [2, 4, 1], annotated [_,X,_], leaves [_,_,_]
+                """,
             ),
         },
     ),

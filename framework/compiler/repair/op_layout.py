@@ -65,6 +65,12 @@ class Tensor:
     def bytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
 
+    def shard_bytes(self, sharding: Sharding | None = None) -> int:
+        """Bytes of a shard, of its sharding or of another; of all if it is unknown."""
+        sharding = sharding or self.sharding
+        shape = sharding.shard_shape(self.shape) if sharding else self.shape
+        return math.prod(shape) * self.itemsize
+
     def dim_of(self, factor: int) -> int | None:
         """The dim that is a factor, None if no dim is."""
         return self.factors.index(factor) if factor in self.factors else None

@@ -47,6 +47,25 @@ def single_index(layout: OpLayout) -> bool:
     )
 
 
+def few_rows(layout: OpLayout) -> bool:
+    """A scatter into a table split by rows, whose indices are split too.
+
+    Of rows that take less to gather than the table's shard takes to add up: a ring does
+    that in two rounds.
+    """
+    if len(layout.results) > 1 or not layout.is_even:
+        return False
+    table, indices, updates = layout.operands
+    over = {f for f in _index_factors(layout) if layout.groups(f) - {()}}
+    rows = (
+        d for d, factor in enumerate(table.factors) if factor not in updates.factors
+    )
+    if not over or not any(layout.results[0].axes(dim) for dim in rows):
+        return False
+    gathered = updates.bytes + indices.bytes
+    return gathered < 2 * layout.results[0].shard_bytes()
+
+
 def uneven_steps(layout: OpLayout) -> bool:
     """A slice by steps, or its gradient's padding between elements, uneven."""
     steps = "interior_padding" if layout.op.name == "stablehlo.pad" else "strides"

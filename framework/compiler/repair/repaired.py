@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 from meshwright.framework.compiler.repair.conv_layout import Dims, Layout
@@ -52,8 +51,9 @@ class Repair:
         listed = ", ".join(
             f"{name} {old or 'unknown'} -> {new}" for name, old, new in self.changes()
         )
+        gets = "is slow at" if self.fault.is_slow else "gets wrong"
         return (
-            f"op {self.op_name!r}{where} {self.fault.what}, which XLA gets wrong; "
+            f"op {self.op_name!r}{where} {self.fault.what}, which XLA {gets}; "
             f"{self.fault.repair}: {listed} ({self.bytes} bytes to each device)"
         )
 
@@ -72,10 +72,10 @@ def repair_of(
     after = _shardings(op_layout, chosen)
     name = program_name(op_name(op_layout.op))
     moved = sum(
-        max(0, _shard_bytes(tensor, new) - _shard_bytes(tensor, tensor.sharding))
+        max(0, tensor.shard_bytes(new) - _held(tensor))
         for tensor, new in zip(op_layout.operands, after, strict=False)
     ) + sum(
-        max(0, _shard_bytes(tensor, tensor.sharding) - _shard_bytes(tensor, new))
+        max(0, _held(tensor) - tensor.shard_bytes(new))
         for tensor, new in zip(
             op_layout.results, after[len(op_layout.operands) :], strict=True
         )
@@ -107,7 +107,6 @@ def _joined(manual: Dims, auto: Dims) -> Dims:
     return tuple(a + b for a, b in zip(manual, auto, strict=True))
 
 
-def _shard_bytes(tensor: Tensor, sharding: Sharding | None) -> int:
-    if sharding is None:
-        return 0  # As if another device held all of it.
-    return math.prod(sharding.shard_shape(tensor.shape)) * tensor.itemsize
+def _held(tensor: Tensor) -> int:
+    """Bytes of a tensor on a device; of an unknown sharding as if another held it."""
+    return tensor.shard_bytes() if tensor.sharding else 0
