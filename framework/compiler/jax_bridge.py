@@ -44,6 +44,7 @@ from meshwright.framework.compiler.errors import (
     of_xla,
     unknown_size,
 )
+from meshwright.framework.compiler.fourier import keep_row_major
 from meshwright.framework.compiler.lower import LoweredFunction
 from meshwright.framework.compiler.manual_regions import rewrite_manual_regions
 from meshwright.framework.compiler.memory import MemoryTimeline, memory_timeline
@@ -215,6 +216,7 @@ def stable_hlo(
         untype_annotations(blame, module, mesh)
         drop_idle_steps(module)
         rotate(module)
+        keep_row_major(module)
         if rewrite is not None:
             rewrite(module)
         rewrite_manual_regions(blame, module, mesh, shardy=shardy)

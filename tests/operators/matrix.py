@@ -45,7 +45,10 @@ def main() -> int:
 def _all_judged(pool, asked: Sequence[Group]) -> Iterable[Judged]:
     """All cases; a fault of a new kind is printed as it comes."""
     known = set()
-    for done in concurrent.futures.as_completed(pool.submit(judged, g) for g in asked):
+    tasks = [pool.submit(judged, group) for group in asked]
+    for number, done in enumerate(concurrent.futures.as_completed(tasks)):
+        if number and number % 100 == 0:
+            print(f"{number} of {len(tasks)} programs", flush=True)
         for one in done.result():
             kind = one.group.operator, one.verdict.kind
             if one.verdict.outcome.is_fault and kind not in known:
