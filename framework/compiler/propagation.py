@@ -17,6 +17,8 @@ from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
+# XLA inlines calls first; at one an uneven dim could be split in part only.
+_PASSES = "builtin.module(inline,symbol-dce,sdy-propagation-pipeline)"
 _QUOTED = re.compile(r'"([^"]+)"')
 
 
@@ -33,7 +35,7 @@ class Propagated:
     def __init__(self, program: MeshProgram):
         self.mesh = program.mesh
         self.module = program.lowered.compiler_ir("stablehlo").operation.clone()
-        passes = PassManager.parse("builtin.module(sdy-propagation-pipeline)")
+        passes = PassManager.parse(_PASSES)
         try:
             passes.run(self.module)
         except ir.MLIRError as e:

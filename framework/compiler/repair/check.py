@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jaxlib
@@ -24,13 +24,12 @@ from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
 from meshwright.framework.compiler.repair import conv_layout, looks
-from meshwright.framework.compiler.repair.conv_rewrite import (
-    lay_out,
-)
+from meshwright.framework.compiler.repair.conv_match import Shardings
+from meshwright.framework.compiler.repair.conv_rewrite import lay_out
 from meshwright.framework.compiler.repair.faults import FAULTS, Chosen, Fault
 from meshwright.framework.compiler.repair.op_layout import OpLayout, even_layout
 from meshwright.framework.compiler.repair.repaired import Repair, repair_of
-from meshwright.framework.compiler.repair.write import lay_out_evenly
+from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
 from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.sharding.mesh import DeviceMesh
 
@@ -65,18 +64,22 @@ def lower_for_mesh(
     chosen: dict[int, Chosen] = {}
     repairs: dict[int, Repair] = {}
     for _ in range(_ROUNDS):
-        program, guarded = _lowered(lowered, mesh, chosen, border)
+        program, guarded = _lowered(lowered, mesh, chosen, None, border)
         if not guarded:
             return program
-        module = program.lowered.compiler_ir("stablehlo")
-        with module.context:
-            wrong = dict(_wrong(blame, program, chosen))
-            for place, (choice, repair) in wrong.items():
-                chosen[place], repairs[place] = choice, repair
-            if not wrong:
-                looks.drop_numbers(module)
-                _report(lowered.name, list(repairs.values()), strict)
-                return dataclasses.replace(program, repairs=tuple(repairs.values()))
+        wrong, right = {}, {}
+        with program.lowered.compiler_ir("stablehlo").context:
+            for place, layout in looks.layouts(program):
+                if found := _wrong(blame, layout, chosen.get(place)):
+                    wrong[place] = found
+                elif program.shardy and place not in chosen:
+                    right[place] = layout.shardings
+        for place, (choice, repair) in wrong.items():
+            chosen[place], repairs[place] = choice, repair
+        if not wrong:
+            _report(lowered.name, list(repairs.values()), strict)
+            program, _ = _lowered(lowered, mesh, chosen, right, border)
+            return dataclasses.replace(program, repairs=tuple(repairs.values()))
     raise LoweringError(
         f"{lowered.name}: no layout was found in which XLA gets the program right. "
         f"The last tried: {repairs[next(iter(wrong))]}. Annotate its operands and its "
@@ -103,9 +106,14 @@ def _lowered(
     lowered: LoweredFunction,
     mesh: DeviceMesh,
     chosen: Mapping[int, Chosen],
+    pinned: Mapping[int, Shardings] | None,
     border: Mapping[str, Any],
 ) -> tuple[MeshProgram, bool]:
-    """The program laid out as chosen, and whether it has guarded operations."""
+    """The program laid out as chosen, and whether it has guarded operations.
+
+    To be looked at they are numbered. To be compiled they are `pinned`: XLA's own
+    completion comes after other passes, and may differ from what was looked at.
+    """
     count = 0
 
     def rewrite(module: ir.Module) -> None:
@@ -113,11 +121,16 @@ def _lowered(
         # Of a function that is called twice each call may be sharded otherwise.
         PassManager.parse(_INLINE).run(module.operation)
         guarded = looks.number(module, GUARDED)
+        pin = Pin(mesh)
+        for place, shardings in (pinned or {}).items():
+            pin(guarded[place], shardings)
         for place, choice in chosen.items():
             if isinstance(choice, conv_layout.Layout):
                 lay_out(guarded[place], mesh, choice)
             else:
                 lay_out_evenly(guarded[place], choice)
+        if pinned is not None:
+            looks.drop_numbers(module)
         count = len(guarded)
 
     program = jax_bridge.lower_for_mesh(lowered, mesh, rewrite=rewrite, **border)
@@ -125,28 +138,32 @@ def _lowered(
 
 
 def _wrong(
-    blame: Blame, program: MeshProgram, chosen: Mapping[int, Chosen]
-) -> Iterator[tuple[int, tuple[Chosen, Repair]]]:
-    """How what XLA would get wrong is to be laid out instead."""
-    for place, layout in looks.layouts(program):
-        found = _choice(layout) if layout.is_split else None
-        if found is None:
-            continue
-        fault, choice = found
-        if layout.manual and isinstance(choice, conv_layout.Layout):
-            raise _in_region(blame, layout, choice)
-        if place in chosen:
-            # What was chosen did not help: nothing of it is to be split.
-            choice = even_layout(layout, keep=())
-            if choice == chosen[place]:
-                raise blame.error(
-                    layout.op,
-                    f"{fault.what}, which XLA gets wrong, and completion keeps the "
-                    f"layout {', '.join(str(t.sharding) for t in layout.tensors)} "
-                    "though it is annotated otherwise; annotate what it reads, or use "
-                    "the other partitioner",
-                )
-        yield place, (choice, repair_of(layout, fault, choice, blame.sources))
+    blame: Blame, layout: OpLayout, before: Chosen | None
+) -> tuple[Chosen, Repair] | None:
+    """How an operation is to be laid out if XLA would get it wrong.
+
+    Args:
+      blame: for messages.
+      layout: the operation as completed.
+      before: what was chosen for it in an earlier round.
+    """
+    found = _choice(layout) if layout.is_split else None
+    if found is None:
+        return None
+    fault, choice = found
+    if layout.manual and isinstance(choice, conv_layout.Layout):
+        raise _in_region(blame, layout, choice)
+    if before is not None:  # It did not help: nothing of the operation is to be split.
+        choice = even_layout(layout, keep=())
+        if choice == before:
+            raise blame.error(
+                layout.op,
+                f"{fault.what}, which XLA gets wrong, and completion keeps the layout "
+                f"{', '.join(str(t.sharding) for t in layout.tensors)} though it is "
+                "annotated otherwise; annotate what it reads, or use the other "
+                "partitioner",
+            )
+    return choice, repair_of(layout, fault, choice, blame.sources)
 
 
 def _choice(layout: OpLayout) -> tuple[Fault, Chosen] | None:

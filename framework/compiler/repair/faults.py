@@ -110,8 +110,8 @@ def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | 
 
 
 def _convolution(layout: OpLayout) -> Chosen | None:
-    shardings = [tensor.sharding for tensor in layout.tensors]
-    return conv_layout.layout(convolution_of(layout.op), layout.mesh, *shardings)
+    conv = convolution_of(layout.op)
+    return conv_layout.layout(conv, layout.mesh, *layout.shardings)
 
 
 _PARALLEL, _REDUCED = FactorKind.PARALLEL, FactorKind.REDUCED

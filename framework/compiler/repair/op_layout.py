@@ -100,6 +100,11 @@ class OpLayout:
         return self.operands + self.results
 
     @property
+    def shardings(self) -> list[Sharding | None]:
+        """Of the operands, then of the results."""
+        return [tensor.sharding for tensor in self.tensors]
+
+    @property
     def is_split(self) -> bool:
         """Whether any axis splits any tensor; unknown shardings count as splits."""
         return any(

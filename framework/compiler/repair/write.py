@@ -6,10 +6,13 @@ The module is for either partitioner still: annotations are as TF programs carry
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
+from jaxlib.mlir.dialects import sdy
 
+from meshwright.framework.compiler.constraints import sdy_text
 from meshwright.framework.compiler.repair.op_layout import EvenLayout
 from meshwright.framework.compiler.repair.patterns import SCATTER
 from meshwright.framework.compiler.stable_hlo import (
@@ -19,6 +22,7 @@ from meshwright.framework.compiler.stable_hlo import (
     tensor_type,
     zeros,
 )
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 
@@ -46,6 +50,39 @@ def lay_out_evenly(op, layout: EvenLayout) -> None:
             given = _annotated(result, sharding)
             old.replace_all_uses_with(_cut(given, shape_of(old)))
     op.erase()
+
+
+class Pin:
+    """Keeps operations for Shardy as they were looked at.
+
+    Args:
+      mesh: the program's.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+        self.attributes: dict[Sharding, ir.Attribute] = {}
+
+    def __call__(self, op, shardings: Sequence[Sharding | None]) -> None:
+        """Pins operands and results; those over another mesh are left alone."""
+        count = len(op.operands)
+        with ir.InsertionPoint(op), op.location:
+            for number, sharding in enumerate(shardings[:count]):
+                op.operands[number] = self._pinned(op.operands[number], sharding)
+        for result, sharding in zip(op.results, shardings[count:], strict=True):
+            with ir.InsertionPoint.after(op), op.location:
+                pinned = self._pinned(result, sharding)
+            if pinned != result:
+                result.replace_all_uses_except(pinned, pinned.owner.operation)
+
+    def _pinned(self, value: ir.Value, sharding: Sharding | None) -> ir.Value:
+        if sharding is None or not sharding.rank:
+            return value
+        if sharding not in self.attributes:
+            outside = dataclasses.replace(sharding, manual=())
+            text = f"#sdy.sharding{sdy_text(outside, self.mesh)}"
+            self.attributes[sharding] = ir.Attribute.parse(text)
+        return sdy.ShardingConstraintOp(value, self.attributes[sharding]).result
 
 
 def _annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
