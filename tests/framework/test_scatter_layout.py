@@ -45,7 +45,6 @@ def laid_out(fn, args, table, rows, partitioner):
         in_shardings=shardings,
         out_shardings=shardings[0],
         partitioner=partitioner,
-        strict=True,
     )
     result = program.unshard(program(*program.shard(*args)))
     np.testing.assert_allclose(result, fn(*map(tf.constant, args)), 1e-5, 1e-5)
@@ -67,6 +66,5 @@ def test_rows_are_gathered_and_no_table(fn, table, split, partitioner):
 @over_partitioners
 def test_columns_stay_split(partitioner):
     program = laid_out(add, (TABLE, TWICE, ROWS), "[X,Y]", "Y", partitioner)
-    print(program.collectives())
     kinds = {one.kind: one.bytes for one in program.collectives()}
     assert kinds == {"all-gather": TWICE.nbytes, "all-to-all": ROWS.nbytes // 4}
