@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.compiler.explain import explain
+from meshwright.framework.compiler.jax_bridge import JAXLIB
 from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair import check, faults
@@ -134,7 +135,7 @@ def test_a_program_without_repairs_says_nothing(caplog):
 
 def test_a_fault_ends_with_the_jaxlib_that_mends_it(table_of_faults):
     (fault,) = (one for one in faults.FAULTS if one.name == "uneven indices")
-    major, minor, patch = check._JAXLIB
+    major, minor, patch = JAXLIB
     mended = (major, minor, patch), (major, minor), (major, minor - 1, 9)
     for until in mended:
         table_of_faults([dataclasses.replace(fault, until=until)])
