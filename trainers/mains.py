@@ -26,6 +26,12 @@ GIN_FILE = flags.DEFINE_multi_string(
 GIN_PARAM = flags.DEFINE_multi_string(
     "gin_param", [], "A gin binding that overrides the files; may repeat."
 )
+STRICT = flags.DEFINE_bool(
+    "strict",
+    None,
+    "Whether to stop rather than lay an op out otherwise at a cost or leave assertions "
+    "unchecked; sets Experiment.strict. Default: as the gin files say.",
+)
 DEVICE_COUNT = flags.DEFINE_integer(
     "device_count", None, "Virtual devices on cpu; default: as many as the mesh has."
 )
@@ -83,6 +89,13 @@ def writable(folder: pathlib.Path) -> str:
         return (error.strerror or str(error)).lower()
 
 
+def gin_params() -> list[str]:
+    """Bindings of the command line: those of --gin_param, then flags that make one."""
+    if STRICT.value is None:
+        return GIN_PARAM.value
+    return [*GIN_PARAM.value, f"Experiment.strict = {STRICT.value}"]
+
+
 def build_experiment(
     gin_files: list[str], gin_params: list[str]
 ) -> tuple[Experiment, str]:
@@ -123,7 +136,7 @@ def call(
     logging.get_absl_handler().setFormatter(style)
     try:
         started = start()
-        return body(*build_experiment(GIN_FILE.value, GIN_PARAM.value), *started)
+        return body(*build_experiment(GIN_FILE.value, gin_params()), *started)
     except (ValueError, OSError, *errors) as error:
         text = f"{name}: {printable(str(error))}\n(--traceback shows where)"
         if TRACEBACK.value:

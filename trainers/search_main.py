@@ -91,7 +91,7 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
         )
     torus = topologies.topology(topology)
     output = _output()
-    check_unscoped(mains.GIN_FILE.value, mains.GIN_PARAM.value)
+    check_unscoped(mains.GIN_FILE.value, mains.gin_params())
     microbatches = _counts(_MICROBATCHES)
     if microbatches and not pipelines(experiment.task):
         raise ValueError(
@@ -101,11 +101,11 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
     space = Space(
         experiment=experiment,
         gin_files=tuple(mains.GIN_FILE.value),
-        gin_params=tuple(mains.GIN_PARAM.value),
+        gin_params=tuple(mains.gin_params()),
         torus=torus,
         plans=tuple(
             named_plans(
-                experiment, mains.GIN_FILE.value, mains.GIN_PARAM.value, _PLANS.value
+                experiment, mains.GIN_FILE.value, mains.gin_params(), _PLANS.value
             )
         ),
         batches=tuple(_counts(_BATCH)) or (experiment.global_batch,),

@@ -161,7 +161,8 @@ def rematerialized_lines(one: RematerializedTensor) -> Iterator[str]:
 
 def _repaired(repairs: Iterable[Repair]) -> Iterator[str]:
     for one in repairs:
-        yield f"Laid out otherwise, as XLA would get it wrong: {one.fault.name}"
+        would = "be slow at it" if one.fault.is_slow else "get it wrong"
+        yield f"Laid out otherwise, as XLA would {would}: {one.fault.name}"
         origin = _origin(one.source, one.op_name)
         yield f"  {bytes_text(one.bytes)} to each device: {origin}"
         for name, before, after in one.changes():

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 import tensorflow as tf
 from jax._src.clusters import ClusterEnv
@@ -63,6 +64,8 @@ from meshwright.framework.compiler.wide_elements import wide_elements
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
+JAXLIB = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
+"""The version of jaxlib."""
 # XLA's CPU backend ends the process when a device waits this long for the others; with
 # more virtual devices than cores a long wait is load, not a deadlock.
 _COLLECTIVE_SECONDS = 1200

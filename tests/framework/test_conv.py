@@ -265,7 +265,8 @@ def test_what_is_right_is_left_alone(shape, names, rows, partitioner, lowered):
     assert len(lowered) == 1
 
 
-def test_in_a_manual_region_it_is_refused():
+@pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
+def test_in_a_manual_region_it_is_refused(partitioner):
     mesh = mesh_of(2, 2, 2)
     rows = [None, "spatial", None]
 
@@ -290,7 +291,7 @@ def test_in_a_manual_region_it_is_refused():
         r".*what devices along model hold alike several times\. Split the batch by "
         "model",
     ):
-        compile_program(region, specs, mesh)
+        compile_program(region, specs, mesh, partitioner=partitioner)
 
 
 @pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)

@@ -1,27 +1,10 @@
 """Scatters of few rows into a split table: rows move, the table does not."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.hlo_text import HloModule
-from meshwright.framework.compiler.jax_bridge import (
-    bytecode,
-    lower_for_mesh,
-    neutral_module,
-)
-from meshwright.framework.compiler.lower import lower
-from meshwright.framework.compiler.program import Partitioner
-from meshwright.framework.compiler.report import collectives_of
-from meshwright.framework.compiler.scatter_layout import (
-    Scatter,
-    lay_out_scatter,
-    scatter_layout,
-    scatter_of,
-)
-from meshwright.framework.compiler.stable_hlo import walk
+from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.sharding.sharding import Sharding
 from tests.framework.programs import MESH, over_partitioners, specs
 
@@ -51,31 +34,21 @@ def gradient_of_gather(table, i, rows):
     return table - 0.1 * tf.convert_to_tensor(tape.gradient(loss, table))
 
 
-def laid_out(fn, args, table, split, partitioner):
-    """The result, and bytes of the collectives, of a scatter in its layout."""
-    texts = (table, f"[{split}]", f"[{split},_]")
+def laid_out(fn, args, table, rows, partitioner):
+    """The program, whose result is right."""
+    texts = (table, f"[{rows}]", f"[{rows},_]")
     shardings = [Sharding.parse(MESH, text) for text in texts]
-    lowered = lower(fn, [specs(one) for one in args], name="scatter")
-    with neutral_module(lowered) as module:
-        (op,) = (o for o in walk(module.operation) if o.name == "stablehlo.scatter")
-        scatter = scatter_of(op)
-        index = Sharding.parse(MESH, f"[{split},_]")
-        if len(scatter.indices) == 1:
-            index = shardings[1]
-        layout = scatter_layout(scatter, index, shardings[2], shardings[0])
-        lay_out_scatter(op, MESH, layout)
-        lowered = dataclasses.replace(lowered, rewritten=bytecode(module))
-    program = lower_for_mesh(
-        lowered,
+    program = compile_program(
+        fn,
+        [specs(one) for one in args],
         MESH,
         in_shardings=shardings,
-        out_shardings=shardings[:1],
-        donate=(),
-        shardy=partitioner is Partitioner.SHARDY,
-    ).compile()
-    (result,) = program(*args)
-    found = collectives_of(HloModule(program.as_text()), MESH)
-    return np.asarray(result), layout, found
+        out_shardings=shardings[0],
+        partitioner=partitioner,
+    )
+    result = program.unshard(program(*program.shard(*args)))
+    np.testing.assert_allclose(result, fn(*map(tf.constant, args)), 1e-5, 1e-5)
+    return program
 
 
 @over_partitioners
@@ -84,41 +57,14 @@ def laid_out(fn, args, table, split, partitioner):
 @pytest.mark.parametrize("fn", [update, add, segments, gradient_of_gather])
 def test_rows_are_gathered_and_no_table(fn, table, split, partitioner):
     args = TABLE, INDICES if fn is update else TWICE, ROWS
-    result, layout, found = laid_out(fn, args, table, split, partitioner)
-    np.testing.assert_allclose(result, fn(*map(tf.constant, args)), 1e-5, 1e-5)
-    assert layout.bytes == args[1].nbytes + ROWS.nbytes
+    program = laid_out(fn, args, table, split, partitioner)
+    found = program.collectives()
     assert {one.kind for one in found} == {"all-gather"}
-    assert sum(one.bytes for one in found) == layout.bytes
+    assert sum(one.bytes for one in found) == args[1].nbytes + ROWS.nbytes
 
 
 @over_partitioners
 def test_columns_stay_split(partitioner):
-    args = TABLE, TWICE, ROWS
-    result, layout, found = laid_out(add, args, "[X,Y]", "Y", partitioner)
-    np.testing.assert_allclose(result, add(*map(tf.constant, args)), 1e-5, 1e-5)
-    assert layout.updates == ((), ("Y",))
-    kinds = {one.kind: one.bytes for one in found}
+    program = laid_out(add, (TABLE, TWICE, ROWS), "[X,Y]", "Y", partitioner)
+    kinds = {one.kind: one.bytes for one in program.collectives()}
     assert kinds == {"all-gather": TWICE.nbytes, "all-to-all": ROWS.nbytes // 4}
-
-
-def test_there_is_a_layout_only_where_it_saves_something():
-    def layout(table, index, rows, updates=K):
-        scatter = Scatter(
-            operand=(V, M),
-            indices=(updates, 1),
-            updates=(updates, M),
-            index_bytes=4,
-            element_bytes=4,
-            scattered=(0,),
-            window=(None, 1),
-        )
-        parsed = (Sharding.parse(MESH, text) for text in (index, rows, table))
-        return scatter_layout(scatter, *parsed)
-
-    assert layout("[X,_]", "[Y,_]", "[Y,_]").operand == (("X",), ())
-    assert layout("[X,_]", "[_,_]", "[Y,_]").indices == ((), ())
-    assert layout("[X,_]", "[_,_]", "[_,_]") is None  # It lies so.
-    assert layout("[X,_]", "[_,_]", "[_,Y]") is None
-    assert layout("[_,Y]", "[X,_]", "[X,_]") is None  # Each device has all rows.
-    assert layout("[_,_]", "[X,_]", "[X,_]") is None
-    assert layout("[X,_]", "[Y,_]", "[Y,_]", updates=4 * V) is None

@@ -11,11 +11,9 @@ others: hence the rounds.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jaxlib
 from absl import logging
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
@@ -33,8 +31,7 @@ from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
 from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.sharding.mesh import DeviceMesh
 
-_JAXLIB = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
-PRESENT = [fault for fault in FAULTS if fault.is_in(_JAXLIB)]
+PRESENT = [fault for fault in FAULTS if fault.is_in(jax_bridge.JAXLIB)]
 GUARDED = frozenset(name for fault in PRESENT for name in fault.ops)
 _ROUNDS = 8
 _INLINE = "builtin.module(inline,symbol-dce)"

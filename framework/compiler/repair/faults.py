@@ -109,6 +109,15 @@ def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | 
     return choose
 
 
+def _apart(layout: OpLayout) -> Chosen | None:
+    """Lays a gather or scatter out evenly, and few rows as `few_rows` has them."""
+    if not patterns.rows_split_as_indices(layout):
+        return None
+    is_scatter = layout.op.name == patterns.SCATTER
+    few = is_scatter and patterns.few_rows(layout)
+    return even_layout(layout, (_PARALLEL,) if few else (_PARALLEL, _REDUCED))
+
+
 def _convolution(layout: OpLayout) -> Chosen | None:
     conv = convolution_of(layout.op)
     return conv_layout.layout(conv, layout.mesh, *layout.shardings)
@@ -177,7 +186,7 @@ FAULTS = (
         name="rows split as indices",
         what="is a gather or scatter in which an axis splits indices and another dim",
         ops=_INDEXED,
-        choose=_even(patterns.rows_split_as_indices, _PARALLEL, _REDUCED),
+        choose=_apart,
         repair="the axis splits what is largest, and nothing else",
         smallest={
             "gather_of_split_rows": Smallest(

@@ -123,7 +123,8 @@ def _by_gspmd(program: MeshProgram) -> Iterator[tuple[int, OpLayout]]:
         shardings = [None if isinstance(text, str) else text for text in texts]
         for op, known in _originals(program, ops, one, shapes, shardings):
             seen.add(number_of(op))
-            yield number_of(op), layout_of(op, program.mesh, known)
+            manual = next((s.manual for s in known if s), ())
+            yield number_of(op), layout_of(op, program.mesh, known, manual)
     for place, op in ops.items():
         # XLA has changed it, and nothing is known of it. A convolution that it made
         # instead was looked at above.

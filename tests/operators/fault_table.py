@@ -1,0 +1,116 @@
+"""The tables of docs/operators.md that show the table of faults; run, it rewrites them.
+
+python -m tests.operators.fault_table
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+
+from meshwright.framework import set_platform
+from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.repair.faults import FAULTS, Fault, Smallest
+from meshwright.framework.sharding.sharding import Sharding
+from tests.operators.cases import Case, compiled
+from tests.operators.known_failures import KNOWN_FAILURES, KnownFailure
+from tests.operators.printed import case_of
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "operators.md"
+_TABLES = re.compile(
+    r"(?<=<!-- the table of faults -->\n).*?(?=<!-- its end -->)", re.S
+)
+Bytes = Mapping[str, int]
+"""What repairs send to each device, by a known failure's name."""
+
+
+def on_page() -> str:
+    """The tables as the page has them."""
+    return _TABLES.search(PAGE.read_text())[0]
+
+
+def bytes_on_page() -> dict[str, int]:
+    """What the page says of each known failure."""
+    cells = re.findall(r"^\| `(\w+)` \|.*\| ([\w, ]+) \|$", on_page(), re.MULTILINE)
+    found = {}
+    for name, cell in cells:
+        one, _, other = cell.partition(", GSPMD ")
+        found[f"{name}-{Partitioner.SHARDY.value}"] = int(one)
+        found[f"{name}-{Partitioner.GSPMD.value}"] = int(other or one)
+    return {one.name: found[one.name] for one in KNOWN_FAILURES if one.name in found}
+
+
+def measured(one: KnownFailure) -> int:
+    """The bytes of all repairs of the program, and of its gradients."""
+    program = compiled([one.case], one.partitioner, [one.case.use.values])
+    return sum(repair.bytes for repair in program.repairs)
+
+
+def tables(costs: Bytes) -> str:
+    """The tables as the page is to have them."""
+    faults = [
+        "| fault | an op meets it that | layout instead | mended | reported |",
+        "|---|---|---|---|---|",
+        *map(_fault, FAULTS),
+    ]
+    programs = [
+        "| program | meets | what it computes, how split | left to XLA | bytes |",
+        "|---|---|---|---|---|",
+        *(
+            _program(fault, name, smallest, costs)
+            for fault in FAULTS
+            for name, smallest in fault.smallest.items()
+        ),
+    ]
+    return "\n".join(["", *faults, "", *programs, "", ""])
+
+
+def _fault(fault: Fault) -> str:
+    version = ".".join(map(str, fault.until or ()))
+    mended = f"in jaxlib {version}" if version else "not yet"
+    link = f"[there]({fault.link})" if fault.link else "not known"
+    return f"| {fault.name} | {fault.what} | {fault.repair} | {mended} | {link} |"
+
+
+def _program(fault: Fault, name: str, smallest: Smallest, costs: Bytes) -> str:
+    case = case_of(smallest.program)
+    outcome = smallest.outcome.value
+    if not smallest.shardy:
+        outcome += ", GSPMD only"
+    both = [costs.get(f"{name}-{partitioner.value}") for partitioner in Partitioner]
+    shardy, gspmd = both
+    cell = str(gspmd)
+    if shardy not in (None, gspmd):
+        cell = f"{shardy}, GSPMD {gspmd}"
+    return (
+        f"| `{name}` | {fault.name} | `{case.use.expression}`: {_layout(case)} | "
+        f"{outcome} | {cell} |"
+    )
+
+
+def _layout(case: Case) -> str:
+    """`x [8], i [2] split [X], the result [Y]; mesh (4, 2)`, all tensors float32."""
+    pairs = zip(case.use.inputs.items(), case.arrives, case.annotated, strict=True)
+    parts = [
+        f"{name} {list(one.shape)}{_split(annotated or arrives)}"
+        for (name, one), arrives, annotated in pairs
+    ]
+    results = zip(case.result, case.leaves, strict=True)
+    parts += [f"the result{_split(one or leaves)}" for one, leaves in results]
+    shape = ", ".join(map(str, case.mesh.shape))
+    return f"{', '.join(p for p in parts if p != 'the result')}; mesh ({shape})"
+
+
+def _split(sharding: Sharding) -> str:
+    return f" `{sharding}`" if any(sharding.dims) else ""
+
+
+def _measured(failures: Iterable[KnownFailure]) -> dict[str, int]:
+    return {one.name: measured(one) for one in failures}
+
+
+if __name__ == "__main__":
+    set_platform("cpu", 8)
+    text = tables(_measured(KNOWN_FAILURES))
+    PAGE.write_text(_TABLES.sub(lambda _: text, PAGE.read_text()))

@@ -1,0 +1,70 @@
+"""A run that would rather stop than repair a program at a cost."""
+
+import re
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from meshwright.framework.compiler.lower import LoweringError
+from meshwright.framework.compiler.repair import check, faults
+from meshwright.framework.compiler.repair.op_layout import even_layout
+from meshwright.trainers import mains
+from meshwright.trainers.programs import Programs
+from tests.trainers.parity import small_experiment
+
+MESH, SMALL = "MESH_SHAPE = (2, 4)", "NUM_LAYERS = 1"
+
+
+@pytest.fixture
+def faulty_products(monkeypatch):
+    """As if XLA got every product of split tensors wrong."""
+    fault = faults.Fault(
+        name="products",
+        what="is a product",
+        ops=("stablehlo.dot_general",),
+        choose=lambda layout: even_layout(layout, keep=()),
+        repair="nothing is split",
+        smallest={"product": faults.Smallest(faults.Outcome.WRONG, "")},
+    )
+    monkeypatch.setattr(check, "PRESENT", [fault])
+    monkeypatch.setattr(check, "GUARDED", frozenset(fault.ops))
+
+
+def test_the_programs_of_a_strict_experiment_are_strict(faulty_products):
+    experiment = small_experiment(MESH, SMALL, "Experiment.strict = True")
+    with pytest.raises(
+        LoweringError,
+        match=r"^train: the program is compiled strictly, and \d+ of its ops would be "
+        r"laid out otherwise at a cost:\n  op '.*\.py:\d+\) is a product, which XLA",
+    ):
+        _ = Programs(experiment).main
+
+
+@pytest.mark.parametrize("value", ["1", "'yes'", "None"])
+def test_strict_is_true_or_false(value):
+    told = re.escape(f"Experiment.strict is {value}, must be of class bool")
+    with pytest.raises(ValueError, match=told):
+        small_experiment(MESH, f"Experiment.strict = {value}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "bound", "strict"),
+    [
+        ({}, [], False),
+        ({}, ["Experiment.strict = True"], True),
+        ({"strict": True}, [], True),
+        ({"strict": True}, ["Experiment.strict = False"], True),
+        ({"strict": False}, ["Experiment.strict = True"], False),
+    ],
+)
+def test_the_flag_sets_the_field(flag, bound, strict):
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["meshwright"])
+    told = []
+    given = {"gin_file": ["lm/stdlib_tiny.gin"], "gin_param": bound, **flag}
+    with flagsaver.flagsaver(**given):
+        mains.call("meshwright", ["meshwright"], lambda *args: told.append(args))
+    ((experiment, config_text),) = told
+    assert experiment.strict is strict
+    assert ("Experiment.strict = True" in config_text) == strict
