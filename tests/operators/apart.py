@@ -154,7 +154,8 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
         return Verdict(outcome, str(e))
     except Exception as e:
         refused = type(e).__name__ == "JaxRuntimeError"
-        text = str(e) if refused else traceback.format_exc()
+        text = str(e).partition("Suspected Python Code Location")[0]
+        text = text if refused else traceback.format_exc()
         return Verdict(Outcome.REFUSED if refused else Outcome.FAILED, text)
     complaints = [
         case.complaint(*pair) for case, *pair in zip(cases, found, want, strict=True)
