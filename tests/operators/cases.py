@@ -37,6 +37,7 @@ ONE_DEVICE = DeviceMesh(("X",), (1,))
 _FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
 }
 # What formats of fewer digits may be off, in units of the last place of the largest
 # element, or of 1 if that is more.

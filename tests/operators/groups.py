@@ -19,6 +19,7 @@ from tests.operators.draws import cases
 # A program costs as much again as a case in it.
 CASES_IN_A_PROGRAM = 6
 _SHRINK_TRIES = 100
+_LONG = 1200
 
 
 class _FoundError(Exception):
@@ -78,7 +79,9 @@ class Judged:
     verdict: Verdict
 
     def __str__(self) -> str:
-        said = self.verdict.text.strip()[-1500:]
+        said = self.verdict.text.strip()
+        if len(said) > _LONG:
+            said = f"{said[: _LONG // 2]} ... {said[-_LONG // 2 :]}"
         return f"{self.case}\n  {self.verdict.outcome.value}: {said}"
 
 
