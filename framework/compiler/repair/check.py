@@ -26,6 +26,7 @@ from meshwright.framework.compiler.repair.conv_match import Shardings
 from meshwright.framework.compiler.repair.conv_rewrite import lay_out
 from meshwright.framework.compiler.repair.faults import FAULTS, Chosen, Fault
 from meshwright.framework.compiler.repair.op_layout import OpLayout, even_layout
+from meshwright.framework.compiler.repair.patterns import STEPPED, stepped_dims
 from meshwright.framework.compiler.repair.repaired import Repair, repair_of
 from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
 from meshwright.framework.compiler.stable_hlo import Blame
@@ -117,7 +118,7 @@ def _lowered(
         nonlocal count
         # Of a function that is called twice each call may be sharded otherwise.
         PassManager.parse(_INLINE).run(module.operation)
-        guarded = looks.number(module, GUARDED)
+        guarded = looks.number(module, _is_guarded)
         pin = Pin(mesh)
         for place, shardings in (pinned or {}).items():
             pin(guarded[place], shardings)
@@ -132,6 +133,11 @@ def _lowered(
 
     program = jax_bridge.lower_for_mesh(lowered, mesh, rewrite=rewrite, **border)
     return program, count > 0
+
+
+def _is_guarded(op) -> bool:
+    """Whether an operation may meet a fault, as far as it can tell itself."""
+    return op.name in GUARDED and (op.name not in STEPPED or bool(stepped_dims(op)))
 
 
 def _wrong(

@@ -250,7 +250,7 @@ FAULTS = (
     Fault(
         name="uneven steps",
         what="is a slice by steps, or its gradient, of a dim in unequal shards",
-        ops=("stablehlo.pad", "stablehlo.slice"),
+        ops=patterns.STEPPED,
         choose=_even(patterns.uneven_steps, _PARALLEL),
         repair="the dim is not split",
         smallest={

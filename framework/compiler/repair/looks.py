@@ -7,7 +7,8 @@ compilation runs, the program is compiled once more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
@@ -33,21 +34,23 @@ _NO_OPERATION = ("get-tuple-element", "bitcast", "copy")
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
 
-def number(module: ir.Module, guarded: Collection[str]) -> dict[int, ir.Operation]:
+def number(
+    module: ir.Module, guarded: Callable[[Any], bool]
+) -> dict[int, ir.Operation]:
     """Gives the guarded operations numbers that stay with them to the partitioner.
 
     They are XLA's frontend attributes, which an HLO module's text shows.
 
     Args:
       module: a module that is not for a mesh yet.
-      guarded: names of operations.
+      guarded: whether an operation is.
 
     Returns:
       The operations by number: their place in the module.
     """
     found = {}
     for place, op in enumerate(walk(module.operation)):
-        if op.name in guarded:
+        if guarded(op):
             text = ir.StringAttr.get(str(place))
             attributes = {}
             if _ATTRIBUTES in op.attributes:

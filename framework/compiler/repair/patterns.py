@@ -13,6 +13,7 @@ from meshwright.framework.compiler.repair.op_layout import (
 )
 from meshwright.framework.compiler.repair.windows import split_windows
 
+STEPPED = ("stablehlo.pad", "stablehlo.slice")
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
 
 
@@ -66,14 +67,19 @@ def few_rows(layout: OpLayout) -> bool:
     return gathered < 2 * layout.results[0].shard_bytes()
 
 
+def stepped_dims(op) -> list[int]:
+    """The dims that a slice takes by steps, or that a pad puts padding into."""
+    if op.name == "stablehlo.pad":
+        return [d for d, n in enumerate(op.attributes["interior_padding"]) if n > 0]
+    return [d for d, n in enumerate(op.attributes["strides"]) if n > 1]
+
+
 def uneven_steps(layout: OpLayout) -> bool:
     """A slice by steps, or its gradient's padding between elements, uneven."""
-    steps = "interior_padding" if layout.op.name == "stablehlo.pad" else "strides"
-    least = 0 if steps == "interior_padding" else 1
-    tensors = (layout.operands[0], layout.results[0])
     return any(
-        step > least and not all(_divides(tensor, dim) for tensor in tensors)
-        for dim, step in enumerate(layout.op.attributes[steps])
+        not _divides(tensor, dim)
+        for tensor in (layout.operands[0], layout.results[0])
+        for dim in stepped_dims(layout.op)
     )
 
 

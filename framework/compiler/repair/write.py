@@ -16,7 +16,9 @@ from meshwright.framework.compiler.constraints import sdy_text
 from meshwright.framework.compiler.repair.op_layout import EvenLayout
 from meshwright.framework.compiler.repair.patterns import SCATTER
 from meshwright.framework.compiler.stable_hlo import (
+    after,
     element_type,
+    location_of,
     shape_of,
     sharding_call,
     tensor_type,
@@ -62,16 +64,16 @@ class Pin:
     def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
         self.attributes: dict[Sharding, ir.Attribute] = {}
+        # One for all readers: XLA would reshard for each what is pinned for each.
+        self.pinned: dict[tuple[ir.Value, Sharding], ir.Value] = {}
 
     def __call__(self, op, shardings: Sequence[Sharding | None]) -> None:
         """Pins operands and results; those over another mesh are left alone."""
         count = len(op.operands)
-        with ir.InsertionPoint(op), op.location:
-            for number, sharding in enumerate(shardings[:count]):
-                op.operands[number] = self._pinned(op.operands[number], sharding)
+        for number, sharding in enumerate(shardings[:count]):
+            op.operands[number] = self._pinned(op.operands[number], sharding)
         for result, sharding in zip(op.results, shardings[count:], strict=True):
-            with ir.InsertionPoint.after(op), op.location:
-                pinned = self._pinned(result, sharding)
+            pinned = self._pinned(result, sharding)
             if pinned != result:
                 result.replace_all_uses_except(pinned, pinned.owner.operation)
 
@@ -82,7 +84,12 @@ class Pin:
             outside = dataclasses.replace(sharding, manual=())
             text = f"#sdy.sharding{sdy_text(outside, self.mesh)}"
             self.attributes[sharding] = ir.Attribute.parse(text)
-        return sdy.ShardingConstraintOp(value, self.attributes[sharding]).result
+        if (value, sharding) not in self.pinned:
+            with after(value), location_of(value):
+                constraint = sdy.ShardingConstraintOp(value, self.attributes[sharding])
+            self.pinned[value, sharding] = constraint.result
+            self.pinned[constraint.result, sharding] = constraint.result
+        return self.pinned[value, sharding]
 
 
 def _annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
