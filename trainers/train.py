@@ -31,6 +31,13 @@ _PLATFORM = flags.DEFINE_enum(
 _PROFILE_STEPS = flags.DEFINE_list(
     "profile_steps", None, "FIRST,LAST step to trace into model_dir, for xprof."
 )
+_STANDSTILL = flags.DEFINE_float(
+    "standstill_seconds",
+    60.0,
+    "Seconds of CPU devices waiting for each other, while none of XLA's threads runs, "
+    "after which the process says so and ends; 0: never.",
+    lower_bound=0,
+)
 _STOPPED_STATUS = flags.DEFINE_integer(
     "stopped_status",
     0,
@@ -66,7 +73,8 @@ def _run(
     devices = _devices_each(experiment.plan.mesh, count)
     settings = "\n".join([_MODE.value, _PLATFORM.value, run.model_dir, config_text])
     with processes.together(membership, settings) as peers:
-        set_platform(_PLATFORM.value, devices)
+        still = _STANDSTILL.value or None
+        set_platform(_PLATFORM.value, devices, standstill_seconds=still)
         check_takes_part(experiment.plan.mesh)
         processes.check_shared(run.model_dir)
         return _train_or_evaluate(experiment, run, peers)

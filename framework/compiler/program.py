@@ -11,7 +11,7 @@ import gin
 import jax
 import tensorflow as tf
 
-from meshwright.framework.compiler import jax_bridge
+from meshwright.framework.compiler import jax_bridge, standstill
 from meshwright.framework.compiler.arguments import Arguments, check_structure
 from meshwright.framework.compiler.borders import (
     flat_numbers,
@@ -107,6 +107,7 @@ class Program:
             shardings=jax.tree.leaves(compiled.input_shardings[0]),
             can_run=can_run,
         )
+        self._calls = standstill.calls_of(self)
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program.
@@ -122,7 +123,11 @@ class Program:
           ValueError: an argument's structure, shape or kind is not what was compiled
             for, or an earlier call took over its buffer.
         """
-        out = self._compiled(*self.arguments.take(args))
+        flat = self.arguments.take(args)
+        calls = self._calls
+        out = (
+            self._compiled(*flat) if calls is None else calls.make(self._compiled, flat)
+        )
         return tf.nest.pack_sequence_as(self._lowered.outputs, list(out))
 
     def shard(self, *args: Any) -> Any:

@@ -1,0 +1,200 @@
+"""Ends a process whose devices wait for each other for ever, and says so.
+
+A call that waits on XLA's CPU devices cannot be interrupted, and XLA's own end comes
+after 20 minutes, since with more virtual devices than cores a long wait may be load.
+Standing still is told from being slow by the threads: on a loaded machine some want to
+run, or have run; when all devices wait for each other, none does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import logging
+import os
+import pathlib
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+if TYPE_CHECKING:
+    from meshwright.framework.compiler.program import Program
+
+STATUS = os.EX_SOFTWARE
+"""Exit status of a process that was ended."""
+_THREADS = pathlib.Path("/proc/self/task")
+_LOOKS = 12
+"""So many looks in a row that see nothing run make a standstill."""
+_RUNNING = "RDTt"  # Wants to run, waits for a disk, or is held by a debugger.
+_TICKS = 5
+"""Hundredths of a second that what is no device may take between two looks: 1%."""
+_LISTED = 40
+_SAYING_SECONDS = 10.0
+
+_seconds: float | None = 60.0
+_watched: weakref.WeakSet[Calls] = weakref.WeakSet()
+_lock = threading.Lock()
+# While 32 calls are in flight, each further one holds a thread of XLA's for each device
+# until one of them ends: from one thread of Python's at a time, there are enough.
+_calling = threading.RLock()
+
+
+def set_limit(seconds: float | None) -> None:
+    """After how many seconds of standing still to end the process; None: never."""
+    global _seconds
+    _seconds = seconds
+
+
+class Calls:
+    """The calls of one program, of which some may be under way.
+
+    Args:
+      program: which.
+    """
+
+    def __init__(self, program: Program):
+        self.program = weakref.ref(program)
+        self.inside: set[int] = set()
+        """Python's threads that are making a call now."""
+        self._last: Callable[[], jax.Array | None] = lambda: None
+
+    def make(self, compiled: Callable[..., Sequence[Any]], args: Iterable[Any]):
+        """Calls, and remembers that."""
+        thread = threading.get_ident()
+        with _calling:
+            self.inside.add(thread)
+            try:
+                results = compiled(*args)
+            finally:
+                self.inside.discard(thread)
+        if results:
+            self._last = weakref.ref(results[0])
+        return results
+
+    def under_way(self) -> bool:
+        """Whether one is."""
+        last = self._last()
+        try:
+            waits = last is not None and not last.is_ready()
+        except RuntimeError:  # A later call took it over, and waits for it.
+            waits = False
+        return waits or bool(self.inside)
+
+
+def calls_of(program: Program) -> Calls | None:
+    """The calls of a program over CPU devices; None for what runs elsewhere or alone.
+
+    They are watched, but where a call may rightly wait for another process, which the
+    trainer watches, and where threads cannot be seen.
+    """
+    runs = program.can_run and program.mesh.size > 1
+    if not runs or jax.default_backend() != "cpu":
+        return None
+    calls = Calls(program)
+    if jax.process_count() == 1 and _THREADS.is_dir():
+        with _lock:
+            _watched.add(calls)
+        _start()
+    return calls
+
+
+@functools.cache
+def _start() -> None:
+    threading.Thread(target=_watch, name="standstill", daemon=True).start()
+
+
+def _watch() -> None:
+    before, still = None, 0
+    while True:
+        limit = _seconds
+        time.sleep((limit or 60.0) / _LOOKS)
+        with _lock:
+            busy = [calls for calls in _watched if calls.under_way()]
+        if limit is None or not busy:
+            before, still = None, 0
+            continue
+        now = _ticks({thread for calls in busy for thread in tuple(calls.inside)})
+        stands = before is not None and now is not None and now - before <= _TICKS
+        before, still = now, still + 1 if stands else 0
+        if still == _LOOKS:
+            _end([calls.program() for calls in busy], limit)
+
+
+def _ticks(calling: set[int]) -> int | None:
+    """Processor time that XLA's threads have had, in clock ticks; None if some run.
+
+    Python's own threads, which may load data meanwhile, do not count, unless they are
+    `calling` a program.
+    """
+    others = {
+        str(thread.native_id)
+        for thread in threading.enumerate()
+        if thread.ident not in calling
+    }
+    total = 0
+    for folder in _THREADS.iterdir():
+        if folder.name in others:
+            continue
+        try:
+            # The name, which comes before, may have spaces and brackets.
+            state, *numbers = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # It has ended.
+        if state in _RUNNING:
+            return None
+        total += int(numbers[10]) + int(numbers[11])
+    return total
+
+
+def _end(programs: Sequence[Program | None], seconds: float) -> None:
+    """Says what stands still, and ends this process."""
+    # Whatever holds a lock may never let go of it: the end does not wait for that.
+    saying = threading.Thread(target=_say, args=(programs, seconds), daemon=True)
+    saying.start()
+    saying.join(_SAYING_SECONDS)
+    os._exit(STATUS)
+
+
+def _say(programs: Sequence[Program | None], seconds: float) -> None:
+    for text in (_text(one, seconds) for one in programs if one is not None):
+        print(text, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+    sys.stdout.flush()
+    logging.shutdown()
+
+
+def _text(program: Program, seconds: float) -> str:
+    devices = ", ".join(str(number) for number in program.mesh.ids.flat)
+    try:
+        waits = _collective_lines(program)
+    except Exception as error:  # The process ends: as much as can be said.
+        waits = [f"(its collectives cannot be read: {error})"]
+    lines = "\n".join(f"  {line}" for line in waits)
+    return (
+        f"{program.name}: a call stands still: for {seconds:.0f} s none of XLA's "
+        f"threads has run. Devices {devices} of mesh ({program.mesh}) wait for each "
+        f"other in some of these collectives:\n{lines}\n"
+        "A device that waits holds a thread, and what it waits for wants one too: XLA "
+        f"has PJRT_NPROC = {os.environ.get('PJRT_NPROC')} of them in each pool. Leave "
+        "PJRT_NPROC to set_platform, or raise it, or wait for results before more "
+        "calls are made. The process ends here, since such a call cannot be "
+        "interrupted; set_platform(..., standstill_seconds=None) lets it wait."
+    )
+
+
+def _collective_lines(program: Program) -> list[str]:
+    found = program.collectives()
+    lines = []
+    for one in found[:_LISTED]:
+        source = program.sources.find(one.op_name)
+        along = " and ".join(one.axes) if one.axes else "parts of the mesh"
+        where = f" at {source}" if source and source.file else ""
+        lines.append(f"{one.kind} {one.name} along {along}: {one.op_name}{where}")
+    if len(found) > _LISTED:
+        lines.append(f"and {len(found) - _LISTED} more")
+    return lines or ["none: they wait for something else"]
