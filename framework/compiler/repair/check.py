@@ -26,7 +26,12 @@ from meshwright.framework.compiler.repair.conv_match import Shardings
 from meshwright.framework.compiler.repair.conv_rewrite import lay_out
 from meshwright.framework.compiler.repair.faults import FAULTS, Chosen, Fault
 from meshwright.framework.compiler.repair.op_layout import OpLayout, even_layout
-from meshwright.framework.compiler.repair.patterns import STEPPED, stepped_dims
+from meshwright.framework.compiler.repair.patterns import (
+    PRODUCTS,
+    STEPPED,
+    may_regroup,
+    stepped_dims,
+)
 from meshwright.framework.compiler.repair.repaired import Repair, repair_of
 from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
 from meshwright.framework.compiler.stable_hlo import Blame
@@ -70,7 +75,7 @@ def lower_for_mesh(
             for place, layout in looks.layouts(program):
                 if found := _wrong(blame, layout, chosen.get(place)):
                     wrong[place] = found
-                elif program.shardy and place not in chosen:
+                elif place not in chosen and program.shardy and _is_near(layout):
                     right[place] = layout.shardings
         for place, (choice, repair) in wrong.items():
             chosen[place], repairs[place] = choice, repair
@@ -138,6 +143,14 @@ def _lowered(
 def _is_guarded(op) -> bool:
     """Whether an operation may meet a fault, as far as it can tell itself."""
     return op.name in GUARDED and (op.name not in STEPPED or bool(stepped_dims(op)))
+
+
+def _is_near(layout: OpLayout) -> bool:
+    """Whether an operation might meet a fault if XLA completed it a little otherwise.
+
+    Most products of a model cannot, and are left to XLA as they are.
+    """
+    return layout.op.name not in PRODUCTS or may_regroup(layout)
 
 
 def _wrong(

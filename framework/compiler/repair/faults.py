@@ -349,7 +349,7 @@ FAULTS = (
     Fault(
         name="regrouped product",
         what="is a product with a dim that its tensors split by different axes",
-        ops=("stablehlo.dot_general", "stablehlo.dot"),
+        ops=patterns.PRODUCTS,
         choose=_even(patterns.regrouped_axes, _PARALLEL, _REDUCED),
         repair="its tensors are split alike",
         smallest={

@@ -53,6 +53,10 @@ class Tensor:
         """The axes that split a dim."""
         return self.sharding.dims[dim] if self.sharding else ()
 
+    def splitting(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that split each dim, as far as is known."""
+        return self.sharding.dims if self.sharding else ()
+
     @property
     def is_even(self) -> bool:
         """Whether all shards have the same size."""

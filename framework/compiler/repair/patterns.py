@@ -14,6 +14,7 @@ from meshwright.framework.compiler.repair.op_layout import (
 from meshwright.framework.compiler.repair.windows import split_windows
 
 STEPPED = ("stablehlo.pad", "stablehlo.slice")
+PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
 
 
@@ -114,6 +115,17 @@ def regrouped_axes(layout: OpLayout) -> bool:
         and (set(one) & set(other) or len(list(layout.places(factor))) == 3)
         for factor in range(len(layout.kinds))
         for one, other in itertools.combinations(layout.groups(factor), 2)
+    )
+
+
+def may_regroup(layout: OpLayout) -> bool:
+    """Whether a product is near `regrouped_axes`.
+
+    A dim of it is split by several axes, or a batch dim not alike by all its tensors.
+    """
+    return any(len(axes) > 1 for t in layout.tensors for axes in t.splitting()) or any(
+        len(layout.groups(factor)) > 1 and len(list(layout.places(factor))) == 3
+        for factor in range(len(layout.kinds))
     )
 
 
