@@ -38,12 +38,19 @@ def rows_split_as_indices(layout: OpLayout) -> bool:
 
 
 def single_index(layout: OpLayout) -> bool:
-    """A scatter of one index into a dim that is split."""
-    indices, dim = _indices(layout), _coordinates(layout)
-    count = math.prod(n for d, n in enumerate(indices.shape) if d != dim)
+    """A scatter of one index into a dim that is split.
+
+    Splits of the slice that is written do no harm: loops write a step's rows so.
+    """
+    indices, coordinates = _indices(layout), _coordinates(layout)
+    count = math.prod(n for d, n in enumerate(indices.shape) if d != coordinates)
+    numbers = stablehlo.ScatterDimensionNumbers(
+        layout.op.attributes["scatter_dimension_numbers"]
+    )
     return count == 1 and any(
-        any(tensor.axes(d) for d in range(len(tensor.shape)))
-        for tensor in (*layout.operands[:1], *layout.results)
+        tensor.axes(dim)
+        for tensor in (*layout.operands[: len(layout.results)], *layout.results)
+        for dim in numbers.scattered_dims_to_operand_dims
     )
 
 
