@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.operators.use import (
     BOOLEANS,
+    HALVES,
     ORDERS,
     SUMS,
     Input,
@@ -70,7 +71,8 @@ def running(draw, name: str, **kwargs) -> Use:
 
 @operator
 def cumsum(draw):
-    return running(draw, "cumsum", formats=SUMS)
+    # TF2XLA has none of complex numbers.
+    return running(draw, "cumsum", formats=(*HALVES, "int32", "int64"))
 
 
 @operator

@@ -16,7 +16,7 @@ from meshwright.framework.compiler.program import (
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from tests.operators.use import AT_THE_BORDER, HALVES, Use
+from tests.operators.use import HALVES, Use
 
 # By how many devices they have: tensors of a program may be annotated over several.
 MESHES = (
@@ -118,11 +118,6 @@ class Case:
 
     def compute(self, *inputs: tf.Tensor) -> dict[str, list[tf.Tensor]]:
         """The operator's results and the gradients of its float inputs."""
-        ones = self.use.inputs.values()
-        inputs = [
-            tf.cast(x, one.dtype) if one.border != one.dtype else x
-            for x, one in zip(inputs, ones, strict=True)
-        ]
         with tf.GradientTape() as tape:
             tape.watch(_floats(inputs))
             pairs = zip(inputs, self.annotated, strict=True)
@@ -134,11 +129,10 @@ class Case:
         if self.use.differentiable:
             floats = _floats(inputs)
             gradients = tape.gradient(loss, floats, unconnected_gradients="zero")
-        found = {
+        return {
             "results": results,
             "gradients": [tf.convert_to_tensor(g) for g in gradients],
         }
-        return tf.nest.map_structure(_for_the_border, found)
 
     def _lay(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
         return _laid(tensor, self.inner[number])
@@ -209,11 +203,6 @@ def _weighted_sum(y: tf.Tensor) -> tf.Tensor:
 
 def _laid(x: tf.Tensor, sharding: Sharding | None) -> tf.Tensor:
     return x if sharding is None else annotate(x, sharding)
-
-
-def _for_the_border(x: tf.Tensor) -> tf.Tensor:
-    border = AT_THE_BORDER.get(x.dtype.name)
-    return tf.cast(x, border) if border else x
 
 
 def wanted(cases: Sequence[Case]) -> list[dict]:

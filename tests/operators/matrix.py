@@ -9,7 +9,9 @@ import argparse
 import collections
 import concurrent.futures
 import multiprocessing
+import sys
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
 from tests.operators.apart import Outcome
@@ -39,16 +41,20 @@ def main() -> int:
         if not args.no_shrinking:
             _print_shrunk(pool, found, faults)
     print(f"SEED={args.seed}")
-    return 1 if faults else 0
+    return 1 if faults or len(found) < sum(group.count for group in asked) else 0
 
 
 def _all_judged(pool, asked: Sequence[Group]) -> Iterable[Judged]:
     """All cases; a fault of a new kind is printed as it comes."""
     known = set()
-    tasks = [pool.submit(judged, group) for group in asked]
+    tasks = {pool.submit(judged, group): group for group in asked}
     for number, done in enumerate(concurrent.futures.as_completed(tasks)):
         if number and number % 100 == 0:
             print(f"{number} of {len(tasks)} programs", flush=True)
+        if done.exception():  # The matrix's own, such as an expression that TF refuses.
+            print(f"{tasks[done]} is not drawn:", flush=True)
+            traceback.print_exception(done.exception(), file=sys.stdout)
+            continue
         for one in done.result():
             kind = one.group.operator, one.verdict.kind
             if one.verdict.outcome.is_fault and kind not in known:

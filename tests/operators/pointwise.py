@@ -107,10 +107,9 @@ def cast(draw):
     to = draw(st.sampled_from(["float32", "float64", *MOVES]))
     source = draw(st.sampled_from(["float32", "float64", *MOVES]))
     one = Input(shape, dtype=source)
-    plain = source in ("bool", "complex64") or to in ("bool", "complex64")
-    held = "x" if plain else "tf.abs(x)"
-    if source == "complex64" and to != "complex64":
-        held = "tf.abs(tf.math.real(x))"
+    held = "x"
+    if to not in ("bool", "complex64") and source not in ("bool", "uint8"):
+        held = "tf.abs(x)"  # In complex64 the magnitude.
     return Use(f"tf.cast({held}, tf.{to})", {"x": one}, formats=())
 
 

@@ -20,8 +20,6 @@ HALVES = ("bfloat16", "float16")
 SUMS = (*HALVES, "complex64", "int32")
 ORDERS = (*HALVES, "int32", "int64", "int8", "uint8")
 MOVES = (*ORDERS, "complex64", "bool")
-# What cannot cross a program's border: what does instead, cast inside it.
-AT_THE_BORDER = {"int64": "int32", "uint64": "uint32", "float64": "float32"}
 _DIGITS = {"bfloat16": 8, "float16": 11}
 
 
@@ -54,15 +52,9 @@ class Input:
         limit = f" below {self.limit}" if self.limit else ""
         return f"{kind}{self.dtype} {list(self.shape)}{limit}"
 
-    @property
-    def border(self) -> str:
-        """The dtype in which it crosses the program's border."""
-        return AT_THE_BORDER.get(self.dtype, self.dtype)
-
     def value(self, seed: int) -> np.ndarray:
-        """As it crosses the border."""
         rng = np.random.default_rng([seed, *self.shape])
-        dtype = tf.as_dtype(self.border).as_numpy_dtype
+        dtype = tf.as_dtype(self.dtype).as_numpy_dtype
         if self.kind is not Kind.NUMBER:
             return self._integers(rng).astype(dtype)
         if self.dtype == "bool":

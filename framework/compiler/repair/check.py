@@ -30,9 +30,9 @@ from meshwright.framework.compiler.repair.conv_rewrite import (
 from meshwright.framework.compiler.repair.faults import FAULTS, Chosen, Fault
 from meshwright.framework.compiler.repair.op_layout import OpLayout, even_layout
 from meshwright.framework.compiler.repair.repaired import Repair, repair_of
-from meshwright.framework.compiler.stable_hlo import Blame, sharding_call
+from meshwright.framework.compiler.repair.write import lay_out_evenly
+from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.sharding import Sharding
 
 _JAXLIB = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
 PRESENT = [fault for fault in FAULTS if fault.is_in(_JAXLIB)]
@@ -114,7 +114,10 @@ def _lowered(
         PassManager.parse(_INLINE).run(module.operation)
         guarded = looks.number(module, GUARDED)
         for place, choice in chosen.items():
-            _write(guarded[place], mesh, choice)
+            if isinstance(choice, conv_layout.Layout):
+                lay_out(guarded[place], mesh, choice)
+            else:
+                lay_out_evenly(guarded[place], choice)
         count = len(guarded)
 
     program = jax_bridge.lower_for_mesh(lowered, mesh, rewrite=rewrite, **border)
@@ -134,7 +137,7 @@ def _wrong(
             raise _in_region(blame, layout, choice)
         if place in chosen:
             # What was chosen did not help: nothing of it is to be split.
-            choice = _replicated(layout)
+            choice = even_layout(layout, keep=())
             if choice == chosen[place]:
                 raise blame.error(
                     layout.op,
@@ -153,10 +156,6 @@ def _choice(layout: OpLayout) -> tuple[Fault, Chosen] | None:
     return None
 
 
-def _replicated(layout: OpLayout) -> tuple[Sharding, ...]:
-    return even_layout(layout, keep=())
-
-
 def _in_region(
     blame: Blame, layout: OpLayout, choice: conv_layout.Layout
 ) -> LoweringError:
@@ -169,26 +168,3 @@ def _in_region(
         f"alike several times. Split the batch by {axes}, or make the region manual "
         f"along {axes} too",
     )
-
-
-def _write(op, mesh: DeviceMesh, choice: Chosen) -> None:
-    """Lays an operation out, in a module that is for either partitioner."""
-    if isinstance(choice, conv_layout.Layout):
-        lay_out(op, mesh, choice)
-        return
-    count = len(op.operands)
-    with ir.InsertionPoint(op), op.location:
-        for i, sharding in enumerate(choice[:count]):
-            op.operands[i] = _annotated(op.operands[i], sharding)
-    for result, sharding in zip(op.results, choice[count:], strict=True):
-        with ir.InsertionPoint.after(op), op.location:
-            annotated = _annotated(result, sharding)
-        if annotated != result:
-            result.replace_all_uses_except(annotated, annotated.owner.operation)
-
-
-def _annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
-    if not sharding.rank:
-        return value
-    outside = dataclasses.replace(sharding, manual=())  # As annotations are in regions.
-    return sharding_call("Sharding", value, value.type, outside.to_hlo())

@@ -15,6 +15,7 @@ from meshwright.framework.compiler.repair.conv_rewrite import (
     convolution_of,
 )
 from meshwright.framework.compiler.repair.op_layout import (
+    EvenLayout,
     FactorKind,
     OpLayout,
     even_layout,
@@ -23,10 +24,9 @@ from meshwright.framework.compiler.repair.windows import (
     REDUCE_WINDOW,
     SELECT_AND_SCATTER,
 )
-from meshwright.framework.sharding.sharding import Sharding
 
-Chosen = tuple[Sharding, ...] | conv_layout.Layout
-"""Shardings of an operation's operands and results, or a convolution's layout."""
+Chosen = EvenLayout | conv_layout.Layout
+"""How an operation is to be laid out."""
 
 
 class Outcome(enum.Enum):
@@ -96,6 +96,19 @@ def _even(
     return lambda layout: even_layout(layout, kept) if meets(layout) else None
 
 
+def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | None]:
+    """Lays a gather or scatter out evenly, its indices padded if need be."""
+
+    def choose(layout: OpLayout) -> Chosen | None:
+        if not meets(layout):
+            return None
+        factors = patterns.index_factors(layout)
+        pad = factors if len(layout.results) == 1 else ()
+        return even_layout(layout, (_PARALLEL, _REDUCED), pad=pad)
+
+    return choose
+
+
 def _convolution(layout: OpLayout) -> Chosen | None:
     shardings = [tensor.sharding for tensor in layout.tensors]
     return conv_layout.layout(convolution_of(layout.op), layout.mesh, *shardings)
@@ -109,8 +122,8 @@ FAULTS = (
         name="uneven indices",
         what="is a gather or scatter by indices in shards of unequal size",
         ops=_INDEXED,
-        choose=_even(patterns.uneven_indices, _PARALLEL, _REDUCED),
-        repair="the indices are split by what divides them",
+        choose=_padded(patterns.uneven_indices),
+        repair="the indices are padded, or split by what divides them",
         smallest={
             "gather_gradient_uneven_indices": Smallest(
                 Outcome.WRONG,

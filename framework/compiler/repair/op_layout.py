@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -184,10 +184,26 @@ def _itemsize(value: ir.Value) -> int:
     return max(1, int(digits or 8) // 8)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvenLayout:
+    """A layout in which all tensors of an operation agree and are split evenly.
+
+    Args:
+      shardings: of the operands, then of the results.
+      shapes: of the same; larger than they are where they are to be padded.
+    """
+
+    shardings: tuple[Sharding, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
 def even_layout(
-    layout: OpLayout, keep: Sequence[FactorKind] = (FactorKind.PARALLEL,)
-) -> tuple[Sharding, ...]:
-    """A layout near the completed one in which all tensors agree and are even.
+    layout: OpLayout,
+    keep: Collection[FactorKind] = (FactorKind.PARALLEL,),
+    *,
+    pad: Collection[int] = (),
+) -> EvenLayout:
+    """An even layout near the completed one.
 
     The largest tensors keep their splits first. Of the axes that split a dim as many
     are kept, major ones first, as divide the factor in each tensor.
@@ -195,34 +211,48 @@ def even_layout(
     Args:
       layout: the operation and its completed layout.
       keep: the kinds of factors that may be split.
-
-    Returns:
-      Shardings of the operands, then of the results.
+      pad: factors that are padded rather than split by fewer axes, if there is an
+        element for each shard.
     """
-    mesh = layout.mesh
     chosen: dict[int, tuple[str, ...]] = {}
     for tensor in sorted(layout.tensors, key=lambda t: -t.bytes):
         for dim, factor in enumerate(tensor.factors):
-            wanted = tensor.axes(dim)
-            if not wanted or factor is None or factor in chosen:
+            if factor is None or factor in chosen or layout.kinds[factor] not in keep:
                 continue
-            if layout.kinds[factor] not in keep:
-                continue
-            taken = {mesh.part(a).axis for axes in chosen.values() for a in axes}
-            free = _while(lambda a, taken=taken: mesh.part(a).axis not in taken, wanted)
-            sizes = {t.shape[d] for t, d, _ in layout.places(factor)}
-            while free and any(size % mesh.axes_size(free) for size in sizes):
-                free = free[:-1]
-            if free:
-                chosen[factor] = tuple(free)
-    return tuple(
+            if axes := _kept(layout, factor, tensor.axes(dim), chosen, factor in pad):
+                chosen[factor] = axes
+    shardings = tuple(
         Sharding(
-            mesh,
+            layout.mesh,
             tuple(chosen.get(factor, ()) for factor in tensor.factors),
             manual=layout.manual,
         )
         for tensor in layout.tensors
     )
+    shapes = (
+        sharding.padded_shape(tensor.shape)
+        for tensor, sharding in zip(layout.tensors, shardings, strict=True)
+    )
+    return EvenLayout(shardings=shardings, shapes=tuple(shapes))
+
+
+def _kept(
+    layout: OpLayout,
+    factor: int,
+    wanted: Sequence[str],
+    chosen: Mapping[int, tuple[str, ...]],
+    pad: bool,
+) -> tuple[str, ...]:
+    """The axes, of those wanted, that may split a factor."""
+    mesh = layout.mesh
+    taken = {mesh.part(axis).axis for axes in chosen.values() for axis in axes}
+    free = _while(lambda axis: mesh.part(axis).axis not in taken, wanted)
+    sizes = {tensor.shape[dim] for tensor, dim, _ in layout.places(factor)}
+    if pad and len(sizes) == 1 and max(sizes) >= mesh.axes_size(free):
+        return free
+    while free and any(size % mesh.axes_size(free) for size in sizes):
+        free = free[:-1]
+    return free
 
 
 def _while(allowed, axes: Sequence[str]) -> tuple[str, ...]:

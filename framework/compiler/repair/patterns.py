@@ -20,7 +20,7 @@ def uneven_indices(layout: OpLayout) -> bool:
     """A gather or scatter of indices, or rows for them, in shards of unequal size."""
     return any(
         not _divides(tensor, dim)
-        for factor in _index_factors(layout)
+        for factor in index_factors(layout)
         for tensor, dim, _ in layout.places(factor)
     )
 
@@ -63,7 +63,7 @@ def few_rows(layout: OpLayout) -> bool:
     if len(layout.results) > 1 or not layout.is_even:
         return False
     table, indices, updates = layout.operands
-    over = {f for f in _index_factors(layout) if layout.groups(f) - {()}}
+    over = {f for f in index_factors(layout) if layout.groups(f) - {()}}
     rows = (
         d for d, factor in enumerate(table.factors) if factor not in updates.factors
     )
@@ -153,7 +153,7 @@ def _coordinates(layout: OpLayout) -> int | None:
     return dim if dim < len(_indices(layout).shape) else None
 
 
-def _index_factors(layout: OpLayout) -> set[int]:
+def index_factors(layout: OpLayout) -> set[int]:
     """The factors of the indices, but for the one of their coordinates."""
     coordinates = _coordinates(layout)
     return {

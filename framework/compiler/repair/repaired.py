@@ -93,7 +93,7 @@ def repair_of(
 
 def _shardings(op_layout: OpLayout, chosen: Chosen) -> tuple[Sharding, ...]:
     if not isinstance(chosen, Layout):
-        return chosen
+        return chosen.shardings
     mesh = op_layout.mesh
     tensors = (
         (chosen.manual_lhs, chosen.lhs),

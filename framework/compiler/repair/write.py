@@ -1,0 +1,84 @@
+"""Writes the layout that was chosen for an operation into a program's module.
+
+The module is for either partitioner still: annotations are as TF programs carry them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.repair.op_layout import EvenLayout
+from meshwright.framework.compiler.repair.patterns import SCATTER
+from meshwright.framework.compiler.stable_hlo import (
+    element_type,
+    shape_of,
+    sharding_call,
+    tensor_type,
+    zeros,
+)
+from meshwright.framework.sharding.sharding import Sharding
+
+
+def lay_out_evenly(op, layout: EvenLayout) -> None:
+    """Annotates an operation's operands and results, padded where they are to be."""
+    count = len(op.operands)
+    with ir.InsertionPoint(op), op.location:
+        operands = [
+            _annotated(_padded(op, number, shape), sharding)
+            for number, (shape, sharding) in enumerate(
+                zip(layout.shapes[:count], layout.shardings[:count], strict=True)
+            )
+        ]
+        new = op.clone()
+        for number, value in enumerate(operands):
+            new.operands[number] = value
+        for old, result, shape, sharding in zip(
+            op.results,
+            new.results,
+            layout.shapes[count:],
+            layout.shardings[count:],
+            strict=True,
+        ):
+            result.set_type(tensor_type(result.type, shape))
+            given = _annotated(result, sharding)
+            old.replace_all_uses_with(_cut(given, shape_of(old)))
+    op.erase()
+
+
+def _annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
+    if not sharding.rank:
+        return value
+    outside = dataclasses.replace(sharding, manual=())  # As annotations are in regions.
+    return sharding_call("Sharding", value, value.type, outside.to_hlo())
+
+
+def _padded(op, number: int, shape: tuple[int, ...]) -> ir.Value:
+    value = op.operands[number]
+    if shape_of(value) == shape:
+        return value
+    high = [new - old for new, old in zip(shape, shape_of(value), strict=True)]
+    none = ir.DenseI64ArrayAttr.get([0] * len(high))
+    filler = _filler(op, number)
+    return stablehlo.pad(value, filler, none, ir.DenseI64ArrayAttr.get(high), none)
+
+
+def _filler(op, number: int) -> ir.Value:
+    """Zero; of a scatter's indices what is out of bounds, which writes nothing."""
+    element = element_type(op.operands[number])
+    scalar = ir.RankedTensorType.get([], element)
+    if op.name != SCATTER or number != len(op.results):
+        return zeros(scalar)
+    last = 2 ** (element.width - (not element.is_unsigned)) - 1
+    attribute = ir.IntegerAttr.get(element, last)
+    return stablehlo.constant(ir.DenseElementsAttr.get_splat(scalar, attribute))
+
+
+def _cut(value: ir.Value, shape: tuple[int, ...]) -> ir.Value:
+    if shape_of(value) == shape:
+        return value
+    starts, steps = [0] * len(shape), [1] * len(shape)
+    arrays = map(ir.DenseI64ArrayAttr.get, (starts, shape, steps))
+    return stablehlo.slice(value, *arrays)
