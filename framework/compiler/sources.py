@@ -199,8 +199,10 @@ def _called(op: tf.Operation) -> list[str]:
 def called_graphs(op: tf.Operation) -> list[tuple[tf.Graph, int]]:
     """The graphs that an op calls, and which of its inputs is the first of each."""
     functions = map(op.graph._get_function, _called(op))
+    # TF1's `Defun`, which `tf.nn.ctc_loss` still uses, keeps no graph.
+    graphs = [getattr(function, "graph", None) for function in functions]
     first = _FIRST_INPUTS.get(op.type, 0)
-    return [(function.graph, first) for function in functions if function]
+    return [(graph, first) for graph in graphs if graph]
 
 
 def inner_prefix(op: tf.Operation, prefix: str) -> str:

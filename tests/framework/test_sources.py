@@ -210,3 +210,21 @@ def test_parts_cut_out_of_a_function_remember_its_lines(recompute):
         source = lowered.sources.find(name)
         assert (source.layer, source.line) == ("cut", line("cut"))
         assert source.file == str(HERE) and source.is_gradient is is_gradient
+
+
+def test_functions_of_tf1_have_no_sources():
+    """`tf.nn.ctc_loss` calls some; they keep no graph."""
+
+    def fn(logits):
+        lengths, labels = tf.fill([4], 3), tf.fill([4, 2], 1)
+        return tf.nn.ctc_loss(
+            labels,
+            logits,
+            tf.fill([4], 2),
+            lengths,
+            logits_time_major=False,
+            blank_index=0,
+        )
+
+    sources = lower(fn, [tf.TensorSpec([4, 3, 5])]).sources
+    assert sources.find("ctc_loss_dense/TensorScatterAdd").line

@@ -20,9 +20,13 @@ DATA = pathlib.Path(__file__).parents[1] / "data"
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """Losses by step, and the state after the last, as host arrays by dotted path."""
+    """Losses by step and the gradients' norms, and the state after the last.
+
+    The state is host arrays by dotted path.
+    """
 
     losses: np.ndarray
+    norms: np.ndarray
     state: dict[str, np.ndarray]
 
 
@@ -85,27 +89,35 @@ def train(
     """Trains from `start` (host arrays) for `calls` calls of the main program."""
     programs = Programs(experiment)
     state = TrainState(programs, start)
-    losses = []
+    losses, norms = [], []
     for batches in batches_of(experiment, calls):
         out = programs.main(state.stored(), batches)
         state.update(out["state"])
         losses.extend(np.asarray(out["metrics"].loss))
+        norms.extend(np.asarray(out["metrics"].grad_norm))
     logical = state.logical()
     shapes = programs.state_specs.map(lambda s: s.shape)
     for path, shape in shapes.items_by_path():
         assert logical.get_path(path).shape == shape, path
     return Trained(
-        np.array(losses), {p: np.asarray(x) for p, x in logical.items_by_path()}
+        np.array(losses),
+        np.array(norms),
+        {p: np.asarray(x) for p, x in logical.items_by_path()},
     )
 
 
 def train_by_tf(experiment: Experiment, start: NestedMap, calls: int = 5) -> Trained:
     """The same by TF's own kernels on one device: no XLA."""
     step = tf.function(Programs(experiment).train_step, autograph=False)
-    state, losses = start.map(tf.constant), []
+    state, losses, norms = start.map(tf.constant), [], []
     for batches in random_batches(experiment, calls):
         for i in range(experiment.steps_per_loop):
             out = step(state, batches.map(lambda x, i=i: tf.constant(x[i])))
             state = out.state
             losses.append(out.metrics.loss.numpy())
-    return Trained(np.array(losses), {p: x.numpy() for p, x in state.items_by_path()})
+            norms.append(out.metrics.grad_norm.numpy())
+    return Trained(
+        np.array(losses),
+        np.array(norms),
+        {p: x.numpy() for p, x in state.items_by_path()},
+    )

@@ -213,8 +213,8 @@ FAULTS = (
         name="scatter of a single index",
         what="is a scatter of a single index into a split dim, which all shards write",
         ops=(patterns.SCATTER,),
-        choose=_even(patterns.single_index),
-        repair="nothing is split",
+        choose=_even(patterns.single_index, _PARALLEL),
+        repair="the dim is not split",
         smallest={
             "scatter_of_one_index": Smallest(
                 Outcome.WRONG,

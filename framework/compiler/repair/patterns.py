@@ -35,17 +35,30 @@ def split_coordinates(layout: OpLayout) -> bool:
 
 
 def rows_split_as_indices(layout: OpLayout) -> bool:
-    """A gather or scatter in which an axis splits indices and also columns."""
-    return _conflicts(layout)
+    """A gather or scatter in which an axis splits indices and also columns.
+
+    The rows that are indexed may be split as the indices are: an embedding's table and
+    its batch.
+    """
+    rows, indices = _row_factors(layout), index_factors(layout)
+    return any(
+        len(factors) > 2 or not (factors & rows and factors & indices)
+        for factors in _by_axis(layout).values()
+        if len(factors) > 1
+    )
 
 
 def single_index(layout: OpLayout) -> bool:
-    """A scatter of one index into a dim that is split."""
-    indices, dim = _indices(layout), _coordinates(layout)
-    count = math.prod(n for d, n in enumerate(indices.shape) if d != dim)
+    """A scatter of one index into a dim that is split.
+
+    Splits of the slice that is written do no harm: loops write a step's rows so.
+    """
+    indices, coordinates = _indices(layout), _coordinates(layout)
+    count = math.prod(n for d, n in enumerate(indices.shape) if d != coordinates)
     return count == 1 and any(
-        any(tensor.axes(d) for d in range(len(tensor.shape)))
-        for tensor in (*layout.operands[:1], *layout.results)
+        tensor.axes(dim)
+        for tensor in (*layout.operands[: len(layout.results)], *layout.results)
+        for dim in _indexed_dims(layout)
     )
 
 
@@ -135,33 +148,49 @@ def _divides(tensor: Tensor, dim: int) -> bool:
     return tensor.shape[dim] % tensor.sharding.splits()[dim] == 0
 
 
-def _conflicts(layout: OpLayout) -> bool:
-    """Whether an axis splits different factors in different tensors."""
-    of: dict[str, int | None] = {}
+def _by_axis(layout: OpLayout) -> dict[str, set[int | None]]:
+    """The factors that each axis splits, in any of the tensors."""
+    found: dict[str, set[int | None]] = {}
     for tensor in layout.tensors:
         for dim, factor in enumerate(tensor.factors):
             for axis in tensor.axes(dim):
-                if of.setdefault(layout.mesh.part(axis).axis, factor) != factor:
-                    return True
-    return False
+                found.setdefault(layout.mesh.part(axis).axis, set()).add(factor)
+    return found
 
 
 def _indices(layout: OpLayout) -> Tensor:
     return layout.operands[len(layout.results) if layout.op.name == SCATTER else 1]
 
 
-def _coordinates(layout: OpLayout) -> int | None:
-    """The dim of the indices that has the coordinates, None if there is none."""
+def _numbers(layout: OpLayout):
     if layout.op.name == SCATTER:
-        numbers = stablehlo.ScatterDimensionNumbers(
+        return stablehlo.ScatterDimensionNumbers(
             layout.op.attributes["scatter_dimension_numbers"]
         )
-    else:
-        numbers = stablehlo.GatherDimensionNumbers(
-            layout.op.attributes["dimension_numbers"]
-        )
-    dim = numbers.index_vector_dim
+    return stablehlo.GatherDimensionNumbers(layout.op.attributes["dimension_numbers"])
+
+
+def _coordinates(layout: OpLayout) -> int | None:
+    """The dim of the indices that has the coordinates, None if there is none."""
+    dim = _numbers(layout).index_vector_dim
     return dim if dim < len(_indices(layout).shape) else None
+
+
+def _indexed_dims(layout: OpLayout) -> list[int]:
+    """The dims of the table that indices have coordinates for."""
+    numbers = _numbers(layout)
+    if layout.op.name == SCATTER:
+        return numbers.scattered_dims_to_operand_dims
+    return numbers.start_index_map
+
+
+def _row_factors(layout: OpLayout) -> set[int | None]:
+    """The factors that only the table has, in dims that are indexed."""
+    table, count = layout.operands[0], len(layout.results)
+    is_scatter = layout.op.name == SCATTER
+    rows = layout.operands[-count:] if is_scatter else layout.results
+    elsewhere = {factor for tensor in rows for factor in tensor.factors}
+    return {table.factors[dim] for dim in _indexed_dims(layout)} - elsewhere - {None}
 
 
 def index_factors(layout: OpLayout) -> set[int]:

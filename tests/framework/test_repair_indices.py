@@ -1,0 +1,81 @@
+"""Scatters and gathers that lie as XLA gets them right are left alone."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.sharding.annotations import mesh_split
+from tests.framework.programs import MESH, over_partitioners, specs
+
+RNG = np.random.default_rng(0)
+STEPS, ROWS, COLUMNS = 4, 64, 8
+TABLE = RNG.standard_normal([STEPS, COLUMNS]).astype(np.float32)
+ROW = RNG.standard_normal([1, COLUMNS]).astype(np.float32)
+
+
+def compiled(fn, args, partitioner):
+    """The result, what TF makes of it, and the repairs by name."""
+    program = compile_program(fn, map(specs, args), MESH, partitioner=partitioner)
+    got = program.unshard(program(*args))
+    repairs = [repair.fault.name for repair in program.repairs]
+    return got, fn(*map(tf.constant, args)).numpy(), repairs
+
+
+@over_partitioners
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ([None, "X"], []),
+        ([None, ("X", "Y")], []),
+        (["X", None], ["scatter of a single index"]),
+        (["X", "Y"], ["scatter of a single index"]),
+    ],
+)
+def test_a_row_split_by_columns_is_written_as_it_is(split, expected, partitioner):
+    """As loops write the rows of a step, of batches that are split."""
+
+    def write(table, step, row):
+        table = mesh_split(table, MESH, split)
+        row = mesh_split(row, MESH, [None, split[1]])
+        written = tf.tensor_scatter_nd_update(table, step, row)
+        return mesh_split(written, MESH, split)
+
+    args = TABLE, np.array([[2]], np.int32), ROW
+    got, want, repairs = compiled(write, args, partitioner)
+    np.testing.assert_array_equal(got, want)
+    assert repairs == expected
+
+
+def add(table, i, rows):
+    return tf.tensor_scatter_nd_add(table, i[:, None], rows)
+
+
+def read(table, i, rows):
+    return tf.gather(table, i) + rows
+
+
+def gradient(table, i, rows):
+    with tf.GradientTape() as tape:
+        tape.watch(table)
+        loss = tf.reduce_sum(tf.gather(table, i) * rows)
+    return tf.convert_to_tensor(tape.gradient(loss, table))
+
+
+@over_partitioners
+@pytest.mark.parametrize("fn", [add, read, gradient])
+def test_a_table_and_its_indices_may_be_split_alike(fn, partitioner):
+    def split(table, i, rows):
+        table = mesh_split(table, MESH, ["X", "Y"])
+        rows = mesh_split(rows, MESH, ["X", "Y"])
+        found = fn(table, mesh_split(i, MESH, ["X"]), rows)
+        return mesh_split(found, MESH, ["X", "Y"])
+
+    args = (
+        RNG.standard_normal([STEPS, COLUMNS]).astype(np.float32),
+        RNG.integers(0, STEPS, ROWS).astype(np.int32),
+        RNG.standard_normal([ROWS, COLUMNS]).astype(np.float32),
+    )
+    got, want, repairs = compiled(split, args, partitioner)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert not repairs
