@@ -24,6 +24,7 @@ _CALLED = re.compile(
     r"(?:body|condition|calls|to_apply|select|scatter|(?:true|false)_computation)"
     r"=%(?P<one>[\w.-]+)|(?:branch|called)_computations=\{(?P<many>[^}]*)\}"
 )
+_ORDERED = 'custom_call_target="LayoutConstraint"'
 _TAG = re.compile(r'meshwright_op="(?P<tag>\d+)"')
 _INDEX = re.compile(r"index=(?P<index>\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(?P<n>\d+)"')
@@ -191,6 +192,8 @@ def _instruction(match: re.Match, line: str, computation: str) -> Instruction:
     groups, rest = _without_groups(line[end:])
     sharding, rest = _without_sharding(rest)
     attributes, _, backend_config = rest.partition(", backend_config=")
+    if _ORDERED in attributes:  # No op but for the order of elements in memory.
+        opcode = "bitcast"
     op_name = _OP_NAME.search(attributes)
     trips = _TRIPS.search(backend_config) if opcode == "while" else None
     tag = _TAG.search(attributes)
