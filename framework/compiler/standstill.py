@@ -31,8 +31,6 @@ _THREADS = pathlib.Path("/proc/self/task")
 _LOOKS = 12
 """So many looks in a row that see nothing run make a standstill."""
 _RUNNING = "RDTt"  # Wants to run, waits for a disk, or is held by a debugger.
-_TICKS = 5
-"""Hundredths of a second that what is no device may take between two looks: 1%."""
 _LISTED = 40
 _SAYING_SECONDS = 10.0
 
@@ -112,14 +110,17 @@ def _watch() -> None:
     before, still = None, 0
     while True:
         limit = _seconds
-        time.sleep((limit or 60.0) / _LOOKS)
+        look = (limit or 60.0) / _LOOKS
+        time.sleep(look)
         with _lock:
             busy = [calls for calls in _watched if calls.under_way()]
         if limit is None or not busy:
             before, still = None, 0
             continue
         now = _ticks({thread for calls in busy for thread in tuple(calls.inside)})
-        stands = before is not None and now is not None and now - before <= _TICKS
+        # What is no device's thread may run for 1% of the time: a tick is 10 ms.
+        idle = max(1.0, look)
+        stands = before is not None and now is not None and now - before <= idle
         before, still = now, still + 1 if stands else 0
         if still == _LOOKS:
             _end([calls.program() for calls in busy], limit)
