@@ -17,7 +17,9 @@ from meshwright.framework.compiler.repair.op_layout import EvenLayout
 from meshwright.framework.compiler.repair.patterns import SCATTER
 from meshwright.framework.compiler.stable_hlo import (
     after,
+    asked_sharding,
     element_type,
+    is_annotation,
     location_of,
     shape_of,
     sharding_call,
@@ -78,7 +80,7 @@ class Pin:
                 result.replace_all_uses_except(pinned, pinned.owner.operation)
 
     def _pinned(self, value: ir.Value, sharding: Sharding | None) -> ir.Value:
-        if sharding is None or not sharding.rank:
+        if sharding is None or not sharding.rank or self._is_asked(value, sharding):
             return value
         if sharding not in self.attributes:
             outside = dataclasses.replace(sharding, manual=())
@@ -90,6 +92,17 @@ class Pin:
             self.pinned[value, sharding] = constraint.result
             self.pinned[constraint.result, sharding] = constraint.result
         return self.pinned[value, sharding]
+
+    def _is_asked(self, value: ir.Value, sharding: Sharding) -> bool:
+        """Whether a value is annotated so by the program."""
+        maker = value.owner
+        if isinstance(maker, ir.Block) or not is_annotation(maker):
+            return False
+        try:
+            asked = asked_sharding(maker, self.mesh)
+        except ValueError:  # Over other devices: refused later, by its name.
+            return False
+        return asked == dataclasses.replace(sharding, manual=())
 
 
 def _annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
