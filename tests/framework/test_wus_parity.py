@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 import re
 
 import numpy as np
@@ -409,8 +410,9 @@ def test_weights_that_are_read_in_bfloat16_stay_in_shards():
     assert all("/Cast" in one.op_name for one in gathers)
     text = run.unpartitioned.lowered.as_text()
     whole = r"sharding_constraint %\w+ <@mesh, \[\{\}[{}, ]*\]> : tensor<([\dx]*)xbf16>"
-    found = {tuple(map(int, shape.split("x"))) for shape in re.findall(whole, text)}
-    assert found >= {tuple(spec.shape) for spec in SPECS.values()}
+    # Some are flat in their stored form; what convolutions read is pinned besides.
+    found = {math.prod(map(int, shape.split("x"))) for shape in re.findall(whole, text)}
+    assert found >= {math.prod(spec.shape) for spec in SPECS.values()}
     forms = Training("sgd", "data", **BF16).trace(SHARDY, ALL).forms(0)
     for path, one in forms.theta.items_by_path():
         assert "data" in str(one.border), path
