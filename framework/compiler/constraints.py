@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jaxlib.mlir.dialects import sdy
 
 from meshwright.framework.compiler.stable_hlo import (
+    BRANCHES,
     NUMBER,
     Blame,
     asked_sharding,
     call_target,
+    end_of,
     is_annotation,
     is_of_region,
     placeholder_of,
@@ -77,8 +80,35 @@ def rewrite_annotations(
       LoweringError: one cannot be honoured on `mesh`; see `rewrite_annotation`.
     """
     for op in list(walk(module.operation)):
-        if is_annotation(op) and not is_of_region(op):
+        if op.name in BRANCHES and mesh.size > 1:
+            _free_ends(op)
+        elif is_annotation(op) and not is_of_region(op):
             rewrite_annotation(blame, op, mesh, shardy=shardy)
+
+
+def _free_ends(op) -> None:
+    """Puts a barrier behind annotations that are results of branches.
+
+    XLA gives a branch's results the sharding of the conditional's, refuses a program in
+    which an annotation says otherwise, and sees through reshapes that keep the shape.
+    """
+    for region in op.regions:
+        end = end_of(region.blocks[0])
+        for number, value in enumerate(end.operands):
+            maker = value
+            while _keeps_shape(maker):
+                maker = maker.owner.operands[0]
+            if not isinstance(maker.owner, ir.Block) and is_annotation(maker.owner):
+                with ir.InsertionPoint(end), end.location:
+                    barrier = stablehlo.OptimizationBarrierOp([value])
+                end.operands[number] = barrier.results[0]
+
+
+def _keeps_shape(value: ir.Value) -> bool:
+    maker = value.owner
+    if isinstance(maker, ir.Block) or maker.name != "stablehlo.reshape":
+        return False
+    return maker.operands[0].type == value.type
 
 
 def rewrite_annotation(

@@ -266,3 +266,16 @@ def whole(array):
 
 def tf_of(nest):
     return tf.nest.map_structure(tf.constant, nest)
+
+
+@over_partitioners
+def test_an_annotation_may_be_the_result_of_a_branch(partitioner):
+    """XLA refuses a conditional whose branches end in shardings of their own."""
+
+    def branch(lay, x, i):
+        ends = [lambda: lay(2 * x, "X", None), lambda: lay(x, None, None)]
+        ends.append(lambda: tf.reshape(lay(x * x, None, "Y"), x.shape))
+        return lay(tf.switch_case(i, ends), "Y", "X")
+
+    args = array(8, 4), np.int32(1)
+    assert repaired(branch, args, partitioner) == set()

@@ -170,7 +170,8 @@ class Case:
         with np.errstate(invalid="ignore"):  # Infinity less infinity.
             off = got != want
             if allowed:
-                off &= ~(np.abs(got - want) <= allowed)  # NaN is off.
+                off &= ~(np.abs(got - want) <= allowed)
+            off &= ~(np.isnan(got) & np.isnan(want))  # NaN for a number is off.
         if not off.any():
             return None
         at = tuple(int(i) for i in np.argwhere(off)[0])
