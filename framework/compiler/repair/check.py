@@ -171,7 +171,8 @@ def _wrong(
         raise _in_region(blame, layout, choice)
     if before is not None:  # It did not help: nothing of the operation is to be split.
         choice = even_layout(layout, keep=())
-        if choice == before:
+        # A convolution in a region of ours has other shapes than the program's.
+        if choice == before or isinstance(before, conv_layout.Layout):
             raise blame.error(
                 layout.op,
                 f"{fault.what}, which XLA gets wrong, and completion keeps the layout "

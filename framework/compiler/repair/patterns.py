@@ -38,12 +38,15 @@ def rows_split_as_indices(layout: OpLayout) -> bool:
     """A gather or scatter in which an axis splits indices and also columns.
 
     The rows that are indexed may be split as the indices are: an embedding's table and
-    its batch.
+    its batch. Columns may be, if nothing is split by other axes into more shards.
     """
     rows, indices = _row_factors(layout), index_factors(layout)
+    groups = {axes for t in layout.tensors for axes in t.splitting() if axes}
+    sizes = layout.mesh.axes_size
     return any(
-        len(factors) > 2 or not (factors & rows and factors & indices)
-        for factors in _by_axis(layout).values()
+        (len(factors) > 2 or not (factors & rows and factors & indices))
+        and any(axis not in axes and sizes(axes) > sizes([axis]) for axes in groups)
+        for axis, factors in _by_axis(layout).items()
         if len(factors) > 1
     )
 
@@ -110,10 +113,14 @@ def far_halos(layout: OpLayout) -> bool:
 
 
 def windows_of_padding(layout: OpLayout) -> bool:
-    """Windows by strides along a split dim, the first of which read padding alone."""
+    """Windows by strides along a split dim, the first of which read padding alone.
+
+    Or whose own elements are apart too.
+    """
     return any(
         (w.low - (w.size - 1) > 0 and (w.low - (w.size - 1)) % w.stride)
         or (w.base_dilation > 1 and w.low < 0)
+        or (w.stride > 1 and w.dilation > 1)
         for w, _ in split_windows(layout)
     )
 

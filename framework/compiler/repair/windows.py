@@ -25,6 +25,7 @@ class Window:
       image, out: sizes of both.
       size: of the window, dilated.
       stride: of the window.
+      dilation: of the window.
       base_dilation: of the image.
       low: padding before the image.
     """
@@ -35,6 +36,7 @@ class Window:
     out: int
     size: int
     stride: int
+    dilation: int
     base_dilation: int
     low: int
 
@@ -90,6 +92,7 @@ def windows_of(op) -> list[Window]:
             out=out[out_dims[i]],
             size=(sizes[i] - 1) * dilation[i] + 1,
             stride=strides[i],
+            dilation=dilation[i],
             base_dilation=base[i],
             low=low[i],
         )
