@@ -64,12 +64,17 @@ def gradient(table, i, rows):
 
 @over_partitioners
 @pytest.mark.parametrize("fn", [add, read, gradient])
-def test_a_table_and_its_indices_may_be_split_alike(fn, partitioner):
+@pytest.mark.parametrize(
+    ("of_table", "of_rows"), [(["X", "Y"], ["X", "Y"]), ([None, "X"], ["X", None])]
+)
+def test_a_table_and_its_indices_may_be_split_alike(of_table, of_rows, fn, partitioner):
+    """The table by rows; or by columns, if what is read of it is as the indices."""
+
     def split(table, i, rows):
-        table = mesh_split(table, MESH, ["X", "Y"])
-        rows = mesh_split(rows, MESH, ["X", "Y"])
+        table = mesh_split(table, MESH, of_table)
+        rows = mesh_split(rows, MESH, of_rows)
         found = fn(table, mesh_split(i, MESH, ["X"]), rows)
-        return mesh_split(found, MESH, ["X", "Y"])
+        return mesh_split(found, MESH, of_rows if fn is read else of_table)
 
     args = (
         RNG.standard_normal([STEPS, COLUMNS]).astype(np.float32),

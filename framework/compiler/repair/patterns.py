@@ -37,14 +37,17 @@ def split_coordinates(layout: OpLayout) -> bool:
 def rows_split_as_indices(layout: OpLayout) -> bool:
     """A gather or scatter in which an axis splits indices and also columns.
 
-    The rows that are indexed may be split as the indices are: an embedding's table and
-    its batch. Columns may be, if nothing is split by other axes into more shards.
+    It does no harm where what is read or written is split as the indices are, as in an
+    embedding of a batch; where nothing is split by other axes into more shards; nor do
+    the rows that are indexed.
     """
-    rows, indices = _row_factors(layout), index_factors(layout)
+    indices = index_factors(layout)
+    alike = {factor for factor in indices if len(layout.groups(factor)) == 1}
+    harmless = alike | _row_factors(layout)
     groups = {axes for t in layout.tensors for axes in t.splitting() if axes}
     sizes = layout.mesh.axes_size
     return any(
-        (len(factors) > 2 or not (factors & rows and factors & indices))
+        (len(factors) > 2 or not (factors & indices and factors & harmless))
         and any(axis not in axes and sizes(axes) > sizes([axis]) for axes in groups)
         for axis, factors in _by_axis(layout).items()
         if len(factors) > 1
