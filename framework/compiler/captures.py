@@ -55,9 +55,7 @@ def keep_small_tensors(graph) -> None:
 def _is_small(tensor) -> bool:
     eager = isinstance(tensor, tf.__internal__.EagerTensor)
     return (
-        eager
-        and tensor.dtype not in _HANDLES
-        and _bytes(tensor) <= (MAX_CONSTANT_BYTES)
+        eager and tensor.dtype not in _HANDLES and _bytes(tensor) <= MAX_CONSTANT_BYTES
     )
 
 

@@ -89,7 +89,8 @@ def drop_numbers(module: ir.Module) -> None:
 def layouts(program: MeshProgram) -> Iterator[tuple[int, OpLayout]]:
     """The numbered operations of a program and their completed layouts.
 
-    Use it within the context of the program's module.
+    Use it within the context of the program's module, and each layout before the next:
+    its operation goes with the module that was completed.
     """
     looked = _by_shardy if program.shardy else _by_gspmd
     yield from looked(program)

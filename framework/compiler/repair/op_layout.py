@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
+from meshwright.framework.compiler.hlo_text import itemsize
 from meshwright.framework.compiler.stable_hlo import dtype_of, shape_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -131,11 +132,6 @@ class OpLayout:
             if dim is not None:
                 yield tensor, dim, tensor.axes(dim)
 
-    @property
-    def agrees(self) -> bool:
-        """Whether all tensors that have a factor split it alike."""
-        return all(len(self.groups(factor)) <= 1 for factor in range(len(self.kinds)))
-
 
 def layout_of(
     op,
@@ -163,7 +159,7 @@ def layout_of(
         ]
         kinds = tuple(_kind(rule, i) for i in range(len(rule.factor_sizes)))
     tensors = tuple(
-        Tensor(shape_of(value), factors, sharding, _itemsize(value))
+        Tensor(shape_of(value), factors, sharding, itemsize(dtype_of(value)))
         for value, factors, sharding in zip(values, mappings, shardings, strict=True)
     )
     count = len(op.operands)
@@ -186,11 +182,6 @@ def _kind(rule, factor: int) -> FactorKind:
     if factor in list(rule.reduction_factors):
         return FactorKind.REDUCED
     return FactorKind.PARALLEL
-
-
-def _itemsize(value: ir.Value) -> int:
-    digits = "".join(c for c in dtype_of(value) if c.isdigit())
-    return max(1, int(digits or 8) // 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,18 +246,11 @@ def _kept(
     """The axes, of those wanted, that may split a factor."""
     mesh = layout.mesh
     taken = {mesh.part(axis).axis for axes in chosen.values() for axis in axes}
-    free = _while(lambda axis: mesh.part(axis).axis not in taken, wanted)
+    untaken = itertools.takewhile(lambda a: mesh.part(a).axis not in taken, wanted)
+    free = tuple(untaken)
     sizes = {tensor.shape[dim] for tensor, dim, _ in layout.places(factor)}
     if pad and len(sizes) == 1 and max(sizes) >= mesh.axes_size(free):
         return free
     while free and any(size % mesh.axes_size(free) for size in sizes):
         free = free[:-1]
     return free
-
-
-def _while(allowed, axes: Sequence[str]) -> tuple[str, ...]:
-    """The first axes, as long as they are allowed."""
-    for count, axis in enumerate(axes):
-        if not allowed(axis):
-            return tuple(axes[:count])
-    return tuple(axes)
