@@ -20,7 +20,7 @@ import numpy as np
 import reference_jax
 import tensorflow as tf
 
-from meshwright.framework.compiler import jax_bridge
+from meshwright.framework.compiler import platforms
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.mains import build_experiment
 from meshwright.trainers.programs import Programs
@@ -141,7 +141,7 @@ def main() -> None:
 
     def make() -> interleave.Served:
         experiment, _ = build_experiment(["lm/stdlib_tiny.gin"], bindings)
-        jax_bridge.set_platform("cpu", experiment.plan.mesh.size)
+        platforms.set_platform("cpu", experiment.plan.mesh.size)
         programs = Programs(experiment)
         train = VARIANTS[name](programs)
         batches = [random_batches(programs, seed) for seed in range(_BATCHES)]

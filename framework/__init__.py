@@ -10,8 +10,8 @@ from meshwright.framework.compiler.explain import (  # noqa: E402
     Explanation,
     explain,
 )
-from meshwright.framework.compiler.jax_bridge import set_platform  # noqa: E402
 from meshwright.framework.compiler.lower import LoweringError  # noqa: E402
+from meshwright.framework.compiler.platforms import set_platform  # noqa: E402
 from meshwright.framework.compiler.program import (  # noqa: E402
     Partitioner,
     Program,

@@ -59,6 +59,8 @@ class Experiment:
       strict: stop when an op that XLA's partitioner would get wrong can only be laid
         out otherwise at a cost in communication, or assertions of the model are left
         unchecked; else these are warnings.
+      compile_in_child: have XLA compile in a child process, so that where it ends that,
+        the run can say so; for CPU devices of one process.
       replicated_budget: bytes that may lie replicated on each device, of state, batch
         and activations, before the run stops; None for no limit.
 
@@ -90,6 +92,7 @@ class Experiment:
     not_finite_limit: int = 10
     slow_step_factor: int | None = 20
     strict: bool = False
+    compile_in_child: bool = False
     replicated_budget: int | None = None
 
     def __post_init__(self):
@@ -126,6 +129,7 @@ class Experiment:
             "partitioner": Partitioner,
             "not_finite": NotFinite,
             "strict": bool,
+            "compile_in_child": bool,
             "activation_dtype": tf.DType,
         }
         optional = ("ema", "initialize_from")

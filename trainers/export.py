@@ -16,7 +16,8 @@ import time
 import numpy as np
 from absl import flags
 
-from meshwright.framework.compiler.jax_bridge import jax_mesh, set_platform
+from meshwright.framework.compiler.jax_bridge import jax_mesh
+from meshwright.framework.compiler.platforms import set_platform
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import loop, mains
 from meshwright.trainers.bundle import PLATFORMS, BundleOptions, export_bundle

@@ -32,6 +32,12 @@ STRICT = flags.DEFINE_bool(
     "Whether to stop rather than lay an op out otherwise at a cost or leave assertions "
     "unchecked; sets Experiment.strict. Default: as the gin files say.",
 )
+COMPILE_IN_CHILD = flags.DEFINE_bool(
+    "compile_in_child",
+    None,
+    "Whether XLA compiles in a child process, whose end is an error that names the "
+    "program; sets Experiment.compile_in_child. Default: as the gin files say.",
+)
 DEVICE_COUNT = flags.DEFINE_integer(
     "device_count", None, "Virtual devices on cpu; default: as many as the mesh has."
 )
@@ -91,9 +97,12 @@ def writable(folder: pathlib.Path) -> str:
 
 def gin_params() -> list[str]:
     """Bindings of the command line: those of --gin_param, then flags that make one."""
-    if STRICT.value is None:
-        return GIN_PARAM.value
-    return [*GIN_PARAM.value, f"Experiment.strict = {STRICT.value}"]
+    bound = (STRICT, COMPILE_IN_CHILD)
+    given = [flag for flag in bound if flag.value is not None]
+    return [
+        *GIN_PARAM.value,
+        *(f"Experiment.{flag.name} = {flag.value}" for flag in given),
+    ]
 
 
 def build_experiment(

@@ -14,7 +14,8 @@ import sys
 from absl import flags
 
 from meshwright.framework.compiler.explain import explain
-from meshwright.framework.compiler.jax_bridge import jax_mesh, set_platform
+from meshwright.framework.compiler.jax_bridge import jax_mesh
+from meshwright.framework.compiler.platforms import set_platform
 from meshwright.trainers import mains, replication
 from meshwright.trainers.experiment import Experiment
 from meshwright.trainers.plan_document import document

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from meshwright.framework.compiler import topology as topologies
 from meshwright.framework.compiler.device_order import DeviceOrder, order_of
 from meshwright.framework.compiler.hlo_text import HloModule
-from meshwright.framework.compiler.jax_bridge import set_platform
 from meshwright.framework.compiler.memory import MemoryTimeline, memory_timeline
+from meshwright.framework.compiler.platforms import set_platform
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.refusal import (
     Allocation,

@@ -439,5 +439,7 @@ class Programs:
             partitioner=self.experiment.partitioner,
             devices=self.devices,
             strict=self.experiment.strict,
+            # A topology's programs are not for devices that a child has.
+            in_child=self.experiment.compile_in_child and self.devices is None,
             **how,
         )

@@ -8,7 +8,7 @@ import sys
 from absl import flags
 
 from meshwright.framework.compiler import topology as topologies
-from meshwright.framework.compiler.jax_bridge import set_platform
+from meshwright.framework.compiler.platforms import set_platform
 from meshwright.trainers import mains, search_text
 from meshwright.trainers.experiment import Experiment
 from meshwright.trainers.plan_cache import PlanCache, default_folder

@@ -10,7 +10,7 @@ import time
 
 from absl import flags
 
-from meshwright.framework.compiler.jax_bridge import set_platform
+from meshwright.framework.compiler.platforms import set_platform
 from meshwright.framework.compiler.processes import check_takes_part, is_first_process
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers import evaluation, loop, mains, processes

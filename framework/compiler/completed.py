@@ -6,20 +6,21 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import jax
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.hoist import hoist_conversions
-from meshwright.framework.compiler.jax_bridge import (
-    bytecode,
-    lower_for_mesh,
-    neutral_module,
-)
 from meshwright.framework.compiler.lower import LoweredFunction
+from meshwright.framework.compiler.modules import (
+    neutral_module,
+    prepare,
+    write_borders,
+    write_for,
+)
 from meshwright.framework.compiler.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stable_hlo import (
     NUMBER,
     WHILE,
+    Blame,
     walk,
 )
 from meshwright.framework.compiler.tidy import tidy
@@ -78,12 +79,12 @@ def completed_module(
     *,
     in_shardings: Sequence[Sharding | None],
     out_shardings: Sequence[Sharding | None],
-    devices: Sequence[jax.Device] | None = None,
 ) -> Iterator[CompletedModule]:
     """Completes a function by Shardy's propagation, whatever will partition it.
 
     Raises:
-      LoweringError: as `lower_for_mesh`.
+      LoweringError: as `modules.prepare` and `modules.write_for`; or Shardy cannot
+        complete it.
     """
     with neutral_module(lowered) as module:
         tidy(module)
@@ -92,37 +93,30 @@ def completed_module(
         integer = ir.IntegerType.get_signless(32)
         for number, op in enumerate(ops):
             op.attributes[NUMBER] = ir.IntegerAttr.get(integer, number)
-        numbered = dataclasses.replace(lowered, rewritten=bytecode(module))
+        copy = module.operation.clone()
         for op in ops:
             del op.attributes[NUMBER]
-        program = lower_for_mesh(
-            numbered,
-            mesh,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            donate=(),
-            shardy=True,
-            devices=devices,
-            only_read=True,
-        )
+        prepare(lowered, copy, mesh)
+        write_for(lowered, copy, mesh, shardy=True)
+        write_borders(copy, mesh, in_shardings, out_shardings)
+        blame = Blame(lowered.name, lowered.sources)
+        by_number = _by_number(Propagated(blame, copy, mesh))
         main = ir.SymbolTable(module.operation)["main"].operation
         found = dict(
             zip(main.regions[0].blocks[0].arguments, in_shardings, strict=True)
         )
-        found.update(_of_results(ops, _by_number(program)))
+        found.update(_of_results(ops, by_number))
         yield CompletedModule(mesh, module, main, found)
 
 
-def _by_number(program) -> dict[int, list[Sharding | None]]:
-    with program.lowered.compiler_ir("stablehlo").context:
-        propagated = Propagated(program)
-        return {
-            ir.IntegerAttr(op.attributes[NUMBER]).value: [
-                propagated.sharding(result, manual_axes(op)) for result in op.results
-            ]
-            for op in walk(propagated.module)
-            if NUMBER in op.attributes and not manual_axes(op)
-        }
+def _by_number(propagated: Propagated) -> dict[int, list[Sharding | None]]:
+    return {
+        ir.IntegerAttr(op.attributes[NUMBER]).value: [
+            propagated.sharding(result, manual_axes(op)) for result in op.results
+        ]
+        for op in walk(propagated.module)
+        if NUMBER in op.attributes and not manual_axes(op)
+    }
 
 
 def _of_results(ops, by_number) -> Iterator[tuple[ir.Value, Sharding | None]]:

@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.constraints import logical
 from meshwright.framework.compiler.hlo_text import (
@@ -40,6 +42,7 @@ _SHARDY, _GSPMD = "shardy-xla", "sharding-propagation"
 # TPU's compiler, which libtpu brings, calls its own "tpu-spmd-partitioning".
 _PARTITIONER = r"[\w-]*spmd[-_]partition\w+"
 _GSPMD_PARTITIONS = "spmd-partitioning"
+_NOWHERE = "meshwright_nowhere"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,6 +209,27 @@ def complete(program: MeshProgram) -> Completion:
         return Completion(program.mesh, completed, partitioned)
 
 
+def end_early(module: ir.Operation, devices: Sequence[jax.Device] | None) -> None:
+    """Has XLA give a module up once it is completed and before LLVM compiles it.
+
+    LLVM takes most of a compile's time. The CPU backend refuses a call of what is not
+    there when it comes to write code for it; other backends may do so before that.
+
+    Args:
+      module: written for GSPMD, to be looked at; changed in place.
+      devices: those of a topology, or None.
+    """
+    if devices is not None or jax.default_backend() != "cpu":
+        return
+    main = ir.SymbolTable(module)["main"].operation
+    scalar = ir.RankedTensorType.get([], ir.F32Type.get())
+    start = ir.InsertionPoint.at_block_begin(main.regions[0].blocks[0])
+    with start, ir.Location.unknown():
+        stablehlo.custom_call(
+            [scalar], [], call_target_name=_NOWHERE, has_side_effect=True
+        )
+
+
 def completed_by_gspmd(program: MeshProgram) -> Completion:
     """How GSPMD completes a program, which is not partitioned.
 
@@ -213,12 +237,15 @@ def completed_by_gspmd(program: MeshProgram) -> Completion:
     at. What the backend makes of the program that is left, if anything, is of no use.
 
     Raises:
-      LoweringError: XLA used another partitioner than asked.
+      LoweringError: XLA used another partitioner than asked, or came to no completion.
     """
     with tempfile.TemporaryDirectory() as folder, _not_cached():
         options = {**_dump_options(folder), "xla_disable_hlo_passes": _GSPMD_PARTITIONS}
-        with contextlib.suppress(LoweringError, jax.errors.JaxRuntimeError):
+        try:
             program.compile(options)
+        except LoweringError:
+            if not _paths(folder, _GSPMD):
+                raise
         completed = _dumped(folder, _completing_pass(program, folder))
         return Completion(program.mesh, completed, completed)
 

@@ -147,7 +147,7 @@ def rewrite_annotation(
         return op.results[0]
     value = op.operands[0]
     if mesh.size > 1:
-        attribute = ir.Attribute.parse(f"#sdy.sharding{sdy_text(sharding, mesh)}")
+        attribute = sdy_attribute(sharding, mesh)
         with ir.InsertionPoint(op), op.location:
             constraint = sdy.ShardingConstraintOp(value, attribute)
             value = constraint.result
@@ -164,6 +164,11 @@ def logical(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
     places = places_in(mesh.ids, own.ids)
     numbered = DeviceMesh(own.axis_names, own.shape, tuple(int(p) for p in places.flat))
     return dataclasses.replace(sharding, mesh=numbered)
+
+
+def sdy_attribute(sharding: Sharding, mesh: DeviceMesh) -> ir.Attribute:
+    """`sharding` as Shardy's attribute, in a program for `mesh`."""
+    return ir.Attribute.parse(f"#sdy.sharding{sdy_text(sharding, mesh)}")
 
 
 def sdy_text(sharding: Sharding, mesh: DeviceMesh) -> str:

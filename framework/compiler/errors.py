@@ -124,6 +124,22 @@ def of_xla(
     )
 
 
+def of_child(name: str, how: str, *, shardy: bool) -> LoweringError:
+    """What ended the child process in which XLA compiled a program.
+
+    Args:
+      name: the program's.
+      how: the signal or status, and what the child wrote last.
+      shardy: whether Shardy was to complete the program, or GSPMD.
+    """
+    partitioner, other = ("Shardy", "GSPMD") if shardy else ("GSPMD", "SHARDY")
+    return LoweringError(
+        f"{name}: XLA ended the child process that compiled it with {partitioner}, by "
+        f"{how.rstrip('. ')}. {_LAY_OUT.format(other=other)}. For a report of the "
+        "fault, JAX_DUMP_IR_TO=folder in the environment keeps the module"
+    )
+
+
 def inexpressible(
     name: str, mesh: DeviceMesh, outputs: Any, chosen: Sequence[str], *, shardy: bool
 ) -> LoweringError:

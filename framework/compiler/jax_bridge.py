@@ -3,29 +3,26 @@
 A TF program's HLO becomes a StableHLO function that a `jax.jit` program calls through a
 primitive of ours. So shardings at the border, donation, compilation, memory and cost
 analysis, the persistent cache and several processes are JAX's public ones.
-
-Annotations come as `@Sharding` custom calls. For Shardy each is rewritten to an
-`sdy.sharding_constraint` over named mesh axes; a single one left over would silently
-switch the whole module to GSPMD propagation, so that is an error. For GSPMD they stay.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
-import io
-import os
+import functools
 import pathlib
 import re
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jaxlib
 import numpy as np
 import tensorflow as tf
+from jax._src import compiler as jax_compiler
 from jax._src.clusters import ClusterEnv
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
@@ -33,22 +30,15 @@ from jax.extend.mlir.dialects import func
 from jax.interpreters import mlir
 from jaxlib import _jax
 
-from meshwright.framework.compiler import standstill
-from meshwright.framework.compiler.constraints import (
-    refuse_foreign,
-    rewrite_annotations,
-    untype_annotations,
-)
+from meshwright.framework.compiler.child import ChildEnded, ChildRefused, child
 from meshwright.framework.compiler.device_order import device_order
 from meshwright.framework.compiler.errors import (
     LoweringError,
     inexpressible,
+    of_child,
     of_xla,
-    unknown_size,
 )
-from meshwright.framework.compiler.fourier import keep_row_major
 from meshwright.framework.compiler.lower import LoweredFunction
-from meshwright.framework.compiler.manual_regions import rewrite_manual_regions
 from meshwright.framework.compiler.memory import MemoryTimeline, memory_timeline
 from meshwright.framework.compiler.refusal import (
     DoesNotFit,
@@ -56,104 +46,22 @@ from meshwright.framework.compiler.refusal import (
     check_arguments_fit,
     parse_refusal,
 )
-from meshwright.framework.compiler.rolls import rotate
-from meshwright.framework.compiler.slices import drop_idle_steps
-from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.compiler.topology import place_on_torus, topology_of
-from meshwright.framework.compiler.tuples import flatten_tuples
 from meshwright.framework.compiler.wide_elements import wide_elements
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 JAXLIB = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
 """The version of jaxlib."""
-# XLA's CPU backend ends the process when a device waits this long for the others; with
-# more virtual devices than cores a long wait is load, not a deadlock. What is one ends
-# sooner (`standstill`); by then XLA shall have said how many devices came to which.
-_COLLECTIVE_TIMEOUTS = {
-    "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 45,
-    "xla_cpu_collective_timeout_seconds": 1200,
-}
-# XLA's CPU backend has two pools of so many threads each, and a device that waits for
-# the others holds one. In the first run each device's program and, while 32 calls are
-# in flight, each device's next call, which waits for one of them: with fewer than two
-# threads for a device they come to a standstill. In the second, of at most 256, go on
-# the loops and branches of a program that are under way together, each up to its next
-# collective.
-_THREADS_PER_DEVICE = 8
 _DETECTION_SECONDS = 60
+# Whether what is compiled now is to be compiled in a child process.
+_IN_CHILD = contextvars.ContextVar("in_child", default=False)
+# JAX has a program call the process that it was lowered in, by an address there.
+_CALLS_BACK = b"python_cpu_callback"
 # What XLA takes for a program of GSPMD's, whatever partitioner it is asked for.
 _GSPMD_MARK = re.compile(
     r"mhlo\.sharding|@(?:Sharding|SPMDFullToShardShape|SPMDShardToFullShape)\b"
 )
-
-
-def set_platform(
-    platform: str,
-    device_count: int | None = None,
-    *,
-    standstill_seconds: float | None = 60.0,
-) -> None:
-    """Chooses the backend; call it before the first program is compiled.
-
-    Args:
-      platform: "cpu", "cuda" or "tpu".
-      device_count: for "cpu", how many virtual devices this process has.
-      standstill_seconds: for "cpu", when devices have waited for each other for so long
-        while none of XLA's threads ran, the process says so and ends, with status 70.
-        None: never, for programs that rightly wait for something outside.
-
-    Raises:
-      ValueError: there are no such devices here, or devices are in use already with
-        another setting.
-    """
-    if device_count is not None and (platform != "cpu" or device_count < 1):
-        raise ValueError(
-            f"device_count={device_count} with platform={platform!r}: it is the number "
-            "of virtual cpu devices, 1 or more; other platforms bring their own"
-        )
-    if standstill_seconds is not None and not standstill_seconds > 0:
-        raise ValueError(
-            f"standstill_seconds={standstill_seconds}: it is above 0, or None for never"
-        )
-    standstill.set_limit(standstill_seconds)
-    if platform == "cuda":
-        # TF only traces here; it would take the memory that programs run in.
-        tf.config.set_visible_devices([], "GPU")
-    flags = os.environ.get("XLA_FLAGS", "")
-    for flag, seconds in _COLLECTIVE_TIMEOUTS.items():
-        if flag not in flags:
-            flags += f" --{flag}={seconds}"
-    os.environ["XLA_FLAGS"] = flags.strip()
-    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", flags)
-    devices = device_count or max(jax.config.jax_num_cpu_devices, 1)
-    if device_count is None and forced:
-        devices = max(devices, int(forced[1]))
-    if platform == "cpu" and devices > 1:
-        threads = _THREADS_PER_DEVICE * devices + (os.cpu_count() or 1)
-        os.environ.setdefault("PJRT_NPROC", str(threads))
-    try:
-        jax.config.update("jax_platforms", platform)
-        if device_count is not None and platform == "cpu":
-            jax.config.update("jax_num_cpu_devices", device_count)
-    except RuntimeError:
-        pass  # The backend is up; what counts is whether it fits.
-    try:
-        have, backend = jax.local_device_count(), jax.default_backend()
-    except (AssertionError, RuntimeError) as e:  # By JAX's plugins, each in its way.
-        raise ValueError(
-            f"no {platform} devices can be used here ({str(e)[:200] or 'no plugin'}); "
-            f"install meshwright[{platform}] on a machine that has some, or choose "
-            "platform cpu"
-        ) from e
-    expected = "gpu" if platform == "cuda" else platform
-    if backend != expected or device_count not in (None, have):
-        raise ValueError(
-            f"{device_count or 'some'} {platform} devices were asked for but {have} "
-            f"{backend} devices are in use already: choose the platform first thing in "
-            "the process"
-        )
 
 
 def detected_cluster() -> tuple[str | None, int | None, int | None, list[int] | None]:
@@ -221,55 +129,6 @@ def abstract_array(
     )
 
 
-def stable_hlo(
-    lowered: LoweredFunction,
-    mesh: DeviceMesh,
-    shardy: bool,
-    rewrite: Callable[[ir.Module], None] | None = None,
-) -> bytes:
-    """The StableHLO module of a lowered function, annotations ready for a partitioner.
-
-    Returns:
-      MLIR bytecode.
-
-    Raises:
-      LoweringError: an annotation or a manual region cannot be honoured on `mesh`.
-    """
-    with neutral_module(lowered) as module:
-        blame = Blame(lowered.name, lowered.sources)
-        refuse_foreign(blame, module)
-        untype_annotations(blame, module, mesh)
-        drop_idle_steps(module)
-        rotate(module)
-        keep_row_major(module)
-        if rewrite is not None:
-            rewrite(module)
-        rewrite_manual_regions(blame, module, mesh, shardy=shardy)
-        rewrite_annotations(blame, module, mesh, shardy=shardy)
-        return bytecode(module)
-
-
-@contextlib.contextmanager
-def neutral_module(lowered: LoweredFunction) -> Iterator[ir.Module]:
-    """The StableHLO module that a function was lowered to, for either partitioner.
-
-    Annotations and manual regions are in it as the TF program has them. It is to be
-    used within the context.
-    """
-    with mlir.make_ir_context(), ir.Location.unknown():
-        text = lowered.rewritten or _jax.mlir.hlo_to_stablehlo(lowered.hlo)
-        module = ir.Module.parse(text)
-        flatten_tuples(module)
-        yield module
-
-
-def bytecode(module: ir.Module) -> bytes:
-    """MLIR bytecode of a module."""
-    buffer = io.BytesIO()
-    module.operation.write_bytecode(buffer)
-    return buffer.getvalue()
-
-
 # JAX keeps a primitive's parameters as long as the process lives: no TF graphs in them.
 def _abstract(*args, name, module, results):
     return list(results)
@@ -299,6 +158,32 @@ def flat_specs(nest) -> list:
     return tf.nest.flatten(nest)
 
 
+def ir_context() -> contextlib.AbstractContextManager:
+    """An MLIR context that knows the dialects of JAX's programs, to be entered."""
+    return mlir.make_ir_context()
+
+
+def stable_hlo_of(hlo: bytes) -> bytes:
+    """A serialized HLO module as StableHLO, in MLIR's text or bytecode."""
+    return _jax.mlir.hlo_to_stablehlo(hlo)
+
+
+def check_fits(
+    lowered: LoweredFunction,
+    mesh: DeviceMesh,
+    in_shardings: Sequence[Sharding | None],
+    devices: Sequence[jax.Device] | None = None,
+) -> None:
+    """Refuses a mesh that the devices cannot make, and arguments too large for them.
+
+    Raises:
+      ValueError: see `jax_mesh`.
+      DoesNotFit: the arguments alone do not fit into the devices' memory.
+    """
+    device = jax_mesh(mesh, devices).devices.flat[0]
+    check_arguments_fit(lowered, mesh, in_shardings, device)
+
+
 def lower_for_mesh(
     lowered: LoweredFunction,
     mesh: DeviceMesh,
@@ -307,30 +192,20 @@ def lower_for_mesh(
     out_shardings: Sequence[Sharding | None],
     donate: Sequence[int],
     shardy: bool,
+    module: bytes,
     devices: Sequence[jax.Device] | None = None,
-    rewrite: Callable[[ir.Module], None] | None = None,
-    only_read: bool = False,
+    in_child: bool = False,
 ) -> MeshProgram:
     """Puts a program on the devices of `mesh`, unpartitioned; all sequences are flat.
 
-    A None sharding is left to completion. `rewrite` changes the module while it is for
-    either partitioner. What is `only_read` need not fit.
-
-    Raises:
-      LoweringError: an annotation cannot be honoured.
-      DoesNotFit: the arguments alone do not fit into the devices' memory.
+    A None sharding is left to completion. `module` is the function's own, as MLIR
+    bytecode, written for the partitioner (`modules`). What is `in_child` is compiled in
+    a child process.
     """
     grid = jax_mesh(mesh, devices)
-    if not only_read:
-        check_arguments_fit(lowered, mesh, in_shardings, grid.devices.flat[0])
 
     def border(shardings):
         return tuple(None if s is None else named_sharding(s, grid) for s in shardings)
-
-    if lowered.unknown_size is not None and mesh.size > 1:
-        where = lowered.sources.text(lowered.unknown_size)
-        raise unknown_size(lowered.name, where, what="a tensor")
-    module = stable_hlo(lowered, mesh, shardy, rewrite)
 
     results = tuple(
         jax.core.ShapedArray(tuple(spec.shape), spec.dtype.as_numpy_dtype)
@@ -355,7 +230,10 @@ def lower_for_mesh(
     )
     with _partitioner(shardy), jax.set_mesh(grid), wide_elements():
         ready = jitted.lower(*avals)
-    return MeshProgram(lowered.name, mesh, ready, shardy, lowered, (jitted, *avals))
+    call = (jitted, *avals)
+    return MeshProgram(
+        lowered.name, mesh, ready, shardy, lowered, call, in_child=in_child
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -370,6 +248,7 @@ class MeshProgram:
       function: what it was lowered from, to name its arguments and ops.
       call: the jitted function, and its abstract arguments.
       repairs: what was laid out otherwise than completion chose (`repair.repaired`).
+      in_child: whether XLA compiles it in a child process.
     """
 
     name: str
@@ -379,6 +258,7 @@ class MeshProgram:
     function: LoweredFunction | None = None
     call: tuple = ()
     repairs: tuple = ()
+    in_child: bool = False
 
     def export(self, platforms: Sequence[str]) -> bytes:
         """The program for other machines, as `jax.export.deserialize` reads it.
@@ -405,14 +285,17 @@ class MeshProgram:
 
         Raises:
           LoweringError: the module would make XLA fall back to GSPMD; GSPMD gives a
-            result whose sharding was left to it one of no mesh axes; XLA refuses it.
+            result whose sharding was left to it one of no mesh axes; XLA refuses it, or
+            ends the child process that compiles it.
           DoesNotFit: it needs more memory than a device has.
         """
         if self.shardy:
             self._check_no_fallback()
         try:
-            with _partitioner(self.shardy):
+            with _partitioner(self.shardy), _compiling_in_child(self.in_child):
                 return self.lowered.compile(compiler_options=options)
+        except ChildEnded as e:
+            raise of_child(self.name, str(e), shardy=self.shardy) from e
         except (AssertionError, LookupError, NotImplementedError, ValueError) as e:
             if not _names_a_sharding(e):
                 raise
@@ -438,8 +321,9 @@ class MeshProgram:
             return None
         with tempfile.TemporaryDirectory() as folder:
             dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-            refused = contextlib.suppress(jax.errors.JaxRuntimeError)
-            with _partitioner(self.shardy), refused:
+            refused = contextlib.suppress(jax.errors.JaxRuntimeError, ChildEnded)
+            in_child = _compiling_in_child(self.in_child)
+            with _partitioner(self.shardy), in_child, refused:
                 self.lowered.compile(compiler_options={**(options or {}), **dump})
             found = list(pathlib.Path(folder).rglob("*.oom_intermediate_module.txt"))
             if not found:
@@ -486,3 +370,44 @@ def _partitioner(shardy: bool) -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
+
+
+@contextlib.contextmanager
+def _compiling_in_child(wanted: bool) -> Iterator[None]:
+    """What this thread compiles is compiled in a child process, if `wanted`."""
+    if wanted:
+        _let_children_compile()
+    token = _IN_CHILD.set(wanted)
+    try:
+        yield
+    finally:
+        _IN_CHILD.reset(token)
+
+
+@functools.cache
+def _let_children_compile() -> None:
+    """Takes the place of the one function of JAX's that has XLA compile a module.
+
+    JAX's caches come before it, and what it makes of an executable after it: as a
+    cached one is, it is deserialized.
+    """
+    here = jax_compiler.backend_compile_and_load
+
+    def compile_and_load(backend, module, devices, options, host_callbacks):
+        if not _IN_CHILD.get():
+            return here(backend, module, devices, options, host_callbacks)
+        text = mlir.module_to_bytecode(module)
+        if host_callbacks or _CALLS_BACK in text:
+            raise LoweringError(
+                "a program that calls back into Python cannot be compiled in a child "
+                "process: leave in_child out"
+            )
+        numbers = [device.id for device in devices]
+        compiler = child(jax.local_device_count())
+        try:
+            compiled = compiler.compile(text, options.SerializeAsString(), numbers)
+        except ChildRefused as e:
+            raise jax.errors.JaxRuntimeError(str(e)) from None
+        return backend.deserialize_executable(compiled, devices, options)
+
+    jax_compiler.backend_compile_and_load = compile_and_load

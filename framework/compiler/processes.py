@@ -150,3 +150,27 @@ def to_host(array: jax.Array) -> np.ndarray:
         return np.asarray(array)
     arrive()
     return multihost_utils.process_allgather(array, tiled=True)
+
+
+def check_child(name: str, devices: Sequence[jax.Device] | None) -> None:
+    """Refuses to compile in a child process where that cannot be.
+
+    Args:
+      name: the program's.
+      devices: those of a topology, or None.
+
+    Raises:
+      ValueError: the devices are no CPU's, a topology's, or of several processes.
+    """
+    why = None
+    if devices is not None:
+        why = "it is compiled for a topology"
+    elif jax.process_count() > 1:
+        why = f"its devices belong to {jax.process_count()} processes"
+    elif jax.default_backend() != "cpu":
+        why = f"its {jax.default_backend()} devices are this process's alone"
+    if why:
+        raise ValueError(
+            f"{name}: in_child compiles for the cpu devices of one process, and {why}: "
+            "leave in_child out"
+        )

@@ -26,7 +26,7 @@ from meshwright.framework.compiler.lower import (
     lower,
 )
 from meshwright.framework.compiler.pending.carry import carry_pending
-from meshwright.framework.compiler.processes import to_host
+from meshwright.framework.compiler.processes import check_child, to_host
 from meshwright.framework.compiler.repair import check
 from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.compiler.report import Collective, collectives_of
@@ -233,6 +233,7 @@ class TracedProgram:
       devices: those of a topology, or None.
       updates: what was decided on weight updates; None: nothing was asked.
       strict: refuse a program rather than repair it at a cost.
+      in_child: have XLA compile in a child process.
     """
 
     lowered: LoweredFunction
@@ -244,6 +245,7 @@ class TracedProgram:
     devices: Sequence[jax.Device] | None = None
     updates: UpdateReport | None = None
     strict: bool = False
+    in_child: bool = False
 
     def forms(self, argument: int) -> Any:
         """The stored forms of an argument, a nest like it."""
@@ -279,6 +281,7 @@ class TracedProgram:
             shardy=self.partitioner is Partitioner.SHARDY,
             devices=self.devices,
             strict=self.strict,
+            in_child=self.in_child,
         )
 
 
@@ -301,7 +304,8 @@ def compile_program(
 
     Raises:
       LoweringError: see `lower`; an annotation would be dropped on this mesh; XLA would
-        get an op wrong that cannot be laid out otherwise, or not for free and `strict`.
+        get an op wrong that cannot be laid out otherwise, or not for free and `strict`;
+        XLA ended the child process that compiled `in_child`.
       ValueError: more devices than exist, structures, ranks or meshes that do not
         agree, an argument to donate that is not there.
     """
@@ -321,6 +325,7 @@ def trace_program(
     devices: Sequence[jax.Device] | None = None,
     update_sharding: UpdateSharding | None = None,
     strict: bool = False,
+    in_child: bool = False,
 ) -> TracedProgram:
     """Lowers a pure TF function for a mesh.
 
@@ -342,13 +347,17 @@ def trace_program(
       strict: refuse a program in which an op that XLA's partitioner would get wrong is
         laid out otherwise at a cost in communication, or assertions are left
         unchecked; else these are warnings.
+      in_child: have XLA compile in a child process: where XLA's C++ ends that, this
+        process lives on and gets an error. For the CPU devices of one process.
 
     Raises:
       LoweringError: see `lower`; or an annotation would be dropped on this mesh.
       ValueError: structures, ranks or meshes that do not agree, an argument to donate
-        that is not there.
+        that is not there; devices that `in_child` cannot compile for.
     """
     name = name or getattr(fn, "__name__", "program").strip("<>")
+    if in_child:
+        check_child(name, devices)
     args = tuple(args)
     flat_args = argument_specs(name, args)
     in_forms = stored_forms(flat_args, args, in_shardings, mesh)
@@ -385,7 +394,6 @@ def trace_program(
         mesh,
         in_shardings=[form and form.border for form in in_forms],
         out_shardings=[form and form.border for form in out_forms],
-        devices=devices,
     )
     updates = None
     if update_sharding is not None:
@@ -404,4 +412,5 @@ def trace_program(
         devices=devices,
         updates=updates,
         strict=strict,
+        in_child=in_child,
     )

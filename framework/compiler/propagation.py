@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler.errors import of_xla
-from meshwright.framework.compiler.jax_bridge import MeshProgram
+from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -23,25 +23,25 @@ _QUOTED = re.compile(r'"([^"]+)"')
 
 
 class Propagated:
-    """A completed copy of a program's module; use it within the module's context.
+    """A module that Shardy completed, in place; use it within the module's context.
 
     Args:
-      program: a program for Shardy.
+      blame: for messages.
+      module: written for Shardy, its borders too; an operation of MLIR's.
+      mesh: the program's.
 
     Raises:
       LoweringError: Shardy cannot complete it.
     """
 
-    def __init__(self, program: MeshProgram):
-        self.mesh = program.mesh
-        self.module = program.lowered.compiler_ir("stablehlo").operation.clone()
+    def __init__(self, blame: Blame, module: ir.Operation, mesh: DeviceMesh):
+        self.mesh, self.module = mesh, module
         passes = PassManager.parse(_PASSES)
         try:
-            passes.run(self.module)
+            passes.run(module)
         except ir.MLIRError as e:
-            sources = program.function.sources if program.function else None
-            raise of_xla(program.name, e, shardy=True, sources=sources) from e
-        self._meshes = _names_of(program.mesh, self.module)
+            raise of_xla(blame.program, e, shardy=True, sources=blame.sources) from e
+        self._meshes = _names_of(mesh, module)
 
     def sharding(
         self, value: ir.Value, manual: tuple[str, ...] = ()

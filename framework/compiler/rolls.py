@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.stable_hlo import integers, shape_of, walk
+from meshwright.framework.compiler.stable_hlo import integers, rows_of, shape_of, walk
 
 _NUMBERS: dict[str, Callable] = {
     "stablehlo.abs": np.abs,
@@ -73,19 +73,11 @@ def _replace(op, dim: int, start: int, done: dict) -> None:
     rolled = tensor
     if start:
         with ir.InsertionPoint(op), op.location:
-            parts = [_rows(tensor, dim, *at) for at in ((start, size), (0, start))]
+            parts = [rows_of(tensor, dim, *at) for at in ((start, size), (0, start))]
             rolled = stablehlo.concatenate(parts, dim)
         done[rolled, dim] = tensor, start
     result.replace_all_uses_with(rolled)
     op.erase()
-
-
-def _rows(tensor: ir.Value, dim: int, start: int, limit: int) -> ir.Value:
-    limits = list(shape_of(tensor))
-    starts, steps = [0] * len(limits), [1] * len(limits)
-    starts[dim], limits[dim] = start, limit
-    arrays = map(ir.DenseI64ArrayAttr.get, (starts, limits, steps))
-    return stablehlo.slice(tensor, *arrays)
 
 
 def _known(value: ir.Value) -> np.ndarray | None:

@@ -70,6 +70,15 @@ def operands_of(op) -> list:
     return [user.operands[i] for user, i in operand_places(op)]
 
 
+def rows_of(tensor: ir.Value, dim: int, start: int, limit: int) -> ir.Value:
+    """A slice of one dim of a tensor, at the current insertion point."""
+    limits = list(shape_of(tensor))
+    starts, steps = [0] * len(limits), [1] * len(limits)
+    starts[dim], limits[dim] = start, limit
+    arrays = map(ir.DenseI64ArrayAttr.get, (starts, limits, steps))
+    return stablehlo.slice(tensor, *arrays)
+
+
 def after(value: ir.Value) -> ir.InsertionPoint:
     """Where a value can be used first."""
     owner = value.owner
@@ -261,9 +270,10 @@ def reduced_dims(op) -> list[int]:
     return integers(op, "dimensions")
 
 
-def adds(op) -> bool:
-    """Whether a reduction or a scatter adds up."""
-    names = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
+def adds(op, region: int = 0) -> bool:
+    """Whether a reduction or a scatter adds up, in the region of it that would."""
+    block = op.regions[region].blocks[0]
+    names = [inner.operation.name for inner in block.operations]
     return names == ["stablehlo.add", "stablehlo.return"]
 
 

@@ -8,8 +8,8 @@ from jax.extend.mlir import ir
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.compiler.xla.experimental import xla_sharding
 
-from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.compiler.lower import LoweringError, lower
+from meshwright.framework.compiler.modules import stable_hlo
 from meshwright.framework.compiler.program import Partitioner, compile_program
 from meshwright.framework.sharding.annotations import mesh_split, replicate, shard
 from meshwright.framework.sharding.annotations import split as split_dim
@@ -182,7 +182,7 @@ def test_every_annotation_goes_to_the_partitioner_asked_for():
 
     def text(shardy):
         with jax.interpreters.mlir.make_ir_context():
-            return str(ir.Module.parse(jax_bridge.stable_hlo(lowered, MESH, shardy)))
+            return str(ir.Module.parse(stable_hlo(lowered, MESH, shardy=shardy)))
 
     assert "sdy.sharding_constraint" in text(True) and "@Sharding" not in text(True)
     assert "@Sharding" in text(False) and "sdy" not in text(False)

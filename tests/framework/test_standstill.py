@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler import jax_bridge, standstill
+from meshwright.framework.compiler import platforms, standstill
 from meshwright.framework.compiler.program import compile_program
 from tests.framework.programs import MESH, split
 
@@ -102,7 +102,7 @@ def test_a_limit_is_above_zero(seconds):
     with pytest.raises(
         ValueError, match=f"standstill_seconds={seconds}: it is above 0"
     ):
-        jax_bridge.set_platform("cpu", 8, standstill_seconds=seconds)
+        platforms.set_platform("cpu", 8, standstill_seconds=seconds)
 
 
 def _thread(folder, number, state, user, system):

@@ -1,7 +1,8 @@
-"""A run that would rather stop than repair a program at a cost."""
+"""How a run has its programs compiled: strictly, in a child process."""
 
 import re
 
+import jax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -41,30 +42,42 @@ def test_the_programs_of_a_strict_experiment_are_strict(faulty_products):
         _ = Programs(experiment).main
 
 
+def test_the_programs_of_an_experiment_are_compiled_in_a_child(monkeypatch):
+    experiment = small_experiment(MESH, SMALL, "Experiment.compile_in_child = True")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="^train: in_child compiles for the cpu dev"):
+        _ = Programs(experiment).main
+
+
+@pytest.mark.parametrize("field", ["strict", "compile_in_child"])
 @pytest.mark.parametrize("value", ["1", "'yes'", "None"])
-def test_strict_is_true_or_false(value):
-    told = re.escape(f"Experiment.strict is {value}, must be of class bool")
+def test_it_is_true_or_false(field, value):
+    told = re.escape(f"Experiment.{field} is {value}, must be of class bool")
     with pytest.raises(ValueError, match=told):
-        small_experiment(MESH, f"Experiment.strict = {value}")
+        small_experiment(MESH, f"Experiment.{field} = {value}")
 
 
+@pytest.mark.parametrize("field", ["strict", "compile_in_child"])
 @pytest.mark.parametrize(
-    ("flag", "bound", "strict"),
+    ("flag", "bound", "wanted"),
     [
-        ({}, [], False),
-        ({}, ["Experiment.strict = True"], True),
-        ({"strict": True}, [], True),
-        ({"strict": True}, ["Experiment.strict = False"], True),
-        ({"strict": False}, ["Experiment.strict = True"], False),
+        (None, None, False),
+        (None, True, True),
+        (True, None, True),
+        (True, False, True),
+        (False, True, False),
     ],
 )
-def test_the_flag_sets_the_field(flag, bound, strict):
+def test_the_flag_sets_the_field(field, flag, bound, wanted):
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["meshwright"])
     told = []
-    given = {"gin_file": ["lm/stdlib_tiny.gin"], "gin_param": bound, **flag}
+    binding = [] if bound is None else [f"Experiment.{field} = {bound}"]
+    given = {"gin_file": ["lm/stdlib_tiny.gin"], "gin_param": binding}
+    if flag is not None:
+        given[field] = flag
     with flagsaver.flagsaver(**given):
         mains.call("meshwright", ["meshwright"], lambda *args: told.append(args))
     ((experiment, config_text),) = told
-    assert experiment.strict is strict
-    assert ("Experiment.strict = True" in config_text) == strict
+    assert getattr(experiment, field) is wanted
+    assert (f"Experiment.{field} = True" in config_text) == wanted

@@ -12,11 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import jax
-
 from meshwright.framework.compiler.completed import completed_module
-from meshwright.framework.compiler.jax_bridge import bytecode
 from meshwright.framework.compiler.lower import LoweredFunction
+from meshwright.framework.compiler.modules import bytecode
 from meshwright.framework.compiler.pending.plan import Plan
 from meshwright.framework.compiler.pending.regions import refuse_in_regions
 from meshwright.framework.compiler.pending.write import write_parts
@@ -39,7 +37,6 @@ def carry_pending(
     *,
     in_shardings: Sequence[Sharding | None],
     out_shardings: Sequence[Sharding | None],
-    devices: Sequence[jax.Device] | None = None,
 ) -> LoweredFunction:
     """The function with its typed annotations written out, for either partitioner.
 
@@ -47,7 +44,6 @@ def carry_pending(
       lowered: the function.
       mesh: what it is to be compiled for.
       in_shardings, out_shardings: of the leaves of its arguments and its result.
-      devices: those of a topology, or None.
 
     Raises:
       LoweringError: a pending sum meets an op that is not linear in it, or leaves the
@@ -57,11 +53,7 @@ def carry_pending(
     if not has_types(lowered):
         return lowered
     with completed_module(
-        lowered,
-        mesh,
-        in_shardings=in_shardings,
-        out_shardings=out_shardings,
-        devices=devices,
+        lowered, mesh, in_shardings=in_shardings, out_shardings=out_shardings
     ) as completed:
         blame = Blame(lowered.name, lowered.sources)
         refuse_in_regions(completed.main, mesh, blame)

@@ -13,12 +13,12 @@ from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.borders import filled
 from meshwright.framework.compiler.explain import Kind
-from meshwright.framework.compiler.jax_bridge import neutral_module
 from meshwright.framework.compiler.lower import (
     LoweredFunction,
     LoweringError,
     lower,
 )
+from meshwright.framework.compiler.modules import neutral_module
 from meshwright.framework.compiler.sharding_types.checker import (
     Checker,
     ShardingTypeError,

@@ -11,8 +11,8 @@ from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.borders import stored_spec
 from meshwright.framework.compiler.completed import completed_module
-from meshwright.framework.compiler.jax_bridge import bytecode
 from meshwright.framework.compiler.lower import LoweredFunction
+from meshwright.framework.compiler.modules import bytecode
 from meshwright.framework.compiler.tpu import kind_of
 from meshwright.framework.compiler.weight_update_sharding.clusters import find_clusters
 from meshwright.framework.compiler.weight_update_sharding.decide import (
@@ -100,7 +100,7 @@ def shard_weight_updates(
     border = [form and form.border for form in in_forms]
     results = [form and form.border for form in out_forms]
     with completed_module(
-        lowered, mesh, in_shardings=border, out_shardings=results, devices=devices
+        lowered, mesh, in_shardings=border, out_shardings=results
     ) as completed:
         redundancy = analyze(completed, asked.data_axes)
         links = links_of(completed, [(c.argument, c.result) for c in carried])
