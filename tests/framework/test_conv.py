@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.compiler import jax_bridge
 from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.program import Partitioner, compile_program
 from meshwright.framework.compiler.repair import check, looks
@@ -31,15 +30,16 @@ def mesh_of(*shape, names=("data", "spatial", "model")):
 
 
 @pytest.fixture
-def lowered(monkeypatch):
-    """The keyword arguments of each lowering."""
+def looked(monkeypatch):
+    """The name of the look for each one that is taken at a program."""
     found = []
-    lower = jax_bridge.lower_for_mesh
-    monkeypatch.setattr(
-        jax_bridge,
-        "lower_for_mesh",
-        lambda *args, **kwargs: found.append(kwargs) or lower(*args, **kwargs),
-    )
+    for name in "by_shardy", "by_gspmd":
+        look = getattr(looks, name)
+        monkeypatch.setattr(
+            looks,
+            name,
+            lambda *args, name=name, look=look: found.append(name) or look(*args),
+        )
     return found
 
 
@@ -257,12 +257,12 @@ def test_in_stacks_that_are_loops(partitioner):
     ids=str,
 )
 @pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
-def test_what_is_right_is_left_alone(shape, names, rows, partitioner, lowered):
-    """Lowered to be looked at and to be compiled; a repair would be looked at too."""
+def test_what_is_right_is_left_alone(shape, names, rows, partitioner, looked):
+    """A repair would be looked at too."""
     mesh = mesh_of(*shape, names=names)
     shapes = [(8, 16, 4, 2), (3, 3, 2, 4)]
     compiled(conv2d, shapes, mesh, [rows, None], rows, partitioner)
-    assert len(lowered) == 2
+    assert looked == [f"by_{partitioner.value}"]
 
 
 @pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
@@ -312,7 +312,7 @@ def test_a_slice_of_one_element_by_a_step(partitioner):
     assert_parity(take, [(2,)], mesh_of(2), [None], ["data"], partitioner)
 
 
-def test_what_cannot_be_laid_out_is_refused(monkeypatch, lowered):
+def test_what_cannot_be_laid_out_is_refused(monkeypatch, looked):
     """As if no layout helped."""
     rows = [None, "spatial", None]
     args = [(2, 8, 2), (3, 2, 4)], mesh_of(2, 4), [rows, None], rows
@@ -324,10 +324,10 @@ def test_what_cannot_be_laid_out_is_refused(monkeypatch, lowered):
         "convolution whose parts .* Annotate its operands and its result",
     ):
         compiled(conv1d, *args)
-    assert len(lowered) == 1
+    assert len(looked) == 1
     monkeypatch.setattr(check, "_ROUNDS", 2)  # The last look counts too.
     compiled(conv1d, *args)
-    assert len(lowered) == 4
+    assert len(looked) == 3
 
 
 def unlike_any(monkeypatch, rows):

@@ -92,6 +92,36 @@ def into_a_product(lay, table, x, w, v, i):
     return next_to_a_product(lay, table, x, w, i) @ v
 
 
+def norm(x):
+    mean, variance = tf.nn.moments(x, [0, 1, 2])
+    return (x - mean) * tf.math.rsqrt(variance + 1e-3)
+
+
+def hard_sigmoid(x):
+    return tf.nn.relu6(x + 3) / 6
+
+
+def mobile_block(lay, x, expand, depthwise, squeeze, excite, project):
+    """A block of MobileNetV3, each kernel split as if its last dim were features.
+
+    A depthwise kernel has one there. It covers the image: XLA takes the convolution for
+    a product, over whose kernel GSPMD alone ends the process.
+    """
+    kernels = (expand, depthwise, squeeze, excite, project)
+    expand, depthwise, squeeze, excite, project = (
+        lay(kernel, None, None, None, "Y") for kernel in kernels
+    )
+    y = norm(tf.nn.conv2d(x, expand, 1, "SAME"))
+    y = tf.pad(y * hard_sigmoid(y), [[0, 0], [1, 2], [1, 2], [0, 0]])
+    y = norm(tf.nn.depthwise_conv2d(y, depthwise, [1, 2, 2, 1], "VALID"))
+    y = y * hard_sigmoid(y)
+    pooled = tf.reduce_mean(y, [1, 2], keepdims=True)
+    gate = tf.nn.conv2d(
+        tf.nn.relu(tf.nn.conv2d(pooled, squeeze, 1, "SAME")), excite, 1, "SAME"
+    )
+    return norm(tf.nn.conv2d(y * hard_sigmoid(gate), project, 1, "SAME"))
+
+
 def called_twice(lay, x, y, i):
     """A function whose calls are sharded differently, the first as XLA fails at."""
 
@@ -152,12 +182,21 @@ REGION_INDEX = in_a_region(
 IMAGE, TWO = array(2, 16, 8, 3), np.array([3, 7], np.int32)
 FEATURES = array(8, 30), array(8, 16, seed=1), array(16, 8, seed=2)
 INDICES, POOLS = {"uneven indices"}, {"overlapping windows"}
+BLOCK = [
+    array(8, 2, 2, 8),
+    array(1, 1, 8, 16, seed=1),
+    array(5, 5, 16, 1, seed=2),
+    array(1, 1, 16, 4, seed=3),
+    array(1, 1, 4, 16, seed=4),
+    array(1, 1, 16, 12, seed=5),
+]
 PROGRAMS = {
     "max pool": (max_pool, [IMAGE], POOLS),
     "uneven windows": (uneven_windows, [IMAGE], set()),
     "2 indices in 4 shards": (few_indices, [array(16, 4), TWO], INDICES),
     "21 rows": (next_to_a_product, [*FEATURES, indices(21, 30)], INDICES),
     "20 rows": (next_to_a_product, [*FEATURES, indices(20, 30)], set()),
+    "mobile block": (mobile_block, BLOCK, {"convolution summed twice"}),
     "21 columns": (
         into_a_product,
         [*FEATURES, array(29, 5, seed=3), indices(21, 30)],
@@ -167,7 +206,7 @@ PROGRAMS = {
     "loop": (in_a_loop, [array(16, 8, 4), TWO], INDICES | POOLS),
     "gather in a region": (REGION_GATHER, [array(16, 4), TWO], INDICES),
     "pool in a region": (REGION_POOL, [array(4, 16, 3)], POOLS),
-    "steps in a region": (REGION_STEPS, [array(10, 4)], {"uneven steps"}),
+    "steps in a region": (REGION_STEPS, [array(10, 4)], {"steps across shards"}),
     "index in a region": (
         REGION_INDEX,
         [array(16, 4), np.array([[3]], np.int32), array(1, 4)],

@@ -184,7 +184,8 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
 
 @contextlib.contextmanager
 def _no_repairs() -> Iterator[None]:
-    with mock.patch.object(check, "PRESENT", []):
+    """No operation is laid out otherwise, nor kept as it was looked at."""
+    with mock.patch.multiple(check, PRESENT=[], GUARDED=frozenset()):
         yield
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 
 from meshwright.framework import set_platform
 from meshwright.framework.compiler.program import Partitioner
-from meshwright.framework.compiler.repair.faults import FAULTS, Fault, Smallest
+from meshwright.framework.compiler.repair.fault import Fault, Smallest
+from meshwright.framework.compiler.repair.faults import FAULTS
 from meshwright.framework.sharding.sharding import Sharding
 from tests.operators.cases import Case, compiled
 from tests.operators.known_failures import KNOWN_FAILURES, KnownFailure
@@ -76,12 +77,12 @@ def _fault(fault: Fault) -> str:
 def _program(fault: Fault, name: str, smallest: Smallest, costs: Bytes) -> str:
     case = case_of(smallest.program)
     outcome = smallest.outcome.value
-    if not smallest.shardy:
-        outcome += ", GSPMD only"
+    if not smallest.shardy or not smallest.gspmd:
+        outcome += ", GSPMD only" if smallest.gspmd else ", Shardy only"
     both = [costs.get(f"{name}-{partitioner.value}") for partitioner in Partitioner]
     shardy, gspmd = both
-    cell = str(gspmd)
-    if shardy not in (None, gspmd):
+    cell = str(shardy if gspmd is None else gspmd)
+    if None not in both and shardy != gspmd:
         cell = f"{shardy}, GSPMD {gspmd}"
     return (
         f"| `{name}` | {fault.name} | `{case.use.expression}`: {_layout(case)} | "

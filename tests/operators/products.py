@@ -109,7 +109,7 @@ def attention(draw):
 def feed_forward(draw):
     tokens, width, hidden = shape_of(draw, 3, 3)
     return of_shape(
-        f"tf.nn.relu(x @ y / {width}) @ z / {hidden}",
+        f"tf.nn.silu(x @ y / {width}) @ z / {hidden}",
         (tokens, width),
         (width, hidden),
         (hidden, width),

@@ -136,7 +136,7 @@ def conv_of_norm(draw):
     sizes = shape_of(draw, 2, 2)
     batch, channels, features = shape_of(draw, 3, 3, SMALL)
     return of_shape(
-        "tf.nn.relu(tf.nn.conv2d(tf.math.l2_normalize(x, [0, 1, 2]), y, 1, 'SAME'))",
+        "tf.nn.silu(tf.nn.conv2d(tf.math.l2_normalize(x, [0, 1, 2]), y, 1, 'SAME'))",
         (batch, *sizes, channels),
         (3, 3, channels, features),
         formats=(),

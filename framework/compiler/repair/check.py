@@ -3,15 +3,16 @@
 How the tensors of an operation are sharded is known after completion only. So a program
 is completed beforehand (`looks`). Where an operation is sharded as a row of the table
 of faults says (`faults`), or a convolution so that XLA would add up too much
-(`conv_layout`), the program is lowered anew with that operation laid out otherwise, and
-looked at again. What is laid out stays so, but completion may then choose otherwise for
-others: hence the rounds.
+(`conv_layout`), a copy of the program's module is written with that operation laid out
+otherwise, and looked at again. What is laid out stays so, but completion may then
+choose otherwise for others: hence the rounds. JAX lowers the last module.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -19,14 +20,28 @@ from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler import jax_bridge
+from meshwright.framework.compiler.completion import end_early
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
+from meshwright.framework.compiler.modules import (
+    bytecode,
+    neutral_module,
+    prepare,
+    stable_hlo,
+    write_borders,
+    write_for,
+)
+from meshwright.framework.compiler.propagation import Propagated
 from meshwright.framework.compiler.repair import conv_layout, looks
 from meshwright.framework.compiler.repair.conv_match import Shardings
 from meshwright.framework.compiler.repair.conv_rewrite import lay_out
-from meshwright.framework.compiler.repair.faults import FAULTS, Chosen, Fault
+from meshwright.framework.compiler.repair.fault import Chosen, Fault
+from meshwright.framework.compiler.repair.faults import FAULTS
+from meshwright.framework.compiler.repair.halo_rewrite import lay_out_in_blocks
+from meshwright.framework.compiler.repair.halos import Halos
 from meshwright.framework.compiler.repair.op_layout import OpLayout, even_layout
 from meshwright.framework.compiler.repair.patterns import (
+    FOURIER,
     PRODUCTS,
     STEPPED,
     may_regroup,
@@ -36,23 +51,33 @@ from meshwright.framework.compiler.repair.repaired import Repair, repair_of
 from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
 from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
 
 PRESENT = [fault for fault in FAULTS if fault.is_in(jax_bridge.JAXLIB)]
 GUARDED = frozenset(name for fault in PRESENT for name in fault.ops)
+Decision = tuple[Chosen, Repair]
+"""A layout for an operation, and what it changes."""
 _ROUNDS = 8
 _INLINE = "builtin.module(inline,symbol-dce)"
 
 
 def lower_for_mesh(
-    lowered: LoweredFunction, mesh: DeviceMesh, *, strict: bool = False, **border: Any
+    lowered: LoweredFunction,
+    mesh: DeviceMesh,
+    *,
+    in_shardings: Sequence[Sharding | None],
+    out_shardings: Sequence[Sharding | None],
+    shardy: bool,
+    strict: bool = False,
+    **how: Any,
 ) -> MeshProgram:
     """`jax_bridge.lower_for_mesh`, laid out so that XLA gets each operation right.
 
     Args:
       lowered: the function.
       mesh: the device mesh.
+      in_shardings, out_shardings, shardy, **how: see `jax_bridge.lower_for_mesh`.
       strict: refuse a program rather than repair it at a cost.
-      **border: see `jax_bridge.lower_for_mesh`.
 
     Returns:
       The program; its `repairs` say what was laid out otherwise.
@@ -61,38 +86,111 @@ def lower_for_mesh(
       LoweringError: as there; an operation cannot be laid out, such as a convolution in
         a manual region; or a repair costs communication and `strict` forbids it.
     """
+    borders = {"in_shardings": in_shardings, "out_shardings": out_shardings}
+    put = functools.partial(
+        jax_bridge.lower_for_mesh, lowered, mesh, **borders, shardy=shardy, **how
+    )
+    jax_bridge.check_fits(lowered, mesh, in_shardings, how.get("devices"))
     if mesh.size == 1:
-        return jax_bridge.lower_for_mesh(lowered, mesh, **border)
+        return put(module=stable_hlo(lowered, mesh, shardy=shardy))
+
+    def look(module: ir.Operation) -> Iterator[tuple[int, OpLayout]]:
+        write_for(lowered, module, mesh, shardy=shardy)
+        if not shardy:
+            end_early(module, how.get("devices"))
+            return looks.by_gspmd(put(module=bytecode(module)), module)
+        write_borders(module, mesh, **borders)
+        return looks.by_shardy(Propagated(blame, module, mesh))
+
     blame = Blame(lowered.name, lowered.sources)
+    with neutral_module(lowered) as module:
+        prepare(lowered, module, mesh)
+        # Of a function that is called twice each call may be sharded otherwise.
+        PassManager.parse(_INLINE).run(module.operation)
+        repairs: dict[int, Repair] = {}
+        if looks.number(module, _is_guarded):
+            chosen, right, repairs = decided(blame, module, mesh, look)
+            _report(lowered.name, list(repairs.values()), strict)
+            _lay_out(module, mesh, chosen, right if shardy else {})
+            looks.drop_numbers(module)
+        write_for(lowered, module, mesh, shardy=shardy)
+        ready = bytecode(module)
+    return dataclasses.replace(put(module=ready), repairs=tuple(repairs.values()))
+
+
+def decided(
+    blame: Blame,
+    module: ir.Module,
+    mesh: DeviceMesh,
+    look: Callable[[ir.Operation], Iterable[tuple[int, OpLayout]]],
+) -> tuple[dict[int, Chosen], dict[int, Shardings], dict[int, Repair]]:
+    """What is to be laid out otherwise, what may stay, and what is to be said of it.
+
+    Args:
+      blame: for messages.
+      module: prepared and numbered; it stays as it is.
+      mesh: the program's.
+      look: completes a copy of the module, and gives the layouts of its operations.
+
+    Returns:
+      By number of the operation: layouts to choose; the shardings of those that are
+      right but near a fault; what is to be said of the chosen.
+
+    Raises:
+      LoweringError: there is no end of it.
+    """
     chosen: dict[int, Chosen] = {}
+    whole: dict[int, Decision] = {}
     repairs: dict[int, Repair] = {}
     for _ in range(_ROUNDS):
-        program, guarded = _lowered(lowered, mesh, chosen, None, border)
-        if not guarded:
-            return program
+        copy = module.operation.clone()
+        _lay_out(copy, mesh, chosen, {})
         wrong, right = {}, {}
-        with program.lowered.compiler_ir("stablehlo").context:
-            for place, layout in looks.layouts(program):
-                if found := _wrong(blame, layout, chosen.get(place)):
-                    wrong[place] = found
-                elif place not in chosen and program.shardy and _is_near(layout):
-                    right[place] = layout.shardings
+        for place, layout in look(copy):
+            before = chosen.get(place), whole.get(place)
+            if found := _wrong(blame, layout, *before):
+                wrong[place], whole[place] = found
+            elif place not in chosen and _is_near(layout):
+                right[place] = layout.shardings
+        if not wrong:
+            return chosen, right, repairs
         for place, (choice, repair) in wrong.items():
             chosen[place], repairs[place] = choice, repair
-        if not wrong:
-            _report(lowered.name, list(repairs.values()), strict)
-            program, _ = _lowered(lowered, mesh, chosen, right, border)
-            return dataclasses.replace(program, repairs=tuple(repairs.values()))
     raise LoweringError(
-        f"{lowered.name}: no layout was found in which XLA gets the program right. "
+        f"{blame.program}: no layout was found in which XLA gets the program right. "
         f"The last tried: {repairs[next(iter(wrong))]}. Annotate its operands and its "
         "result"
     )
 
 
+def _lay_out(
+    module,
+    mesh: DeviceMesh,
+    chosen: Mapping[int, Chosen],
+    pinned: Mapping[int, Shardings],
+) -> None:
+    """Lays numbered operations out as chosen, and keeps others as they were looked at.
+
+    For Shardy these are `pinned`: XLA's own completion comes after other passes, and
+    may differ from what was looked at.
+    """
+    numbered = looks.numbered(module)
+    pin = Pin(mesh)
+    for place, shardings in pinned.items():
+        pin(numbered[place], shardings)
+    for place, choice in chosen.items():
+        match choice:
+            case conv_layout.Layout():
+                lay_out(numbered[place], mesh, choice)
+            case Halos():
+                lay_out_in_blocks(numbered[place], choice)
+            case _:
+                lay_out_evenly(numbered[place], choice)
+
+
 def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
     """Warns of repairs that cost communication, or refuses them."""
-    costly = [one for one in repairs if one.bytes and not one.fault.is_slow]
+    costly = [one for one in repairs if one.is_costly]
     costly.sort(key=lambda one: -one.bytes)
     if costly and strict:
         listed = "\n  ".join(map(str, costly))
@@ -105,41 +203,6 @@ def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
         logging.warning("%s: %s", name, repair)
 
 
-def _lowered(
-    lowered: LoweredFunction,
-    mesh: DeviceMesh,
-    chosen: Mapping[int, Chosen],
-    pinned: Mapping[int, Shardings] | None,
-    border: Mapping[str, Any],
-) -> tuple[MeshProgram, bool]:
-    """The program laid out as chosen, and whether it has guarded operations.
-
-    To be looked at they are numbered. To be compiled they are `pinned`: XLA's own
-    completion comes after other passes, and may differ from what was looked at.
-    """
-    count = 0
-
-    def rewrite(module: ir.Module) -> None:
-        nonlocal count
-        # Of a function that is called twice each call may be sharded otherwise.
-        PassManager.parse(_INLINE).run(module.operation)
-        guarded = looks.number(module, _is_guarded)
-        pin = Pin(mesh)
-        for place, shardings in (pinned or {}).items():
-            pin(guarded[place], shardings)
-        for place, choice in chosen.items():
-            if isinstance(choice, conv_layout.Layout):
-                lay_out(guarded[place], mesh, choice)
-            else:
-                lay_out_evenly(guarded[place], choice)
-        if pinned is not None:
-            looks.drop_numbers(module)
-        count = len(guarded)
-
-    program = jax_bridge.lower_for_mesh(lowered, mesh, rewrite=rewrite, **border)
-    return program, count > 0
-
-
 def _is_guarded(op) -> bool:
     """Whether an operation may meet a fault, as far as it can tell itself."""
     return op.name in GUARDED and (op.name not in STEPPED or bool(stepped_dims(op)))
@@ -148,31 +211,36 @@ def _is_guarded(op) -> bool:
 def _is_near(layout: OpLayout) -> bool:
     """Whether an operation might meet a fault if XLA completed it a little otherwise.
 
-    Most products of a model cannot, and are left to XLA as they are.
+    Most products of a model cannot, and are left to XLA as they are. So are transforms,
+    whose dims Shardy does not split by itself.
     """
-    return layout.op.name not in PRODUCTS or may_regroup(layout)
+    if layout.op.name in PRODUCTS:
+        return may_regroup(layout)
+    return layout.op.name != FOURIER
 
 
 def _wrong(
-    blame: Blame, layout: OpLayout, before: Chosen | None
-) -> tuple[Chosen, Repair] | None:
+    blame: Blame, layout: OpLayout, before: Chosen | None, whole: Decision | None
+) -> tuple[Decision, Decision] | None:
     """How an operation is to be laid out if XLA would get it wrong.
 
     Args:
       blame: for messages.
       layout: the operation as completed.
-      before: what was chosen for it in an earlier round.
+      before: what was chosen for it in an earlier round, if anything.
+      whole: as it would be with none of its tensors split, if anything was chosen.
+
+    Returns:
+      The choice, and the one with none of its tensors split; None if XLA gets it right.
     """
     found = _choice(layout) if layout.is_split else None
     if found is None:
         return None
     fault, choice = found
-    if layout.manual and isinstance(choice, conv_layout.Layout):
-        raise _in_region(blame, layout, choice)
-    if before is not None:  # It did not help: nothing of the operation is to be split.
-        choice = even_layout(layout, keep=())
-        # A convolution in a region of ours has other shapes than the program's.
-        if choice == before or isinstance(before, conv_layout.Layout):
+    if whole is not None:  # What was chosen before did not help.
+        if before != whole[0]:
+            return whole, whole
+        if any(layout.shardings):
             raise blame.error(
                 layout.op,
                 f"{fault.what}, which XLA gets wrong, and completion keeps the layout "
@@ -180,7 +248,12 @@ def _wrong(
                 "annotated otherwise; annotate what it reads, or use the other "
                 "partitioner",
             )
-    return choice, repair_of(layout, fault, choice, blame.sources)
+        return None  # XLA replaced it; its operands and results are replicated.
+    if layout.manual and isinstance(choice, conv_layout.Layout):
+        raise _in_region(blame, layout, choice)
+    choices = choice, even_layout(layout, keep=())
+    decided = ((one, repair_of(layout, fault, one, blame.sources)) for one in choices)
+    return tuple(decided)
 
 
 def _choice(layout: OpLayout) -> tuple[Fault, Chosen] | None:

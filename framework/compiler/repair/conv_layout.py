@@ -124,7 +124,10 @@ def _is_right(conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding) ->
     if not (_is_split(lhs) and _is_split(rhs)):
         channels = lhs.dims[conv.lhs_channels]
         agree = channels == rhs.dims[conv.rhs_out] == out.dims[conv.out_feature]
-        return conv.groups == 1 or agree
+        # Of channels in groups what is split alone may end the process: a kernel, or of
+        # the gradient of one the features.
+        alone = _is_split(rhs) or (conv.batch_groups > 1 and out.dims[conv.out_batch])
+        return conv.groups == 1 or (agree and not alone)
     return conv.groups == 1 and not _splits_window(conv, lhs, rhs, out)
 
 
@@ -205,7 +208,7 @@ class _Choice:
             manual=manual,
             lhs=lhs,
             rhs=rhs,
-            out=None if self.conv.is_kernel_gradient else out,
+            out=None if self._leaves_result() else out,
             manual_lhs=kept[0],
             manual_rhs=kept[1],
             manual_out=kept[2],
@@ -219,9 +222,20 @@ class _Choice:
             at = self._dims(axis)[2]
             placed = next((dim for dim in windows if axis in self.auto[2][dim]), None)
             moved = at != placed and (placed is not None or at in windows)
-            if at is not None and moved and not self.conv.is_kernel_gradient:
+            if self.conv.is_kernel_gradient:
+                moved = not self._leaves_result()
+            if at is not None and moved:
                 return False
         return True
+
+    def _leaves_result(self) -> bool:
+        """Whether completion may choose the result, as of a kernel's gradient.
+
+        Of channels in groups XLA cannot scatter what it adds up over window dims, and
+        ends the process.
+        """
+        adds_up = any(self.auto[0]) and self.conv.groups > 1
+        return self.conv.is_kernel_gradient and not adds_up
 
     def _axes(self) -> list[str]:
         """Whole axes that split something, as they come in the tensors."""

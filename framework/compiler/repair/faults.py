@@ -5,17 +5,15 @@ The pass that lays programs out (`check`), the tests and `docs/operators.md` rea
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from meshwright.framework.compiler.repair import conv_layout, patterns
+from meshwright.framework.compiler.repair import conv_layout, halos, patterns
 from meshwright.framework.compiler.repair.conv_rewrite import (
     CONVOLUTION,
     convolution_of,
 )
+from meshwright.framework.compiler.repair.fault import Chosen, Fault, Outcome, Smallest
 from meshwright.framework.compiler.repair.op_layout import (
-    EvenLayout,
     FactorKind,
     OpLayout,
     even_layout,
@@ -25,75 +23,26 @@ from meshwright.framework.compiler.repair.windows import (
     SELECT_AND_SCATTER,
 )
 
-Chosen = EvenLayout | conv_layout.Layout
-"""How an operation is to be laid out."""
-
-
-class Outcome(enum.Enum):
-    """What comes of a program that meets a fault and is not laid out otherwise."""
-
-    WRONG = "wrong numbers"
-    REFUSED = "XLA refuses its own program"
-    ABORTED = "the process ends"
-    SLOW = "right, at a cost"
-
-
-@dataclasses.dataclass(frozen=True)
-class Smallest:
-    """The smallest program known to meet a fault.
-
-    Args:
-      outcome: what comes of it.
-      program: an expression of TF, and how its tensors are sharded at the program's
-        border and where they are annotated; as the operator matrix prints a case.
-      shardy: whether Shardy's program meets it, as GSPMD's does.
-    """
-
-    outcome: Outcome
-    program: str
-    shardy: bool = True
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A row of the table.
-
-    Args:
-      name: of the fault, in a few words.
-      what: the operation and its layout, for messages and docs.
-      ops: the operations that can meet it.
-      choose: for an operation's completed layout the layout that XLA gets right; None
-        if the operation does not meet the fault.
-      repair: what `choose` does, for docs.
-      smallest: programs that meet it, by name.
-      until: the first jaxlib without it; None while there is none.
-      link: to a report of it upstream, "" if none is known.
-    """
-
-    name: str
-    what: str
-    ops: tuple[str, ...]
-    choose: Callable[[OpLayout], Chosen | None]
-    repair: str
-    smallest: Mapping[str, Smallest]
-    until: tuple[int, ...] | None = None
-    link: str = ""
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether XLA gets it right without the repair, and only takes longer."""
-        return all(one.outcome is Outcome.SLOW for one in self.smallest.values())
-
-    def is_in(self, jaxlib: tuple[int, ...]) -> bool:
-        """Whether a version of jaxlib has it."""
-        return self.until is None or jaxlib < self.until
-
 
 def _even(
     meets: Callable[[OpLayout], bool], *kept: FactorKind
 ) -> Callable[[OpLayout], Chosen | None]:
     """Lays an operation that meets a fault out evenly, split by some factors only."""
     return lambda layout: even_layout(layout, kept) if meets(layout) else None
+
+
+def _blocked(
+    meets: Callable[[OpLayout], bool], *kept: FactorKind
+) -> Callable[[OpLayout], Chosen | None]:
+    """Leaves dims of windows split where these can have halos, else as `_even` does."""
+
+    def choose(layout: OpLayout) -> Chosen | None:
+        if not meets(layout):
+            return None
+        even = even_layout(layout, kept)
+        return halos.in_blocks(layout, even) or even
+
+    return choose
 
 
 def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | None]:
@@ -118,12 +67,23 @@ def _apart(layout: OpLayout) -> Chosen | None:
     return even_layout(layout, (_PARALLEL,) if few else (_PARALLEL, _REDUCED))
 
 
+def _agreed(layout: OpLayout) -> Chosen | None:
+    """Lays a product out evenly, so that what its tensors agree on stays split."""
+    if not patterns.regrouped_axes(layout):
+        return None
+    return even_layout(layout, (_PARALLEL, _REDUCED), agreed=True)
+
+
 def _convolution(layout: OpLayout) -> Chosen | None:
     conv = convolution_of(layout.op)
     return conv_layout.layout(conv, layout.mesh, *layout.shardings)
 
 
 _PARALLEL, _REDUCED = FactorKind.PARALLEL, FactorKind.REDUCED
+_HALOS = (
+    "devices exchange the border rows (halos) of pools; other ops' dims, and those "
+    "whose windows read as many rows as there are, are not split"
+)
 _INDEXED = (patterns.GATHER, patterns.SCATTER)
 
 FAULTS = (
@@ -248,10 +208,11 @@ FAULTS = (
         },
     ),
     Fault(
-        name="uneven steps",
-        what="is a slice by steps, or its gradient, of a dim in unequal shards",
+        name="steps across shards",
+        what="is a slice by steps along a split dim, or the gradient of one, whose "
+        "shards are not cut from the same shards of its operand",
         ops=patterns.STEPPED,
-        choose=_even(patterns.uneven_steps, _PARALLEL),
+        choose=_even(patterns.steps_across_shards, _PARALLEL),
         repair="the dim is not split",
         smallest={
             "strided_slice_of_uneven_shards": Smallest(
@@ -262,6 +223,32 @@ FAULTS = (
                   result: [2], annotated [_], leaves [_]
                 """,
             ),
+            "strided_slice_of_dims_cut_unevenly": Smallest(
+                Outcome.REFUSED,
+                """
+                program: x[1:4:2, 4:5]  on mesh (X=3, Y=2)
+                  x: float32 [4, 12], arrives [_,_], annotated [Y,X]
+                  result: [2, 1], annotated [Y,X], leaves [_,_]
+                """,
+            ),
+        },
+    ),
+    Fault(
+        name="split transform",
+        what="is a Fourier transform along several dims, one of which is split",
+        ops=(patterns.FOURIER,),
+        choose=_even(patterns.split_transform, _PARALLEL),
+        repair="the dims are not split",
+        smallest={
+            "transform_of_split_dims": Smallest(
+                Outcome.REFUSED,
+                """
+                program: tf.signal.fft3d(x)  on mesh (X=2)
+                  x: complex64 [1, 2, 2], arrives [_,_,_], annotated [_,X,_]
+                  result: [1, 2, 2], annotated [_,_,X], leaves [_,_,_]
+                """,
+                gspmd=False,
+            ),
         },
     ),
     Fault(
@@ -269,8 +256,8 @@ FAULTS = (
         what="is the gradient of a max pool whose windows overlap along a split dim: a "
         "maximum would be looked for in the shard's part of the window",
         ops=(SELECT_AND_SCATTER,),
-        choose=_even(patterns.overlapping_windows, _PARALLEL),
-        repair="the dim is not split",
+        choose=_blocked(patterns.overlapping_windows, _PARALLEL),
+        repair=_HALOS,
         smallest={
             "max_pool_gradient": Smallest(
                 Outcome.WRONG,
@@ -280,15 +267,23 @@ FAULTS = (
                   result: [1, 4, 1], annotated [_,X,_], leaves [_,_,_]
                 """,
             ),
+            "max_pool_gradient_over_another_mesh": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.nn.max_pool1d(x, 2, 1, 'SAME')  on mesh (X=8)
+                  x: float32 [1, 2, 1], arrives [_,_,_], annotated [_,Y,_] over (X=2, Y=4) of devices [5, 2, 7, 0, 3, 6, 1, 4]
+                  result: [1, 2, 1], annotated None, leaves [_,_,_]
+                """,  # noqa: E501
+            ),
         },
     ),
     Fault(
         name="far halos",
-        what="has windows along several split dims, with strides, that reach beyond "
-        "the neighbours' shards",
+        what="has windows by strides that reach beyond the neighbours' shards, along "
+        "one split dim (pools) or several (convolutions)",
         ops=(CONVOLUTION, REDUCE_WINDOW),
-        choose=_even(patterns.far_halos, _PARALLEL, _REDUCED),
-        repair="dims of windows are not split",
+        choose=_blocked(patterns.far_halos, _PARALLEL, _REDUCED),
+        repair=_HALOS,
         smallest={
             "strided_convolution_with_halos_of_a_shard": Smallest(
                 Outcome.ABORTED,
@@ -325,6 +320,15 @@ FAULTS = (
                   result: [1, 1, 3, 1], annotated None, leaves [_,_,_,_]
                 """,  # noqa: E501
             ),
+            "strided_sum_of_fewer_rows_than_shards": Smallest(
+                Outcome.WRONG,
+                """
+                program: window_reduced(x, [3], [2], [1], [[1, 0]], 'sum')  on mesh (X=4)
+                  with eager=False, differentiable=False
+                  x: float32 [3], arrives [X], annotated None
+                  result: [1], annotated None, leaves [_]
+                """,  # noqa: E501
+            ),
         },
     ),
     Fault(
@@ -332,8 +336,8 @@ FAULTS = (
         what="has windows by strides along a split dim, the first of which read "
         "padding alone",
         ops=(CONVOLUTION, REDUCE_WINDOW),
-        choose=_even(patterns.windows_of_padding, _PARALLEL, _REDUCED),
-        repair="dims of windows are not split",
+        choose=_blocked(patterns.windows_of_padding, _PARALLEL, _REDUCED),
+        repair=_HALOS,
         smallest={
             "strided_convolution_with_windows_of_padding": Smallest(
                 Outcome.ABORTED,
@@ -350,7 +354,7 @@ FAULTS = (
         name="regrouped product",
         what="is a product with a dim that its tensors split by different axes",
         ops=patterns.PRODUCTS,
-        choose=_even(patterns.regrouped_axes, _PARALLEL, _REDUCED),
+        choose=_agreed,
         repair="its tensors are split alike",
         smallest={
             "contraction_of_batches_split_apart": Smallest(
@@ -362,6 +366,42 @@ FAULTS = (
                   result: [4, 2, 1], annotated None, leaves [_,_,_]
                 """,
                 shardy=False,
+            ),
+            "product_of_batches_split_in_its_result": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('bjk,bk->bj', x, y)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 4, 2], arrives [_,_,_], annotated [_,X.Z,Y]
+                  y: float32 [4, 2], arrives [_,_], annotated [_,Y]
+                  result: [4, 4], annotated [Z.X,Y], leaves [_,_]
+                """,
+            ),
+            "product_scattered_to_a_dim_of_other_axes": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('ij,jk->ik', x, y)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 2], arrives [_,_], annotated [X.Y,Z]
+                  y: float32 [2, 4], arrives [_,_], annotated [Z,Y]
+                  result: [4, 4], annotated [X.Y,Z], leaves [_,_]
+                """,
+            ),
+            "product_scattered_to_a_batch": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('bj,bj->b', x, y)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 4], arrives [_,_], annotated [Z,Y.X]
+                  y: float32 [4, 4], arrives [_,_], annotated [Z,Y.X]
+                  result: [4], annotated [Z.X], leaves [_]
+                """,
+            ),
+            "product_of_rows_split_by_two_others": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('ij,jk->ik', x, y)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 2], arrives [_,_], annotated [X,Z]
+                  y: float32 [2, 2], arrives [_,_], annotated [X,_]
+                  result: [4, 2], annotated [Z.Y,X], leaves [_,_]
+                """,
             ),
             "product_onto_regrouped_axes": Smallest(
                 Outcome.WRONG,
@@ -390,6 +430,17 @@ FAULTS = (
                   y: float32 [1, 1, 2, 1], arrives [_,_,_,_], annotated [_,_,Y,_]
                   result: [1, 1, 4, 2], annotated None, leaves [_,_,_,_]
                 """,  # noqa: E501
+                shardy=False,
+            ),
+            "grouped_convolution_of_split_features": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.nn.conv1d(x, y, [1], 'SAME')  on mesh (X=2, Y=2)
+                  with eager=False
+                  x: float32 [1, 4, 4], arrives [_,_,_], annotated None
+                  y: float32 [3, 2, 2], arrives [_,_,_], annotated [_,X,_]
+                  result: [1, 4, 2], annotated [_,X,_], leaves [_,_,_]
+                """,
                 shardy=False,
             ),
             "kernel_gradient_of_split_rows": Smallest(

@@ -34,9 +34,7 @@ _NO_OPERATION = ("get-tuple-element", "bitcast", "copy")
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
 
-def number(
-    module: ir.Module, guarded: Callable[[Any], bool]
-) -> dict[int, ir.Operation]:
+def number(module: ir.Module, guarded: Callable[[Any], bool]) -> bool:
     """Gives the guarded operations numbers that stay with them to the partitioner.
 
     They are XLA's frontend attributes, which an HLO module's text shows.
@@ -46,20 +44,25 @@ def number(
       guarded: whether an operation is.
 
     Returns:
-      The operations by number: their place in the module.
+      Whether there are any.
     """
-    found = {}
-    for place, op in enumerate(walk(module.operation)):
-        if guarded(op):
-            text = ir.StringAttr.get(str(place))
-            attributes = {}
-            if _ATTRIBUTES in op.attributes:
-                attributes = {
-                    named.name: named.attr
-                    for named in ir.DictAttr(op.attributes[_ATTRIBUTES])
-                }
-            op.attributes[_ATTRIBUTES] = ir.DictAttr.get({**attributes, TAG: text})
-            found[place] = op
+    found = [op for op in walk(module.operation) if guarded(op)]
+    for place, op in enumerate(found):
+        text = ir.StringAttr.get(str(place))
+        attributes = {}
+        if _ATTRIBUTES in op.attributes:
+            attributes = {
+                named.name: named.attr
+                for named in ir.DictAttr(op.attributes[_ATTRIBUTES])
+            }
+        op.attributes[_ATTRIBUTES] = ir.DictAttr.get({**attributes, TAG: text})
+    return bool(found)
+
+
+def numbered(module) -> dict[int, ir.Operation]:
+    """The operations that have numbers."""
+    found = {number_of(op): op for op in walk(module.operation)}
+    found.pop(None, None)
     return found
 
 
@@ -86,18 +89,8 @@ def drop_numbers(module: ir.Module) -> None:
                 del op.attributes[_ATTRIBUTES]
 
 
-def layouts(program: MeshProgram) -> Iterator[tuple[int, OpLayout]]:
-    """The numbered operations of a program and their completed layouts.
-
-    Use it within the context of the program's module, and each layout before the next:
-    its operation goes with the module that was completed.
-    """
-    looked = _by_shardy if program.shardy else _by_gspmd
-    yield from looked(program)
-
-
-def _by_shardy(program: MeshProgram) -> Iterator[tuple[int, OpLayout]]:
-    completed = Propagated(program)
+def by_shardy(completed: Propagated) -> Iterator[tuple[int, OpLayout]]:
+    """The numbered operations of a module that Shardy completed, and their layouts."""
     PassManager.parse(_RULES).run(completed.module)
     for op in walk(completed.module):
         place = number_of(op)
@@ -105,14 +98,20 @@ def _by_shardy(program: MeshProgram) -> Iterator[tuple[int, OpLayout]]:
             manual = manual_axes(op)
             values = [*op.operands, *op.results]
             shardings = [completed.sharding(value, manual) for value in values]
-            yield place, layout_of(op, program.mesh, shardings, manual)
+            yield place, layout_of(op, completed.mesh, shardings, manual)
 
 
-def _by_gspmd(program: MeshProgram) -> Iterator[tuple[int, OpLayout]]:
-    module = program.lowered.compiler_ir("stablehlo").operation.clone()
+def by_gspmd(
+    program: MeshProgram, module: ir.Operation
+) -> Iterator[tuple[int, OpLayout]]:
+    """The numbered operations of a program and their layouts, as GSPMD completes it.
+
+    Args:
+      program: made of the module.
+      module: written for GSPMD; it is given Shardy's rules, which tell dims apart.
+    """
     PassManager.parse(_RULES).run(module)
-    ops = {number_of(op): op for op in walk(module)}
-    ops.pop(None, None)
+    ops = numbered(module)
     found = completed_by_gspmd(program)
     completed, seen = found.completed, set()
     for one in completed.instructions:

@@ -54,6 +54,10 @@ class Tensor:
         """The axes that split a dim."""
         return self.sharding.dims[dim] if self.sharding else ()
 
+    def may_split(self, dim: int) -> bool:
+        """Whether axes split a dim, or may as nothing is known."""
+        return self.sharding is None or bool(self.sharding.dims[dim])
+
     def splitting(self) -> tuple[tuple[str, ...], ...]:
         """The axes that split each dim, as far as is known."""
         return self.sharding.dims if self.sharding else ()
@@ -202,6 +206,7 @@ def even_layout(
     keep: Collection[FactorKind] = (FactorKind.PARALLEL,),
     *,
     pad: Collection[int] = (),
+    agreed: bool = False,
 ) -> EvenLayout:
     """An even layout near the completed one.
 
@@ -213,14 +218,21 @@ def even_layout(
       keep: the kinds of factors that may be split.
       pad: factors that are padded rather than split by fewer axes, if there is an
         element for each shard.
+      agreed: whether factors that all their tensors split alike come before others.
     """
+    places = [
+        (tensor, dim, factor)
+        for tensor in layout.tensors
+        for dim, factor in enumerate(tensor.factors)
+        if factor is not None and layout.kinds[factor] in keep
+    ]
+    places.sort(key=lambda of: (agreed and len(layout.groups(of[2])) > 1, -of[0].bytes))
     chosen: dict[int, tuple[str, ...]] = {}
-    for tensor in sorted(layout.tensors, key=lambda t: -t.bytes):
-        for dim, factor in enumerate(tensor.factors):
-            if factor is None or factor in chosen or layout.kinds[factor] not in keep:
-                continue
-            if axes := _kept(layout, factor, tensor.axes(dim), chosen, factor in pad):
-                chosen[factor] = axes
+    for tensor, dim, factor in places:
+        if factor in chosen:
+            continue
+        if axes := _kept(layout, factor, tensor.axes(dim), chosen, factor in pad):
+            chosen[factor] = axes
     shardings = tuple(
         Sharding(
             layout.mesh,

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.repair.op_layout import (
+    FactorKind,
     OpLayout,
     Tensor,
 )
-from meshwright.framework.compiler.repair.windows import split_windows
+from meshwright.framework.compiler.repair.windows import (
+    REDUCE_WINDOW,
+    split_windows,
+)
 
 STEPPED = ("stablehlo.pad", "stablehlo.slice")
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
+FOURIER = "stablehlo.fft"
 
 
 def uneven_indices(layout: OpLayout) -> bool:
@@ -31,7 +37,7 @@ def split_coordinates(layout: OpLayout) -> bool:
     """A gather or scatter by indices of several coordinates, these split."""
     indices = _indices(layout)
     dim = _coordinates(layout)
-    return dim is not None and bool(indices.axes(dim))
+    return dim is not None and indices.may_split(dim)
 
 
 def rows_split_as_indices(layout: OpLayout) -> bool:
@@ -49,7 +55,7 @@ def rows_split_as_indices(layout: OpLayout) -> bool:
     return any(
         (len(factors) > 2 or not (factors & indices and factors & harmless))
         and any(axis not in axes and sizes(axes) > sizes([axis]) for axes in groups)
-        for axis, factors in _by_axis(layout).items()
+        for axis, factors in _by_axis(layout, layout.tensors).items()
         if len(factors) > 1
     )
 
@@ -62,7 +68,7 @@ def single_index(layout: OpLayout) -> bool:
     indices, coordinates = _indices(layout), _coordinates(layout)
     count = math.prod(n for d, n in enumerate(indices.shape) if d != coordinates)
     return count == 1 and any(
-        tensor.axes(dim)
+        tensor.may_split(dim)
         for tensor in (*layout.operands[: len(layout.results)], *layout.results)
         for dim in _indexed_dims(layout)
     )
@@ -94,12 +100,56 @@ def stepped_dims(op) -> list[int]:
     return [d for d, n in enumerate(op.attributes["strides"]) if n > 1]
 
 
-def uneven_steps(layout: OpLayout) -> bool:
-    """A slice by steps, or its gradient's padding between elements, uneven."""
-    return any(
-        not _divides(tensor, dim)
-        for tensor in (layout.operands[0], layout.results[0])
-        for dim in stepped_dims(layout.op)
+def steps_across_shards(layout: OpLayout) -> bool:
+    """A slice by steps, or its gradient's padding between elements, not shard by shard.
+
+    Along a split dim of steps each shard of the shorter tensor has to be what the same
+    shard of the longer one is cut to. Other dims that change have to be even.
+    """
+    stepped = stepped_dims(layout.op)
+    split = [d for d in range(len(layout.results[0].shape)) if _is_split(layout, d)]
+    return any(d in stepped for d in split) and any(
+        not _steps_in_shards(layout, d) if d in stepped else _is_cut_unevenly(layout, d)
+        for d in split
+    )
+
+
+def _steps_in_shards(layout: OpLayout, dim: int) -> bool:
+    """Whether a shard of a dim of steps is made of the same shard alone."""
+    operand, result = layout.operands[0], layout.results[0]
+    shards = {tensor.sharding and tensor.axes(dim) for tensor in (operand, result)}
+    if len(shards) > 1 or not (_divides(operand, dim) and _divides(result, dim)):
+        return False
+    if layout.op.name == "stablehlo.pad":
+        step = layout.op.attributes["interior_padding"][dim] + 1
+        start = layout.op.attributes["edge_padding_low"][dim]
+        short, long = operand, result
+    else:
+        step = layout.op.attributes["strides"][dim]
+        start = layout.op.attributes["start_indices"][dim]
+        short, long = result, operand
+    return short.shape[dim] * step == long.shape[dim] and 0 <= start < step
+
+
+def _is_cut_unevenly(layout: OpLayout, dim: int) -> bool:
+    operand, result = layout.operands[0], layout.results[0]
+    return operand.shape[dim] != result.shape[dim] and not (
+        _divides(operand, dim) and _divides(result, dim)
+    )
+
+
+def _is_split(layout: OpLayout, dim: int) -> bool:
+    """Whether a dim of the operand and of the result is split, or may be."""
+    return any(t.may_split(dim) for t in (layout.operands[0], layout.results[0]))
+
+
+def split_transform(layout: OpLayout) -> bool:
+    """A Fourier transform along several dims, one of which is split."""
+    count = len(layout.op.attributes["fft_length"])
+    return count > 1 and any(
+        tensor.may_split(dim)
+        for tensor in layout.tensors
+        for dim in range(len(tensor.shape) - count, len(tensor.shape))
     )
 
 
@@ -109,10 +159,14 @@ def overlapping_windows(layout: OpLayout) -> bool:
 
 
 def far_halos(layout: OpLayout) -> bool:
-    """Windows along several split dims, by strides, that reach beyond neighbours."""
+    """Windows by strides along split dims that reach beyond neighbours.
+
+    Those of a convolution along a single dim were not seen to go wrong.
+    """
     split = split_windows(layout)
     strided = any(w.stride > 1 or w.base_dilation > 1 for w, _ in split)
-    return len(split) > 1 and strided and any(w.is_far(n) for w, n in split)
+    several = len(split) > 1 or layout.op.name == REDUCE_WINDOW
+    return several and strided and any(w.is_far(n) for w, n in split)
 
 
 def windows_of_padding(layout: OpLayout) -> bool:
@@ -129,15 +183,65 @@ def windows_of_padding(layout: OpLayout) -> bool:
 
 
 def regrouped_axes(layout: OpLayout) -> bool:
-    """A product with a dim split by X in a tensor and by Y and X in another.
+    """A product whose tensors group axes otherwise for the same dim.
 
-    Or with a batch dim that is split by different axes.
+    - X splits a dim in a tensor, Y and X in another (`[X]`, `[Y.X]`); or different axes
+      do, and it is a batch dim, or one of them is of a group for another dim (`[X.Y,Z]`
+      by `[Z,Y]`, scattered to `[X.Y,Z]`).
+    - Several axes split a dim of the result, otherwise than an operand's, while some
+      axis splits one dim here and another there (`[X,Z]` by `[X,_]` to `[Z.Y,X]`).
+    - Some of its tensors are over another mesh, so that nothing is known of them.
     """
+    unknown = [tensor.sharding is None for tensor in layout.tensors]
+    if any(unknown):
+        return not all(unknown)  # Else XLA replaced it.
+    part = layout.mesh.part
     return any(
         one[: len(other)] != other[: len(one)]
-        and (set(one) & set(other) or len(list(layout.places(factor))) == 3)
+        and (
+            {part(axis).axis for axis in one} & {part(axis).axis for axis in other}
+            or _is_batch(layout, factor)
+            or _is_of_group(layout, {*one, *other}, factor)
+        )
         for factor in range(len(layout.kinds))
         for one, other in itertools.combinations(layout.groups(factor), 2)
+    ) or any(_regroups_result(layout, factor) for factor in layout.results[0].factors)
+
+
+def _is_of_group(layout: OpLayout, axes: Iterable[str], factor: int) -> bool:
+    """Whether one of these axes splits another dim, together with others."""
+    part = layout.mesh.part
+    names = {part(axis).axis for axis in axes}
+    return any(
+        len(group) > 1 and not names.isdisjoint(part(axis).axis for axis in group)
+        for other in range(len(layout.kinds))
+        if other != factor
+        for group in layout.groups(other)
+    )
+
+
+def _regroups_result(layout: OpLayout, factor: int | None) -> bool:
+    """Whether several axes split a dim of the result, and an operand's otherwise.
+
+    And an axis splits different dims. Axes that split a dim which both operands are
+    summed over may split another of the result, to which the sum is scattered, unless
+    that is a batch dim.
+    """
+    if factor is None or len(layout.groups(factor)) == 1:
+        return False
+    result = layout.results[0]
+    if len(result.axes(result.dim_of(factor))) < 2:
+        return False
+    lhs, rhs = (_by_axis(layout, [operand]) for operand in layout.operands)
+    summed = {f for f, kind in enumerate(layout.kinds) if kind is FactorKind.REDUCED}
+    scattered = {
+        axis
+        for axis in lhs.keys() & rhs.keys()
+        if lhs[axis] == rhs[axis] and lhs[axis] <= summed
+    }
+    return any(
+        len(factors) > 1 and (axis not in scattered or _is_batch(layout, factor))
+        for axis, factors in _by_axis(layout, layout.tensors).items()
     )
 
 
@@ -147,9 +251,15 @@ def may_regroup(layout: OpLayout) -> bool:
     A dim of it is split by several axes, or a batch dim not alike by all its tensors.
     """
     return any(len(axes) > 1 for t in layout.tensors for axes in t.splitting()) or any(
-        len(layout.groups(factor)) > 1 and len(list(layout.places(factor))) == 3
+        len(layout.groups(factor)) > 1
         for factor in range(len(layout.kinds))
+        if _is_batch(layout, factor)
     )
+
+
+def _is_batch(layout: OpLayout, factor: int) -> bool:
+    """Whether a factor of a product is a dim of both operands and of the result."""
+    return len(list(layout.places(factor))) == 3
 
 
 def _divides(tensor: Tensor, dim: int) -> bool:
@@ -158,10 +268,10 @@ def _divides(tensor: Tensor, dim: int) -> bool:
     return tensor.shape[dim] % tensor.sharding.splits()[dim] == 0
 
 
-def _by_axis(layout: OpLayout) -> dict[str, set[int | None]]:
-    """The factors that each axis splits, in any of the tensors."""
+def _by_axis(layout: OpLayout, tensors: Iterable[Tensor]) -> dict[str, set[int | None]]:
+    """The factors that each axis splits, in any of these tensors."""
     found: dict[str, set[int | None]] = {}
-    for tensor in layout.tensors:
+    for tensor in tensors:
         for dim, factor in enumerate(tensor.factors):
             for axis in tensor.axes(dim):
                 found.setdefault(layout.mesh.part(axis).axis, set()).add(factor)

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from meshwright.framework.compiler.repair.conv_layout import Dims, Layout
-from meshwright.framework.compiler.repair.faults import Chosen, Fault
+from meshwright.framework.compiler.repair.fault import Chosen, Fault
+from meshwright.framework.compiler.repair.halos import Halos
 from meshwright.framework.compiler.repair.op_layout import OpLayout, Tensor
 from meshwright.framework.compiler.sources import Source, Sources, program_name
 from meshwright.framework.compiler.stable_hlo import op_name
@@ -27,7 +28,9 @@ class Repair:
       operands: how many of them are operands'.
       bytes: an estimate of what each device receives on account of it, each time the
         operation runs: the parts of operands that it did not hold, and those of results
-        that it does not keep.
+        that it does not keep; and halos.
+      halos: how many of these bytes are rows of others that windows along split dims
+        read, and which devices would receive if XLA got the operation right.
     """
 
     fault: Fault
@@ -37,6 +40,12 @@ class Repair:
     after: tuple[Sharding, ...]
     operands: int
     bytes: int
+    halos: int = 0
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether devices receive more than if XLA got the operation right."""
+        return self.bytes > self.halos and not self.fault.is_slow
 
     def changes(self) -> Iterator[tuple[str, Sharding | None, Sharding]]:
         """("operand 0", before, after) of each tensor that is laid out otherwise."""
@@ -51,6 +60,7 @@ class Repair:
         listed = ", ".join(
             f"{name} {old or 'unknown'} -> {new}" for name, old, new in self.changes()
         )
+        listed = listed or "all shardings stay"
         gets = "is slow at" if self.fault.is_slow else "gets wrong"
         return (
             f"op {self.op_name!r}{where} {self.fault.what}, which XLA {gets}; "
@@ -80,6 +90,7 @@ def repair_of(
             op_layout.results, after[len(op_layout.operands) :], strict=True
         )
     )
+    halos = chosen.bytes(op_layout) if isinstance(chosen, Halos) else 0
     return Repair(
         fault=fault,
         op_name=name,
@@ -87,7 +98,8 @@ def repair_of(
         before=tuple(tensor.sharding for tensor in op_layout.tensors),
         after=after,
         operands=len(op_layout.operands),
-        bytes=moved,
+        bytes=moved + halos,
+        halos=halos,
     )
 
 

@@ -20,8 +20,8 @@ class Window:
     """A window along one dim of an image.
 
     Args:
-      dim: of the operand.
-      out_dim: of the result.
+      dim: of the image.
+      out_dim: of what the windows make, which a gradient has as an operand.
       image, out: sizes of both.
       size: of the window, dilated.
       stride: of the window.
@@ -46,6 +46,16 @@ class Window:
         plain = self.size == self.stride == self.base_dilation == 1
         return not (plain and self.low == 0 and self.image == self.out)
 
+    @property
+    def last(self) -> int:
+        """The row where the last window starts."""
+        return (self.out - 1) * self.stride - self.low
+
+    @property
+    def reads_padding_alone(self) -> bool:
+        """Whether the first or the last window has no row of the image."""
+        return self.size <= self.low or self.last >= self.image
+
     def is_far(self, shards: int) -> bool:
         """Whether a device needs rows from beyond its neighbours."""
         ours = -(-self.image // shards) * self.base_dilation
@@ -63,7 +73,9 @@ class Window:
 
 def windows_of(op) -> list[Window]:
     """The windows of a convolution, of a pooling or of its gradient."""
-    image, out = shape_of(op.operands[0]), shape_of(op.results[0])
+    of_gradient = op.name == SELECT_AND_SCATTER
+    image = shape_of(op.operands[0])
+    out = shape_of(op.operands[1] if of_gradient else op.results[0])
     if op.name == CONVOLUTION:
         numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
         dims = list(numbers.input_spatial_dimensions)
@@ -76,11 +88,7 @@ def windows_of(op) -> list[Window]:
         )
     else:
         dims = out_dims = list(range(len(image)))
-        sizes = (
-            list(op.attributes["window_dimensions"])
-            if ("window_dimensions" in op.attributes)
-            else [1] * len(dims)
-        )
+        sizes = _listed(op, "window_dimensions", dims)
         base = _listed(op, "base_dilations", dims)
         dilation = _listed(op, "window_dilations", dims)
     strides, low = _listed(op, "window_strides", dims), _low(op, len(dims))
@@ -113,15 +121,21 @@ def _low(op, rank: int) -> list[int]:
 def split_windows(layout: OpLayout) -> list[tuple[Window, int]]:
     """The windows that move along a split dim, and into how many shards it is split.
 
-    Of the image or of the result, whichever has more.
+    Of the image or of what the windows make, whichever has more. Where mesh axes cannot
+    say how one of them is sharded, that may be as many as there are devices.
     """
-    image, out = layout.operands[0], layout.results[0]
+    unknown = any(tensor.sharding is None for tensor in layout.tensors)
     found = []
     for window in windows_of(layout.op):
-        shards = max(
-            tensor.sharding.splits()[dim] if tensor.sharding else 1
-            for tensor, dim in ((image, window.dim), (out, window.out_dim))
-        )
+        shards = layout.mesh.axes_size(window_axes(layout, window))
+        shards = layout.mesh.size if unknown else shards
         if shards > 1 and window.moves:
             found.append((window, shards))
     return found
+
+
+def window_axes(layout: OpLayout, window: Window) -> tuple[str, ...]:
+    """The axes that split a window's dim, those of the tensor in most shards."""
+    image, out = layout.operands[0], layout.results[0]
+    both = image.axes(window.dim), out.axes(window.out_dim)
+    return max(both, key=layout.mesh.axes_size)

@@ -12,7 +12,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jaxlib.mlir.dialects import sdy
 
-from meshwright.framework.compiler.constraints import sdy_text
+from meshwright.framework.compiler.constraints import sdy_attribute
 from meshwright.framework.compiler.repair.op_layout import EvenLayout
 from meshwright.framework.compiler.repair.patterns import SCATTER
 from meshwright.framework.compiler.stable_hlo import (
@@ -35,7 +35,7 @@ def lay_out_evenly(op, layout: EvenLayout) -> None:
     count = len(op.operands)
     with ir.InsertionPoint(op), op.location:
         operands = [
-            _annotated(_padded(op, number, shape), sharding)
+            annotated(_padded(op, number, shape), sharding)
             for number, (shape, sharding) in enumerate(
                 zip(layout.shapes[:count], layout.shardings[:count], strict=True)
             )
@@ -51,7 +51,7 @@ def lay_out_evenly(op, layout: EvenLayout) -> None:
             strict=True,
         ):
             result.set_type(tensor_type(result.type, shape))
-            given = _annotated(result, sharding)
+            given = annotated(result, sharding)
             old.replace_all_uses_with(_cut(given, shape_of(old)))
     op.erase()
 
@@ -84,8 +84,7 @@ class Pin:
             return value
         if sharding not in self.attributes:
             outside = dataclasses.replace(sharding, manual=())
-            text = f"#sdy.sharding{sdy_text(outside, self.mesh)}"
-            self.attributes[sharding] = ir.Attribute.parse(text)
+            self.attributes[sharding] = sdy_attribute(outside, self.mesh)
         if (value, sharding) not in self.pinned:
             with after(value), location_of(value):
                 constraint = sdy.ShardingConstraintOp(value, self.attributes[sharding])
@@ -105,7 +104,8 @@ class Pin:
         return asked == dataclasses.replace(sharding, manual=())
 
 
-def _annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
+def annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
+    """A value as an annotation has it, at the current insertion point."""
     if not sharding.rank:
         return value
     outside = dataclasses.replace(sharding, manual=())  # As annotations are in regions.
