@@ -47,15 +47,18 @@ def main() -> int:
 def _all_judged(pool, asked: Sequence[Group]) -> Iterable[Judged]:
     """All cases; a fault of a new kind is printed as it comes."""
     known = set()
+    outcomes = collections.Counter()
     tasks = {pool.submit(judged, group): group for group in asked}
     for number, done in enumerate(concurrent.futures.as_completed(tasks)):
         if number and number % 100 == 0:
-            print(f"{number} of {len(tasks)} programs", flush=True)
+            sofar = ", ".join(f"{n} {outcome.value}" for outcome, n in outcomes.items())
+            print(f"{number} of {len(tasks)} programs: {sofar}", flush=True)
         if done.exception():  # The matrix's own, such as an expression that TF refuses.
             print(f"{tasks[done]} is not drawn:", flush=True)
             traceback.print_exception(done.exception(), file=sys.stdout)
             continue
         for one in done.result():
+            outcomes[one.verdict.outcome] += 1
             kind = one.group.operator, one.verdict.kind
             if one.verdict.outcome.is_fault and kind not in known:
                 known.add(kind)
