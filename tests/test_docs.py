@@ -46,7 +46,7 @@ def test_a_snippet_that_fails_or_says_nothing_is_seen(tmp_path):
 @pytest.mark.parametrize("command", list(commands(r"(\.venv/bin/)?meshwright-\w+")))
 def test_command_builds(command):
     words = re.findall(r"--(\w+)(?:=('[^']*'|\S+))?", command)
-    flags = {"gin_file", "gin_param", "device_count", "strict"}
+    flags = {"gin_file", "gin_param", "device_count", "strict", "compile_in_child"}
     if "meshwright-plan" in command:
         flags |= {"explain", "topology", "json_out", "html_out", "log_dir"}
     elif "meshwright-export" in command:

@@ -1,0 +1,26 @@
+"""The benchmark of what looking at a program takes: its table, its command."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "look_time.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partitioner", ["shardy", "gspmd"])
+def test_the_look_is_a_part_of_the_whole(partitioner):
+    """Of whose seconds only the order is known."""
+    options = ["--settings=smallest", "--meshes=2x1", "--rounds=1"]
+    command = [sys.executable, SCRIPT, *options, f"--partitioner={partitioner}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *head, row = done.stdout.splitlines()
+    assert "look / all" in head[0]
+    found = re.fullmatch(r"smallest 2x1 +([\d.]+) +([\d.]+) +([\d.]+)% +0", row)
+    everything, look, share = map(float, found.groups())
+    assert 0 < look < everything
+    assert share == pytest.approx(100 * look / everything, abs=1)
