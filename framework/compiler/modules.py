@@ -26,6 +26,7 @@ from meshwright.framework.compiler.jax_bridge import ir_context, stable_hlo_of
 from meshwright.framework.compiler.lower import LoweredFunction
 from meshwright.framework.compiler.manual_regions import rewrite_manual_regions
 from meshwright.framework.compiler.rolls import rotate
+from meshwright.framework.compiler.roundings import fold_roundings
 from meshwright.framework.compiler.slices import drop_idle_steps
 from meshwright.framework.compiler.stable_hlo import Blame
 from meshwright.framework.compiler.tuples import flatten_tuples
@@ -67,6 +68,7 @@ def prepare(lowered: LoweredFunction, module, mesh: DeviceMesh) -> None:
     blame = Blame(lowered.name, lowered.sources)
     refuse_foreign(blame, module)
     untype_annotations(blame, module, mesh)
+    fold_roundings(module)
     drop_idle_steps(module)
     rotate(module)
 
