@@ -10,6 +10,36 @@ from tests.operators.apart import Outcome, judge
 from tests.operators.printed import case_of
 
 FOUND = {
+    "gradient_of_a_solution": """
+        gspmd: solve: tf.linalg.solve(x + 11 * tf.eye(5), y)  on mesh (X=2, Y=2, Z=2)
+          x: float32 [5, 5], arrives [Z.Y,X], annotated None
+          y: float32 [5, 2], arrives [_,X], annotated None
+          result: [5, 2], annotated [Y.X?,_] over (X=4, Y=2), leaves [Z,X.Y]
+    """,
+    "sorted_rows_over_other_axes": """
+        shardy: sort_by: tf.gather(y, tf.argsort(x, stable=True), batch_dims=1)  on mesh (X=3, Y=2)
+          x: float32 [4, 3], arrives [_,X], annotated None
+          y: float32 [4, 3], arrives [Y.X,_], annotated [X,_]
+          result: [4, 3], annotated [Y,_], leaves [_,X]
+    """,  # noqa: E501
+    "positions_rounded_on_each_device": """
+        shardy: resize: tf.image.resize(x, [12, 2], 'bilinear')  on mesh (X=3, Y=2)
+          x: float32 [3, 4, 12, 2], arrives [_,_,Y,_], annotated None
+          result: [3, 12, 2, 2], annotated None, leaves [_,X,_,Y]
+    """,
+    "kernel_over_devices_in_another_order": """
+        gspmd: depthwise_conv2d: tf.nn.depthwise_conv2d(x, y, [1, 1, 1, 1], 'SAME')  on mesh (X=2, Y=2, Z=2)
+          x: float32 [4, 12, 1, 1], arrives [X,Z,_,_], annotated [Y,X,_,_] over (X=4, Y=2)
+          y: float32 [3, 2, 1, 2], arrives [Y,Z,_,X], annotated [X,_,_,_] over (X=2, Y=4) of devices [5, 2, 7, 0, 3, 6, 1, 4]
+          result: [4, 12, 1, 2], annotated None, leaves [X,_,_,Z]
+    """,  # noqa: E501
+    "slices_that_cut_no_shard": """
+        shardy: unstack: tf.unstack(x, axis=0)  on mesh (X=2, Y=2, Z=2)
+          x: int32 [3, 11, 4], arrives [Y.X.Z,_,_], annotated None
+          result: [11, 4], annotated None, leaves [Y.Z,X]
+          result: [11, 4], annotated [Z.X,_], leaves [X,Y]
+          result: [11, 4], annotated [Z,Y.X], leaves [Y.X,_]
+    """,
     "batch_split_in_part": """
         gspmd: einsum3: tf.einsum('bi,bj,bk->bijk', x, y, z)  on mesh (X=2, Y=2, Z=2)
           x: bfloat16 [8, 2], arrives [_,_], annotated None

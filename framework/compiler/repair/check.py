@@ -43,7 +43,9 @@ from meshwright.framework.compiler.repair.op_layout import OpLayout, even_layout
 from meshwright.framework.compiler.repair.patterns import (
     FOURIER,
     PRODUCTS,
+    SLICE,
     STEPPED,
+    may_cut_no_shard,
     may_regroup,
     stepped_dims,
 )
@@ -205,6 +207,8 @@ def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
 
 def _is_guarded(op) -> bool:
     """Whether an operation may meet a fault, as far as it can tell itself."""
+    if op.name == SLICE and may_cut_no_shard(op):
+        return op.name in GUARDED
     return op.name in GUARDED and (op.name not in STEPPED or bool(stepped_dims(op)))
 
 

@@ -21,6 +21,11 @@ from meshwright.framework.sharding.sharding import Sharding
 Dims = tuple[tuple[str, ...], ...]
 
 
+def joined(manual: Dims, auto: Dims) -> Dims:
+    """How a tensor is split outside of a region, along manual axes and others."""
+    return tuple(a + b for a, b in zip(manual, auto, strict=True))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Convolution:
     """A convolution's shapes, and which dims are what.

@@ -5,7 +5,12 @@ from __future__ import annotations
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.repair.conv_layout import Convolution, Dims, Layout
+from meshwright.framework.compiler.repair.conv_layout import (
+    Convolution,
+    Dims,
+    Layout,
+    joined,
+)
 from meshwright.framework.compiler.sources import program_name
 from meshwright.framework.compiler.stable_hlo import (
     INTO_MANUAL,
@@ -128,11 +133,15 @@ class _Laid:
         if layout.manual:
             config = self._border(layout.manual_out)
             out = placeholder_call(OUT_OF_MANUAL, out, result.type, config)
+            if layout.out is not None:
+                out = self._annotate(out, joined(layout.manual_out, layout.out))
         result.replace_all_uses_with(out)
         op.erase()
 
     def _enter(self, value: ir.Value, manual: Dims, auto: Dims) -> ir.Value:
         if self.layout.manual:
+            # GSPMD would let in another order of the devices than the region has.
+            value = self._annotate(value, joined(manual, auto))
             part = self._part(value, manual)
             value = placeholder_call(INTO_MANUAL, value, part, self._border(manual))
         return self._annotate(value, auto)

@@ -7,7 +7,12 @@ import enum
 from collections.abc import Callable, Mapping
 
 from meshwright.framework.compiler.repair import conv_layout, halos
-from meshwright.framework.compiler.repair.op_layout import EvenLayout, OpLayout
+from meshwright.framework.compiler.repair.op_layout import (
+    EvenLayout,
+    FactorKind,
+    OpLayout,
+    even_layout,
+)
 
 Chosen = EvenLayout | halos.Halos | conv_layout.Layout
 """How an operation is to be laid out."""
@@ -72,3 +77,10 @@ class Fault:
     def is_in(self, jaxlib: tuple[int, ...]) -> bool:
         """Whether a version of jaxlib has it."""
         return self.until is None or jaxlib < self.until
+
+
+def evenly(
+    meets: Callable[[OpLayout], bool], *kept: FactorKind
+) -> Callable[[OpLayout], Chosen | None]:
+    """Lays an operation that meets a fault out evenly, split by some factors only."""
+    return lambda layout: even_layout(layout, kept) if meets(layout) else None

@@ -12,8 +12,16 @@ from meshwright.framework.compiler.repair.conv_rewrite import (
     CONVOLUTION,
     convolution_of,
 )
-from meshwright.framework.compiler.repair.fault import Chosen, Fault, Outcome, Smallest
+from meshwright.framework.compiler.repair.fault import (
+    Chosen,
+    Fault,
+    Outcome,
+    Smallest,
+    evenly,
+)
+from meshwright.framework.compiler.repair.index_faults import INDEX_FAULTS
 from meshwright.framework.compiler.repair.op_layout import (
+    EvenLayout,
     FactorKind,
     OpLayout,
     even_layout,
@@ -24,17 +32,10 @@ from meshwright.framework.compiler.repair.windows import (
 )
 
 
-def _even(
-    meets: Callable[[OpLayout], bool], *kept: FactorKind
-) -> Callable[[OpLayout], Chosen | None]:
-    """Lays an operation that meets a fault out evenly, split by some factors only."""
-    return lambda layout: even_layout(layout, kept) if meets(layout) else None
-
-
 def _blocked(
     meets: Callable[[OpLayout], bool], *kept: FactorKind
 ) -> Callable[[OpLayout], Chosen | None]:
-    """Leaves dims of windows split where these can have halos, else as `_even` does."""
+    """Leaves dims of windows split where they can have halos, else as `evenly` does."""
 
     def choose(layout: OpLayout) -> Chosen | None:
         if not meets(layout):
@@ -45,33 +46,23 @@ def _blocked(
     return choose
 
 
-def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | None]:
-    """Lays a gather or scatter out evenly, its indices padded if need be."""
-
-    def choose(layout: OpLayout) -> Chosen | None:
-        if not meets(layout):
-            return None
-        factors = patterns.index_factors(layout)
-        pad = factors if len(layout.results) == 1 else ()
-        return even_layout(layout, (_PARALLEL, _REDUCED), pad=pad)
-
-    return choose
-
-
-def _apart(layout: OpLayout) -> Chosen | None:
-    """Lays a gather or scatter out evenly, and few rows as `few_rows` has them."""
-    if not patterns.rows_split_as_indices(layout):
-        return None
-    is_scatter = layout.op.name == patterns.SCATTER
-    few = is_scatter and patterns.few_rows(layout)
-    return even_layout(layout, (_PARALLEL,) if few else (_PARALLEL, _REDUCED))
-
-
 def _agreed(layout: OpLayout) -> Chosen | None:
     """Lays a product out evenly, so that what its tensors agree on stays split."""
     if not patterns.regrouped_axes(layout):
         return None
     return even_layout(layout, (_PARALLEL, _REDUCED), agreed=True)
+
+
+def _kept_apart(layout: OpLayout) -> Chosen | None:
+    """Annotates a slice and its operand as its operand lies, which makes copies."""
+    if not patterns.cuts_no_shard(layout):
+        return None
+    (operand,), (result,) = layout.operands, layout.results
+    if operand.sharding is None:
+        return even_layout(layout, keep=())
+    return EvenLayout(
+        shardings=(operand.sharding,) * 2, shapes=(operand.shape, result.shape)
+    )
 
 
 def _convolution(layout: OpLayout) -> Chosen | None:
@@ -84,135 +75,15 @@ _HALOS = (
     "devices exchange the border rows (halos) of pools; other ops' dims, and those "
     "whose windows read as many rows as there are, are not split"
 )
-_INDEXED = (patterns.GATHER, patterns.SCATTER)
 
 FAULTS = (
-    Fault(
-        name="uneven indices",
-        what="is a gather or scatter by indices in shards of unequal size",
-        ops=_INDEXED,
-        choose=_padded(patterns.uneven_indices),
-        repair="the indices are padded, or split by what divides them",
-        smallest={
-            "gather_gradient_uneven_indices": Smallest(
-                Outcome.WRONG,
-                """
-                program: tf.gather(x, i)  on mesh (X=4, Y=2)
-                  x: float32 [8], arrives [_], annotated None
-                  i: index int32 [2] below 8, arrives [_], annotated [X]
-                  result: [2], annotated [Y], leaves [_]
-                """,
-            ),
-            "gather_of_uneven_indices": Smallest(
-                Outcome.REFUSED,
-                """
-                program: tf.math.unsorted_segment_sum(x, i, 3)  on mesh (X=2, Y=2)
-                  x: float32 [3, 2, 2], arrives [_,_,_], annotated [_,Y,X]
-                  i: index int32 [3] below 3, arrives [_], annotated [X.Y]
-                  result: [3, 2, 2], annotated [_,_,X], leaves [_,_,_]
-                """,
-            ),
-        },
-    ),
-    Fault(
-        name="split coordinates",
-        what="is a gather or scatter by indices whose coordinates are split",
-        ops=_INDEXED,
-        choose=_even(patterns.split_coordinates, _PARALLEL, _REDUCED),
-        repair="the coordinates are not split",
-        smallest={
-            "scatter_of_split_coordinates": Smallest(
-                Outcome.WRONG,
-                """
-                program: tf.tensor_scatter_nd_add(x, i, y)  on mesh (X=2, Y=2)
-                  x: float32 [2], arrives [_], annotated [Y]
-                  i: index int32 [4, 1] below 2, arrives [_,_], annotated [X,Y]
-                  y: float32 [4], arrives [_], annotated [X]
-                  result: [2], annotated None, leaves [_]
-                """,
-            ),
-            "gather_of_split_coordinates": Smallest(
-                Outcome.REFUSED,
-                """
-                program: tf.gather_nd(x, i)  on mesh (X=4, Y=2)
-                  x: float32 [4, 4], arrives [_,_], annotated [_,Y]
-                  i: index int32 [8, 2] below 4, arrives [_,_], annotated [_,X.Y]
-                  result: [8], annotated [X.Y], leaves [_]
-                """,
-            ),
-        },
-    ),
-    Fault(
-        name="rows split as indices",
-        what="is a gather or scatter in which an axis splits indices and another dim",
-        ops=_INDEXED,
-        choose=_apart,
-        repair="the axis splits what is largest, and nothing else",
-        smallest={
-            "gather_of_split_rows": Smallest(
-                Outcome.REFUSED,
-                """
-                program: tf.gather(x, i)  on mesh (X=2, Y=4)
-                  x: float32 [4, 2], arrives [_,_], annotated [_,X]
-                  i: index int32 [4] below 4, arrives [_], annotated [X]
-                  result: [4, 2], annotated [Y,_], leaves [_,_]
-                """,
-            ),
-            "gather_of_split_columns": Smallest(
-                Outcome.REFUSED,
-                """
-                program: tf.gather(x, i)  on mesh (X=4, Y=2)
-                  x: float32 [1, 4, 2], arrives [_,_,_], annotated [_,_,Y]
-                  i: index int32 [2] below 1, arrives [_], annotated [Y]
-                  result: [2, 4, 2], annotated [_,X,_], leaves [_,_,_]
-                """,
-            ),
-        },
-    ),
-    Fault(
-        name="scatter of a single index",
-        what="is a scatter of a single index into a split dim, which all shards write",
-        ops=(patterns.SCATTER,),
-        choose=_even(patterns.single_index, _PARALLEL),
-        repair="the dim is not split",
-        smallest={
-            "scatter_of_one_index": Smallest(
-                Outcome.WRONG,
-                """
-                program: tf.tensor_scatter_nd_update(x, i, y)  on mesh (X=2)
-                  x: float32 [4], arrives [_], annotated None
-                  i: index int32 [1, 1] below 4, arrives [_,_], annotated None
-                  y: float32 [1], arrives [_], annotated None
-                  result: [4], annotated [X], leaves [_]
-                """,
-            ),
-        },
-    ),
-    Fault(
-        name="few rows",
-        what="is a scatter of few rows, split, into a table that is split by rows",
-        ops=(patterns.SCATTER,),
-        choose=_even(patterns.few_rows, _PARALLEL),
-        repair="the rows are gathered and no part of the table is added up",
-        smallest={
-            "rows_into_a_split_table": Smallest(
-                Outcome.SLOW,
-                """
-                program: tf.tensor_scatter_nd_add(x, i, y)  on mesh (X=2, Y=2)
-                  x: float32 [64, 2], arrives [X,_], annotated [X,_]
-                  i: index int32 [4, 1] below 64, arrives [Y,_], annotated [Y,_]
-                  y: float32 [4, 2], arrives [Y,_], annotated [Y,_]
-                  result: [64, 2], annotated [X,_], leaves [X,_]
-                """,
-            ),
-        },
-    ),
+    *INDEX_FAULTS,
     Fault(
         name="steps across shards",
         what="is a slice by steps along a split dim, or the gradient of one, whose "
         "shards are not cut from the same shards of its operand",
         ops=patterns.STEPPED,
-        choose=_even(patterns.steps_across_shards, _PARALLEL),
+        choose=evenly(patterns.steps_across_shards, _PARALLEL),
         repair="the dim is not split",
         smallest={
             "strided_slice_of_uneven_shards": Smallest(
@@ -234,10 +105,38 @@ FAULTS = (
         },
     ),
     Fault(
+        name="slices that cut no shard",
+        what="is a slice whose shards are those of its operand, which XLA takes for "
+        "one another when it reshards both",
+        ops=(patterns.SLICE,),
+        choose=_kept_apart,
+        repair="the slice is a copy, split as its operand is",
+        smallest={
+            "slice_of_whole_shards_and_its_operand": Smallest(
+                Outcome.REFUSED,
+                """
+                program: [x[0:3], tf.identity(x)]  on mesh (X=2, Y=2)
+                  x: int32 [4, 4], arrives [_,_], annotated [X.Y,_]
+                  result: [3, 4], annotated [_,X], leaves [_,_]
+                  result: [4, 4], annotated [_,X], leaves [_,_]
+                """,
+            ),
+            "slices_of_whole_shards": Smallest(
+                Outcome.WRONG,
+                """
+                program: [x[0:1], x[1:2]]  on mesh (X=2, Y=2, Z=2)
+                  x: int32 [2, 5], arrives [_,_], annotated [Z.Y.X,_]
+                  result: [1, 5], annotated [X,Z], leaves [_,_]
+                  result: [1, 5], annotated [Z,X.Y], leaves [_,_]
+                """,
+            ),
+        },
+    ),
+    Fault(
         name="split transform",
         what="is a Fourier transform along several dims, one of which is split",
         ops=(patterns.FOURIER,),
-        choose=_even(patterns.split_transform, _PARALLEL),
+        choose=evenly(patterns.split_transform, _PARALLEL),
         repair="the dims are not split",
         smallest={
             "transform_of_split_dims": Smallest(
@@ -401,6 +300,15 @@ FAULTS = (
                   x: float32 [4, 2], arrives [_,_], annotated [X,Z]
                   y: float32 [2, 2], arrives [_,_], annotated [X,_]
                   result: [4, 2], annotated [Z.Y,X], leaves [_,_]
+                """,
+            ),
+            "product_scattered_beside_axes_out_of_order": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('ij,jk->ik', x, y)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 2], arrives [_,_], annotated [_,Y]
+                  y: float32 [2, 2], arrives [_,_], annotated [Y,_]
+                  result: [4, 2], annotated [Z.X,Y], leaves [_,_]
                 """,
             ),
             "product_onto_regrouped_axes": Smallest(

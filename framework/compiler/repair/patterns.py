@@ -17,8 +17,10 @@ from meshwright.framework.compiler.repair.windows import (
     REDUCE_WINDOW,
     split_windows,
 )
+from meshwright.framework.compiler.stable_hlo import is_annotation, shape_of
 
-STEPPED = ("stablehlo.pad", "stablehlo.slice")
+SLICE = "stablehlo.slice"
+STEPPED = ("stablehlo.pad", SLICE)
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
 FOURIER = "stablehlo.fft"
@@ -57,6 +59,29 @@ def rows_split_as_indices(layout: OpLayout) -> bool:
         and any(axis not in axes and sizes(axes) > sizes([axis]) for axes in groups)
         for axis, factors in _by_axis(layout, layout.tensors).items()
         if len(factors) > 1
+    )
+
+
+def batches_split_apart(layout: OpLayout) -> bool:
+    """A gather whose operand and indices split a dim of one size by unlike counts.
+
+    XLA takes a coordinate that counts along a dim of the indices, as those of
+    `batch_dims` do, for a batch, and cuts the operand by both counts in turn. Where
+    one is a multiple of the other it aligns them first. Whether a coordinate counts is
+    not looked at here: dims of one size are rare otherwise.
+    """
+    table, indices = layout.operands
+    coordinates = _coordinates(layout)
+    sizes = layout.op.attributes["slice_sizes"]
+    counts = layout.mesh.axes_size
+    return any(
+        size == table.shape[row]
+        and counts(indices.axes(dim)) % counts(table.axes(row))
+        and counts(table.axes(row)) % counts(indices.axes(dim))
+        for row in _indexed_dims(layout)
+        if sizes[row] == 1
+        for dim, size in enumerate(indices.shape)
+        if dim != coordinates
     )
 
 
@@ -143,6 +168,44 @@ def _is_split(layout: OpLayout, dim: int) -> bool:
     return any(t.may_split(dim) for t in (layout.operands[0], layout.results[0]))
 
 
+def may_cut_no_shard(op) -> bool:
+    """A slice that takes the first elements along the dims that it cuts.
+
+    Not one that is annotated, of a tensor that nothing else reads, as of arguments that
+    arrive padded: it is a copy, and there is nothing to mix up.
+    """
+    (operand,), (result,) = op.operands, op.results
+    readers = [use.owner for use in result.uses]
+    is_copy = [_is_annotation(reader) for reader in readers] == [True]
+    return (
+        shape_of(operand) != shape_of(result)
+        and not any(op.attributes["start_indices"])
+        and set(op.attributes["strides"]) <= {1}
+        and not (is_copy and len(list(operand.uses)) == 1)
+    )
+
+
+def _is_annotation(op) -> bool:
+    """Whether an op is an annotation, for either partitioner."""
+    return op.name == "sdy.sharding_constraint" or is_annotation(op.operation)
+
+
+def cuts_no_shard(layout: OpLayout) -> bool:
+    """A slice whose shards are those of its operand, as `x[:-1]` of a split dim has.
+
+    Nothing is to be done, so XLA has one instruction for both, and mixes up what it has
+    resharded one and the other to.
+    """
+    operand, result = layout.operands[0], layout.results[0]
+    unknown = [operand.sharding is None, result.sharding is None]
+    if not may_cut_no_shard(layout.op) or all(unknown):
+        return False  # Where nothing is known, XLA replaced it.
+    return any(unknown) or any(
+        sharding.shard_shape(operand.shape) == sharding.shard_shape(result.shape)
+        for sharding in layout.shardings
+    )
+
+
 def split_transform(layout: OpLayout) -> bool:
     """A Fourier transform along several dims, one of which is split."""
     count = len(layout.op.attributes["fft_length"])
@@ -190,12 +253,15 @@ def regrouped_axes(layout: OpLayout) -> bool:
       by `[Z,Y]`, scattered to `[X.Y,Z]`).
     - Several axes split a dim of the result, otherwise than an operand's, while some
       axis splits one dim here and another there (`[X,Z]` by `[X,_]` to `[Z.Y,X]`).
+    - Several axes split a dim in another order than the mesh's, while some axis splits
+      one dim here and another there (`[_,Y]` by `[Y,_]` to `[Z.X,Y]`).
     - Some of its tensors are over another mesh, so that nothing is known of them.
     """
     unknown = [tensor.sharding is None for tensor in layout.tensors]
     if any(unknown):
         return not all(unknown)  # Else XLA replaced it.
     part = layout.mesh.part
+    groups = {axes for tensor in layout.tensors for axes in tensor.splitting()}
     return any(
         one[: len(other)] != other[: len(one)]
         and (
@@ -205,7 +271,19 @@ def regrouped_axes(layout: OpLayout) -> bool:
         )
         for factor in range(len(layout.kinds))
         for one, other in itertools.combinations(layout.groups(factor), 2)
-    ) or any(_regroups_result(layout, factor) for factor in layout.results[0].factors)
+    ) or (
+        any(len(factors) > 1 for factors in _by_axis(layout, layout.tensors).values())
+        and (
+            any(_is_out_of_order(layout, axes) for axes in groups)
+            or any(_regroups_result(layout, f) for f in layout.results[0].factors)
+        )
+    )
+
+
+def _is_out_of_order(layout: OpLayout, axes: Iterable[str]) -> bool:
+    """Whether axes that split a dim come in another order than the mesh's."""
+    strides = [layout.mesh.stride(axis) for axis in axes]
+    return strides != sorted(strides, reverse=True)
 
 
 def _is_of_group(layout: OpLayout, axes: Iterable[str], factor: int) -> bool:

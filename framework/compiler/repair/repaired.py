@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshwright.framework.compiler.repair.conv_layout import Dims, Layout
+from meshwright.framework.compiler.repair.conv_layout import Layout, joined
 from meshwright.framework.compiler.repair.fault import Chosen, Fault
 from meshwright.framework.compiler.repair.halos import Halos
 from meshwright.framework.compiler.repair.op_layout import OpLayout, Tensor
@@ -112,11 +112,7 @@ def _shardings(op_layout: OpLayout, chosen: Chosen) -> tuple[Sharding, ...]:
         (chosen.manual_rhs, chosen.rhs),
         (chosen.manual_out, chosen.out or ((),) * len(chosen.manual_out)),
     )
-    return tuple(Sharding(mesh, _joined(*parts)) for parts in tensors)
-
-
-def _joined(manual: Dims, auto: Dims) -> Dims:
-    return tuple(a + b for a, b in zip(manual, auto, strict=True))
+    return tuple(Sharding(mesh, joined(*parts)) for parts in tensors)
 
 
 def _held(tensor: Tensor) -> int:
