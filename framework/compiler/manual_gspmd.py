@@ -110,9 +110,11 @@ class _Region:
                     self.blame, op, self.mesh, shardy=False, manual=self.axes
                 )
             ]
-        alone = not op.operands and not self.has_automatic_axes
         with ir.InsertionPoint.after(op), op.location:
-            return [(self._entered if alone else self._marked)(r) for r in op.results]
+            return [
+                self._constant(r) if not op.operands else self._marked(r)
+                for r in op.results
+            ]
 
     def _check(self, op) -> None:
         arrays = all(isinstance(r.type, ir.RankedTensorType) for r in op.results)
@@ -128,6 +130,16 @@ class _Region:
         mark = self._manual(value)
         value.replace_all_uses_except(mark, mark.owner.operation)
         return mark
+
+    def _constant(self, value: ir.Value) -> ir.Value:
+        """Marks what depends on nothing; scalars, which loops count by, enter.
+
+        Larger tensors may be split along automatic axes: entered they would not be.
+        """
+        is_scalar = ir.RankedTensorType(value.type).rank == 0
+        if is_scalar or not self.has_automatic_axes:
+            return self._entered(value)
+        return self._marked(value)
 
     def _entered(self, value: ir.Value) -> ir.Value:
         """A constant as if it came from outside, for all who use it.

@@ -241,6 +241,8 @@ def _wrong(
     if found is None:
         return None
     fault, choice = found
+    if choice == before and getattr(choice, "copies", False) and choice.is_of(layout):
+        return None
     if whole is not None:  # What was chosen before did not help.
         if before != whole[0]:
             return whole, whole

@@ -61,7 +61,9 @@ def _kept_apart(layout: OpLayout) -> Chosen | None:
     if operand.sharding is None:
         return even_layout(layout, keep=())
     return EvenLayout(
-        shardings=(operand.sharding,) * 2, shapes=(operand.shape, result.shape)
+        shardings=(operand.sharding,) * 2,
+        shapes=(operand.shape, result.shape),
+        copies=True,
     )
 
 

@@ -195,10 +195,17 @@ class EvenLayout:
     Args:
       shardings: of the operands, then of the results.
       shapes: of the same; larger than they are where they are to be padded.
+      copies: whether annotations put it right, by the copies that XLA makes for them,
+        though the operation stays as it was.
     """
 
     shardings: tuple[Sharding, ...]
     shapes: tuple[tuple[int, ...], ...]
+    copies: bool = False
+
+    def is_of(self, layout: OpLayout) -> bool:
+        """Whether an operation is sharded so."""
+        return layout.shardings == list(self.shardings)
 
 
 def even_layout(

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable
 
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.repair.op_layout import (
@@ -20,6 +21,7 @@ from meshwright.framework.compiler.repair.windows import (
 from meshwright.framework.compiler.stable_hlo import is_annotation, shape_of
 
 SLICE = "stablehlo.slice"
+_SHARDY_ANNOTATIONS = ("sdy.sharding_constraint", "sdy.reshard")
 STEPPED = ("stablehlo.pad", SLICE)
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
@@ -172,22 +174,60 @@ def may_cut_no_shard(op) -> bool:
     """A slice that takes the first elements along the dims that it cuts.
 
     Not one that is annotated, of a tensor that nothing else reads, as of arguments that
-    arrive padded: it is a copy, and there is nothing to mix up.
+    arrive padded: it is a copy, and there is nothing to mix up. Nor a part of a roll,
+    which XLA takes as a whole.
     """
     (operand,), (result,) = op.operands, op.results
-    readers = [use.owner for use in result.uses]
-    is_copy = [_is_annotation(reader) for reader in readers] == [True]
+    readers = _readers(result)
+    is_copy = len(list(operand.uses)) == 1 and all(map(_is_annotation, readers))
     return (
         shape_of(operand) != shape_of(result)
         and not any(op.attributes["start_indices"])
         and set(op.attributes["strides"]) <= {1}
-        and not (is_copy and len(list(operand.uses)) == 1)
+        and not (len(readers) == 1 and (is_copy or _rolls(readers[0], operand)))
+    )
+
+
+def _rolls(op, tensor) -> bool:
+    """Whether an op puts slices of a tensor one behind the other."""
+    if op.name != "stablehlo.concatenate":
+        return False
+    makers = [_maker(part) for part in op.operands]
+    return all(
+        not isinstance(maker, ir.Block)
+        and maker.name == SLICE
+        and maker.operands[0] == tensor
+        for maker in makers
+    )
+
+
+def _readers(value) -> list:
+    """The ops that read a value, past reshapes to its own shape, which TF makes."""
+    return [
+        reader
+        for use in value.uses
+        for reader in (
+            _readers(use.owner.results[0]) if _is_idle(use.owner) else [use.owner]
+        )
+    ]
+
+
+def _maker(value):
+    """The op that makes a value, or the block that has it, past the same reshapes."""
+    while not isinstance(value.owner, ir.Block) and _is_idle(value.owner):
+        value = value.owner.operands[0]
+    return value.owner
+
+
+def _is_idle(op) -> bool:
+    return op.name == "stablehlo.reshape" and (
+        shape_of(op.operands[0]) == shape_of(op.results[0])
     )
 
 
 def _is_annotation(op) -> bool:
-    """Whether an op is an annotation, for either partitioner."""
-    return op.name == "sdy.sharding_constraint" or is_annotation(op.operation)
+    """Whether an op is an annotation, for either partitioner; Shardy reshards by it."""
+    return op.name in _SHARDY_ANNOTATIONS or is_annotation(op.operation)
 
 
 def cuts_no_shard(layout: OpLayout) -> bool:
@@ -253,15 +293,15 @@ def regrouped_axes(layout: OpLayout) -> bool:
       by `[Z,Y]`, scattered to `[X.Y,Z]`).
     - Several axes split a dim of the result, otherwise than an operand's, while some
       axis splits one dim here and another there (`[X,Z]` by `[X,_]` to `[Z.Y,X]`).
-    - Several axes split a dim in another order than the mesh's, while some axis splits
-      one dim here and another there (`[_,Y]` by `[Y,_]` to `[Z.X,Y]`).
+    - Several axes split a dim in another order than the mesh's, not in all tensors that
+      have it, while some axis splits one dim here and another there (`[_,Y]` by `[Y,_]`
+      to `[Z.X,Y]`); or one of these axes does.
     - Some of its tensors are over another mesh, so that nothing is known of them.
     """
     unknown = [tensor.sharding is None for tensor in layout.tensors]
     if any(unknown):
         return not all(unknown)  # Else XLA replaced it.
     part = layout.mesh.part
-    groups = {axes for tensor in layout.tensors for axes in tensor.splitting()}
     return any(
         one[: len(other)] != other[: len(one)]
         and (
@@ -271,19 +311,23 @@ def regrouped_axes(layout: OpLayout) -> bool:
         )
         for factor in range(len(layout.kinds))
         for one, other in itertools.combinations(layout.groups(factor), 2)
-    ) or (
-        any(len(factors) > 1 for factors in _by_axis(layout, layout.tensors).values())
-        and (
-            any(_is_out_of_order(layout, axes) for axes in groups)
-            or any(_regroups_result(layout, f) for f in layout.results[0].factors)
-        )
+    ) or any(
+        _regroups_result(layout, factor) or _is_out_of_order(layout, factor)
+        for factor in range(len(layout.kinds))
     )
 
 
-def _is_out_of_order(layout: OpLayout, axes: Iterable[str]) -> bool:
-    """Whether axes that split a dim come in another order than the mesh's."""
-    strides = [layout.mesh.stride(axis) for axis in axes]
-    return strides != sorted(strides, reverse=True)
+def _is_out_of_order(layout: OpLayout, factor: int) -> bool:
+    """Whether axes split a factor in another order than the mesh's, and may do harm."""
+    part, groups = layout.mesh.part, layout.groups(factor)
+    factors = _by_axis(layout, layout.tensors)
+    shared = {axis for axis, of in factors.items() if len(of) > 1}
+    for axes in groups:
+        strides = [layout.mesh.stride(axis) for axis in axes]
+        if strides != sorted(strides, reverse=True):
+            own = {part(axis).axis for axis in axes}
+            return bool(shared if len(groups) > 1 else shared & own)
+    return False
 
 
 def _is_of_group(layout: OpLayout, axes: Iterable[str], factor: int) -> bool:
@@ -298,17 +342,16 @@ def _is_of_group(layout: OpLayout, axes: Iterable[str], factor: int) -> bool:
     )
 
 
-def _regroups_result(layout: OpLayout, factor: int | None) -> bool:
+def _regroups_result(layout: OpLayout, factor: int) -> bool:
     """Whether several axes split a dim of the result, and an operand's otherwise.
 
     And an axis splits different dims. Axes that split a dim which both operands are
     summed over may split another of the result, to which the sum is scattered, unless
     that is a batch dim.
     """
-    if factor is None or len(layout.groups(factor)) == 1:
-        return False
     result = layout.results[0]
-    if len(result.axes(result.dim_of(factor))) < 2:
+    dim = result.dim_of(factor)
+    if dim is None or len(layout.groups(factor)) == 1 or len(result.axes(dim)) < 2:
         return False
     lhs, rhs = (_by_axis(layout, [operand]) for operand in layout.operands)
     summed = {f for f, kind in enumerate(layout.kinds) if kind is FactorKind.REDUCED}
