@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
 
-_ENDING_SECONDS = 60  # From the connection's end to its own: a core may be written.
+_ENDING_SECONDS = 60  # For a child to end after its connection: it may dump core.
 _LINES = 3
 _COMPILED, _REFUSED = b"compiled", b"refused"
 # XLA's word on a check that failed; and what says nothing of it: C++ frames, warnings.
@@ -81,7 +81,9 @@ class Child:
             except BaseException:
                 self._end()  # Ctrl-C, say: its answer would be the next call's.
                 raise
-            sys.stderr.write(self._said())
+            said = self._said()
+            if said and sys.stderr is not None:
+                sys.stderr.write(said)
         if refused:
             raise ChildRefused(answer.decode())
         return answer
@@ -121,7 +123,9 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_SECONDS)
         status = self._end()
-        how = f"status {status}" if status >= 0 else signal.Signals(-status).name
+        how = f"status {status}" if status >= 0 else f"signal {-status}"
+        with contextlib.suppress(ValueError):  # Real-time signals have no names.
+            how = how if status >= 0 else signal.Signals(-status).name
         lines = [line.strip() for line in self._said().splitlines() if line.strip()]
         kept = [line for line in lines if _FATAL.search(line)]
         kept = kept or [line for line in lines if not _ASIDE.match(line)][-_LINES:]
@@ -140,7 +144,7 @@ def child(devices: int) -> Child:
 
 def _serve(connection: Connection, devices: int) -> None:
     """What the child does: compiles what it is asked to until nobody can ask."""
-    import jax  # Where the program is, this file is to be had without.
+    import jax  # Here, as the parent's import of this file needs none of it.
     from jaxlib import _jax
 
     requests: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()

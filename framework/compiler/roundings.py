@@ -40,10 +40,14 @@ _CONVERT = "stablehlo.convert"
 _FLOATS = {"f32": np.float32, "f64": np.float64}
 _DTYPES = {**_FLOATS, "i32": np.int32, "i64": np.int64}
 _MOST = 65536  # Elements of a constant.
+_DEEPEST = 100  # Operations one behind the other.
 
 
 def fold_roundings(module: ir.Module) -> None:
-    """Replaces roundings of floats that depend on no argument by constants."""
+    """Replaces roundings of floats that depend on no argument by constants.
+
+    Of float32 and float64, of few elements, made by the operations above.
+    """
     values, folded = _Values(), []
     for op in list(walk(module.operation)):
         if not _rounds(op) or (value := values.of(op.results[0])) is None:
@@ -73,6 +77,7 @@ class _Values:
 
     def __init__(self):
         self._known: dict[ir.Value, np.ndarray | None] = {}
+        self._depth = 0
 
     def of(self, tensor: ir.Value) -> np.ndarray | None:
         """A tensor's elements; None if they are not known, or too many."""
@@ -85,19 +90,25 @@ class _Values:
         if isinstance(op, ir.Block) or dtype is None or math.prod(shape) > _MOST:
             return None
         if op.name == "stablehlo.constant":
-            return np.array(op.attributes["value"])
+            value = op.attributes["value"]
+            is_dense = isinstance(value, ir.DenseElementsAttr)
+            return np.array(value) if is_dense else None
         if op.name == "stablehlo.iota":
             dim = ir.IntegerAttr(op.attributes["iota_dimension"]).value
             return _spread(np.arange(shape[dim], dtype=dtype), [dim], shape)
         is_float = dtype in _FLOATS.values()
         if not (op.name in _ARITHMETIC and is_float or op.name in _MOVED):
             return None
+        if self._depth == _DEEPEST:
+            return None
+        self._depth += 1
         operands = [self.of(operand) for operand in op.operands]
+        self._depth -= 1
         if any(operand is None for operand in operands):
             return None
-        if op.name in _MOVED:
-            return _MOVED[op.name](op, *operands, shape, dtype)
         with np.errstate(all="ignore"):
+            if op.name in _MOVED:
+                return _MOVED[op.name](op, *operands, shape, dtype)
             return _ARITHMETIC[op.name](*operands)
 
 
@@ -110,8 +121,12 @@ def _spread(values: np.ndarray, dims, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _converted(op, values: np.ndarray, shape, dtype) -> np.ndarray | None:
-    if np.issubdtype(dtype, np.integer) and not np.isfinite(values).all():
-        return None
+    if np.issubdtype(dtype, np.integer) and np.issubdtype(values.dtype, np.floating):
+        # Out of range XLA takes the nearest there is, NumPy anything.
+        limits = np.iinfo(dtype)
+        inside = (values > float(limits.min)) & (values < float(limits.max))
+        if not inside.all():
+            return None
     return values.astype(dtype)
 
 

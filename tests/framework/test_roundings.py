@@ -50,8 +50,16 @@ def test_positions_made_integers_are_a_constant():
         (lambda x: tf.math.ceil(x * positions(tf.float32)), "ceil"),
         (lambda x: x[:1] + tf.math.ceil(tf.range(70_000.0) / 3), "ceil"),
         (lambda x: x + tf.math.ceil(tf.exp(positions(tf.float32))), "ceil"),
+        (lambda x: tf.cast(positions(tf.float32) * 1e20, tf.int32), "convert"),
+        (lambda x: x + tf.floor(sum([positions(tf.float32)] * 400)), "floor"),
     ],
-    ids=["of an argument", "of many elements", "of what NumPy computes otherwise"],
+    ids=[
+        "of an argument",
+        "of many elements",
+        "of what NumPy computes otherwise",
+        "out of range",
+        "of a long chain",
+    ],
 )
 def test_other_roundings_stay(fn, kept):
     assert f"stablehlo.{kept}" in operations(fn, tf.TensorSpec([12]))

@@ -39,12 +39,17 @@ from meshwright.framework.compiler.repair.fault import Chosen, Fault
 from meshwright.framework.compiler.repair.faults import FAULTS
 from meshwright.framework.compiler.repair.halo_rewrite import lay_out_in_blocks
 from meshwright.framework.compiler.repair.halos import Halos
-from meshwright.framework.compiler.repair.op_layout import OpLayout, even_layout
+from meshwright.framework.compiler.repair.op_layout import (
+    EvenLayout,
+    OpLayout,
+    even_layout,
+)
 from meshwright.framework.compiler.repair.patterns import (
     FOURIER,
     PRODUCTS,
     SLICE,
     STEPPED,
+    may_be_cut,
     may_cut_no_shard,
     may_regroup,
     stepped_dims,
@@ -215,11 +220,13 @@ def _is_guarded(op) -> bool:
 def _is_near(layout: OpLayout) -> bool:
     """Whether an operation might meet a fault if XLA completed it a little otherwise.
 
-    Most products of a model cannot, and are left to XLA as they are. So are transforms,
-    whose dims Shardy does not split by itself.
+    Most products of a model cannot, and are left to XLA as they are. So are slices of
+    dims that are not split, and transforms, whose dims Shardy does not split by itself.
     """
     if layout.op.name in PRODUCTS:
         return may_regroup(layout)
+    if layout.op.name == SLICE:
+        return may_be_cut(layout)
     return layout.op.name != FOURIER
 
 
@@ -241,7 +248,7 @@ def _wrong(
     if found is None:
         return None
     fault, choice = found
-    if choice == before and getattr(choice, "copies", False) and choice.is_of(layout):
+    if choice == before and _copies(layout, choice):
         return None
     if whole is not None:  # What was chosen before did not help.
         if before != whole[0]:
@@ -260,6 +267,11 @@ def _wrong(
     choices = choice, even_layout(layout, keep=())
     decided = ((one, repair_of(layout, fault, one, blame.sources)) for one in choices)
     return tuple(decided)
+
+
+def _copies(layout: OpLayout, choice: Chosen) -> bool:
+    """Whether an operation is laid out so, and was only to be annotated."""
+    return isinstance(choice, EvenLayout) and choice.copies and choice.is_of(layout)
 
 
 def _choice(layout: OpLayout) -> tuple[Fault, Chosen] | None:

@@ -74,8 +74,8 @@ def _convolution(layout: OpLayout) -> Chosen | None:
 
 _PARALLEL, _REDUCED = FactorKind.PARALLEL, FactorKind.REDUCED
 _HALOS = (
-    "devices exchange the border rows (halos) of pools; other ops' dims, and those "
-    "whose windows read as many rows as there are, are not split"
+    "pools exchange border rows (halos); for other ops, and where a window reads a "
+    "whole dim, the dim is not split"
 )
 
 FAULTS = (
@@ -108,8 +108,8 @@ FAULTS = (
     ),
     Fault(
         name="slices that cut no shard",
-        what="is a slice whose shards are those of its operand, which XLA takes for "
-        "one another when it reshards both",
+        what="is a slice whose shards have the sizes of its operand's: XLA confuses "
+        "the two tensors when it reshards both",
         ops=(patterns.SLICE,),
         choose=_kept_apart,
         repair="the slice is a copy, split as its operand is",
@@ -154,8 +154,8 @@ FAULTS = (
     ),
     Fault(
         name="overlapping windows",
-        what="is the gradient of a max pool whose windows overlap along a split dim: a "
-        "maximum would be looked for in the shard's part of the window",
+        what="is the gradient of a max pool whose windows overlap along a split dim: "
+        "each device would look for a maximum in its own part of the window",
         ops=(SELECT_AND_SCATTER,),
         choose=_blocked(patterns.overlapping_windows, _PARALLEL),
         repair=_HALOS,
@@ -180,8 +180,8 @@ FAULTS = (
     ),
     Fault(
         name="far halos",
-        what="has windows by strides that reach beyond the neighbours' shards, along "
-        "one split dim (pools) or several (convolutions)",
+        what="has strided windows that reach beyond the neighbours' shards, along one "
+        "split dim (a pool) or one of several (a convolution)",
         ops=(CONVOLUTION, REDUCE_WINDOW),
         choose=_blocked(patterns.far_halos, _PARALLEL, _REDUCED),
         repair=_HALOS,
@@ -234,8 +234,8 @@ FAULTS = (
     ),
     Fault(
         name="windows of padding",
-        what="has windows by strides along a split dim, the first of which read "
-        "padding alone",
+        what="has strided windows along a split dim that begin in padding alone, have "
+        "holes, or begin inside a dilated image",
         ops=(CONVOLUTION, REDUCE_WINDOW),
         choose=_blocked(patterns.windows_of_padding, _PARALLEL, _REDUCED),
         repair=_HALOS,
@@ -253,7 +253,8 @@ FAULTS = (
     ),
     Fault(
         name="regrouped product",
-        what="is a product with a dim that its tensors split by different axes",
+        what="is a product whose tensors group or order the axes that split a dim "
+        "differently",
         ops=patterns.PRODUCTS,
         choose=_agreed,
         repair="its tensors are split alike",
@@ -326,8 +327,8 @@ FAULTS = (
     ),
     Fault(
         name="convolution summed twice",
-        what="is a convolution whose parts XLA would add up over devices that hold the "
-        "same",
+        what="is a convolution whose partial sums XLA would also add over devices that "
+        "hold the same shards",
         ops=(CONVOLUTION,),
         choose=_convolution,
         repair="axes that take no part in the sum are manual around it",

@@ -175,7 +175,7 @@ def _takes_the_largest(op) -> bool:
 
 def _blocks(window: Window, shards: int) -> Blocks | None:
     """The blocks of a window's dim; None if that is not worth it, or not possible."""
-    if shards == 1 or window.base_dilation > 1:
+    if shards == 1 or window.base_dilation > 1 or not (window.out and window.image):
         return None
     read = min(window.image, window.last + window.size)
     windows = max(-(-window.out // shards), -(-read // (shards * window.stride)))

@@ -50,7 +50,7 @@ INDEX_FAULTS = (
         what="is a gather or scatter by indices in shards of unequal size",
         ops=_INDEXED,
         choose=_padded(patterns.uneven_indices),
-        repair="the indices are padded, or split by what divides them",
+        repair="the indices are padded, or split by fewer axes, which divide them",
         smallest={
             "gather_gradient_uneven_indices": Smallest(
                 Outcome.WRONG,
@@ -102,7 +102,8 @@ INDEX_FAULTS = (
     ),
     Fault(
         name="rows split as indices",
-        what="is a gather or scatter in which an axis splits indices and another dim",
+        what="is a gather or scatter in which an axis splits different dims, while "
+        "other axes split some dim into more shards",
         ops=_INDEXED,
         choose=_apart,
         repair="the axis splits what is largest, and nothing else",
@@ -129,8 +130,8 @@ INDEX_FAULTS = (
     ),
     Fault(
         name="batches split apart",
-        what="is a gather by indices that count along a dim, and the operand has "
-        "another number of shards along it, neither a multiple of the other",
+        what="is a gather whose operand and indices have a dim of the same size, as "
+        "batches have, in numbers of shards neither of which divides the other",
         ops=(patterns.GATHER,),
         choose=evenly(patterns.batches_split_apart, _PARALLEL),
         repair="the operand's dim is not split",

@@ -76,10 +76,14 @@ def batches_split_apart(layout: OpLayout) -> bool:
     coordinates = _coordinates(layout)
     sizes = layout.op.attributes["slice_sizes"]
     counts = layout.mesh.axes_size
+    unknown = None in (table.sharding, indices.sharding)
     return any(
         size == table.shape[row]
-        and counts(indices.axes(dim)) % counts(table.axes(row))
-        and counts(table.axes(row)) % counts(indices.axes(dim))
+        and (
+            unknown
+            or counts(indices.axes(dim)) % counts(table.axes(row))
+            and counts(table.axes(row)) % counts(indices.axes(dim))
+        )
         for row in _indexed_dims(layout)
         if sizes[row] == 1
         for dim, size in enumerate(indices.shape)
@@ -189,15 +193,19 @@ def may_cut_no_shard(op) -> bool:
 
 
 def _rolls(op, tensor) -> bool:
-    """Whether an op puts slices of a tensor one behind the other."""
-    if op.name != "stablehlo.concatenate":
+    """Whether an op puts the first part of a tensor behind the other."""
+    if op.name != "stablehlo.concatenate" or len(op.operands) != 2:
         return False
     makers = [_maker(part) for part in op.operands]
-    return all(
-        not isinstance(maker, ir.Block)
-        and maker.name == SLICE
-        and maker.operands[0] == tensor
-        for maker in makers
+    if any(isinstance(m, ir.Block) or m.name != SLICE for m in makers):
+        return False
+    last, first = (list(maker.attributes["start_indices"]) for maker in makers)
+    dim = ir.IntegerAttr(op.attributes["dimension"]).value
+    return (
+        all(maker.operands[0] == tensor for maker in makers)
+        and shape_of(op.results[0]) == shape_of(tensor)
+        and not any(first)
+        and last[dim] == shape_of(op.operands[1])[dim]
     )
 
 
@@ -228,6 +236,17 @@ def _is_idle(op) -> bool:
 def _is_annotation(op) -> bool:
     """Whether an op is an annotation, for either partitioner; Shardy reshards by it."""
     return op.name in _SHARDY_ANNOTATIONS or is_annotation(op.operation)
+
+
+def may_be_cut(layout: OpLayout) -> bool:
+    """Whether a dim that a slice cuts may be split."""
+    operand, result = layout.operands[0], layout.results[0]
+    return any(
+        size != kept and _is_split(layout, dim)
+        for dim, (size, kept) in enumerate(
+            zip(operand.shape, result.shape, strict=True)
+        )
+    )
 
 
 def cuts_no_shard(layout: OpLayout) -> bool:
