@@ -7,6 +7,7 @@ compilation runs, the program is compiled once more.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -133,7 +134,8 @@ def by_gspmd(
         # instead was looked at above.
         if place not in seen and op.name != CONVOLUTION:
             count = len(op.operands) + len(op.results)
-            yield place, layout_of(op, program.mesh, [None] * count)
+            layout = layout_of(op, program.mesh, [None] * count)
+            yield place, dataclasses.replace(layout, is_replaced=True)
 
 
 def _originals(

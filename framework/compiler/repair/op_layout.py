@@ -95,6 +95,7 @@ class OpLayout:
       operands, results: its tensors.
       kinds: of its factors, by number.
       manual: the manual axes of the regions around it.
+      is_replaced: whether XLA has made something else of it before it was completed.
     """
 
     op: Any
@@ -103,6 +104,7 @@ class OpLayout:
     results: tuple[Tensor, ...]
     kinds: tuple[FactorKind, ...]
     manual: tuple[str, ...] = ()
+    is_replaced: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -256,10 +256,9 @@ def cuts_no_shard(layout: OpLayout) -> bool:
     resharded one and the other to.
     """
     operand, result = layout.operands[0], layout.results[0]
-    unknown = [operand.sharding is None, result.sharding is None]
-    if not may_cut_no_shard(layout.op) or all(unknown):
-        return False  # Where nothing is known, XLA replaced it.
-    return any(unknown) or any(
+    if not may_cut_no_shard(layout.op) or layout.is_replaced:
+        return False
+    return None in layout.shardings or any(
         sharding.shard_shape(operand.shape) == sharding.shard_shape(result.shape)
         for sharding in layout.shardings
     )
@@ -317,9 +316,8 @@ def regrouped_axes(layout: OpLayout) -> bool:
       to `[Z.X,Y]`); or one of these axes does.
     - Some of its tensors are over another mesh, so that nothing is known of them.
     """
-    unknown = [tensor.sharding is None for tensor in layout.tensors]
-    if any(unknown):
-        return not all(unknown)  # Else XLA replaced it.
+    if None in layout.shardings:
+        return not layout.is_replaced
     part = layout.mesh.part
     return any(
         one[: len(other)] != other[: len(one)]
