@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jaxlib.mlir.dialects import sdy
 
 from meshwright.framework.compiler.hlo_text import itemsize
@@ -74,11 +75,36 @@ class Tensor:
     def bytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
 
-    def shard_bytes(self, sharding: Sharding | None = None) -> int:
-        """Bytes of a shard, of its sharding or of another; of all if it is unknown."""
-        sharding = sharding or self.sharding
-        shape = sharding.shard_shape(self.shape) if sharding else self.shape
+    def shard_bytes(self) -> int:
+        """Bytes of a shard, of all if the sharding is unknown."""
+        shape = self.sharding.shard_shape(self.shape) if self.sharding else self.shape
         return math.prod(shape) * self.itemsize
+
+    def bytes_received(self, held: Sharding | None, needed: Sharding | None) -> int:
+        """Bytes that a device receives to have another shard of the tensor.
+
+        Args:
+          held: what devices hold; None if nothing is known of it, or they hold nothing.
+          needed: what they are to hold; None if nothing is known of it.
+
+        Returns:
+          Of the device that receives the most; 0 if nothing is known to be needed.
+        """
+        if needed is None:
+            return 0
+        first, last = self._shards(needed)
+        missing = np.maximum(last - first, 0).prod(-1)
+        if held is not None:
+            begin, end = self._shards(held)
+            common = np.minimum(last, end) - np.maximum(first, begin)
+            missing = missing - np.maximum(common, 0).prod(-1)
+        return int(missing.max()) * self.itemsize
+
+    def _shards(self, sharding: Sharding) -> tuple[np.ndarray, np.ndarray]:
+        """Where the shards of all devices begin and end, without padding."""
+        first = sharding.shard_offsets(self.shape)
+        last = first + np.array(sharding.shard_shape(self.shape), int)
+        return first, np.minimum(last, self.shape)
 
     def dim_of(self, factor: int) -> int | None:
         """The dim that is a factor, None if no dim is."""

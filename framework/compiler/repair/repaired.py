@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from meshwright.framework.compiler.repair.conv_layout import Layout, joined
 from meshwright.framework.compiler.repair.fault import Chosen, Fault
 from meshwright.framework.compiler.repair.halos import Halos
-from meshwright.framework.compiler.repair.op_layout import OpLayout, Tensor
+from meshwright.framework.compiler.repair.op_layout import OpLayout
 from meshwright.framework.compiler.sources import Source, Sources, program_name
 from meshwright.framework.compiler.stable_hlo import op_name
 from meshwright.framework.sharding.sharding import Sharding
@@ -27,8 +27,9 @@ class Repair:
       after: those it has now.
       operands: how many of them are operands'.
       bytes: an estimate of what each device receives on account of it, each time the
-        operation runs: the parts of operands that it did not hold, and those of results
-        that it does not keep; and halos.
+        operation runs: the parts of its shards of operands, as they are now, that it
+        did not hold, the parts of its shards of results, as completed, that it does not
+        compute now; and halos.
       halos: how many of these bytes are rows of others that windows along split dims
         read, and which devices would receive if XLA got the operation right.
     """
@@ -44,7 +45,7 @@ class Repair:
 
     @property
     def is_costly(self) -> bool:
-        """Whether devices receive more than if XLA got the operation right."""
+        """Whether devices receive more than halos on account of it."""
         return self.bytes > self.halos and not self.fault.is_slow
 
     def changes(self) -> Iterator[tuple[str, Sharding | None, Sharding]]:
@@ -81,14 +82,13 @@ def repair_of(
     """
     after = _shardings(op_layout, chosen)
     name = program_name(op_name(op_layout.op))
+    count = len(op_layout.operands)
     moved = sum(
-        max(0, tensor.shard_bytes(new) - _held(tensor))
-        for tensor, new in zip(op_layout.operands, after, strict=False)
+        tensor.bytes_received(tensor.sharding, new)
+        for tensor, new in zip(op_layout.operands, after[:count], strict=True)
     ) + sum(
-        max(0, _held(tensor) - tensor.shard_bytes(new))
-        for tensor, new in zip(
-            op_layout.results, after[len(op_layout.operands) :], strict=True
-        )
+        tensor.bytes_received(new, tensor.sharding)
+        for tensor, new in zip(op_layout.results, after[count:], strict=True)
     )
     halos = chosen.bytes(op_layout) if isinstance(chosen, Halos) else 0
     return Repair(
@@ -97,7 +97,7 @@ def repair_of(
         source=sources.find(name),
         before=tuple(tensor.sharding for tensor in op_layout.tensors),
         after=after,
-        operands=len(op_layout.operands),
+        operands=count,
         bytes=moved + halos,
         halos=halos,
     )
@@ -114,7 +114,3 @@ def _shardings(op_layout: OpLayout, chosen: Chosen) -> tuple[Sharding, ...]:
     )
     return tuple(Sharding(mesh, joined(*parts)) for parts in tensors)
 
-
-def _held(tensor: Tensor) -> int:
-    """Bytes of a tensor on a device; of an unknown sharding as if another held it."""
-    return tensor.shard_bytes() if tensor.sharding else 0
