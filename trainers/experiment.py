@@ -60,7 +60,8 @@ class Experiment:
         out otherwise at a cost in communication, or assertions of the model are left
         unchecked; else these are warnings.
       compile_in_child: have XLA compile in a child process, so that where it ends that,
-        the run can say so; for CPU devices of one process.
+        the run can say so; for CPU devices of one process, not for topologies,
+        for which the planner compiles in its own process.
       replicated_budget: bytes that may lie replicated on each device, of state, batch
         and activations, before the run stops; None for no limit.
 

@@ -132,13 +132,18 @@ class Child:
         return f"{how}: {' / '.join(kept) or 'it said nothing'}"
 
 
-@functools.cache
 def child(devices: int) -> Child:
     """The child of this process for so many devices; it starts when it first compiles.
 
     Args:
       devices: how many CPU devices this process has.
     """
+    # A fork of this process has copies of the connections, which are not its own.
+    return _child(devices, os.getpid())
+
+
+@functools.cache
+def _child(devices: int, process: int) -> Child:
     return Child(devices)
 
 

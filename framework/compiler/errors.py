@@ -134,8 +134,8 @@ def of_child(name: str, how: str, *, shardy: bool) -> LoweringError:
     """
     partitioner, other = ("Shardy", "GSPMD") if shardy else ("GSPMD", "SHARDY")
     return LoweringError(
-        f"{name}: XLA ended the child process that compiled it with {partitioner}, by "
-        f"{how.rstrip('. ')}. {_LAY_OUT.format(other=other)}. For a report of the "
+        f"{name}: the child process in which XLA compiled it with {partitioner} ended, "
+        f"by {how.rstrip('. ')}. {_LAY_OUT.format(other=other)}. For a report of the "
         "fault, JAX_DUMP_IR_TO=folder in the environment keeps the module"
     )
 

@@ -171,6 +171,6 @@ def check_child(name: str, devices: Sequence[jax.Device] | None) -> None:
         why = f"its {jax.default_backend()} devices are this process's alone"
     if why:
         raise ValueError(
-            f"{name}: in_child compiles for the cpu devices of one process, and {why}: "
-            "leave in_child out"
+            f"{name}: a child process compiles for the cpu devices of one process, and "
+            f"{why}: leave in_child out (of a run: compile_in_child)"
         )

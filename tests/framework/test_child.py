@@ -89,8 +89,9 @@ def test_where_xla_ends_the_child_this_process_lives_on(monkeypatch):
         unrepaired.setattr(check, "PRESENT", [])
         with pytest.raises(
             LoweringError,
-            match=r"^conv: XLA ended the child process that compiled it with GSPMD, by "
-            r"SIG(ABRT|SEGV): .+\. Try Partitioner\.SHARDY, or annotate .* JAX_DUMP_IR",
+            match=r"^conv: the child process in which XLA compiled it with GSPMD "
+            r"ended, by SIG(ABRT|SEGV): .+\. Try Partitioner\.SHARDY, or annotate .* "
+            r"JAX_DUMP_IR",
         ):
             compile_program(
                 depthwise,

@@ -34,9 +34,8 @@ class Outcome(enum.Enum):
     """What became of a case."""
 
     RIGHT = "right"
-    NAMED = "refused by name"  # As the table of faults says it must be.
     WRONG = "wrong"
-    UNNAMED = "refused, not in the table"  # A LoweringError.
+    UNREPAIRED = "refused by us"  # A LoweringError: no draw has to be.
     REFUSED = "refused by XLA"
     ENDED = "process ended"
     STUCK = "stuck"
@@ -44,7 +43,7 @@ class Outcome(enum.Enum):
 
     @property
     def is_fault(self) -> bool:
-        return self not in (Outcome.RIGHT, Outcome.NAMED)
+        return self is not Outcome.RIGHT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +62,6 @@ class Verdict:
             return f"wrong {self.text.partition(':')[0]}"
         said = re.sub(r"[\d.,]+|%[\w.-]+|'[^']*'|\[.*?\]", "", self.text)
         return f"{self.outcome.value}: {said[:60]}"
-
-
-def is_refused_by_name(error: Exception) -> bool:
-    """Whether the table of faults says that such a program is refused."""
-    return False
 
 
 def judge(
@@ -162,10 +156,8 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
         program = compiled(cases, partitioner, values)
         found = program.unshard(program(*values))
     except LoweringError as e:
-        outcome = Outcome.NAMED if is_refused_by_name(e) else Outcome.UNNAMED
-        if e.__cause__ is not None:
-            outcome = Outcome.REFUSED
-        return Verdict(outcome, str(e))
+        by_xla = e.__cause__ is not None
+        return Verdict(Outcome.REFUSED if by_xla else Outcome.UNREPAIRED, str(e))
     except Exception as e:
         refused = type(e).__name__ == "JaxRuntimeError"
         text = str(e).partition("Suspected Python Code Location")[0]

@@ -72,7 +72,8 @@ def unstaged(layer: Pipeline, path: str, value: np.ndarray) -> np.ndarray:
 
 
 STEPS = 5
-# Stages, microbatches, repeats; mode, mesh, partitioner; steps a call; optimizer, experts.
+# Stages, microbatches, repeats; mode, mesh, partitioner, steps a call; optimizer,
+# experts.
 CASES = [
     ((2, 4, 1), "VECTORIZED", (2, 2, 2), "SHARDY", 1, "adam", 0),
     # A loop around the pipeline's: GSPMD once ended the process for what counts them.

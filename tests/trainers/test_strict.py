@@ -45,7 +45,7 @@ def test_the_programs_of_a_strict_experiment_are_strict(faulty_products):
 def test_the_programs_of_an_experiment_are_compiled_in_a_child(monkeypatch):
     experiment = small_experiment(MESH, SMALL, "Experiment.compile_in_child = True")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="^train: in_child compiles for the cpu dev"):
+    with pytest.raises(ValueError, match="^train: a child process compiles for the"):
         _ = Programs(experiment).main
 
 

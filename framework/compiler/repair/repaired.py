@@ -113,4 +113,3 @@ def _shardings(op_layout: OpLayout, chosen: Chosen) -> tuple[Sharding, ...]:
         (chosen.manual_out, chosen.out or ((),) * len(chosen.manual_out)),
     )
     return tuple(Sharding(mesh, joined(*parts)) for parts in tensors)
-
