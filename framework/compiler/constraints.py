@@ -10,7 +10,6 @@ from jaxlib.mlir.dialects import sdy
 
 from meshwright.framework.compiler.stable_hlo import (
     BRANCHES,
-    NUMBER,
     Blame,
     asked_sharding,
     call_target,
@@ -18,6 +17,7 @@ from meshwright.framework.compiler.stable_hlo import (
     is_annotation,
     is_of_region,
     placeholder_of,
+    replace_result,
     sharding_call,
     walk,
 )
@@ -65,9 +65,7 @@ def untype_annotations(blame: Blame, module: ir.Module, mesh: DeviceMesh) -> Non
         text = Sharding.parse(mesh, found.config["sharding"]).untyped().to_hlo()
         with ir.InsertionPoint(op), op.location:
             plain = sharding_call("Sharding", op.operands[0], op.results[0].type, text)
-        if NUMBER in op.attributes:
-            plain.owner.attributes[NUMBER] = op.attributes[NUMBER]
-        op.results[0].replace_all_uses_with(plain)
+        replace_result(op, plain)
         op.erase()
 
 
@@ -149,11 +147,8 @@ def rewrite_annotation(
     if mesh.size > 1:
         attribute = sdy_attribute(sharding, mesh)
         with ir.InsertionPoint(op), op.location:
-            constraint = sdy.ShardingConstraintOp(value, attribute)
-            value = constraint.result
-            if NUMBER in op.attributes:
-                constraint.attributes[NUMBER] = op.attributes[NUMBER]
-    op.results[0].replace_all_uses_with(value)
+            value = sdy.ShardingConstraintOp(value, attribute).result
+    replace_result(op, value)
     op.erase()
     return value
 

@@ -12,7 +12,12 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.known_values import KnownValues
-from meshwright.framework.compiler.stable_hlo import rows_of, shape_of, walk
+from meshwright.framework.compiler.stable_hlo import (
+    replace_result,
+    rows_of,
+    shape_of,
+    walk,
+)
 
 
 def rotate(module: ir.Module) -> None:
@@ -46,7 +51,7 @@ def _replace(op, dim: int, start: int, done: dict) -> None:
     `done` has for what was rolled along a dim the tensor and the start: of two rolls in
     a row, which XLA would see through to slices that are no rotation, one is made.
     """
-    result, tensor = op.results[0], op.operands[0].owner.operands[0]
+    tensor = op.operands[0].owner.operands[0]
     size = shape_of(tensor)[dim]
     tensor, before = done.get((tensor, dim), (tensor, 0))
     start = (min(max(start, 0), size) + before) % max(size, 1)
@@ -56,5 +61,5 @@ def _replace(op, dim: int, start: int, done: dict) -> None:
             parts = [rows_of(tensor, dim, *at) for at in ((start, size), (0, start))]
             rolled = stablehlo.concatenate(parts, dim)
         done[rolled, dim] = tensor, start
-    result.replace_all_uses_with(rolled)
+    replace_result(op, rolled)
     op.erase()

@@ -15,7 +15,11 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.known_values import FLOATS, INTEGERS, KnownValues
-from meshwright.framework.compiler.stable_hlo import element_type, walk
+from meshwright.framework.compiler.stable_hlo import (
+    element_type,
+    replace_result,
+    walk,
+)
 
 _ROUNDINGS = ("stablehlo.ceil", "stablehlo.floor", "stablehlo.round_nearest_even")
 
@@ -32,7 +36,7 @@ def fold_roundings(module: ir.Module) -> None:
         with ir.InsertionPoint(op), op.location:
             value = np.ascontiguousarray(value).reshape(value.shape)
             constant = stablehlo.constant(ir.DenseElementsAttr.get(value))
-        op.results[0].replace_all_uses_with(constant)
+        replace_result(op, constant)
         folded.append(op)
     for op in folded:  # Only now: `values` is to know them to the end.
         op.erase()

@@ -87,6 +87,15 @@ def after(value: ir.Value) -> ir.InsertionPoint:
     return ir.InsertionPoint.after(owner.operation)
 
 
+def replace_result(op, value: ir.Value) -> None:
+    """Lets all that use an op's result use a value, and gives it the op's number."""
+    maker, number = value.owner, op.attributes.get(NUMBER)
+    has_none = not isinstance(maker, ir.Block) and NUMBER not in maker.attributes
+    if number is not None and has_none:
+        maker.attributes[NUMBER] = number
+    op.results[0].replace_all_uses_with(value)
+
+
 def op_name(op) -> str:
     """The name of the TF op that an operation came from, `?` if it has none."""
     match = _NAME.search(str(op.location))

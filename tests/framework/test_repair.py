@@ -133,6 +133,13 @@ def called_twice(lay, x, y, i):
     return tf.concat([first, take(lay(y, None, "Y"), lay(i, None))], 0)
 
 
+def all_but_the_last(lay, x):
+    """Two slices of a tensor, in shards of its shards' size, resharded alike."""
+    x = lay(x, None, "Y", None)
+    one, two = (lay(x[:, :-cut], "X", None, None) for cut in (1, 2))
+    return one[:, 1:] * two + lay(x, "X", None, None)[:, 2:]
+
+
 def in_a_loop(lay, x, i):
     def body(k, x):
         x = lay(x, "X", None, None)
@@ -190,6 +197,7 @@ BLOCK = [
     array(1, 1, 4, 16, seed=4),
     array(1, 1, 16, 12, seed=5),
 ]
+WHOLE_SHARDS = {"slices that cut no shard"}
 PROGRAMS = {
     "max pool": (max_pool, [IMAGE], POOLS),
     "uneven windows": (uneven_windows, [IMAGE], set()),
@@ -205,8 +213,9 @@ PROGRAMS = {
     "called twice": (
         called_twice,
         [array(16, 4), array(16, 4, seed=1), TWO],
-        INDICES | {"slices that cut no shard"},
+        INDICES | WHOLE_SHARDS,
     ),
+    "all but the last": (all_but_the_last, [array(2, 16, 3)], WHOLE_SHARDS),
     "loop": (in_a_loop, [array(16, 8, 4), TWO], INDICES | POOLS),
     "gather in a region": (REGION_GATHER, [array(16, 4), TWO], INDICES),
     "pool in a region": (REGION_POOL, [array(4, 16, 3)], POOLS),
@@ -224,6 +233,18 @@ PROGRAMS = {
 def test_eight_devices_have_the_numbers_of_one(name, partitioner):
     fn, args, faults = PROGRAMS[name]
     assert repaired(fn, args, partitioner) == faults
+
+
+@over_partitioners
+def test_slices_stay_split_as_their_tensor(partitioner):
+    program = compile_program(
+        lambda x: all_but_the_last(split, x),
+        [tf.TensorSpec([2, 16, 3])],
+        MESH,
+        partitioner=partitioner,
+    )
+    rows = Sharding.from_dims_mapping(MESH, [None, "Y", None])
+    assert [one.after for one in program.repairs] == [(rows, rows)] * 2
 
 
 @over_partitioners
