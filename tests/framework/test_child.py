@@ -241,7 +241,7 @@ def test_a_child_ends_with_the_process_that_started_it():
 )
 def test_devices_of_which_a_child_has_no_like(patched, value, told, monkeypatch):
     monkeypatch.setattr(jax, patched, lambda: value)
-    with pytest.raises(ValueError, match=rf"^sin: in_child .*{told}: leave in_child"):
+    with pytest.raises(ValueError, match=rf"^sin: a child .*{told}: leave in_child"):
         compile_program(tf.sin, [X], MESH, in_child=True)
 
 

@@ -20,7 +20,7 @@ from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler import jax_bridge
-from meshwright.framework.compiler.completion import end_early
+from meshwright.framework.compiler.completion import ending_early
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
 from meshwright.framework.compiler.modules import (
@@ -104,8 +104,9 @@ def lower_for_mesh(
     def look(module: ir.Operation) -> Iterator[tuple[int, OpLayout]]:
         write_for(lowered, module, mesh, shardy=shardy)
         if not shardy:
-            end_early(module, how.get("devices"))
-            return looks.by_gspmd(put(module=bytecode(module)), module)
+            with ending_early(module, how.get("devices")):
+                program = put(module=bytecode(module))
+            return looks.by_gspmd(program, module)
         write_borders(module, mesh, **borders)
         return looks.by_shardy(Propagated(blame, module, mesh))
 
