@@ -215,19 +215,19 @@ def _readers(value) -> list:
         reader
         for use in value.uses
         for reader in (
-            _readers(use.owner.results[0]) if _is_idle(use.owner) else [use.owner]
+            _readers(use.owner.results[0]) if _is_no_op(use.owner) else [use.owner]
         )
     ]
 
 
 def _maker(value):
     """The op that makes a value, or the block that has it, past the same reshapes."""
-    while not isinstance(value.owner, ir.Block) and _is_idle(value.owner):
+    while not isinstance(value.owner, ir.Block) and _is_no_op(value.owner):
         value = value.owner.operands[0]
     return value.owner
 
 
-def _is_idle(op) -> bool:
+def _is_no_op(op) -> bool:
     return op.name == "stablehlo.reshape" and (
         shape_of(op.operands[0]) == shape_of(op.results[0])
     )
