@@ -32,6 +32,8 @@ TAG = "meshwright_op"
 _ATTRIBUTES = "mhlo.frontend_attributes"
 # They read, or stand for, what another instruction makes.
 _NO_OPERATION = ("get-tuple-element", "bitcast", "copy")
+# XLA may make such of the program's products and slices, with other shapes.
+_STILL_AT_RISK = ("dot", "slice")
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
 
@@ -114,7 +116,7 @@ def by_gspmd(
     PassManager.parse(_RULES).run(module)
     ops = numbered(module)
     found = completed_by_gspmd(program)
-    completed, seen = found.completed, set()
+    completed, seen, changed = found.completed, set(), set()
     for one in completed.instructions:
         if one.opcode in _NO_OPERATION or not (
             one.tag in ops or one.opcode == "convolution"
@@ -129,13 +131,15 @@ def by_gspmd(
             seen.add(number_of(op))
             manual = next((s.manual for s in known if s), ())
             yield number_of(op), layout_of(op, program.mesh, known, manual)
+        if one.opcode in _STILL_AT_RISK:
+            changed.add(one.tag)
     for place, op in ops.items():
         # XLA has changed it, and nothing is known of it. A convolution that it made
         # instead was looked at above.
         if place not in seen and op.name != CONVOLUTION:
             count = len(op.operands) + len(op.results)
             layout = layout_of(op, program.mesh, [None] * count)
-            yield place, dataclasses.replace(layout, is_replaced=True)
+            yield place, dataclasses.replace(layout, is_replaced=place not in changed)
 
 
 def _originals(
