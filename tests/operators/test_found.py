@@ -61,6 +61,13 @@ FOUND = {
           y: float32 [3, 2, 2], arrives [_,_,_], annotated [_,Z,_]
           result: [1, 4, 2], annotated [_,Z,_], leaves [_,_,_]
     """,
+    "a_product_behind_a_convolution": """
+        gspmd: separable_conv2d: tf.nn.separable_conv2d(x, y, z, [1, 1, 1, 1], 'SAME')  on mesh (X=2, Y=2, Z=2)
+          x: float32 [4, 5, 12, 2], arrives [_,_,_,Y.X.Z], annotated None
+          y: float32 [3, 3, 2, 4], arrives [_,X,Z,_], annotated None
+          z: float32 [1, 1, 8, 1], arrives [_,_,Z,X], annotated [Y.Z,_,X,_]
+          result: [4, 5, 12, 1], annotated None, leaves [Z.X,_,_,Y]
+    """,  # noqa: E501
     "groups_whose_kernel_gradient_is_split": """
         shardy: conv1d: tf.nn.conv1d(x, y, [1], 'SAME', dilations=[1])  on mesh (X=2, Y=4)
           with eager=False

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from meshwright.framework.compiler.repair.op_layout import FactorKind, OpLayout
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -153,6 +154,49 @@ def _gathers_batch(
         and conv.lhs[conv.lhs_batch] % count == 0
         and out.dims[conv.out_batch] == axes
         and not lhs.manual
+    )
+
+
+def as_product(conv: Convolution, layout: OpLayout) -> OpLayout | None:
+    """The convolution's layout by the factors of a matrix product.
+
+    XLA partitions it as one where channels are in no groups, and no dim is split along
+    which a window moves. A dim that one window covers is summed over, which Shardy's
+    rule of the operation does not say.
+
+    Returns:
+      None if XLA does not take the convolution for a product.
+    """
+    known = None not in layout.shardings
+    if conv.groups > 1 or (
+        _splits_window(conv, *layout.shardings) if known else any(conv.moves)
+    ):
+        return None
+    summed, parallel = FactorKind.REDUCED, FactorKind.PARALLEL
+    factors = {
+        (conv.lhs_batch, None, conv.out_batch): parallel,
+        (None, conv.rhs_out, conv.out_feature): parallel,
+        (conv.lhs_feature, conv.rhs_in, None): summed,
+    }
+    windows = zip(conv.lhs_window, conv.rhs_window, conv.out_window, strict=True)
+    for (image, kernel, result), moves in zip(windows, conv.moves, strict=True):
+        if not moves and conv.rhs[kernel] > 1:
+            factors[image, kernel, None] = summed
+        elif not moves:
+            factors[image, None, result] = parallel
+    tensors = [
+        dataclasses.replace(
+            tensor,
+            factors=tuple(
+                next((i for i, dims in enumerate(factors) if dims[which] == dim), None)
+                for dim in range(len(tensor.shape))
+            ),
+        )
+        for which, tensor in enumerate(layout.tensors)
+    ]
+    kinds = tuple(factors.values())
+    return dataclasses.replace(
+        layout, operands=tuple(tensors[:2]), results=(tensors[2],), kinds=kinds
     )
 
 

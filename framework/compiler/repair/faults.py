@@ -48,7 +48,9 @@ def _blocked(
 
 def _agreed(layout: OpLayout) -> Chosen | None:
     """Lays a product out evenly, so that what its tensors agree on stays split."""
-    if not patterns.regrouped_axes(layout):
+    if layout.op.name == CONVOLUTION:
+        layout = conv_layout.as_product(convolution_of(layout.op), layout)
+    if layout is None or not patterns.regrouped_axes(layout):
         return None
     return even_layout(layout, (_PARALLEL, _REDUCED), agreed=True)
 
@@ -253,9 +255,9 @@ FAULTS = (
     ),
     Fault(
         name="regrouped product",
-        what="is a product whose tensors group or order the axes that split a dim "
-        "differently",
-        ops=patterns.PRODUCTS,
+        what="is a product, or a convolution no window of which moves along a split "
+        "dim, whose tensors group or order the axes that split a dim differently",
+        ops=(*patterns.PRODUCTS, CONVOLUTION),
         choose=_agreed,
         repair="its tensors are split alike",
         smallest={
@@ -285,6 +287,15 @@ FAULTS = (
                   x: float32 [4, 2], arrives [_,_], annotated [X.Y,Z]
                   y: float32 [2, 4], arrives [_,_], annotated [Z,Y]
                   result: [4, 4], annotated [X.Y,Z], leaves [_,_]
+                """,
+            ),
+            "convolution_scattered_to_a_dim_of_other_axes": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.nn.conv1d(x, y, 1, 'SAME')  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 1, 2], arrives [_,_,_], annotated [X.Y,_,Z]
+                  y: float32 [1, 2, 4], arrives [_,_,_], annotated [_,Z,Y]
+                  result: [4, 1, 4], annotated [X.Y,_,Z], leaves [_,_,_]
                 """,
             ),
             "product_scattered_to_a_batch": Smallest(
