@@ -71,13 +71,16 @@ class Convolution:
 
     @property
     def is_kernel_gradient(self) -> bool:
-        """Whether the kernel is an image too: larger than the result."""
+        """Whether the kernel is an image too: larger than the result.
+
+        Groups of the batch are of a kernel's gradient alone.
+        """
 
         def size(shape, dims):
             return math.prod(shape[dim] for dim in dims)
 
         window = size(self.rhs, self.rhs_window)
-        return window > size(self.out, self.out_window)
+        return self.batch_groups > 1 or window > size(self.out, self.out_window)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
