@@ -316,9 +316,12 @@ class _Choice:
             return False
         number, both = window
         image, kernel = conv.lhs_window[number], conv.rhs_window[number]
+        windows = [window for one in self._axes() if (window := self._window(one))]
+        if not both and any(shared for _, shared in windows):
+            return False  # It would add up over the devices along this axis too.
         # XLA gets some kernel gradients wrong whose image is split unevenly along one
         # window dim and along another one too, or whose result is larger than it.
-        several = sum(self._window(one) is not None for one in self._axes()) > 1
+        several = len(windows) > 1
         delicate = both and (several or conv.rhs[kernel] > conv.lhs[image])
         return self._divide(
             self.auto,
