@@ -284,10 +284,25 @@ class _Choice:
         """Whether completion may choose the result, as of a kernel's gradient.
 
         Of channels in groups XLA cannot scatter what it adds up over window dims, and
-        ends the process.
+        ends the process. It scatters to several axes only those of one dim that split
+        an operand's dim likewise, in their order.
         """
         adds_up = any(self.auto[0]) and self.conv.groups > 1
-        return self.conv.is_kernel_gradient and not adds_up
+        return self.conv.is_kernel_gradient and not adds_up and self._scatters()
+
+    def _scatters(self) -> bool:
+        summed = [axes for axes in _frozen(self.auto[0]) if axes]
+        out = self.tensors[2]
+        to = [
+            (axes, size)
+            for axes, size in zip(out.dims, self.conv.out, strict=True)
+            if any(axis in group for axis in axes for group in summed)
+        ]
+        if not to:
+            return True
+        axes, size = to[0]
+        alike = len(axes) == 1 or axes in summed
+        return len(to) == 1 and alike and size % self.mesh.axes_size(axes) == 0
 
     def _axes(self) -> list[str]:
         """Whole axes that split something, as they come in the tensors."""
