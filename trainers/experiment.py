@@ -59,9 +59,9 @@ class Experiment:
       strict: stop when an op that XLA's partitioner would get wrong can only be laid
         out otherwise at a cost in communication, or assertions of the model are left
         unchecked; else these are warnings.
-      compile_in_child: have XLA compile in a child process, so that where it ends that,
-        the run can say so; for CPU devices of one process, not for topologies,
-        for which the planner compiles in its own process.
+      compile_in_child: have XLA compile in a child process, so that the run can report
+        it if XLA ends that process. For the CPU devices of one process; the planner
+        compiles for topologies in its own process.
       replicated_budget: bytes that may lie replicated on each device, of state, batch
         and activations, before the run stops; None for no limit.
 

@@ -123,13 +123,15 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_SECONDS)
         status = self._end()
-        how = f"status {status}" if status >= 0 else f"signal {-status}"
-        with contextlib.suppress(ValueError):  # Real-time signals have no names.
-            how = how if status >= 0 else signal.Signals(-status).name
+        how = f"with status {status}"
+        if status < 0:
+            how = f"by signal {-status}"
+            with contextlib.suppress(ValueError):  # Real-time signals have no names.
+                how = f"by {signal.Signals(-status).name}"
         lines = [line.strip() for line in self._said().splitlines() if line.strip()]
         kept = [line for line in lines if _FATAL.search(line)]
         kept = kept or [line for line in lines if not _ASIDE.match(line)][-_LINES:]
-        return f"{how}: {' / '.join(kept) or 'it said nothing'}"
+        return f"{how}: {' / '.join(kept) or 'it printed nothing'}"
 
 
 def child(devices: int) -> Child:

@@ -212,7 +212,7 @@ def complete(program: MeshProgram) -> Completion:
 def ending_early(
     module: ir.Operation, devices: Sequence[jax.Device] | None
 ) -> Iterator[None]:
-    """Within it XLA gives a module up soon after it is completed.
+    """What is made of the module within it XLA gives up soon after completing it.
 
     What it would do next takes most of a compile's time. The CPU backend refuses to
     decompose an array that is no matrix; other backends might before completion.

@@ -129,13 +129,13 @@ def of_child(name: str, how: str, *, shardy: bool) -> LoweringError:
 
     Args:
       name: the program's.
-      how: the signal or status, and what the child wrote last.
+      how: by which signal or with which status, and what the child wrote last.
       shardy: whether Shardy was to complete the program, or GSPMD.
     """
     partitioner, other = ("Shardy", "GSPMD") if shardy else ("GSPMD", "SHARDY")
     return LoweringError(
-        f"{name}: the child process in which XLA compiled it with {partitioner} ended, "
-        f"by {how.rstrip('. ')}. {_LAY_OUT.format(other=other)}. For a report of the "
+        f"{name}: the child process in which XLA compiled it with {partitioner} ended "
+        f"{how.rstrip('. ')}. {_LAY_OUT.format(other=other)}. For a report of the "
         "fault, JAX_DUMP_IR_TO=folder in the environment keeps the module"
     )
 

@@ -400,7 +400,7 @@ def _let_children_compile() -> None:
         if host_callbacks or _CALLS_BACK in text:
             raise LoweringError(
                 "a program that calls back into Python cannot be compiled in a child "
-                "process: leave in_child out"
+                "process: do not set in_child"
             )
         numbers = [device.id for device in devices]
         compiler = child(jax.local_device_count())

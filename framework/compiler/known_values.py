@@ -35,10 +35,11 @@ _OF_FLOATS = {
     "floor": np.floor,
     "round_nearest_even": np.rint,
 }
+# Integers are divided towards zero, and by zero as XLA likes.
 _OF_OTHERS = {
     "and": np.bitwise_and,
-    "divide": lambda a, b: (a - np.fmod(a, b)) // b,  # Towards zero.
-    "remainder": np.fmod,  # Of the dividend's sign.
+    "divide": lambda a, b: None if 0 in b else (a - np.fmod(a, b)) // b,
+    "remainder": lambda a, b: None if 0 in b else np.fmod(a, b),
 }
 _COMPARED = {
     "EQ": np.equal,
@@ -53,8 +54,8 @@ _COMPARED = {
 class KnownValues:
     """The elements of tensors that depend on no argument, as far as these are few.
 
-    It knows tensors by where they are in memory: those that it was asked for have to
-    stay in the module as long as it is used.
+    Nor are those known that more than a hundred operations lead to. Tensors are
+    identified by their address, so any that was asked for must stay in the module.
     """
 
     def __init__(self):
@@ -121,8 +122,9 @@ def _spread(values: np.ndarray, dims, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(values.reshape(ones), shape)
 
 
-def _broadcast(op, operands, shape, dtype) -> np.ndarray:
-    return _spread(operands[0], integers(op, "broadcast_dimensions"), shape)
+def _broadcast(op, operands, shape, dtype) -> np.ndarray | None:
+    dims = integers(op, "broadcast_dimensions")
+    return _spread(operands[0], dims, shape) if dims == sorted(dims) else None
 
 
 def _compared(op, operands, shape, dtype) -> np.ndarray | None:

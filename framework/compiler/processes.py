@@ -160,7 +160,8 @@ def check_child(name: str, devices: Sequence[jax.Device] | None) -> None:
       devices: those of a topology, or None.
 
     Raises:
-      ValueError: the devices are no CPU's, a topology's, or of several processes.
+      ValueError: the devices are not CPU devices, belong to a topology, or are
+        spread over several processes.
     """
     why = None
     if devices is not None:
@@ -172,5 +173,5 @@ def check_child(name: str, devices: Sequence[jax.Device] | None) -> None:
     if why:
         raise ValueError(
             f"{name}: a child process compiles for the cpu devices of one process, and "
-            f"{why}: leave in_child out (of a run: compile_in_child)"
+            f"{why}: do not set in_child (for a run, compile_in_child)"
         )

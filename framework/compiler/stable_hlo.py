@@ -88,7 +88,7 @@ def after(value: ir.Value) -> ir.InsertionPoint:
 
 
 def replace_result(op, value: ir.Value) -> None:
-    """Lets all that use an op's result use a value, and gives it the op's number."""
+    """Puts a value in place of a result; it gets the op's number if it has none."""
     maker, number = value.owner, op.attributes.get(NUMBER)
     has_none = not isinstance(maker, ir.Block) and NUMBER not in maker.attributes
     if number is not None and has_none:

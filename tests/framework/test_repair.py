@@ -11,6 +11,7 @@ import tensorflow as tf
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.manual import manual_partition
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from tests.framework.programs import MESH, over_partitioners, specs
 
@@ -245,6 +246,44 @@ def test_slices_stay_split_as_their_tensor(partitioner):
     )
     rows = Sharding.from_dims_mapping(MESH, [None, "Y", None])
     assert [one.after for one in program.repairs] == [(rows, rows)] * 2
+
+
+CUBE = DeviceMesh(("X", "Y", "Z"), (2, 2, 2))
+
+
+def on_cube(x, *dims):
+    return mesh_split(x, CUBE, dims)
+
+
+def of_a_sum_with_zero(x):
+    """XLA drops the sum, so that the slice is one of a tensor with another reader."""
+    x = on_cube(x, ("X", "Y", "Z"), None)
+    rows = on_cube((x + 0)[:5], None, "Y")
+    return rows, on_cube(tf.identity(x), "Y", ("X", "Z"))
+
+
+def of_a_tensor_transposed_twice(x):
+    x = tf.transpose(tf.transpose(on_cube(x, ("Y", "X"), "Z")))
+    return on_cube(x[:5], None, "Z"), on_cube(x, None, "Z")
+
+
+def of_a_roll(x):
+    x = on_cube(x, ("X", "Y"), None)
+    return on_cube(tf.roll(x, 1, 0), None, "X"), on_cube(tf.identity(x), None, "X")
+
+
+@over_partitioners
+@pytest.mark.parametrize(
+    "fn", [of_a_sum_with_zero, of_a_tensor_transposed_twice, of_a_roll]
+)
+@pytest.mark.parametrize("shape", [(6, 3), (4, 4)])
+def test_slices_beside_their_tensor(fn, shape, partitioner):
+    x = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    specs = [tf.TensorSpec(shape, tf.int32)]
+    program = compile_program(fn, specs, CUBE, partitioner=partitioner)
+    whole = {of_a_roll: np.roll(x, 1, 0)}.get(fn, x[:5])
+    for got, want in zip(program(x), (whole, x), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @over_partitioners

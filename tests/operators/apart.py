@@ -35,7 +35,7 @@ class Outcome(enum.Enum):
 
     RIGHT = "right"
     WRONG = "wrong"
-    UNREPAIRED = "refused by us"  # A LoweringError: no draw has to be.
+    UNREPAIRED = "refused by us"  # A LoweringError; no drawn case should be refused.
     REFUSED = "refused by XLA"
     ENDED = "process ended"
     STUCK = "stuck"

@@ -75,6 +75,19 @@ FOUND = {
           y: float32 [2, 3, 2], arrives [_,_,_], annotated [_,X,_]
           result: [1, 6, 2], annotated None, leaves [_,_,_]
     """,  # noqa: E501
+    "kernel_gradient_of_batch_groups": """
+        gspmd: conv2d: tf.nn.conv2d(x, y, [1, 1, 1, 1], 'SAME', dilations=[1, 1, 1, 1])  on mesh (X=2, Y=2, Z=2)
+          with eager=False
+          x: float32 [4, 1, 10, 4], arrives [X,_,Z,_], annotated [Z?,X,Y,_]
+          y: float32 [3, 4, 2, 6], arrives [_,Y,X.Z,_], annotated None
+          result: [4, 1, 10, 6], annotated None, leaves [_,_,Z.X,_]
+    """,  # noqa: E501
+    "kernel_gradient_scattered_to_several_axes": """
+        gspmd: conv1d: tf.nn.conv1d(x, y, [1], 'SAME', dilations=[1])  on mesh (X=2, Y=2, Z=2)
+          x: float32 [4, 12, 2], arrives [Y,Z.X,_], annotated None
+          y: float32 [4, 2, 4], arrives [_,X.Z,Y], annotated None
+          result: [4, 12, 4], annotated [Z,_,Y], leaves [_,X,Z]
+    """,  # noqa: E501
     "a_region_that_did_not_help": """
         gspmd: conv1d: tf.nn.conv1d(x, y, [1], 'SAME', dilations=[3])  on mesh (X=4, Y=2)
           with eager=False

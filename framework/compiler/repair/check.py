@@ -45,11 +45,12 @@ from meshwright.framework.compiler.repair.op_layout import (
     even_layout,
 )
 from meshwright.framework.compiler.repair.patterns import (
+    CONCATENATE,
     FOURIER,
     PRODUCTS,
     SLICE,
     STEPPED,
-    may_be_cut,
+    is_of_roll,
     may_cut_no_shard,
     may_regroup,
     stepped_dims,
@@ -213,22 +214,23 @@ def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
 
 def _is_guarded(op) -> bool:
     """Whether an operation may meet a fault, as far as it can tell itself."""
-    if op.name == SLICE and may_cut_no_shard(op):
-        return op.name in GUARDED
-    return op.name in GUARDED and (op.name not in STEPPED or bool(stepped_dims(op)))
+    if op.name not in GUARDED:
+        return False
+    if op.name == CONCATENATE:
+        return is_of_roll(op)
+    cuts = op.name == SLICE and may_cut_no_shard(op)
+    return cuts or op.name not in STEPPED or bool(stepped_dims(op))
 
 
 def _is_near(layout: OpLayout) -> bool:
     """Whether an operation might meet a fault if XLA completed it a little otherwise.
 
-    Most products of a model cannot, and are left to XLA as they are. So are slices of
-    dims that are not split, and transforms, whose dims Shardy does not split by itself.
+    Most products of a model cannot, and are left to XLA as they are. So are transforms,
+    whose dims Shardy does not split by itself; and rolls, which XLA is to recognize.
     """
     if layout.op.name in PRODUCTS:
         return may_regroup(layout)
-    if layout.op.name == SLICE:
-        return may_be_cut(layout)
-    return layout.op.name != FOURIER
+    return layout.op.name != FOURIER and not is_of_roll(layout.op)
 
 
 def _wrong(
@@ -266,12 +268,11 @@ def _wrong(
     if layout.manual and isinstance(choice, conv_layout.Layout):
         raise _in_region(blame, layout, choice)
     choices = choice, even_layout(layout, keep=())
-    decided = ((one, repair_of(layout, fault, one, blame.sources)) for one in choices)
-    return tuple(decided)
+    return tuple((one, repair_of(layout, fault, one, blame.sources)) for one in choices)
 
 
 def _copies(layout: OpLayout, choice: Chosen) -> bool:
-    """Whether an operation is laid out so, and was only to be annotated."""
+    """Whether an operation already has a layout that only had to be annotated."""
     return isinstance(choice, EvenLayout) and choice.copies and choice.is_of(layout)
 
 

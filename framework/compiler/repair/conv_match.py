@@ -1,6 +1,7 @@
-"""Which convolution of a program one is that XLA's clean-up has changed.
+"""Which operation of a program one is that XLA's clean-up has changed.
 
-Before GSPMD completes a program XLA may fold an operand's padding into a convolution.
+Before GSPMD completes a program XLA may take dims of 1 out of a product, or move a
+reshape that splits a dim past it; or fold an operand's padding into a convolution.
 TPU's compiler also takes dims of 1 away, and names the convolution after the reshape
 that did so in the program (conv1d's, which TF makes of conv2d); it splits channels that
 are in groups into a dim of groups and one of the channels in a group; and it makes a
@@ -17,6 +18,7 @@ from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.repair.conv_rewrite import convolution_of, key_of
 from meshwright.framework.compiler.sources import program_name
+from meshwright.framework.compiler.stable_hlo import shape_of
 from meshwright.framework.sharding.sharding import Sharding
 
 Shape = tuple[int, ...]
@@ -46,6 +48,24 @@ def originals(
             before = key_of(op)[1:]
             pairs = zip(now, before, strict=True)
             yield op, [_as_original(*one, original) for one, original in pairs]
+
+
+def reshaped(op, shapes: Sequence[Shape], shardings: Shardings) -> Shardings | None:
+    """How the tensors of an operation lie that XLA has reshaped.
+
+    Args:
+      op: an operation of the program.
+      shapes: of its operands and results now.
+      shardings: of the same.
+
+    Returns:
+      The shardings of the tensors as they were, None for each that was split within a
+      dim; or None, if it is no reshape of dims that became several, or of dims of 1.
+    """
+    before = [shape_of(value) for value in (*op.operands, *op.results)]
+    if len(shapes) != len(before) or not _same_sizes(shapes, before):
+        return None
+    return list(map(_as_original, shardings, shapes, before))
 
 
 def _alike(ops: Sequence, op_name: str, shapes: Sequence[Shape]) -> list:

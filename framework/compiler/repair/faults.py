@@ -56,7 +56,12 @@ def _agreed(layout: OpLayout) -> Chosen | None:
 
 
 def _kept_apart(layout: OpLayout) -> Chosen | None:
-    """Annotates a slice and its operand as its operand lies, which makes copies."""
+    """Annotates a slice and its operand with the operand's sharding, which copies both.
+
+    Or a roll and its parts with the sharding of the larger one.
+    """
+    if layout.op.name == patterns.CONCATENATE:
+        return _rolled_together(layout)
     if not patterns.cuts_no_shard(layout):
         return None
     (operand,), (result,) = layout.operands, layout.results
@@ -66,6 +71,18 @@ def _kept_apart(layout: OpLayout) -> Chosen | None:
         shardings=(operand.sharding,) * 2,
         shapes=(operand.shape, result.shape),
         copies=True,
+    )
+
+
+def _rolled_together(layout: OpLayout) -> Chosen | None:
+    if not patterns.rolls_apart(layout):
+        return None
+    larger = max(layout.operands, key=lambda tensor: tensor.bytes)
+    if larger.sharding is None:
+        return even_layout(layout, keep=())
+    return EvenLayout(
+        shardings=(larger.sharding,) * 3,
+        shapes=tuple(tensor.shape for tensor in layout.tensors),
     )
 
 
@@ -112,7 +129,7 @@ FAULTS = (
         name="slices that cut no shard",
         what="is a slice whose shards have the sizes of its operand's: XLA confuses "
         "the two tensors when it reshards both",
-        ops=(patterns.SLICE,),
+        ops=(patterns.SLICE, patterns.CONCATENATE),
         choose=_kept_apart,
         repair="the slice is a copy, split as its operand is",
         smallest={

@@ -19,12 +19,17 @@ from meshwright.framework.compiler.hlo_text import Instruction
 from meshwright.framework.compiler.jax_bridge import MeshProgram
 from meshwright.framework.compiler.lower import LoweringError
 from meshwright.framework.compiler.propagation import Propagated, manual_axes
-from meshwright.framework.compiler.repair.conv_match import Shardings, originals
+from meshwright.framework.compiler.repair.conv_match import (
+    Shardings,
+    originals,
+    reshaped,
+)
 from meshwright.framework.compiler.repair.conv_rewrite import (
     CONVOLUTION,
     convolution_of,
 )
 from meshwright.framework.compiler.repair.op_layout import OpLayout, layout_of
+from meshwright.framework.compiler.repair.patterns import PRODUCTS
 from meshwright.framework.compiler.stable_hlo import shape_of, walk
 
 TAG = "meshwright_op"
@@ -32,7 +37,7 @@ TAG = "meshwright_op"
 _ATTRIBUTES = "mhlo.frontend_attributes"
 # They read, or stand for, what another instruction makes.
 _NO_OPERATION = ("get-tuple-element", "bitcast", "copy")
-# XLA may make such of the program's products and slices, with other shapes.
+# XLA may rewrite products and slices as these, with other shapes.
 _STILL_AT_RISK = ("dot", "slice")
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
@@ -153,6 +158,9 @@ def _originals(
     op = ops.get(one.tag)
     if op is not None and shapes == list(map(shape_of, (*op.operands, *op.results))):
         return [(op, shardings)]
+    if op is not None and op.name in PRODUCTS and one.opcode == "dot":
+        before = reshaped(op, shapes, shardings)
+        return [(op, before)] if before else []
     if one.opcode != "convolution":
         return []
     convolutions = [op for op in ops.values() if op.name == CONVOLUTION]

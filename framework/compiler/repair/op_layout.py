@@ -121,8 +121,8 @@ class OpLayout:
       operands, results: its tensors.
       kinds: of its factors, by number.
       manual: the manual axes of the regions around it.
-      is_replaced: whether XLA has made something of another kind of it, or nothing,
-        before it was completed.
+      is_replaced: whether XLA replaced it by operations of another kind, or removed
+        it, before completion.
     """
 
     op: Any

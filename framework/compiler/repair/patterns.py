@@ -20,7 +20,7 @@ from meshwright.framework.compiler.repair.windows import (
 )
 from meshwright.framework.compiler.stable_hlo import is_annotation, shape_of
 
-SLICE = "stablehlo.slice"
+SLICE, CONCATENATE = "stablehlo.slice", "stablehlo.concatenate"
 _SHARDY_ANNOTATIONS = ("sdy.sharding_constraint", "sdy.reshard")
 STEPPED = ("stablehlo.pad", SLICE)
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
@@ -177,24 +177,26 @@ def _is_split(layout: OpLayout, dim: int) -> bool:
 def may_cut_no_shard(op) -> bool:
     """A slice that takes the first elements along the dims that it cuts.
 
-    Not one that is annotated, of a tensor that nothing else reads, as of arguments that
-    arrive padded: it is a copy, and there is nothing to mix up. Nor a part of a roll,
-    which XLA takes as a whole.
+    Not one that is annotated, of an argument or annotation that nothing else reads, as
+    of arguments that arrive padded: it is a copy, and there is nothing to mix up. Of
+    other tensors XLA may find out that they are copies of one that is read elsewhere.
     """
     (operand,), (result,) = op.operands, op.results
-    readers = _readers(result)
-    is_copy = len(list(operand.uses)) == 1 and all(map(_is_annotation, readers))
+    maker, readers = operand.owner, _readers(result)
+    is_apart = isinstance(maker, ir.Block) or _is_annotation(maker)
+    is_alone = is_apart and len(list(operand.uses)) == 1
+    is_copy = is_alone and all(map(_is_annotation, readers))
     return (
         shape_of(operand) != shape_of(result)
         and not any(op.attributes["start_indices"])
         and set(op.attributes["strides"]) <= {1}
-        and not (len(readers) == 1 and (is_copy or _rolls(readers[0], operand)))
+        and not (len(readers) == 1 and is_copy)
     )
 
 
-def _rolls(op, tensor) -> bool:
+def is_roll(op) -> bool:
     """Whether an op puts the first part of a tensor behind the other."""
-    if op.name != "stablehlo.concatenate" or len(op.operands) != 2:
+    if op.name != CONCATENATE or len(op.operands) != 2:
         return False
     makers = [_maker(part) for part in op.operands]
     if any(isinstance(m, ir.Block) or m.name != SLICE for m in makers):
@@ -202,10 +204,26 @@ def _rolls(op, tensor) -> bool:
     last, first = (list(maker.attributes["start_indices"]) for maker in makers)
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
     return (
-        all(maker.operands[0] == tensor for maker in makers)
-        and shape_of(op.results[0]) == shape_of(tensor)
+        makers[0].operands[0] == makers[1].operands[0]
+        and shape_of(op.results[0]) == shape_of(makers[0].operands[0])
         and not any(first)
         and last[dim] == shape_of(op.operands[1])[dim]
+    )
+
+
+def is_of_roll(op) -> bool:
+    """Whether an op is a roll, or a part of one."""
+    if op.name == SLICE:
+        readers = _readers(op.results[0])
+        return len(readers) == 1 and is_roll(readers[0])
+    return is_roll(op)
+
+
+def rolls_apart(layout: OpLayout) -> bool:
+    """A roll or a part of one that reshards, so that XLA takes it for no roll."""
+    shardings = layout.shardings
+    return not layout.is_replaced and (
+        None in shardings or any(sharding != shardings[0] for sharding in shardings)
     )
 
 
@@ -238,25 +256,16 @@ def _is_annotation(op) -> bool:
     return op.name in _SHARDY_ANNOTATIONS or is_annotation(op.operation)
 
 
-def may_be_cut(layout: OpLayout) -> bool:
-    """Whether a dim that a slice cuts may be split."""
-    operand, result = layout.operands[0], layout.results[0]
-    return any(
-        size != kept and _is_split(layout, dim)
-        for dim, (size, kept) in enumerate(
-            zip(operand.shape, result.shape, strict=True)
-        )
-    )
-
-
 def cuts_no_shard(layout: OpLayout) -> bool:
-    """A slice whose shards are those of its operand, as `x[:-1]` of a split dim has.
+    """A slice whose shards have the sizes of its operand's, as `x[:-1]` of a split dim.
 
-    Nothing is to be done, so XLA has one instruction for both, and mixes up what it has
-    resharded one and the other to.
+    Nothing is to be done, so XLA has one instruction for both, and confuses the
+    resharded copies of the two. But not in a roll that is sharded as its tensor is.
     """
     operand, result = layout.operands[0], layout.results[0]
     if not may_cut_no_shard(layout.op) or layout.is_replaced:
+        return False
+    if is_of_roll(layout.op) and not rolls_apart(layout):
         return False
     return None in layout.shardings or any(
         sharding.shard_shape(operand.shape) == sharding.shard_shape(result.shape)

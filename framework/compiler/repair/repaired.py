@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from meshwright.framework.compiler.repair.conv_layout import Layout, joined
 from meshwright.framework.compiler.repair.fault import Chosen, Fault
 from meshwright.framework.compiler.repair.halos import Halos
-from meshwright.framework.compiler.repair.op_layout import OpLayout
+from meshwright.framework.compiler.repair.op_layout import FactorKind, OpLayout, Tensor
 from meshwright.framework.compiler.sources import Source, Sources, program_name
 from meshwright.framework.compiler.stable_hlo import op_name
 from meshwright.framework.sharding.sharding import Sharding
@@ -29,7 +29,7 @@ class Repair:
       bytes: an estimate of what each device receives on account of it, each time the
         operation runs: the parts of its shards of operands, as they are now, that it
         did not hold, the parts of its shards of results, as completed, that it does not
-        compute now; and halos.
+        compute now, results that other devices add to now, and halos.
       halos: how many of these bytes are rows of others that windows along split dims
         read, and which devices would receive if XLA got the operation right.
     """
@@ -90,6 +90,7 @@ def repair_of(
         tensor.bytes_received(new, tensor.sharding)
         for tensor, new in zip(op_layout.results, after[count:], strict=True)
     )
+    moved += _summed(op_layout, after)
     halos = chosen.bytes(op_layout) if isinstance(chosen, Halos) else 0
     return Repair(
         fault=fault,
@@ -100,6 +101,29 @@ def repair_of(
         operands=count,
         bytes=moved + halos,
         halos=halos,
+    )
+
+
+def _summed(op_layout: OpLayout, after: tuple[Sharding, ...]) -> int:
+    """Bytes of results that are sums over devices only now, or over other ones."""
+    new = dataclasses.replace(
+        op_layout,
+        operands=_with(op_layout.operands, after),
+        results=_with(op_layout.results, after[len(op_layout.operands) :]),
+    )
+    is_new = any(
+        kind is FactorKind.REDUCED
+        and any(new.groups(factor))
+        and new.groups(factor) != op_layout.groups(factor)
+        for factor, kind in enumerate(op_layout.kinds)
+    )
+    return is_new * sum(tensor.shard_bytes() for tensor in new.results)
+
+
+def _with(tensors: tuple[Tensor, ...], shardings) -> tuple[Tensor, ...]:
+    return tuple(
+        dataclasses.replace(tensor, sharding=sharding)
+        for tensor, sharding in zip(tensors, shardings, strict=False)
     )
 
 
