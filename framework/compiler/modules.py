@@ -20,6 +20,7 @@ from meshwright.framework.compiler.constraints import (
     sdy_attribute,
     untype_annotations,
 )
+from meshwright.framework.compiler.crops import crop_images
 from meshwright.framework.compiler.errors import unknown_size
 from meshwright.framework.compiler.fourier import keep_row_major
 from meshwright.framework.compiler.jax_bridge import ir_context, stable_hlo_of
@@ -70,6 +71,7 @@ def prepare(lowered: LoweredFunction, module, mesh: DeviceMesh) -> None:
     untype_annotations(blame, module, mesh)
     fold_roundings(module)
     drop_idle_steps(module)
+    crop_images(module)
     rotate(module)
 
 

@@ -88,6 +88,32 @@ FOUND = {
           y: float32 [4, 2, 4], arrives [_,X.Z,Y], annotated None
           result: [4, 12, 4], annotated [Z,_,Y], leaves [_,X,Z]
     """,  # noqa: E501
+    "kernel_and_image_padded_beyond_the_kernel": """
+        gspmd: conv2d: tf.nn.conv2d(x, y, [1, 1, 1, 1], [[0, 0], [2, 0], [3, 2], [0, 0]], dilations=[1, 1, 1, 1])  on mesh (X=4, Y=2)
+          with eager=False
+          x: float32 [1, 4, 4, 6], arrives [_,X,Y,_], annotated [_,X,Y,_]
+          y: float32 [2, 2, 2, 12], arrives [_,X,_,Y], annotated [_,_,_,_]
+          result: [1, 5, 8, 12], annotated [_,X,Y,_], leaves [_,X,Y,_]
+    """,  # noqa: E501
+    "gathered_rows_split_further": """
+        gspmd: segment_min: tf.minimum(tf.math.unsorted_segment_min(x, i, 4), 9)  on mesh (X=2, Y=2, Z=2)
+          x: float32 [4, 2], arrives [Z.X,Y], annotated [Y.X,Z]
+          i: index int32 [4] below 4, arrives [Y.X], annotated [X]
+          result: [4, 2], annotated [X,_], leaves [Z.X,_]
+    """,  # noqa: E501
+    "batches_split_further": """
+        shardy: gather_batched: tf.gather(x, i, axis=2, batch_dims=2)  on mesh (X=2, Y=2, Z=2)
+          x: bfloat16 [8, 12, 12], arrives [_,X,Y], annotated None
+          i: index int32 [8, 12, 9] below 12, arrives [Z,Y,_], annotated [X.Y,Z,_]
+          result: [8, 12, 9], annotated [_,Z.Y,?], leaves [_,Y.Z,X]
+    """,  # noqa: E501
+    "rows_and_indices_on_half_of_an_axis": """
+        gspmd: scatter_sub: tf.tensor_scatter_nd_sub(x, i, y)  on mesh (X=4, Y=2)
+          x: float32 [5, 12], arrives [_,Y], annotated [X.Y,Z] over (X=2, Y=2, Z=2)
+          i: index int32 [8, 2] below 5, arrives [Y,_], annotated None
+          y: float32 [8], arrives [Y.X], annotated [Z.X] over (X=2, Y=2, Z=2)
+          result: [5, 12], annotated [_,X] over (X=2, Y=4), leaves [X,_]
+    """,
     "a_region_that_did_not_help": """
         gspmd: conv1d: tf.nn.conv1d(x, y, [1], 'SAME', dilations=[3])  on mesh (X=4, Y=2)
           with eager=False

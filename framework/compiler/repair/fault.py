@@ -80,7 +80,14 @@ class Fault:
 
 
 def evenly(
-    meets: Callable[[OpLayout], bool], *kept: FactorKind
+    meets: Callable[[OpLayout], bool], *kept: FactorKind, agreed: bool = False
 ) -> Callable[[OpLayout], Chosen | None]:
-    """Lays an operation that meets a fault out evenly, split by some factors only."""
-    return lambda layout: even_layout(layout, kept) if meets(layout) else None
+    """Lays an operation that meets a fault out evenly, split by some factors only.
+
+    Those that its tensors split alike come first, if `agreed`.
+    """
+
+    def choose(layout: OpLayout) -> Chosen | None:
+        return even_layout(layout, kept, agreed=agreed) if meets(layout) else None
+
+    return choose

@@ -200,7 +200,8 @@ FAULTS = (
     Fault(
         name="far halos",
         what="has strided windows that reach beyond the neighbours' shards, along one "
-        "split dim (a pool) or one of several (a convolution)",
+        "split dim (a pool, or a convolution's gradient) or one of several (a "
+        "convolution)",
         ops=(CONVOLUTION, REDUCE_WINDOW),
         choose=_blocked(patterns.far_halos, _PARALLEL, _REDUCED),
         repair=_HALOS,
@@ -222,6 +223,15 @@ FAULTS = (
                   y: float32 [2, 2, 1, 1], arrives [_,_,_,_], annotated None
                   result: [1, 2, 4, 1], annotated [_,X,Y,_], leaves [_,_,_,_]
                 """,
+            ),
+            "gradient_of_a_strided_convolution_with_far_halos": Smallest(
+                Outcome.REFUSED,
+                """
+                program: tf.nn.conv2d(x, y, [1, 2, 1, 1], [[0, 0], [2, 2], [0, 0], [0, 0]])  on mesh (X=4)
+                  x: float32 [1, 4, 1, 1], arrives [_,_,_,_], annotated [_,X,_,_]
+                  y: float32 [4, 1, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [1, 3, 1, 1], annotated [_,X,_,_], leaves [_,_,_,_]
+                """,  # noqa: E501
             ),
             "strided_convolution_with_halos_and_rows_unread": Smallest(
                 Outcome.WRONG,

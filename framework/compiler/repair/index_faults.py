@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 
-from meshwright.framework.compiler.repair import patterns
+from jax.extend.mlir.dialects import stablehlo
+
 from meshwright.framework.compiler.repair.fault import (
     Chosen,
     Fault,
@@ -15,8 +18,183 @@ from meshwright.framework.compiler.repair.fault import (
 from meshwright.framework.compiler.repair.op_layout import (
     FactorKind,
     OpLayout,
+    Tensor,
     even_layout,
 )
+from meshwright.framework.compiler.repair.patterns import GATHER, SCATTER
+
+
+def _uneven_indices(layout: OpLayout) -> bool:
+    """A gather or scatter of indices, or rows for them, in shards of unequal size."""
+    return any(
+        not tensor.divides(dim)
+        for factor in _index_factors(layout)
+        for tensor, dim, _ in layout.places(factor)
+    )
+
+
+def _split_coordinates(layout: OpLayout) -> bool:
+    """A gather or scatter by indices of several coordinates, these split."""
+    indices = _indices(layout)
+    dim = _coordinates(layout)
+    return dim is not None and indices.may_split(dim)
+
+
+def _rows_split_as_indices(layout: OpLayout) -> bool:
+    """A gather or scatter in which an axis splits indices and also columns.
+
+    It does no harm where what is read or written is split as the indices are, as in an
+    embedding of a batch; where nothing is split by other axes into more shards; nor do
+    the rows that are indexed.
+    """
+    indices = _index_factors(layout)
+    alike = {factor for factor in indices if len(layout.groups(factor)) == 1}
+    harmless = alike | _row_factors(layout)
+    groups = {axes for t in layout.tensors for axes in t.splitting() if axes}
+    sizes = layout.mesh.axes_size
+    return any(
+        (len(factors) > 2 or not (factors & indices and factors & harmless))
+        and any(axis not in axes and sizes(axes) > sizes([axis]) for axes in groups)
+        for axis, factors in layout.by_axis(layout.tensors).items()
+        if len(factors) > 1
+    )
+
+
+def _split_further(layout: OpLayout) -> bool:
+    """A gather, over three axes or more, whose result an axis splits further.
+
+    XLA takes such gathers apart by one kind of dim after another, columns of the table
+    and dims of the indices among them, and would reshard what the inner gather gives as
+    if it were the outer one's. Meant are dims of the indices that the result splits by
+    an axis more; and columns, where the table is split by others.
+    """
+    if not _is_over_three_axes(layout):
+        return False
+    further = {
+        factor
+        for factor in range(len(layout.kinds))
+        for (*_, one), (*_, other) in itertools.combinations(layout.places(factor), 2)
+        if set(other) - set(one)
+    }
+    table, indices = layout.operands[0], _index_factors(layout)
+    columns = set(table.factors) - _row_factors(layout) - {None}
+    split = {factor for factor in columns if layout.groups(factor) - {()}}
+    return bool(further & indices or (further & columns and split - further))
+
+
+def _is_over_three_axes(layout: OpLayout) -> bool:
+    """Whether three axes or more split its tensors, or two and it is replicated too."""
+    groups = (axes for tensor in layout.tensors for axes in tensor.splitting())
+    axes = set(itertools.chain.from_iterable(groups))
+    return len(axes) + (not axes.issuperset(layout.mesh.axis_names)) > 2
+
+
+def _batches_split_apart(layout: OpLayout) -> bool:
+    """A gather whose operand and indices split a dim of one size otherwise.
+
+    XLA takes a coordinate that counts along a dim of the indices, as those of
+    `batch_dims` do, for a batch, and cuts the operand by both counts in turn. Where
+    one is a multiple of the other it aligns them first, but not over three axes or
+    more. Whether a coordinate counts is not looked at here: dims of one size are rare
+    otherwise.
+    """
+    table, indices = layout.operands
+    coordinates = _coordinates(layout)
+    sizes = layout.op.attributes["slice_sizes"]
+    counts = layout.mesh.axes_size
+    unknown = None in (table.sharding, indices.sharding)
+    three = _is_over_three_axes(layout)
+
+    def apart(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+        few, many = sorted(map(counts, (one, other)))
+        return bool(many % few) or (three and few > 1 and set(one) != set(other))
+
+    return any(
+        size == table.shape[row]
+        and (unknown or apart(table.axes(row), indices.axes(dim)))
+        for row in _indexed_dims(layout)
+        if sizes[row] == 1
+        for dim, size in enumerate(indices.shape)
+        if dim != coordinates
+    )
+
+
+def _single_index(layout: OpLayout) -> bool:
+    """A scatter of one index into a dim that is split.
+
+    Splits of the slice that is written do no harm: loops write a step's rows so.
+    """
+    indices, coordinates = _indices(layout), _coordinates(layout)
+    count = math.prod(n for d, n in enumerate(indices.shape) if d != coordinates)
+    return count == 1 and any(
+        tensor.may_split(dim)
+        for tensor in (*layout.operands[: len(layout.results)], *layout.results)
+        for dim in _indexed_dims(layout)
+    )
+
+
+def _few_rows(layout: OpLayout) -> bool:
+    """A scatter into a table split by rows, whose indices are split too.
+
+    Of rows that take less to gather than the table's shard takes to add up: a ring does
+    that in two rounds.
+    """
+    if len(layout.results) > 1 or not layout.is_even:
+        return False
+    table, indices, updates = layout.operands
+    over = {f for f in _index_factors(layout) if layout.groups(f) - {()}}
+    rows = (
+        d for d, factor in enumerate(table.factors) if factor not in updates.factors
+    )
+    if not over or not any(layout.results[0].axes(dim) for dim in rows):
+        return False
+    gathered = updates.bytes + indices.bytes
+    return gathered < 2 * layout.results[0].shard_bytes()
+
+
+def _indices(layout: OpLayout) -> Tensor:
+    return layout.operands[len(layout.results) if layout.op.name == SCATTER else 1]
+
+
+def _numbers(layout: OpLayout):
+    if layout.op.name == SCATTER:
+        return stablehlo.ScatterDimensionNumbers(
+            layout.op.attributes["scatter_dimension_numbers"]
+        )
+    return stablehlo.GatherDimensionNumbers(layout.op.attributes["dimension_numbers"])
+
+
+def _coordinates(layout: OpLayout) -> int | None:
+    """The dim of the indices that has the coordinates, None if there is none."""
+    dim = _numbers(layout).index_vector_dim
+    return dim if dim < len(_indices(layout).shape) else None
+
+
+def _indexed_dims(layout: OpLayout) -> list[int]:
+    """The dims of the table that indices have coordinates for."""
+    numbers = _numbers(layout)
+    if layout.op.name == SCATTER:
+        return numbers.scattered_dims_to_operand_dims
+    return numbers.start_index_map
+
+
+def _row_factors(layout: OpLayout) -> set[int | None]:
+    """The factors that only the table has, in dims that are indexed."""
+    table, count = layout.operands[0], len(layout.results)
+    is_scatter = layout.op.name == SCATTER
+    rows = layout.operands[-count:] if is_scatter else layout.results
+    elsewhere = {factor for tensor in rows for factor in tensor.factors}
+    return {table.factors[dim] for dim in _indexed_dims(layout)} - elsewhere - {None}
+
+
+def _index_factors(layout: OpLayout) -> set[int]:
+    """The factors of the indices, but for the one of their coordinates."""
+    coordinates = _coordinates(layout)
+    return {
+        factor
+        for dim, factor in enumerate(_indices(layout).factors)
+        if dim != coordinates and factor is not None
+    }
 
 
 def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | None]:
@@ -25,7 +203,7 @@ def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | 
     def choose(layout: OpLayout) -> Chosen | None:
         if not meets(layout):
             return None
-        factors = patterns.index_factors(layout)
+        factors = _index_factors(layout)
         pad = factors if len(layout.results) == 1 else ()
         return even_layout(layout, (_PARALLEL, _REDUCED), pad=pad)
 
@@ -34,22 +212,22 @@ def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | 
 
 def _apart(layout: OpLayout) -> Chosen | None:
     """Lays a gather or scatter out evenly, and few rows as `few_rows` has them."""
-    if not patterns.rows_split_as_indices(layout):
+    if not _rows_split_as_indices(layout):
         return None
-    is_scatter = layout.op.name == patterns.SCATTER
-    few = is_scatter and patterns.few_rows(layout)
+    is_scatter = layout.op.name == SCATTER
+    few = is_scatter and _few_rows(layout)
     return even_layout(layout, (_PARALLEL,) if few else (_PARALLEL, _REDUCED))
 
 
 _PARALLEL, _REDUCED = FactorKind.PARALLEL, FactorKind.REDUCED
-_INDEXED = (patterns.GATHER, patterns.SCATTER)
+_INDEXED = (GATHER, SCATTER)
 
 INDEX_FAULTS = (
     Fault(
         name="uneven indices",
         what="is a gather or scatter by indices in shards of unequal size",
         ops=_INDEXED,
-        choose=_padded(patterns.uneven_indices),
+        choose=_padded(_uneven_indices),
         repair="the indices are padded, or split by fewer axes, which divide them",
         smallest={
             "gather_gradient_uneven_indices": Smallest(
@@ -76,7 +254,7 @@ INDEX_FAULTS = (
         name="split coordinates",
         what="is a gather or scatter by indices whose coordinates are split",
         ops=_INDEXED,
-        choose=evenly(patterns.split_coordinates, _PARALLEL, _REDUCED),
+        choose=evenly(_split_coordinates, _PARALLEL, _REDUCED),
         repair="the coordinates are not split",
         smallest={
             "scatter_of_split_coordinates": Smallest(
@@ -129,11 +307,50 @@ INDEX_FAULTS = (
         },
     ),
     Fault(
+        name="result split further",
+        what="is a gather over three axes, replicated along one of them perhaps, whose "
+        "result has an axis more in a dim of the indices, or in one of several split "
+        "dims of columns",
+        ops=(GATHER,),
+        choose=evenly(_split_further, _PARALLEL, _REDUCED, agreed=True),
+        repair="its tensors are split alike",
+        smallest={
+            "gather_of_indices_split_further": Smallest(
+                Outcome.REFUSED,
+                """
+                program: tf.gather(x, i)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 2], arrives [_,_], annotated [_,Y]
+                  i: index int32 [4] below 4, arrives [_], annotated [X]
+                  result: [4, 2], annotated [Z.X,Y], leaves [_,_]
+                """,
+            ),
+            "gather_of_indices_split_further_by_rows": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.gather_nd(x, i)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [2, 2], arrives [_,_], annotated [_,X]
+                  i: index int32 [4, 2] below 2, arrives [_,_], annotated [Z,_]
+                  result: [4], annotated [Z.X], leaves [_]
+                """,
+            ),
+            "gather_of_columns_split_further": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.gather(x, i)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [2, 2], arrives [_,_], annotated [X,_]
+                  i: index int32 [2, 2] below 2, arrives [_,_], annotated [_,_]
+                  result: [2, 2, 2], annotated [Y,X,Z], leaves [_,_,_]
+                """,
+            ),
+        },
+    ),
+    Fault(
         name="batches split apart",
         what="is a gather whose operand and indices have a dim of the same size, as "
-        "batches have, in numbers of shards neither of which divides the other",
-        ops=(patterns.GATHER,),
-        choose=evenly(patterns.batches_split_apart, _PARALLEL),
+        "batches have, in numbers of shards neither of which divides the other; or "
+        "split by other axes, where there are three",
+        ops=(GATHER,),
+        choose=evenly(_batches_split_apart, _PARALLEL),
         repair="the operand's dim is not split",
         smallest={
             "gather_of_batches_split_apart": Smallest(
@@ -150,8 +367,8 @@ INDEX_FAULTS = (
     Fault(
         name="scatter of a single index",
         what="is a scatter of a single index into a split dim, which all shards write",
-        ops=(patterns.SCATTER,),
-        choose=evenly(patterns.single_index, _PARALLEL),
+        ops=(SCATTER,),
+        choose=evenly(_single_index, _PARALLEL),
         repair="the dim is not split",
         smallest={
             "scatter_of_one_index": Smallest(
@@ -169,8 +386,8 @@ INDEX_FAULTS = (
     Fault(
         name="few rows",
         what="is a scatter of few rows, split, into a table that is split by rows",
-        ops=(patterns.SCATTER,),
-        choose=evenly(patterns.few_rows, _PARALLEL),
+        ops=(SCATTER,),
+        choose=evenly(_few_rows, _PARALLEL),
         repair="the rows are gathered and no part of the table is added up",
         smallest={
             "rows_into_a_split_table": Smallest(

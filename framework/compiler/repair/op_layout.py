@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,12 @@ class Tensor:
         last = first + np.array(sharding.shard_shape(self.shape), int)
         return first, np.minimum(last, self.shape)
 
+    def divides(self, dim: int) -> bool:
+        """Whether the shards along a dim are known, and of one size."""
+        if self.sharding is None:
+            return False
+        return self.shape[dim] % self.sharding.splits()[dim] == 0
+
     def dim_of(self, factor: int) -> int | None:
         """The dim that is a factor, None if no dim is."""
         return self.factors.index(factor) if factor in self.factors else None
@@ -157,6 +163,15 @@ class OpLayout:
     def groups(self, factor: int) -> set[tuple[str, ...]]:
         """The groups of axes by which its tensors split a factor."""
         return {axes for *_, axes in self.places(factor)}
+
+    def by_axis(self, tensors: Iterable[Tensor]) -> dict[str, set[int | None]]:
+        """The factors that each axis of the mesh splits, in any of these tensors."""
+        found: dict[str, set[int | None]] = {}
+        for tensor in tensors:
+            for dim, factor in enumerate(tensor.factors):
+                for axis in tensor.axes(dim):
+                    found.setdefault(self.mesh.part(axis).axis, set()).add(factor)
+        return found
 
     def places(self, factor: int) -> Iterator[tuple[Tensor, int, tuple[str, ...]]]:
         """(tensor, dim, axes) where a factor is."""

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.repair.op_layout import (
     FactorKind,
     OpLayout,
-    Tensor,
 )
 from meshwright.framework.compiler.repair.windows import (
     REDUCE_WINDOW,
@@ -26,102 +23,6 @@ STEPPED = ("stablehlo.pad", SLICE)
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
 FOURIER = "stablehlo.fft"
-
-
-def uneven_indices(layout: OpLayout) -> bool:
-    """A gather or scatter of indices, or rows for them, in shards of unequal size."""
-    return any(
-        not _divides(tensor, dim)
-        for factor in index_factors(layout)
-        for tensor, dim, _ in layout.places(factor)
-    )
-
-
-def split_coordinates(layout: OpLayout) -> bool:
-    """A gather or scatter by indices of several coordinates, these split."""
-    indices = _indices(layout)
-    dim = _coordinates(layout)
-    return dim is not None and indices.may_split(dim)
-
-
-def rows_split_as_indices(layout: OpLayout) -> bool:
-    """A gather or scatter in which an axis splits indices and also columns.
-
-    It does no harm where what is read or written is split as the indices are, as in an
-    embedding of a batch; where nothing is split by other axes into more shards; nor do
-    the rows that are indexed.
-    """
-    indices = index_factors(layout)
-    alike = {factor for factor in indices if len(layout.groups(factor)) == 1}
-    harmless = alike | _row_factors(layout)
-    groups = {axes for t in layout.tensors for axes in t.splitting() if axes}
-    sizes = layout.mesh.axes_size
-    return any(
-        (len(factors) > 2 or not (factors & indices and factors & harmless))
-        and any(axis not in axes and sizes(axes) > sizes([axis]) for axes in groups)
-        for axis, factors in _by_axis(layout, layout.tensors).items()
-        if len(factors) > 1
-    )
-
-
-def batches_split_apart(layout: OpLayout) -> bool:
-    """A gather whose operand and indices split a dim of one size by unlike counts.
-
-    XLA takes a coordinate that counts along a dim of the indices, as those of
-    `batch_dims` do, for a batch, and cuts the operand by both counts in turn. Where
-    one is a multiple of the other it aligns them first. Whether a coordinate counts is
-    not looked at here: dims of one size are rare otherwise.
-    """
-    table, indices = layout.operands
-    coordinates = _coordinates(layout)
-    sizes = layout.op.attributes["slice_sizes"]
-    counts = layout.mesh.axes_size
-    unknown = None in (table.sharding, indices.sharding)
-    return any(
-        size == table.shape[row]
-        and (
-            unknown
-            or counts(indices.axes(dim)) % counts(table.axes(row))
-            and counts(table.axes(row)) % counts(indices.axes(dim))
-        )
-        for row in _indexed_dims(layout)
-        if sizes[row] == 1
-        for dim, size in enumerate(indices.shape)
-        if dim != coordinates
-    )
-
-
-def single_index(layout: OpLayout) -> bool:
-    """A scatter of one index into a dim that is split.
-
-    Splits of the slice that is written do no harm: loops write a step's rows so.
-    """
-    indices, coordinates = _indices(layout), _coordinates(layout)
-    count = math.prod(n for d, n in enumerate(indices.shape) if d != coordinates)
-    return count == 1 and any(
-        tensor.may_split(dim)
-        for tensor in (*layout.operands[: len(layout.results)], *layout.results)
-        for dim in _indexed_dims(layout)
-    )
-
-
-def few_rows(layout: OpLayout) -> bool:
-    """A scatter into a table split by rows, whose indices are split too.
-
-    Of rows that take less to gather than the table's shard takes to add up: a ring does
-    that in two rounds.
-    """
-    if len(layout.results) > 1 or not layout.is_even:
-        return False
-    table, indices, updates = layout.operands
-    over = {f for f in index_factors(layout) if layout.groups(f) - {()}}
-    rows = (
-        d for d, factor in enumerate(table.factors) if factor not in updates.factors
-    )
-    if not over or not any(layout.results[0].axes(dim) for dim in rows):
-        return False
-    gathered = updates.bytes + indices.bytes
-    return gathered < 2 * layout.results[0].shard_bytes()
 
 
 def stepped_dims(op) -> list[int]:
@@ -149,7 +50,7 @@ def _steps_in_shards(layout: OpLayout, dim: int) -> bool:
     """Whether a shard of a dim of steps is made of the same shard alone."""
     operand, result = layout.operands[0], layout.results[0]
     shards = {tensor.sharding and tensor.axes(dim) for tensor in (operand, result)}
-    if len(shards) > 1 or not (_divides(operand, dim) and _divides(result, dim)):
+    if len(shards) > 1 or not (operand.divides(dim) and result.divides(dim)):
         return False
     if layout.op.name == "stablehlo.pad":
         step = layout.op.attributes["interior_padding"][dim] + 1
@@ -165,7 +66,7 @@ def _steps_in_shards(layout: OpLayout, dim: int) -> bool:
 def _is_cut_unevenly(layout: OpLayout, dim: int) -> bool:
     operand, result = layout.operands[0], layout.results[0]
     return operand.shape[dim] != result.shape[dim] and not (
-        _divides(operand, dim) and _divides(result, dim)
+        operand.divides(dim) and result.divides(dim)
     )
 
 
@@ -291,12 +192,14 @@ def overlapping_windows(layout: OpLayout) -> bool:
 def far_halos(layout: OpLayout) -> bool:
     """Windows by strides along split dims that reach beyond neighbours.
 
-    Those of a convolution along a single dim were not seen to go wrong.
+    Those of a convolution along a single dim, its image not dilated, were not seen to
+    go wrong.
     """
     split = split_windows(layout)
-    strided = any(w.stride > 1 or w.base_dilation > 1 for w, _ in split)
+    dilated = any(w.base_dilation > 1 for w, _ in split)
     several = len(split) > 1 or layout.op.name == REDUCE_WINDOW
-    return several and strided and any(w.is_far(n) for w, n in split)
+    at_risk = dilated or (several and any(w.stride > 1 for w, _ in split))
+    return at_risk and any(w.is_far(n) for w, n in split)
 
 
 def windows_of_padding(layout: OpLayout) -> bool:
@@ -346,7 +249,7 @@ def regrouped_axes(layout: OpLayout) -> bool:
 def _is_out_of_order(layout: OpLayout, factor: int) -> bool:
     """Whether axes split a factor in another order than the mesh's, and may do harm."""
     part, groups = layout.mesh.part, layout.groups(factor)
-    factors = _by_axis(layout, layout.tensors)
+    factors = layout.by_axis(layout.tensors)
     shared = {axis for axis, of in factors.items() if len(of) > 1}
     for axes in groups:
         strides = [layout.mesh.stride(axis) for axis in axes]
@@ -379,7 +282,7 @@ def _regroups_result(layout: OpLayout, factor: int) -> bool:
     dim = result.dim_of(factor)
     if dim is None or len(layout.groups(factor)) == 1 or len(result.axes(dim)) < 2:
         return False
-    lhs, rhs = (_by_axis(layout, [operand]) for operand in layout.operands)
+    lhs, rhs = (layout.by_axis([operand]) for operand in layout.operands)
     summed = {f for f, kind in enumerate(layout.kinds) if kind is FactorKind.REDUCED}
     scattered = {
         axis
@@ -388,7 +291,7 @@ def _regroups_result(layout: OpLayout, factor: int) -> bool:
     }
     return any(
         len(factors) > 1 and (axis not in scattered or _is_batch(layout, factor))
-        for axis, factors in _by_axis(layout, layout.tensors).items()
+        for axis, factors in layout.by_axis(layout.tensors).items()
     )
 
 
@@ -407,64 +310,3 @@ def may_regroup(layout: OpLayout) -> bool:
 def _is_batch(layout: OpLayout, factor: int) -> bool:
     """Whether a factor of a product is a dim of both operands and of the result."""
     return len(list(layout.places(factor))) == 3
-
-
-def _divides(tensor: Tensor, dim: int) -> bool:
-    if tensor.sharding is None:
-        return False
-    return tensor.shape[dim] % tensor.sharding.splits()[dim] == 0
-
-
-def _by_axis(layout: OpLayout, tensors: Iterable[Tensor]) -> dict[str, set[int | None]]:
-    """The factors that each axis splits, in any of these tensors."""
-    found: dict[str, set[int | None]] = {}
-    for tensor in tensors:
-        for dim, factor in enumerate(tensor.factors):
-            for axis in tensor.axes(dim):
-                found.setdefault(layout.mesh.part(axis).axis, set()).add(factor)
-    return found
-
-
-def _indices(layout: OpLayout) -> Tensor:
-    return layout.operands[len(layout.results) if layout.op.name == SCATTER else 1]
-
-
-def _numbers(layout: OpLayout):
-    if layout.op.name == SCATTER:
-        return stablehlo.ScatterDimensionNumbers(
-            layout.op.attributes["scatter_dimension_numbers"]
-        )
-    return stablehlo.GatherDimensionNumbers(layout.op.attributes["dimension_numbers"])
-
-
-def _coordinates(layout: OpLayout) -> int | None:
-    """The dim of the indices that has the coordinates, None if there is none."""
-    dim = _numbers(layout).index_vector_dim
-    return dim if dim < len(_indices(layout).shape) else None
-
-
-def _indexed_dims(layout: OpLayout) -> list[int]:
-    """The dims of the table that indices have coordinates for."""
-    numbers = _numbers(layout)
-    if layout.op.name == SCATTER:
-        return numbers.scattered_dims_to_operand_dims
-    return numbers.start_index_map
-
-
-def _row_factors(layout: OpLayout) -> set[int | None]:
-    """The factors that only the table has, in dims that are indexed."""
-    table, count = layout.operands[0], len(layout.results)
-    is_scatter = layout.op.name == SCATTER
-    rows = layout.operands[-count:] if is_scatter else layout.results
-    elsewhere = {factor for tensor in rows for factor in tensor.factors}
-    return {table.factors[dim] for dim in _indexed_dims(layout)} - elsewhere - {None}
-
-
-def index_factors(layout: OpLayout) -> set[int]:
-    """The factors of the indices, but for the one of their coordinates."""
-    coordinates = _coordinates(layout)
-    return {
-        factor
-        for dim, factor in enumerate(_indices(layout).factors)
-        if dim != coordinates and factor is not None
-    }
