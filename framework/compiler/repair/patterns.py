@@ -83,9 +83,9 @@ def may_cut_no_shard(op) -> bool:
     other tensors XLA may find out that they are copies of one that is read elsewhere.
     """
     (operand,), (result,) = op.operands, op.results
-    maker, readers = operand.owner, _readers(result)
-    is_apart = isinstance(maker, ir.Block) or _is_annotation(maker)
-    is_alone = is_apart and len(list(operand.uses)) == 1
+    origin, readers = _origin(operand), _readers(result)
+    is_apart = isinstance(origin.owner, ir.Block) or _is_annotation(origin.owner)
+    is_alone = is_apart and len(_readers(origin)) == 1
     is_copy = is_alone and all(map(_is_annotation, readers))
     return (
         shape_of(operand) != shape_of(result)
@@ -99,7 +99,7 @@ def is_roll(op) -> bool:
     """Whether an op puts the first part of a tensor behind the other."""
     if op.name != CONCATENATE or len(op.operands) != 2:
         return False
-    makers = [_maker(part) for part in op.operands]
+    makers = [_origin(part).owner for part in op.operands]
     if any(isinstance(m, ir.Block) or m.name != SLICE for m in makers):
         return False
     last, first = (list(maker.attributes["start_indices"]) for maker in makers)
@@ -139,11 +139,11 @@ def _readers(value) -> list:
     ]
 
 
-def _maker(value):
-    """The op that makes a value, or the block that has it, past the same reshapes."""
+def _origin(value):
+    """What reshapes to its own shape, which TF makes, were made of."""
     while not isinstance(value.owner, ir.Block) and _is_no_op(value.owner):
         value = value.owner.operands[0]
-    return value.owner
+    return value
 
 
 def _is_no_op(op) -> bool:
