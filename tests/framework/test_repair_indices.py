@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.sharding.annotations import mesh_split
+from meshwright.framework.sharding.mesh import DeviceMesh
 from tests.framework.programs import MESH, over_partitioners, specs
 
 RNG = np.random.default_rng(0)
@@ -84,3 +85,41 @@ def test_a_table_and_its_indices_may_be_split_alike(of_table, of_rows, fn, parti
     got, want, repairs = compiled(split, args, partitioner)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert not repairs
+
+
+CUBE = DeviceMesh(("data", "fsdp", "tensor"), (2, 2, 2))
+BOTH = ("data", "fsdp")
+
+
+@over_partitioners
+@pytest.mark.parametrize(
+    ("of_table", "of_indices", "of_result"),
+    [
+        (["tensor", "fsdp"], [BOTH, None], [BOTH, None, None]),
+        (["tensor", "fsdp"], [BOTH, None], [BOTH, None, "tensor"]),
+        (["tensor", None], [BOTH, None], [BOTH, None, None]),
+        ([None, "tensor"], [BOTH, None], [BOTH, None, "tensor"]),
+        (["tensor", "fsdp"], ["data", None], ["data", None, "fsdp"]),
+        (["tensor", "fsdp"], ["data", "fsdp"], ["data", "fsdp", None]),
+    ],
+)
+def test_embeddings_over_three_axes_stay_as_they_are(
+    of_table, of_indices, of_result, partitioner
+):
+    def embed(table, indices):
+        with tf.GradientTape() as tape:
+            tape.watch(table)
+            found = tf.gather(
+                mesh_split(table, CUBE, of_table),
+                mesh_split(indices, CUBE, of_indices),
+            )
+            found = mesh_split(found, CUBE, of_result)
+            loss = tf.reduce_sum(found**2)
+        return found, tf.convert_to_tensor(tape.gradient(loss, table))
+
+    args = RNG.integers(-3, 4, [64, 8]).astype(np.float32), np.arange(32).reshape(8, 4)
+    program = compile_program(embed, map(specs, args), CUBE, partitioner=partitioner)
+    got = program.unshard(program(*args))
+    for one, want in zip(got, embed(*map(tf.constant, args)), strict=True):
+        np.testing.assert_array_equal(one, want)
+    assert not [repair for repair in program.repairs if repair.is_costly]

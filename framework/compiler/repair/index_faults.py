@@ -40,12 +40,37 @@ def _split_coordinates(layout: OpLayout) -> bool:
     return dim is not None and indices.may_split(dim)
 
 
-def _rows_split_as_indices(layout: OpLayout) -> bool:
-    """A gather or scatter in which an axis splits indices and also columns.
+def _split_further(layout: OpLayout) -> bool:
+    """A gather whose result an axis splits further than its operands.
 
-    It does no harm where what is read or written is split as the indices are, as in an
-    embedding of a batch; where nothing is split by other axes into more shards; nor do
-    the rows that are indexed.
+    XLA takes a gather apart by one kind of dim after another, columns of the table and
+    dims of the indices among them, and reshards what the inner gather gives as if it
+    were the outer one's. Meant are dims of the indices that the result splits by an
+    axis more; and columns, where the table is split by others. Or by an axis less, if
+    some shards are smaller than others. Over two axes all that is right but where one
+    of them splits different dims.
+    """
+    if not (_is_over_three_axes(layout) or _is_split_twice(layout)):
+        return False
+    further = {
+        factor
+        for factor in range(len(layout.kinds))
+        for (*_, one), (*_, other) in itertools.combinations(layout.places(factor), 2)
+        if set(other) - set(one) or (not layout.is_even and set(one) - set(other))
+    }
+    table = set(layout.operands[0].factors)
+    columns = table - _row_factors(layout) - {None}
+    split = {factor for factor in columns if layout.groups(factor) - {()}}
+    return bool(
+        further & _index_factors(layout) or (further & columns and split - further)
+    )
+
+
+def _is_split_twice(layout: OpLayout) -> bool:
+    """Whether an axis splits different dims, and others some dim into more shards.
+
+    But for indices and rows, and dims of the indices that all tensors split alike, as
+    in an embedding of a batch.
     """
     indices = _index_factors(layout)
     alike = {factor for factor in indices if len(layout.groups(factor)) == 1}
@@ -58,28 +83,6 @@ def _rows_split_as_indices(layout: OpLayout) -> bool:
         for axis, factors in layout.by_axis(layout.tensors).items()
         if len(factors) > 1
     )
-
-
-def _split_further(layout: OpLayout) -> bool:
-    """A gather, over three axes or more, whose result an axis splits further.
-
-    XLA takes such gathers apart by one kind of dim after another, columns of the table
-    and dims of the indices among them, and would reshard what the inner gather gives as
-    if it were the outer one's. Meant are dims of the indices that the result splits by
-    an axis more; and columns, where the table is split by others.
-    """
-    if not _is_over_three_axes(layout):
-        return False
-    further = {
-        factor
-        for factor in range(len(layout.kinds))
-        for (*_, one), (*_, other) in itertools.combinations(layout.places(factor), 2)
-        if set(other) - set(one)
-    }
-    table, indices = layout.operands[0], _index_factors(layout)
-    columns = set(table.factors) - _row_factors(layout) - {None}
-    split = {factor for factor in columns if layout.groups(factor) - {()}}
-    return bool(further & indices or (further & columns and split - further))
 
 
 def _is_over_three_axes(layout: OpLayout) -> bool:
@@ -210,15 +213,6 @@ def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | 
     return choose
 
 
-def _apart(layout: OpLayout) -> Chosen | None:
-    """Lays a gather or scatter out evenly, and few rows as `few_rows` has them."""
-    if not _rows_split_as_indices(layout):
-        return None
-    is_scatter = layout.op.name == SCATTER
-    few = is_scatter and _few_rows(layout)
-    return even_layout(layout, (_PARALLEL,) if few else (_PARALLEL, _REDUCED))
-
-
 _PARALLEL, _REDUCED = FactorKind.PARALLEL, FactorKind.REDUCED
 _INDEXED = (GATHER, SCATTER)
 
@@ -279,12 +273,14 @@ INDEX_FAULTS = (
         },
     ),
     Fault(
-        name="rows split as indices",
-        what="is a gather or scatter in which an axis splits different dims, while "
-        "other axes split some dim into more shards",
-        ops=_INDEXED,
-        choose=_apart,
-        repair="the axis splits what is largest, and nothing else",
+        name="result split further",
+        what="is a gather whose result has an axis more (or less, where shards differ "
+        "in size) in a dim of the indices, or in one of several split dims of columns; "
+        "over three axes, replicated along one perhaps, or where one splits different "
+        "dims and others make more shards",
+        ops=(GATHER,),
+        choose=evenly(_split_further, _PARALLEL, _REDUCED, agreed=True),
+        repair="its tensors are split alike",
         smallest={
             "gather_of_split_rows": Smallest(
                 Outcome.REFUSED,
@@ -304,17 +300,6 @@ INDEX_FAULTS = (
                   result: [2, 4, 2], annotated [_,X,_], leaves [_,_,_]
                 """,
             ),
-        },
-    ),
-    Fault(
-        name="result split further",
-        what="is a gather over three axes, replicated along one of them perhaps, whose "
-        "result has an axis more in a dim of the indices, or in one of several split "
-        "dims of columns",
-        ops=(GATHER,),
-        choose=evenly(_split_further, _PARALLEL, _REDUCED, agreed=True),
-        repair="its tensors are split alike",
-        smallest={
             "gather_of_indices_split_further": Smallest(
                 Outcome.REFUSED,
                 """
