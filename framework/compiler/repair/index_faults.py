@@ -313,7 +313,7 @@ INDEX_FAULTS = (
                 Outcome.WRONG,
                 """
                 program: tf.gather_nd(x, i)  on mesh (X=2, Y=2, Z=2)
-                  x: float32 [2, 2], arrives [_,_], annotated [_,X]
+                  x: float32 [2, 8], arrives [_,_], annotated [_,X]
                   i: index int32 [4, 2] below 2, arrives [_,_], annotated [Z,_]
                   result: [4], annotated [Z.X], leaves [_]
                 """,
@@ -342,9 +342,9 @@ INDEX_FAULTS = (
                 Outcome.WRONG,
                 """
                 program: tf.gather(x, i, batch_dims=1)  on mesh (X=3, Y=2)
-                  x: float32 [6, 2], arrives [_,_], annotated [X,_]
-                  i: index int32 [6, 1] below 2, arrives [_,_], annotated [Y,_]
-                  result: [6, 1], annotated [Y,_], leaves [_,_]
+                  x: float32 [6, 3], arrives [_,_], annotated [X,_]
+                  i: index int32 [6, 3] below 3, arrives [_,_], annotated [Y,_]
+                  result: [6, 3], annotated [Y,_], leaves [_,_]
                 """,
             ),
         },
