@@ -272,10 +272,10 @@ FAULTS = (
             "strided_convolution_with_windows_of_padding": Smallest(
                 Outcome.ABORTED,
                 """
-                program: tf.nn.conv2d(x, y, [1, 1, 2, 1], [[0, 0], [0, 0], [1, 0], [0, 0]])  on mesh (X=2)
+                program: tf.nn.conv2d(x, y, [1, 1, 2, 1], [[0, 0], [0, 0], [1, 1], [0, 0]])  on mesh (X=2)
                   x: float32 [1, 1, 3, 1], arrives [_,_,_,_], annotated [_,_,X,_]
                   y: float32 [1, 1, 1, 1], arrives [_,_,_,_], annotated None
-                  result: [1, 1, 2, 1], annotated [_,_,X,_], leaves [_,_,_,_]
+                  result: [1, 1, 3, 1], annotated [_,_,X,_], leaves [_,_,_,_]
                 """,  # noqa: E501
             ),
         },
