@@ -143,6 +143,11 @@ FOUND = {
           x: complex64 [6, 3, 8], arrives [X,_,_], annotated [_,X,_]
           result: [6, 3, 8], annotated [_,_,X], leaves [X,_,_]
     """,
+    "transform_to_a_dim_that_all_devices_split": """
+        shardy: fft: tf.signal.ifft(x)  on mesh (X=8)
+          x: complex64 [4, 1, 8], arrives [_,_,X], annotated None
+          result: [4, 1, 8], annotated [?,_,_], leaves [X,_,_]
+    """,
     "gather_that_xla_folds": """
         gspmd: gather_batched: tf.gather(x, i, axis=3, batch_dims=1)  on mesh (X=4, Y=2)
           x: float32 [1, 4, 4, 2], arrives [_,_,Y,_], annotated [_,_,_,Y]

@@ -155,7 +155,8 @@ FAULTS = (
     ),
     Fault(
         name="split transform",
-        what="is a Fourier transform along several dims, one of which is split",
+        what="is a Fourier transform along several dims, one of which is split; or "
+        "along one dim, the last of three or more, that all devices split",
         ops=(patterns.FOURIER,),
         choose=evenly(patterns.split_transform, _PARALLEL),
         repair="the dims are not split",
@@ -166,6 +167,24 @@ FAULTS = (
                 program: tf.signal.fft3d(x)  on mesh (X=2)
                   x: complex64 [1, 2, 2], arrives [_,_,_], annotated [_,X,_]
                   result: [1, 2, 2], annotated [_,_,X], leaves [_,_,_]
+                """,
+                gspmd=False,
+            ),
+            "transform_of_a_dim_that_all_devices_split": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.signal.fft(x)  on mesh (X=8)
+                  x: complex64 [1, 1, 8], arrives [_,_,_], annotated [_,_,X]
+                  result: [1, 1, 8], annotated None, leaves [_,_,_]
+                """,
+                gspmd=False,
+            ),
+            "transform_to_a_dim_that_all_devices_split": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.signal.fft(x)  on mesh (X=8)
+                  x: complex64 [1, 1, 8], arrives [_,_,_], annotated [_,_,_]
+                  result: [1, 1, 8], annotated [_,_,X], leaves [_,_,_]
                 """,
                 gspmd=False,
             ),

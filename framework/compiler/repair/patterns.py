@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.repair.op_layout import (
     FactorKind,
@@ -175,13 +176,34 @@ def cuts_no_shard(layout: OpLayout) -> bool:
 
 
 def split_transform(layout: OpLayout) -> bool:
-    """A Fourier transform along several dims, one of which is split."""
-    count = len(layout.op.attributes["fft_length"])
-    return count > 1 and any(
+    """A Fourier transform along several dims, one of which is split.
+
+    Or along one dim, the last of three or more, that all devices split. XLA has a
+    method of its own for these, which is right where the operand is split so, into
+    shards whose size the number of devices divides. Inverses it does not transform so.
+    """
+    rank, count = len(layout.results[0].shape), len(layout.op.attributes["fft_length"])
+    if count == 1:
+        return rank > 2 and _is_transformed_in_shards(layout, rank - 1)
+    return any(
         tensor.may_split(dim)
         for tensor in layout.tensors
-        for dim in range(len(tensor.shape) - count, len(tensor.shape))
+        for dim in range(rank - count, rank)
     )
+
+
+def _is_transformed_in_shards(layout: OpLayout, dim: int) -> bool:
+    """Whether XLA transforms a dim by its own method, and may be wrong."""
+    sizes, operand = layout.mesh.axes_size, layout.operands[0]
+    devices = layout.mesh.size // sizes(layout.manual)
+    kind = stablehlo.FftTypeAttr(layout.op.attributes["fft_type"]).value
+    if kind != "FFT" or devices == 1:
+        return False
+    if None in layout.shardings:
+        return True
+    if sizes(operand.axes(dim)) == devices:
+        return operand.shape[dim] % devices**2 != 0
+    return sizes(layout.results[0].axes(dim)) == devices
 
 
 def overlapping_windows(layout: OpLayout) -> bool:
