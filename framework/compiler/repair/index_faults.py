@@ -40,29 +40,21 @@ def _split_coordinates(layout: OpLayout) -> bool:
     return dim is not None and indices.may_split(dim)
 
 
-def _split_further(layout: OpLayout) -> bool:
-    """A gather whose result an axis splits further than its operands.
+def _regrouped(layout: OpLayout) -> bool:
+    """A gather whose tensors split dims of the indices, or columns, by unlike axes.
 
     XLA takes a gather apart by one kind of dim after another, columns of the table and
     dims of the indices among them, and reshards what the inner gather gives as if it
-    were the outer one's. Meant are dims of the indices that the result splits by an
-    axis more; and columns, where the table is split by others. Or by an axis less, if
-    some shards are smaller than others. Over two axes all that is right but where one
-    of them splits different dims.
+    were the outer one's. Columns do harm only where the table is split by others too.
+    Over two axes all that is right but where one of them splits different dims.
     """
     if not (_is_over_three_axes(layout) or _is_split_twice(layout)):
         return False
-    further = {
-        factor
-        for factor in range(len(layout.kinds))
-        for (*_, one), (*_, other) in itertools.combinations(layout.places(factor), 2)
-        if set(other) - set(one) or (not layout.is_even and set(one) - set(other))
-    }
-    table = set(layout.operands[0].factors)
-    columns = table - _row_factors(layout) - {None}
+    unlike = {f for f in range(len(layout.kinds)) if len(layout.groups(f)) > 1}
+    columns = set(layout.operands[0].factors) - _row_factors(layout) - {None}
     split = {factor for factor in columns if layout.groups(factor) - {()}}
     return bool(
-        further & _index_factors(layout) or (further & columns and split - further)
+        unlike & _index_factors(layout) or (unlike & columns and split - unlike)
     )
 
 
@@ -273,13 +265,12 @@ INDEX_FAULTS = (
         },
     ),
     Fault(
-        name="result split further",
-        what="is a gather whose result has an axis more (or less, where shards differ "
-        "in size) in a dim of the indices, or in one of several split dims of columns; "
-        "over three axes, replicated along one perhaps, or where one splits different "
-        "dims and others make more shards",
+        name="regrouped gather",
+        what="is a gather whose tensors split a dim of the indices by unlike axes, or "
+        "one of several split dims of columns; over three axes, replicated along one "
+        "perhaps, or where one splits different dims and others make more shards",
         ops=(GATHER,),
-        choose=evenly(_split_further, _PARALLEL, _REDUCED, agreed=True),
+        choose=evenly(_regrouped, _PARALLEL, _REDUCED, agreed=True),
         repair="its tensors are split alike",
         smallest={
             "gather_of_split_rows": Smallest(
@@ -316,6 +307,15 @@ INDEX_FAULTS = (
                   x: float32 [2, 8], arrives [_,_], annotated [_,X]
                   i: index int32 [4, 2] below 2, arrives [_,_], annotated [Z,_]
                   result: [4], annotated [Z.X], leaves [_]
+                """,
+            ),
+            "gather_of_indices_split_less": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.gather(x, i)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [8, 2], arrives [_,_], annotated [X,_]
+                  i: index int32 [4] below 8, arrives [_], annotated [Z.X]
+                  result: [4, 2], annotated [Z,_], leaves [_,_]
                 """,
             ),
             "gather_of_columns_split_further": Smallest(
