@@ -16,7 +16,13 @@ from meshwright.framework.compiler.repair.windows import (
     REDUCE_WINDOW,
     split_windows,
 )
-from meshwright.framework.compiler.stable_hlo import is_annotation, shape_of
+from meshwright.framework.compiler.stable_hlo import (
+    OUT_OF_MANUAL,
+    PREFIX,
+    call_target,
+    is_annotation,
+    shape_of,
+)
 
 SLICE, CONCATENATE = "stablehlo.slice", "stablehlo.concatenate"
 _SHARDY_ANNOTATIONS = ("sdy.sharding_constraint", "sdy.reshard")
@@ -79,20 +85,29 @@ def _is_split(layout: OpLayout, dim: int) -> bool:
 def may_cut_no_shard(op) -> bool:
     """A slice that takes the first elements along the dims that it cuts.
 
-    Not one that is annotated, of an argument or annotation that nothing else reads, as
-    of arguments that arrive padded: it is a copy, and there is nothing to mix up. Of
-    other tensors XLA may find out that they are copies of one that is read elsewhere.
+    Not one that is annotated, of an argument, an annotation or a manual region's result
+    that nothing else reads, as of arguments that arrive padded: it is a copy, and there
+    is nothing to mix up. Of other tensors XLA may find out that they are copies of one
+    that is read elsewhere.
     """
     (operand,), (result,) = op.operands, op.results
     origin, readers = _origin(operand), _readers(result)
-    is_apart = isinstance(origin.owner, ir.Block) or _is_annotation(origin.owner)
-    is_alone = is_apart and len(_readers(origin)) == 1
+    is_alone = _is_apart(origin.owner) and len(_readers(origin)) == 1
     is_copy = is_alone and all(map(_is_annotation, readers))
     return (
         shape_of(operand) != shape_of(result)
         and not any(op.attributes["start_indices"])
         and set(op.attributes["strides"]) <= {1}
         and not (len(readers) == 1 and is_copy)
+    )
+
+
+def _is_apart(maker) -> bool:
+    """Whether XLA cannot find a value to be a copy of another, by what makes it."""
+    return (
+        isinstance(maker, ir.Block)
+        or _is_annotation(maker)
+        or call_target(maker) == PREFIX + OUT_OF_MANUAL
     )
 
 
