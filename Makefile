@@ -45,11 +45,12 @@ test-slow: install
 	$(BIN)/pytest -n $(WORKERS) -m slow
 
 # The operator matrix with this many cases, others for each seed; docs/operators.md.
+# LAYOUTS=1 draws single operators over all axes instead.
 CASES ?= 5000
 SEED ?= $(shell date +%s)
 matrix: install
 	$(BIN)/python -m tests.operators.matrix --cases=$(CASES) --seed=$(SEED) \
-	  --workers=$(WORKERS)
+	  --workers=$(WORKERS) $(if $(LAYOUTS),--layouts)
 
 # So many hostile files for each reader, others for each seed; docs/hostile_input.md.
 fuzz: install

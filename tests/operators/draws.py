@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from tests.operators.cases import OTHER_MESHES, Case
+from tests.operators.layouts import LAYOUTS
 from tests.operators.operators import OPERATORS
 from tests.operators.use import BOOLEANS, Use
 
@@ -78,6 +79,30 @@ def cases(draw, operator: str, mesh: DeviceMesh) -> Case:
     if use.spatial and draw(BOOLEANS):
         case = draw(_with_halos(case))
     return case
+
+
+@st.composite
+def layouts(draw, name: str, mesh: DeviceMesh) -> Case:
+    """One of `LAYOUTS`, every tensor of its operator annotated."""
+    use = LAYOUTS[name]
+    inputs = [len(one.shape) for one in use.inputs.values()]
+    results = [len(shape) for shape in use.result_shapes]
+
+    def annotated(ranks):
+        return tuple(draw(shardings(mesh, rank)) for rank in ranks)
+
+    def replicated(ranks):
+        return tuple(Sharding.replicated(mesh, rank) for rank in ranks)
+
+    return Case(
+        operator="layouts",
+        use=use,
+        mesh=mesh,
+        arrives=replicated(inputs),
+        annotated=annotated(inputs),
+        result=annotated(results),
+        leaves=replicated(results),
+    )
 
 
 @st.composite

@@ -7,17 +7,21 @@ import dataclasses
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
 from meshwright.framework.compiler.program import Partitioner
 from tests.operators.apart import Verdict, judge
 from tests.operators.cases import MESHES, Case
-from tests.operators.draws import cases
+from tests.operators.draws import cases, layouts
+from tests.operators.layouts import LAYOUTS
 
-# A program costs as much again as a case in it.
+# A program costs as much again as a case in it, or as several of a single op.
 CASES_IN_A_PROGRAM = 6
+_LAYOUTS_IN_A_PROGRAM = 24
+# The numbers of meshes of three axes and of two.
+_LAYOUT_MESHES = (2, 0)
 _SHRINK_TRIES = 100
 _LONG = 1200
 
@@ -31,7 +35,7 @@ class Group:
     """Cases that are drawn, and judged in one program.
 
     Args:
-      operator: its name.
+      operator: its name in `OPERATORS` or `LAYOUTS`.
       partitioner: which.
       mesh: the number of one of `MESHES`.
       count: of the cases.
@@ -52,6 +56,7 @@ class Group:
 
     def each(self, check: Callable[[Case], object], phases: Sequence[Phase]) -> None:
         """Calls a function with each case, after the simplest of all."""
+        draw = layouts if self.operator in LAYOUTS else cases
 
         @settings(
             max_examples=self.count + 1,
@@ -62,7 +67,7 @@ class Group:
             report_multiple_bugs=False,
             verbosity=Verbosity.quiet,
         )
-        @given(cases(self.operator, MESHES[self.mesh]))
+        @given(draw(self.operator, MESHES[self.mesh]))
         def checked(case):
             check(case)
 
@@ -123,27 +128,34 @@ def shrunk(of: Judged, known: Mapping[str, Verdict]) -> Judged:
     return last
 
 
-def groups(operators: Sequence[str], total: int, seed: str) -> list[Group]:
+def groups(
+    operators: Sequence[str],
+    total: int,
+    seed: str,
+    partitioners: Iterable[Partitioner] = Partitioner,
+) -> list[Group]:
     """So many cases, alike for all operators; partitioners and meshes take turns."""
-    kinds = list(itertools.product(Partitioner, range(len(MESHES))))
-    turns = {
-        operator: random.Random(f"{operator} {seed}").sample(kinds, len(kinds))
-        for operator in operators
-    }
+    turns = {}
+    for operator in operators:
+        meshes = _LAYOUT_MESHES if operator in LAYOUTS else range(len(MESHES))
+        kinds = list(itertools.product(partitioners, meshes))
+        turns[operator] = random.Random(f"{operator} {seed}").sample(kinds, len(kinds))
     found: list[Group] = []
     for number in itertools.count():
         for operator in operators:
-            count = min(total, CASES_IN_A_PROGRAM)
+            most = _LAYOUTS_IN_A_PROGRAM if operator in LAYOUTS else CASES_IN_A_PROGRAM
+            count = min(total, most)
             if not count:
                 return found
             total -= count
-            partitioner, mesh = turns[operator][number % len(kinds)]
+            turn, again = number % len(turns[operator]), number // len(turns[operator])
+            partitioner, mesh = turns[operator][turn]
             one = Group(
                 operator=operator,
                 partitioner=partitioner,
                 mesh=mesh,
                 count=count,
-                seed=f"{seed}.{number // len(kinds)}",
+                seed=f"{seed}.{again}",
             )
             found.append(one)
     return found

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tests.operators.apart import Outcome
 from tests.operators.groups import Group, Judged, groups, judged, shrunk
+from tests.operators.layouts import LAYOUTS
 from tests.operators.operators import OPERATORS
 
 Kind = tuple[str, str]
@@ -27,11 +28,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", default=str(int(time.time())))
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--operators", nargs="*", default=list(OPERATORS))
+    parser.add_argument("--layouts", action="store_true", help="of single operators")
+    parser.add_argument("--operators", nargs="*", help="all, if not named")
     parser.add_argument("--no_shrinking", action="store_true")
     args = parser.parse_args()
     print(f"SEED={args.seed}", flush=True)
-    asked = groups(args.operators, args.cases, args.seed)
+    operators = args.operators or list(LAYOUTS if args.layouts else OPERATORS)
+    asked = groups(operators, args.cases, args.seed)
     spawn = multiprocessing.get_context("spawn")  # A fork lacks TF's threads.
     with concurrent.futures.ProcessPoolExecutor(args.workers, spawn) as pool:
         start = time.monotonic()

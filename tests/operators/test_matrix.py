@@ -7,8 +7,9 @@ import pytest
 from meshwright.framework.compiler.program import Partitioner
 from tests.operators.apart import Outcome, judge
 from tests.operators.cases import MESHES
-from tests.operators.groups import Group, judged, shrunk
+from tests.operators.groups import Group, groups, judged, shrunk
 from tests.operators.known_failures import KNOWN_FAILURES
+from tests.operators.layouts import LAYOUTS
 from tests.operators.operators import OPERATORS
 
 # More in a program cost less for each; `make matrix` draws others for each seed.
@@ -32,6 +33,19 @@ def test_one_device_and_several_agree(operator, partitioner):
     )
     found = judged(group)
     assert len(found) == CASES[partitioner]
+    _all_right(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_single_operators_are_right_in_any_layout(name, partitioner):
+    found = judged(*groups([name], 24, "", [partitioner]))
+    assert len(found) > 10
+    _all_right(found)
+
+
+def _all_right(found):
     known = {str(one.case): one.verdict for one in found}
     for one in found:
         if one.verdict.outcome.is_fault:
