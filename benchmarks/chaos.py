@@ -34,10 +34,10 @@ from absl import app, flags
 
 from meshwright import framework as mw
 from meshwright.trainers import mains
-from meshwright.trainers.checkpoints import Access, Checkpoints
-from meshwright.trainers.peers import LOST
-from meshwright.trainers.programs import Programs
-from meshwright.trainers.state import TrainState
+from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.processes.peers import LOST
 
 _KILLS = flags.DEFINE_integer("kills", 50, "How often to kill.", lower_bound=1)
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Of the training.", lower_bound=1)

@@ -31,9 +31,9 @@ import tensorflow as tf
 from absl import app, flags
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.topology import topology_devices
+from meshwright.framework.devices.topology import topology_devices
+from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.mains import build_experiment
-from meshwright.trainers.programs import Programs
 
 SIDES = {8: 2, 32: 4, 128: 8, 512: 16, 2048: 32}
 """Partitions, and the side of the square of v3 chips that has them, two to a chip."""

@@ -26,10 +26,10 @@ from collections.abc import Mapping, Sequence
 from absl import app, flags
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.hlo_text import HloModule
-from meshwright.framework.compiler.report import Collective
+from meshwright.framework.compiler.hlo.hlo_text import HloModule
+from meshwright.framework.compiler.hlo.report import Collective
+from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.mains import build_experiment
-from meshwright.trainers.programs import Programs
 
 _MESH = flags.DEFINE_list("mesh", ["4", "2"], "Devices along data and tensor.")
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "A step's.", lower_bound=1)

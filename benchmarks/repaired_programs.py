@@ -25,8 +25,8 @@ from absl import app, flags
 
 from meshwright import framework as mw
 from meshwright.framework.compiler.repair import check
+from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.mains import build_experiment
-from meshwright.trainers.programs import Programs
 
 _CONFIGS = flags.DEFINE_list(
     "configs",

@@ -6,12 +6,11 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # It announces itself otherwise.
 
-from meshwright.framework.compiler.explain import (  # noqa: E402
+from meshwright.framework.compiler.explaining.explain import (  # noqa: E402
     Explanation,
     explain,
 )
-from meshwright.framework.compiler.lower import LoweringError  # noqa: E402
-from meshwright.framework.compiler.platforms import set_platform  # noqa: E402
+from meshwright.framework.compiler.lowering.lower import LoweringError  # noqa: E402
 from meshwright.framework.compiler.program import (  # noqa: E402
     Partitioner,
     Program,
@@ -20,7 +19,7 @@ from meshwright.framework.compiler.program import (  # noqa: E402
 from meshwright.framework.compiler.sharding_types.checker import (  # noqa: E402
     ShardingTypeError,
 )
-from meshwright.framework.compiler.sharding_types.explain import (  # noqa: E402
+from meshwright.framework.compiler.sharding_types.explain_types import (  # noqa: E402
     TypedProgram,
     check_types,
     explain_types,
@@ -31,6 +30,7 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (  # noq
 from meshwright.framework.compiler.weight_update_sharding.shard import (  # noqa: E402
     UpdateSharding,
 )
+from meshwright.framework.compiler.xla.platforms import set_platform  # noqa: E402
 from meshwright.framework.modeling import schedules  # noqa: E402
 from meshwright.framework.modeling.adafactor import Adafactor  # noqa: E402
 from meshwright.framework.modeling.ema import ExponentialMovingAverage  # noqa: E402

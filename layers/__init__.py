@@ -1,18 +1,27 @@
 """The layer library; importing it registers every layer with gin."""
 
-from meshwright.layers.attention import MultiHeadAttention
+from meshwright.layers.attention.attention import MultiHeadAttention
+from meshwright.layers.attention.relative_attention import RelativeAttention
+from meshwright.layers.basic.dropout import Dropout
+from meshwright.layers.basic.embedding import Softmax, TokenEmbedding
+from meshwright.layers.basic.feed_forward import FeedForward
+from meshwright.layers.basic.normalization import (
+    BatchNorm,
+    GroupNorm,
+    LayerNorm,
+    RMSNorm,
+)
 from meshwright.layers.conformer import ConformerLayer, ConvolutionModule
-from meshwright.layers.convolution import (
+from meshwright.layers.convolutions.convolution import (
     Convolution,
     ConvSubsampling,
     DepthwiseConv1D,
     TransposedConvolution,
 )
-from meshwright.layers.dropout import Dropout
-from meshwright.layers.embedding import Softmax, TokenEmbedding
-from meshwright.layers.feed_forward import FeedForward
-from meshwright.layers.gating import Capacity
-from meshwright.layers.gatings import (
+from meshwright.layers.convolutions.resnet import ResNet
+from meshwright.layers.convolutions.unet3d import UNet3D
+from meshwright.layers.experts.gating import Capacity
+from meshwright.layers.experts.gatings import (
     ExpertChoice,
     Hash,
     Sinkhorn,
@@ -20,16 +29,12 @@ from meshwright.layers.gatings import (
     Top2,
     TopK,
 )
-from meshwright.layers.moe import ExpertFeedForward, MoE
+from meshwright.layers.experts.moe import ExpertFeedForward, MoE
 from meshwright.layers.neumf import NeuMF
-from meshwright.layers.normalization import BatchNorm, GroupNorm, LayerNorm, RMSNorm
-from meshwright.layers.pipeline import Pipeline
-from meshwright.layers.relative_attention import RelativeAttention
-from meshwright.layers.repeat import Repeat
-from meshwright.layers.resnet import ResNet
-from meshwright.layers.sequential import Sequential
+from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.repeat import Repeat
+from meshwright.layers.stacks.sequential import Sequential
 from meshwright.layers.transformer import TransformerLayer
-from meshwright.layers.unet3d import UNet3D
 
 __all__ = [
     "BatchNorm",

@@ -15,10 +15,10 @@ from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.convolution import DepthwiseConv1D
-from meshwright.layers.dropout import Dropout
-from meshwright.layers.feed_forward import BSH, Activation, FeedForward
-from meshwright.layers.linear import (
+from meshwright.layers.attention.relative_attention import RelativeAttention
+from meshwright.layers.basic.dropout import Dropout
+from meshwright.layers.basic.feed_forward import BSH, Activation, FeedForward
+from meshwright.layers.basic.linear import (
     BSM,
     contract,
     contract_each,
@@ -26,9 +26,9 @@ from meshwright.layers.linear import (
     read_stream,
     to_stream,
 )
-from meshwright.layers.masks import zero_padding
-from meshwright.layers.normalization import GroupNorm, LayerNorm
-from meshwright.layers.relative_attention import RelativeAttention
+from meshwright.layers.basic.masks import zero_padding
+from meshwright.layers.basic.normalization import GroupNorm, LayerNorm
+from meshwright.layers.convolutions.convolution import DepthwiseConv1D
 
 
 @gin.register

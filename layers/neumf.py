@@ -15,8 +15,8 @@ from meshwright.framework.modeling.checks import check_kind, check_value
 from meshwright.framework.modeling.initializers import FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.embedding import Lookup, pick_rows
-from meshwright.layers.linear import contract, per_feature
+from meshwright.layers.basic.embedding import Lookup, pick_rows
+from meshwright.layers.basic.linear import contract, per_feature
 
 BM = ("batch", "model")
 BH = ("batch", "hidden")

@@ -14,13 +14,13 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.attention import MultiHeadAttention
-from meshwright.layers.dropout import Dropout
-from meshwright.layers.feed_forward import Activation, FeedForward
-from meshwright.layers.linear import BSM
-from meshwright.layers.moe import MoE, x_and_aux
-from meshwright.layers.normalization import RMSNorm
-from meshwright.layers.positions import MaskKind, PositionKind
+from meshwright.layers.attention.attention import MultiHeadAttention
+from meshwright.layers.attention.positions import MaskKind, PositionKind
+from meshwright.layers.basic.dropout import Dropout
+from meshwright.layers.basic.feed_forward import Activation, FeedForward
+from meshwright.layers.basic.linear import BSM
+from meshwright.layers.basic.normalization import RMSNorm
+from meshwright.layers.experts.moe import MoE, x_and_aux
 
 
 @gin.register

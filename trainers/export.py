@@ -16,16 +16,21 @@ import time
 import numpy as np
 from absl import flags
 
-from meshwright.framework.compiler.jax_bridge import jax_mesh
-from meshwright.framework.compiler.platforms import set_platform
+from meshwright.framework.compiler.xla.jax_bridge import jax_mesh
+from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.nested_map import NestedMap
-from meshwright.trainers import loop, mains
-from meshwright.trainers.bundle import PLATFORMS, BundleOptions, export_bundle
-from meshwright.trainers.checkpoints import Access, CheckpointError, Checkpoints
-from meshwright.trainers.experiment import Experiment
-from meshwright.trainers.programs import Programs
-from meshwright.trainers.saved_model import ExportError, export_saved_model
-from meshwright.trainers.state import TrainState
+from meshwright.trainers import mains
+from meshwright.trainers.checkpoints.checkpoints import (
+    Access,
+    CheckpointError,
+    Checkpoints,
+)
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.exporting.bundle import PLATFORMS, BundleOptions, export_bundle
+from meshwright.trainers.exporting.saved_model import ExportError, export_saved_model
+from meshwright.trainers.training import loop
 
 SAVED_MODEL, BUNDLE = "saved_model", "bundle"
 

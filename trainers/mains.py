@@ -16,9 +16,9 @@ from absl import app, flags, logging
 
 import meshwright.layers
 import meshwright.tasks  # noqa: F401 (both register what gin files name)
-from meshwright.trainers import config
-from meshwright.trainers.experiment import Experiment
-from meshwright.trainers.printable import printable
+from meshwright.trainers.experiment import config
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.messages import printable
 
 GIN_FILE = flags.DEFINE_multi_string(
     "gin_file", None, "Gin file, by path or by its path under params/; may repeat."

@@ -13,18 +13,19 @@ import sys
 
 from absl import flags
 
-from meshwright.framework.compiler.explain import explain
-from meshwright.framework.compiler.jax_bridge import jax_mesh
-from meshwright.framework.compiler.platforms import set_platform
-from meshwright.trainers import mains, replication
-from meshwright.trainers.experiment import Experiment
-from meshwright.trainers.plan_document import document
-from meshwright.trainers.plan_text import plan_text
-from meshwright.trainers.planning import plan
-from meshwright.trainers.programs import Programs
-from meshwright.trainers.search import NothingFitsError
-from meshwright.trainers.search_main import OPTIONS, SEARCH, search_main
-from meshwright.trainers.sharding_text import sharding_text
+from meshwright.framework.compiler.explaining.explain import explain
+from meshwright.framework.compiler.xla.jax_bridge import jax_mesh
+from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.trainers import mains
+from meshwright.trainers.experiment import replication
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.sharding_text import sharding_text
+from meshwright.trainers.planning.plan_document import document
+from meshwright.trainers.planning.plan_text import plan_text
+from meshwright.trainers.planning.planning import plan
+from meshwright.trainers.search.search import NothingFitsError
+from meshwright.trainers.search.search_main import OPTIONS, SEARCH, search_main
 
 _EXPLAIN = flags.DEFINE_bool(
     "explain",
@@ -108,7 +109,7 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
     )
     if _HTML.value or _LOG_DIR.value:
         # matplotlib is only there for planning; told before anything is compiled.
-        from meshwright.trainers import plan_html, plan_tensorboard
+        from meshwright.trainers.planning import plan_html, plan_tensorboard
     json_out, html_out = map(mains.output_file, (_JSON, _HTML))
     found = document(
         plan(experiment, topology=_TOPOLOGY.value), config_text=config_text

@@ -10,14 +10,19 @@ import time
 
 from absl import flags
 
-from meshwright.framework.compiler.platforms import set_platform
-from meshwright.framework.compiler.processes import check_takes_part, is_first_process
+from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.framework.compiler.xla.processes import (
+    check_takes_part,
+    is_first_process,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.trainers import evaluation, loop, mains, processes
-from meshwright.trainers.checkpoints import CheckpointError
-from meshwright.trainers.experiment import Experiment
-from meshwright.trainers.peers import PeerError, Peers
-from meshwright.trainers.programs import Programs
+from meshwright.trainers import mains
+from meshwright.trainers.checkpoints.checkpoints import CheckpointError
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.processes import processes
+from meshwright.trainers.processes.peers import PeerError, Peers
+from meshwright.trainers.training import evaluation, loop
 
 _MODEL_DIR = flags.DEFINE_string(
     "model_dir", None, "Folder of checkpoints and TensorBoard events."

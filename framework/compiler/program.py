@@ -11,31 +11,31 @@ import gin
 import jax
 import tensorflow as tf
 
-from meshwright.framework.compiler import jax_bridge, standstill
-from meshwright.framework.compiler.arguments import Arguments, check_structure
-from meshwright.framework.compiler.borders import (
+from meshwright.framework.compiler.boundary.arguments import Arguments, check_structure
+from meshwright.framework.compiler.boundary.borders import (
     flat_numbers,
     stored_forms,
     stored_spec,
 )
-from meshwright.framework.compiler.hlo_text import HloModule
-from meshwright.framework.compiler.lower import (
+from meshwright.framework.compiler.hlo.hlo_text import HloModule
+from meshwright.framework.compiler.hlo.report import Collective, collectives_of
+from meshwright.framework.compiler.lowering.lower import (
     LoweredFunction,
     LoweringError,
     argument_specs,
     lower,
 )
+from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.pending.carry import carry_pending
-from meshwright.framework.compiler.processes import check_child, to_host
 from meshwright.framework.compiler.repair import check
 from meshwright.framework.compiler.repair.repaired import Repair
-from meshwright.framework.compiler.report import Collective, collectives_of
-from meshwright.framework.compiler.sources import Sources
-from meshwright.framework.compiler.weight_update_sharding.report import UpdateReport
+from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.weight_update_sharding.shard import (
     UpdateSharding,
     shard_weight_updates,
 )
+from meshwright.framework.compiler.xla import jax_bridge, standstill
+from meshwright.framework.compiler.xla.processes import check_child, to_host
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm

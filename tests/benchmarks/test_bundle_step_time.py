@@ -8,15 +8,20 @@ import sys
 
 import pytest
 
-from meshwright.trainers.bundle import BundleOptions, export_bundle
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.exporting.bundle import BundleOptions, export_bundle
 from meshwright.trainers.mains import build_experiment
-from meshwright.trainers.programs import Programs
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "bundle_step_time.py"
+SCRIPT = (
+    pathlib.Path(__file__).parents[2]
+    / "benchmarks"
+    / "step_times"
+    / "bundle_step_time.py"
+)
 # Where a script finds its neighbours.
 sys.path.append(str(SCRIPT.parent))
 
-from benchmarks import bundle_step_time, interleave  # noqa: E402
+from benchmarks.step_times import bundle_step_time, interleave  # noqa: E402
 
 SMALLEST = (
     "MODEL_DIMS = 32",

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "look_time.py"
+SCRIPT = (
+    pathlib.Path(__file__).parents[2] / "benchmarks" / "step_times" / "look_time.py"
+)
 
 
 @pytest.mark.slow

@@ -10,28 +10,28 @@ import sys
 import pytest
 
 # Where a script finds its neighbours.
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks" / "papers"))
 
-from benchmarks import paper_tables  # noqa: E402
-from benchmarks.paper_tables import (  # noqa: E402
+from benchmarks.papers import paper_tables  # noqa: E402
+from benchmarks.papers.paper_tables import (  # noqa: E402
     CALIBRATED,
     GSPMD_ROWS,
     ROWS,
     Row,
     paper_updates,
 )
-from meshwright.framework.compiler import step_time  # noqa: E402
-from meshwright.framework.compiler.hlo_text import HloModule  # noqa: E402
-from meshwright.framework.compiler.step_time import OpTime, Part  # noqa: E402
-from meshwright.framework.compiler.topology import topology  # noqa: E402
+from meshwright.framework.compiler.hlo import step_time  # noqa: E402
+from meshwright.framework.compiler.hlo.hlo_text import HloModule  # noqa: E402
+from meshwright.framework.compiler.hlo.step_time import OpTime, Part  # noqa: E402
+from meshwright.framework.devices.topology import topology  # noqa: E402
+from meshwright.trainers.experiment.programs import Programs  # noqa: E402
 from meshwright.trainers.mains import build_experiment  # noqa: E402
-from meshwright.trainers.plan_cache import PlanCache  # noqa: E402
-from meshwright.trainers.programs import Programs  # noqa: E402
+from meshwright.trainers.search.plan_cache import PlanCache  # noqa: E402
 from tests import needs  # noqa: E402
 
 SCRIPT = pathlib.Path(paper_tables.__file__)
 # All rows, by --json_out: to be written anew when the compiler or a layer changes.
-KEPT = SCRIPT.parents[1] / "tests" / "data" / "paper_rows.json"
+KEPT = SCRIPT.parents[2] / "tests" / "data" / "paper_rows.json"
 
 
 def flops_off(row):
@@ -85,7 +85,7 @@ def test_flops_are_the_papers(row):
 
 def test_the_docs_have_the_kept_rows():
     """Tables 6, 7 and GShard's: what a cell says is what was found."""
-    text = (SCRIPT.parents[1] / "docs" / "planning.md").read_text()
+    text = (SCRIPT.parents[2] / "docs" / "planning.md").read_text()
     cells = {cell.strip() for line in text.splitlines() for cell in line.split("|")}
     for (table, name), kept in kept_rows().items():
         if table in CALIBRATED:

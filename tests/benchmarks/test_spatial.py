@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from benchmarks import spatial_plot
+from benchmarks.papers import spatial_plot
 
 FOLDER = pathlib.Path(spatial_plot.__file__).parent
-KEPT = FOLDER.parent / "tests" / "data" / "paper_rows.json"
+KEPT = FOLDER.parents[1] / "tests" / "data" / "paper_rows.json"
 
 
 def run(script: str, *flags: str) -> subprocess.CompletedProcess:

@@ -17,15 +17,15 @@ import meshwright.layers  # noqa: F401 (before the rest, so that it is no guide)
 _GUIDES = ["meshwright.tasks", "nibabel", "polib", "scipy.io.wavfile"]
 
 with atheris.instrument_imports(include=_GUIDES):
-    from tests.fuzz import apart, readers, test_readers
+    from tests.fuzz import child, readers, test_readers
 
 
 def main() -> None:
     """Runs until something fails or libFuzzer's options say to stop."""
-    reader, watch = sys.argv.pop(1), apart.Watch()
+    reader, watch = sys.argv.pop(1), child.Watch()
 
     def read(name, files):
-        found = apart.outcome(readers.READERS[name], files, watch)
+        found = child.outcome(readers.READERS[name], files, watch)
         readers.forget()
         return found
 

@@ -13,18 +13,26 @@ import numpy as np
 from absl import app, flags
 from absl.testing import flagsaver
 
-from meshwright.tasks import parallel_text
-from meshwright.tasks.image_files import ImageFiles
-from meshwright.tasks.image_input import ImageInput
-from meshwright.tasks.interactions import RatingsFile
-from meshwright.tasks.speech_audio import read_wav, wav_length
-from meshwright.tasks.speech_manifest import Manifest
-from meshwright.tasks.text_input import Split
-from meshwright.tasks.vocabulary import SentencePieceVocabulary
-from meshwright.tasks.volume_files import Case, Intensities, VolumeFiles, grid, load
-from meshwright.trainers import config, mains, search_main, train
-from meshwright.trainers.batches import readable
-from meshwright.trainers.experiment import Experiment
+from meshwright.tasks.images.image_files import ImageFiles
+from meshwright.tasks.images.image_input import ImageInput
+from meshwright.tasks.recommendation.interactions import RatingsFile
+from meshwright.tasks.segmentation.volume_files import (
+    Case,
+    Intensities,
+    VolumeFiles,
+    grid,
+    load,
+)
+from meshwright.tasks.speech.speech_audio import read_wav, wav_length
+from meshwright.tasks.speech.speech_manifest import Manifest
+from meshwright.tasks.text import parallel_text
+from meshwright.tasks.text.text_input import Split
+from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
+from meshwright.trainers import mains, train
+from meshwright.trainers.experiment import config
+from meshwright.trainers.experiment.batches import readable
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.search import search_main
 
 Reader = Callable[[pathlib.Path], None]
 

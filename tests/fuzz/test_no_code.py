@@ -8,9 +8,9 @@ import pickle
 import numpy as np
 import pytest
 
-from meshwright.trainers import config
-from meshwright.trainers.experiment import Experiment
-from tests.fuzz.apart import Ending, read
+from meshwright.trainers.experiment import config
+from meshwright.trainers.experiment.experiment import Experiment
+from tests.fuzz.child import Ending, read
 from tests.fuzz.readers import READERS
 from tests.fuzz.valid import VALID
 

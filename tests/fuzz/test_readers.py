@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from meshwright.trainers.printable import printable
-from tests.fuzz.apart import Ending, Outcome, read
-from tests.fuzz.draws import cases
+from meshwright.trainers.messages import printable
+from tests.fuzz.child import Ending, Outcome, read
+from tests.fuzz.damage import cases
 from tests.fuzz.readers import READERS
 from tests.fuzz.valid import VALID
 

@@ -14,10 +14,10 @@ import nibabel
 import numpy as np
 import tensorflow as tf
 
-from meshwright.tasks.vocabulary import SentencePieceVocabulary
-from tests.tasks.image_records import example, gradient, jpeg
-from tests.tasks.parallel_files import catalogue, sentences, spell
-from tests.tasks.volume_files_on_disk import boxes, image_of
+from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
+from tests.tasks.images.image_records import example, gradient, jpeg
+from tests.tasks.segmentation.volume_files_on_disk import boxes, image_of
+from tests.tasks.text.parallel_files import catalogue, sentences, spell
 
 
 def wav(

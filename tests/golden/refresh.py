@@ -2,9 +2,9 @@
 
 import pathlib
 
-from meshwright.trainers.config import PARAMS
+from meshwright.trainers.experiment.config import PARAMS
+from meshwright.trainers.experiment.sharding_text import sharding_text
 from meshwright.trainers.mains import build_experiment
-from meshwright.trainers.sharding_text import sharding_text
 
 GOLDEN = pathlib.Path(__file__).parent
 

@@ -19,13 +19,13 @@ from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
+from meshwright.layers.basic.normalization import BatchNorm, GroupNorm, LayerNorm
 from meshwright.layers.conformer import ConvolutionModule, conformer_layer
-from meshwright.layers.convolution import DepthwiseConv1D
-from meshwright.layers.normalization import BatchNorm, GroupNorm, LayerNorm
-from meshwright.layers.pipeline import Pipeline
-from meshwright.layers.repeat import Repeat
-from meshwright.layers.stages import StageMode
-from meshwright.trainers.config import PARAMS
+from meshwright.layers.convolutions.convolution import DepthwiseConv1D
+from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.repeat import Repeat
+from meshwright.layers.stacks.stages import StageMode
+from meshwright.trainers.experiment.config import PARAMS
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 B, S, M = 2, 12, 8

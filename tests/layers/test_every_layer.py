@@ -7,20 +7,30 @@ import pytest
 import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
 
-from meshwright.framework.compiler.lower import lower
+from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import Partitioner
 from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
-from meshwright.layers.attention import MultiHeadAttention
+from meshwright.layers.attention.attention import MultiHeadAttention
+from meshwright.layers.attention.positions import MaskKind, PositionKind
+from meshwright.layers.attention.relative_attention import RelativeAttention
+from meshwright.layers.basic.embedding import (
+    Lookup,
+    Softmax,
+    SoftmaxKind,
+    TokenEmbedding,
+)
+from meshwright.layers.basic.feed_forward import Activation, FeedForward
+from meshwright.layers.basic.normalization import (
+    BatchNorm,
+    GroupNorm,
+    LayerNorm,
+    RMSNorm,
+)
 from meshwright.layers.conformer import conformer_layer
-from meshwright.layers.convolution import DepthwiseConv1D
-from meshwright.layers.embedding import Lookup, Softmax, SoftmaxKind, TokenEmbedding
-from meshwright.layers.feed_forward import Activation, FeedForward
-from meshwright.layers.normalization import BatchNorm, GroupNorm, LayerNorm, RMSNorm
-from meshwright.layers.positions import MaskKind, PositionKind
-from meshwright.layers.relative_attention import RelativeAttention
+from meshwright.layers.convolutions.convolution import DepthwiseConv1D
 from meshwright.layers.transformer import transformer_layer
 
 B, S, M, V = 2, 8, 4, 11

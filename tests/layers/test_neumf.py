@@ -9,7 +9,7 @@ from meshwright.framework.modeling.layer import Context, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
-from meshwright.layers.embedding import Lookup
+from meshwright.layers.basic.embedding import Lookup
 from meshwright.layers.neumf import NeuMF
 
 U, ITEMS, B = 10, 6, 8

@@ -15,14 +15,14 @@ from meshwright import framework as mw
 from meshwright.framework.modeling.layer import Context, added_up, annotate_weights
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
+from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.basic.feed_forward import Activation
+from meshwright.layers.basic.linear import BSM
 from meshwright.layers.conformer import conformer_layer
-from meshwright.layers.feed_forward import Activation
-from meshwright.layers.gatings import Top2
-from meshwright.layers.linear import BSM
-from meshwright.layers.moe import ExpertFeedForward, MoE
-from meshwright.layers.pipeline import Pipeline
-from meshwright.layers.positions import PositionKind
-from meshwright.layers.repeat import Repeat
+from meshwright.layers.experts.gatings import Top2
+from meshwright.layers.experts.moe import ExpertFeedForward, MoE
+from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.transformer import transformer_layer
 
 B, S, M = 4, 16, 8

@@ -11,9 +11,9 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.sharding.plan import ShardingPlan
-from meshwright.layers.dropout import Dropout
-from meshwright.layers.feed_forward import Activation
-from meshwright.layers.positions import PositionKind
+from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.basic.dropout import Dropout
+from meshwright.layers.basic.feed_forward import Activation
 from meshwright.layers.transformer import TransformerLayer, transformer_layer
 
 SIZES = {"model_dims": 8, "hidden_dims": 32, "num_heads": 4, "head_dim": 2}

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 
 from meshwright.framework import set_platform
 from meshwright.framework.compiler.program import Partitioner
-from meshwright.framework.compiler.repair.fault import Fault, Smallest
-from meshwright.framework.compiler.repair.faults import FAULTS
+from meshwright.framework.compiler.repair.table.fault import Fault, Smallest
+from meshwright.framework.compiler.repair.table.faults import FAULTS
 from meshwright.framework.sharding.sharding import Sharding
-from tests.operators.cases import Case, compiled
+from tests.operators.judging.cases import Case, compiled
+from tests.operators.judging.printed import case_of
 from tests.operators.known_failures import KNOWN_FAILURES, KnownFailure
-from tests.operators.printed import case_of
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "operators.md"
 _TABLES = re.compile(

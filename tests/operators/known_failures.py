@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 
 from meshwright.framework.compiler.program import Partitioner
-from meshwright.framework.compiler.repair.fault import Fault, Smallest
-from meshwright.framework.compiler.repair.fault import Outcome as Expected
-from meshwright.framework.compiler.repair.faults import FAULTS
-from tests.operators.apart import Outcome
-from tests.operators.cases import Case
-from tests.operators.printed import case_of
+from meshwright.framework.compiler.repair.table.fault import Fault, Smallest
+from meshwright.framework.compiler.repair.table.fault import Outcome as Expected
+from meshwright.framework.compiler.repair.table.faults import FAULTS
+from tests.operators.judging.apart import Outcome
+from tests.operators.judging.cases import Case
+from tests.operators.judging.printed import case_of
 
 OUTCOMES = {
     Expected.WRONG: Outcome.WRONG,

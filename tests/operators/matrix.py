@@ -14,10 +14,10 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
-from tests.operators.apart import Outcome
-from tests.operators.groups import Group, Judged, groups, judged, shrunk
-from tests.operators.layouts import LAYOUTS
-from tests.operators.operators import OPERATORS
+from tests.operators.definitions.operators import OPERATORS
+from tests.operators.judging.apart import Outcome
+from tests.operators.judging.groups import Group, Judged, groups, judged, shrunk
+from tests.operators.judging.layouts import LAYOUTS
 
 Kind = tuple[str, str]
 """An operator, and what becomes of it: faults that probably have one cause."""

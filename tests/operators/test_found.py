@@ -6,8 +6,8 @@ They are as it printed them; the table's own programs are smaller.
 import pytest
 
 from meshwright.framework.compiler.program import Partitioner
-from tests.operators.apart import Outcome, judge
-from tests.operators.printed import case_of
+from tests.operators.judging.apart import Outcome, judge
+from tests.operators.judging.printed import case_of
 
 FOUND = {
     "gradient_of_a_solution": """

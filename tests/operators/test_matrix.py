@@ -5,12 +5,12 @@ import zlib
 import pytest
 
 from meshwright.framework.compiler.program import Partitioner
-from tests.operators.apart import Outcome, judge
-from tests.operators.cases import MESHES
-from tests.operators.groups import Group, groups, judged, shrunk
+from tests.operators.definitions.operators import OPERATORS
+from tests.operators.judging.apart import Outcome, judge
+from tests.operators.judging.cases import MESHES
+from tests.operators.judging.groups import Group, groups, judged, shrunk
+from tests.operators.judging.layouts import LAYOUTS
 from tests.operators.known_failures import KNOWN_FAILURES
-from tests.operators.layouts import LAYOUTS
-from tests.operators.operators import OPERATORS
 
 # More in a program cost less for each; `make matrix` draws others for each seed.
 CASES = {Partitioner.SHARDY: 2, Partitioner.GSPMD: 1}

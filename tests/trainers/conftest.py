@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from meshwright.trainers import loop
+from meshwright.trainers.training import loop
 from tests.trainers import small_run
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
-from meshwright.trainers.experiment import Experiment
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.mains import build_experiment
-from meshwright.trainers.programs import Programs
-from meshwright.trainers.state import TrainState
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 

@@ -17,10 +17,10 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 )
 from tensorboard.util import tensor_util
 
-from meshwright.trainers import loop
-from meshwright.trainers.checkpoints import Access, Checkpoints
-from meshwright.trainers.programs import Programs
-from meshwright.trainers.state import TrainState
+from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.training import loop
 from tests.trainers.parity import DATA, small_experiment
 
 ROOT = pathlib.Path(__file__).parents[2]

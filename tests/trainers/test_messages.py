@@ -5,7 +5,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from meshwright.trainers import mains
-from meshwright.trainers.printable import printable
+from meshwright.trainers.messages import printable
 
 
 def test_what_does_not_print_is_escaped():

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.pending.ends import with_sharding
 from meshwright.framework.compiler.pending.partial_sums import Summed, local_sum
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,
     border_config,
     dot_dims,

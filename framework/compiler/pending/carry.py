@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from meshwright.framework.compiler.completed import completed_module
-from meshwright.framework.compiler.lower import LoweredFunction
-from meshwright.framework.compiler.modules import bytecode
-from meshwright.framework.compiler.pending.plan import Plan
+from meshwright.framework.compiler.lowering.lower import LoweredFunction
+from meshwright.framework.compiler.pending.assignment import Plan
 from meshwright.framework.compiler.pending.regions import refuse_in_regions
-from meshwright.framework.compiler.pending.write import write_parts
-from meshwright.framework.compiler.stable_hlo import Blame
+from meshwright.framework.compiler.pending.write_parts import write_parts
+from meshwright.framework.compiler.stablehlo.completed import completed_module
+from meshwright.framework.compiler.stablehlo.modules import bytecode
+from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from meshwright.framework.sharding.annotations import TYPED
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import PREFIX

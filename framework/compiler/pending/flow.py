@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.completed import CompletedModule
-from meshwright.framework.compiler.lower import LoweringError
+from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.pending.linear import choices, why_not
 from meshwright.framework.compiler.pending.ties import Tie, ties_of
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     WHILE,
     Blame,

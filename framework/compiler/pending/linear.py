@@ -14,8 +14,10 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.repair.conv_rewrite import convolution_of
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
+    convolution_of,
+)
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     adds,
     element_type,
     is_annotation,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     dot_dims,
     element_type,
     integers,

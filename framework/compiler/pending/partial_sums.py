@@ -14,10 +14,12 @@ from typing import Protocol
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.pending.linear import is_zero
-from meshwright.framework.compiler.repair.conv_rewrite import convolution_of
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
+    convolution_of,
+)
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     INTO_MANUAL,
     adds,
     border_config,

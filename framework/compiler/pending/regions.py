@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,
     Blame,
     Placeholder,

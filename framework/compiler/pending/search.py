@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.pending.linear import choices, is_zero
 from meshwright.framework.compiler.pending.partial_sums import Summed, sum_of
 from meshwright.framework.compiler.pending.ties import Tie, tie_of
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 
 Axes = tuple[str, ...]
 

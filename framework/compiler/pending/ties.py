@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stable_hlo import BRANCHES, WHILE, end_of
+from meshwright.framework.compiler.stablehlo.stable_hlo import BRANCHES, WHILE, end_of
 
 
 @dataclasses.dataclass(frozen=True)

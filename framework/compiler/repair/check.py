@@ -19,32 +19,23 @@ from absl import logging
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from meshwright.framework.compiler import jax_bridge
-from meshwright.framework.compiler.completion import ending_early
-from meshwright.framework.compiler.jax_bridge import MeshProgram
-from meshwright.framework.compiler.lower import LoweredFunction, LoweringError
-from meshwright.framework.compiler.modules import (
-    bytecode,
-    neutral_module,
-    prepare,
-    stable_hlo,
-    write_borders,
-    write_for,
-)
-from meshwright.framework.compiler.propagation import Propagated
-from meshwright.framework.compiler.repair import conv_layout, looks
-from meshwright.framework.compiler.repair.conv_match import Shardings
-from meshwright.framework.compiler.repair.conv_rewrite import lay_out
-from meshwright.framework.compiler.repair.fault import Chosen, Fault
-from meshwright.framework.compiler.repair.faults import FAULTS
-from meshwright.framework.compiler.repair.halo_rewrite import lay_out_in_blocks
-from meshwright.framework.compiler.repair.halos import Halos
+from meshwright.framework.compiler.hlo.completion import ending_early
+from meshwright.framework.compiler.lowering.lower import LoweredFunction, LoweringError
+from meshwright.framework.compiler.repair import looks
+from meshwright.framework.compiler.repair.convolutions import conv_layout
+from meshwright.framework.compiler.repair.convolutions.conv_match import Shardings
+from meshwright.framework.compiler.repair.convolutions.conv_rewrite import lay_out
+from meshwright.framework.compiler.repair.halos.halo_rewrite import lay_out_in_blocks
+from meshwright.framework.compiler.repair.halos.halos import Halos
 from meshwright.framework.compiler.repair.op_layout import (
     EvenLayout,
     OpLayout,
     even_layout,
 )
-from meshwright.framework.compiler.repair.patterns import (
+from meshwright.framework.compiler.repair.repaired import Repair, repair_of
+from meshwright.framework.compiler.repair.table.fault import Chosen, Fault
+from meshwright.framework.compiler.repair.table.faults import FAULTS
+from meshwright.framework.compiler.repair.table.patterns import (
     CONCATENATE,
     FOURIER,
     PRODUCTS,
@@ -55,9 +46,19 @@ from meshwright.framework.compiler.repair.patterns import (
     may_regroup,
     stepped_dims,
 )
-from meshwright.framework.compiler.repair.repaired import Repair, repair_of
 from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
-from meshwright.framework.compiler.stable_hlo import Blame
+from meshwright.framework.compiler.stablehlo.modules import (
+    bytecode,
+    neutral_module,
+    prepare,
+    stable_hlo,
+    write_borders,
+    write_for,
+)
+from meshwright.framework.compiler.stablehlo.propagation import Propagated
+from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
+from meshwright.framework.compiler.xla import jax_bridge
+from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 

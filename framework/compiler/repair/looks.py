@@ -14,23 +14,23 @@ from typing import Any
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from meshwright.framework.compiler.completion import completed_by_gspmd
-from meshwright.framework.compiler.hlo_text import Instruction
-from meshwright.framework.compiler.jax_bridge import MeshProgram
-from meshwright.framework.compiler.lower import LoweringError
-from meshwright.framework.compiler.propagation import Propagated, manual_axes
-from meshwright.framework.compiler.repair.conv_match import (
+from meshwright.framework.compiler.hlo.completion import completed_by_gspmd
+from meshwright.framework.compiler.hlo.hlo_text import Instruction
+from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.repair.convolutions.conv_match import (
     Shardings,
     originals,
     reshaped,
 )
-from meshwright.framework.compiler.repair.conv_rewrite import (
+from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
     CONVOLUTION,
     convolution_of,
 )
 from meshwright.framework.compiler.repair.op_layout import OpLayout, layout_of
-from meshwright.framework.compiler.repair.patterns import PRODUCTS
-from meshwright.framework.compiler.stable_hlo import shape_of, walk
+from meshwright.framework.compiler.repair.table.patterns import PRODUCTS
+from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
+from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
+from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
 
 TAG = "meshwright_op"
 """XLA's frontend attribute that tells which operation is which."""

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from jaxlib.mlir.dialects import sdy
 
-from meshwright.framework.compiler.hlo_text import itemsize
-from meshwright.framework.compiler.stable_hlo import dtype_of, shape_of
+from meshwright.framework.compiler.hlo.hlo_text import itemsize
+from meshwright.framework.compiler.stablehlo.stable_hlo import dtype_of, shape_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 

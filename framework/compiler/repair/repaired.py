@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshwright.framework.compiler.repair.conv_layout import Layout, joined
-from meshwright.framework.compiler.repair.fault import Chosen, Fault
-from meshwright.framework.compiler.repair.halos import Halos
+from meshwright.framework.compiler.lowering.sources import Source, Sources, program_name
+from meshwright.framework.compiler.repair.convolutions.conv_layout import Layout, joined
+from meshwright.framework.compiler.repair.halos.halos import Halos
 from meshwright.framework.compiler.repair.op_layout import FactorKind, OpLayout, Tensor
-from meshwright.framework.compiler.sources import Source, Sources, program_name
-from meshwright.framework.compiler.stable_hlo import op_name
+from meshwright.framework.compiler.repair.table.fault import Chosen, Fault
+from meshwright.framework.compiler.stablehlo.stable_hlo import op_name
 from meshwright.framework.sharding.sharding import Sharding
 
 

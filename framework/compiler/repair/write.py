@@ -12,10 +12,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jaxlib.mlir.dialects import sdy
 
-from meshwright.framework.compiler.constraints import sdy_attribute
 from meshwright.framework.compiler.repair.op_layout import EvenLayout
-from meshwright.framework.compiler.repair.patterns import SCATTER
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.repair.table.patterns import SCATTER
+from meshwright.framework.compiler.stablehlo.constraints import sdy_attribute
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     after,
     asked_sharding,
     element_type,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.lower import LoweringError
+from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.pending.partial_sums import sum_of
 from meshwright.framework.compiler.pending.regions import (
     REMEDY,
@@ -32,7 +32,7 @@ from meshwright.framework.compiler.sharding_types.tensor_type import (
     IllTypedError,
     TensorType,
 )
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     OUT_OF_MANUAL,
     WHILE,

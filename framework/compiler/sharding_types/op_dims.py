@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.pending.linear import choices
-from meshwright.framework.compiler.repair.conv_rewrite import convolution_of
+from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
+    convolution_of,
+)
 from meshwright.framework.compiler.sharding_types.combine import Labels, OpDims
 from meshwright.framework.compiler.sharding_types.op_windows import (
     WINDOW_RULES,
     whole_dims,
 )
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     dot_dims,
     element_type,
     integers,

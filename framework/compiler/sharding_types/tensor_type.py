@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stable_hlo import dtype_of
+from meshwright.framework.compiler.stablehlo.stable_hlo import dtype_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshwright.framework.compiler.sharding_types.explain import (
+    from meshwright.framework.compiler.sharding_types.explain_types import (
         TypedProgram,
         TypedTensor,
     )

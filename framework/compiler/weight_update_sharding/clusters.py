@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.hlo_text import itemsize
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.hlo.hlo_text import itemsize
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     WHILE,
     dtype_of,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     Dims,

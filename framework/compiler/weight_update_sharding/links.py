@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.completed import CompletedModule
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     WHILE,
     constant_of,

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.completed import CompletedModule
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     INTO_MANUAL,
     WHILE,

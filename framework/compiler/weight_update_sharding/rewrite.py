@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.completed import CompletedModule
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     after,
     end_of,

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.completed import CompletedModule
 from meshwright.framework.compiler.pending.linear import choices, converts_exactly
 from meshwright.framework.compiler.pending.partial_sums import (
     Summed,
@@ -24,7 +23,8 @@ from meshwright.framework.compiler.pending.partial_sums import (
     scattered_along,
     sum_of,
 )
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,
     border_config,
     placeholder_call,

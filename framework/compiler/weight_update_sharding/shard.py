@@ -9,25 +9,25 @@ import jax
 import tensorflow as tf
 from tensorflow.python.util import nest
 
-from meshwright.framework.compiler.borders import stored_spec
-from meshwright.framework.compiler.completed import completed_module
-from meshwright.framework.compiler.lower import LoweredFunction
-from meshwright.framework.compiler.modules import bytecode
-from meshwright.framework.compiler.tpu import kind_of
+from meshwright.framework.compiler.boundary.borders import stored_spec
+from meshwright.framework.compiler.lowering.lower import LoweredFunction
+from meshwright.framework.compiler.stablehlo.completed import completed_module
+from meshwright.framework.compiler.stablehlo.modules import bytecode
 from meshwright.framework.compiler.weight_update_sharding.clusters import find_clusters
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     Machine,
     WeightUpdateSharding,
     decide,
 )
-from meshwright.framework.compiler.weight_update_sharding.formats import Tiles
-from meshwright.framework.compiler.weight_update_sharding.links import links_of
-from meshwright.framework.compiler.weight_update_sharding.redundancy import analyze
-from meshwright.framework.compiler.weight_update_sharding.report import (
+from meshwright.framework.compiler.weight_update_sharding.decisions import (
     UpdateReport,
     update_report,
 )
+from meshwright.framework.compiler.weight_update_sharding.formats import Tiles
+from meshwright.framework.compiler.weight_update_sharding.links import links_of
+from meshwright.framework.compiler.weight_update_sharding.redundancy import analyze
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
+from meshwright.framework.devices.tpu import kind_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.stored_form import StoredForm
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stable_hlo import (
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
     is_annotation,
     reduced_dims,
     shape_of,

@@ -1,0 +1,190 @@
+"""Step times of Meshwright, of hand-written JAX and of TF's own compiler, in turns.
+
+    python benchmarks/step_times/step_time.py [--settings=tiny,large]
+      [--meshes=1x1,2x1,2x4] [--rounds=6] [--steps=N]
+
+Every program trains the language model of `lm/stdlib_tiny.gin` in a process of its own:
+the same maths, initial weights, tokens, shardings, and steps in a compiled call, the
+state donated. `reference_jax.py` is the JAX one, twice: its layers in a `lax.scan`, as
+Meshwright's are in a loop, and one after another. TF's runs on one device only.
+
+The programs of a mesh take turns, so that whatever else the machine does meets them
+alike. A ratio is Meshwright's time over another program's in the same round; the table
+has medians over rounds, and below 1 Meshwright is faster. On a busy machine trust CPU
+seconds more than the clock. Programs that do not train alike are not compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+
+from absl import app, flags
+from interleave import Turn, Worker, loss_difference, take_turns
+
+VARIANTS = pathlib.Path(__file__).with_name("variants.py")
+OURS = "meshwright"
+LABELS = {
+    OURS: "Meshwright",
+    "jax_scan": "JAX, scan",
+    "jax_unrolled": "JAX, unrolled",
+    "tf_jit": "TF jit_compile",
+}
+"""The variants, and what the table calls them."""
+CHECKED_STEPS = 4
+LOSS_TOLERANCE = 1e-4  # Relative.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A size of the model.
+
+    Args:
+      bindings: over those of `lm/stdlib_tiny.gin`.
+      steps: of a turn, enough for seconds.
+    """
+
+    bindings: Sequence[str]
+    steps: int
+
+
+SETTINGS = {
+    "tiny": Setting(bindings=(), steps=10),
+    # About a second a step on one device of two cores.
+    "large": Setting(
+        bindings=(
+            "MODEL_DIMS = 512",
+            "HIDDEN_DIMS = 2048",
+            "NUM_HEADS = 8",
+            "HEAD_DIM = 64",
+            "NUM_LAYERS = 6",
+            "Experiment.global_batch = 8",
+            "Experiment.steps_per_loop = 1",
+        ),
+        steps=1,
+    ),
+    # For the test of this file.
+    "smallest": Setting(
+        bindings=(
+            "MODEL_DIMS = 16",
+            "HIDDEN_DIMS = 32",
+            "HEAD_DIM = 4",
+            "NUM_LAYERS = 2",
+            "SEQUENCE_LENGTH = 16",
+            "Experiment.global_batch = 4",
+            "Experiment.steps_per_loop = 1",
+        ),
+        steps=1,
+    ),
+}
+
+_ROUNDS = flags.DEFINE_integer("rounds", 6, "Turns of each program.", lower_bound=1)
+_STEPS = flags.DEFINE_integer(
+    "steps", None, "Steps of a turn, made up to whole calls.", lower_bound=1
+)
+_SETTINGS = flags.DEFINE_list("settings", ["tiny", "large"], "Sizes of the model.")
+_MESHES = flags.DEFINE_list("meshes", ["1x1", "2x1", "2x4"], "Meshes of CPU devices.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What was measured of one setting on one mesh.
+
+    Args:
+      turns: of each variant, by round.
+      loss_difference: the largest relative one between our losses and another's.
+      versions: of the libraries.
+    """
+
+    turns: Mapping[str, Sequence[Turn]]
+    loss_difference: float
+    versions: Mapping[str, str]
+
+
+def compare(setting: str, mesh: str, rounds: int, steps: int | None) -> Comparison:
+    """Starts a worker for each variant, checks that they train alike, times them.
+
+    Raises:
+      ValueError: the losses differ.
+      RuntimeError: a worker ended.
+    """
+    size = SETTINGS[setting]
+    bindings = [*size.bindings, f"MESH_SHAPE = ({mesh.replace('x', ', ')})"]
+    arguments = [str(CHECKED_STEPS), *bindings]
+    variants = [v for v in LABELS if v != "tf_jit" or mesh == "1x1"]
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for variant in variants:
+            command = [sys.executable, str(VARIANTS), variant, *arguments]
+            worker = Worker(f"{variant}, {setting}, {mesh}", command)
+            workers.append(stack.enter_context(worker))
+        facts = {v: w.facts() for v, w in zip(variants, workers, strict=True)}
+        difference = loss_difference(
+            {LABELS[v]: fact["losses"] for v, fact in facts.items()}, LOSS_TOLERANCE
+        )
+        turns = take_turns(workers, rounds=rounds, steps=steps or size.steps)
+    return Comparison(
+        turns=dict(zip(variants, turns, strict=True)),
+        loss_difference=difference,
+        versions=facts[OURS]["versions"],
+    )
+
+
+HEADER = f"""\
+{"":30}  {"seconds a step":^16}  {"Meshwright / program":^20}
+{"setting":9}{"mesh":6}{"program":15}  {"CPU":>7}  {"wall":>7}  {"CPU":>9}  {"wall":>9}
+{"-" * 70}"""
+
+
+def table_rows(
+    setting: str, mesh: str, turns: Mapping[str, Sequence[Turn]]
+) -> list[str]:
+    """The lines of the table, below `HEADER`, for one comparison: medians."""
+    rows = []
+    for variant, theirs in turns.items():
+        is_ours = variant == OURS
+        cells = [f"{setting if is_ours else '':9}{mesh if is_ours else '':6}"]
+        cells[0] += f"{LABELS[variant]:15}"
+        for clock in ("cpu", "wall"):
+            seconds = statistics.median(getattr(turn, clock) for turn in theirs)
+            cells.append(f"{seconds:7.4f}")
+        for clock in () if is_ours else ("cpu", "wall"):
+            pairs = zip(turns[OURS], theirs, strict=True)
+            ratios = [getattr(a, clock) / getattr(b, clock) for a, b in pairs]
+            cells.append(f"{statistics.median(ratios):9.2f}")
+        rows.append("  ".join(cells))
+    return rows
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures and prints."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    unknown = [name for name in _SETTINGS.value if name not in SETTINGS]
+    if unknown:
+        raise app.UsageError(f"unknown setting {unknown[0]!r}: one of {[*SETTINGS]}")
+    difference = None
+    for setting in _SETTINGS.value:
+        for mesh in _MESHES.value:
+            try:
+                found = compare(setting, mesh, _ROUNDS.value, _STEPS.value)
+            except (RuntimeError, ValueError) as error:
+                sys.exit(f"step_time.py: {error}")
+            if difference is None:
+                versions = {"Python": platform.python_version(), **found.versions}
+                names = ", ".join(f"{name} {v}" for name, v in versions.items())
+                print(f"{names}; {os.cpu_count()} cores; {_ROUNDS.value} rounds")
+                print(HEADER)
+            difference = max(difference or 0.0, found.loss_difference)
+            print(*table_rows(setting, mesh, found.turns), sep="\n", flush=True)
+    print(f"Losses of the first {CHECKED_STEPS} steps agree within {difference:.0e}.")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,1 @@
+"""A program's arguments and results, between host and devices."""

@@ -1,0 +1,228 @@
+"""A program's arguments on their way from the host to the devices of its mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.util import nest
+
+from meshwright.framework.compiler.boundary.conversion import converted
+from meshwright.framework.compiler.boundary.wide_elements import (
+    is_wide,
+    put,
+    wide_elements,
+)
+from meshwright.framework.sharding.stored_form import StoredForm
+
+_CUT = (
+    "JAX's own functions cut 64-bit elements to 32 unless they are called within "
+    "jax.enable_x64(True): pass a host array, or a program's result as it is"
+)
+
+
+def check_structure(name: str, what: str, want: Any, given: Any) -> None:
+    """Checks that a nest is like the one a program was compiled for.
+
+    Raises:
+      ValueError: it is not; `name` is the program's, `what` the nest's.
+    """
+    try:
+        tf.nest.assert_same_structure(want, given)
+    except (TypeError, ValueError):
+        wanted, got = (
+            [path for path, _ in nest.flatten_with_joined_string_paths(structure)]
+            for structure in (want, given)
+        )
+        missing = [path for path in wanted if path not in got]
+        unknown = [path for path in got if path not in wanted]
+        raise ValueError(
+            f"{name}: {what} have another structure than it was compiled for: "
+            f"missing {missing[:3]}, unknown {unknown[:3]}"
+            if missing or unknown
+            else f"{name}: {what} are other kinds of sequences or mappings "
+            f"than it was compiled for: {type(given)} for {type(want)}"
+        ) from None
+
+
+class Arguments:
+    """What a compiled program takes, and how it gets there.
+
+    Args:
+      name: the program's, for messages.
+      inputs: a tuple of nests of `tf.TensorSpec`, in stored form.
+      forms: for each leaf its stored form; None: left to completion.
+      shardings: for each leaf, over the program's devices.
+      can_run: whether those are here, not a topology's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Any,
+        *,
+        forms: Sequence[StoredForm | None],
+        shardings: Sequence[jax.sharding.Sharding],
+        can_run: bool,
+    ):
+        self._name = name
+        self._inputs = inputs
+        self._specs: list[tf.TensorSpec] = tf.nest.flatten(inputs)
+        self._wide = {i for i, s in enumerate(self._specs) if is_wide(s.dtype)}
+        self._forms = forms
+        self.shardings = shardings
+        self._can_run = can_run
+
+    def take(self, args: tuple[Any, ...]) -> list[jax.Array]:
+        """The leaves of a call's arguments as device arrays; see `Program.__call__`."""
+        check_structure(self._name, "its arguments", self._inputs, args)
+        return [self._take(i, leaf) for i, leaf in enumerate(tf.nest.flatten(args))]
+
+    def shard(self, *args: Any) -> Any:
+        """See `Program.shard`."""
+        first = self._inputs[: len(args)]
+        check_structure(self._name, "its arguments", first, args)
+        leaves = [self._put(i, x) for i, x in enumerate(tf.nest.flatten(args))]
+        placed = tf.nest.pack_sequence_as(args, leaves)
+        return placed[0] if len(args) == 1 else placed
+
+    def local_rows(self, argument: int, *, dim: int) -> range:
+        """Which rows of an argument the devices of this process take.
+
+        Args:
+          argument: its number.
+          dim: of the logical tensors, of one size in all leaves of the argument.
+        """
+        starts, stops = [], []
+        for index in self._leaves_of(argument):
+            shape = tuple(self._specs[index].shape)
+            rows = self._logical_shape(index)[dim]
+            sharding = self.shardings[index]
+            for part in sharding.addressable_devices_indices_map(shape).values():
+                start, stop, _ = part[dim].indices(shape[dim])
+                # Who has padding alone reads a row all the same.
+                starts.append(min(start, rows - 1))
+                stops.append(max(min(stop, rows), starts[-1] + 1))
+        return range(min(starts), max(stops))
+
+    def shard_rows(self, argument: int, value: Any, rows: range, *, dim: int) -> Any:
+        """Puts an argument onto the mesh of which this process has some rows.
+
+        All processes call it, each with its own.
+
+        Args:
+          argument: its number.
+          value: nest of host arrays: logical shapes, but for `dim`.
+          rows: which ones they are; those of `local_rows` are among them.
+          dim: of the logical tensors.
+
+        Returns:
+          The nest of device arrays, as the program takes them.
+
+        Raises:
+          ValueError: the nest is not the program's argument, in structure and shape.
+        """
+        check_structure(self._name, "its argument", self._inputs[argument], value)
+        pairs = zip(self._leaves_of(argument), tf.nest.flatten(value), strict=True)
+        leaves = [self._put_rows(index, leaf, rows, dim) for index, leaf in pairs]
+        return tf.nest.pack_sequence_as(value, leaves)
+
+    def _take(self, index: int, leaf: Any) -> jax.Array:
+        if not isinstance(leaf, jax.Array):
+            return self._put(index, leaf)
+        if leaf.is_deleted():  # To run with it would end the process.
+            raise ValueError(
+                f"{self._named(index)} was donated to an earlier call, which took "
+                "over its buffer: pass that call's result"
+            )
+        spec = self._specs[index]
+        if leaf.shape != tuple(spec.shape) or leaf.dtype != spec.dtype.as_numpy_dtype:
+            raise ValueError(
+                f"{self._named(index)} is a device array {leaf.dtype}{leaf.shape}, "
+                f"the program takes {spec.dtype.name}{tuple(spec.shape)} in stored "
+                "form; host arrays have the logical shape"
+                f"{f'. {_CUT}' if index in self._wide else ''}"
+            )
+        # To run with what JAX cut and still calls wide would end the process too.
+        if index in self._wide and leaf.addressable_data(0).dtype != leaf.dtype:
+            raise ValueError(
+                f"{self._named(index)} is called {leaf.dtype}, but its elements are "
+                f"{leaf.addressable_data(0).dtype}. {_CUT}"
+            )
+        return leaf
+
+    def _put(self, index: int, value: Any) -> jax.Array:
+        form, shape = self._forms[index], self._logical_shape(index)
+        value = np.asarray(value)
+        if value.shape != shape:
+            raise ValueError(
+                f"{self._named(index)} has shape {value.shape}, the program was "
+                f"compiled for {shape}"
+            )
+        value = self._converted(index, value)
+        if form is not None:
+            value = form.pad(value)
+        sharding = self.shardings[index]
+        if sharding.is_fully_addressable:
+            return put(value, sharding)
+        # All processes have the whole: device_put would compare what each of them has.
+        with wide_elements():
+            return jax.make_array_from_callback(
+                value.shape, sharding, lambda part: value[part]
+            )
+
+    def _put_rows(self, index: int, value: Any, rows: range, dim: int) -> jax.Array:
+        logical, value = self._logical_shape(index), np.asarray(value)
+        if rows == range(logical[dim]):
+            return self._put(index, value)
+        here = (*logical[:dim], len(rows), *logical[dim + 1 :])
+        if value.shape != here:
+            raise ValueError(
+                f"{self._named(index)} has shape {value.shape}, must have {here}: "
+                f"rows {rows.start} to {rows.stop - 1} of dim {dim}"
+            )
+        value, stored = self._converted(index, value), self._specs[index].shape
+
+        def part(slices: tuple[slice, ...]) -> np.ndarray:
+            """What a device has, with zeros where there is padding."""
+            cut, padding = [], []
+            for d, one in enumerate(slices):
+                start, stop, _ = one.indices(stored[d])
+                end = max(start, min(stop, logical[d]))
+                first = rows.start if d == dim else 0
+                cut.append(slice(start - first, end - first))
+                padding.append((0, stop - end))
+            return np.pad(value[tuple(cut)], padding)
+
+        sharding = self.shardings[index]
+        with wide_elements():
+            return jax.make_array_from_callback(tuple(stored), sharding, part)
+
+    def _converted(self, index: int, value: np.ndarray) -> np.ndarray:
+        """`value` in the program's dtype, if that can hold it."""
+        if not self._can_run:
+            raise ValueError(
+                f"{self._name} was compiled for a topology, whose devices are "
+                "not here: look at it, or compile it without devices= to run it"
+            )
+        try:
+            return converted(value, self._specs[index].dtype)
+        except ValueError as error:
+            raise ValueError(f"{self._named(index)} {error}") from None
+
+    def _named(self, index: int) -> str:
+        paths = nest.flatten_with_joined_string_paths(self._inputs)
+        return f"{self._name}: argument {paths[index][0]}"
+
+    def _leaves_of(self, argument: int) -> range:
+        """The numbers of an argument's leaves among all."""
+        counts = [len(tf.nest.flatten(one)) for one in self._inputs]
+        first = sum(counts[:argument])
+        return range(first, first + counts[argument])
+
+    def _logical_shape(self, index: int) -> tuple[int, ...]:
+        form = self._forms[index]
+        return tuple(self._specs[index].shape) if form is None else form.shape

@@ -1,0 +1,478 @@
+"""The completion report: where every tensor lies, why, and what it costs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import re
+from collections.abc import Sequence
+
+from tensorflow.python.util import nest
+
+from meshwright.framework.compiler.explaining.explain_text import explanation_text
+from meshwright.framework.compiler.hlo.completion import (
+    Completion,
+    Neighbour,
+    complete,
+)
+from meshwright.framework.compiler.hlo.hlo_text import HloModule, Instruction, itemsize
+from meshwright.framework.compiler.hlo.rematerialization import Rematerialization
+from meshwright.framework.compiler.hlo.report import collectives_of
+from meshwright.framework.compiler.lowering.sources import (
+    Source,
+    Sources,
+    program_name,
+)
+from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.repair.repaired import Repair
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+# What holds no data of its own.
+_NO_TENSOR = frozenset(
+    {"parameter", "tuple", "get-tuple-element", "constant", "while", "conditional"}
+)
+_HLO_DTYPES = {
+    "float32": "f32",
+    "float64": "f64",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "complex64": "c64",
+    "complex128": "c128",
+    "bool": "pred",
+}
+
+
+class Kind(enum.Enum):
+    """What a tensor is to its program."""
+
+    ARGUMENT = "argument"
+    RESULT = "result"
+    INSIDE = "inside"
+
+
+class Why(enum.Enum):
+    """Why a tensor is replicated."""
+
+    ANNOTATED = "annotated so"
+    PLAN = "its plan names no axis for these dims"
+    UNEVEN = "its size does not divide; give its sharding and it is stored padded"
+    NOTHING_SPLIT = "nothing around it is split"
+    UNDECIDED = "completion could not decide"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InsertedCollective:
+    """A collective that the partitioner inserted at a tensor.
+
+    Args:
+      kind: "all-reduce", "all-gather", ...
+      axes: mesh axes, or parts, that it spans; None if those make no such groups.
+      bytes: of its result on one device, each time it runs.
+      times: how often one call of the program runs it: trips of the loops around it
+        multiplied; None if a loop's are not known.
+      in_loop: whether it is in the body of a loop.
+      shared_by: how many ops XLA combined it for; `bytes` is of all of them.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    bytes: int
+    times: int | None
+    in_loop: bool
+    shared_by: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorReport:
+    """One tensor of a partitioned program.
+
+    Args:
+      kind: argument, result, or inside.
+      layer: dotted path of its layer; "" for arguments, results, and what is in none.
+      op_name: of the TF op that makes it; of arguments and results the path in the
+        nest.
+      op_type: TF's type of the op, "" if unknown.
+      source: where the op was made, None if unknown.
+      shape: logical (of arguments and results: stored) shape.
+      dtype: element type in HLO's words: "f32", "bf16", ...
+      sharding: completed; HLO's text where mesh axes cannot say it.
+      annotated: whether the program asked for it; otherwise completion inferred it.
+      asked: what the program asked for if that is another sharding, else None.
+      resharded_from: sharding of the annotated tensor that this one annotates again,
+        differently; None of others. Two annotations in a row are a reshard, as of an
+        AllToAll that is wanted there (GShard 3.2).
+      why_replicated: the reason if no axis splits it, else None.
+      bytes: of the whole tensor.
+      bytes_per_device: of one device's shard.
+      collectives: inserted at its op.
+    """
+
+    kind: Kind
+    layer: str
+    op_name: str
+    op_type: str
+    source: Source | None
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: Sharding | str
+    annotated: bool
+    why_replicated: Why | None
+    bytes: int
+    bytes_per_device: int
+    asked: Sharding | None = None
+    resharded_from: Sharding | str | None = None
+    collectives: tuple[InsertedCollective, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RematerializedTensor:
+    """A tensor made whole on every device with nobody asking for it.
+
+    Args:
+      tensor: source of the tensor.
+      at: source of what wanted it in another sharding, or is done alike by all.
+      tensor_name, at_name: the names of both ops.
+      shape, dtype, bytes: what each device holds for it.
+      alike: whether all devices do the op at `at` alike, for want of a way to do their
+        parts; else it is split again there.
+    """
+
+    tensor: Source | None
+    at: Source | None
+    tensor_name: str
+    at_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    alike: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What was decided about a program; `str` of it is meant to be read.
+
+    Args:
+      name: the program's.
+      mesh: its device mesh.
+      partitioner: "shardy" or "gspmd".
+      tensors: of all its ops; arguments and results first, then in program order.
+      elsewhere: collectives at no tensor of the program's.
+      repairs: ops that XLA's partitioner would get wrong, laid out otherwise.
+    """
+
+    name: str
+    mesh: DeviceMesh
+    partitioner: str
+    tensors: tuple[TensorReport, ...]
+    elsewhere: tuple[InsertedCollective, ...]
+    _rematerialized: tuple[RematerializedTensor, ...]
+    repairs: tuple[Repair, ...] = ()
+
+    def replicated(self, at_least: int = 0) -> list[TensorReport]:
+        """The tensors of at least so many bytes that no axis splits, largest first."""
+        found = [
+            one
+            for one in self.tensors
+            if one.why_replicated is not None and one.bytes >= at_least
+        ]
+        return sorted(found, key=lambda one: -one.bytes)
+
+    def rematerialized(self) -> list[RematerializedTensor]:
+        """The tensors made whole with nobody asking for it, largest first.
+
+        By a reshard: what XLA warns of as "involuntary full rematerialization" (GSPMD
+        4.5: resharding in several steps, the last resort of which is to replicate). Or
+        for an op that the partitioner cannot split, of which XLA says nothing. Results
+        and tensors that completion itself leaves whole are `replicated`.
+        """
+        return sorted(self._rematerialized, key=lambda one: -one.bytes)
+
+    def __str__(self) -> str:
+        return explanation_text(self)
+
+
+def explain(program: Program) -> Explanation:
+    """Says what completion and the partitioner decided about a program.
+
+    The program is compiled once more, without the backend's own optimizations where
+    that can be (the default job: 3 s). Collectives are those of the compiled program.
+
+    Raises:
+      LoweringError: XLA used another partitioner than asked.
+      ValueError: the mesh has one device.
+    """
+    completion = complete(program.unpartitioned)
+    at, elsewhere = _inserted(program)
+    arguments, results = _arguments(program, completion), _results(program, completion)
+    root = completion.completed.root()
+    # The root of several results is a tuple, no op's own tensor.
+    root_why = {root.name: results[0].why_replicated} if root.dtype else {}
+    report = _Report(completion, program.sources, at, root_why)
+    return Explanation(
+        name=program.name,
+        mesh=program.mesh,
+        partitioner=program.partitioner.value,
+        tensors=(*arguments, *results, *report.tensors()),
+        elsewhere=tuple(elsewhere + report.unclaimed()),
+        _rematerialized=tuple(
+            _rematerialized(one, program.sources)
+            for one in completion.rematerializations()
+        ),
+        repairs=program.repairs,
+    )
+
+
+def _arguments(program: Program, completion: Completion) -> list[TensorReport]:
+    module = completion.completed
+    found = [
+        one
+        for one in module.instructions
+        if one.opcode == "parameter" and one.computation == module.entry
+    ]
+    found.sort(key=lambda one: one.number)
+    shardings = [completion.sharding(one) for one in found]
+    whys = [_why_border(completion.around(one), one.shape) for one in found]
+    return _leaves(Kind.ARGUMENT, program.inputs, shardings, program.in_shardings, whys)
+
+
+def _results(program: Program, completion: Completion) -> list[TensorReport]:
+    ranks = [len(spec.shape) for spec in nest.flatten(program.outputs)]
+    shardings = completion.result_shardings(ranks)
+    root = completion.completed.root()
+    if root.dtype:
+        whys = [_why_border(completion.around(root), root.shape)]
+    else:
+        makers = completion.completed.operands(root)
+        whys = [_why_element(completion, one) for one in makers]
+    return _leaves(Kind.RESULT, program.outputs, shardings, program.out_shardings, whys)
+
+
+def _why_element(completion: Completion, maker: Instruction) -> Why:
+    """Why the result that `maker` makes is left whole."""
+    why = _why_border([completion.as_neighbour(maker)], maker.shape)
+    if why is not Why.NOTHING_SPLIT:
+        return why
+    return _why_inside(completion.around(completion.unpacked(maker)))
+
+
+def _why_border(near: Sequence[Neighbour], shape: tuple[int, ...]) -> Why:
+    """Why an argument or a result of `shape` next to these is left whole.
+
+    JAX splits arrays between programs evenly. What has no sharding of its own it
+    therefore leaves whole where a dim does not divide.
+    """
+    for one in near:
+        if not isinstance(one.sharding, Sharding):
+            continue
+        pairs = zip(one.shape, one.sharding.splits(), strict=True)
+        if any(size % count and size in shape for size, count in pairs):
+            return Why.UNEVEN
+    return _why_inside(near)
+
+
+def _why_inside(near: Sequence[Neighbour]) -> Why:
+    """Why a tensor next to these is left whole."""
+    if all(_is_replicated(one.sharding) for one in near):
+        return Why.NOTHING_SPLIT
+    return Why.UNDECIDED
+
+
+def _leaves(kind: Kind, specs, shardings, asked, whys) -> list[TensorReport]:
+    """The arguments or results; `whys` are of those that completion left whole."""
+    paths = nest.flatten_with_joined_string_paths(specs, separator=".")
+    reports = []
+    for (path, spec), sharding, wanted, why in zip(
+        paths, shardings, asked, whys, strict=True
+    ):
+        shape = tuple(spec.shape)
+        why = why if wanted is None else Why.PLAN
+        size = itemsize(_hlo_dtype(spec.dtype))
+        reports.append(
+            TensorReport(
+                kind=kind,
+                layer="",
+                op_name=path or kind.value,
+                op_type="",
+                source=None,
+                shape=shape,
+                dtype=_hlo_dtype(spec.dtype),
+                sharding=sharding,
+                annotated=wanted is not None,
+                why_replicated=why if _is_replicated(sharding) else None,
+                **_sizes(sharding, shape, size),
+            )
+        )
+    return reports
+
+
+class _Report:
+    """The tensors inside of a program, one for each TF op."""
+
+    def __init__(
+        self,
+        completion: Completion,
+        sources: Sources,
+        collectives: dict[str, list[InsertedCollective]],
+        root_why: dict[str, Why | None],
+    ):
+        self.completion = completion
+        self.module = completion.completed
+        self.sources = sources
+        self.collectives = collectives
+        self.root_why = root_why
+        self.by_op: dict[str, list[Instruction]] = collections.defaultdict(list)
+        inside = _running(self.module)
+        for one in self.module.instructions:
+            if one.opcode not in _NO_TENSOR and one.computation in inside:
+                self.by_op[_innermost(one.op_name)].append(one)
+
+    def tensors(self) -> list[TensorReport]:
+        return [self._tensor(name, parts) for name, parts in self.by_op.items() if name]
+
+    def unclaimed(self) -> list[InsertedCollective]:
+        """The collectives at ops that have no tensor of their own."""
+        return [
+            one
+            for name, found in self.collectives.items()
+            if name not in self.by_op
+            for one in found
+        ]
+
+    def _tensor(self, name: str, parts: Sequence[Instruction]) -> TensorReport:
+        one = max(parts, key=lambda part: part.bytes)
+        source = self.sources.find(name, one.shape)
+        # An op lowers to several instructions; its own value has its own shape.
+        own = [p for p in parts if source is not None and p.shape in source.shapes]
+        one = own[-1] if own else one
+        sharding = self.completion.sharding(one)
+        annotated = source is not None and source.annotation is not None
+        asked = None
+        if annotated and own:
+            asked = source.annotation.sharding(self.completion.mesh, len(one.shape))
+        followed = asked is None or self.completion.follows(sharding, asked)
+        return TensorReport(
+            kind=Kind.INSIDE,
+            layer=source.layer if source else "",
+            op_name=name,
+            op_type=source.op_type if source else "",
+            source=source,
+            shape=one.shape,
+            dtype=one.dtype,
+            sharding=sharding,
+            annotated=annotated,
+            why_replicated=self._why(parts, sharding, asked),
+            collectives=tuple(self.collectives.get(name, ())),
+            asked=None if followed else asked,
+            resharded_from=self._resharded_from(one) if annotated else None,
+            **_sizes(sharding, one.shape, itemsize(one.dtype)),
+        )
+
+    def _why(self, parts, sharding, asked: Sharding | None) -> Why | None:
+        if not _is_replicated(sharding):
+            return None
+        if asked is not None and asked.is_replicated():
+            return Why.ANNOTATED
+        for one in parts:
+            if why := self.root_why.get(one.name):
+                return why
+        return _why_inside(
+            [near for one in parts for near in self.completion.around(one)]
+        )
+
+    def _resharded_from(self, one: Instruction) -> Sharding | str | None:
+        """The sharding of what an annotation annotates again, if that is another."""
+        for annotated in self.module.operands(one):
+            source = self.sources.find(annotated.op_name, annotated.shape)
+            if source is not None and source.annotation is not None:
+                before = self.completion.sharding(annotated)
+                return before if before != self.completion.sharding(one) else None
+        return None
+
+
+def _running(module: HloModule) -> set[str]:
+    """The computations that run as such: not the scalar ones inside of reduces."""
+    found = {module.entry}
+    for one in module.instructions:
+        if one.opcode in ("while", "conditional", "call"):
+            found.update(one.called)
+    return found
+
+
+def _inserted(
+    program: Program,
+) -> tuple[dict[str, list[InsertedCollective]], list[InsertedCollective]]:
+    """The collectives by TF op, and those without one."""
+    module = HloModule(program.hlo_text())
+    by_op, nameless = collections.defaultdict(list), []
+    for collective in collectives_of(module, program.mesh):
+        loops = module.loops_around(module.by_name[collective.name].computation)
+        names = _combined_names(collective.op_name)
+        one = InsertedCollective(
+            kind=collective.kind,
+            axes=collective.axes,
+            bytes=collective.bytes,
+            times=_product([loop.trips for loop in loops]),
+            in_loop=bool(loops),
+            shared_by=max(1, len(names)),
+        )
+        for name in names:
+            by_op[name].append(one)
+        nameless += [] if names else [one]
+    return dict(by_op), nameless
+
+
+def _combined_names(op_name: str) -> list[str]:
+    """`a/(b:c)/d` names two ops whose collectives XLA combined into one."""
+    if match := re.fullmatch(r"(.*?)\(([^()]*:[^()]*)\)(.*)", op_name):
+        names = [match[1] + part + match[3] for part in match[2].split(":")]
+    else:
+        names = [op_name]
+    return list(dict.fromkeys(filter(None, map(_innermost, names))))
+
+
+def _innermost(op_name: str) -> str:
+    """The TF op; of ops that XLA merged the last, which is the innermost."""
+    return program_name(op_name.split(";")[-1])
+
+
+def _product(trips: Sequence[int | None]) -> int | None:
+    product = 1
+    for count in trips:
+        if count is None:
+            return None
+        product *= count
+    return product
+
+
+def _rematerialized(one: Rematerialization, sources: Sources) -> RematerializedTensor:
+    return RematerializedTensor(
+        tensor=sources.find(one.tensor),
+        at=sources.find(one.at),
+        tensor_name=program_name(one.tensor),
+        at_name=program_name(one.at),
+        shape=one.shape,
+        dtype=one.dtype,
+        bytes=one.bytes,
+        alike=one.alike,
+    )
+
+
+def _is_replicated(sharding: Sharding | str) -> bool:
+    return isinstance(sharding, Sharding) and sharding.is_replicated()
+
+
+def _sizes(sharding, shape: tuple[int, ...], size: int) -> dict[str, int]:
+    # What cannot be written over mesh axes is split somehow: by how much is not known.
+    shard = sharding.shard_shape(shape) if isinstance(sharding, Sharding) else shape
+    return {"bytes": _count(shape) * size, "bytes_per_device": _count(shard) * size}
+
+
+def _count(shape: Sequence[int]) -> int:
+    return _product(shape) or 0
+
+
+def _hlo_dtype(dtype) -> str:
+    name = dtype.name
+    return _HLO_DTYPES.get(name) or re.sub(r"^(u?)int", lambda m: m[1] or "s", name)

@@ -1,0 +1,1 @@
+"""Compiled programs: their text, collectives, memory and time."""

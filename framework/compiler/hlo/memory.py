@@ -1,0 +1,310 @@
+"""Where one device's memory goes in a compiled program.
+
+XLA says how much a program needs, not what for: the compiler for TPUs gives no
+assignment of buffers. But the text of an optimized program is in the order in which it
+runs, with the layouts of its arrays, so what is alive when can be read from it.
+
+A loop counts as one pass through its body. Its carried values keep their buffers, which
+the body updates in place; what is temporary in the body adds to what is alive around
+the loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from meshwright.framework.compiler.hlo.hlo_text import (
+    HloModule,
+    Instruction,
+    arrays_of,
+    itemsize,
+)
+from meshwright.framework.compiler.hlo.liveness import Liveness, Shared, Value
+from meshwright.framework.compiler.lowering.sources import Source, Sources
+
+_LAYOUT = re.compile(r"\]\{(?P<order>[\d,]*)(?::(?P<rest>[^}]*))?\}")
+_TILE = re.compile(r"T\((?P<dims>[\d,]+)\)")
+_OTHER_SPACE = re.compile(r"S\([1-9]\d*\)")
+# What is part of the program, or of no size.
+_NO_BUFFER = frozenset({"constant", "partition-id", "replica-id", "after-all"})
+
+
+class Kind(enum.Enum):
+    """What a buffer is for."""
+
+    ARGUMENT = "argument"
+    RESULT = "result"
+    SAVED = "saved activation"
+    TEMPORARY = "temporary"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """Memory of a value, or of several that follow each other in it.
+
+    Args:
+      name: of the HLO instruction that first writes it.
+      bytes: with the padding of its tiles.
+      type: as text, with layout and tiling.
+      kind: what it is for; a saved activation is a stack that one loop writes and
+        another reads.
+      argument: number of the argument that it is, else None.
+      reads: numbers of the arguments that the instruction reads.
+      op_name: what it was lowered from; of a stack what is written to it.
+      source: where that was made; None if unknown.
+    """
+
+    name: str
+    bytes: int
+    type: str
+    kind: Kind
+    argument: int | None
+    reads: tuple[int, ...]
+    op_name: str
+    source: Source | None
+
+    @property
+    def layer(self) -> str:
+        """Dotted path of its layer; "" if unknown."""
+        return self.source.layer if self.source else ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return arrays_of(self.type)[0][1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """What is alive while an instruction runs: its name, and bytes."""
+
+    name: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryTimeline:
+    """What is alive when, on one device.
+
+    Args:
+      points: for each instruction that runs, in order; bodies of loops in place of
+        the loop, which itself follows.
+      at_peak: the buffers that are alive at the peak, largest first.
+    """
+
+    points: tuple[Point, ...]
+    at_peak: tuple[Buffer, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes that are alive at most. An allocator may need more, for gaps."""
+        return sum(one.bytes for one in self.at_peak)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Bytes at the peak, by what they are for.
+
+    Args:
+      arguments: by name of their group.
+      results: that are not arguments' buffers.
+      saved: activations that the forward part saves for the backward part.
+      gradients: temporaries of the shape of a weight's shard.
+      weight_copies: such temporaries that are made from an argument: weights in
+        another dtype or layout.
+      other: the other temporaries.
+    """
+
+    arguments: Mapping[str, int]
+    results: int
+    saved: int
+    gradients: int
+    weight_copies: int
+    other: int
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by part, for a table; they add up to the peak."""
+        return {
+            **self.arguments,
+            "results": self.results,
+            "saved activations": self.saved,
+            "gradients": self.gradients,
+            "copies of weights": self.weight_copies,
+            "other temporaries": self.other,
+        }
+
+
+def padded_bytes(type_: str) -> int:
+    """Bytes of an array in a device's main memory.
+
+    Args:
+      type_: HLO's text, such as "bf16[1000,100]{1,0:T(8,128)(2,1)}": each tile holds 8
+        by 128 elements of the two minor dims, which are padded to whole ones.
+
+    Returns:
+      The bytes; 0 of what lies in another memory, such as `S(1)`.
+    """
+    (dtype, shape), layout = arrays_of(type_)[0], _LAYOUT.search(type_)
+    rest = (layout and layout["rest"]) or ""
+    if _OTHER_SPACE.search(rest):
+        return 0
+    if tile := _TILE.search(rest):
+        order = [int(n) for n in layout["order"].split(",") if n]
+        sizes = [int(n) for n in tile["dims"].split(",")]
+        shape = [shape[dim] for dim in reversed(order)]
+        shape = [1] * (len(sizes) - len(shape)) + shape
+        whole = len(shape) - len(sizes)
+        shape[whole:] = [
+            math.ceil(size / by) * by
+            for size, by in zip(shape[whole:], sizes, strict=True)
+        ]
+    return math.prod(shape) * itemsize(dtype)
+
+
+def memory_timeline(
+    text: str, sources: Sources | None = None, module: HloModule | None = None
+) -> MemoryTimeline:
+    """What is alive when in an optimized program.
+
+    Args:
+      text: of its HLO, scheduled: what a compiled program gives.
+      sources: where its ops come from, to name layers.
+      module: the text, read already.
+
+    Raises:
+      ValueError: the program is not scheduled, as before the backend's passes.
+    """
+    header = text.partition("\n")[0]
+    if "is_scheduled=true" not in header:
+        raise ValueError(
+            "HLO text without is_scheduled=true says nothing about when its ops run: "
+            "pass that of a compiled program (Program.hlo_text)"
+        )
+    module = module or HloModule(text)
+    return _timeline(Liveness(module, header), module, sources)
+
+
+def breakdown(
+    timeline: MemoryTimeline,
+    groups: Mapping[str, Sequence[int]],
+    weights: str = "weights",
+) -> Breakdown:
+    """What the memory at the peak is for.
+
+    Args:
+      timeline: of the program.
+      groups: numbers of its arguments' leaves, by name of the group that each is
+        counted for; the rest is "other arguments".
+      weights: the group whose shards' shapes gradients have.
+    """
+    group_of = {number: name for name, numbers in groups.items() for number in numbers}
+    arguments = dict.fromkeys(groups, 0)
+    sizes: dict[str, int] = collections.defaultdict(int)
+    shapes = set()
+    for one in timeline.at_peak:
+        if one.kind is Kind.ARGUMENT:
+            name = group_of.get(one.argument, "other arguments")
+            arguments[name] = arguments.get(name, 0) + one.bytes
+            if name == weights:
+                shapes.add(_without_ones(one.shape))
+    for one in timeline.at_peak:
+        sizes[_part(one, shapes)] += one.bytes
+    return Breakdown(
+        arguments=arguments,
+        results=sizes["results"],
+        saved=sizes["saved"],
+        gradients=sizes["gradients"],
+        weight_copies=sizes["weight_copies"],
+        other=sizes["other"],
+    )
+
+
+def _part(one: Buffer, weights: set[tuple[int, ...]]) -> str:
+    if one.kind is not Kind.TEMPORARY:
+        return {Kind.RESULT: "results", Kind.SAVED: "saved"}.get(one.kind, "arguments")
+    # A number or a vector may have the shape of some weight by chance.
+    if len(one.shape) < 2 or _without_ones(one.shape) not in weights:
+        return "other"
+    return "weight_copies" if one.reads else "gradients"
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _timeline(liveness: Liveness, module, sources: Sources | None) -> MemoryTimeline:
+    end = len(liveness.names)
+    change = [0] * (end + 2)
+    held: list[tuple[Shared, int, list[tuple[int, int]]]] = []
+    for shared in liveness.buffers():
+        size = max(_bytes(one) for one in shared.values)
+        if not size:
+            continue
+        # The caller keeps its arguments; donated ones are free until they get results.
+        kept = shared.argument is not None and not shared.is_result
+        spans = [(0, end)] if kept else shared.spans()
+        held.append((shared, size, spans))
+        for first, last in spans:
+            change[first] += size
+            change[last + 1] -= size
+    alive = list(itertools.accumulate(change))
+    peak = max(range(end + 1), key=alive.__getitem__)
+    at_peak = [
+        _buffer(shared, size, module, sources)
+        for shared, size, spans in held
+        if any(first <= peak <= last for first, last in spans)
+    ]
+    return MemoryTimeline(
+        points=tuple(
+            Point(name=name, bytes=bytes_)
+            for name, bytes_ in zip(liveness.names, alive, strict=False)
+        ),
+        at_peak=tuple(sorted(at_peak, key=lambda one: -one.bytes)),
+    )
+
+
+def _bytes(value: Value) -> int:
+    return 0 if value.maker.opcode in _NO_BUFFER else padded_bytes(value.type)
+
+
+def _buffer(
+    shared: Shared, size: int, module: HloModule, sources: Sources | None
+) -> Buffer:
+    first = shared.values[0]
+    op_names = [
+        _meaning(one, module)
+        for value in shared.values
+        if value.written
+        for one in (value.written, value.maker)
+    ]
+    op_name = next(filter(None, op_names), _meaning(first.maker, module))
+    return Buffer(
+        name=first.maker.name,
+        bytes=size,
+        type=first.type,
+        kind=_kind(shared),
+        argument=shared.argument,
+        reads=shared.reads,
+        op_name=op_name,
+        source=sources.find(op_name) if sources and op_name else None,
+    )
+
+
+def _kind(shared: Shared) -> Kind:
+    if shared.argument is not None:
+        return Kind.ARGUMENT
+    if shared.is_result:
+        return Kind.RESULT
+    return Kind.SAVED if shared.is_saved() else Kind.TEMPORARY
+
+
+def _meaning(one: Instruction, module: HloModule) -> str:
+    """What an instruction was lowered from; of a mere copy what it copies."""
+    while not one.op_name and one.operands:
+        one = module.by_name[one.operands[0]]
+    return one.op_name

@@ -1,0 +1,1 @@
+"""From a TF function to an HLO module."""

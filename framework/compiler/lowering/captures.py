@@ -1,0 +1,130 @@
+"""What a traced function reads from outside of itself.
+
+Small tensors become constants, as in TF's own jit. State does not: a program is a pure
+function, and a variable would be baked in as it was when the function was traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+
+import tensorflow as tf
+from tensorflow.python.trackable.resource import CapturableResource
+
+from meshwright.framework.compiler.lowering.errors import LoweringError
+from meshwright.framework.compiler.lowering.sources import (
+    Sources,
+    called_graphs,
+    inner_prefix,
+)
+from meshwright.framework.sizes import bytes_text
+
+MAX_CONSTANT_BYTES = 1 << 20
+_HANDLES = (tf.resource, tf.variant)
+_BY_ARGUMENT = "pass its value as an argument, and return its new value as a result"
+
+
+def keep_small_tensors(graph) -> None:
+    """Has tensors of up to 1 MiB that a function reads from outside become constants.
+
+    Args:
+      graph: the function's, which is about to be traced. TF would make an argument of
+        what is captured, where shapes and axes must be constants.
+    """
+    capture = graph.capture
+    constants: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    @functools.wraps(capture)
+    def keep_or_capture(tensor, name=None, shape=None):
+        if not _is_small(tensor):
+            return capture(tensor, name, shape)
+        if id(tensor) not in constants:
+            with tf.control_dependencies(None):
+                constant = tf.constant(tensor.numpy(), tensor.dtype)
+            constants[id(tensor)] = tensor, constant
+        constant = constants[id(tensor)][1]
+        # As TF's own captures do: a tape may watch the tensor outside.
+        constant._record_tape(tensor)
+        return constant
+
+    graph.capture = keep_or_capture
+
+
+def _is_small(tensor) -> bool:
+    eager = isinstance(tensor, tf.__internal__.EagerTensor)
+    return (
+        eager and tensor.dtype not in _HANDLES and _bytes(tensor) <= MAX_CONSTANT_BYTES
+    )
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return tensor.shape.num_elements() * max(tensor.dtype.size, 1)
+
+
+def refuse_captures(name: str, concrete, sources: Sources) -> None:
+    """Refuses what a traced function reads from outside, if it reads anything.
+
+    Raises:
+      LoweringError: it does; the message says what, where, and what to do.
+    """
+    for outside, inside in concrete.graph.captures:
+        reader = _reader(inside)
+        where = f", at {sources.text(reader)}" if reader else ""
+        what, remedy = _described(outside, concrete)
+        raise LoweringError(f"{name}: the function reads {what}{where}: {remedy}")
+
+
+def _described(outside: tf.Tensor, concrete) -> tuple[str, str]:
+    """What is read, and what to do about it."""
+    if outside.dtype not in _HANDLES:
+        shape, size = list(outside.shape), bytes_text(_bytes(outside))
+        return (
+            f"a tensor {outside.dtype.name}{shape} from outside, whose {size} are over "
+            f"the {bytes_text(MAX_CONSTANT_BYTES)} of a constant",
+            "pass it as an argument or compute it inside the function",
+        )
+    variables = [v for v in concrete.variables if v.handle is outside]
+    for owner in [*variables, *_owners(outside)]:
+        if isinstance(owner, tf.Variable):
+            what = f"a variable {owner.name!r} of shape {owner.shape} from outside"
+            return what, _BY_ARGUMENT
+        if isinstance(owner, CapturableResource):
+            return (
+                f"a {type(owner).__name__} from outside",
+                "look up on the host, such as in the input pipeline, and pass what is "
+                "found as an argument",
+            )
+    return f"a {outside.dtype.name} from outside", _BY_ARGUMENT
+
+
+def _owners(handle) -> Iterator:
+    """The Python objects that hold a resource; TF does not note what it belongs to."""
+    for holder in gc.get_referrers(handle):
+        if isinstance(holder, dict):  # Of attributes, where Python has made one.
+            yield from (o for o in gc.get_referrers(holder) if _is_held(o, handle))
+        elif _is_held(holder, handle):
+            yield holder
+
+
+def _is_held(owner, handle) -> bool:
+    kinds = tf.Variable, CapturableResource
+    return isinstance(owner, kinds) and any(
+        value is handle for value in getattr(owner, "__dict__", {}).values()
+    )
+
+
+def _reader(tensor: tf.Tensor) -> str | None:
+    """The program's name for the op that reads an input of the function first."""
+    prefix = ""
+    while consumers := tensor.consumers():
+        op = consumers[0]
+        number = next(i for i, one in enumerate(op.inputs) if one is tensor)
+        called = called_graphs(op)
+        inner = (g.inputs[number - first] for g, first in called if number >= first)
+        tensor_inside = next((one for one in inner if one.consumers()), None)
+        if tensor_inside is None:
+            return prefix + op.name
+        tensor, prefix = tensor_inside, inner_prefix(op, prefix)
+    return None

@@ -1,0 +1,194 @@
+"""What TF2XLA and XLA say of a program that they refuse, told in its own terms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tensorflow.python.util import nest
+
+from meshwright.framework.compiler.lowering.sources import Sources
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+_NOT_CONSTANT = re.compile(
+    r"Input (?P<input>\d+) to node `(?P<op>[^`]+)` with op (?P<type>\w+) must be a "
+    "compile-time constant"
+)
+_NODE = re.compile(r"\{\{node (?P<op>[^}]+)\}\}")
+_HLO_NAME = re.compile(r'op_name="(?P<op>[^"]+)"')
+_TF2XLA_PREFIX = re.compile(r"^Failed getting HLO text: '")
+_STATUS = re.compile(r"^[A-Z_]+: (?:\S+\.py:\d+:\d+: error: )?")
+_LENGTH = 300
+_LISTED = 80
+_LAY_OUT = (
+    "Try Partitioner.{other}, or annotate the op's operands and result by mesh_split, "
+    "whole along the dims that it works on"
+)
+# What has another reason than where tensors lie.
+_REMEDIES = {
+    "No such compile option": "Give compiler_options that this XLA has, by flag name",
+    "No registered implementation": (
+        "Leave the custom call out, or register it for the platform by jax.ffi"
+    ),
+}
+
+
+class LoweringError(ValueError):
+    """The function cannot become one XLA program; the message names the culprit."""
+
+
+def needs_constant(error: Exception) -> bool:
+    """Whether TF2XLA refuses because a shape, or the like, is none yet."""
+    return _NOT_CONSTANT.search(str(error)) is not None
+
+
+def of_tf2xla(
+    name: str, error: Exception, args: Sequence, concrete, sources: Sources
+) -> LoweringError:
+    """What TF2XLA refuses, with the op and its line.
+
+    Args:
+      name: the program's.
+      error: TF's.
+      args: nests of the function's arguments.
+      concrete: the traced function; its arguments are the leaves of `args`.
+      sources: where its ops come from.
+    """
+    text = str(error)
+    if match := _NOT_CONSTANT.search(text):
+        return _of_no_constant(name, match, args, concrete, sources)
+    first = _TF2XLA_PREFIX.sub("", text).strip().split("\n")[0]
+    nodes = [match["op"] for match in _NODE.finditer(text)]
+    known = next((one for one in nodes if sources.find(one)), None)
+    where = f"{sources.text(known)}: " if known else ""
+    return LoweringError(f"{name}: TF2XLA cannot compile it: {where}{first}")
+
+
+def _of_no_constant(name, match, args, concrete, sources) -> LoweringError:
+    where = sources.text(match["op"]) if sources.find(match["op"]) else match["op"]
+    paths = [path for path, _ in leaves_of(args)]
+    read = _arguments_of(concrete, match["op"], int(match["input"]))
+    given = " and ".join(paths[number] for number in read)
+    return LoweringError(
+        f"{name}: {where} takes a size, shape or axis from the "
+        f"values of {f'argument {given}' if given else 'tensors'}, but one program has "
+        "one shape for each tensor: give it as a Python number, such as a field of the "
+        "model, or give the op a bound that is one (maxlength=, num=, depth=)"
+    )
+
+
+def _arguments_of(concrete, op_name: str, number: int) -> list[int]:
+    """Numbers of the function's arguments that an op's input is computed from."""
+    try:
+        op = concrete.graph.get_operation_by_name(op_name)
+    except (KeyError, ValueError):
+        return []  # It is in a function that this one calls.
+    inputs = {id(tensor): n for n, tensor in enumerate(concrete.inputs)}
+    pending, seen, found = [op.inputs[number]], set(), set()
+    while pending:
+        tensor = pending.pop()
+        if tensor.ref() in seen:
+            continue
+        seen.add(tensor.ref())
+        if id(tensor) in inputs:
+            found.add(inputs[id(tensor)])
+        pending += tensor.op.inputs
+    return sorted(found)
+
+
+def of_xla(
+    name: str, error: Exception, *, shardy: bool, sources: Sources | None
+) -> LoweringError:
+    """What XLA refuses while it partitions or compiles a program.
+
+    Args:
+      name: the program's.
+      error: JAX's.
+      shardy: whether Shardy was to complete it, or GSPMD.
+      sources: where the program's ops come from, if known.
+    """
+    text = str(error)
+    first = _STATUS.sub("", text.strip()).split("\n")[0][:_LENGTH].rstrip(". ")
+    where = ""
+    if (named := _HLO_NAME.search(text)) and sources and sources.find(named["op"]):
+        where = f" at {sources.text(named['op'])}"
+    partitioner, other = ("Shardy", "GSPMD") if shardy else ("GSPMD", "SHARDY")
+    remedy = _LAY_OUT.format(other=other)
+    for pattern, own in _REMEDIES.items():
+        if re.search(pattern, text):
+            remedy = own
+    return LoweringError(
+        f"{name}: XLA cannot compile it with {partitioner}{where}: {first}. {remedy}"
+    )
+
+
+def of_child(name: str, how: str, *, shardy: bool) -> LoweringError:
+    """What ended the child process in which XLA compiled a program.
+
+    Args:
+      name: the program's.
+      how: by which signal or with which status, and what the child wrote last.
+      shardy: whether Shardy was to complete the program, or GSPMD.
+    """
+    partitioner, other = ("Shardy", "GSPMD") if shardy else ("GSPMD", "SHARDY")
+    return LoweringError(
+        f"{name}: the child process in which XLA compiled it with {partitioner} ended "
+        f"{how.rstrip('. ')}. {_LAY_OUT.format(other=other)}. For a report of the "
+        "fault, JAX_DUMP_IR_TO=folder in the environment keeps the module"
+    )
+
+
+def inexpressible(
+    name: str, mesh: DeviceMesh, outputs: Any, chosen: Sequence[str], *, shardy: bool
+) -> LoweringError:
+    """Results whose shardings were left to completion, which chose what no axes say.
+
+    Args:
+      name: the program's.
+      mesh: its device mesh.
+      outputs: a nest of the results' `tf.TensorSpec`.
+      chosen: for each of them its sharding as HLO has it, "" where one was asked for;
+        () if it is not known.
+      shardy: whether Shardy completed the program, or GSPMD.
+    """
+    leaves = leaves_of(outputs)
+    which = [
+        f"result {path or number} ({spec.dtype.name}{list(spec.shape)}: "
+        f"{text[:_LISTED]})"
+        for number, ((path, spec), text) in enumerate(zip(leaves, chosen, strict=False))
+        if text and not _is_of_axes(mesh, text, spec.shape.rank)
+    ]
+    return LoweringError(
+        f"{name}: completion chose for {' and '.join(which) or 'a result'} a sharding "
+        f"that axes of the mesh ({mesh}) cannot express; give its out_shardings, such "
+        "as Sharding.replicated(mesh, rank)"
+        + ("" if shardy else ", or use Partitioner.SHARDY, which splits by axes alone")
+    )
+
+
+def _is_of_axes(mesh: DeviceMesh, text: str, rank: int) -> bool:
+    """Whether whole axes of a mesh, in its order, can say an HLO sharding."""
+    places = DeviceMesh(mesh.axis_names, mesh.shape)  # As XLA counts devices.
+    try:
+        read = Sharding.from_hlo(places, text, rank)
+    except ValueError:
+        return False
+    axes = [axis for dim in read.dims for axis in dim]
+    return read.mesh.device_ids is None and set(axes) <= set(mesh.axis_names)
+
+
+def unknown_size(name: str, where: str, *, what: str) -> LoweringError:
+    """Of a tensor whose size depends on the values of others."""
+    return LoweringError(
+        f"{name}: {what} has a size that depends on values, made by {where}: on a mesh "
+        "every tensor has one shape. Keep all of its elements and mask them, by "
+        "tf.where(mask, x, 0) in place of tf.boolean_mask(x, mask), or x * (range < n) "
+        "in place of x[:n]; or compute it on the host"
+    )
+
+
+def leaves_of(structure) -> list[tuple[str, Any]]:
+    """(path, leaf) of a nest; the path of a single leaf is empty."""
+    return nest.flatten_with_joined_string_paths(structure)

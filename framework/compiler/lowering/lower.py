@@ -1,0 +1,242 @@
+"""From a pure TF function over abstract inputs to an HLO module."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+from tensorflow.compiler.xla.service import hlo_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.python.client import pywrap_tf_session
+
+from meshwright.framework.compiler.lowering.captures import (
+    MAX_CONSTANT_BYTES,
+    keep_small_tensors,
+    refuse_captures,
+)
+from meshwright.framework.compiler.lowering.constant_sizes import fold_clamps
+from meshwright.framework.compiler.lowering.dynamic_sizes import (
+    MAKER,
+    first_maker,
+    is_dynamic,
+    maker_of_result,
+    result_shapes,
+)
+from meshwright.framework.compiler.lowering.errors import (
+    LoweringError,
+    leaves_of,
+    needs_constant,
+    of_tf2xla,
+    unknown_size,
+)
+from meshwright.framework.compiler.lowering.sources import Sources
+from meshwright.framework.compiler.lowering.unchecked import (
+    CHECKS,
+    unchecked_assertions,
+    unchecked_text,
+)
+
+_SHARDING_ATTRIBUTE = "_XlaSharding"
+_LIST_WRITE, _GROWS = "TensorListSetItem", "resize_if_index_out_of_bounds"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoweredFunction:
+    """An unpartitioned XLA program and the structure of its inputs and outputs.
+
+    Args:
+      name: for messages and profiles.
+      hlo: serialized HLO module; annotations are `Sharding` custom calls in it.
+      inputs: the arguments, a tuple of nests of `tf.TensorSpec`.
+      outputs: the result, a nest of `tf.TensorSpec`.
+      sources: where its ops come from.
+      rewritten: what took the place of `hlo`, as StableHLO bytecode; None: nothing.
+      unknown_size: name of an op that makes a size which depends on values; None: there
+        is none.
+    """
+
+    name: str
+    hlo: bytes
+    inputs: tuple
+    outputs: Any
+    sources: Sources
+    rewritten: bytes | None = None
+    unknown_size: str | None = None
+
+
+def lower(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    name: str | None = None,
+    strict: bool = False,
+) -> LoweredFunction:
+    """Traces `fn` over abstract arguments and lowers it through TF2XLA.
+
+    Args:
+      fn: a pure function of tensors; it returns a nest of tensors.
+      args: one nest (lists, tuples, dicts, nested maps) of `tf.TensorSpec` with static
+        shapes for each argument.
+      name: for messages; the function's own by default.
+      strict: whether checks that a program does not make are an error, not a warning.
+
+    Raises:
+      LoweringError: a shape is not static; `fn` reads a variable or an array over 1 MiB
+        from outside, or holds a constant of that size; the size of a result depends on
+        values; or TF2XLA refuses an op of it.
+    """
+    name = name or getattr(fn, "__name__", "program")
+    args = tuple(args)
+    flat_specs = argument_specs(name, args)
+    outputs = None
+
+    def flat_fn(*flat):
+        nonlocal outputs
+        graph = tf.compat.v1.get_default_graph()
+        keep_small_tensors(graph)
+        outputs = fn(*tf.nest.pack_sequence_as(args, list(flat)))
+        fold_clamps(graph)
+        return tf.nest.flatten(outputs)
+
+    # TF2XLA compiles for the CPU platform here whatever will run it: the module that
+    # comes out is plain HLO, and later PJRT compiles it for its own target.
+    compiled = tf.function(flat_fn, jit_compile=True, autograph=False)
+    concrete = compiled.get_concrete_function(*flat_specs)
+    sources = Sources(concrete)
+    refuse_captures(name, concrete, sources)
+    nodes = nodes_of(concrete.graph.as_graph_def())
+    _check_no_attributes(name, nodes, sources)
+    _check_no_growing_lists(name, nodes, sources)
+    if any(node.op in CHECKS for node in nodes):
+        _tell_unchecked(name, concrete, sources, strict)
+    try:
+        hlo = _hlo(compiled.experimental_get_compiler_ir(*flat_specs))
+    except (tf.errors.OpError, ValueError, TypeError) as e:
+        raise of_tf2xla(name, e, args, concrete, sources) from e
+    module = hlo_pb2.HloModuleProto.FromString(hlo)
+    _check_no_large_constants(name, module)
+    specs = _result_specs(name, concrete, outputs, module, sources)
+    outputs = tf.nest.pack_sequence_as(outputs, specs)
+    unknown = first_maker(module) if MAKER.encode() in hlo else None
+    return LoweredFunction(name, hlo, args, outputs, sources, unknown_size=unknown)
+
+
+def _hlo(ir: Callable[..., bytes]) -> bytes:
+    """The HLO of a traced function, at best without what TF would fold."""
+    try:
+        with _without_constant_folding():
+            return ir(stage="hlo_serialized")
+    except ValueError as e:
+        if not needs_constant(e):
+            raise
+        # Folding finds some shapes that TF2XLA alone does not, such as ragged ones.
+        return ir(stage="hlo_serialized")
+
+
+def _tell_unchecked(name: str, concrete, sources: Sources, strict: bool) -> None:
+    if found := unchecked_assertions(concrete, sources):
+        text = unchecked_text(name, found)
+        if strict:
+            raise LoweringError(text)
+        logging.warning("%s", text)
+
+
+def _result_specs(
+    name: str, concrete, outputs: Any, module, sources: Sources
+) -> list[tf.TensorSpec]:
+    """The results' shapes. HLO knows some that TF does not."""
+    specs = []
+    leaves = zip(leaves_of(outputs), concrete.outputs, strict=True)
+    for number, (((path, _), out), shape) in enumerate(
+        zip(leaves, result_shapes(module), strict=True)
+    ):
+        if is_dynamic(shape):
+            where = sources.text(maker_of_result(module, number))
+            what = f"result {path or number} of at most {list(shape.dimensions)}"
+            raise unknown_size(name, where, what=what)
+        known = out.shape.is_fully_defined()
+        dims = out.shape if known else tf.TensorShape(shape.dimensions)
+        specs.append(tf.TensorSpec(dims, out.dtype, name=f"output_{number}"))
+    return specs
+
+
+def argument_specs(name: str, args: Sequence[Any]) -> list[tf.TensorSpec]:
+    """The leaves of a program's arguments.
+
+    Raises:
+      LoweringError: one is no `tf.TensorSpec`, or its shape is not static.
+    """
+    leaves = tf.nest.flatten(args)
+    for leaf in leaves:
+        is_spec = isinstance(leaf, tf.TensorSpec)
+        if not is_spec or not leaf.shape.is_fully_defined():
+            given = leaf if is_spec else f"of type {type(leaf).__name__}"
+            raise LoweringError(
+                f"{name}: argument {given} must be a tf.TensorSpec of static shape; "
+                "values are given when the program is called"
+            )
+    return leaves
+
+
+def nodes_of(graph: graph_pb2.GraphDef) -> list[node_def_pb2.NodeDef]:
+    """A graph's nodes, with those of its functions."""
+    return [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+
+
+def _check_no_attributes(
+    name: str, nodes: Sequence[node_def_pb2.NodeDef], sources: Sources
+) -> None:
+    """Refuses annotations as TF's own functions make them by default: as attributes.
+
+    TF2XLA puts one on all that the op becomes, of whatever shape, or on nothing at all;
+    and XLA heeds what is left under GSPMD alone.
+    """
+    for node in nodes:
+        if _SHARDING_ATTRIBUTE in node.attr and node.op != "XlaSharding":
+            raise LoweringError(
+                f"{name}: {sources.text(node.name)} carries "
+                "its sharding as an attribute, which would be dropped: annotate by "
+                "mesh_split, or pass TF's own functions use_sharding_op=True"
+            )
+
+
+def _check_no_growing_lists(
+    name: str, nodes: Sequence[node_def_pb2.NodeDef], sources: Sources
+) -> None:
+    """Refuses lists that grow: what is written behind the end, TF2XLA drops."""
+    for node in nodes:
+        if node.op == _LIST_WRITE and node.attr[_GROWS].b:
+            raise LoweringError(
+                f"{name}: {sources.text(node.name)} writes to a tf.TensorArray of "
+                "dynamic_size=True, which XLA does not grow: give its final size, and "
+                "leave dynamic_size out"
+            )
+
+
+def _check_no_large_constants(name: str, module: hlo_pb2.HloModuleProto) -> None:
+    for computation in module.computations:
+        for op in computation.instructions:
+            size = op.literal.ByteSize()
+            if size > MAX_CONSTANT_BYTES:
+                raise LoweringError(
+                    f"{name}: op {op.metadata.op_name!r} has a constant of shape "
+                    f"{list(op.shape.dimensions)} that takes {size} bytes; pass it as "
+                    "an argument or compute it inside the function"
+                )
+
+
+@contextlib.contextmanager
+def _without_constant_folding() -> Iterator[None]:
+    """Else TF computes beforehand what depends on no argument, such as masks and index
+    tables, and bakes up to 10 MiB of each into the program.
+    """
+    before = pywrap_tf_session.TF_GetXlaConstantFoldingDisabled()
+    pywrap_tf_session.TF_SetXlaConstantFoldingDisabled(True)
+    try:
+        yield
+    finally:
+        pywrap_tf_session.TF_SetXlaConstantFoldingDisabled(before)

@@ -1,0 +1,281 @@
+"""Where the ops of a compiled program come from: layer, TF op, line of user code."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+
+import tensorflow as tf
+from tensorflow.compiler.xla import xla_data_pb2
+
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.origins import (
+    noted_layer,
+    noted_weight,
+    original_of,
+    original_op,
+)
+from meshwright.framework.sharding.sharding import Sharding
+
+ANNOTATION = "XlaSharding"
+"""Type of the TF op that carries an annotation."""
+PLACEHOLDER = "XlaCustomCallV2"
+"""Type of the TF op that stands for what TF has none for, in a scope of its name."""
+
+_FRAMEWORK = pathlib.Path(__file__).parents[2]
+_KERAS = tf.keras.layers.Layer.__module__.partition(".")[0]
+# Frames of these are no user's.
+_LIBRARIES = (
+    os.path.dirname(tf.__file__) + os.sep,
+    os.path.dirname(sys.modules[_KERAS].__file__) + os.sep,
+    f"{_FRAMEWORK}{os.sep}",
+)
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+# Ops whose first input is not the functions' that they call.
+_FIRST_INPUTS = dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), 1)
+# JAX's scope, and the name of a called computation that XLA puts before it.
+_PREFIX = re.compile(r"^(?:jit\([^)]*\)/)?(?:tf_program/?)?(?:call\.\d+/)?")
+_TF_GRADIENT = re.compile(r"(?:.*/)?gradients/(?P<op>.+)_grad(?:/.*)?")
+_TAPE_GRADIENT = re.compile(r"(?:.*/)?gradient_tape/(?P<scope>.+)/[^/]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Annotation:
+    """What an annotation asks for, as its TF op says it.
+
+    Args:
+      op_sharding: a serialized OpSharding.
+      unspecified_dims: numbers of the dims that completion decides.
+    """
+
+    op_sharding: bytes
+    unspecified_dims: tuple[int, ...]
+
+    def sharding(self, mesh: DeviceMesh, rank: int) -> Sharding:
+        """Over the axes of the program's mesh; see `Sharding.from_op_sharding`."""
+        proto = xla_data_pb2.OpSharding.FromString(self.op_sharding)
+        sharding = Sharding.from_op_sharding(mesh, proto, rank)
+        return dataclasses.replace(sharding, unspecified=self.unspecified_dims)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a TF op was made.
+
+    Args:
+      op_name: the op's name in the program: calls around it, then scopes, then its own.
+      op_type: TF's, such as "MatMul".
+      layer: dotted path of the layer it lies in, or of its name scopes outside of any;
+        of a weight's annotation the weight's path.
+      file: of the user's code; "" if no frame of it is.
+      line: in the file.
+      is_gradient: whether the op belongs to the gradient of what the line says.
+      shapes: of its outputs, None for those that are not static.
+      annotation: what it asks for if it is an annotation, else None.
+    """
+
+    op_name: str
+    op_type: str
+    layer: str
+    file: str
+    line: int
+    is_gradient: bool
+    shapes: tuple[tuple[int, ...] | None, ...]
+    annotation: Annotation | None = None
+
+    def __str__(self) -> str:
+        """`folder/file.py:12`."""
+        return f"{'/'.join(pathlib.Path(self.file).parts[-2:])}:{self.line}"
+
+
+class Sources:
+    """The sources of a traced function's ops.
+
+    The function is only kept, and read when first asked: reading the call stacks of the
+    default job's 2,900 ops takes 0.16 s, a tenth of what tracing takes. The graphs that
+    stay are 18 MB for all of its programs.
+
+    Args:
+      function: the traced function; with it its graphs stay alive.
+    """
+
+    def __init__(self, function):
+        self._function = function
+
+    def find(self, op_name: str, shape: tuple[int, ...] | None = None) -> Source | None:
+        """The source of an op by the name that compiled programs know it by.
+
+        Args:
+          op_name: `op_name` of HLO metadata, or a StableHLO location. The bodies of
+            different loops may share a name.
+          shape: of the op's output, to tell such ops apart.
+        """
+        # XLA joins the names of ops that it merges; the last is the innermost.
+        for part in reversed(op_name.split(";")):
+            if found := self._by_name.get(program_name(part)):
+                exact = (one for one in found if shape in one.shapes)
+                return next(exact, found[0])
+        return None
+
+    def text(self, op_name: str) -> str:
+        """`op 'stack/attention/mul' (stack.attention, mine.py:12)`, for messages."""
+        source = self.find(op_name)
+        if source is None:
+            return f"op {op_name!r}"
+        made = ", ".join(filter(None, (source.layer, source.file and str(source))))
+        return f"op {source.op_name!r}{f' ({made})' if made else ''}"
+
+    @functools.cached_property
+    def order(self) -> dict[str, int]:
+        """By an op's `Source.op_name` its number in the order in which it was traced.
+
+        Ops of a gradient come after those that it is of.
+        """
+        return {name: number for number, name in enumerate(self._by_name)}
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, list[Source]]:
+        found: dict[str, list[Source]] = {}
+        for source in _Walk().visit(self._function.graph, _Place()):
+            found.setdefault(source.op_name, []).append(source)
+        return found
+
+
+def program_name(op_name: str) -> str:
+    """An op's name without what JAX and XLA put before it."""
+    return _PREFIX.sub("", op_name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a graph is called.
+
+    Args:
+      prefix: that TF2XLA puts before the names of its ops.
+      scope: name scope that TF put around them to say the same.
+      layer: of the call.
+    """
+
+    prefix: str = ""
+    scope: str = ""
+    layer: str = ""
+
+
+class _Walk:
+    """A walk over a graph and the graphs that its ops call."""
+
+    def __init__(self):
+        self._layers: dict[int, str] = {}
+
+    def visit(self, graph: tf.Graph, place: _Place) -> Iterator[Source]:
+        original = original_of(graph)
+        # A backward part lies outside of the layer's scope, and its forward part comes
+        # first: both are cut from one graph.
+        layer = self._layers.setdefault(id(original), place.layer) or place.layer
+        place = dataclasses.replace(place, layer=layer)
+        for op in graph.get_operations():
+            source = _source(op, original, place)
+            yield source
+            for inner, _ in called_graphs(op):
+                inner_place = _Place(
+                    prefix=inner_prefix(op, place.prefix),
+                    scope="" if op.type in _CALLS else f"{op.name}/",
+                    layer=source.layer,
+                )
+                yield from self.visit(inner, inner_place)
+
+
+def _called(op: tf.Operation) -> list[str]:
+    attributes = op.node_def.attr.values()
+    single = [a.func.name for a in attributes if a.HasField("func")]
+    return single + [f.name for a in attributes for f in a.list.func]
+
+
+def called_graphs(op: tf.Operation) -> list[tuple[tf.Graph, int]]:
+    """The graphs that an op calls, and which of its inputs is the first of each."""
+    functions = map(op.graph._get_function, _called(op))
+    # TF1's `Defun`, which `tf.nn.ctc_loss` still uses, keeps no graph.
+    graphs = [getattr(function, "graph", None) for function in functions]
+    first = _FIRST_INPUTS.get(op.type, 0)
+    return [(graph, first) for graph in graphs if graph]
+
+
+def inner_prefix(op: tf.Operation, prefix: str) -> str:
+    """What stands before the names of ops in the graphs that `op` calls.
+
+    TF2XLA compiles calls in place, and gives loops and branches computations of their
+    own, where names start anew.
+    """
+    return f"{prefix}{op.name}/" if op.type in _CALLS else ""
+
+
+def _source(op: tf.Operation, original: tf.Graph, place: _Place) -> Source:
+    forward = _forward_op(original_op(op, original))
+    file, line = _user_frame(forward)
+    return Source(
+        op_name=place.prefix + op.name,
+        op_type=op.type,
+        layer=_layer(forward, place),
+        file=file,
+        line=line,
+        is_gradient=_is_gradient(op.name),
+        shapes=tuple(
+            tuple(t.shape) if t.shape.is_fully_defined() else None for t in op.outputs
+        ),
+        annotation=_annotation(op),
+    )
+
+
+def _annotation(op: tf.Operation) -> Annotation | None:
+    if op.type != ANNOTATION:
+        return None
+    return Annotation(
+        op_sharding=op.get_attr("sharding"),
+        unspecified_dims=tuple(op.get_attr("unspecified_dims")),
+    )
+
+
+def _is_gradient(op_name: str) -> bool:
+    return not {"gradients", "gradient_tape"}.isdisjoint(op_name.split("/"))
+
+
+def _forward_op(op: tf.Operation) -> tf.Operation:
+    """For an op of a gradient the op that it is the gradient of, if names tell."""
+    if match := _TF_GRADIENT.fullmatch(op.name):
+        candidates = [match["op"]]
+    elif match := _TAPE_GRADIENT.fullmatch(op.name):
+        # The tape names the scope in which the op was made: its own, for most.
+        candidates = [match["scope"], f"{match['scope']}/{op.type}"]
+    else:
+        return op
+    for name in candidates:
+        try:
+            return op.graph.get_operation_by_name(name)
+        except KeyError:
+            pass
+    return op
+
+
+def _layer(op: tf.Operation, place: _Place) -> str:
+    if (noted := noted_layer(op.graph, op.name)) is not None:
+        return noted
+    if weight := noted_weight(op.graph, op.name):
+        scopes = [weight]
+    else:
+        name = op.name.removeprefix(place.scope)
+        name = name.removesuffix(f"/{PLACEHOLDER}")
+        scopes = [part for part in name.split("/")[:-1] if part != "gradient_tape"]
+    return ".".join(part for part in (place.layer, *scopes) if part)
+
+
+def _user_frame(op: tf.Operation) -> tuple[str, int]:
+    # The placeholders that TF adds to the conditions of loops have no call stack.
+    for frame in reversed(list(op.traceback or ())):
+        if not frame.filename.startswith(_LIBRARIES):
+            return frame.filename, frame.lineno
+    return "", 0

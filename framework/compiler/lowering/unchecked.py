@@ -1,0 +1,126 @@
+"""Checks of a TF function that its program does not make.
+
+TF2XLA leaves out assertions and checks of numerics. What TF itself decides while it
+traces needs no program: it raises there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from meshwright.framework.compiler.lowering.sources import (
+    Sources,
+    called_graphs,
+    inner_prefix,
+)
+
+CHECKS = frozenset({"Assert", "CheckNumerics", "CheckNumericsV2"})
+"""Types of the TF ops that check and do nothing else."""
+_LOOPS = ("While", "StatelessWhile")
+_LISTED = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unchecked:
+    """A check that a program does not make.
+
+    Args:
+      op_name: of the TF op.
+      op_type: TF's, such as "Assert".
+      text: the op with its layer and line, for messages.
+    """
+
+    op_name: str
+    op_type: str
+    text: str
+
+
+def unchecked_assertions(concrete, sources: Sources) -> list[Unchecked]:
+    """The checks of a traced function that may fail, and that its program drops.
+
+    Args:
+      concrete: the traced function.
+      sources: where its ops come from.
+    """
+    found = _checks(concrete.graph, prefix="", caller=None)
+    return [
+        Unchecked(op_name=name, op_type=op.type, text=sources.text(name))
+        for name, op in dict(found).items()
+    ]
+
+
+def unchecked_text(name: str, found: Sequence[Unchecked]) -> str:
+    """What to say of them, for a warning or an error; `name` is the program's."""
+    listed = ", ".join(f"{one.text} ({one.op_type})" for one in found[:_LISTED])
+    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    return (
+        f"{name}: a compiled program makes no checks, so these of the function have no "
+        f"effect: {listed}{more}. Check arguments and results on the host, or return "
+        "the condition, such as tf.reduce_all(tf.math.is_finite(x)), as a result"
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Caller:
+    """The op that calls a function, for tensors in it to be followed out of it."""
+
+    op: tf.Operation
+    first_input: int
+    caller: _Caller | None
+
+
+def _checks(
+    graph: tf.Graph, *, prefix: str, caller: _Caller | None
+) -> Iterator[tuple[str, tf.Operation]]:
+    """The checks of a graph and of those that its ops call, with their names."""
+    for op in graph.get_operations():
+        if op.type in CHECKS and not _always_holds(op, caller):
+            yield prefix + op.name, op
+        for inner, first in called_graphs(op):
+            yield from _checks(
+                inner,
+                prefix=inner_prefix(op, prefix),
+                caller=_Caller(op, first, caller),
+            )
+
+
+def _always_holds(op: tf.Operation, caller: _Caller | None) -> bool:
+    """Whether an assertion depends on no argument, and is right.
+
+    TF keeps such ones, of shapes for the most part, that it has checked already.
+    """
+    if op.type != "Assert":
+        return False
+    condition = _followed(op.inputs[0], caller)
+    if not _is_constant(condition):
+        return False
+    no_gpu = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
+    with tf.compat.v1.Session(graph=condition.graph, config=no_gpu) as session:
+        return bool(session.run(condition).all())
+
+
+def _followed(tensor: tf.Tensor, caller: _Caller | None) -> tf.Tensor:
+    """The tensor that one in a called function is, outside of it."""
+    while caller is not None and tensor.op.type == "Placeholder":
+        inputs = [id(one) for one in tensor.graph.inputs]
+        if caller.op.type in _LOOPS or id(tensor) not in inputs:
+            break
+        tensor = caller.op.inputs[caller.first_input + inputs.index(id(tensor))]
+        caller = caller.caller
+    return tensor
+
+
+def _is_constant(tensor: tf.Tensor) -> bool:
+    """Whether it is computed from constants alone."""
+    pending, seen = [tensor.op], set()
+    while pending:
+        op = pending.pop()
+        if op.type == "Placeholder" or op.op_def.is_stateful:
+            return False
+        if op not in seen:
+            seen.add(op)
+            pending += [one.op for one in op.inputs]
+    return True

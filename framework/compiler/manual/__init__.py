@@ -1,0 +1,1 @@
+"""Manual regions, as either partitioner reads them."""

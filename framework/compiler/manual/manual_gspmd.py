@@ -1,0 +1,234 @@
+"""Manual regions for GSPMD: ops stay in place, between two conversions.
+
+Each result in a region says that it is manual. XLA ends the process where an op of a
+manual subgroup does not, and does not find it out through an all-gather or all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.manual.manual_collectives import (
+    build_axis_index,
+    build_collective,
+)
+from meshwright.framework.compiler.stablehlo.constraints import (
+    logical,
+    rewrite_annotation,
+)
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    BRANCHES,
+    INTO_MANUAL,
+    OUT_OF_MANUAL,
+    WHILE,
+    Blame,
+    Placeholder,
+    check_axes,
+    copy_floating,
+    is_annotation,
+    placeholder_of,
+    sharding_call,
+    tensor_type,
+)
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+Axes = tuple[str, ...]
+# What GSPMD ends the process at where some axes are manual and others are not.
+_ABORT = ("stablehlo.fft", "stablehlo.cholesky", "stablehlo.triangular_solve")
+
+
+def write_for_gspmd(
+    blame: Blame,
+    mesh: DeviceMesh,
+    ops: Sequence,
+    axes: Sequence[Axes | None],
+    is_floating: Callable[[ir.Value], bool],
+) -> None:
+    """Rewrites the regions of one block; arguments as of `write_for_shardy`."""
+    regions: dict[Axes, _Region] = {}
+    for op, manual in zip(ops, axes, strict=True):
+        if manual is not None:
+            region = regions.setdefault(manual, _Region(blame, mesh, manual))
+            found = placeholder_of(op)
+            if (
+                found is None or found.kind != INTO_MANUAL
+            ):  # That takes it from outside.
+                with ir.InsertionPoint(op):
+                    copy_floating(op, is_floating, region.copies, region.finish)
+            region.finish(op)
+
+
+class _Region:
+    """All of a block that is manual along the same axes."""
+
+    def __init__(self, blame: Blame, mesh: DeviceMesh, axes: Axes):
+        self.blame = blame
+        self.mesh = mesh
+        self.axes = axes
+        self.copies: dict[ir.Value, ir.Value] = {}
+        self.has_automatic_axes = mesh.axes_size(axes) < mesh.size
+
+    def finish(self, op) -> list[ir.Value]:
+        """Rewrites an op of the region; its results in the end."""
+        found = placeholder_of(op)
+        check_axes(self.blame, op, found, self.axes)
+        if found is None:
+            return self._mark_op(op)
+        with ir.InsertionPoint(op), op.location:
+            if found.kind == INTO_MANUAL:
+                new = self._enter(op, found.config["dims"])
+            elif found.kind == OUT_OF_MANUAL:
+                new = self._leave(op, found.config["dims"])
+            elif found.kind == "axis_index":
+                new = self._axis_index(found.axes)
+            else:
+                new = self._collective(op, found)
+        op.results[0].replace_all_uses_with(new)
+        op.erase()
+        return [new]
+
+    def _mark_op(self, op) -> list[ir.Value]:
+        if op.name in (WHILE, *BRANCHES):
+            for region in op.regions:
+                for block in region.blocks:
+                    for inner in list(block.operations)[:-1]:
+                        self.finish(inner.operation)
+        if op.name == "stablehlo.set_dimension_size" and (
+            op.operands[0].type == op.results[0].type
+        ):
+            # Says nothing new (TF's sort makes one), and GSPMD ends the process at it.
+            op.results[0].replace_all_uses_with(op.operands[0])
+            value = op.operands[0]
+            op.erase()
+            return [value]
+        self._check(op)
+        if is_annotation(op):
+            return [
+                rewrite_annotation(
+                    self.blame, op, self.mesh, shardy=False, manual=self.axes
+                )
+            ]
+        with ir.InsertionPoint.after(op), op.location:
+            return [
+                self._constant(r) if not op.operands else self._marked(r)
+                for r in op.results
+            ]
+
+    def _check(self, op) -> None:
+        arrays = all(isinstance(r.type, ir.RankedTensorType) for r in op.results)
+        if self.has_automatic_axes and (op.name in _ABORT or not arrays):
+            raise self.blame.error(
+                op,
+                f"becomes a {op.name} in a manual subgroup, which GSPMD cannot "
+                "partition: use Partitioner.SHARDY, or make all axes manual",
+            )
+
+    def _marked(self, value: ir.Value) -> ir.Value:
+        """`value` with its kind in words, for all who use it."""
+        mark = self._manual(value)
+        value.replace_all_uses_except(mark, mark.owner.operation)
+        return mark
+
+    def _constant(self, value: ir.Value) -> ir.Value:
+        """Marks what depends on nothing; scalars, which loops count by, enter.
+
+        Larger tensors may be split along automatic axes: entered they would not be.
+        """
+        is_scalar = ir.RankedTensorType(value.type).rank == 0
+        if is_scalar or not self.has_automatic_axes:
+            return self._entered(value)
+        return self._marked(value)
+
+    def _entered(self, value: ir.Value) -> ir.Value:
+        """A constant as if it came from outside, for all who use it.
+
+        XLA makes one of it and of equal ones outside, and a mark would hold for all.
+        """
+        whole = sharding_call("Sharding", value, value.type, "{replicated}")
+        rank = ir.RankedTensorType(value.type).rank
+        own = sharding_call("SPMDFullToShardShape", whole, value.type, self._text(rank))
+        value.replace_all_uses_except(own, whole.owner.operation)
+        return own
+
+    def _manual(self, value: ir.Value) -> ir.Value:
+        rank = ir.RankedTensorType(value.type).rank
+        return sharding_call(
+            "Sharding", value, value.type, self._text(rank), self._open_dims(rank)
+        )
+
+    def _text(self, rank: int) -> str:
+        sharding = Sharding(self.mesh, ((),) * rank, (), self.axes)
+        return logical(sharding, self.mesh).to_hlo()
+
+    def _open_dims(self, rank: int) -> tuple[int, ...]:
+        return tuple(range(rank)) if self.has_automatic_axes else ()
+
+    def _enter(self, op, dims: Sequence) -> ir.Value:
+        rank, operand = len(dims), op.operands[0]
+        # Not in the program's device numbers yet, as all annotations outside.
+        text = Sharding(self.mesh, tuple(map(tuple, dims))).to_hlo()
+        whole = sharding_call(
+            "Sharding", operand, operand.type, text, self._open_dims(rank)
+        )
+        return sharding_call(
+            "SPMDFullToShardShape",
+            whole,
+            op.results[0].type,
+            self._text(rank),
+            self._open_dims(rank),
+        )
+
+    def _leave(self, op, dims: Sequence) -> ir.Value:
+        sharding = logical(Sharding(self.mesh, tuple(map(tuple, dims))), self.mesh)
+        return sharding_call(
+            "SPMDShardToFullShape",
+            self._manual(op.operands[0]),
+            op.results[0].type,
+            sharding.to_hlo(),
+            self._open_dims(len(dims)),
+        )
+
+    def _axis_index(self, axes: Axes) -> ir.Value:
+        index = build_axis_index(axes, self.mesh)
+        own = sharding_call("Sharding", index, index.type, "{manual}")
+        if not self.has_automatic_axes:
+            return own
+        return sharding_call("SPMDShardToFullShape", own, own.type, self._text(0))
+
+    def _collective(self, op, found: Placeholder) -> ir.Value:
+        if found.kind == "all_to_all" and self.has_automatic_axes:
+            return self._all_to_all(op, found)
+        return self._built(found, op.operands[0], op.results[0].type)
+
+    def _built(self, found: Placeholder, value: ir.Value, type_: ir.Type) -> ir.Value:
+        new = build_collective(found, [value], type_, self.mesh)
+        rank = ir.RankedTensorType(type_).rank
+        new.operation.attributes["mhlo.sharding"] = ir.StringAttr.get(self._text(rank))
+        return self._manual(new.results[0])
+
+    def _all_to_all(self, op, found: Placeholder) -> ir.Value:
+        """By an all-gather: in a subgroup GSPMD gives its own parts wrong shardings."""
+        count = self.mesh.axes_size(found.axes)
+        split, concat = found.config["split_dim"], found.config["concat_dim"]
+        value, result = op.operands[0], op.results[0].type
+        shape = list(ir.RankedTensorType(value.type).shape)
+        shape[split : split + 1] = [count, shape[split] // count]
+        concat += concat >= split
+        pieces = self._manual(
+            stablehlo.ReshapeOp(tensor_type(result, shape), value).result
+        )
+        shape[concat] *= count
+        gather = Placeholder("all_gather", {**found.config, "dim": concat})
+        gathered = self._built(gather, pieces, tensor_type(result, shape))
+        index = self._axis_index(found.axes)
+        zero = stablehlo.ConstantOp(ir.DenseElementsAttr.get(np.array(0, np.int32)))
+        starts = [self._manual(zero.result)] * len(shape)
+        starts[split] = index
+        shape[split] = 1
+        own = stablehlo.DynamicSliceOp(gathered, starts, shape).result
+        return self._manual(stablehlo.ReshapeOp(result, self._manual(own)).result)

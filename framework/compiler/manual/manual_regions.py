@@ -1,0 +1,186 @@
+"""Manual regions of a StableHLO module: which ops are in which (GSPMD 3.4).
+
+In the TF program a region is loose: `auto_to_manual` ops lead into it, what depends on
+them is in it, `manual_to_auto` ops lead out. Here each op is found to be automatic, in
+a region, or floating: made of constants only, so that it can be in both. How regions
+are then written is the partitioner's: `manual_shardy`, `manual_gspmd`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.extend.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
+
+from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.manual.manual_gspmd import write_for_gspmd
+from meshwright.framework.compiler.manual.manual_shardy import write_for_shardy
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    INTO_MANUAL,
+    OUT_OF_MANUAL,
+    Blame,
+    Placeholder,
+    operands_of,
+    placeholder_of,
+    walk,
+)
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import mesh_text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What an op's results are.
+
+    Args:
+      axes: the manual axes of its region; None if it is in none.
+      floating: made of constants and `axis_index` only.
+      own: floating, and each device's own: of use in a region only.
+    """
+
+    axes: tuple[str, ...] | None = None
+    floating: bool = False
+    own: bool = False
+
+
+_AUTO = _Kind()
+_RECOMPUTE = (
+    "; if TF keeps it for the gradient of a loop or branch, recompute the region "
+    "(tf.recompute_grad, or in Repeat Recompute.EVERYTHING)"
+)
+
+
+def rewrite_manual_regions(
+    blame: Blame, module: ir.Module, mesh: DeviceMesh, *, shardy: bool
+) -> None:
+    """Replaces the placeholders of manual regions in `module`.
+
+    Raises:
+      LoweringError: a manual tensor meets an automatic one or leaves its region, a
+        collective is outside of any, or a region is over another mesh.
+    """
+    placeholders = [(op, placeholder_of(op)) for op in walk(module.operation)]
+    for op, found in placeholders:
+        if found is not None and found.mesh != mesh_text(mesh):
+            raise blame.error(
+                op,
+                f"is over the mesh ({found.mesh}), the program is compiled for "
+                f"({mesh_text(mesh)}); a manual region needs the program's own mesh",
+            )
+    if any(found for _, found in placeholders):
+        # A call may not cut a region in two.
+        PassManager.parse("builtin.module(inline,symbol-dce)").run(module.operation)
+        _rewrite_blocks(_Rewriting(blame, mesh, shardy), module.operation)
+
+
+class _Rewriting:
+    """What all blocks share."""
+
+    def __init__(self, blame: Blame, mesh: DeviceMesh, shardy: bool):
+        self.blame = blame
+        self.mesh = mesh
+        self.write = write_for_shardy if shardy else write_for_gspmd
+        self.kinds: dict[ir.Value, _Kind] = {}
+
+    def of(self, value: ir.Value) -> _Kind:
+        return self.kinds.get(value, _AUTO)
+
+    def is_floating(self, value: ir.Value) -> bool:
+        return self.of(value).floating
+
+    def error(self, op, what: str) -> LoweringError:
+        return self.blame.error(
+            op,
+            f"{what}. Tensors enter a manual region by auto_to_manual and leave by "
+            "manual_to_auto, over the same axes",
+        )
+
+
+def _rewrite_blocks(shared: _Rewriting, holder) -> None:
+    for region in holder.regions:
+        for block in region.blocks:
+            _rewrite_block(shared, block)
+
+
+def _rewrite_block(shared: _Rewriting, block) -> None:
+    """Finds and rewrites the regions of a block that is itself automatic."""
+    ops = [op.operation for op in block.operations]
+    kinds = [_classify(shared, op) for op in ops]
+    if any(kind.axes for kind in kinds):
+        axes = [kind.axes for kind in kinds]
+        shared.write(shared.blame, shared.mesh, ops, axes, shared.is_floating)
+    for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
+        if kind.own:  # Its copies are in the regions now.
+            op.erase()
+
+
+def _classify(shared: _Rewriting, op) -> _Kind:
+    found = placeholder_of(op)
+    inputs = [shared.of(value) for value in operands_of(op)]
+    if found is None:
+        kind = _plain_kind(shared, op, inputs)
+    else:
+        kind = _placeholder_kind(shared, op, found, inputs)
+    leads_out = found is not None and found.kind == OUT_OF_MANUAL
+    for result in op.results:
+        shared.kinds[result] = _AUTO if leads_out else kind
+    if kind.axes is None and not kind.floating:
+        _rewrite_blocks(shared, op)
+    elif any(_converts(inner) for inner in walk(op)):
+        raise shared.error(op, "is in a manual region and has another one inside")
+    return kind
+
+
+def _converts(op) -> bool:
+    found = placeholder_of(op)
+    return found is not None and found.kind in (INTO_MANUAL, OUT_OF_MANUAL)
+
+
+def _plain_kind(shared: _Rewriting, op, inputs: Sequence[_Kind]) -> _Kind:
+    axes = {kind.axes for kind in inputs} - {None}
+    own = any(kind.own for kind in inputs)
+    if op.name in ("func.func", "func.return", "stablehlo.return"):
+        for value in operands_of(op):
+            if shared.of(value).axes or shared.of(value).own:
+                raise shared.error(
+                    value.owner.operation,
+                    "is in a manual region, and goes out as a result of the program, "
+                    "of a loop or of a branch" + _RECOMPUTE,
+                )
+        return _AUTO
+    if all(kind.floating for kind in inputs):
+        converts = any(_converts(inner) for inner in walk(op))
+        return _AUTO if converts else _Kind(floating=True, own=own)
+    if not axes and not own:
+        return _AUTO
+    if len(axes) > 1:
+        raise shared.error(op, f"mixes tensors of manual axes {sorted(axes)}")
+    if not axes or _AUTO in inputs:
+        kept = "update_slice" in op.name or any(True for _ in walk(op))
+        raise shared.error(
+            op,
+            "uses a manual tensor together with an automatic one"
+            + (_RECOMPUTE if kept else ""),
+        )
+    return _Kind(axes=axes.pop())
+
+
+def _placeholder_kind(
+    shared: _Rewriting, op, found: Placeholder, inputs: Sequence[_Kind]
+) -> _Kind:
+    named = ", ".join(found.axes)
+    if found.kind == INTO_MANUAL:
+        if any(kind.axes or kind.own for kind in inputs):
+            raise shared.error(op, "takes a tensor that is manual already")
+        return _Kind(axes=found.axes)
+    if found.kind == OUT_OF_MANUAL:
+        if any(kind.axes != found.axes and not kind.floating for kind in inputs):
+            raise shared.error(op, f"takes a tensor that is not manual along {named}")
+        return _Kind(axes=found.axes)
+    if all(kind.floating for kind in inputs):
+        return _Kind(floating=True, own=True)
+    if not all(set(found.axes) <= set(kind.axes or ()) for kind in inputs):
+        raise shared.error(op, f"takes a tensor that is not manual along {named}")
+    return inputs[0]

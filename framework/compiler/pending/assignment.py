@@ -1,0 +1,130 @@
+"""What is pending in a program, worked out before anything in it is changed.
+
+Forward: what typed annotations call unreduced, and all that is linear in it, has a sum
+that is pending wherever it is read (`flow`). Back: what these want in parts, such as
+the sum that an annotation is of, is made so (`search`), and stays what it is for others
+that read it. A loop carries a tensor in parts for either reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.pending.flow import Axes, Flow, RefusedError, Want
+from meshwright.framework.compiler.pending.search import Search, Way
+from meshwright.framework.compiler.pending.ties import Tie
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
+
+
+class Plan:
+    """What is pending where.
+
+    A lenient annotation (see `Flow`) is reduced if its tensor is no sum, or if what is
+    not linear reads it.
+
+    Args:
+      completed: the module, which is only read.
+      blame: names ops in messages.
+
+    Attributes:
+      flow: what is pending wherever it is read.
+      carried: the axes along which loops and conditionals have other tensors in parts.
+      ways: how values are made in parts, by value and axes.
+
+    Raises:
+      LoweringError: a pending sum meets an op that is not linear in it, or leaves the
+        program; or no sum is pending where an annotation says so.
+    """
+
+    def __init__(self, completed: CompletedModule, blame: Blame):
+        self._completed = completed
+        decided: dict[ir.Value, Axes] = {}
+        while True:
+            self.flow = Flow(completed, blame, decided)
+            self.carried: dict[Tie, Axes] = {}
+            self.ways: dict[tuple[ir.Value, Axes], Way] = {}
+            self._searches: dict[Axes, Search] = {}
+            try:
+                self.flow.run()
+                found = dict(self._lenient_sums())
+                if not found:
+                    self._grant_all()
+                    return
+                decided.update(found)
+            except RefusedError as e:
+                if not e.lenient:
+                    raise self._first(e).error from None
+                decided.update(dict.fromkeys(e.lenient, ()))
+
+    def axes_of(self, tie: Tie) -> Axes:
+        """The axes along which a loop or a conditional has a tensor in parts."""
+        return self.flow.pending.get(tie.result) or self.carried.get(tie, ())
+
+    def _search(self, axes: Axes) -> Search:
+        if axes not in self._searches:
+            self._searches[axes] = Search(
+                self._completed, axes, pending=self.flow.pending, carried=self.carried
+            )
+        return self._searches[axes]
+
+    def _lenient_sums(self) -> Iterator[tuple[ir.Value, Axes]]:
+        """Lenient annotations of sums that are known to be such by now."""
+        for result, asked in self.flow.undecided.items():
+            value = result.owner.operands[0]
+            for count in range(len(asked), 0, -1):
+                tried = itertools.combinations(asked, count)
+                axes = next((a for a in tried if self._search(a).way(value)), None)
+                if axes is not None:
+                    yield result, axes
+                    break
+
+    def _first(self, error: RefusedError) -> RefusedError:
+        """Of two mistakes in a program the first."""
+        for want in self.flow.wants.values():
+            if self._search(want.axes).way(want.value) is None:
+                return self._lacks(want)
+        return error
+
+    def _lacks(self, want: Want) -> RefusedError:
+        return self.flow.lacks(want, self._tied_otherwise(want))
+
+    def _tied_otherwise(self, want: Want) -> tuple[Tie, Axes] | None:
+        """What a value could be made of, were it not in parts along other axes."""
+        free = Search(self._completed, want.axes, pending=self.flow.pending, carried={})
+        left, seen = [want.value], set()
+        while left:
+            value = left.pop()
+            way = free.way(value)
+            if way is None or value in seen:
+                continue
+            axes = self.carried.get(way.tie, want.axes)
+            if axes != want.axes:
+                return way.tie, axes
+            seen.add(value)
+            left += way.needs
+        return None
+
+    def _grant_all(self) -> None:
+        for want in self.flow.wants.values():
+            self._grant(want)
+
+    def _grant(self, want: Want) -> None:
+        """Notes how a value and what it needs are made in parts."""
+        axes = want.axes
+        search = self._search(axes)
+        if search.way(want.value) is None:
+            raise self._lacks(want)
+        left = [want.value]
+        while left:
+            value = left.pop()
+            if value in self.flow.pending or (value, axes) in self.ways:
+                continue
+            way = self.ways[value, axes] = search.way(value)
+            if way.tie is not None and way.tie not in self.carried:
+                self.carried[way.tie] = axes
+                self._searches = {axes: search}  # Others may have counted on it.
+            left += way.needs

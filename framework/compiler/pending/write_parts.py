@@ -1,0 +1,139 @@
+"""Writes a program with pending sums out in parts, as a `Plan` has them."""
+
+from __future__ import annotations
+
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.pending.assignment import Plan
+from meshwright.framework.compiler.pending.begins import sum_in_parts
+from meshwright.framework.compiler.pending.ends import (
+    add_up,
+    convert_parts,
+    with_leading,
+)
+from meshwright.framework.compiler.pending.flow import Axes
+from meshwright.framework.compiler.pending.part_by_part import part_by_part
+from meshwright.framework.compiler.pending.ties import Tie, ties_of
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    BRANCHES,
+    WHILE,
+    after,
+    location_of,
+    shape_of,
+    tensor_type,
+    zeros,
+)
+from meshwright.framework.compiler.stablehlo.tidy import drop_unused
+
+
+def write_parts(completed: CompletedModule, plan: Plan) -> None:
+    """Changes the module to what the plan says."""
+    writer = _Writer(completed, plan)
+    writer.visit(completed.main.regions[0].blocks[0])
+    for op in reversed(writer.replaced):
+        op.erase()
+    drop_unused(completed.main)
+
+
+class _Writer:
+    def __init__(self, completed: CompletedModule, plan: Plan):
+        self.completed = completed
+        self.mesh = completed.mesh
+        self.plan = plan
+        # Values with a leading dim for each axis.
+        self.parts: dict[tuple[ir.Value, Axes], ir.Value] = {}
+        self.replaced: list[ir.Operation] = []
+
+    def visit(self, block) -> None:
+        for op in [op.operation for op in block.operations]:
+            result = op.results[0] if len(op.results) else None
+            if result in self.plan.flow.conversions:
+                self.convert(op)
+            elif op.name in (WHILE, *BRANCHES):
+                self.tied(op)
+            elif result in self.plan.flow.operands:
+                axes = self.plan.flow.pending[result]
+                with ir.InsertionPoint(op), op.location:
+                    value = self.linear(op, self.plan.flow.operands[result], axes)
+                    self.parts[result, axes] = self.led(value, axes)
+                self.replaced.append(op)
+
+    def led(self, parts: ir.Value, axes: Axes) -> ir.Value:
+        """Annotates a tensor's leading dims; its own are left to completion."""
+        return with_leading(parts, self.mesh, [(axis,) for axis in axes])
+
+    def lead(self, axes: Axes) -> tuple[int, ...]:
+        return tuple(self.mesh.axis_size(axis) for axis in axes)
+
+    def linear(self, op, numbers, axes: Axes) -> ir.Value:
+        parts = {i: self.in_parts(op.operands[i], axes) for i in numbers}
+        return part_by_part(op, self.lead(axes), parts)
+
+    def in_parts(self, value: ir.Value, axes: Axes) -> ir.Value:
+        """A value with leading dims; made right behind it, if it was not yet."""
+        if (value, axes) not in self.parts:
+            with after(value), location_of(value):
+                self.parts[value, axes] = self.led(self.made(value, axes), axes)
+        return self.parts[value, axes]
+
+    def made(self, value: ir.Value, axes: Axes) -> ir.Value:
+        way = self.plan.ways[value, axes]
+        if way.summed is not None:
+            return sum_in_parts(self.completed, way.summed)
+        if way.numbers:
+            return self.linear(value.owner.operation, way.numbers, axes)
+        return zeros(self.type_in_parts(value, axes))
+
+    def type_in_parts(self, value: ir.Value, axes: Axes) -> ir.Type:
+        return tensor_type(value.type, (*self.lead(axes), *shape_of(value)))
+
+    def convert(self, op) -> None:
+        """An annotation, or a conversion of what is annotated."""
+        (value,), (result,) = op.operands, op.results
+        known = self.plan.flow.conversions[result]
+        if known.before.unreduced:
+            value = self.in_parts(value, known.before.unreduced)
+        with ir.InsertionPoint(op), op.location:
+            new = convert_parts(value, known.before, known.after)
+        if known.after.unreduced:
+            self.parts[result, known.after.unreduced] = new
+        else:
+            self.completed.shardings[new] = known.after.untyped()
+            result.replace_all_uses_with(new)
+        self.replaced.append(op)
+
+    def tied(self, op) -> None:
+        """A loop or a conditional, some tensors of which are in parts."""
+        ties = [(tie, self.plan.axes_of(tie)) for tie in ties_of(op)]
+        ties = [(tie, axes) for tie, axes in ties if axes]
+        for tie, axes in ties:
+            self.retype(tie, axes)
+        for region in op.regions:
+            self.visit(region.blocks[0])
+        for tie, axes in ties:
+            for end in tie.ends():
+                number = tie.number
+                end.operands[number] = self.in_parts(end.operands[number], axes)
+
+    def retype(self, tie: Tie, axes: Axes) -> None:
+        op, number = tie.op, tie.number
+        type_ = self.type_in_parts(tie.result, axes)
+        if tie.is_loop:
+            op.operands[number] = self.in_parts(op.operands[number], axes)
+        for value in (tie.result, *tie.arguments()):
+            value.set_type(type_)
+        for value in (tie.result, *tie.arguments()[1:]):
+            with after(value), op.location:
+                self.open(value, axes)
+
+    def open(self, value: ir.Value, axes: Axes) -> None:
+        """What of a tied tensor is read in parts, and what is whole."""
+        parts = self.parts[value, axes] = self.led(value, axes)
+        if value in self.plan.flow.pending:
+            return
+        whole = add_up(parts, self.mesh, axes, axes)
+        value.replace_all_uses_except(whole, parts.owner.operation)
+        self.parts[whole, axes] = parts
+        if value in self.completed.shardings:
+            self.completed.shardings[whole] = self.completed.shardings[value]

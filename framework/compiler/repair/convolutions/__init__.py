@@ -1,0 +1,1 @@
+"""Convolutions, in layouts that XLA gets right."""

@@ -1,0 +1,1 @@
+"""Windows along split dims, and the halos between their shards."""

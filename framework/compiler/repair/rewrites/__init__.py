@@ -1,0 +1,1 @@
+"""Ops that are rewritten whatever their layout, for faults of XLA."""

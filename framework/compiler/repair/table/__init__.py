@@ -1,0 +1,1 @@
+"""The table of what XLA's partitioner gets wrong."""

@@ -1,0 +1,94 @@
+"""What a row of the table of faults says; `faults` has the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+
+from meshwright.framework.compiler.repair.convolutions import conv_layout
+from meshwright.framework.compiler.repair.halos import halos
+from meshwright.framework.compiler.repair.op_layout import (
+    EvenLayout,
+    FactorKind,
+    OpLayout,
+    even_layout,
+)
+
+Chosen = EvenLayout | halos.Halos | conv_layout.Layout
+"""How an operation is to be laid out."""
+
+
+class Outcome(enum.Enum):
+    """What comes of a program that meets a fault and is not laid out otherwise."""
+
+    WRONG = "wrong numbers"
+    REFUSED = "XLA refuses its own program"
+    ABORTED = "the process ends"
+    SLOW = "right, at a cost"
+
+
+@dataclasses.dataclass(frozen=True)
+class Smallest:
+    """The smallest program known to meet a fault.
+
+    Args:
+      outcome: what comes of it.
+      program: an expression of TF, and how its tensors are sharded at the program's
+        border and where they are annotated; as the operator matrix prints a case.
+      shardy, gspmd: whether the program of that partitioner meets it.
+    """
+
+    outcome: Outcome
+    program: str
+    shardy: bool = True
+    gspmd: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A row of the table.
+
+    Args:
+      name: of the fault, in a few words.
+      what: the operation and its layout, for messages and docs.
+      ops: the operations that can meet it.
+      choose: for an operation's completed layout the layout that XLA gets right; None
+        if the operation does not meet the fault.
+      repair: what `choose` does, for docs.
+      smallest: programs that meet it, by name.
+      until: the first jaxlib without it; None while there is none.
+      link: to a report of it upstream, "" if none is known.
+    """
+
+    name: str
+    what: str
+    ops: tuple[str, ...]
+    choose: Callable[[OpLayout], Chosen | None]
+    repair: str
+    smallest: Mapping[str, Smallest]
+    until: tuple[int, ...] | None = None
+    link: str = ""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether XLA gets it right without the repair, and only takes longer."""
+        return all(one.outcome is Outcome.SLOW for one in self.smallest.values())
+
+    def is_in(self, jaxlib: tuple[int, ...]) -> bool:
+        """Whether a version of jaxlib has it."""
+        return self.until is None or jaxlib < self.until
+
+
+def evenly(
+    meets: Callable[[OpLayout], bool], *kept: FactorKind, agreed: bool = False
+) -> Callable[[OpLayout], Chosen | None]:
+    """Lays an operation that meets a fault out evenly, split by some factors only.
+
+    Those that its tensors split alike come first, if `agreed`.
+    """
+
+    def choose(layout: OpLayout) -> Chosen | None:
+        return even_layout(layout, kept, agreed=agreed) if meets(layout) else None
+
+    return choose

@@ -1,0 +1,427 @@
+"""The table of what XLA's partitioner gets wrong, and of the layouts that repair it.
+
+The pass that lays programs out (`check`), the tests and `docs/operators.md` read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshwright.framework.compiler.repair.convolutions import conv_layout
+from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
+    CONVOLUTION,
+    convolution_of,
+)
+from meshwright.framework.compiler.repair.halos import halos
+from meshwright.framework.compiler.repair.halos.windows import (
+    REDUCE_WINDOW,
+    SELECT_AND_SCATTER,
+)
+from meshwright.framework.compiler.repair.op_layout import (
+    EvenLayout,
+    FactorKind,
+    OpLayout,
+    even_layout,
+)
+from meshwright.framework.compiler.repair.table import patterns
+from meshwright.framework.compiler.repair.table.fault import (
+    Chosen,
+    Fault,
+    Outcome,
+    Smallest,
+    evenly,
+)
+from meshwright.framework.compiler.repair.table.index_faults import INDEX_FAULTS
+
+
+def _blocked(
+    meets: Callable[[OpLayout], bool], *kept: FactorKind
+) -> Callable[[OpLayout], Chosen | None]:
+    """Leaves dims of windows split where they can have halos, else as `evenly` does."""
+
+    def choose(layout: OpLayout) -> Chosen | None:
+        if not meets(layout):
+            return None
+        even = even_layout(layout, kept)
+        return halos.in_blocks(layout, even) or even
+
+    return choose
+
+
+def _agreed(layout: OpLayout) -> Chosen | None:
+    """Lays a product out evenly, so that what its tensors agree on stays split."""
+    if layout.op.name == CONVOLUTION:
+        layout = conv_layout.as_product(convolution_of(layout.op), layout)
+    if layout is None or not patterns.regrouped_axes(layout):
+        return None
+    return even_layout(layout, (_PARALLEL, _REDUCED), agreed=True)
+
+
+def _kept_apart(layout: OpLayout) -> Chosen | None:
+    """Annotates a slice and its operand with the operand's sharding, which copies both.
+
+    Or a roll and its parts with the sharding of the larger one.
+    """
+    if layout.op.name == patterns.CONCATENATE:
+        return _rolled_together(layout)
+    if not patterns.cuts_no_shard(layout):
+        return None
+    (operand,), (result,) = layout.operands, layout.results
+    if operand.sharding is None:
+        return even_layout(layout, keep=())
+    return EvenLayout(
+        shardings=(operand.sharding,) * 2,
+        shapes=(operand.shape, result.shape),
+        copies=True,
+    )
+
+
+def _rolled_together(layout: OpLayout) -> Chosen | None:
+    if not patterns.rolls_apart(layout):
+        return None
+    larger = max(layout.operands, key=lambda tensor: tensor.bytes)
+    if larger.sharding is None:
+        return even_layout(layout, keep=())
+    return EvenLayout(
+        shardings=(larger.sharding,) * 3,
+        shapes=tuple(tensor.shape for tensor in layout.tensors),
+    )
+
+
+def _convolution(layout: OpLayout) -> Chosen | None:
+    conv = convolution_of(layout.op)
+    return conv_layout.layout(conv, layout.mesh, *layout.shardings)
+
+
+_PARALLEL, _REDUCED = FactorKind.PARALLEL, FactorKind.REDUCED
+_HALOS = (
+    "pools exchange border rows (halos); for other ops, and where a window reads a "
+    "whole dim, the dim is not split"
+)
+
+FAULTS = (
+    *INDEX_FAULTS,
+    Fault(
+        name="steps across shards",
+        what="is a slice by steps along a split dim, or the gradient of one, whose "
+        "shards are not cut from the same shards of its operand",
+        ops=patterns.STEPPED,
+        choose=evenly(patterns.steps_across_shards, _PARALLEL),
+        repair="the dim is not split",
+        smallest={
+            "strided_slice_of_uneven_shards": Smallest(
+                Outcome.WRONG,
+                """
+                program: x[0:3:2]  on mesh (X=4)
+                  x: float32 [3], arrives [_], annotated [X]
+                  result: [2], annotated [_], leaves [_]
+                """,
+            ),
+            "strided_slice_of_dims_cut_unevenly": Smallest(
+                Outcome.REFUSED,
+                """
+                program: x[1:4:2, 4:5]  on mesh (X=3, Y=2)
+                  x: float32 [4, 12], arrives [_,_], annotated [Y,X]
+                  result: [2, 1], annotated [Y,X], leaves [_,_]
+                """,
+            ),
+        },
+    ),
+    Fault(
+        name="slices that cut no shard",
+        what="is a slice whose shards have the sizes of its operand's: XLA confuses "
+        "the two tensors when it reshards both",
+        ops=(patterns.SLICE, patterns.CONCATENATE),
+        choose=_kept_apart,
+        repair="the slice is a copy, split as its operand is",
+        smallest={
+            "slice_of_whole_shards_and_its_operand": Smallest(
+                Outcome.REFUSED,
+                """
+                program: [x[0:3], tf.identity(x)]  on mesh (X=2, Y=2)
+                  x: int32 [4, 4], arrives [_,_], annotated [X.Y,_]
+                  result: [3, 4], annotated [_,X], leaves [_,_]
+                  result: [4, 4], annotated [_,X], leaves [_,_]
+                """,
+            ),
+            "slices_of_whole_shards": Smallest(
+                Outcome.WRONG,
+                """
+                program: [x[0:1], x[1:2]]  on mesh (X=2, Y=2, Z=2)
+                  x: int32 [2, 5], arrives [_,_], annotated [Z.Y.X,_]
+                  result: [1, 5], annotated [X,Z], leaves [_,_]
+                  result: [1, 5], annotated [Z,X.Y], leaves [_,_]
+                """,
+            ),
+        },
+    ),
+    Fault(
+        name="split transform",
+        what="is a Fourier transform along several dims, one of which is split; or "
+        "along one dim, the last of three or more, that all devices split",
+        ops=(patterns.FOURIER,),
+        choose=evenly(patterns.split_transform, _PARALLEL),
+        repair="the dims are not split",
+        smallest={
+            "transform_of_split_dims": Smallest(
+                Outcome.REFUSED,
+                """
+                program: tf.signal.fft3d(x)  on mesh (X=2)
+                  x: complex64 [1, 2, 2], arrives [_,_,_], annotated [_,X,_]
+                  result: [1, 2, 2], annotated [_,_,X], leaves [_,_,_]
+                """,
+                gspmd=False,
+            ),
+            "transform_of_a_dim_that_all_devices_split": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.signal.fft(x)  on mesh (X=8)
+                  x: complex64 [1, 1, 8], arrives [_,_,_], annotated [_,_,X]
+                  result: [1, 1, 8], annotated None, leaves [_,_,_]
+                """,
+                gspmd=False,
+            ),
+            "transform_to_a_dim_that_all_devices_split": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.signal.fft(x)  on mesh (X=8)
+                  x: complex64 [1, 1, 8], arrives [_,_,_], annotated [_,_,_]
+                  result: [1, 1, 8], annotated [_,_,X], leaves [_,_,_]
+                """,
+                gspmd=False,
+            ),
+        },
+    ),
+    Fault(
+        name="overlapping windows",
+        what="is the gradient of a max pool whose windows overlap along a split dim: "
+        "each device would look for a maximum in its own part of the window",
+        ops=(SELECT_AND_SCATTER,),
+        choose=_blocked(patterns.overlapping_windows, _PARALLEL),
+        repair=_HALOS,
+        smallest={
+            "max_pool_gradient": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.nn.max_pool1d(x, 2, 1, 'SAME')  on mesh (X=2)
+                  x: float32 [1, 4, 1], arrives [_,_,_], annotated [_,X,_]
+                  result: [1, 4, 1], annotated [_,X,_], leaves [_,_,_]
+                """,
+            ),
+            "max_pool_gradient_over_another_mesh": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.nn.max_pool1d(x, 2, 1, 'SAME')  on mesh (X=8)
+                  x: float32 [1, 2, 1], arrives [_,_,_], annotated [_,Y,_] over (X=2, Y=4) of devices [5, 2, 7, 0, 3, 6, 1, 4]
+                  result: [1, 2, 1], annotated None, leaves [_,_,_]
+                """,  # noqa: E501
+            ),
+        },
+    ),
+    Fault(
+        name="far halos",
+        what="has strided windows that reach beyond the neighbours' shards, along one "
+        "split dim (a pool, or a convolution's gradient) or one of several (a "
+        "convolution)",
+        ops=(CONVOLUTION, REDUCE_WINDOW),
+        choose=_blocked(patterns.far_halos, _PARALLEL, _REDUCED),
+        repair=_HALOS,
+        smallest={
+            "strided_convolution_with_halos_of_a_shard": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')  on mesh (X=2, Y=3)
+                  x: float32 [1, 3, 4, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+                  y: float32 [1, 2, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [1, 2, 3, 1], annotated [_,X,Y,_], leaves [_,_,_,_]
+                """,
+            ),
+            "strided_convolution_with_halos_of_more": Smallest(
+                Outcome.REFUSED,
+                """
+                program: tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')  on mesh (X=2, Y=4)
+                  x: float32 [1, 5, 5, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+                  y: float32 [2, 2, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [1, 2, 4, 1], annotated [_,X,Y,_], leaves [_,_,_,_]
+                """,
+            ),
+            "gradient_of_a_strided_convolution_with_far_halos": Smallest(
+                Outcome.REFUSED,
+                """
+                program: tf.nn.conv2d(x, y, [1, 2, 1, 1], [[0, 0], [2, 2], [0, 0], [0, 0]])  on mesh (X=4)
+                  x: float32 [1, 4, 1, 1], arrives [_,_,_,_], annotated [_,X,_,_]
+                  y: float32 [4, 1, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [1, 3, 1, 1], annotated [_,X,_,_], leaves [_,_,_,_]
+                """,  # noqa: E501
+            ),
+            "strided_convolution_with_halos_and_rows_unread": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.nn.conv2d(x, y, [1, 2, 1, 1], 'VALID')  on mesh (X=2, Y=4)
+                  x: float32 [1, 5, 5, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+                  y: float32 [1, 2, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [1, 3, 4, 1], annotated [_,X,Y,_], leaves [_,_,_,_]
+                """,
+            ),
+            "strided_average_with_far_halos_and_rows_unread": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.nn.pool(x, [2, 4], 'AVG', [2, 1], 'VALID')  on mesh (X=2, Y=4)
+                  x: float32 [1, 3, 6, 1], arrives [_,_,_,_], annotated [_,X,Y,_]
+                  result: [1, 1, 3, 1], annotated None, leaves [_,_,_,_]
+                """,  # noqa: E501
+            ),
+            "strided_sum_of_fewer_rows_than_shards": Smallest(
+                Outcome.WRONG,
+                """
+                program: window_reduced(x, [3], [2], [1], [[1, 0]], 'sum')  on mesh (X=4)
+                  with eager=False, differentiable=False
+                  x: float32 [3], arrives [X], annotated None
+                  result: [1], annotated None, leaves [_]
+                """,  # noqa: E501
+            ),
+        },
+    ),
+    Fault(
+        name="windows of padding",
+        what="has strided windows along a split dim that begin in padding alone, have "
+        "holes, or begin inside a dilated image",
+        ops=(CONVOLUTION, REDUCE_WINDOW),
+        choose=_blocked(patterns.windows_of_padding, _PARALLEL, _REDUCED),
+        repair=_HALOS,
+        smallest={
+            "strided_convolution_with_windows_of_padding": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.nn.conv2d(x, y, [1, 1, 2, 1], [[0, 0], [0, 0], [1, 1], [0, 0]])  on mesh (X=2)
+                  x: float32 [1, 1, 3, 1], arrives [_,_,_,_], annotated [_,_,X,_]
+                  y: float32 [1, 1, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [1, 1, 3, 1], annotated [_,_,X,_], leaves [_,_,_,_]
+                """,  # noqa: E501
+            ),
+        },
+    ),
+    Fault(
+        name="regrouped product",
+        what="is a product, or a convolution no window of which moves along a split "
+        "dim, whose tensors group or order the axes that split a dim differently",
+        ops=(*patterns.PRODUCTS, CONVOLUTION),
+        choose=_agreed,
+        repair="its tensors are split alike",
+        smallest={
+            "contraction_of_batches_split_apart": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('bij,bjk->bik', x, y)  on mesh (X=2, Y=4)
+                  x: float32 [4, 2, 4], arrives [_,_,_], annotated [Y,X,_]
+                  y: float32 [4, 4, 1], arrives [_,_,_], annotated [X,Y,_]
+                  result: [4, 2, 1], annotated None, leaves [_,_,_]
+                """,
+                shardy=False,
+            ),
+            "product_of_batches_split_in_its_result": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('bjk,bk->bj', x, y)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 4, 2], arrives [_,_,_], annotated [_,X.Z,Y]
+                  y: float32 [4, 2], arrives [_,_], annotated [_,Y]
+                  result: [4, 4], annotated [Z.X,Y], leaves [_,_]
+                """,
+            ),
+            "product_scattered_to_a_dim_of_other_axes": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('ij,jk->ik', x, y)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 2], arrives [_,_], annotated [X.Y,Z]
+                  y: float32 [2, 4], arrives [_,_], annotated [Z,Y]
+                  result: [4, 4], annotated [X.Y,Z], leaves [_,_]
+                """,
+            ),
+            "convolution_scattered_to_a_dim_of_other_axes": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.nn.conv1d(x, y, 1, 'SAME')  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 1, 2], arrives [_,_,_], annotated [X.Y,_,Z]
+                  y: float32 [1, 2, 4], arrives [_,_,_], annotated [_,Z,Y]
+                  result: [4, 1, 4], annotated [X.Y,_,Z], leaves [_,_,_]
+                """,
+            ),
+            "product_scattered_to_a_batch": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('bj,bj->b', x, y)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 4], arrives [_,_], annotated [Z,Y.X]
+                  y: float32 [4, 4], arrives [_,_], annotated [Z,Y.X]
+                  result: [4], annotated [Z.X], leaves [_]
+                """,
+            ),
+            "product_of_rows_split_by_two_others": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('ij,jk->ik', x, y)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 2], arrives [_,_], annotated [X,Z]
+                  y: float32 [2, 2], arrives [_,_], annotated [X,_]
+                  result: [4, 2], annotated [Z.Y,X], leaves [_,_]
+                """,
+            ),
+            "product_scattered_beside_axes_out_of_order": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.einsum('ij,jk->ik', x, y)  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 2], arrives [_,_], annotated [_,Y]
+                  y: float32 [2, 2], arrives [_,_], annotated [Y,_]
+                  result: [4, 2], annotated [Z.X,Y], leaves [_,_]
+                """,
+            ),
+            "product_onto_regrouped_axes": Smallest(
+                Outcome.WRONG,
+                """
+                program: x @ y  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [4, 2], arrives [_,_], annotated [X,Z]
+                  y: float32 [2, 2], arrives [_,_], annotated [Z,_]
+                  result: [4, 2], annotated [Y.X,Z], leaves [_,_]
+                """,
+            ),
+        },
+    ),
+    Fault(
+        name="convolution summed twice",
+        what="is a convolution whose partial sums XLA would also add over devices that "
+        "hold the same shards",
+        ops=(CONVOLUTION,),
+        choose=_convolution,
+        repair="axes that take no part in the sum are manual around it",
+        smallest={
+            "grouped_convolution_of_split_kernel": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.nn.depthwise_conv2d(x, y, [1, 1, 1, 1], 'SAME')  on mesh (X=2, Y=2)
+                  x: float32 [1, 1, 4, 2], arrives [_,_,_,_], annotated [_,_,_,X]
+                  y: float32 [1, 1, 2, 1], arrives [_,_,_,_], annotated [_,_,Y,_]
+                  result: [1, 1, 4, 2], annotated None, leaves [_,_,_,_]
+                """,  # noqa: E501
+                shardy=False,
+            ),
+            "grouped_convolution_of_split_features": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.nn.conv1d(x, y, [1], 'SAME')  on mesh (X=2, Y=2)
+                  with eager=False
+                  x: float32 [1, 4, 4], arrives [_,_,_], annotated None
+                  y: float32 [3, 2, 2], arrives [_,_,_], annotated [_,X,_]
+                  result: [1, 4, 2], annotated [_,X,_], leaves [_,_,_]
+                """,
+                shardy=False,
+            ),
+            "kernel_gradient_of_split_rows": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.nn.conv1d(x, y, 1, 'SAME')  on mesh (X=2, Y=2)
+                  x: float32 [2, 4, 1], arrives [_,_,_], annotated [_,X,_]
+                  y: float32 [3, 1, 1], arrives [_,_,_], annotated None
+                  result: [2, 4, 1], annotated [_,X,_], leaves [_,_,_]
+                """,
+            ),
+        },
+    ),
+)

@@ -1,0 +1,349 @@
+"""The layouts in which XLA's partitioner gets an operation wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.repair.halos.windows import (
+    REDUCE_WINDOW,
+    split_windows,
+)
+from meshwright.framework.compiler.repair.op_layout import (
+    FactorKind,
+    OpLayout,
+)
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    OUT_OF_MANUAL,
+    PREFIX,
+    call_target,
+    is_annotation,
+    shape_of,
+)
+
+SLICE, CONCATENATE = "stablehlo.slice", "stablehlo.concatenate"
+_SHARDY_ANNOTATIONS = ("sdy.sharding_constraint", "sdy.reshard")
+STEPPED = ("stablehlo.pad", SLICE)
+PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
+GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
+FOURIER = "stablehlo.fft"
+
+
+def stepped_dims(op) -> list[int]:
+    """The dims that a slice takes by steps, or that a pad puts padding into."""
+    if op.name == "stablehlo.pad":
+        return [d for d, n in enumerate(op.attributes["interior_padding"]) if n > 0]
+    return [d for d, n in enumerate(op.attributes["strides"]) if n > 1]
+
+
+def steps_across_shards(layout: OpLayout) -> bool:
+    """A slice by steps, or its gradient's padding between elements, not shard by shard.
+
+    Along a split dim of steps each shard of the shorter tensor has to be what the same
+    shard of the longer one is cut to. Other dims that change have to be even.
+    """
+    stepped = stepped_dims(layout.op)
+    split = [d for d in range(len(layout.results[0].shape)) if _is_split(layout, d)]
+    return any(d in stepped for d in split) and any(
+        not _steps_in_shards(layout, d) if d in stepped else _is_cut_unevenly(layout, d)
+        for d in split
+    )
+
+
+def _steps_in_shards(layout: OpLayout, dim: int) -> bool:
+    """Whether a shard of a dim of steps is made of the same shard alone."""
+    operand, result = layout.operands[0], layout.results[0]
+    shards = {tensor.sharding and tensor.axes(dim) for tensor in (operand, result)}
+    if len(shards) > 1 or not (operand.divides(dim) and result.divides(dim)):
+        return False
+    if layout.op.name == "stablehlo.pad":
+        step = layout.op.attributes["interior_padding"][dim] + 1
+        start = layout.op.attributes["edge_padding_low"][dim]
+        short, long = operand, result
+    else:
+        step = layout.op.attributes["strides"][dim]
+        start = layout.op.attributes["start_indices"][dim]
+        short, long = result, operand
+    return short.shape[dim] * step == long.shape[dim] and 0 <= start < step
+
+
+def _is_cut_unevenly(layout: OpLayout, dim: int) -> bool:
+    operand, result = layout.operands[0], layout.results[0]
+    return operand.shape[dim] != result.shape[dim] and not (
+        operand.divides(dim) and result.divides(dim)
+    )
+
+
+def _is_split(layout: OpLayout, dim: int) -> bool:
+    """Whether a dim of the operand and of the result is split, or may be."""
+    return any(t.may_split(dim) for t in (layout.operands[0], layout.results[0]))
+
+
+def may_cut_no_shard(op) -> bool:
+    """A slice that takes the first elements along the dims that it cuts.
+
+    Not one that is annotated, of an argument, an annotation or a manual region's result
+    that nothing else reads, as of arguments that arrive padded: it is a copy, and there
+    is nothing to mix up. Of other tensors XLA may find out that they are copies of one
+    that is read elsewhere.
+    """
+    (operand,), (result,) = op.operands, op.results
+    origin, readers = _origin(operand), _readers(result)
+    is_alone = _is_apart(origin.owner) and len(_readers(origin)) == 1
+    is_copy = is_alone and all(map(_is_annotation, readers))
+    return (
+        shape_of(operand) != shape_of(result)
+        and not any(op.attributes["start_indices"])
+        and set(op.attributes["strides"]) <= {1}
+        and not (len(readers) == 1 and is_copy)
+    )
+
+
+def _is_apart(maker) -> bool:
+    """Whether XLA cannot find a value to be a copy of another, by what makes it."""
+    return (
+        isinstance(maker, ir.Block)
+        or _is_annotation(maker)
+        or call_target(maker) == PREFIX + OUT_OF_MANUAL
+    )
+
+
+def is_roll(op) -> bool:
+    """Whether an op puts the first part of a tensor behind the other."""
+    if op.name != CONCATENATE or len(op.operands) != 2:
+        return False
+    makers = [_origin(part).owner for part in op.operands]
+    if any(isinstance(m, ir.Block) or m.name != SLICE for m in makers):
+        return False
+    last, first = (list(maker.attributes["start_indices"]) for maker in makers)
+    dim = ir.IntegerAttr(op.attributes["dimension"]).value
+    return (
+        makers[0].operands[0] == makers[1].operands[0]
+        and shape_of(op.results[0]) == shape_of(makers[0].operands[0])
+        and not any(first)
+        and last[dim] == shape_of(op.operands[1])[dim]
+    )
+
+
+def is_of_roll(op) -> bool:
+    """Whether an op is a roll, or a part of one."""
+    if op.name == SLICE:
+        readers = _readers(op.results[0])
+        return len(readers) == 1 and is_roll(readers[0])
+    return is_roll(op)
+
+
+def rolls_apart(layout: OpLayout) -> bool:
+    """A roll or a part of one that reshards, so that XLA takes it for no roll."""
+    shardings = layout.shardings
+    return not layout.is_replaced and (
+        None in shardings or any(sharding != shardings[0] for sharding in shardings)
+    )
+
+
+def _readers(value) -> list:
+    """The ops that read a value, past reshapes to its own shape, which TF makes."""
+    return [
+        reader
+        for use in value.uses
+        for reader in (
+            _readers(use.owner.results[0]) if _is_no_op(use.owner) else [use.owner]
+        )
+    ]
+
+
+def _origin(value):
+    """What reshapes to its own shape, which TF makes, were made of."""
+    while not isinstance(value.owner, ir.Block) and _is_no_op(value.owner):
+        value = value.owner.operands[0]
+    return value
+
+
+def _is_no_op(op) -> bool:
+    return op.name == "stablehlo.reshape" and (
+        shape_of(op.operands[0]) == shape_of(op.results[0])
+    )
+
+
+def _is_annotation(op) -> bool:
+    """Whether an op is an annotation, for either partitioner; Shardy reshards by it."""
+    return op.name in _SHARDY_ANNOTATIONS or is_annotation(op.operation)
+
+
+def cuts_no_shard(layout: OpLayout) -> bool:
+    """A slice whose shards have the sizes of its operand's, as `x[:-1]` of a split dim.
+
+    Nothing is to be done, so XLA has one instruction for both, and confuses the
+    resharded copies of the two. But not in a roll that is sharded as its tensor is.
+    """
+    operand, result = layout.operands[0], layout.results[0]
+    if not may_cut_no_shard(layout.op) or layout.is_replaced:
+        return False
+    if is_of_roll(layout.op) and not rolls_apart(layout):
+        return False
+    return None in layout.shardings or any(
+        sharding.shard_shape(operand.shape) == sharding.shard_shape(result.shape)
+        for sharding in layout.shardings
+    )
+
+
+def split_transform(layout: OpLayout) -> bool:
+    """A Fourier transform along several dims, one of which is split.
+
+    Or along one dim, the last of three or more, that all devices split. XLA has a
+    method of its own for these, which is right where the operand is split so, into
+    shards whose size the number of devices divides. Inverses it does not transform so.
+    """
+    rank, count = len(layout.results[0].shape), len(layout.op.attributes["fft_length"])
+    if count == 1:
+        return rank > 2 and _is_transformed_in_shards(layout, rank - 1)
+    return any(
+        tensor.may_split(dim)
+        for tensor in layout.tensors
+        for dim in range(rank - count, rank)
+    )
+
+
+def _is_transformed_in_shards(layout: OpLayout, dim: int) -> bool:
+    """Whether XLA transforms a dim by its own method, and may be wrong."""
+    sizes, operand = layout.mesh.axes_size, layout.operands[0]
+    devices = layout.mesh.size // sizes(layout.manual)
+    kind = stablehlo.FftTypeAttr(layout.op.attributes["fft_type"]).value
+    if kind != "FFT" or devices == 1:
+        return False
+    if None in layout.shardings:
+        return True
+    if sizes(operand.axes(dim)) == devices:
+        return operand.shape[dim] % devices**2 != 0
+    return sizes(layout.results[0].axes(dim)) == devices
+
+
+def overlapping_windows(layout: OpLayout) -> bool:
+    """A max pool's gradient whose windows overlap along a split dim."""
+    return any(window.size > window.stride for window, _ in split_windows(layout))
+
+
+def far_halos(layout: OpLayout) -> bool:
+    """Windows by strides along split dims that reach beyond neighbours.
+
+    Those of a convolution along a single dim, its image not dilated, were not seen to
+    go wrong.
+    """
+    split = split_windows(layout)
+    dilated = any(w.base_dilation > 1 for w, _ in split)
+    several = len(split) > 1 or layout.op.name == REDUCE_WINDOW
+    at_risk = dilated or (several and any(w.stride > 1 for w, _ in split))
+    return at_risk and any(w.is_far(n) for w, n in split)
+
+
+def windows_of_padding(layout: OpLayout) -> bool:
+    """Windows by strides along a split dim, the first of which read padding alone.
+
+    Or whose own elements are apart too.
+    """
+    return any(
+        (w.low - (w.size - 1) > 0 and (w.low - (w.size - 1)) % w.stride)
+        or (w.base_dilation > 1 and w.low < 0)
+        or (w.stride > 1 and w.dilation > 1)
+        for w, _ in split_windows(layout)
+    )
+
+
+def regrouped_axes(layout: OpLayout) -> bool:
+    """A product whose tensors group axes otherwise for the same dim.
+
+    - X splits a dim in a tensor, Y and X in another (`[X]`, `[Y.X]`); or different axes
+      do, and it is a batch dim, or one of them is of a group for another dim (`[X.Y,Z]`
+      by `[Z,Y]`, scattered to `[X.Y,Z]`).
+    - Several axes split a dim of the result, otherwise than an operand's, while some
+      axis splits one dim here and another there (`[X,Z]` by `[X,_]` to `[Z.Y,X]`).
+    - Several axes split a dim in another order than the mesh's, not in all tensors that
+      have it, while some axis splits one dim here and another there (`[_,Y]` by `[Y,_]`
+      to `[Z.X,Y]`); or one of these axes does.
+    - Some of its tensors are over another mesh, so that nothing is known of them.
+    """
+    if None in layout.shardings:
+        return not layout.is_replaced
+    part = layout.mesh.part
+    return any(
+        one[: len(other)] != other[: len(one)]
+        and (
+            {part(axis).axis for axis in one} & {part(axis).axis for axis in other}
+            or _is_batch(layout, factor)
+            or _is_of_group(layout, {*one, *other}, factor)
+        )
+        for factor in range(len(layout.kinds))
+        for one, other in itertools.combinations(layout.groups(factor), 2)
+    ) or any(
+        _regroups_result(layout, factor) or _is_out_of_order(layout, factor)
+        for factor in range(len(layout.kinds))
+    )
+
+
+def _is_out_of_order(layout: OpLayout, factor: int) -> bool:
+    """Whether axes split a factor in another order than the mesh's, and may do harm."""
+    part, groups = layout.mesh.part, layout.groups(factor)
+    factors = layout.by_axis(layout.tensors)
+    shared = {axis for axis, of in factors.items() if len(of) > 1}
+    for axes in groups:
+        strides = [layout.mesh.stride(axis) for axis in axes]
+        if strides != sorted(strides, reverse=True):
+            own = {part(axis).axis for axis in axes}
+            return bool(shared if len(groups) > 1 else shared & own)
+    return False
+
+
+def _is_of_group(layout: OpLayout, axes: Iterable[str], factor: int) -> bool:
+    """Whether one of these axes splits another dim, together with others."""
+    part = layout.mesh.part
+    names = {part(axis).axis for axis in axes}
+    return any(
+        len(group) > 1 and not names.isdisjoint(part(axis).axis for axis in group)
+        for other in range(len(layout.kinds))
+        if other != factor
+        for group in layout.groups(other)
+    )
+
+
+def _regroups_result(layout: OpLayout, factor: int) -> bool:
+    """Whether several axes split a dim of the result, and an operand's otherwise.
+
+    And an axis splits different dims. Axes that split a dim which both operands are
+    summed over may split another of the result, to which the sum is scattered, unless
+    that is a batch dim.
+    """
+    result = layout.results[0]
+    dim = result.dim_of(factor)
+    if dim is None or len(layout.groups(factor)) == 1 or len(result.axes(dim)) < 2:
+        return False
+    lhs, rhs = (layout.by_axis([operand]) for operand in layout.operands)
+    summed = {f for f, kind in enumerate(layout.kinds) if kind is FactorKind.REDUCED}
+    scattered = {
+        axis
+        for axis in lhs.keys() & rhs.keys()
+        if lhs[axis] == rhs[axis] and lhs[axis] <= summed
+    }
+    return any(
+        len(factors) > 1 and (axis not in scattered or _is_batch(layout, factor))
+        for axis, factors in layout.by_axis(layout.tensors).items()
+    )
+
+
+def may_regroup(layout: OpLayout) -> bool:
+    """Whether a product is near `regrouped_axes`.
+
+    A dim of it is split by several axes, or a batch dim not alike by all its tensors.
+    """
+    return any(len(axes) > 1 for t in layout.tensors for axes in t.splitting()) or any(
+        len(layout.groups(factor)) > 1
+        for factor in range(len(layout.kinds))
+        if _is_batch(layout, factor)
+    )
+
+
+def _is_batch(layout: OpLayout, factor: int) -> bool:
+    """Whether a factor of a product is a dim of both operands and of the result."""
+    return len(list(layout.places(factor))) == 3

@@ -1,0 +1,1 @@
+"""StableHLO modules: read, completed by propagation, tidied."""

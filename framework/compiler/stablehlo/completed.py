@@ -1,0 +1,129 @@
+"""A lowered function's module with the sharding that completion gives each value."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.lowering.lower import LoweredFunction
+from meshwright.framework.compiler.stablehlo.hoist import hoist_conversions
+from meshwright.framework.compiler.stablehlo.modules import (
+    neutral_module,
+    prepare,
+    write_borders,
+    write_for,
+)
+from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    NUMBER,
+    WHILE,
+    Blame,
+    walk,
+)
+from meshwright.framework.compiler.stablehlo.tidy import tidy
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompletedModule:
+    """A module that is still for either partitioner, and where its tensors will lie.
+
+    Calls are inlined and conversions hoisted. It is to be used, and may be changed,
+    within its MLIR context.
+
+    Args:
+      mesh: the device mesh.
+      module: the module.
+      main: its entry function.
+      shardings: by value; what is not in it is whole, or in a manual region.
+    """
+
+    mesh: DeviceMesh
+    module: ir.Module
+    main: ir.Operation
+    shardings: dict[ir.Value, Sharding | None]
+
+    def axes(self, value: ir.Value) -> frozenset[str]:
+        """The mesh axes that split a value; all of them if its sharding is unknown."""
+        if value not in self.shardings:
+            return frozenset()
+        sharding = self.shardings[value]
+        if sharding is None:
+            return frozenset(self.mesh.axis_names)
+        used = [axis for axes in sharding.dims for axis in axes] + [*sharding.manual]
+        return frozenset(self.mesh.part(axis).axis for axis in used)
+
+    def dim_axes(self, value: ir.Value, dim: int) -> frozenset[str]:
+        """The mesh axes that split a dim of a value, as far as is known."""
+        sharding = self.shardings.get(value)
+        if sharding is None:
+            return frozenset()
+        return frozenset(self.mesh.part(axis).axis for axis in sharding.dims[dim])
+
+    def sharding(self, value: ir.Value) -> Sharding:
+        """The sharding of a value that lies on the mesh."""
+        found = self.shardings.get(value)
+        if found is None:
+            return Sharding.replicated(self.mesh, ir.RankedTensorType(value.type).rank)
+        return found
+
+
+@contextlib.contextmanager
+def completed_module(
+    lowered: LoweredFunction,
+    mesh: DeviceMesh,
+    *,
+    in_shardings: Sequence[Sharding | None],
+    out_shardings: Sequence[Sharding | None],
+) -> Iterator[CompletedModule]:
+    """Completes a function by Shardy's propagation, whatever will partition it.
+
+    Raises:
+      LoweringError: as `modules.prepare` and `modules.write_for`; or Shardy cannot
+        complete it.
+    """
+    with neutral_module(lowered) as module:
+        tidy(module)
+        hoist_conversions(module)
+        ops = [op for op in walk(module.operation) if len(op.results)]
+        integer = ir.IntegerType.get_signless(32)
+        for number, op in enumerate(ops):
+            op.attributes[NUMBER] = ir.IntegerAttr.get(integer, number)
+        copy = module.operation.clone()
+        for op in ops:
+            del op.attributes[NUMBER]
+        prepare(lowered, copy, mesh)
+        write_for(lowered, copy, mesh, shardy=True)
+        write_borders(copy, mesh, in_shardings, out_shardings)
+        blame = Blame(lowered.name, lowered.sources)
+        by_number = _by_number(Propagated(blame, copy, mesh))
+        main = ir.SymbolTable(module.operation)["main"].operation
+        found = dict(
+            zip(main.regions[0].blocks[0].arguments, in_shardings, strict=True)
+        )
+        found.update(_of_results(ops, by_number))
+        yield CompletedModule(mesh, module, main, found)
+
+
+def _by_number(propagated: Propagated) -> dict[int, list[Sharding | None]]:
+    return {
+        ir.IntegerAttr(op.attributes[NUMBER]).value: [
+            propagated.sharding(result, manual_axes(op)) for result in op.results
+        ]
+        for op in walk(propagated.module)
+        if NUMBER in op.attributes and not manual_axes(op)
+    }
+
+
+def _of_results(ops, by_number) -> Iterator[tuple[ir.Value, Sharding | None]]:
+    for number, op in enumerate(ops):
+        if number in by_number:
+            yield from zip(op.results, by_number[number], strict=True)
+        if op.name == WHILE and number in by_number:
+            for region in op.regions:
+                arguments = region.blocks[0].arguments
+                yield from zip(arguments, by_number[number], strict=True)

@@ -1,0 +1,180 @@
+"""Annotations, as the two partitioners read them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jaxlib.mlir.dialects import sdy
+
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    BRANCHES,
+    Blame,
+    asked_sharding,
+    call_target,
+    end_of,
+    is_annotation,
+    is_of_region,
+    placeholder_of,
+    replace_result,
+    sharding_call,
+    walk,
+)
+from meshwright.framework.sharding.annotations import TYPED
+from meshwright.framework.sharding.mesh import DeviceMesh, places_in
+from meshwright.framework.sharding.placeholders import mesh_text
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.types import RESHARD
+
+
+def refuse_foreign(blame: Blame, module: ir.Module) -> None:
+    """Refuses TF's own way into and out of manual regions, which is GSPMD's alone.
+
+    Raises:
+      LoweringError: there is one.
+    """
+    for op in walk(module.operation):
+        if (call_target(op) or "").startswith("SPMD"):
+            raise blame.error(
+                op,
+                f"is TF's own {call_target(op)}, which Shardy does not know: use "
+                "auto_to_manual and manual_to_auto",
+            )
+
+
+def untype_annotations(blame: Blame, module: ir.Module, mesh: DeviceMesh) -> None:
+    """Makes plain annotations of typed ones, for what only reads where tensors lie.
+
+    What is compiled has none left: pending sums are written out (`pending`).
+
+    Raises:
+      LoweringError: one is over another mesh.
+    """
+    for op in list(walk(module.operation)):
+        found = placeholder_of(op)
+        if found is None or found.kind not in (TYPED, RESHARD):
+            continue
+        if found.mesh != mesh_text(mesh):
+            raise blame.error(
+                op,
+                f"is annotated over the mesh ({found.mesh}), the program is compiled "
+                f"for ({mesh_text(mesh)}): what is unreduced or reduced is so over the "
+                "program's own mesh",
+            )
+        text = Sharding.parse(mesh, found.config["sharding"]).untyped().to_hlo()
+        with ir.InsertionPoint(op), op.location:
+            plain = sharding_call("Sharding", op.operands[0], op.results[0].type, text)
+        replace_result(op, plain)
+        op.erase()
+
+
+def rewrite_annotations(
+    blame: Blame, module: ir.Module, mesh: DeviceMesh, *, shardy: bool
+) -> None:
+    """Makes all annotations outside of manual regions ready for a partitioner.
+
+    Raises:
+      LoweringError: one cannot be honoured on `mesh`; see `rewrite_annotation`.
+    """
+    for op in list(walk(module.operation)):
+        if op.name in BRANCHES and mesh.size > 1:
+            _free_ends(op)
+        elif is_annotation(op) and not is_of_region(op):
+            rewrite_annotation(blame, op, mesh, shardy=shardy)
+
+
+def _free_ends(op) -> None:
+    """Puts a barrier behind annotations that are results of branches.
+
+    XLA gives a branch's results the sharding of the conditional's, refuses a program in
+    which an annotation says otherwise, and sees through reshapes that keep the shape.
+    """
+    for region in op.regions:
+        end = end_of(region.blocks[0])
+        for number, value in enumerate(end.operands):
+            maker = value
+            while _keeps_shape(maker):
+                maker = maker.owner.operands[0]
+            if not isinstance(maker.owner, ir.Block) and is_annotation(maker.owner):
+                with ir.InsertionPoint(end), end.location:
+                    barrier = stablehlo.OptimizationBarrierOp([value])
+                end.operands[number] = barrier.results[0]
+
+
+def _keeps_shape(value: ir.Value) -> bool:
+    maker = value.owner
+    if isinstance(maker, ir.Block) or maker.name != "stablehlo.reshape":
+        return False
+    return maker.operands[0].type == value.type
+
+
+def rewrite_annotation(
+    blame: Blame, op, mesh: DeviceMesh, *, shardy: bool, manual: tuple[str, ...] = ()
+) -> ir.Value:
+    """Rewrites a `@Sharding` custom call, or keeps it in the program's device numbers.
+
+    Args:
+      blame: for messages.
+      op: the custom call.
+      mesh: the program's mesh.
+      shardy: to an `sdy.sharding_constraint`; else the call stays, for GSPMD.
+      manual: the manual axes of the region that it is in.
+
+    Returns:
+      The annotated tensor.
+
+    Raises:
+      LoweringError: the annotation cannot be honoured on `mesh`.
+    """
+    try:
+        sharding = asked_sharding(op, mesh)
+    except ValueError as e:
+        raise blame.error(op, f"annotates what would be dropped: {e}") from None
+    clash = [a for axes in sharding.dims for a in axes if mesh.part(a).axis in manual]
+    if clash:
+        raise blame.error(
+            op,
+            f"splits a tensor by mesh axis {clash[0]!r}, which is manual there: in a "
+            "manual region annotate by the other axes",
+        )
+    if mesh.size > 1 and not shardy:
+        in_region = dataclasses.replace(sharding, manual=manual)
+        text = logical(in_region, mesh).to_hlo()
+        op.attributes["mhlo.sharding"] = ir.StringAttr.get(text)
+        return op.results[0]
+    value = op.operands[0]
+    if mesh.size > 1:
+        attribute = sdy_attribute(sharding, mesh)
+        with ir.InsertionPoint(op), op.location:
+            value = sdy.ShardingConstraintOp(value, attribute).result
+    replace_result(op, value)
+    op.erase()
+    return value
+
+
+def logical(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
+    """`sharding` with devices numbered by their place in `mesh`, as programs do."""
+    own = sharding.mesh
+    places = places_in(mesh.ids, own.ids)
+    numbered = DeviceMesh(own.axis_names, own.shape, tuple(int(p) for p in places.flat))
+    return dataclasses.replace(sharding, mesh=numbered)
+
+
+def sdy_attribute(sharding: Sharding, mesh: DeviceMesh) -> ir.Attribute:
+    """`sharding` as Shardy's attribute, in a program for `mesh`."""
+    return ir.Attribute.parse(f"#sdy.sharding{sdy_text(sharding, mesh)}")
+
+
+def sdy_text(sharding: Sharding, mesh: DeviceMesh) -> str:
+    """`<mesh<["X"=2, "Y"=4]>, [{"X"}, {}]>`, in a program for `mesh`.
+
+    Another device order than the program's is part of the mesh in it.
+    """
+    numbered = logical(sharding, mesh).mesh
+    sizes = zip(numbered.axis_names, numbered.shape, strict=True)
+    axes = ", ".join(f'"{axis}"={size}' for axis, size in sizes)
+    order = ""
+    if numbered.device_ids is not None:
+        order = f", device_ids=[{', '.join(map(str, numbered.device_ids))}]"
+    return f"<mesh<[{axes}]{order}>, {sharding.to_sdy()}>"

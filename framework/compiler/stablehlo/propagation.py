@@ -1,0 +1,118 @@
+"""A module completed by Shardy's propagation alone, without compiling it.
+
+It takes a fraction of a second and leaves a sharding on every value, which those parts
+of this compiler read that must know where tensors lie before XLA does.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jax.extend.mlir import ir
+from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.passmanager import PassManager
+
+from meshwright.framework.compiler.lowering.errors import of_xla
+from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+# XLA inlines calls first; at one an uneven dim could be split in part only.
+_PASSES = "builtin.module(inline,symbol-dce,sdy-propagation-pipeline)"
+_QUOTED = re.compile(r'"([^"]+)"')
+
+
+class Propagated:
+    """A module that Shardy completed, in place; use it within the module's context.
+
+    Args:
+      blame: for messages.
+      module: written for Shardy, its borders too; an operation of MLIR's.
+      mesh: the program's.
+
+    Raises:
+      LoweringError: Shardy cannot complete it.
+    """
+
+    def __init__(self, blame: Blame, module: ir.Operation, mesh: DeviceMesh):
+        self.mesh, self.module = mesh, module
+        passes = PassManager.parse(_PASSES)
+        try:
+            passes.run(module)
+        except ir.MLIRError as e:
+            raise of_xla(blame.program, e, shardy=True, sources=blame.sources) from e
+        self._meshes = _names_of(mesh, module)
+
+    def sharding(
+        self, value: ir.Value, manual: tuple[str, ...] = ()
+    ) -> Sharding | None:
+        """Where a value of the module lies; None if it is over another mesh.
+
+        `manual` are the axes of the regions around it.
+        """
+        attribute = _attribute_of(value)
+        if attribute is None:
+            rank = ir.RankedTensorType(value.type).rank
+            return Sharding(self.mesh, ((),) * rank, manual=manual)
+        name = str(attribute.mesh_or_ref).removeprefix("@").strip('"')
+        if name not in self._meshes:
+            return None
+        completed = Sharding.from_sdy(self.mesh, str(attribute))
+        # At a region's border manual axes are named, and are the shards' no more.
+        dims = tuple(
+            tuple(axis for axis in axes if axis not in manual)
+            for axes in completed.dims
+        )
+        return Sharding(self.mesh, dims, manual=manual)
+
+
+def manual_axes(op) -> tuple[str, ...]:
+    """The manual axes of the regions around an operation."""
+    axes: list[str] = []
+    while op is not None:
+        if op.name == "sdy.manual_computation":
+            axes += _QUOTED.findall(str(op.attributes["manual_axes"]))
+        op = op.parent and op.parent.operation
+    return tuple(axes)
+
+
+def _names_of(mesh: DeviceMesh, module) -> set[str]:
+    """What the module calls `mesh`; another device order is another mesh."""
+    found = set()
+    for op in module.regions[0].blocks[0].operations:
+        if op.operation.name == "sdy.mesh":
+            attribute = sdy.MeshAttr(op.attributes["mesh"])
+            axes = map(sdy.MeshAxisAttr, attribute.axes)
+            sizes = tuple((axis.name, axis.size) for axis in axes)
+            same = sizes == tuple(zip(mesh.axis_names, mesh.shape, strict=True))
+            if same and not list(attribute.device_ids):
+                found.add(str(op.attributes["sym_name"]).strip('"'))
+    return found
+
+
+def _attribute_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
+    """The sharding of a value after propagation, None if nothing splits it."""
+    owner = value.owner
+    if not isinstance(owner, ir.Block):
+        if owner.name in ("sdy.reshard", "sdy.sharding_constraint"):
+            return sdy.TensorShardingAttr(owner.attributes["sharding"])
+        return _one_of(owner, "sdy.sharding", value.result_number)
+    holder, number = owner.owner.operation, value.arg_number
+    if holder.name == "func.func":
+        if "arg_attrs" not in holder.attributes:
+            return None
+        own = ir.DictAttr(ir.ArrayAttr(holder.attributes["arg_attrs"])[number])
+        return (
+            sdy.TensorShardingAttr(own["sdy.sharding"])
+            if ("sdy.sharding" in own)
+            else None
+        )
+    region = holder.name == "sdy.manual_computation"
+    return _one_of(holder, "in_shardings" if region else "sdy.sharding", number)
+
+
+def _one_of(op, name: str, number: int) -> sdy.TensorShardingAttr | None:
+    if name not in op.attributes:
+        return None
+    found = sdy.TensorShardingPerValueAttr(op.attributes[name]).shardings[number]
+    return sdy.TensorShardingAttr(found)

@@ -1,0 +1,379 @@
+"""Small tools for StableHLO modules in MLIR's Python form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.lowering.sources import Sources
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import PREFIX, mesh_text
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.xla_form import ints
+
+INTO_MANUAL, OUT_OF_MANUAL = "auto_to_manual", "manual_to_auto"
+NUMBER = "number"
+"""Attribute that tells which op is which after completion."""
+WHILE = "stablehlo.while"
+BRANCHES = ("stablehlo.case", "stablehlo.if")
+_EFFECTS = (
+    "stablehlo.infeed",
+    "stablehlo.outfeed",
+    "stablehlo.recv",
+    "stablehlo.send",
+)
+_HLO_NAMES = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
+_COMPLEX_ZEROS = "dense<(0.000000e+00,0.000000e+00)>"
+_RESULT = "XLA_Retvals"
+_UNSPECIFIED = re.compile(r"unspecified_dims=\[(?P<dims>[\d,]*)\]")
+_NAME = re.compile(r'loc\((?:fused\[)?"([^"]+)"')
+
+
+def walk(op) -> Iterator:
+    """The operations in the regions of `op`, outer ones first."""
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in list(block.operations):
+                yield inner.operation
+                yield from walk(inner.operation)
+
+
+def end_of(block) -> Any:
+    """The operation that ends a block."""
+    return block.operations[len(block.operations) - 1].operation
+
+
+def operand_places(op) -> list[tuple[Any, int]]:
+    """(operation, operand number) where `op` or one in it uses an outside value."""
+    inside = {result for inner in walk(op) for result in inner.results}
+    for holder in (op, *walk(op)):
+        for region in holder.regions:
+            for block in region.blocks:
+                inside.update(block.arguments)
+    return [
+        (user, i)
+        for user in (op, *walk(op))
+        for i, value in enumerate(user.operands)
+        if value not in inside
+    ]
+
+
+def operands_of(op) -> list:
+    """The values from outside that `op` uses, in its regions too."""
+    return [user.operands[i] for user, i in operand_places(op)]
+
+
+def rows_of(tensor: ir.Value, dim: int, start: int, limit: int) -> ir.Value:
+    """A slice of one dim of a tensor, at the current insertion point."""
+    limits = list(shape_of(tensor))
+    starts, steps = [0] * len(limits), [1] * len(limits)
+    starts[dim], limits[dim] = start, limit
+    arrays = map(ir.DenseI64ArrayAttr.get, (starts, limits, steps))
+    return stablehlo.slice(tensor, *arrays)
+
+
+def after(value: ir.Value) -> ir.InsertionPoint:
+    """Where a value can be used first."""
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        return ir.InsertionPoint.at_block_begin(owner)
+    return ir.InsertionPoint.after(owner.operation)
+
+
+def replace_result(op, value: ir.Value) -> None:
+    """Puts a value in place of a result; it gets the op's number if it has none."""
+    maker, number = value.owner, op.attributes.get(NUMBER)
+    has_none = not isinstance(maker, ir.Block) and NUMBER not in maker.attributes
+    if number is not None and has_none:
+        maker.attributes[NUMBER] = number
+    op.results[0].replace_all_uses_with(value)
+
+
+def op_name(op) -> str:
+    """The name of the TF op that an operation came from, `?` if it has none."""
+    match = _NAME.search(str(op.location))
+    return match[1] if match else "?"
+
+
+@dataclasses.dataclass(frozen=True)
+class Blame:
+    """Names in messages the TF op that an operation came from.
+
+    Args:
+      program: the program's name.
+      sources: where its ops come from.
+    """
+
+    program: str
+    sources: Sources
+
+    def error(self, op, what: str) -> LoweringError:
+        """`program: op 'stack/attention/mul' (stack.attention, mine.py:12) <what>`."""
+        name = op_name(op)
+        while name == _RESULT and not isinstance(op.operands[0].owner, ir.Block):
+            op = op.operands[0].owner  # A program's results are copies by TF2XLA.
+            name = op_name(op)
+        return LoweringError(f"{self.program}: {self.sources.text(name)} {what}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placeholder:
+    """A custom call of `framework/sharding/placeholders.py`."""
+
+    kind: str
+    config: dict[str, Any]
+
+    @property
+    def mesh(self) -> str:
+        return self.config["mesh"]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.config["axes"])
+
+
+def call_target(op) -> str | None:
+    """The name that a custom call calls; None for other operations."""
+    if op.name != "stablehlo.custom_call":
+        return None
+    return ir.StringAttr(op.attributes["call_target_name"]).value
+
+
+def is_annotation(op) -> bool:
+    """Whether an op is an annotation, as TF makes them."""
+    return call_target(op) == "Sharding"
+
+
+def placeholder_of(op) -> Placeholder | None:
+    """What `op` stands for, None if it is no placeholder of ours."""
+    target = call_target(op)
+    if target is None or not target.startswith(PREFIX):
+        return None
+    config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+    return Placeholder(target.removeprefix(PREFIX), config)
+
+
+def check_axes(
+    blame: Blame, op, found: Placeholder | None, manual: Sequence[str]
+) -> None:
+    """Refuses a collective along an axis that is not manual in its region.
+
+    Raises:
+      LoweringError: it is one.
+    """
+    if found is not None and not set(found.axes) <= set(manual):
+        raise blame.error(
+            op,
+            f"is a collective along {', '.join(found.axes)} in a region manual along "
+            f"{', '.join(manual)}",
+        )
+
+
+def has_side_effect(op) -> bool:
+    """Whether an op does more than compute its results."""
+    if is_annotation(op) or "has_side_effect" not in op.attributes:
+        return op.name in _EFFECTS
+    return ir.BoolAttr(op.attributes["has_side_effect"]).value
+
+
+def is_of_region(op) -> bool:
+    """Whether an annotation is of a manual region, where only we put any so far."""
+    return "manual" in ir.StringAttr(op.attributes["mhlo.sharding"]).value
+
+
+def border_config(
+    mesh: DeviceMesh, axes: Sequence[str], dims: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """What a placeholder at the border of a manual region carries."""
+    return {"mesh": mesh_text(mesh), "axes": list(axes), "dims": [[*d] for d in dims]}
+
+
+def placeholder_call(kind: str, value, result_type, config: dict[str, Any]):
+    """A placeholder as TF would have made it, at the current insertion point."""
+    call = stablehlo.CustomCallOp(
+        [result_type],
+        [value],
+        call_target_name=PREFIX + kind,
+        backend_config=ir.StringAttr.get(json.dumps(config)),
+    )
+    return call.results[0]
+
+
+def sharding_call(
+    target: str, value, result_type, sharding: str, unspecified: tuple[int, ...] = ()
+):
+    """A custom call that carries an HLO sharding, at the current insertion point."""
+    listed = ",".join(map(str, unspecified))
+    call = stablehlo.CustomCallOp(
+        [result_type],
+        [value],
+        call_target_name=target,
+        backend_config=ir.StringAttr.get(
+            f"unspecified_dims=[{listed}]" if unspecified else ""
+        ),
+    )
+    call.operation.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
+    return call.results[0]
+
+
+def shape_of(value: ir.Value) -> tuple[int, ...]:
+    """The sizes of a tensor's dims."""
+    return tuple(ir.RankedTensorType(value.type).shape)
+
+
+def short_name(op) -> str:
+    """`add` for `stablehlo.add`."""
+    return op.name.split(".")[-1]
+
+
+def element_type(value: ir.Value) -> ir.Type:
+    """What a tensor is made of."""
+    return ir.RankedTensorType(value.type).element_type
+
+
+def dtype_of(value: ir.Value) -> str:
+    """The element type's name, as HLO has it."""
+    name = str(element_type(value))
+    return _HLO_NAMES.get(name) or name.replace("ui", "u").replace("i", "s").lower()
+
+
+def location_of(value: ir.Value) -> ir.Location:
+    """Where the op that makes a value comes from."""
+    owner = value.owner
+    return ir.Location.unknown() if isinstance(owner, ir.Block) else owner.location
+
+
+def integers(op, name: str) -> list[int]:
+    """An op's attribute that is an array of numbers."""
+    return list(ir.DenseI64ArrayAttr(op.attributes[name]))
+
+
+def dot_dims(op, rank: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Batching and contracting dims of a product, for each of both operands.
+
+    Args:
+      op: the product.
+      rank: of its first operand.
+    """
+    if op.name == "stablehlo.dot":
+        return [[], []], [[rank - 1], [0]]
+    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    return (
+        [list(numbers.lhs_batching_dimensions), list(numbers.rhs_batching_dimensions)],
+        [
+            list(numbers.lhs_contracting_dimensions),
+            list(numbers.rhs_contracting_dimensions),
+        ],
+    )
+
+
+def reduced_dims(op) -> list[int]:
+    """The dims that a `stablehlo.reduce` reduces."""
+    return integers(op, "dimensions")
+
+
+def adds(op, region: int = 0) -> bool:
+    """Whether a reduction or a scatter adds up, in the region of it that would."""
+    block = op.regions[region].blocks[0]
+    names = [inner.operation.name for inner in block.operations]
+    return names == ["stablehlo.add", "stablehlo.return"]
+
+
+def constant_of(value: ir.Value) -> float | None:
+    """The number that a scalar constant is, None if it is none."""
+    while not isinstance(value.owner, ir.Block):
+        maker = value.owner
+        if maker.name == "stablehlo.constant":
+            splat = ir.DenseElementsAttr(maker.attributes["value"]).get_splat_value()
+            element = element_type(value)
+            whole = isinstance(element, ir.IntegerType)
+            return float((ir.IntegerAttr if whole else ir.FloatAttr)(splat).value)
+        if maker.name not in ("stablehlo.convert", "stablehlo.reshape"):
+            return None
+        value = maker.operands[0]
+    return None
+
+
+def is_constant_zero(op) -> bool:
+    """Whether an op is a constant that is 0 everywhere."""
+    if op.name != "stablehlo.constant":
+        return False
+    if isinstance(element_type(op.results[0]), ir.ComplexType):
+        return _COMPLEX_ZEROS in str(op)  # Python has no form of the attribute.
+    numbers = ir.DenseElementsAttr(op.attributes["value"])
+    scalar = numbers.get_splat_value() if numbers.is_splat else None
+    return isinstance(scalar, ir.FloatAttr | ir.IntegerAttr) and scalar.value == 0
+
+
+def tensor_type(like, shape) -> ir.Type:
+    """A tensor type of `like`'s element type."""
+    element = ir.RankedTensorType(like).element_type
+    return ir.RankedTensorType.get(list(shape), element)
+
+
+def zeros(type_: ir.Type) -> ir.Value:
+    """A tensor of zeros, at the current insertion point."""
+    element = ir.RankedTensorType(type_).element_type
+    if isinstance(element, ir.ComplexType):
+        shape = ir.RankedTensorType(type_).shape
+        part = zeros(ir.RankedTensorType.get(shape, element.element_type))
+        return stablehlo.complex(part, part)
+    whole = isinstance(element, ir.IntegerType)
+    zero = ir.IntegerAttr.get(element, 0) if whole else ir.FloatAttr.get(element, 0.0)
+    return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, zero))
+
+
+def keep_precision(op, product: ir.Value) -> None:
+    """Has a product computed as precisely as the one that it takes the place of."""
+    name = "precision_config"
+    if name in op.attributes:
+        product.owner.operation.attributes[name] = op.attributes[name]
+
+
+def copy_floating(
+    op,
+    is_floating: Callable[[ir.Value], bool],
+    copies: dict[ir.Value, ir.Value],
+    finish: Callable[[Any], Sequence[ir.Value]],
+) -> None:
+    """Gives `op`, which is in a manual region, its own copies of floating values.
+
+    Args:
+      op: the operation; copies are made at the current insertion point.
+      is_floating: whether a value is made of constants only.
+      copies: those that the region has already, by value.
+      finish: makes a copied op one of the region; returns its results.
+    """
+    for user, i in operand_places(op):
+        value = user.operands[i]
+        if not is_floating(value):
+            continue
+        if value not in copies:
+            source = value.owner
+            copy = source.clone(ir.InsertionPoint.current)
+            with ir.InsertionPoint(copy):
+                copy_floating(copy, is_floating, copies, finish)
+            copies.update(zip(source.results, finish(copy), strict=True))
+        user.operands[i] = copies[value]
+
+
+def asked_sharding(op, mesh: DeviceMesh) -> Sharding:
+    """What an annotation as TF makes them asks for; see `Sharding.from_hlo`.
+
+    Raises:
+      ValueError: it spans other devices than `mesh`.
+    """
+    text = ir.StringAttr(op.attributes["mhlo.sharding"]).value
+    rank = ir.RankedTensorType(op.operands[0].type).rank
+    asked = Sharding.from_hlo(mesh, text, rank)
+    config = ir.StringAttr(op.attributes["backend_config"]).value
+    match = _UNSPECIFIED.search(config)
+    left = tuple(ints(match["dims"])) if match else ()
+    return dataclasses.replace(asked, unspecified=left)

@@ -1,0 +1,64 @@
+"""A module without calls and without what does nothing, for analyses to walk over."""
+
+from __future__ import annotations
+
+from jax.extend.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
+
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    WHILE,
+    has_side_effect,
+    operand_places,
+    walk,
+)
+
+_MAYBE_IDLE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
+
+
+def tidy(module: ir.Module) -> None:
+    """Inlines calls and drops what does nothing, such as the copies TF2XLA makes."""
+    PassManager.parse("builtin.module(inline)").run(module.operation)
+    symbols = ir.SymbolTable(module.operation)
+    # The pass leaves the calls in conditions of loops.
+    while calls := [op for op in walk(module.operation) if op.name == "func.call"]:
+        for call in calls:
+            name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+            _inline(call, symbols[name].operation)
+    PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
+    for op in list(walk(module.operation)):
+        if _is_idle(op):
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+
+
+def drop_unused(main) -> None:
+    """Drops ops of a function whose results nobody reads."""
+    for op in reversed(list(walk(main))):
+        read = any(list(result.uses) for result in op.results)
+        lasts = has_side_effect(op) or op.name == WHILE  # It may not end.
+        if len(op.results) and not read and not lasts:
+            op.erase()
+
+
+def _inline(call, called) -> None:
+    block = called.regions[0].blocks[0]
+    values = dict(zip(block.arguments, call.operands, strict=True))
+    ops = [op.operation for op in block.operations]
+    for op in ops[:-1]:
+        copy = op.clone(ir.InsertionPoint(call))
+        for user, number in operand_places(copy):
+            value = user.operands[number]
+            user.operands[number] = values.get(value, value)
+        values.update(zip(op.results, copy.results, strict=True))
+    for result, value in zip(call.results, ops[-1].operands, strict=True):
+        result.replace_all_uses_with(values[value])
+    call.erase()
+
+
+def _is_idle(op) -> bool:
+    if op.name not in _MAYBE_IDLE or op.operands[0].type != op.results[0].type:
+        return False
+    if op.name != "stablehlo.transpose":
+        return True
+    order = list(ir.DenseI64ArrayAttr(op.attributes["permutation"]))
+    return order == sorted(order)

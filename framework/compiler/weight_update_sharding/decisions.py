@@ -1,0 +1,137 @@
+"""What was decided on each weight update, to read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    shape_of,
+)
+from meshwright.framework.compiler.weight_update_sharding.decide import Decision
+from meshwright.framework.sizes import bytes_text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateLine:
+    """On one weight update.
+
+    Args:
+      names: the state that it updates, paths; the weight first.
+      shape: of the weight.
+      ops: how many ops are computed on shards.
+      format: how the weight is divided, such as `[3.3.64:data,64]`; "" if it is not.
+      why: it was left alone; "" if it was not.
+      kept: bytes of state that a device need not hold.
+      saved: bytes a step that a device need not read or write.
+      moved: bytes a step that are gathered.
+      gain: estimated seconds a step.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ops: int
+    format: str
+    why: str
+    kept: int
+    saved: int
+    moved: int
+    gain: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateReport:
+    """On all weight updates of a program.
+
+    Args:
+      mode: what was asked for: auto, off or all.
+      data_axes: the mesh axes that split the batch.
+      lines: one for each update, those that save most memory first.
+    """
+
+    mode: str
+    data_axes: tuple[str, ...]
+    lines: tuple[UpdateLine, ...]
+
+    @property
+    def sharded(self) -> list[UpdateLine]:
+        """Of the updates that are sharded."""
+        return [line for line in self.lines if not line.why]
+
+    def summary(self) -> str:
+        """One line."""
+        axes = ", ".join(self.data_axes)
+        kept = bytes_text(sum(line.kept for line in self.sharded))
+        what = f"weight updates ({self.mode}):"
+        if not self.lines:
+            return f"{what} none is repeated along {axes}"
+        return (
+            f"{what} {len(self.sharded)} of {len(self.lines)} sharded over {axes}, "
+            f"{kept} less state on each device"
+        )
+
+    def text(self) -> str:
+        """All lines as Markdown."""
+        head = [
+            "| weight | shape | format | ops | state saved | not read or written | "
+            "gathered | gain |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        return "\n".join([*head, *map(_row, self.lines)])
+
+
+def _row(line: UpdateLine) -> str:
+    weights = [name for name in line.names if name.startswith("theta")]
+    cells = [", ".join(weights or line.names), str(list(line.shape))]
+    if line.why:
+        cells += [f"left alone: {line.why}", "", "", "", "", ""]
+    else:
+        sizes = map(bytes_text, (line.kept, line.saved, line.moved))
+        gain = f"{line.gain * 1e6:.1f} us"
+        cells += [line.format, str(line.ops), *sizes, gain]
+    return f"| {' | '.join(cells)} |"
+
+
+def update_report(
+    decisions: Sequence[Decision],
+    names: Mapping[int, str],
+    completed: CompletedModule,
+    asked,
+) -> UpdateReport:
+    """Before the module is changed."""
+    lines = [_line(decision, names, completed) for decision in decisions]
+    return UpdateReport(
+        mode=asked.mode.value,
+        data_axes=tuple(asked.data_axes),
+        lines=tuple(sorted(lines, key=lambda line: (-line.kept, line.names))),
+    )
+
+
+def _line(
+    decision: Decision, names: Mapping[int, str], completed: CompletedModule
+) -> UpdateLine:
+    arguments = completed.main.regions[0].blocks[0].arguments
+    mine = decision.state
+    weight_first = sorted(mine, key=lambda i: (not names[i].startswith("theta"), i))
+    return UpdateLine(
+        names=tuple(names[i] for i in weight_first),
+        shape=shape_of(arguments[weight_first[0]]),
+        ops=len(decision.cluster.ops),
+        format=_format_text(decision, arguments[weight_first[0]]),
+        why=decision.why,
+        kept=decision.kept,
+        saved=decision.saved,
+        moved=decision.gathers,
+        gain=decision.gain,
+    )
+
+
+def _format_text(decision: Decision, value) -> str:
+    format_ = decision.format
+    if format_ is None or format_.first(value) is None:
+        return ""
+    first, sizes = format_.first(value), list(map(str, shape_of(value)))
+    last = first + format_.count
+    split = ".".join(sizes[first:last]) + ":" + ".".join(format_.axes)
+    return f"[{','.join([*sizes[:first], split, *sizes[last:]])}]"

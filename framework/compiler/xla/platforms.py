@@ -1,0 +1,94 @@
+"""Which devices this process has: CPUs, as many as asked for, GPUs or TPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import jax
+import tensorflow as tf
+
+from meshwright.framework.compiler.xla import standstill
+
+# XLA's CPU backend ends the process when a device waits this long for the others; with
+# more virtual devices than cores a long wait is load, not a deadlock. What is one ends
+# sooner (`standstill`); by then XLA shall have said how many devices came to which.
+_COLLECTIVE_TIMEOUTS = {
+    "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 45,
+    "xla_cpu_collective_timeout_seconds": 1200,
+}
+# XLA's CPU backend has two pools of so many threads each, and a device that waits for
+# the others holds one. In the first run each device's program and, while 32 calls are
+# in flight, each device's next call, which waits for one of them: with fewer than two
+# threads for a device they come to a standstill. In the second, of at most 256, go on
+# the loops and branches of a program that are under way together, each up to its next
+# collective.
+_THREADS_PER_DEVICE = 8
+
+
+def set_platform(
+    platform: str,
+    device_count: int | None = None,
+    *,
+    standstill_seconds: float | None = 60.0,
+) -> None:
+    """Chooses the backend; call it before the first program is compiled.
+
+    Args:
+      platform: "cpu", "cuda" or "tpu".
+      device_count: for "cpu", how many virtual devices this process has.
+      standstill_seconds: for "cpu", when devices have waited for each other for so long
+        while none of XLA's threads ran, the process says so and ends, with status 70.
+        None: never, for programs that rightly wait for something outside.
+
+    Raises:
+      ValueError: there are no such devices here, or devices are in use already with
+        another setting.
+    """
+    if device_count is not None and (platform != "cpu" or device_count < 1):
+        raise ValueError(
+            f"device_count={device_count} with platform={platform!r}: it is the number "
+            "of virtual cpu devices, 1 or more; other platforms bring their own"
+        )
+    if standstill_seconds is not None and not standstill_seconds > 0:
+        raise ValueError(
+            f"standstill_seconds={standstill_seconds}: it is above 0, or None for never"
+        )
+    standstill.set_limit(standstill_seconds)
+    if platform == "cuda":
+        # TF only traces here; it would take the memory that programs run in.
+        tf.config.set_visible_devices([], "GPU")
+    flags = os.environ.get("XLA_FLAGS", "")
+    for flag, seconds in _COLLECTIVE_TIMEOUTS.items():
+        if flag not in flags:
+            flags += f" --{flag}={seconds}"
+    os.environ["XLA_FLAGS"] = flags.strip()
+    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", flags)
+    devices = device_count or max(jax.config.jax_num_cpu_devices, 1)
+    if device_count is None and forced:
+        devices = max(devices, int(forced[1]))
+    if platform == "cpu" and devices > 1:
+        threads = _THREADS_PER_DEVICE * devices + (os.cpu_count() or 1)
+        os.environ.setdefault("PJRT_NPROC", str(threads))
+    try:
+        jax.config.update("jax_platforms", platform)
+        if device_count is not None and platform == "cpu":
+            jax.config.update("jax_num_cpu_devices", device_count)
+    except RuntimeError:
+        pass  # The backend is up; what counts is whether it fits.
+    try:
+        have, backend = jax.local_device_count(), jax.default_backend()
+    except (AssertionError, RuntimeError) as e:  # By JAX's plugins, each in its way.
+        raise ValueError(
+            f"no {platform} devices can be used here ({str(e)[:200] or 'no plugin'}); "
+            f"install meshwright[{platform}] on a machine that has some, or choose "
+            "platform cpu"
+        ) from e
+    expected = "gpu" if platform == "cuda" else platform
+    if backend != expected or device_count not in (None, have):
+        raise ValueError(
+            f"{device_count or 'some'} {platform} devices were asked for but {have} "
+            f"{backend} devices are in use already: choose the platform first thing in "
+            "the process"
+        )

@@ -1,0 +1,177 @@
+"""The processes that run one program together, by JAX's distributed runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from meshwright.framework.compiler.xla import jax_bridge
+from meshwright.framework.sharding.mesh import DeviceMesh
+
+# When all are done, they leave together.
+_SHUTDOWN_SECONDS = 60
+
+_tell_arrival: Callable[[], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessGroup:
+    """The processes that run one program, and which of them this is.
+
+    Args:
+      coordinator: "host:port" of process 0.
+      count: how many.
+      process: this one's number, from 0.
+      local_devices: numbers of the devices on this machine that are its own, or None
+        for all.
+    """
+
+    coordinator: str
+    count: int
+    process: int
+    local_devices: Sequence[int] | None = None
+
+
+def process_group_of_environment() -> ProcessGroup | None:
+    """What SLURM, a TPU pod, Kubernetes or Open MPI says; None if none of them does."""
+    coordinator, count, process, devices = jax_bridge.detected_cluster()
+    if None in (coordinator, count, process):
+        return None
+    # JAX has one device for each task, even for a task that has a machine to itself.
+    devices = devices if _tasks_on_a_machine() > 1 else None
+    return ProcessGroup(
+        coordinator=coordinator, count=count, process=process, local_devices=devices
+    )
+
+
+def _tasks_on_a_machine() -> int:
+    """The most that SLURM or Open MPI has started on one machine; 1 without them."""
+    names = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    # Such as "2(x3),1": two on each of three machines, one on a fourth.
+    said = ",".join(os.environ.get(name, "1") for name in names)
+    return max(int(count) for count in re.findall(r"(?:^|,)(\d+)", said))
+
+
+def join_processes(group: ProcessGroup, *, timeout: float) -> None:
+    """Makes the devices of all processes one set; call it before `set_platform`.
+
+    Args:
+      group: which they are.
+      timeout: seconds to wait for the others.
+
+    Raises:
+      RuntimeError: devices are in use already.
+    """
+    # It would take SIGTERM for itself, and do nothing but note it.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        group.coordinator,
+        group.count,
+        group.process,
+        local_device_ids=group.local_devices,
+        # Nothing else is to be guessed.
+        cluster_detection_method="deactivate",
+        initialization_timeout=math.ceil(timeout),
+        # It ends a process by an abort that names no peer: only where others fail to.
+        heartbeat_timeout_seconds=math.ceil(2 * timeout),
+        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+    )
+
+
+def check_takes_part(mesh: DeviceMesh) -> None:
+    """Checks that the devices of `mesh` exist, and each process has some of them.
+
+    Raises:
+      ValueError: they do not, or one has none.
+    """
+    used = {device.process_index for device in jax_bridge.jax_mesh(mesh).devices.flat}
+    idle = sorted(set(range(jax.process_count())) - used)
+    if idle:
+        raise ValueError(
+            f"device mesh ({mesh}) has {mesh.size} of {jax.device_count()} devices, "
+            f"none of them in process {', '.join(map(str, idle))}: use all, or start "
+            "fewer processes"
+        )
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes for all."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def telling_arrivals(tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell` each time before this process waits for all others to come.
+
+    They wait where nothing can be interrupted: who is late must be known beforehand.
+    """
+    global _tell_arrival
+    _tell_arrival = tell
+    try:
+        yield
+    finally:
+        _tell_arrival = None
+
+
+def arrive() -> None:
+    """To be called by the main thread of each process before all of them meet."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if _tell_arrival is not None and is_main:
+        _tell_arrival()
+
+
+def wait_for_all(what: str) -> None:
+    """Waits until all processes have called this with the same words."""
+    arrive()
+    multihost_utils.sync_global_devices(what)
+
+
+def gather_from_processes(value: int) -> Sequence[int]:
+    """Every process's `value`, which is below 2**31; all processes must call it."""
+    if jax.process_count() == 1:
+        return [value]
+    arrive()
+    values = multihost_utils.process_allgather(np.asarray(value, np.int32))
+    return [int(one) for one in values]
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """The values of a device array; all processes that hold it must call this."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    arrive()
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
+def check_child(name: str, devices: Sequence[jax.Device] | None) -> None:
+    """Refuses to compile in a child process where that cannot be.
+
+    Args:
+      name: the program's.
+      devices: those of a topology, or None.
+
+    Raises:
+      ValueError: the devices are not CPU devices, belong to a topology, or are
+        spread over several processes.
+    """
+    why = None
+    if devices is not None:
+        why = "it is compiled for a topology"
+    elif jax.process_count() > 1:
+        why = f"its devices belong to {jax.process_count()} processes"
+    elif jax.default_backend() != "cpu":
+        why = f"its {jax.default_backend()} devices are this process's alone"
+    if why:
+        raise ValueError(
+            f"{name}: a child process compiles for the cpu devices of one process, and "
+            f"{why}: do not set in_child (for a run, compile_in_child)"
+        )

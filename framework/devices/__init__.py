@@ -1,0 +1,1 @@
+"""What is known of devices, and of the links between them."""

@@ -1,0 +1,163 @@
+"""TPU pods that are not here, to compile for; libtpu describes their devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import re
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from meshwright.framework.devices.tpu import TPU_KINDS, TpuKind, kind_of
+
+# libtpu asks the network what machine this is, and locks itself for one process.
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v3-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+# libtpu wants whole hosts of 2 x 2 chips, unless it is told of a smaller one.
+_CHIPS_OF_A_HOST = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A box of linked chips.
+
+    Args:
+      kind: of its TPUs.
+      chips: along each dim of the box, x first.
+    """
+
+    kind: TpuKind
+    chips: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Such as "v3:32x32"."""
+        return f"{self.kind.name}:{'x'.join(map(str, self.chips))}"
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.chips) * self.kind.cores
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Which dims have their ends linked."""
+        return self.kind.wraps(self.chips)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Where each device is, in the order of `topology_devices`.
+
+        Returns:
+          int [devices, dims + 1]: (x, y, ..., core on chip).
+        """
+        grid = np.indices((*reversed(self.chips), self.kind.cores))
+        flat = grid.reshape(len(grid), -1).T
+        return np.concatenate([flat[:, -2::-1], flat[:, -1:]], axis=1)
+
+
+def topology(name: str) -> Topology:
+    """The topology of a name: kind and chips along each dim, such as "v3:32x32".
+
+    Raises:
+      ValueError: an unknown kind, or a size that it does not come in.
+    """
+    kind_name, _, size = name.partition(":")
+    kind = TPU_KINDS.get(kind_name)
+    if kind is None:
+        raise ValueError(
+            f"TPU topology {name!r} is of an unknown kind: one of "
+            f"{', '.join(TPU_KINDS)}, then the chips along each dim, as in 'v3:16x16'"
+        )
+    well_formed = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size)
+    chips = tuple(int(n) for n in size.split("x")) if well_formed else ()
+    if len(chips) != len(kind.largest) or any(
+        n > most for n, most in zip(sorted(chips), sorted(kind.largest), strict=True)
+    ):
+        example = f"{kind.name}:" + "x".join(map(str, kind.largest))
+        raise ValueError(
+            f"TPU topology {name!r}: {kind.name} pods have {len(kind.largest)} dims "
+            f"and go up to {example!r}"
+        )
+    return Topology(kind=kind, chips=chips)
+
+
+def of_size(size: int) -> list[Topology]:
+    """One topology with so many devices of each kind that has one: the most square."""
+    found = []
+    for kind in TPU_KINDS.values():
+        boxes = (
+            Topology(kind=kind, chips=chips)
+            for chips in itertools.product(*map(_halvings, sorted(kind.largest)))
+        )
+        fitting = [box for box in boxes if box.size == size]
+        if fitting:
+            found.append(min(fitting, key=lambda box: (max(box.chips), box.chips)))
+    return found
+
+
+def _halvings(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [2**i for i in range(most.bit_length())]
+
+
+def topology_devices(name: str) -> list[jax.Device]:
+    """The devices of a TPU topology, for `compile_program`; no TPU is needed.
+
+    Args:
+      name: kind and chips along each dim, such as "v3:32x32", the 2048 cores of the
+        GSPMD and GShard papers: a v2 or v3 chip is two devices.
+
+    Returns:
+      The devices row by row: by (z, y, x, core on chip), the last running fastest.
+
+    Raises:
+      ValueError: an unknown kind, or a size that it does not come in.
+      ImportError: libtpu is not installed.
+    """
+    box, options = topology(name), {}
+    if math.prod(box.chips) < _CHIPS_OF_A_HOST:
+        options["chips_per_host_bounds"] = (*box.chips, 1, 1)[:3]
+    if jax.default_backend() != "tpu":
+        for variable, value in _NO_TPU_HERE.items():
+            os.environ.setdefault(variable, value)
+    try:
+        found = topologies.get_topology_desc(name, platform="tpu", **options).devices
+    except jax.errors.JaxRuntimeError as e:
+        raise ValueError(f"TPU topology {name!r}: {e}") from e
+    except RuntimeError as e:
+        raise ImportError(
+            f"TPU topology {name!r} needs libtpu, which is not installed: "
+            "pip install 'meshwright[plan]'"
+        ) from e
+    return sorted(found, key=place_on_torus)
+
+
+def topology_of(devices: Sequence[jax.Device]) -> Topology | None:
+    """The topology that these TPU devices fill, None if they fill no box of one kind.
+
+    Args:
+      devices: in any order.
+    """
+    kind = kind_of(devices[0])
+    if kind is None:
+        return None
+    coords = np.array([d.coords for d in devices])
+    chips = tuple(int(n) for n in np.ptp(coords, axis=0) + 1)[: len(kind.largest)]
+    found = Topology(kind=kind, chips=chips)
+    return found if found.size == len(devices) else None
+
+
+def place_on_torus(device: jax.Device) -> tuple[int, ...]:
+    """(..., y, x, core on chip): devices are numbered in this order."""
+    return (*reversed(device.coords), device.core_on_chip)

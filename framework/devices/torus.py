@@ -1,0 +1,100 @@
+"""What the links of a torus have to carry.
+
+Messages take the shortest way, dim by dim, x first. A link has two directions that do
+not hinder each other; devices on one chip need none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.framework.devices.topology import Topology
+
+
+def link_load(torus: Topology, source: np.ndarray, target: np.ndarray) -> int:
+    """How many of these messages the busiest link carries, in its busier direction.
+
+    Args:
+      torus: the topology.
+      source: int [messages, dims + 1], positions as in `Topology.positions`.
+      target: the same.
+    """
+    source, target = (end[:, : len(torus.chips)] for end in (source, target))
+    most = 0
+    for dim, (size, wraps) in enumerate(zip(torus.chips, torus.wraps, strict=True)):
+        # Dims before this one have been travelled.
+        line = np.concatenate([target[:, :dim], source[:, dim + 1 :]], axis=1)
+        others = [n for i, n in enumerate(torus.chips) if i != dim]
+        lines = np.ravel_multi_index(tuple(line.T), others) if others else 0
+        start, steps = source[:, dim], _steps(source, target, dim, size, wraps)
+        for sign, begin in ((1, start), (-1, size - 1 - start)):
+            length = np.maximum(sign * steps, 0)
+            crossings = np.zeros((int(np.prod(others)), 2 * size + 1), np.int64)
+            np.add.at(crossings, (lines, begin), 1)
+            np.add.at(crossings, (lines, begin + length), -1)
+            crossings = crossings.cumsum(axis=1)
+            most = max(most, int((crossings[:, :size] + crossings[:, size:-1]).max()))
+    return most
+
+
+def _steps(source, target, dim: int, size: int, wraps: bool) -> np.ndarray:
+    """Links along a dim from each source to its target, the shorter way round."""
+    steps = target[:, dim] - source[:, dim]
+    if not wraps:
+        return steps
+    steps = (steps + size // 2) % size - size // 2
+    # Half way round is as far either way: take turns.
+    turn = (2 * steps == -size) & (source[:, dim] % 2 == 0)
+    return np.where(turn, -steps, steps)
+
+
+def longest_step(torus: Topology, rings: np.ndarray) -> int:
+    """The most links between neighbours of a ring; `rings` as for `ring_load`."""
+    ends = (rings, np.roll(rings, -1, axis=1))
+    source, target = (e.reshape(-1, rings.shape[-1]) for e in ends)
+    dims = enumerate(zip(torus.chips, torus.wraps, strict=True))
+    return int(sum(abs(_steps(source, target, d, *dim)) for d, dim in dims).max())
+
+
+def ring_load(torus: Topology, rings: np.ndarray) -> int:
+    """What the busiest link carries while rings pass data on, all at once.
+
+    A ring sends half of its data each way round, so that links are used in both
+    directions. Rings that share links send all of it one way: that is how the step
+    times of GSPMD's Table 2 can be explained, where linking the ends of the torus makes
+    collectives faster along the axis that has the links to itself, and no faster along
+    the one whose rings run in pairs, over the two cores of each chip.
+
+    Args:
+      torus: the topology.
+      rings: int [rings, devices, dims + 1]: positions, in the order of each ring.
+
+    Returns:
+      Multiples of half the bytes that one device passes on; 1 where every link carries
+      one ring, each way.
+    """
+    ends = (rings, np.roll(rings, -1, axis=1))
+    source, target = (e.reshape(-1, rings.shape[-1]) for e in ends)
+    one_way = link_load(torus, source, target)
+    if one_way > link_load(torus, ends[0][0], ends[1][0]):
+        return 2 * one_way
+    return link_load(
+        torus, np.concatenate([source, target]), np.concatenate([target, source])
+    )
+
+
+def all_to_all_load(torus: Topology, groups: np.ndarray) -> int:
+    """What the busiest link carries while all devices of each group send to all others.
+
+    Args:
+      torus: the topology.
+      groups: int [groups, devices, dims + 1], positions.
+
+    Returns:
+      Multiples of the bytes that one device sends to one other.
+    """
+    count = groups.shape[1]
+    shape = (len(groups), count, count, groups.shape[-1])
+    source = np.broadcast_to(groups[:, :, None], shape).reshape(-1, shape[-1])
+    target = np.broadcast_to(groups[:, None], shape).reshape(-1, shape[-1])
+    return link_load(torus, source, target)

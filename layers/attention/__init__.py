@@ -1,0 +1,1 @@
+"""Attention, and the positions that it is told of."""

@@ -1,0 +1,335 @@
+"""Multi-head attention, to the sequence itself or to another one.
+
+Dims: B batch, S sequence (query), T sequence (key), M model, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import gin
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.initializers import Constant, FanIn, Normal
+from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
+from meshwright.framework.modeling.recompute import save_name
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.attention.positions import (
+    MaskKind,
+    PositionKind,
+    relative_bias,
+    rotate,
+)
+from meshwright.layers.basic.dropout import Dropout
+from meshwright.layers.basic.linear import (
+    contract,
+    contract_each,
+    per_feature,
+    read_stream,
+    to_stream,
+)
+
+BSND = ("batch", "sequence", "heads", "head_dim")
+
+# Finite: a row with no key to see must come out as numbers, and so must its gradient.
+_NEVER = -1e30
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHeadAttention(Layer):
+    """Scaled dot-product attention (Vaswani et al. 2017), annotated as GSPMD 5.1.
+
+    Given a `memory` it is cross-attention: keys and values come from there.
+
+    Recomputation may save `query`, `key`, `value`, `context` and `attention_out`.
+
+    Args:
+      model_dims: M.
+      num_heads: N.
+      head_dim: D, even for rotary positions.
+      mask: whether queries see later keys; index order counts. FULL for a memory.
+      positions: how positions enter. NONE for a memory.
+      rotary_base: for rotary positions, see `rotate`.
+      num_buckets: for relative positions, see `relative_bucket`.
+      max_distance: for relative positions, see `relative_bucket`.
+      dropout_rate: of attention probabilities.
+      use_bias: adds a bias to each of the four projections.
+
+    Raises:
+      ValueError: rotary positions with an odd head size; a rate out of range.
+    """
+
+    model_dims: int
+    num_heads: int
+    head_dim: int
+    mask: MaskKind = MaskKind.CAUSAL
+    positions: PositionKind = PositionKind.NONE
+    rotary_base: float = 10000.0
+    num_buckets: int = 32
+    max_distance: int = 128
+    dropout_rate: float = 0.0
+    use_bias: bool = False
+
+    def __post_init__(self):
+        check_number(self, "dropout_rate", at_least=0, below=1)
+        if self.positions is PositionKind.ROTARY and self.head_dim % 2:
+            raise ValueError(
+                f"rotary positions turn pairs of features, but head_dim is "
+                f"{self.head_dim}: make it even"
+            )
+
+    def weights(self) -> NestedMap:
+        M, N, D = self.model_dims, self.num_heads, self.head_dim
+        w_in = WeightSpec(
+            shape=(M, N, D), dims=("model", "heads", "head_dim"), initializer=FanIn()
+        )
+        w_o = WeightSpec(
+            shape=(N, D, M),
+            dims=("heads", "head_dim", "model"),
+            initializer=FanIn(in_dims=2),
+        )
+        specs = NestedMap(w_q=w_in, w_k=w_in, w_v=w_in, w_o=w_o)
+        if self.use_bias:
+            zero = Constant(0.0)
+            b_in = WeightSpec(
+                shape=(N, D), dims=("heads", "head_dim"), initializer=zero
+            )
+            b_o = per_feature(M)
+            specs.update(b_q=b_in, b_k=b_in, b_v=b_in, b_o=b_o)
+        if self.positions is PositionKind.RELATIVE:
+            specs.relative_bias = WeightSpec(
+                shape=(self.num_buckets, N),
+                dims=("relative_buckets", "heads"),
+                initializer=Normal(0.02),
+            )
+        return specs
+
+    def fprop(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        paddings: tf.Tensor | None = None,
+        segment_ids: tf.Tensor | None = None,
+        segment_positions: tf.Tensor | None = None,
+        memory: tf.Tensor | None = None,
+        memory_segment_ids: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """Attends from every token to those it may see.
+
+        Args:
+          ctx: context.
+          theta: weights.
+          x: [B, S, M].
+          paddings: [B, T], 1 at keys that no one may see, 0 elsewhere.
+          segment_ids: int32 [B, S]; tokens see only tokens of their own segment.
+          segment_positions: int32 [B, S], for rotary positions; the index by default,
+            which gives the same up to rounding where segments lie side by side.
+          memory: [B, T, M], what to attend to; None: `x` itself.
+          memory_segment_ids: int32 [B, T], likewise; as `segment_ids` without memory.
+
+        Returns:
+          [B, S, M] in the activation dtype.
+
+        Raises:
+          ValueError: the last dim of `x` or `memory` is not M; a mask or positions for
+            a memory; segment ids of it or of `x` alone.
+        """
+        if memory is None:
+            memory_segment_ids = segment_ids
+        else:
+            self._check_crosses(ctx)
+            if (segment_ids is None) != (memory_segment_ids is None):
+                raise ValueError(
+                    f"layer {ctx.path!r}: give segment_ids of both the tokens and the "
+                    "memory, or of neither"
+                )
+        q, k, v = self._project(ctx, theta, x, memory)
+        if self.positions is PositionKind.ROTARY:
+            if segment_positions is None:
+                segment_positions = tf.range(x.shape[1])[None, :]
+            q = rotate(q, segment_positions, base=self.rotary_base)
+            k = rotate(k, segment_positions, base=self.rotary_base)
+        visible = visibility(
+            q.shape[1], k.shape[1], self.mask, paddings, segment_ids, memory_segment_ids
+        )
+        return self._attend(ctx, theta, q, k, v, visible, self._bias(theta, q.shape[1]))
+
+    def extra_flops(self, sequence_length: int) -> float:
+        """Of two S x S products; what a causal mask hides counts too, as is usual."""
+        return 4.0 * sequence_length * self.num_heads * self.head_dim
+
+    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+        """What `step` keeps of tokens, before the first.
+
+        Args:
+          ctx: context.
+          batch: B.
+          length: T, the most tokens.
+
+        Returns:
+          `key` and `value`: zeros [B, T, N, D] in the activation dtype.
+        """
+        shape = [batch, length, self.num_heads, self.head_dim]
+        zeros = ctx.split(tf.zeros(shape, ctx.activation_dtype), BSND)
+        return NestedMap(key=zeros, value=zeros)
+
+    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+        """The cache of a `memory` [B, T, M]: keys and values, each [B, T, N, D]."""
+        self._check_crosses(ctx)
+        _, key, value = self._project(ctx, theta, memory[:, :1], memory)
+        return NestedMap(key=key, value=value)
+
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        position: tf.Tensor,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """`fprop` of one more token: attends to those before it and to itself.
+
+        Args:
+          ctx: context.
+          theta: weights.
+          x: [B, 1, M], the tokens at `position`.
+          cache: as `start_cache` makes it, filled below `position`.
+          position: int32 scalar.
+
+        Returns:
+          [B, 1, M] in the activation dtype, and the cache with one position more.
+        """
+        q, k, v = self._project(ctx, theta, x, None)
+        if self.positions is PositionKind.ROTARY:
+            at = tf.reshape(position, [1, 1])
+            q = rotate(q, at, base=self.rotary_base)
+            k = rotate(k, at, base=self.rotary_base)
+        start = tf.stack([0, position, 0, 0])
+        cache = NestedMap(
+            key=ctx.split(xla.dynamic_update_slice(cache.key, k, start), BSND),
+            value=ctx.split(xla.dynamic_update_slice(cache.value, v, start), BSND),
+        )
+        length = cache.key.shape[1]
+        visible = (tf.range(length) <= position)[None, None, :]
+        bias = self._bias(theta, length)
+        if bias is not None:  # The query's row of [N, T, T].
+            size = [self.num_heads, 1, length]
+            bias = xla.dynamic_slice(bias, tf.stack([0, position, 0]), size)
+        y = self._attend(ctx, theta, q, cache.key, cache.value, visible, bias)
+        return y, cache
+
+    def recall(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        memory_paddings: tf.Tensor,
+    ) -> tf.Tensor:
+        """`fprop` with a memory that `remember` has made a cache of.
+
+        Args:
+          ctx: context.
+          theta: weights.
+          x: [B, S, M].
+          cache: of the memory.
+          memory_paddings: [B, T], 1 at what no one may see.
+
+        Returns:
+          [B, S, M] in the activation dtype.
+        """
+        (q,) = self._heads(ctx, theta, x, "q")
+        visible = (memory_paddings == 0)[:, None, :]
+        return self._attend(ctx, theta, q, cache.key, cache.value, visible, None)
+
+    def _check_crosses(self, ctx: Context) -> None:
+        if self.mask is MaskKind.CAUSAL or self.positions is not PositionKind.NONE:
+            raise ValueError(
+                f"layer {ctx.path!r} attends to a memory, whose positions are not the "
+                f"queries': give it mask=FULL and positions=NONE, not {self.mask} and "
+                f"{self.positions}"
+            )
+
+    def _project(self, ctx, theta, x, memory) -> list[tf.Tensor]:
+        """Queries of `x`, keys and values of `memory` or `x`: [B, S or T, N, D]."""
+        if memory is None:
+            return self._heads(ctx, theta, x, "qkv")
+        queries = self._heads(ctx, theta, x, "q")
+        return [*queries, *self._heads(ctx, theta, memory, "kv")]
+
+    def _heads(self, ctx, theta, x, which: str) -> list[tf.Tensor]:
+        """Each of queries, keys and values that is asked for, by its first letter."""
+        names = {"q": "query", "k": "key", "v": "value"}
+        x = read_stream(ctx, x)
+        projected = contract_each(ctx, x, [theta[f"w_{one}"] for one in which])
+        projected = [ctx.split(heads, BSND) for heads in projected]
+        if self.use_bias:
+            pairs = zip(projected, which, strict=True)
+            projected = [heads + ctx.cast(theta[f"b_{one}"]) for heads, one in pairs]
+        pairs = zip(projected, which, strict=True)
+        return [save_name(heads, names[one]) for heads, one in pairs]
+
+    def _bias(self, theta, size: int) -> tf.Tensor | None:
+        """float32 [N, S, S] of relative positions, None if there are none."""
+        if self.positions is not PositionKind.RELATIVE:
+            return None
+        weight = tf.cast(theta.relative_bias, tf.float32)
+        return relative_bias(
+            weight, size, mask=self.mask, max_distance=self.max_distance
+        )
+
+    def _attend(self, ctx, theta, q, k, v, visible, bias) -> tf.Tensor:
+        """What queries [B, S, N, D] make of keys and values: [B, S, M]."""
+        logits = tf.einsum("bsnd,btnd->bnst", q * self.head_dim**-0.5, k)
+        logits = tf.cast(logits, tf.float32)
+        if bias is not None:
+            logits += bias
+        if visible is not None:
+            logits += tf.where(visible, 0.0, _NEVER)[:, None, :, :]
+        probs = ctx.cast(tf.nn.softmax(logits))
+        with ctx.scope("dropout") as c:
+            probs = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), probs)
+        context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
+        context = save_name(context, "context")
+        out = contract(ctx, context, theta.w_o, dims=2)
+        out = to_stream(ctx, out, name="attention_out")
+        return out + ctx.cast(theta.b_o) if self.use_bias else out
+
+
+def visibility(
+    queries: int,
+    keys: int,
+    mask: MaskKind,
+    paddings: tf.Tensor | None = None,
+    segment_ids: tf.Tensor | None = None,
+    key_segment_ids: tf.Tensor | None = None,
+) -> tf.Tensor | None:
+    """Which keys each query sees.
+
+    Args:
+      queries: S.
+      keys: T.
+      mask: by position.
+      paddings: [B, T], 1 at keys that no one sees.
+      segment_ids: int32 [B, S], of queries; they see keys of the same number.
+      key_segment_ids: int32 [B, T]; given if `segment_ids` is.
+
+    Returns:
+      bool [B or 1, S or 1, T], query before key, or None where every key is seen.
+    """
+    parts = []
+    if mask is MaskKind.CAUSAL:
+        parts.append((tf.range(queries)[:, None] >= tf.range(keys)[None, :])[None])
+    if segment_ids is not None:
+        parts.append(segment_ids[:, :, None] == key_segment_ids[:, None, :])
+    if paddings is not None:
+        parts.append((paddings == 0)[:, None, :])
+    visible = None
+    for part in parts:
+        visible = part if visible is None else visible & part
+    return visible

@@ -1,0 +1,1 @@
+"""Layers of which others are made."""

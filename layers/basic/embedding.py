@@ -1,0 +1,178 @@
+"""From tokens to vectors, from vectors to logits, and the loss of logits.
+
+Dims: B batch, S sequence, M model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling.initializers import FanIn, Normal
+from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.basic.linear import contract, read_stream, to_stream
+
+BSV = ("batch", "sequence", "vocab")
+
+
+@gin.constants_from_enum
+class Lookup(enum.Enum):
+    """How table rows are picked.
+
+    GATHER does not touch other rows, but collects a table whose vocabulary is split on
+    every device. ONE_HOT is a matrix product, which partitions. AUTO takes ONE_HOT
+    where the sharding plan splits the vocabulary, and GATHER elsewhere.
+    """
+
+    AUTO = "auto"
+    GATHER = "gather"
+    ONE_HOT = "one_hot"
+
+
+@gin.constants_from_enum
+class SoftmaxKind(enum.Enum):
+    """Whether the output layer uses the embedding's table or weights of its own."""
+
+    SHARED = "shared"
+    SEPARATE = "separate"
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenEmbedding(Layer):
+    """A table of token vectors, which may also be the output layer.
+
+    A shared table starts with standard deviation M^-0.5, right for logits, and what is
+    looked up is scaled by M^0.5; a separate one starts at 1 and is not scaled.
+
+    Args:
+      vocab_size: V.
+      model_dims: M.
+      lookup: how rows are picked.
+      softmax: whether `attend` is used as the output layer.
+    """
+
+    vocab_size: int
+    model_dims: int
+    lookup: Lookup = Lookup.AUTO
+    softmax: SoftmaxKind = SoftmaxKind.SEPARATE
+
+    def weights(self) -> NestedMap:
+        shared = self.softmax is SoftmaxKind.SHARED
+        return NestedMap(
+            table=WeightSpec(
+                shape=(self.vocab_size, self.model_dims),
+                dims=("vocab", "model"),
+                initializer=Normal(self.model_dims**-0.5 if shared else 1.0),
+            )
+        )
+
+    def fprop(self, ctx: Context, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
+        """The vectors [B, S, M], in the activation dtype, of `ids` [B, S] in [0, V)."""
+        table, dims = ctx.cast(theta.table), self.weights().table.dims
+        x = pick_rows(ctx, table, ids, dims=dims, lookup=self.lookup)
+        x = to_stream(ctx, x)
+        return x * self.model_dims**0.5 if self.softmax is SoftmaxKind.SHARED else x
+
+    def attend(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+        """Logits [B, S, V] of `x` [B, S, M] by the shared table, activation dtype.
+
+        Raises:
+          ValueError: the table is not shared; the last dim of `x` is not M.
+        """
+        if self.softmax is not SoftmaxKind.SHARED:
+            raise ValueError(
+                f"layer {ctx.path!r} was asked for logits but its table is not scaled "
+                "for them: set softmax=SHARED, or use a Softmax layer"
+            )
+        x = read_stream(ctx, x)
+        return ctx.split(contract(ctx, x, tf.transpose(theta.table)), BSV)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Softmax(Layer):
+    """An output layer with weights of its own.
+
+    Args:
+      model_dims: M.
+      vocab_size: V.
+    """
+
+    model_dims: int
+    vocab_size: int
+
+    def weights(self) -> NestedMap:
+        return NestedMap(
+            kernel=WeightSpec(
+                shape=(self.model_dims, self.vocab_size),
+                dims=("model", "vocab"),
+                initializer=FanIn(),
+            )
+        )
+
+    def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+        """Logits [B, S, V] of `x` [B, S, M], in the activation dtype.
+
+        Raises:
+          ValueError: the last dim of `x` is not M.
+        """
+        return ctx.split(contract(ctx, read_stream(ctx, x), theta.kernel), BSV)
+
+
+def pick_rows(
+    ctx: Context,
+    table: tf.Tensor,
+    ids: tf.Tensor,
+    *,
+    dims: Sequence[str],
+    lookup: Lookup,
+) -> tf.Tensor:
+    """The rows of a table that `ids` name.
+
+    Args:
+      ctx: gives the sharding plan, for AUTO, and the activation dtype.
+      table: [V, M]. In its dtype a gather's gradient adds what many ids say of one row.
+      ids: integers [...], in [0, V).
+      dims: the table's logical dims.
+      lookup: how rows are picked.
+
+    Returns:
+      [..., M] in the activation dtype.
+    """
+    if lookup is Lookup.AUTO:
+        splits = ctx.plan.weight_sharding(dims, ctx.path).splits()
+        lookup = Lookup.ONE_HOT if splits[0] > 1 else Lookup.GATHER
+    if lookup is Lookup.GATHER:
+        # The reshape keeps the shape; its gradient makes the gather's dense.
+        return ctx.cast(tf.gather(tf.reshape(table, table.shape), ids))
+    one_hot = tf.one_hot(ids, table.shape[0], dtype=ctx.activation_dtype)
+    return contract(ctx, one_hot, table)
+
+
+def cross_entropy(
+    logits: tf.Tensor, labels: tf.Tensor, *, weights: tf.Tensor | None = None
+) -> tf.Tensor:
+    """The loss of each token, in nats.
+
+    Written as a logsumexp minus the label's logit, picked by a one-hot sum: it
+    partitions over a split vocabulary, and is faster on CPU than TF's fused op.
+
+    Args:
+      logits: [B, S, V].
+      labels: int32 [B, S], in [0, V).
+      weights: [B, S] factors of the losses, such as 0 for padding.
+
+    Returns:
+      float32 [B, S].
+    """
+    logits = tf.cast(logits, tf.float32)
+    one_hot = tf.one_hot(labels, logits.shape[-1], dtype=tf.float32)
+    picked = tf.reduce_sum(logits * one_hot, axis=-1)
+    losses = tf.reduce_logsumexp(logits, axis=-1) - picked
+    return losses if weights is None else losses * tf.cast(weights, tf.float32)

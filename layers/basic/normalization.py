@@ -1,0 +1,255 @@
+"""Normalization, with float32 statistics: over features, rows or the whole batch.
+
+Dims: B batch, M model, G groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.layer import (
+    Context,
+    Layer,
+    Mode,
+    as_gradient,
+)
+from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.basic.linear import check_trailing_dims, per_feature
+from meshwright.layers.basic.masks import zero_padding
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSNorm(Layer):
+    """x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich 2019).
+
+    Args:
+      model_dims: M.
+      epsilon: added to the mean square.
+    """
+
+    model_dims: int
+    epsilon: float = 1e-6
+
+    def weights(self) -> NestedMap:
+        return NestedMap(scale=per_feature(self.model_dims, 1.0))
+
+    def fprop(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        mask: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """Normalizes `x` [..., M]; the result is in the activation dtype.
+
+        `mask` is there for this norm to replace others, and has no effect.
+
+        Raises:
+          ValueError: the last dim of `x` is not M.
+        """
+        del mask
+        check_trailing_dims(ctx, x, [self.model_dims])
+        x = tf.cast(x, tf.float32)
+        return ctx.cast(_over_rms(x, self.epsilon) * theta.scale)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerNorm(Layer):
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias (Ba et al. 2016).
+
+    Args:
+      model_dims: M.
+      epsilon: added to the variance.
+    """
+
+    model_dims: int
+    epsilon: float = 1e-6
+
+    def weights(self) -> NestedMap:
+        return NestedMap(
+            bias=per_feature(self.model_dims),
+            scale=per_feature(self.model_dims, 1.0),
+        )
+
+    def fprop(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        mask: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """Normalizes `x` [..., M]; the result is in the activation dtype.
+
+        `mask` is there for this norm to replace others, and has no effect.
+
+        Raises:
+          ValueError: the last dim of `x` is not M.
+        """
+        del mask
+        check_trailing_dims(ctx, x, [self.model_dims])
+        x = tf.cast(x, tf.float32)
+        centred = x - tf.reduce_mean(x, axis=-1, keepdims=True)
+        return ctx.cast(_over_rms(centred, self.epsilon) * theta.scale + theta.bias)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupNorm(Layer):
+    """LayerNorm over all places of a row and the features of a group (Wu and He 2018).
+
+    Args:
+      model_dims: M.
+      num_groups: G, which divides M.
+      epsilon: added to the variance.
+
+    Raises:
+      ValueError: G does not divide M.
+    """
+
+    model_dims: int
+    num_groups: int
+    epsilon: float = 1e-6
+
+    def __post_init__(self):
+        check_number(self, "num_groups", at_least=1)
+        if self.model_dims % self.num_groups:
+            raise ValueError(
+                f"GroupNorm.num_groups is {self.num_groups}, which does not divide "
+                f"model_dims {self.model_dims}: choose a divisor of it"
+            )
+
+    def weights(self) -> NestedMap:
+        return NestedMap(
+            bias=per_feature(self.model_dims),
+            scale=per_feature(self.model_dims, 1.0),
+        )
+
+    def fprop(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        mask: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """Normalizes `x` [B, ..., M]; the result is in the activation dtype.
+
+        `mask` is bool [B, ...], True at what is real; the rest has no part in the
+        statistics.
+
+        Raises:
+          ValueError: the last dim of `x` is not M; the mask is not bool or does not
+            fit.
+        """
+        check_trailing_dims(ctx, x, [self.model_dims])
+        x = zero_padding(ctx, tf.cast(x, tf.float32), mask)
+        places = list(range(1, x.shape.rank - 1))
+        centred = zero_padding(ctx, x - self._means(x, mask, places), mask)
+        variance = self._means(tf.square(centred), mask, places)
+        y = centred * tf.math.rsqrt(variance + self.epsilon)
+        return ctx.cast(y * theta.scale + theta.bias)
+
+    def _means(self, x: tf.Tensor, mask, places: list[int]) -> tf.Tensor:
+        """Of each row's groups, at each of their features: [B, 1, ..., M]."""
+        # Places first: features may be split otherwise than in groups, and what is left
+        # to lay out anew is small.
+        means = tf.reduce_sum(x, places) / _count(x, mask, places)
+        means = tf.reshape(means, [shape_of(x)[0], self.num_groups, -1])
+        mean = tf.reduce_mean(means, axis=-1, keepdims=True)
+        wide = tf.broadcast_to(mean, shape_of(means))
+        return tf.reshape(wide, [shape_of(x)[0], *[1] * len(places), self.model_dims])
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchNorm(Layer):
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias (Ioffe and Szegedy 2015).
+
+    In training mean and variance are those of each feature over the whole batch, on
+    however many devices; in evaluation, running averages of them. These are weights
+    that no optimizer trains, see `WeightSpec.statistic_decay`; so a layer is used once
+    a step. In a pipeline each microbatch has its own, and the averages take their mean.
+
+    Args:
+      model_dims: M.
+      decay: of the running averages, in [0, 1).
+      epsilon: added to the variance.
+
+    Raises:
+      ValueError: the decay is out of range.
+    """
+
+    model_dims: int
+    decay: float = 0.99
+    epsilon: float = 1e-5
+
+    def __post_init__(self):
+        check_number(self, "decay", at_least=0, below=1)
+
+    def weights(self) -> NestedMap:
+        def running(value):
+            spec = per_feature(self.model_dims, value)
+            return dataclasses.replace(spec, statistic_decay=self.decay)
+
+        return NestedMap(
+            bias=per_feature(self.model_dims),
+            scale=per_feature(self.model_dims, 1.0),
+            mean=running(0.0),
+            variance=running(1.0),
+        )
+
+    def fprop(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        mask: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """Normalizes `x` [B, ..., M]; the result is in the activation dtype.
+
+        `mask` is bool [B, ...], True at what is real; the rest has no part in the
+        statistics.
+
+        Raises:
+          ValueError: the last dim of `x` is not M; the mask is not bool or does not
+            fit.
+        """
+        check_trailing_dims(ctx, x, [self.model_dims])
+        x = zero_padding(ctx, tf.cast(x, tf.float32), mask)
+        mean, variance = theta.mean, theta.variance
+        if ctx.mode is Mode.TRAIN:
+            places = list(range(x.shape.rank - 1))
+            count = _count(x, mask, places)
+            mean = tf.reduce_sum(x, places) / count
+            square = tf.square(zero_padding(ctx, x - mean, mask))
+            variance = tf.reduce_sum(square, places) / count
+        y = (x - mean) * tf.math.rsqrt(variance + self.epsilon)
+        y = y * theta.scale + theta.bias
+        if ctx.mode is Mode.TRAIN:
+            y = as_gradient(y, theta.mean, mean)
+            y = as_gradient(y, theta.variance, variance)
+        return ctx.cast(y)
+
+
+def _over_rms(x: tf.Tensor, epsilon: float) -> tf.Tensor:
+    mean_square = tf.reduce_mean(tf.square(x), axis=-1, keepdims=True)
+    return x * tf.math.rsqrt(mean_square + epsilon)
+
+
+def _count(x: tf.Tensor, mask: tf.Tensor | None, places: list[int]) -> tf.Tensor:
+    """How many places are real, at least 1: float32, [B, 1] or, over rows too, [1]."""
+    if mask is None:
+        return tf.constant(float(math.prod(x.shape[i] for i in places)))
+    count = tf.reduce_sum(tf.cast(mask, tf.float32), places)
+    return tf.maximum(count, 1.0)[..., None]

@@ -1,0 +1,395 @@
+"""Convolutions that keep their alignment whatever the length, and ignore padding.
+
+Dims: B batch, S sequence, T time before subsampling, F frequency, K window, M model,
+C channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.initializers import FanIn
+from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
+from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.basic.linear import (
+    BSM,
+    check_trailing_dims,
+    contract,
+    per_feature,
+)
+from meshwright.layers.basic.masks import zero_padding
+
+BTFC = ("batch", "time", "frequency", "channels")
+
+# Said, as TF's gradient of a 3-D convolution run eagerly knows no default.
+_FORMATS = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
+
+
+@gin.constants_from_enum
+class Padding(enum.Enum):
+    """What windows see beyond the ends: zeros, or nothing, as none reaches there."""
+
+    SAME = "same"
+    VALID = "valid"
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convolution(Layer):
+    """A convolution over any number of window dims.
+
+    Of n positions come ceil(n / stride): the i-th reads a window that begins
+    (window - stride) // 2 before position i * stride, and zeros beyond the ends. Where
+    the stride divides n that is TF's SAME; elsewhere SAME shifts with n, so that frames
+    would come out differently for the padding behind them.
+
+    Args:
+      in_channels: of the input.
+      channels: C of the output.
+      window: positions that it covers along each window dim.
+      strides: steps along each, from 1 to the window.
+      padding: `SAME` as above; of `VALID` come as many positions as have whole windows.
+      use_bias: adds one to each channel.
+
+    Raises:
+      ValueError: the strides are not as many as the windows, or out of range.
+    """
+
+    in_channels: int
+    channels: int
+    window: Sequence[int]
+    strides: Sequence[int]
+    padding: Padding = Padding.SAME
+    use_bias: bool = True
+
+    def __post_init__(self):
+        check_kind(self, "padding", Padding)
+        window, strides = tuple(self.window), tuple(self.strides)
+        fits = [1 <= s <= k for s, k in zip(strides, window, strict=False)]
+        if len(window) != len(strides) or not all(fits):
+            raise ValueError(
+                f"Convolution.strides is {strides} for a window of {window}: give each "
+                "dim of the window a stride from 1 to its size"
+            )
+
+    def weights(self) -> NestedMap:
+        rank = len(self.window)
+        kernel = WeightSpec(
+            shape=(*self.window, self.in_channels, self.channels),
+            dims=(*["window"] * rank, "in_channels", "channels"),
+            initializer=FanIn(in_dims=rank + 1),
+        )
+        specs = NestedMap(kernel=kernel)
+        if self.use_bias:
+            specs.bias = per_feature(self.channels)
+        return specs
+
+    def fprop(
+        self, ctx: Context, theta: NestedMap, x: tf.Tensor, *beside: tf.Tensor
+    ) -> tf.Tensor:
+        """Convolves `x` [B, ..., in_channels] to [B, ..., C], activation dtype.
+
+        What is `beside` counts as further channels, after those of `x`. Each is
+        convolved by its part of the kernel, and the sums are added: the tensor of all
+        channels, which the backward pass would keep, is never made.
+
+        Raises:
+          ValueError: `x` has other dims, or not the channels that are left for it.
+        """
+        sizes = [one.shape[-1] for one in beside]
+        own = self.in_channels - sum(sizes)
+        check_window_dims(ctx, x, self.window, own)
+        kernels = tf.split(ctx.cast(theta.kernel), [own, *sizes], axis=-2)
+        pairs = zip((x, *beside), kernels, strict=True)
+        y = tf.add_n([self._convolved(ctx.cast(one), kernel) for one, kernel in pairs])
+        return y + ctx.cast(theta.bias) if self.use_bias else y
+
+    def _convolved(self, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+        padding = self.padding.name
+        steps = zip(x.shape[1:-1], self.strides, strict=True)
+        if self.padding is Padding.SAME and any(n % stride for n, stride in steps):
+            # Elsewhere the convolution pads: of padding apart XLA's partitioner makes
+            # a tensor that is split anew, two exchanges more.
+            ends = zip(self.window, self.strides, strict=True)
+            before = [(size - stride) // 2 for size, stride in ends]
+            after = [k - 1 - b for k, b in zip(self.window, before, strict=True)]
+            x = tf.pad(x, [(0, 0), *zip(before, after, strict=True), (0, 0)])
+            padding = "VALID"
+        return tf.nn.convolution(
+            x,
+            kernel,
+            strides=list(self.strides),
+            padding=padding,
+            data_format=_FORMATS[x.shape.rank - 2],
+        )
+
+    def flops(self, size: Sequence[int]) -> float:
+        """Of the kernel, forward, for one result of that size."""
+        per_place = math.prod(self.window) * self.in_channels * self.channels
+        return 2.0 * math.prod(size) * per_place
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransposedConvolution(Layer):
+    """Makes each position a window of its own: n positions become n * window.
+
+    Args:
+      in_channels: of the input.
+      channels: C of the output.
+      window: positions along each window dim.
+
+    Raises:
+      ValueError: a window is below 1.
+    """
+
+    in_channels: int
+    channels: int
+    window: Sequence[int]
+
+    def __post_init__(self):
+        if not self.window or min(self.window) < 1:
+            raise ValueError(
+                f"TransposedConvolution.window is {self.window}: give each dim of it "
+                "a size of 1 or more"
+            )
+
+    def weights(self) -> NestedMap:
+        rank = len(self.window)
+        # Each output sees one position: the fan is the input's channels.
+        kernel = WeightSpec(
+            shape=(self.in_channels, *self.window, self.channels),
+            dims=("in_channels", *["window"] * rank, "channels"),
+            initializer=FanIn(),
+        )
+        return NestedMap(kernel=kernel, bias=per_feature(self.channels))
+
+    def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+        """`x` [B, ..., in_channels] to [B, ..., C], activation dtype.
+
+        Raises:
+          ValueError: `x` has other dims.
+        """
+        check_window_dims(ctx, x, self.window, self.in_channels)
+        rank = len(self.window)
+        order = [*range(1, rank + 1), rank + 1, 0]
+        kernel = tf.transpose(ctx.cast(theta.kernel), order)
+        sizes = [n * k for n, k in zip(x.shape[1:-1], self.window, strict=True)]
+        y = tf.nn.conv_transpose(
+            ctx.cast(x),
+            kernel,
+            [shape_of(x)[0], *sizes, self.channels],
+            strides=list(self.window),
+            padding="VALID",
+            data_format=_FORMATS[rank],
+        )
+        return y + ctx.cast(theta.bias)
+
+    def flops(self, size: Sequence[int]) -> float:
+        """Of the kernel, forward, for one result of that size."""
+        return 2.0 * math.prod(size) * self.in_channels * self.channels
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvSubsampling(Layer):
+    """Two convolutions that quarter time and frequency, and a projection to M.
+
+    A front for the Conformer (Gulati et al. 2020, section 2): each is 3 x 3 of stride 2
+    with ReLU. What lies in padded frames does not reach real ones. A frame sees six
+    spectra ahead, causal as the layers behind it may be.
+
+    Args:
+      num_bins: F, of the log-mel spectrum.
+      channels: C.
+      model_dims: M.
+
+    Raises:
+      ValueError: a size is below 1.
+    """
+
+    num_bins: int
+    channels: int
+    model_dims: int
+
+    def __post_init__(self):
+        for field in ("num_bins", "channels", "model_dims"):
+            check_number(self, field, at_least=1)
+
+    def weights(self) -> NestedMap:
+        bins = _halved(_halved(self.num_bins))
+        w_out = WeightSpec(
+            shape=(bins, self.channels, self.model_dims),
+            dims=("frequency", "channels", "model"),
+            initializer=FanIn(in_dims=2),
+        )
+        parts = {name: part.weights() for name, part in self._parts()}
+        return NestedMap(parts, w_out=w_out, b_out=per_feature(self.model_dims))
+
+    def fprop(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        mask: tf.Tensor | None = None,
+    ) -> NestedMap:
+        """Subsamples a spectrum.
+
+        Args:
+          ctx: context.
+          theta: weights.
+          x: [B, T, F].
+          mask: bool [B, T], True at real frames; None: all are.
+
+        Returns:
+          `x`: [B, S, M] in the activation dtype, S being T / 4 rounded up twice; and
+          `mask`: bool [B, S], if one was given.
+
+        Raises:
+          ValueError: `x` has not F bins; the mask is not bool or does not fit.
+        """
+        check_trailing_dims(ctx, x, [self.num_bins])
+        y = ctx.cast(x)[..., None]
+        for name, part in self._parts():
+            # Between the convolutions too: a bias makes padding other than zero.
+            y = zero_padding(ctx, y, mask)
+            with ctx.scope(name) as c:
+                y = tf.nn.relu(part.fprop(c, theta[name], y))
+            y = ctx.split(y, BTFC)
+            mask = None if mask is None else mask[:, ::2]
+        y = contract(ctx, y, theta.w_out, dims=2)
+        y = ctx.split(y + ctx.cast(theta.b_out), BSM)
+        return NestedMap(x=y) if mask is None else NestedMap(x=y, mask=mask)
+
+    def extra_flops(self, sequence_length: int) -> float:
+        """Of kernels, which one of the S frames uses at many places."""
+        half = _halved(self.num_bins)
+        places = {"first": 2 * half, "second": _halved(half)}
+        sizes = {
+            name: math.prod(part.weights().kernel.shape) for name, part in self._parts()
+        }
+        return sum(2.0 * (places[name] - 1) * size for name, size in sizes.items())
+
+    def _parts(self) -> list[tuple[str, Convolution]]:
+        """The convolutions by name, in order."""
+        window = {"window": (3, 3), "strides": (2, 2), "channels": self.channels}
+        return [
+            ("first", Convolution(in_channels=1, **window)),
+            ("second", Convolution(in_channels=self.channels, **window)),
+        ]
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DepthwiseConv1D(Layer):
+    """Each feature convolved over time with a kernel of its own, without a bias.
+
+    A sum of shifted products: XLA fuses it on all devices, partitions it as it does
+    elementwise ops, and pads a split sequence by its neighbours' ends.
+
+    Args:
+      model_dims: M.
+      window: K frames; odd, unless `is_causal`.
+      is_causal: a frame sees itself and the K - 1 before it; else as many before it as
+        after.
+
+    Raises:
+      ValueError: the window is below 1, or even and not causal.
+    """
+
+    model_dims: int
+    window: int
+    is_causal: bool = False
+
+    def __post_init__(self):
+        check_number(self, "window", at_least=1)
+        check_kind(self, "window", int, "31")
+        if not self.is_causal and self.window % 2 == 0:
+            raise ValueError(
+                f"DepthwiseConv1D.window is {self.window}, which has no middle: make "
+                "it odd, or the convolution causal"
+            )
+
+    def weights(self) -> NestedMap:
+        # Not split by the name of what it multiplies: see normalization's weights.
+        kernel = WeightSpec(
+            shape=(self.window, self.model_dims),
+            dims=("window", "features"),
+            initializer=FanIn(),
+        )
+        return NestedMap(kernel=kernel)
+
+    def fprop(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        mask: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """Convolves `x` [B, S, M]; same shape, activation dtype, float32 sums.
+
+        `mask` is bool [B, S], True at real frames: others count as zeros.
+
+        Raises:
+          ValueError: the last dim of `x` is not M; the mask is not bool or does not
+            fit.
+        """
+        check_trailing_dims(ctx, x, [self.model_dims])
+        x = zero_padding(ctx, ctx.cast(x), mask)
+        before = self.window - 1 if self.is_causal else self.window // 2
+        convolve = _depthwise(before, self.window - 1 - before)
+        return convolve(x, tf.cast(theta.kernel, tf.float32))
+
+
+def check_window_dims(
+    ctx: Context, x: tf.Tensor, window: Sequence[int], channels: int
+) -> None:
+    """Raises ValueError, naming the layer, unless `x` is [B, window dims..., C]."""
+    check_trailing_dims(ctx, x, [channels])
+    if x.shape.rank != len(window) + 2:
+        raise ValueError(
+            f"layer {ctx.path!r} has windows of {len(window)} dims but was given "
+            f"{x.shape}: give it [batch, those dims, channels]"
+        )
+
+
+def _halved(size: int) -> int:
+    return -(-size // 2)
+
+
+def _depthwise(before: int, after: int):
+    """(x [B, S, M], float32 kernel [K, M]) -> like x; windows from `before` before."""
+
+    @tf.custom_gradient
+    def convolve(x: tf.Tensor, kernel: tf.Tensor):
+        # TF's own gradient would keep each shifted copy of x for the kernel's.
+        def gradient(dy: tf.Tensor):
+            dx = _sum_of_shifts(dy, kernel[::-1], after, before)
+            dy = tf.cast(dy, tf.float32)
+            products = [dy * one for one in _shifts(x, before, after)]
+            return dx, tf.stack([tf.reduce_sum(one, axis=[0, 1]) for one in products])
+
+        return _sum_of_shifts(x, kernel, before, after), gradient
+
+    return convolve
+
+
+def _sum_of_shifts(x, kernel, before: int, after: int) -> tf.Tensor:
+    taps = zip(_shifts(x, before, after), tf.unstack(kernel), strict=True)
+    return tf.cast(tf.add_n([one * tap for one, tap in taps]), x.dtype)
+
+
+def _shifts(x: tf.Tensor, before: int, after: int) -> list[tf.Tensor]:
+    """float32 `x` [B, S, M] moved by `before` frames later, ..., `after` earlier."""
+    wide = tf.pad(tf.cast(x, tf.float32), [(0, 0), (before, after), (0, 0)])
+    return [wide[:, k : k + x.shape[1]] for k in range(before + after + 1)]

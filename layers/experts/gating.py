@@ -1,0 +1,301 @@
+"""What every gating of a mixture of experts takes and gives.
+
+Dims: G groups, S tokens of a group, M model, E experts, C slots of an expert for the
+tokens of one group (its capacity).
+
+Tokens compete for slots inside their group only (GShard 2.2), so groups can lie on
+different devices. No op here needs more than one group at a time, but for sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.initializers import FanIn
+from meshwright.framework.modeling.layer import Context, Layer, Mode, WeightSpec
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.basic.linear import contract
+
+GSE = ("batch", "sequence", "gate_experts")
+"""Logical dims of gates: groups are the batch, divided anew."""
+GSEC = (*GSE, "capacity")
+
+
+@gin.constants_from_enum
+class Rounding(enum.Enum):
+    """How a capacity that is no integer becomes one."""
+
+    UP = "up"
+    DOWN = "down"
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """How many tokens of a group an expert takes: C = factor * S / E, made whole.
+
+    Args:
+      factor: 1 has a slot for each token. GShard's C of about 2S/E is 2.
+      eval_factor: the same in `Mode.EVAL`; None: as in training.
+      rounding: of factor * S / E.
+      at_least: the smallest C; it is 1 anyway.
+      multiple_of: a C above `at_least` is rounded up to a multiple of it.
+
+    Raises:
+      ValueError: a factor is not above 0, or a count is out of range.
+    """
+
+    factor: float = 2.0
+    eval_factor: float | None = None
+    rounding: Rounding = Rounding.UP
+    at_least: int = 0
+    multiple_of: int = 1
+
+    def __post_init__(self):
+        check_number(self, "factor", above=0)
+        if self.eval_factor is not None:
+            check_number(self, "eval_factor", above=0)
+        check_number(self, "at_least", at_least=0)
+        check_number(self, "multiple_of", at_least=1)
+        check_kind(self, "rounding", Rounding)
+
+    def slots(self, tokens: int, experts: int, mode: Mode = Mode.TRAIN) -> int:
+        """C, for groups of S `tokens` and E `experts`; never more than S."""
+        factor = self.factor
+        if mode is Mode.EVAL and self.eval_factor is not None:
+            factor = self.eval_factor
+        share = factor * tokens / experts
+        # Away from the edge, for products such as 1.1 * 10.
+        up = self.rounding is Rounding.UP
+        whole = math.ceil(share - 1e-9) if up else math.floor(share + 1e-9)
+        slots = self.at_least
+        if max(whole, 1) > slots:
+            slots = -(-max(whole, 1) // self.multiple_of) * self.multiple_of
+        return min(slots, tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What a gating says of the tokens of each group.
+
+    Args:
+      dispatch: float32 [G, S, E, C], 1 where a token takes a slot, else 0. A slot has
+        one token at most; a token has one slot of an expert at most.
+      combine: float32 [G, S, E, C], what the expert's output counts for the token, 0
+        where `dispatch` is.
+      balance_loss: float32 scalar, the auxiliary loss of GShard's Algorithm 1 times
+        E^2, so that experts used evenly give 1 whatever their number; 0 for gatings
+        that are balanced by construction.
+      z_loss: float32 scalar, mean square of the logits' logsumexp (Zoph et al. 2022).
+      sums: float32 sums over tokens, so that sums over batches make exact metrics:
+        `tokens`, without padding; `dropped`, of them those that no expert took; `load`
+        [E], tokens that each took; `entropy` of the gates, in nats; `balance` and `z`,
+        the losses times `tokens`.
+    """
+
+    dispatch: tf.Tensor
+    combine: tf.Tensor
+    balance_loss: tf.Tensor
+    z_loss: tf.Tensor
+    sums: NestedMap
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Who goes where; every tensor is float32 [G, S, E].
+
+    Args:
+      gates: what an expert's output counts for a token.
+      kept: 1 where the token has a slot, else 0.
+      places: the slot's number, read where `kept` is 1.
+      first: 1 at each token's first choice, slot or not; None: nothing to balance.
+    """
+
+    gates: tf.Tensor
+    kept: tf.Tensor
+    places: tf.Tensor
+    first: tf.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gating(Layer):
+    """Base of gatings: logits in float32, slots, losses, statistics.
+
+    A subclass gives `choose`. Logits, softmax and all that follows are float32 whatever
+    the activation dtype (Fedus et al. 2021, 2.4).
+
+    Args:
+      model_dims: M.
+      num_experts: E.
+      capacity: how many slots an expert has.
+      jitter: in training, what the gating reads is multiplied by random numbers from
+        1 - jitter to 1 + jitter (Fedus et al. 2021); 0 for none.
+
+    Raises:
+      ValueError: a size below 1, a jitter out of range, or a capacity that is none.
+    """
+
+    needs_whole_groups: ClassVar[bool] = False
+    """Whether later tokens of a group decide too, in evaluation as well."""
+
+    model_dims: int
+    num_experts: int
+    capacity: Capacity = Capacity()
+    jitter: float = 0.0
+
+    def __post_init__(self):
+        check_number(self, "num_experts", at_least=1)
+        check_number(self, "model_dims", at_least=1)
+        check_number(self, "jitter", at_least=0, below=1)
+        check_kind(self, "capacity", Capacity, "Capacity(factor=2.0)")
+
+    def weights(self) -> NestedMap:
+        spec = WeightSpec(
+            shape=(self.model_dims, self.num_experts),
+            dims=("gate_model", "gate_experts"),
+            initializer=FanIn(),
+        )
+        return NestedMap(w=spec)
+
+    def fprop(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        valid: tf.Tensor | None = None,
+        token_ids: tf.Tensor | None = None,
+    ) -> Routing:
+        """Assigns tokens to slots.
+
+        Args:
+          ctx: context.
+          theta: weights.
+          x: [G, S, M].
+          valid: float32 [G, S], 0 at padding, which takes no slot and counts nowhere;
+            None: all ones.
+          token_ids: int32 [G, S], for gatings that read them.
+
+        Raises:
+          ValueError: the last dim of `x` is not M.
+        """
+        groups, tokens = x.shape[:2]
+        if valid is None:
+            valid = tf.ones([groups, tokens], tf.float32)
+        slots = self.capacity.slots(tokens, self.num_experts, ctx.mode)
+        logits = self.logits(ctx, theta, x)
+        choices = self.choose(ctx, logits, valid, token_ids, slots)
+        # Left to completion, GSPMD splits E by an axis that is free, and gathers later.
+        gates, kept, places = (
+            ctx.split(t, GSE) for t in (choices.gates, choices.kept, choices.places)
+        )
+        dispatch = kept[..., None] * _one_hot(places, slots)
+        dispatch = ctx.split(tf.stop_gradient(dispatch), GSEC)
+        combine = ctx.split(gates[..., None] * dispatch, GSEC)
+        return _routing(dispatch, combine, logits, choices, valid)
+
+    def logits(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor | None:
+        """float32 [G, S, E] from `x` [G, S, M]; None for a gating without weights."""
+        ctx = dataclasses.replace(ctx, activation_dtype=tf.float32)
+        x = ctx.cast(x)
+        if self.jitter and ctx.mode is Mode.TRAIN:
+            with ctx.scope("jitter") as c:  # Its numbers are no gating's.
+                noise = random.uniform(c.random_key(), x.shape)
+            x *= 1.0 + self.jitter * (2.0 * noise - 1.0)
+        return ctx.split(contract(ctx, x, theta.w), GSE, name="gate_logits")
+
+    def choose(
+        self,
+        ctx: Context,
+        logits: tf.Tensor | None,
+        valid: tf.Tensor,
+        token_ids: tf.Tensor | None,
+        slots: int,
+    ) -> Choices:
+        """Who goes where, for `slots` slots an expert and group."""
+        raise NotImplementedError(f"{type(self).__name__}.choose")
+
+
+def probabilities(ctx: Context, logits: tf.Tensor) -> tf.Tensor:
+    """float32 [G, S, E], annotated; so is its gradient."""
+    return ctx.split(tf.nn.softmax(logits), GSE)
+
+
+def in_turn(
+    choices: Sequence[tf.Tensor], slots: int
+) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Slots first come, first served: all first choices, then all second ones, ...
+
+    Args:
+      choices: in order of priority; float32 [G, S, E], 1 where a token wants an expert.
+      slots: C.
+
+    Returns:
+      For each choice the slot's number, and 1 where there is such a slot, else 0.
+    """
+    count = tf.zeros_like(choices[0][:, :1])
+    results = []
+    for wanted in choices:
+        places = tf.cumsum(wanted, axis=1, exclusive=True) + count
+        results.append((places, wanted * tf.cast(places < slots, tf.float32)))
+        count += tf.reduce_sum(wanted, axis=1, keepdims=True)
+    return results
+
+
+def _one_hot(places: tf.Tensor, slots: int) -> tf.Tensor:
+    """float32 [..., C] of slot numbers; zeros where there is no such slot."""
+    return tf.one_hot(tf.cast(places, tf.int32), slots)
+
+
+def _routing(dispatch, combine, logits, choices: Choices, valid) -> Routing:
+    """Losses and statistics; they read no padding."""
+    count = tf.reduce_sum(valid)
+    balance = z = entropy = tf.constant(0.0)
+    if logits is not None:
+        log_probs = tf.nn.log_softmax(logits)
+        probs = tf.exp(log_probs)
+        entropy = -_sum(probs * log_probs * valid[..., None])
+        square = tf.square(tf.reduce_logsumexp(logits, axis=-1))
+        z = tf.math.divide_no_nan(_sum(square * valid), count)
+        if choices.first is not None:
+            balance = _balance_loss(probs, choices.first, valid)
+    served = tf.reduce_max(choices.kept, axis=-1)
+    sums = NestedMap(
+        tokens=count,
+        dropped=_sum(valid * (1.0 - served)),
+        load=tf.reduce_sum(choices.kept, axis=[0, 1]),
+        entropy=entropy,
+        balance=balance * count,
+        z=z * count,
+    )
+    return Routing(
+        dispatch=dispatch,
+        combine=combine,
+        balance_loss=balance,
+        z_loss=z,
+        sums=sums.map(tf.stop_gradient),
+    )
+
+
+def _balance_loss(probs, first, valid) -> tf.Tensor:
+    """Mean over groups with tokens of E sum_e (c_e / S) m_e."""
+    count = tf.reduce_sum(valid, axis=1)  # [G]: S without padding.
+    total = tf.reduce_sum(probs * valid[..., None], axis=1)
+    chosen = tf.reduce_sum(first, axis=1)
+    products = probs.shape[-1] * tf.reduce_sum(total * chosen, axis=-1)
+    losses = tf.math.divide_no_nan(products, tf.square(count))
+    groups = tf.reduce_sum(tf.cast(count > 0, tf.float32))
+    return tf.math.divide_no_nan(tf.reduce_sum(losses), groups)
+
+
+def _sum(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tensor)

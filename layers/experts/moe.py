@@ -1,0 +1,355 @@
+"""Mixtures of experts: einsums over groups of tokens (GShard 2.2, GSPMD 5.4 and 5.5).
+
+Dims: B batch, T sequence, G groups, S tokens of a group, M model, H hidden, E experts,
+C slots of an expert for one group.
+
+  logits      GSM,ME    -> GSE
+  dispatched  GSEC,GSM  -> EGCM    split along G, then along E: one AllToAll
+  hidden      EGCM,EMH  -> EGCH
+  out         EGCH,EHM  -> EGCM    split along E, then along G: one AllToAll
+  combined    GSEC,EGCM -> GSM
+
+A plan names three dims: `batch`, which is G too; `experts`, of the experts' weights and
+of what they compute; `expert_model`, M of the experts' weights. `hidden` and `model`
+are those of other layers. What the axes of `experts` leave of those of `batch` splits
+G while E is split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.initializers import Normal
+from meshwright.framework.modeling.layer import (
+    EXPERT_DIM,
+    Context,
+    Layer,
+    WeightSpec,
+)
+from meshwright.framework.modeling.recompute import save_name
+from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.layers.basic.dropout import Dropout
+from meshwright.layers.basic.feed_forward import Activation
+from meshwright.layers.basic.linear import BSM, WHOLE
+from meshwright.layers.experts.gating import Gating, Routing
+
+GECM = ("batch", "gate_experts", "capacity", "model")
+"""Logical dims of dispatched tokens where they come from: groups are split."""
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertFeedForward(Layer):
+    """E feed-forward layers, each for its own slots; `FeedForward` has one of them.
+
+    Recomputation may save `hidden` and `gate`.
+
+    Args:
+      num_experts: E.
+      model_dims: M.
+      hidden_dims: H of each.
+      activation: the non-linearity.
+      dropout_rate: of hidden activations.
+
+    Raises:
+      ValueError: a size below 1, or the rate is out of range.
+    """
+
+    num_experts: int
+    model_dims: int
+    hidden_dims: int
+    activation: Activation = Activation.RELU
+    dropout_rate: float = 0.0
+
+    def __post_init__(self):
+        for field in ("num_experts", "model_dims", "hidden_dims"):
+            check_number(self, field, at_least=1)
+        check_number(self, "dropout_rate", at_least=0, below=1)
+
+    def weights(self) -> NestedMap:
+        E, M, H = self.num_experts, self.model_dims, self.hidden_dims
+        w_in = WeightSpec(
+            shape=(E, M, H),
+            dims=(EXPERT_DIM, "expert_model", "hidden"),
+            initializer=Normal(M**-0.5),
+        )
+        w_out = WeightSpec(
+            shape=(E, H, M),
+            dims=(EXPERT_DIM, "hidden", "expert_model"),
+            initializer=Normal(H**-0.5),
+        )
+        specs = NestedMap(w_in=w_in, w_out=w_out)
+        if self.activation.is_gated:
+            specs.w_gate = w_in
+        return specs
+
+    def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+        """Transforms each slot of `x` [E, G, C, M]; same shape, activation dtype.
+
+        Raises:
+          ValueError: `x` is not for E experts of M dims; the plan's axes do not divide
+            the experts, or split two dims of a tensor alike.
+        """
+        E, G, C, M = x.shape
+        if (self.num_experts, self.model_dims) != (E, M):
+            raise ValueError(
+                f"layer {ctx.path!r} has {self.num_experts} experts of model dims "
+                f"{self.model_dims} but was given [E, G, C, M] = {x.shape}"
+            )
+        x = ctx.cast(x)
+
+        def product(x, name, dim):
+            y = tf.einsum("egca,eab->egcb", x, ctx.cast(theta[name]))
+            return split_by_expert(ctx, y, dim)
+
+        hidden = save_name(product(x, "w_in", "hidden"), "hidden")
+        if self.activation.is_gated:
+            gate = save_name(product(x, "w_gate", "hidden"), "gate")
+            hidden = self.activation(gate) * hidden
+        else:
+            hidden = self.activation(hidden)
+        with ctx.scope("dropout") as c:
+            hidden = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), hidden)
+        return product(hidden, "w_out", "model")
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoE(Layer):
+    """A feed-forward layer of which each token uses a few experts.
+
+    A token that finds no slot gets zeros: the residual connection alone carries it.
+    Recomputation may save `gate_logits`, `dispatched`, what the experts name,
+    `expert_out` and `feed_forward_out`.
+
+    Args:
+      gating: which expert gets which token.
+      experts: takes [E, G, C, M].
+      group_size: S: tokens, in the order of the flattened batch, that compete for
+        slots. It divides the sequence, or a whole number of sequences make one. None:
+        each sequence is a group.
+      balance_weight: what `Routing.balance_loss` counts in `aux.loss`.
+      z_weight: what `Routing.z_loss` counts in it.
+
+    Raises:
+      ValueError: gating and experts disagree on a size, or are none; a number is out
+        of range.
+    """
+
+    gating: Gating
+    experts: ExpertFeedForward
+    group_size: int | None = None
+    balance_weight: float = 0.01
+    z_weight: float = 0.0
+
+    def __post_init__(self):
+        check_number(self, "balance_weight", at_least=0)
+        check_number(self, "z_weight", at_least=0)
+        if self.group_size is not None:
+            check_number(self, "group_size", at_least=1)
+        check_kind(self, "gating", Gating, "Top2(...)")
+        check_kind(self, "experts", ExpertFeedForward, "ExpertFeedForward(...)")
+        for field in ("num_experts", "model_dims"):
+            ours, theirs = getattr(self.gating, field), getattr(self.experts, field)
+            if ours != theirs:
+                raise ValueError(
+                    f"MoE.gating.{field} is {ours} but MoE.experts.{field} is "
+                    f"{theirs}: give both the same"
+                )
+
+    def weights(self) -> NestedMap:
+        return NestedMap(gating=self.gating.weights(), experts=self.experts.weights())
+
+    def fprop(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        paddings: tf.Tensor | None = None,
+        segment_ids: tf.Tensor | None = None,
+        token_ids: tf.Tensor | None = None,
+    ) -> NestedMap:
+        """Sends each token of `x` [B, T, M] to its experts and adds up what they say.
+
+        Args:
+          ctx: context.
+          theta: weights.
+          x: [B, T, M].
+          paddings: [B, T], 1 at padding, which no expert gets, 0 elsewhere.
+          segment_ids: int32 [B, T], 0 at padding too.
+          token_ids: int32 [B, T], for a gating that reads them.
+
+        Returns:
+          `x`: [B, T, M] in the activation dtype.
+          `aux.loss`: float32 scalar, to be added to the loss.
+          `aux.sums`: see `Routing.sums`.
+
+        Raises:
+          ValueError: sizes of `x` are not those of the layer; `group_size` does not
+            divide the tokens, or the plan's axes not the groups or the experts.
+        """
+        B, T = x.shape[0] or 1, x.shape[1]  # Of any batch, each row is in groups.
+        size = self._group_size(ctx, B, T)
+        self._check_splits(ctx, B * T // size)
+
+        def grouped(t):
+            return t if size == T else tf.reshape(t, [-1, size, *t.shape[2:]])
+
+        # Gradients are whole here, as those of gates are no sums over what is split.
+        tokens = ctx.split(ctx.split(ctx.cast(x), BSM), WHOLE)
+        tokens = ctx.split(grouped(tokens), WHOLE)
+        valid = _valid(x, paddings, segment_ids)
+        with ctx.scope("gating") as c:
+            routing = self.gating.fprop(
+                c,
+                theta.gating,
+                tokens,
+                valid=grouped(valid),
+                token_ids=None if token_ids is None else grouped(token_ids),
+            )
+        combined = self._combined(ctx, theta, tokens, routing)
+        combined = tf.reshape(ctx.split(combined, WHOLE), shape_of(x))
+        out = save_name(ctx.split(combined, BSM), "feed_forward_out")
+        loss = (
+            self.balance_weight * routing.balance_loss + self.z_weight * routing.z_loss
+        )
+        return NestedMap(x=out, aux=NestedMap(loss=loss, sums=routing.sums))
+
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        token_ids: tf.Tensor | None = None,
+    ) -> NestedMap:
+        """`fprop` of one more token of each row, `x` [B, 1, M].
+
+        Each is a group of its own, so that what is said of one row does not hang on
+        the others.
+
+        Raises:
+          ValueError: the gating needs whole groups.
+        """
+        if self.gating.needs_whole_groups:
+            raise ValueError(
+                f"layer {ctx.path!r}: {type(self.gating).__name__} lets experts choose "
+                "among all tokens of a group and cannot say one after another: decode "
+                "with another gating, such as Top2"
+            )
+        alone = dataclasses.replace(self, group_size=None)
+        return alone.fprop(ctx, theta, x, token_ids=token_ids)
+
+    def extra_flops(self, sequence_length: int) -> float:
+        """Experts work on slots, taken or not; dispatch and combine are products too.
+
+        With E experts there are E times as many weights as a slot meets, so this may
+        be below 0.
+        """
+        E, M = self.gating.num_experts, self.gating.model_dims
+        size = self.group_size or sequence_length
+        slots = E * self.gating.capacity.slots(size, E) / size  # A token's share.
+        weights = sum(spec.size for spec in self.experts.weights().leaves())
+        return 2.0 * weights * (slots / E - 1.0) + 2 * 2.0 * E * M * slots * size / E
+
+    def _combined(self, ctx, theta, tokens, routing: Routing) -> tf.Tensor:
+        """What the experts say of `tokens` [G, S, M]; same shape."""
+        dispatch, combine = ctx.cast(routing.dispatch), ctx.cast(routing.combine)
+        slots = ctx.split(tf.einsum("gsec,gsm->gecm", dispatch, tokens), GECM)
+        slots = split_by_expert(ctx, tf.transpose(slots, [1, 0, 2, 3]), "model")
+        slots = save_name(slots, "dispatched")
+        with ctx.scope("experts") as c:
+            out = self.experts.fprop(c, theta.experts, slots)
+        out = ctx.split(tf.transpose(out, [1, 0, 2, 3]), GECM, name="expert_out")
+        return tf.einsum("gsec,gecm->gsm", combine, out)
+
+    def _group_size(self, ctx: Context, B: int, T: int) -> int:
+        size = self.group_size or T
+        if (B * T) % size or (T % size and size % T):
+            raise ValueError(
+                f"layer {ctx.path!r}: groups of {size} tokens do not divide a batch of "
+                f"{B} x {T}: set MoE.group_size to a divisor of {T}, or to {T} times "
+                f"a divisor of {B}"
+            )
+        return size
+
+    def _check_splits(self, ctx: Context, groups: int) -> None:
+        (by_expert,) = ctx.plan.weight_sharding([EXPERT_DIM]).splits()
+        if self.gating.num_experts % by_expert:
+            raise ValueError(
+                f"layer {ctx.path!r}: {self.gating.num_experts} experts do not divide "
+                f"among {by_expert} devices: set num_experts to a multiple of "
+                f"{by_expert}, or change ShardingPlan.weights['experts']"
+            )
+        (by_batch,) = ctx.plan.activation_sharding(["batch"]).splits()
+        if groups % by_batch:
+            raise ValueError(
+                f"layer {ctx.path!r}: {groups} groups do not divide among {by_batch} "
+                "devices: make the batch larger or MoE.group_size smaller, or change "
+                "ShardingPlan.activations['batch']"
+            )
+
+
+def x_and_aux(out: tf.Tensor | NestedMap) -> tuple[tf.Tensor, NestedMap | None]:
+    """What a layer returns, and its `aux`, None if it has no mixture of experts."""
+    return (out.x, out.aux) if isinstance(out, NestedMap) else (out, None)
+
+
+def merge_aux(aux: NestedMap) -> NestedMap:
+    """What a stack says of its mixtures of experts, of each layer's `aux`.
+
+    Args:
+      aux: `loss` and `sums` with leading dims by layer, which both have alike.
+
+    Returns:
+      `loss`: float32 scalar, to be added to the loss: the layers' mean, so that its
+        weight does not depend on depth.
+      `sums`: see `Routing.sums`, with one leading dim, a row for each mixture.
+    """
+    layers = aux.loss.shape.rank
+    return NestedMap(
+        loss=tf.reduce_mean(aux.loss),
+        sums=aux.sums.map(lambda t: tf.reshape(t, [-1, *t.shape[layers:]])),
+    )
+
+
+def split_by_expert(ctx: Context, tensor: tf.Tensor, last_dim: str) -> tf.Tensor:
+    """`tensor` [E, G, C, F], split as the plan's activations say of experts.
+
+    F is the logical dim `last_dim`; G is split by what E leaves of the batch's axes.
+
+    Raises:
+      ValueError: an axis splits two dims.
+    """
+    plan = ctx.plan
+    experts, groups, last = (
+        plan.activation_sharding([dim]).dims[0]
+        for dim in (EXPERT_DIM, "batch", last_dim)
+    )
+    groups = tuple(axis for axis in groups if axis not in experts)
+    try:
+        sharding = Sharding(plan.mesh, (experts, groups, (), last))
+    except ValueError as error:
+        raise ValueError(
+            f"layer {ctx.path!r}: [experts, batch, capacity, {last_dim}] of what its "
+            f"experts compute: {error}: change ShardingPlan.activations"
+        ) from None
+    return annotate(tensor, sharding)
+
+
+def _valid(x, paddings, segment_ids) -> tf.Tensor:
+    """float32 [B, T], 0 at padding."""
+    valid = tf.ones(shape_of(x)[:2], tf.float32)
+    if paddings is not None:
+        valid *= 1.0 - tf.cast(paddings, tf.float32)
+    if segment_ids is not None:
+        valid *= tf.cast(segment_ids != 0, tf.float32)
+    return valid

@@ -1,0 +1,1 @@
+"""Stacks of layers: repeated, in sequence, pipelined."""

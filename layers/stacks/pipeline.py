@@ -1,0 +1,496 @@
+"""Equal layers as a pipeline: stages are a tensor dim like any other (GSPMD 3.3).
+
+Dims: L stages, Q layers of a stage, K of them in a row, B batch, U rows of a
+microbatch; everything else is the body's.
+
+In iteration t stage s works on the microbatch that the schedule says, with the weights
+of its layers, and hands the result on: the state, [L, U, ...], shifts by one. As only
+the stage dim is split by the stage axis, that is one CollectivePermute.
+
+  forward   for t:  x = shift(x, input[t]);  for K layers: keep x;  x = stages(theta, x)
+  backward  for t, last first:  dx = gradient of the K layers;  shift back;  sum dtheta
+
+Layer numbers go on from stage to stage, K at a time: layer (r * L + s) * K + j is
+number r * K + j of stage s, r being the round of a circular pipeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.checks import check_kind
+from meshwright.framework.modeling.layer import STAGE_DIM, Context, Layer, Mode
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.annotations import annotate
+from meshwright.layers.stacks.microbatches import Microbatches
+from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.layers.stacks.repeat import Repeat, Unroll
+from meshwright.layers.stacks.stacked_body import (
+    Constants,
+    StackedBody,
+    check_stacked,
+    divide,
+    read,
+    specs_of,
+    write,
+)
+from meshwright.layers.stacks.stages import StageMode, Stages
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipeline(Layer):
+    """The layers of `stack` in `num_stages` stages.
+
+    The plan's weights table says which axis splits "stages". Inside, "batch" is what
+    its activations table says of "microbatch", if it does: before and after the
+    pipeline the batch may be split by the stage axis too.
+
+    Args:
+      stack: the layers, and what of them is recomputed.
+      num_stages: L.
+      num_microbatches: into how many the batch is divided.
+      num_repeats: how often a microbatch passes each stage: 1 is GPipe's schedule, more
+        the circular one, for fewer bubbles with few microbatches.
+      stage_mode: how one layer becomes all stages' layers.
+
+    Raises:
+      ValueError: layers that stages and repeats do not divide; a number below 1; a
+        stack that is unrolled.
+    """
+
+    stack: Repeat
+    num_stages: int
+    num_microbatches: int
+    num_repeats: int = 1
+    stage_mode: StageMode = StageMode.VECTORIZED
+
+    def __post_init__(self):
+        check_kind(self, "stack", Repeat, "@Repeat()")
+        check_kind(self, "stage_mode", StageMode)
+        parts = self.schedule.num_stages * self.num_repeats
+        if self.stack.count % parts:
+            depth = self.stack.body.depth
+            what = "layers" if depth == 1 else f"times {depth} layers"
+            raise ValueError(
+                f"Pipeline: {self.stack.count} {what} do not divide into "
+                f"{self.num_stages} stages with {self.num_repeats} repeats: change "
+                f"Repeat.num_layers to a multiple of {parts * depth}, or num_stages or "
+                "num_repeats"
+            )
+        if self.stack.unroll is not Unroll.LOOP:
+            raise ValueError(
+                f"Pipeline.stack has {self.stack.unroll}: a pipeline is a loop, set "
+                "Repeat.unroll = %Unroll.LOOP"
+            )
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        return PipelineSchedule(
+            num_stages=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            num_repeats=self.num_repeats,
+        )
+
+    @property
+    def layers_of_stage(self) -> int:
+        """Q."""
+        return self.stack.count // self.num_stages
+
+    def weights(self) -> NestedMap:
+        def stacked(spec):
+            return spec.stacked(self.layers_of_stage).stacked(
+                self.num_stages, STAGE_DIM
+            )
+
+        return self.stack.body.weights().map(stacked)
+
+    def extra_flops(self, sequence_length: int) -> float:
+        return self.stack.extra_flops(sequence_length)
+
+    def fprop(self, ctx: Context, theta: NestedMap, x: Any, **constants: Any) -> Any:
+        """Runs the stack.
+
+        Args:
+          ctx: context. In `Mode.EVAL` nothing is saved, so there is no gradient. A
+            layer's random key depends on its number and on the microbatch's.
+          theta: weights of the body with leading dims L and Q.
+          x: the body's input, a nest of floating-point tensors [B, ...].
+          **constants: nests of tensors [B, ...] of which each layer gets the
+            microbatch's rows; None is passed on as None.
+
+        Returns:
+          What `Repeat` returns. Of an `aux`, entries called `loss` are the
+          microbatches' mean, others their sums.
+
+        Raises:
+          ValueError: microbatches do not divide the batch, a tensor has another batch;
+            the stage axis is used inside, or does not divide the stages; see `Repeat`.
+        """
+        if tf.nest.flatten(x)[0].shape[0] is None:  # Of any size: not to be divided.
+            return self.stack.fprop(ctx, self.plain_weights(theta), x, **constants)
+        run = _Run(self, ctx, theta, x, constants)
+        run.microbatches.check_split()
+        flat = [
+            *run.microbatches.divide(tf.nest.flatten(x)),
+            *theta.leaves(),
+            *run.shared,
+        ]
+        if ctx.mode is Mode.EVAL:
+            outputs = run.forward(flat, keep=False)[0]
+        else:
+            outputs = tf.custom_gradient(run.with_gradient)(*flat)
+        x, aux = divide(tf.nest.flatten(outputs), [run.body.counts[0]])
+        return run.body.result(run.microbatches.join(x), run.aux_by_layer(aux))
+
+    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+        """See `Repeat.start_cache`."""
+        return self.stack.start_cache(ctx, batch, length)
+
+    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+        """See `Repeat.remember`."""
+        return self.stack.remember(ctx, self.plain_weights(theta), memory)
+
+    def step(self, ctx: Context, theta: NestedMap, x: tf.Tensor, *args, **inputs):
+        """See `Repeat.step`: one token passes the layers one after another.
+
+        For that the layers' weights go to all stages' devices.
+        """
+        theta = self.plain_weights(theta)
+        return self.stack.step(ctx, theta, x, *args, **inputs)
+
+    def plain_weights(self, theta: NestedMap) -> NestedMap:
+        """Weights, or anything else by stage and layer, as the `Repeat` has them."""
+        return theta.map(functools.partial(_by_layer, repeats=self.num_repeats))
+
+    def staged_weights(self, theta: NestedMap) -> NestedMap:
+        """The way back: a `Repeat`'s weights, or the like, by stage and layer."""
+
+        def staged(stack):
+            rest = stack.shape[1:]
+            in_a_row = self.layers_of_stage // self.num_repeats
+            lead = [self.num_repeats, self.num_stages, in_a_row]
+            stack = tf.reshape(stack, [*lead, *rest])
+            order = [1, 0, 2, *range(3, stack.shape.rank)]
+            lead = [self.num_stages, self.layers_of_stage]
+            return tf.reshape(tf.transpose(stack, order), [*lead, *rest])
+
+        return theta.map(staged)
+
+
+def _by_layer(stack: tf.Tensor, *, repeats: int) -> tf.Tensor:
+    """[L, Q, ...] in the order of layer numbers, [L * Q, ...]."""
+    stages, layers, *rest = stack.shape
+    stack = tf.reshape(stack, [stages, repeats, layers // repeats, *rest])
+    order = [1, 0, 2, *range(3, stack.shape.rank)]
+    return tf.reshape(tf.transpose(stack, order), [stages * layers, *rest])
+
+
+class _Run:
+    """One call of a `Pipeline`.
+
+    `flat` is always [*x, *weights, *shared], x and shared by microbatch. What comes out
+    is [*x, by microbatch, *aux, by stage and layer].
+    """
+
+    def __init__(self, pipeline: Pipeline, ctx: Context, theta, x, constants):
+        check_stacked(ctx, pipeline.weights(), theta)
+        self.pipeline, self.ctx, self.schedule = pipeline, ctx, pipeline.schedule
+        self.stages = Stages(
+            mesh=ctx.plan.mesh,
+            axes=ctx.plan.weight_sharding([STAGE_DIM]).dims[0],
+            count=pipeline.num_stages,
+            mode=pipeline.stage_mode,
+        )
+        # K.
+        self.in_a_row = pipeline.layers_of_stage // pipeline.num_repeats
+        self.circular = pipeline.num_repeats > 1
+        self.plan = ctx.plan.inside_pipeline(self.stages.axes)
+        self.microbatches = Microbatches(
+            plan=self.plan,
+            batch=tf.nest.flatten(x)[0].shape[0],
+            count=pipeline.num_microbatches,
+            path=ctx.path,
+        )
+        constants = Constants(constants)
+        self.shared = self.microbatches.divide(constants.shared)
+        self.fixed = self.microbatches.divide(constants.fixed)
+        rows = functools.partial(tf.nest.map_structure, self.microbatches.spec)
+        self.body = StackedBody(
+            pipeline.stack.body,
+            dataclasses.replace(ctx, plan=self.plan),
+            rows(specs_of(x)),
+            shared=rows(specs_of(constants.shared)),
+            fixed=rows(specs_of(constants.fixed)),
+            constants=constants,
+            recompute=pipeline.stack.recompute,
+            saved_names=pipeline.stack.saved_names,
+        )
+        self.split = self.body.split
+        self.shardings = [
+            spec.sharding(ctx.plan, path)
+            for path, spec in pipeline.weights().items_by_path()
+        ]
+
+    def aux_by_layer(self, aux: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Side results by stage and layer in the layers' order, over microbatches."""
+        paths = self.body.aux_paths
+        found = []
+        for path, total in zip(paths, aux, strict=True):
+            if path.rsplit(".", 1)[-1] == "loss":
+                total /= self.pipeline.num_microbatches
+            found.append(_by_layer(total, repeats=self.pipeline.num_repeats))
+        return found
+
+    # What an iteration reads.
+
+    def _scalar(self, table: np.ndarray, t: tf.Tensor) -> tf.Tensor:
+        return read(tf.constant(table), t, dim=0)
+
+    def _by_stage(self, table: np.ndarray, t: tf.Tensor) -> tf.Tensor:
+        return self.stages.annotate(read(tf.constant(table), t, dim=0))
+
+    def _microbatch(self, t: tf.Tensor) -> tf.Tensor:
+        """int32 [L], one that there is in bubbles too."""
+        last = self.pipeline.num_microbatches - 1
+        return self._by_stage(np.minimum(self.schedule.microbatch, last), t)
+
+    def _slot(self, t: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
+        """Which of the stage's layers: the same in all, or one for each stage."""
+        if not self.circular:
+            return j
+        return self._by_stage(self.schedule.repeat, t) * self.in_a_row + j
+
+    def _arguments(self, t, j, x, stacks, constants) -> list[tf.Tensor]:
+        slot = self._slot(t, j)
+        pairs = zip(stacks, self.shardings, strict=True)
+        weights = [self.stages.read(stack, slot, like) for stack, like in pairs]
+        arguments = [*x, *weights, *constants]
+        if self.ctx.key is None:
+            return arguments
+        first = self._by_stage(self.schedule.first_layer(self.in_a_row), t)
+        keys = random.fold_in(self.ctx.key, first + j)
+        return [*arguments, tf.transpose(random.fold_in(keys, self._microbatch(t)))]
+
+    def _constants(self, t, shared) -> list[tf.Tensor]:
+        """Of each stage's microbatch."""
+        microbatch = self._microbatch(t)
+        return [self.stages.pick(c, microbatch) for c in (*shared, *self.fixed)]
+
+    def _in_valid(self, t, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Stacked `values`, 0 in bubbles."""
+        valid = self._by_stage(self.schedule.valid, t)
+        masks = (tf.reshape(valid, [-1] + [1] * (v.shape.rank - 1)) for v in values)
+        return [
+            tf.where(mask, v, tf.zeros_like(v))
+            for mask, v in zip(masks, values, strict=True)
+        ]
+
+    def _averaged_statistics(self, t, dweights: Sequence) -> list[tf.Tensor]:
+        """Gradients; those of statistics are values, of which microbatches make one."""
+        found = []
+        for spec, value in zip(self.body.specs.leaves(), dweights, strict=True):
+            if spec.is_statistic:
+                (value,) = self._in_valid(t, [value / self.microbatches.count])
+            found.append(value)
+        return found
+
+    # The loops.
+
+    def forward(self, flat: Sequence[tf.Tensor], *, keep: bool):
+        """What comes out, and what the layers got and saved in every iteration."""
+        inputs, stacks, shared = divide(flat, self.body.counts[:2])
+        counts = [len(inputs), len(inputs), len(self.body.aux)]
+
+        def iterate(t, *state):
+            x, outs, aux, kept = divide(state, counts)
+            x = [
+                self.stages.shift(
+                    one,
+                    self._read_microbatch(micro, t, stage=0),
+                    self._scalar(self.schedule.takes_input, t),
+                    circular=self.circular,
+                )
+                for one, micro in zip(x, inputs, strict=True)
+            ]
+            constants = self._constants(t, shared)
+
+            def layer(j, *state):
+                x, aux, kept = divide(state, counts[1:])
+                arguments = self._arguments(t, j, x, stacks, constants)
+                y = self.stages.run(self.split.forward, arguments)
+                y, new_aux, saved = self.body.divide_results(y)
+                slot = self._slot(t, j)
+                aux = self._add(aux, self._in_valid(t, new_aux), slot)
+                if keep:
+                    at = t * self.in_a_row + j
+                    pairs = zip(kept, [*x, *saved], strict=True)
+                    kept = [write(store, one, at, dim=0) for store, one in pairs]
+                return [j + 1, *self._annotated(y), *aux, *kept]
+
+            x, aux, kept = divide(self._layers(layer, [*x, *aux, *kept]), counts[1:])
+            outs = self._write_microbatch(outs, x, t, stage=-1)
+            return [t + 1, *x, *outs, *aux, *kept]
+
+        # Bubbles compute on a real microbatch: on zeros something might be no number.
+        start = [
+            tf.broadcast_to(x[:1], [self.stages.count, *x.shape[1:]]) for x in inputs
+        ]
+        final = self._iterations(
+            iterate,
+            [
+                *self._annotated(start),
+                *self._buffers(inputs),
+                *self._aux_stacks(),
+                *(self._stores() if keep else ()),
+            ],
+        )
+        _, outs, aux, kept = divide(final, counts)
+        last = self.pipeline.num_microbatches
+        return [*(out[-1, :last] for out in outs), *aux], kept
+
+    def with_gradient(self, *flat: tf.Tensor):
+        """What comes out, and its gradient function."""
+        inputs, stacks, shared = divide(flat, self.body.counts[:2])
+        outputs, kept = self.forward(flat, keep=True)
+        n = len(inputs)
+        counts = [n, n, len(stacks)]
+
+        def gradient(*dy):
+            dy, daux = dy[:n], dy[n:]
+
+            def iterate(i, *state):
+                t = self.schedule.iterations - 1 - i
+                dx, dinputs, dstacks, dshared = divide(state, counts)
+                gives = self._scalar(self.schedule.gives_output, t)
+                lasts = [self._read_microbatch(d, t, stage=-1) for d in dy]
+                dx = [
+                    self.stages.shift_back(
+                        one,
+                        tf.where(gives, last, tf.zeros_like(last)),
+                        self._scalar(self.schedule.comes_round, t),
+                        circular=self.circular,
+                    )
+                    for one, last in zip(dx, lasts, strict=True)
+                ]
+                constants = self._constants(t, shared)
+
+                def layer(i, *state):
+                    j = self.in_a_row - 1 - i
+                    dx, dstacks, dshared = divide(state, counts[1:])
+                    before = [read(s, t * self.in_a_row + j, dim=0) for s in kept]
+                    arguments = self._arguments(t, j, before[:n], stacks, constants)
+                    slot = self._slot(t, j)
+                    dout = self._in_valid(t, [self.stages.read(d, slot) for d in daux])
+                    grads = self.stages.run(
+                        self.split.backward, [*arguments, *before[n:], *dx, *dout]
+                    )
+                    dx, dweights, more = divide(grads, self.body.counts[:2])
+                    dweights = self._averaged_statistics(t, dweights)
+                    dstacks = self._add(dstacks, dweights, slot, self.shardings)
+                    dshared = self._add(dshared, more, self._microbatch(t))
+                    return [i + 1, *self._annotated(dx), *dstacks, *dshared]
+
+                state = self._layers(layer, [*dx, *dstacks, *dshared])
+                dx, dstacks, dshared = divide(state, counts[1:])
+                dinputs = self._write_microbatch(dinputs, dx, t, stage=0)
+                return [i + 1, *dx, *dinputs, *dstacks, *dshared]
+
+            zeros = [tf.zeros([self.stages.count, *t.shape[1:]], t.dtype) for t in dy]
+            final = self._iterations(
+                iterate,
+                [
+                    *self._annotated(zeros),
+                    *self._buffers(inputs),
+                    *self._zero_stacks(),
+                    *self._zero_shared(shared),
+                ],
+            )
+            _, dinputs, dstacks, dshared = divide(final, counts)
+            last = self.pipeline.num_microbatches
+            return [
+                *(d[0, :last] for d in dinputs),
+                *dstacks,
+                *(tf.reduce_sum(d, axis=0) for d in dshared),
+            ]
+
+        return outputs, gradient
+
+    def _add(self, stacks, values, slot, shardings=None) -> list[tf.Tensor]:
+        triples = zip(stacks, values, shardings or [None] * len(stacks), strict=True)
+        return [self.stages.add(s, v, slot, like) for s, v, like in triples]
+
+    def _iterations(self, body, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        count = self.schedule.iterations
+        start = [tf.constant(0), *state]
+        return list(tf.while_loop(lambda t, *_: t < count, body, start)[1:])
+
+    def _layers(self, body, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """`state` after the K layers that a stage has in a row."""
+        start = [tf.constant(0), *state]
+        if self.in_a_row == 1:
+            return list(body(*start)[1:])
+        return list(tf.while_loop(lambda j, *_: j < self.in_a_row, body, start)[1:])
+
+    def _read_microbatch(self, table, t, *, stage: int) -> tf.Tensor:
+        """Of [microbatches, ...] the stage's; another one in a bubble."""
+        last = self.pipeline.num_microbatches - 1
+        numbers = np.minimum(self.schedule.microbatch[:, stage], last)
+        return read(table, self._scalar(numbers, t), dim=0)
+
+    def _write_microbatch(self, buffers, x, t, *, stage: int) -> list[tf.Tensor]:
+        """`x` [L, ...] at the microbatch of one stage, the one that will be read.
+
+        What is written of another microbatch, or of none, is overwritten later.
+        """
+        numbers = np.minimum(
+            self.schedule.microbatch[:, stage], self.schedule.slots - 1
+        )
+        at = self._scalar(numbers, t)
+        return [write(b, one, at, dim=1) for b, one in zip(buffers, x, strict=True)]
+
+    def _annotated(self, x: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Stacked `x` laid out as the body lays out its output."""
+        outputs = self.body.outputs
+        return [self.stages.annotate(*pair) for pair in zip(x, outputs, strict=True)]
+
+    def _buffers(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Places for x [..., U, ...] of each stage and microbatch."""
+        lead = [self.stages.count, self.schedule.slots]
+        zeros = [tf.zeros([*lead, *x.shape[1:]], x.dtype) for x in inputs]
+        return self._annotated(zeros)
+
+    def _aux_stacks(self) -> list[tf.Tensor]:
+        lead = [self.stages.count, self.pipeline.layers_of_stage]
+        zeros = [tf.zeros([*lead, *spec.shape], spec.dtype) for spec in self.body.aux]
+        return [self.stages.annotate(zero) for zero in zeros]
+
+    def _stores(self) -> list[tf.Tensor]:
+        lead = [self.schedule.iterations * self.in_a_row, self.stages.count]
+        return [
+            self.stages.annotate(
+                tf.zeros([*lead, *saved.spec.shape], saved.spec.dtype), saved, before=1
+            )
+            for saved in (*self.body.outputs, *self.split.saved)
+        ]
+
+    def _zero_stacks(self) -> list[tf.Tensor]:
+        specs = self.pipeline.weights().leaves()
+        return [
+            annotate(tf.zeros(spec.shape, spec.dtype), sharding)
+            for spec, sharding in zip(specs, self.shardings, strict=True)
+        ]
+
+    def _zero_shared(self, shared: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Gradients of what all layers share: each stage's own sum."""
+        lead = [self.stages.count]
+        zeros = [tf.zeros([*lead, *t.shape], t.dtype) for t in shared]
+        return [self.stages.annotate(zero) for zero in zeros]

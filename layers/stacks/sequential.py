@@ -1,0 +1,124 @@
+"""Layers one after another as one, such as a dense one and a mixture of experts.
+
+Dims: B batch, S sequence, M model, K layers that are mixtures of experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context, Layer
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.experts.moe import MoE, x_and_aux
+from meshwright.layers.transformer import TransformerLayer
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sequential(Layer):
+    """Each of `layers` once: the body of a stack whose layers take turns.
+
+    With a dense layer and a mixture of experts in `layers`, `Repeat` makes GShard's and
+    GLaM's stack of it: experts in every other layer.
+
+    Args:
+      layers: the layers, one after another. All mixtures of experts among them have
+        equally many experts.
+
+    Raises:
+      ValueError: no layer; mixtures of different numbers of experts.
+    """
+
+    layers: Sequence[TransformerLayer]
+
+    def __post_init__(self):
+        if not self.layers:
+            raise ValueError("Sequential.layers is empty: give one layer or more")
+        parts = [getattr(layer, "feed_forward", None) for layer in self.layers]
+        experts = {p.gating.num_experts for p in parts if isinstance(p, MoE)}
+        if len(experts) > 1:
+            raise ValueError(
+                f"Sequential.layers have mixtures of {sorted(experts)} experts: let "
+                "all have equally many"
+            )
+
+    def weights(self) -> NestedMap:
+        return NestedMap({name: layer.weights() for name, layer in self._named()})
+
+    @property
+    def depth(self) -> int:
+        return sum(layer.depth for layer in self.layers)
+
+    def extra_flops(self, sequence_length: int) -> float:
+        return sum(layer.extra_flops(sequence_length) for layer in self.layers)
+
+    def fprop(
+        self, ctx: Context, theta: NestedMap, x: tf.Tensor, **inputs: tf.Tensor | None
+    ) -> tf.Tensor | NestedMap:
+        """Transforms `x` [B, S, M].
+
+        Args:
+          ctx: context.
+          theta: weights.
+          x: [B, S, M].
+          **inputs: see `TransformerLayer.fprop`; for all layers.
+
+        Returns:
+          [B, S, M] in the activation dtype. With mixtures of experts a nested map of
+          this as `x` and of their `aux` with a leading dim K, a row for each mixture.
+        """
+        x, rows = ctx.cast(x), []
+        for name, layer in self._named():
+            with ctx.scope(name) as c:
+                x, aux = x_and_aux(layer.fprop(c, theta[name], x, **inputs))
+            if aux is not None:
+                rows.append(aux)
+        if not rows:
+            return x
+        return NestedMap(x=x, aux=rows[0].map(lambda *t: tf.stack(t), *rows[1:]))
+
+    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+        found = NestedMap()
+        for name, layer in self._named():
+            with ctx.scope(name) as c:
+                found[name] = layer.start_cache(c, batch, length)
+        return found
+
+    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+        found = NestedMap()
+        for name, layer in self._named():
+            with ctx.scope(name) as c:
+                found[name] = layer.remember(c, theta[name], memory)
+        return found
+
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        position: tf.Tensor,
+        *,
+        memory: NestedMap | None = None,
+        **inputs: tf.Tensor | None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        after = NestedMap()
+        for name, layer in self._named():
+            with ctx.scope(name) as c:
+                x, after[name] = layer.step(
+                    c,
+                    theta[name],
+                    x,
+                    cache[name],
+                    position,
+                    memory=memory and memory[name],
+                    **inputs,
+                )
+        return x, after
+
+    def _named(self) -> list[tuple[str, TransformerLayer]]:
+        return [(f"layer_{i}", layer) for i, layer in enumerate(self.layers)]

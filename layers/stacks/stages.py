@@ -1,0 +1,261 @@
+"""The stages of a pipeline: equal computations, each on its part of a mesh axis.
+
+Dims: L stages, Q layers of a stage; a "stacked" tensor has a leading dim L.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+import gin
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+from tensorflow.compiler.xla import xla_data_pb2
+
+from meshwright.framework.modeling.recompute import Saved
+from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.manual import auto_to_manual, manual_to_auto
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.vectorize import NoRuleError, vectorize
+from meshwright.layers.stacks.stacked_body import read, write
+
+
+@gin.constants_from_enum
+class StageMode(enum.Enum):
+    """How a program for one stage becomes one for all.
+
+    VECTORIZED gives every op a leading stage dim, which the compiler splits: TF must
+    have a rule for each op (`tf.vectorized_map`). MANUAL puts the body into manual
+    subgroups over the stage axis (GSPMD 3.4), which needs no rules, but GSPMD refuses
+    some ops there (FFT, Cholesky); where a device has several stages, these are
+    vectorized.
+    """
+
+    VECTORIZED = "vectorized"
+    MANUAL = "manual"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """Where stages lie, and how they compute, pass on, and look up.
+
+    Args:
+      mesh: the program's mesh.
+      axes: those that split the stage dim.
+      count: L, a multiple of the devices along `axes`.
+      mode: how they compute.
+
+    Raises:
+      ValueError: the axes do not divide L, or there are none.
+    """
+
+    mesh: DeviceMesh
+    axes: tuple[str, ...]
+    count: int
+    mode: StageMode
+
+    def __post_init__(self):
+        if not self.axes and self.count > 1 and self.mesh.size > 1:
+            raise ValueError(
+                f"pipeline: the plan's weights name no axis for 'stages', so that each "
+                f"device would run all {self.count}: set "
+                "ShardingPlan.weights['stages'], or num_stages to 1"
+            )
+        devices = self.mesh.axes_size(self.axes)
+        if self.count % devices:
+            raise ValueError(
+                f"pipeline: {self.count} stages do not divide by the {devices} devices "
+                f"along {', '.join(self.axes)} of the mesh ({self.mesh}): make "
+                "num_stages a multiple of them"
+            )
+
+    def run(
+        self,
+        fn: Callable[..., Sequence[tf.Tensor]],
+        stacked: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        """`fn` of every stage's entries, stacked."""
+        if self.mode is StageMode.VECTORIZED:
+            return _vectorized(fn, stacked)
+
+        def own(stacked, _):
+            if stacked[0].shape[0] > 1:
+                return _vectorized(fn, stacked)
+            return [t[None] for t in fn(*(t[0] for t in stacked))]
+
+        return self._locally(own, stacked)
+
+    def read(
+        self, stack: tf.Tensor, slot: tf.Tensor, sharding: Sharding | None = None
+    ) -> tf.Tensor:
+        """Of a stack [L, Q, ...] the entry `slot`, an int32 scalar or [L]: [L, ...].
+
+        GSPMD needs to be told the stack's `sharding`, if it is split by other axes too:
+        it finds none through the borders of a manual region, and would gather it.
+        """
+        if slot.shape.rank == 0:
+            return read(stack, slot, dim=1)
+
+        def own(stacked, _):
+            stack, slot = stacked
+            return [_each(lambda s, i: read(s, i, dim=0), stack, slot)]
+
+        return self._locally(own, [stack, slot], shardings=[sharding, None])[0]
+
+    def add(
+        self,
+        stack: tf.Tensor,
+        value: tf.Tensor,
+        slot: tf.Tensor,
+        sharding: Sharding | None = None,
+    ) -> tf.Tensor:
+        """A stack [L, Q, ...] with `value` [L, ...] added at `slot`; see `read`."""
+
+        def at(stack, value, slot, *, dim):
+            # Fused with the write, the read keeps the TPU compiler from writing in
+            # place: gradients would be there twice.
+            total = xla.optimization_barrier(read(stack, slot, dim=dim) + value)[0]
+            return write(stack, total, slot, dim=dim)
+
+        if slot.shape.rank == 0:
+            return at(stack, value, slot, dim=1)
+
+        def own(stacked, _):
+            stack, value, slot = stacked
+            return [_each(lambda s, v, i: at(s, v, i, dim=0), stack, value, slot)]
+
+        one = None
+        if sharding is not None:
+            dims = sharding.dims
+            one = dataclasses.replace(sharding, dims=(dims[0], *dims[2:]))
+        shardings = [sharding, one, None]
+        return self._locally(own, [stack, value, slot], shardings=shardings)[0]
+
+    def pick(self, table: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+        """Of what all stages have, [Q, ...], the entries `index` [L]: [L, ...]."""
+
+        def own(stacked, common):
+            return [_each(lambda i: read(common[0], i, dim=0), stacked[0])]
+
+        return self._locally(own, [index], [table])[0]
+
+    def shift(
+        self, state: tf.Tensor, first: tf.Tensor, takes: tf.Tensor, *, circular: bool
+    ) -> tf.Tensor:
+        """The state [L, ...] a stage on; one CollectivePermute.
+
+        Args:
+          state: what the stages gave.
+          first: [...], what the first stage gets from outside.
+          takes: bool scalar, whether it does; else it gets what the last stage gave.
+          circular: whether that ever happens.
+        """
+        if circular:
+            moved = tf.concat([state[-1:], state[:-1]], axis=0)
+        else:
+            moved = _pad(state, 1, -1)
+        return tf.where(self._is_stage(0, state) & takes, first[None], moved)
+
+    def shift_back(
+        self, state: tf.Tensor, last: tf.Tensor, round_: tf.Tensor, *, circular: bool
+    ) -> tf.Tensor:
+        """The gradient [L, ...] a stage back: of what the stages gave.
+
+        Args:
+          state: of what they got in the next iteration.
+          last: [...], of what the last stage gave to the outside.
+          round_: bool scalar, whether it gave something to the first stage instead.
+          circular: whether that ever happens.
+        """
+        if circular:
+            moved = tf.concat([state[1:], state[:1]], axis=0)
+        else:
+            moved = _pad(state, -1, 1)
+        return tf.where(self._is_stage(-1, state) & ~round_, last[None], moved)
+
+    def annotate(
+        self, tensor: tf.Tensor, like: Saved | None = None, *, before: int = 0
+    ) -> tf.Tensor:
+        """`tensor` split by stage, after so many dims, and else as `like` is.
+
+        Dims that `like` does not know are left whole; what it leaves open, or does not
+        say, completion decides.
+        """
+        rank = tensor.shape.rank
+        start = before + 1
+        if like is not None:
+            start = rank - like.spec.shape.rank
+        dims = [()] * rank
+        dims[before] = self.axes
+        if like is None or like.sharding is None:
+            unspecified = range(start, rank)
+        else:
+            unspecified = [start + dim for dim in like.unspecified_dims]
+            if self.mesh.size > 1:
+                proto = xla_data_pb2.OpSharding.FromString(like.sharding)
+                own = Sharding.from_op_sharding(self.mesh, proto, rank - start)
+                dims[start:] = own.dims
+        sharding = Sharding(self.mesh, tuple(dims))
+        return annotate(tensor, sharding.opened(unspecified))
+
+    def _is_stage(self, stage: int, like: tf.Tensor) -> tf.Tensor:
+        """bool [L, 1, ...]."""
+        mask = tf.range(self.count) == stage % self.count
+        return tf.reshape(mask, [self.count] + [1] * (like.shape.rank - 1))
+
+    def _locally(
+        self,
+        fn,
+        stacked: Sequence[tf.Tensor],
+        common: Sequence[tf.Tensor] = (),
+        shardings: Sequence[Sharding | None] = (),
+    ) -> list[tf.Tensor]:
+        """`fn` (own entries, common) in a manual region over the stage axes.
+
+        `shardings` are those of `stacked` where they are known.
+        """
+
+        def dims(tensor):
+            return [self.axes, *[()] * (tensor.shape.rank - 1)]
+
+        if tf.executing_eagerly():  # There is no mesh, as for annotations.
+            return list(fn(stacked, common))
+
+        def enter(tensor, mapping):
+            return auto_to_manual(tensor, self.mesh, mapping, manual_axes=self.axes)
+
+        own = [enter(t, dims(t)) for t in stacked]
+        for i, sharding in enumerate(shardings):
+            if sharding is not None:
+                inner = ((), *sharding.dims[1:])
+                own[i] = annotate(own[i], dataclasses.replace(sharding, dims=inner))
+        whole = [enter(t, [()] * t.shape.rank) for t in common]
+        return [
+            manual_to_auto(t, self.mesh, dims(t), manual_axes=self.axes)
+            for t in fn(own, whole)
+        ]
+
+
+def _vectorized(fn, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    try:
+        return vectorize(fn, stacked)
+    except NoRuleError as error:
+        raise ValueError(
+            f"pipeline: {error}: use StageMode.MANUAL on a mesh with one stage to a "
+            "device, which needs no rule for it"
+        ) from error
+
+
+def _each(fn, *stacked: tf.Tensor) -> tf.Tensor:
+    """`fn` of a device's stages one by one: mostly there is one."""
+    count = stacked[0].shape[0]
+    return tf.stack([fn(*(t[i] for t in stacked)) for i in range(count)])
+
+
+def _pad(state: tf.Tensor, low: int, high: int) -> tf.Tensor:
+    rest = [0] * (state.shape.rank - 1)
+    zero = tf.zeros([], state.dtype)
+    return xla.pad(state, zero, [low, *rest], [high, *rest], [0, *rest])

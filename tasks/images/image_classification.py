@@ -1,0 +1,186 @@
+"""Image classification: what a picture shows, of several classes.
+
+Dims: B batch, H height, W width, K classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.layer import Context
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.convolutions.resnet import ResNet
+from meshwright.tasks.images.image_input import CHANNELS, UNLABELLED, ImageInput
+from meshwright.tasks.task import Task, TaskLoss
+from meshwright.tasks.text.text_input import Split
+
+# What of the input training batches follow from, beside the pictures.
+_DRAWN_BY = ("size", "area", "aspect", "mirrored", "seed")
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageClassification(Task):
+    """Says what a picture shows, trained by cross-entropy.
+
+    The picture is annotated by the dims "batch", "height", "width" and "channels", and
+    what the network's head reads by "batch" and "channels". Classes are never split: on
+    a TPU 1000 of them take the room of 1024.
+
+    Args:
+      pictures: the input.
+      network: from a picture to logits.
+      label_smoothing: the share of a label that all classes get alike (Szegedy et al.
+        2016, section 7).
+      mean: of red, green and blue, from 0 to 255, taken off each picture.
+      deviation: of the same; pictures are divided by it. Defaults are ImageNet's.
+
+    Raises:
+      ValueError: the network and the input disagree on classes or channels; a number
+        out of range.
+    """
+
+    pictures: ImageInput
+    network: ResNet
+    label_smoothing: float = 0.0
+    mean: Sequence[float] = (123.68, 116.78, 103.94)
+    deviation: Sequence[float] = (58.4, 57.12, 57.38)
+
+    def __post_init__(self):
+        check_number(self, "label_smoothing", at_least=0, below=1)
+        wanted = {"num_classes": self.pictures.num_classes, "in_channels": CHANNELS}
+        for name, value in wanted.items():
+            given = getattr(self.network, name)
+            if given != value:
+                raise ValueError(
+                    f"{type(self.network).__name__}.{name} is {given}, but the "
+                    f"pictures' is {value}: set it to that"
+                )
+        for name, least in (("mean", -np.inf), ("deviation", 0)):
+            given = getattr(self, name)
+            three = isinstance(given, Sequence) and len(given) == CHANNELS
+            if not three or not all(least < n < np.inf for n in given):
+                raise ValueError(
+                    f"ImageClassification.{name} is {given!r}: give a number for red, "
+                    f"green and blue each{'' if least else ', above 0'}"
+                )
+            object.__setattr__(self, name, tuple(given))
+
+    def logits(self, ctx: Context, theta: NestedMap, image: tf.Tensor) -> tf.Tensor:
+        """Logits [B, K] of pictures uint8 [B, H, W, 3], activation dtype."""
+        image = (tf.cast(image, tf.float32) - self.mean) / self.deviation
+        image = ctx.split(ctx.cast(image), self.batch_dims().image, name="image")
+        with ctx.scope("network") as c:
+            return self.network.fprop(c, theta.network, image)
+
+    def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
+        """Cross-entropy with smoothed labels, in nats a picture."""
+        logits = self.logits(ctx, theta, batch.image)
+        with ctx.scope("loss"):
+            sums = picture_sums(logits, batch.label, self.label_smoothing)
+            loss = sums.loss / tf.maximum(sums.pictures, 1.0)
+        return TaskLoss(loss=loss, sums=sums)
+
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`image` uint8 [B, H, W, 3]: red, green and blue."""
+        return NestedMap(image=self.pictures.element_spec(batch).image)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`logits` float32 [B, K], and the likeliest `classes`, int32 [B]."""
+        logits = tf.cast(self.logits(ctx, theta, batch.image), tf.float32)
+        classes = tf.argmax(logits, axis=-1, output_type=tf.int32)
+        return NestedMap(logits=logits, classes=classes)
+
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Means over pictures; top_5: how many have their label among the five best."""
+        pictures = max(float(sums["pictures"]), 1.0)
+        names = {"loss": "loss", "cross_entropy": "nats", "top_1": "first"}
+        names["top_5"] = "among_five"
+        return {name: float(sums[key]) / pictures for name, key in names.items()}
+
+    def batch_spec(self, global_batch: int) -> NestedMap:
+        return self.pictures.element_spec(global_batch)
+
+    def batch_dims(self) -> NestedMap:
+        image = ("batch", "height", "width", "channels")
+        return NestedMap(image=image, label=("batch",))
+
+    def train_batches(
+        self, start_step: int, *, global_batch: int, rows: range
+    ) -> tf.data.Dataset:
+        return self.pictures.train_batches(
+            start_step, global_batch=global_batch, rows=rows
+        )
+
+    def eval_batches(
+        self, *, global_batch: int, rows: range, max_batches: int | None = None
+    ) -> tf.data.Dataset:
+        return self.pictures.held_out_batches(
+            global_batch=global_batch, rows=rows, max_batches=max_batches
+        )
+
+    def describe_data(self) -> dict[str, float]:
+        return {
+            "training pictures": len(self.pictures.records(Split.TRAIN)),
+            "held-out pictures": len(self.pictures.records(Split.HELD_OUT)),
+        }
+
+    def data_fingerprint(self) -> dict[str, str | int]:
+        given = self.pictures
+        return {
+            "pictures": given.records(Split.TRAIN).fingerprint(),
+            **{f"ImageInput.{name}": str(getattr(given, name)) for name in _DRAWN_BY},
+        }
+
+    def train_flops(self, global_batch: int) -> float:
+        """Three times those of the kernels forward."""
+        size = (self.pictures.size, self.pictures.size)
+        return 3.0 * global_batch * self.network.flops(size)
+
+    def tokens(self, global_batch: int) -> int:
+        """Pictures."""
+        return global_batch
+
+
+def picture_sums(
+    logits: tf.Tensor, label: tf.Tensor, label_smoothing: float
+) -> NestedMap:
+    """What the loss and the metrics are made of.
+
+    Args:
+      logits: [B, K], any float dtype.
+      label: int32 [B], in [0, K) or `UNLABELLED`, which counts for nothing.
+      label_smoothing: the share of a label that all classes get alike.
+
+    Returns:
+      float32 scalars: `pictures`, how many count; `nats`, their cross-entropy; `loss`,
+      the same with smoothed labels; `first` and `among_five`, how many have no class,
+      or less than five, before the label. Of equal logits the first comes before.
+    """
+    logits = tf.cast(logits, tf.float32)
+    counts = tf.cast(label != UNLABELLED, tf.float32)
+    classes = tf.range(logits.shape[-1])
+    truth = tf.cast(classes == label[:, None], tf.float32)
+    picked = tf.reduce_sum(logits * truth, axis=-1)
+    nats = tf.reduce_logsumexp(logits, axis=-1) - picked
+    smoothed = nats + label_smoothing * (picked - tf.reduce_mean(logits, axis=-1))
+    level = (logits == picked[:, None]) & (classes < label[:, None])
+    before = tf.cast((logits > picked[:, None]) | level, tf.float32)
+    rank = tf.reduce_sum(before, axis=-1)
+    sums = NestedMap(
+        loss=smoothed,
+        nats=nats,
+        first=tf.cast(rank < 1, tf.float32),
+        among_five=tf.cast(rank < 5, tf.float32),
+        pictures=tf.ones_like(nats),
+    )
+    return sums.map(lambda one: tf.reduce_sum(one * counts))

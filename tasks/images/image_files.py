@@ -1,0 +1,151 @@
+"""Pictures with a label each, in TFRecord files of `tf.train.Example`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import glob
+import hashlib
+import os
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.tasks.input.record_files import find_records, read_record
+from meshwright.tasks.text.text_input import Split
+
+# Files whose lengths are read at a time: it is their disks that take the time.
+_FILES_AT_A_TIME = 16
+
+_FEATURES = {
+    "image/encoded": tf.io.FixedLenFeature([], tf.string, b""),
+    "image/class/label": tf.io.FixedLenFeature([], tf.int64, -1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """What a record says.
+
+    Args:
+      name: of the record, for messages.
+      encoded: a JPEG file's bytes.
+      label: as it is written, which is from 1 on.
+    """
+
+    name: str
+    encoded: bytes
+    label: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Records:
+    """The records of several files, numbered through.
+
+    Args:
+      paths: the files.
+      first: int64 [files + 1], the number of each file's first record, and how many
+        there are in all.
+      starts: int64 [records], where in its file each one's data begins.
+      sizes: int64 [records], of the data in bytes.
+    """
+
+    paths: tuple[str, ...]
+    first: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def picture(self, number: int) -> Picture:
+        """Reads a record.
+
+        Raises:
+          OSError: its file cannot be read.
+          ValueError: it is not as it was written, is no `tf.train.Example`, or has not
+            both features.
+        """
+        file = int(np.searchsorted(self.first, number, side="right")) - 1
+        path = self.paths[file]
+        name = f"record {number - int(self.first[file])} of {path}"
+        start, size = int(self.starts[number]), int(self.sizes[number])
+        data = read_record(path, start, size, name=name)
+        try:
+            found = tf.io.parse_single_example(data, _FEATURES)
+        # TensorFlow quotes the record, which need not be text.
+        except (tf.errors.OpError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{name} is no tf.train.Example with the features "
+                f"{' (bytes) and '.join(_FEATURES)} (a whole number): {reason(error)}"
+            ) from error
+        encoded, label = (found[feature].numpy() for feature in _FEATURES)
+        for feature, missing in zip(_FEATURES, (not encoded, label < 0), strict=True):
+            if missing:
+                raise ValueError(
+                    f"{name} has no {feature!r}: write the file as TensorFlow's "
+                    "ImageNet scripts do, or leave it out"
+                )
+        return Picture(name, encoded, int(label))
+
+    def fingerprint(self) -> str:
+        """Of names of files and sizes of records; runs that resume must agree on it."""
+        names = "\n".join(os.path.basename(path) for path in self.paths)
+        digest = hashlib.sha256(names.encode())
+        digest.update(self.first.tobytes())
+        digest.update(self.sizes.tobytes())
+        return digest.hexdigest()
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageFiles:
+    """TFRecord files as TensorFlow's ImageNet scripts write them.
+
+    A record is a `tf.train.Example` with `image/encoded`, the bytes of a JPEG file, and
+    `image/class/label`, a number from 1 on. Making one does not touch the file system.
+
+    Args:
+      train: shell pattern of the files to train on, such as "/data/imagenet/train-*".
+      held_out: of those to evaluate on, such as "/data/imagenet/validation-*".
+    """
+
+    train: str
+    held_out: str
+
+    def records(self, split: Split) -> Records:
+        """Where the records of a split are; found once in a process.
+
+        Raises:
+          FileNotFoundError: no file matches.
+          OSError: a file cannot be read.
+          ValueError: a file is no TFRecord file, or ends too soon; there is no record.
+        """
+        field = "train" if split is Split.TRAIN else "held_out"
+        return _records(getattr(self, field), f"ImageFiles.{field}")
+
+
+def reason(error: Exception) -> str:
+    """What an op says, without where it ran."""
+    return str(error).split("}} ")[-1].split(" [Op:")[0]
+
+
+@functools.cache
+def _records(pattern: str, field: str) -> Records:
+    paths = sorted(
+        p for p in glob.glob(os.path.expanduser(pattern)) if os.path.isfile(p)
+    )
+    if not paths:
+        raise FileNotFoundError(
+            f"no file matches {pattern!r}: set {field} to a pattern of TFRecord files, "
+            "such as '/data/imagenet/train-*'"
+        )
+    with concurrent.futures.ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
+        places = list(pool.map(find_records, paths))
+    first = np.cumsum([0, *map(len, places)])
+    if not first[-1]:
+        raise ValueError(f"no record is in the files of {pattern!r}: set {field} anew")
+    starts, sizes = np.concatenate(places).T
+    return Records(paths=tuple(paths), first=first, starts=starts, sizes=sizes)

@@ -1,0 +1,244 @@
+"""Labelled pictures as batches; the state of the input is the step number.
+
+A training picture is a random part of one, at any size and perhaps mirrored; a held-out
+one the middle. They stay bytes: four times fewer go to the devices than of float32.
+
+Dims: B batch rows, H height, W width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.images.image_files import Picture, Records, reason
+from meshwright.tasks.text.text_input import (
+    Split,
+    held_out_steps,
+    places,
+    shuffled_examples,
+)
+
+CHANNELS = 3
+"""Red, green and blue."""
+
+UNLABELLED = -1
+"""The label of rows that fill up a batch, and count for nothing."""
+
+_READY_BATCHES = 2
+# Draws of a part of a picture, before all that fits is taken.
+_DRAWS = 10
+
+Part = tuple[int, int, int, int]
+"""First row, first column, height and width."""
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageInput:
+    """Batches of pictures. Making one does not touch the file system.
+
+    A batch is a nested map of tensors:
+      image: uint8 [rows, size, size, 3].
+      label: int32 [rows], in [0, num_classes), or `UNLABELLED`.
+
+    Args:
+      files: what has pictures, by `records(split)`: `ImageFiles` or `SyntheticImages`.
+      size: H and W.
+      num_classes: labels in files are from 1 to this.
+      area: least and largest share of a picture that is trained on (Szegedy et al.
+        2015, section 6).
+      aspect: width by height of that part, least and largest.
+      mirrored: the share of training pictures that are.
+      middle: of a held-out picture, the share of its shorter side that is read.
+      seed: of the order of training, parts and mirroring.
+
+    Raises:
+      ValueError: a number out of range, or no two ascending ones.
+    """
+
+    files: Any
+    size: int
+    num_classes: int
+    area: Sequence[float] = (0.08, 1.0)
+    aspect: Sequence[float] = (3 / 4, 4 / 3)
+    mirrored: float = 0.5
+    middle: float = 0.875
+    seed: int = 0
+
+    def __post_init__(self):
+        check_number(self, "size", at_least=1)
+        check_number(self, "num_classes", at_least=2)
+        check_number(self, "mirrored", at_least=0, at_most=1)
+        check_number(self, "middle", above=0, at_most=1)
+        check_number(self, "seed", at_least=0)
+        for name, most in (("area", 1.0), ("aspect", math.inf)):
+            given = getattr(self, name)
+            two = isinstance(given, Sequence) and len(given) == 2
+            if not two or not 0 < given[0] <= given[1] <= most:
+                raise ValueError(
+                    f"ImageInput.{name} is {given!r}: give the least and the largest, "
+                    f"above 0{' and at most 1' if most == 1 else ''}"
+                )
+            object.__setattr__(self, name, tuple(given))
+
+    def element_spec(self, batch: int) -> NestedMap:
+        """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
+        image = [batch, self.size, self.size, CHANNELS]
+        return NestedMap(
+            image=tf.TensorSpec(image, tf.uint8),
+            label=tf.TensorSpec([batch], tf.int32),
+        )
+
+    def records(self, split: Split) -> Records:
+        """The pictures of a split; raises as `ImageFiles.records`."""
+        return self.files.records(split)
+
+    def train_batches(
+        self, start_step: int, *, global_batch: int, rows: range
+    ) -> tf.data.Dataset:
+        """Endless batches from `start_step` on.
+
+        Args:
+          start_step: number of the first batch.
+          global_batch: rows of a step, over all processes.
+          rows: which of them to read here; processes may read the same ones.
+        """
+        records, place = self.records(Split.TRAIN), places(global_batch, rows)
+
+        def numbered(step):
+            at = place(step)
+            drawn = shuffled_examples(at, count=len(records), seed=self.seed)
+            return at, drawn % len(records)
+
+        def read(place: np.int64, number: np.int64):
+            picture = records.picture(number)
+            return self._drawn(picture, int(place)), self._label(picture)
+
+        steps = tf.data.Dataset.range(start_step, tf.int64.max)
+        return self._dataset(steps.map(numbered), read, len(rows))
+
+    def held_out_batches(
+        self, *, global_batch: int, rows: range, max_batches: int | None = None
+    ) -> tf.data.Dataset:
+        """One pass over the held-out pictures, in order; rows without one fill it up.
+
+        Args:
+          global_batch: rows of a step, over all processes.
+          rows: which of them to read here.
+          max_batches: read so many at most, spread evenly over all.
+        """
+        records, place = self.records(Split.HELD_OUT), places(global_batch, rows)
+
+        def read(number: np.int64):
+            if number >= len(records):
+                shape = (self.size, self.size, CHANNELS)
+                return np.zeros(shape, np.uint8), np.int32(UNLABELLED)
+            picture = records.picture(number)
+            part = _middle(_size(picture), self.middle)
+            return self._part(picture, part), self._label(picture)
+
+        steps = held_out_steps(len(records), global_batch, max_batches)
+        return self._dataset(steps.map(place), read, len(rows))
+
+    def _dataset(
+        self, numbers: tf.data.Dataset, read: Callable, rows: int
+    ) -> tf.data.Dataset:
+        """Batches of what `read` makes of each row's numbers; many rows at a time."""
+        spec = self.element_spec(rows)
+        kinds = [spec.image.dtype, spec.label.dtype]
+
+        def row(*numbers):
+            image, label = tf.numpy_function(read, numbers, kinds, stateful=False)
+            return NestedMap(
+                image=tf.ensure_shape(image, spec.image.shape[1:]),
+                label=tf.ensure_shape(label, []),
+            )
+
+        options = tf.data.Options()
+        options.autotune.enabled = False  # See `text_dataset`.
+        pictures = numbers.unbatch().map(
+            row, num_parallel_calls=os.cpu_count(), deterministic=True
+        )
+        batches = pictures.batch(rows, drop_remainder=True)
+        return batches.prefetch(_READY_BATCHES).with_options(options)
+
+    def _label(self, picture: Picture) -> np.int32:
+        if not 1 <= picture.label <= self.num_classes:
+            raise ValueError(
+                f"{picture.name} has label {picture.label}, but there are "
+                f"{self.num_classes} classes, from 1 on: set ImageInput.num_classes to "
+                "what the files have, or mend them"
+            )
+        return np.int32(picture.label - 1)
+
+    def _drawn(self, picture: Picture, place: int) -> np.ndarray:
+        """A training picture, uint8 [H, W, 3]."""
+        rng = np.random.Generator(np.random.Philox(key=[self.seed, place]))
+        part = _random_part(rng, _size(picture), self.area, self.aspect)
+        image = self._part(picture, part)
+        return image[:, ::-1] if rng.random() < self.mirrored else image
+
+    def _part(self, picture: Picture, part: Part) -> np.ndarray:
+        """Part of a picture at the size asked for, uint8 [H, W, 3].
+
+        What lies below the part is not decoded, nor looked at for what is wrong.
+        """
+        try:
+            image = tf.io.decode_and_crop_jpeg(picture.encoded, part, CHANNELS)
+        except tf.errors.OpError as error:
+            raise _broken(picture, error) from error
+        resized = tf.raw_ops.ResizeBilinear(
+            images=image[None], size=[self.size] * 2, half_pixel_centers=True
+        )
+        return np.rint(resized[0].numpy()).astype(np.uint8)
+
+
+def _size(picture: Picture) -> tuple[int, int]:
+    """Its height and width."""
+    try:
+        height, width, _ = tf.io.extract_jpeg_shape(picture.encoded).numpy().tolist()
+    except tf.errors.OpError as error:
+        raise _broken(picture, error) from error
+    return height, width
+
+
+def _broken(picture: Picture, error: tf.errors.OpError) -> ValueError:
+    return ValueError(
+        f"the picture in {picture.name} is no JPEG file, or not whole "
+        f"({reason(error)}): write it anew, or leave it out"
+    )
+
+
+def _random_part(
+    rng: np.random.Generator,
+    size: tuple[int, int],
+    area: Sequence[float],
+    aspect: Sequence[float],
+) -> Part:
+    """A part of such an area and aspect; all of the picture if few of these fit."""
+    for _ in range(_DRAWS):
+        places = math.prod(size) * rng.uniform(*area)
+        by_height = math.exp(rng.uniform(*np.log(aspect)))
+        height = round(math.sqrt(places / by_height))
+        width = round(math.sqrt(places * by_height))
+        if 1 <= height <= size[0] and 1 <= width <= size[1]:
+            top = rng.integers(size[0] - height + 1)
+            left = rng.integers(size[1] - width + 1)
+            return int(top), int(left), height, width
+    return 0, 0, *size
+
+
+def _middle(size: tuple[int, int], share: float) -> Part:
+    """The square in the middle, whose side is so much of the shorter side."""
+    side = max(1, round(share * min(size)))
+    return (size[0] - side) // 2, (size[1] - side) // 2, side, side

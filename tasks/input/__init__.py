@@ -1,0 +1,1 @@
+"""Reading examples, for all tasks."""

@@ -1,0 +1,214 @@
+"""Recommendation: which items a user takes, learned from those taken before.
+
+Dims: B batch (pairs of a user and an item, or users to rank for), K negatives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.layer import Context
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.neumf import NeuMF
+from meshwright.tasks.recommendation.interactions import Interactions
+from meshwright.tasks.recommendation.recommendation_input import RecommendationInput
+from meshwright.tasks.task import Decoding, Task, TaskLoss
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recommendation(Task):
+    """Tells pairs that there are from negatives, by cross-entropy (He et al. 2017).
+
+    Each user's last item is held out. An evaluation ranks it among K items that the
+    user never took, by score: the hit rate is the share of users for whom it is among
+    the first `top`, and NDCG counts 1 / log2(rank + 1) for these and 0 for others, the
+    first rank being 1. Items of an equal score rank before it.
+
+    Args:
+      data: the input.
+      network: scores pairs.
+      top: how many items are recommended.
+
+    Raises:
+      ValueError: `top` is out of range, or so large that all are hits.
+    """
+
+    data: RecommendationInput
+    network: NeuMF
+    top: int = 10
+
+    def __post_init__(self):
+        check_number(self, "top", at_least=1, at_most=self.data.held_out_negatives)
+
+    def logits(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> tf.Tensor:
+        """[B], of each `user` with its `item`, in the activation dtype."""
+        with ctx.scope("network") as c:
+            user, item = (
+                c.split(ids, ("batch",), name=name)
+                for name, ids in (("user", batch.user), ("item", batch.item))
+            )
+            return self.network.fprop(c, theta.network, user, item=item)
+
+    def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
+        """Mean cross-entropy of pairs, in nats."""
+        logits = self.logits(ctx, theta, batch)
+        with ctx.scope("loss"):
+            nats = tf.nn.sigmoid_cross_entropy_with_logits(
+                labels=batch.label, logits=tf.cast(logits, tf.float32)
+            )
+            sums = NestedMap(
+                nats=tf.reduce_sum(nats * batch.weight),
+                pairs=tf.reduce_sum(batch.weight),
+            )
+        return TaskLoss(loss=sums.nats / tf.maximum(sums.pairs, 1.0), sums=sums)
+
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+        return {"loss": float(sums["nats"] / max(sums["pairs"], 1.0))}
+
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`user` and `item`, int32 [B]: pairs."""
+        spec = self.data.element_spec(batch)
+        return NestedMap(user=spec.user, item=spec.item)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`chances` float32 [B], of the user taking the item."""
+        logits = tf.cast(self.logits(ctx, theta, batch), tf.float32)
+        return NestedMap(chances=tf.sigmoid(logits))
+
+    def decodes(self) -> bool:
+        return True
+
+    def decode_spec(self, global_batch: int) -> NestedMap:
+        """See `RecommendationInput.ranked_batches`."""
+        return self.data.ranked_spec(global_batch)
+
+    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`before` int32 [B]: how many negatives rank before the held-out item.
+
+        Items are scored one after another, so that it takes no more memory than to
+        score as many pairs as there are users.
+        """
+        user = tf.maximum(batch.user, 0)
+        ranked = tf.transpose(batch.ranked)
+
+        def score(i):
+            with ctx.scope("network") as c:
+                item = c.split(ranked[i], ("batch",))
+                return self.network.fprop(c, theta.network, user, item=item)
+
+        held_out = score(0)
+
+        def count(i, before):
+            # Not >=: a score that is no number is not to make a hit.
+            is_behind = score(i) < held_out
+            return i + 1, before + 1 - tf.cast(is_behind, tf.int32)
+
+        before = ctx.split(tf.zeros_like(user), ("batch",))
+        last = self.data.held_out_negatives
+        _, before = tf.while_loop(
+            lambda i, _: i <= last, count, (tf.constant(1), before)
+        )
+        return NestedMap(before=before)
+
+    def decode_batches(
+        self, *, global_batch: int, max_batches: int | None = None
+    ) -> Iterator[NestedMap]:
+        self._interactions()
+        batches = self.data.ranked_batches(
+            global_batch=global_batch, max_batches=max_batches
+        )
+        for batch in batches:
+            yield NestedMap(batch).map(lambda t: t.numpy())
+
+    def decoded(
+        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
+    ) -> Decoding:
+        """Hit rate and NDCG of the first `top`."""
+        ranks = [np.asarray(out.before)[batch.user >= 0] for batch, out in batches]
+        return Decoding(metrics=self._scores(np.concatenate(ranks)))
+
+    def _scores(self, before: np.ndarray) -> dict[str, float]:
+        """Of how many negatives rank before each user's held-out item."""
+        gains = np.where(before < self.top, 1 / np.log2(before + 2.0), 0.0)
+        return {
+            f"hit_rate@{self.top}": float(np.mean(before < self.top)),
+            f"ndcg@{self.top}": float(np.mean(gains)),
+        }
+
+    def batch_spec(self, global_batch: int) -> NestedMap:
+        return self.data.element_spec(global_batch)
+
+    def batch_dims(self) -> NestedMap:
+        return self.batch_spec(1).map(lambda _: ("batch",))
+
+    def train_batches(
+        self, start_step: int, *, global_batch: int, rows: range
+    ) -> tf.data.Dataset:
+        self._interactions()
+        return self.data.train_batches(start_step, global_batch=global_batch, rows=rows)
+
+    def eval_batches(
+        self, *, global_batch: int, rows: range, max_batches: int | None = None
+    ) -> tf.data.Dataset:
+        self._interactions()
+        return self.data.held_out_batches(
+            global_batch=global_batch, rows=rows, max_batches=max_batches
+        )
+
+    def describe_data(self) -> dict[str, float]:
+        """Sizes, and the scores of what ranks items by how often they were taken."""
+        found = self._interactions()
+        counts = np.bincount(found.item, minlength=found.item_count)
+        before = [
+            np.sum(taken[:, 1:] >= taken[:, :1], axis=1)[batch.user >= 0]
+            for batch in self.decode_batches(global_batch=1024)
+            for taken in [counts[batch.ranked]]
+        ]
+        by_popularity = self._scores(np.concatenate(before))
+        return {
+            "users": found.user_count,
+            "items": found.item_count,
+            "training pairs": len(found.user),
+            **{f"{name} by popularity": n for name, n in by_popularity.items()},
+        }
+
+    def data_fingerprint(self) -> dict[str, str | int]:
+        return {
+            "interactions": self._interactions().sha256(),
+            "RecommendationInput.negatives": self.data.negatives,
+            "RecommendationInput.seed": self.data.seed,
+        }
+
+    def train_flops(self, global_batch: int) -> float:
+        """Three times those forward; looking up rows does not count."""
+        return 3.0 * global_batch * self.network.flops()
+
+    def tokens(self, global_batch: int) -> int:
+        """Pairs."""
+        return global_batch
+
+    def _interactions(self) -> Interactions:
+        """What there is, once the tables are known to have a row for each id."""
+        found = self.data.interactions()
+        for name in ("user", "item"):
+            rows, needed = (
+                getattr(self.network, f"{name}s"),
+                getattr(found, f"{name}_count"),
+            )
+            if rows < needed:
+                raise ValueError(
+                    f"NeuMF.{name}s is {rows}, but the data have {needed} {name}s: "
+                    "raise it to that"
+                )
+        return found

@@ -1,0 +1,213 @@
+"""Interactions as batches of pairs; the state of the input is the step number.
+
+Beside each pair that there is, some are read that there are not, with items drawn anew
+each time: negatives. What is held out is ranked among negatives of the user's own.
+
+Dims: B batch rows, P training pairs, N negatives a pair, K negatives that a held-out
+item is ranked among.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.recommendation.interactions import Interactions
+from meshwright.tasks.text.text_input import (
+    held_out_steps,
+    places,
+    shuffled_examples,
+    text_dataset,
+)
+
+# So that a step and a user of the same number have other draws.
+_TRAINED, _HELD_OUT = 0, 1
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecommendationInput:
+    """Batches of pairs. Making one does not touch the file system.
+
+    A batch is a nested map of tensors [rows]:
+      user: int32.
+      item: int32.
+      label: float32, 1 where the user took the item, 0 for a negative.
+      weight: float32, 1, and 0 in rows that fill up a batch.
+
+    Args:
+      files: what `read()`s interactions: `RatingsFile` or `SyntheticInteractions`.
+      negatives: N; each is an item that the user did not take in training.
+      held_out_negatives: K, at least N; distinct items that the user never took, the
+        same ones in every evaluation.
+      seed: of the order of training and of negatives.
+
+    Raises:
+      ValueError: a number out of range.
+    """
+
+    files: Any
+    negatives: int = 4
+    held_out_negatives: int = 99
+    seed: int = 0
+
+    def __post_init__(self):
+        check_number(self, "negatives", at_least=1)
+        check_number(self, "held_out_negatives", at_least=self.negatives)
+        check_number(self, "seed", at_least=0)
+
+    def element_spec(self, batch: int) -> NestedMap:
+        """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
+        ids, numbers = tf.TensorSpec([batch], tf.int32), tf.TensorSpec([batch])
+        return NestedMap(user=ids, item=ids, label=numbers, weight=numbers)
+
+    def ranked_spec(self, batch: int) -> NestedMap:
+        """Of so many users of `ranked_batches`."""
+        return NestedMap(
+            user=tf.TensorSpec([batch], tf.int32),
+            ranked=tf.TensorSpec([batch, 1 + self.held_out_negatives], tf.int32),
+        )
+
+    def interactions(self) -> Interactions:
+        """What there is.
+
+        Raises:
+          FileNotFoundError, ValueError: see `RatingsFile.read`.
+          ValueError: a user took so many items that too few are left; it is named.
+        """
+        found = self.files.read()
+        counts = np.diff(found.bounds) + 1
+        most = int(counts.argmax())
+        left = found.item_count - int(counts[most])
+        if left < self.held_out_negatives:
+            raise ValueError(
+                f"RecommendationInput.held_out_negatives is {self.held_out_negatives}, "
+                f"but user number {most} took all but {left} of the "
+                f"{found.item_count} items: lower it to that"
+            )
+        return found
+
+    def train_batches(
+        self, start_step: int, *, global_batch: int, rows: range
+    ) -> tf.data.Dataset:
+        """Endless batches from `start_step` on, reached without reading those before.
+
+        Each epoch reads every pair once, and N negatives of its user, in random order.
+
+        Args:
+          start_step: number of the first batch.
+          global_batch: rows of a step, over all processes.
+          rows: which of them to read here; processes may read the same ones.
+        """
+        found, place = self.interactions(), places(global_batch, rows)
+        numbers, count = np.array(rows), len(found.user) * (1 + self.negatives)
+
+        def read(step: np.ndarray, example: np.ndarray):
+            example, weight = _within(example, count)
+            positive, slot = np.divmod(example, 1 + self.negatives)
+            user, item = found.user[positive], found.item[positive]
+            rng = np.random.default_rng([self.seed, _TRAINED, int(step)])
+            todo = np.flatnonzero(slot)
+            while len(todo):
+                # All processes draw for all rows, and so the same ones.
+                draws = rng.integers(found.item_count, size=global_batch, dtype="int32")
+                item[todo] = draws[numbers[todo]]
+                todo = todo[found.are_trained_on(user[todo], item[todo])]
+            return _rows(user, item, slot, weight)
+
+        def batch(step):
+            example = shuffled_examples(place(step), count=count, seed=self.seed)
+            return _tensors(read, [step, example], self.element_spec(len(rows)))
+
+        return text_dataset(tf.data.Dataset.range(start_step, tf.int64.max), batch)
+
+    def held_out_batches(
+        self, *, global_batch: int, rows: range, max_batches: int | None = None
+    ) -> tf.data.Dataset:
+        """Each user's held-out item, and the first N of the K negatives, once.
+
+        Args:
+          global_batch: rows of a step, over all processes.
+          rows: which of them to read here.
+          max_batches: read so many at most, spread evenly over all.
+        """
+        found, place = self.interactions(), places(global_batch, rows)
+        count = found.user_count * (1 + self.negatives)
+
+        def read(example: np.ndarray):
+            example, weight = _within(example, count)
+            user, slot = np.divmod(example, 1 + self.negatives)
+            each, which = np.unique(user, return_inverse=True)
+            item = self._ranked(found, each)[which, slot]
+            return _rows(user, item, slot, weight)
+
+        def batch(step):
+            return _tensors(read, [place(step)], self.element_spec(len(rows)))
+
+        return text_dataset(held_out_steps(count, global_batch, max_batches), batch)
+
+    def ranked_batches(
+        self, *, global_batch: int, max_batches: int | None = None
+    ) -> tf.data.Dataset:
+        """Users and what to rank for them, each user once.
+
+        Args:
+          global_batch: B, users of a batch.
+          max_batches: read so many at most, spread evenly over all.
+
+        Returns:
+          `user` int32 [B], -1 in rows that fill up a batch, and `ranked` int32
+          [B, 1 + K]: the held-out item and K negatives.
+        """
+        found, place = self.interactions(), places(global_batch, range(global_batch))
+
+        def read(number: np.ndarray):
+            user, weight = _within(number, found.user_count)
+            ranked = self._ranked(found, user)
+            return NestedMap(user=np.where(weight > 0, user, -1), ranked=ranked)
+
+        def batch(step):
+            return _tensors(read, [place(step)], self.ranked_spec(global_batch))
+
+        steps = held_out_steps(found.user_count, global_batch, max_batches)
+        return text_dataset(steps, batch)
+
+    def _ranked(self, found: Interactions, users: np.ndarray) -> np.ndarray:
+        """int32 [users, 1 + K]: the held-out item, and items that each never took."""
+        every, rows = np.arange(found.item_count, dtype=np.int32), []
+        for user in users:
+            left = np.delete(every, found.taken_by(user))
+            rng = np.random.default_rng([self.seed, _HELD_OUT, int(user)])
+            negatives = rng.choice(left, self.held_out_negatives, replace=False)
+            rows.append(np.append(found.held_out[user], negatives))
+        return np.stack(rows)
+
+
+def _within(number: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers below `count`, and weight 0 for those that were not."""
+    return np.minimum(number, count - 1), np.float32(number < count)
+
+
+def _rows(user, item, slot, weight) -> NestedMap:
+    return NestedMap(user=user, item=item, label=slot == 0, weight=weight)
+
+
+def _tensors(
+    read: Callable[..., NestedMap], inputs: list[tf.Tensor], spec: NestedMap
+) -> NestedMap:
+    """What `read` gives for arrays like `inputs`, as tensors of `spec`."""
+
+    def arrays(*inputs: np.ndarray) -> list[np.ndarray]:
+        dtypes = spec.map(lambda s: s.dtype.as_numpy_dtype)
+        return read(*inputs).map(lambda a, dtype: a.astype(dtype), dtypes).leaves()
+
+    kinds = [one.dtype for one in spec.leaves()]
+    values = tf.numpy_function(arrays, inputs, kinds, stateful=False)
+    return spec.pack(values).map(lambda t, s: tf.ensure_shape(t, s.shape), spec)

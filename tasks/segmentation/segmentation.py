@@ -1,0 +1,262 @@
+"""Segmentation: the class of each voxel of a volume.
+
+Dims: B batch, X Y Z the image, U V W what is labelled of it, C channels, K classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import gin
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.layer import Context
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.convolutions.unet3d import UNet3D
+from meshwright.tasks.segmentation.segmentation_input import (
+    SegmentationInput,
+    Size,
+    fingerprint,
+)
+from meshwright.tasks.segmentation.segmentation_loss import chances, voxel_sums
+from meshwright.tasks.segmentation.segmentation_tiles import (
+    counts_by_class,
+    dice,
+    segmented_volumes,
+)
+from meshwright.tasks.segmentation.segmentation_views import views
+from meshwright.tasks.segmentation.volume_files import save
+from meshwright.tasks.task import Decoding, Task, TaskLoss
+from meshwright.tasks.text.text_input import Split
+
+# Of the sums that soft Dice divides: a class that is nowhere has none.
+_SMOOTH = 1.0
+
+# What of the input training batches follow from, beside the volumes.
+_DRAWN_BY = (
+    "patch",
+    "crop",
+    "spacing",
+    "intensities",
+    "flips",
+    "foreground",
+    "seed",
+)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segmentation(Task):
+    """Labels voxels, trained by cross-entropy and soft Dice.
+
+    The image is the only activation that is annotated, by the dims "batch", "x", "y",
+    "z" and "channels": a plan that splits "x" partitions the model spatially (GSPMD
+    5.6).
+
+    Args:
+      volumes: the input.
+      network: labels an image, or its middle.
+      cross_entropy_weight: of the mean over voxels, in the loss.
+      dice_weight: of 1 - soft Dice (Milletari et al. 2016), the mean over classes but
+        the background, each of all voxels of the batch.
+      pictures: how many held-out volumes an evaluation shows.
+
+    Raises:
+      ValueError: the network and the input disagree on channels or classes; the
+        patch is a size that the network cannot take.
+    """
+
+    volumes: SegmentationInput
+    network: UNet3D
+    cross_entropy_weight: float = 1.0
+    dice_weight: float = 1.0
+    pictures: int = 4
+
+    def __post_init__(self):
+        for name in ("cross_entropy_weight", "dice_weight", "pictures"):
+            check_number(self, name, at_least=0)
+        pairs = (("in_channels", "channels"), ("num_classes", "num_classes"))
+        for ours, theirs in pairs:
+            wanted, given = getattr(self.volumes, theirs), getattr(self.network, ours)
+            if wanted != given:
+                raise ValueError(
+                    f"{type(self.network).__name__}.{ours} is {given}, but "
+                    f"SegmentationInput.{theirs} is {wanted}: set both to the same"
+                )
+        self.network.labelled(self.volumes.patch)
+
+    @property
+    def labelled(self) -> Size:
+        """U, V and W."""
+        return self.network.labelled(self.volumes.patch)
+
+    def logits(self, ctx: Context, theta: NestedMap, image: tf.Tensor) -> tf.Tensor:
+        """Logits [B, U, V, W, K] of an image [B, X, Y, Z, C], activation dtype."""
+        image = ctx.split(image, self.batch_dims().image, name="image")
+        with ctx.scope("network") as c:
+            return self.network.fprop(c, theta.network, image)
+
+    def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
+        """Weighted cross-entropy, in nats a voxel, and soft Dice."""
+        logits = self.logits(ctx, theta, batch.image)
+        with ctx.scope("loss"):
+            sums = voxel_sums(logits, batch.label)
+            soft = 2 * sums.pop("right") + _SMOOTH
+            soft /= sums.pop("chance") + sums.truth + _SMOOTH
+            mean_nats = sums.nats / tf.maximum(sums.voxels, 1.0)
+            loss = self.cross_entropy_weight * mean_nats
+            loss += self.dice_weight * (1 - tf.reduce_mean(soft[1:]))
+            sums.loss = loss * sums.voxels
+        return TaskLoss(loss=loss, sums=sums)
+
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Means over voxels, and Dice of each class over all voxels together."""
+        voxels = max(float(sums["voxels"]), 1.0)
+        scores = dice(sums["overlap"], sums["found"], sums["truth"])
+        found = {
+            "loss": float(sums["loss"]) / voxels,
+            "cross_entropy": float(sums["nats"]) / voxels,
+        }
+        return found | self._means("dice", [scores])
+
+    def _means(self, what: str, scores: Sequence[np.ndarray]) -> dict[str, float]:
+        """Of each class but the background, where it has a score; and of classes."""
+        found = {}
+        for k, name in enumerate(self.volumes.classes()):
+            known = [one[k] for one in scores if one[k] == one[k]]
+            if k and known:
+                found[f"{what}/{name}"] = float(np.mean(known))
+        return {what: float(np.mean(list(found.values())))} | found if found else {}
+
+    def decodes(self) -> bool:
+        return True
+
+    def decode_spec(self, global_batch: int) -> NestedMap:
+        """An image, and `tile`, its number in `SegmentationInput.tiles` or -1."""
+        spec = self.volumes.element_spec(global_batch, self.labelled)
+        return NestedMap(image=spec.image, tile=tf.TensorSpec([global_batch], tf.int32))
+
+    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`chances` float32 [B, K, U, V, W] of each class."""
+        return NestedMap(chances=chances(self.logits(ctx, theta, batch.image)))
+
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`image` float32 [B, X, Y, Z, C], as the input's patches."""
+        return NestedMap(image=self.decode_spec(batch).image)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What `decode` says, and the likeliest `classes`, int32 [B, U, V, W]."""
+        said = self.decode(ctx, theta, batch)
+        said.classes = tf.argmax(said.chances, axis=1, output_type=tf.int32)
+        return said
+
+    def decode_batches(
+        self, *, global_batch: int, max_batches: int | None = None
+    ) -> Iterator[NestedMap]:
+        batches = self.volumes.held_out_batches(
+            global_batch=global_batch,
+            rows=range(global_batch),
+            labelled=self.labelled,
+            overlap=self.volumes.overlap,
+        )
+        # The first ones, not spread evenly: tiles of whole volumes.
+        for batch in batches.take(-1 if max_batches is None else max_batches):
+            yield NestedMap(image=batch.image.numpy(), tile=batch.tile.numpy())
+
+    def decoded(
+        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
+    ) -> Decoding:
+        """Whole volumes, put together from their tiles and written as NIfTI files.
+
+        The metrics are means over volumes of which all tiles were read; a class that
+        is neither in a volume nor found in it has none there.
+        """
+        given = self.volumes
+        tiles = given.tiles(self.labelled, given.overlap)
+        cases = given.cases(Split.HELD_OUT)
+        scores, shown = [], {}
+
+        def size_of(number: int) -> Size:
+            return given.size(cases[number], self.labelled)
+
+        for one in segmented_volumes(tiles, self._answers(batches), size_of):
+            case = cases[one.case]
+            volume = given.volume(case)
+            path = str(folder / f"{case.name}.nii.gz")
+            save(path, one.found, like=case, volume=volume)
+            counts = counts_by_class(one.found, volume.label, given.num_classes)
+            scores.append(dice(*counts))
+            if len(shown) < self.pictures:
+                shown[case.name] = views(volume, one.found)
+        if not scores:
+            logging.warning(
+                "no held-out volume was decoded whole, so that none is scored: raise "
+                "Experiment.decode_batches, or set it to None"
+            )
+        return Decoding(metrics=self._means("volume_dice", scores), pictures=shown)
+
+    def _answers(self, batches) -> Iterator[tuple[int, np.ndarray]]:
+        for batch, out in batches:
+            for tile, one in zip(batch.tile, np.asarray(out.chances), strict=True):
+                if tile >= 0:
+                    yield int(tile), np.moveaxis(one, 0, -1)
+
+    def batch_spec(self, global_batch: int) -> NestedMap:
+        return self.volumes.element_spec(global_batch, self.labelled)
+
+    def batch_dims(self) -> NestedMap:
+        dims = ("batch", "x", "y", "z")
+        return NestedMap(image=(*dims, "channels"), label=dims)
+
+    def train_batches(
+        self, start_step: int, *, global_batch: int, rows: range
+    ) -> tf.data.Dataset:
+        return self.volumes.train_batches(
+            start_step, global_batch=global_batch, rows=rows, labelled=self.labelled
+        )
+
+    def eval_batches(
+        self, *, global_batch: int, rows: range, max_batches: int | None = None
+    ) -> tf.data.Dataset:
+        batches = self.volumes.held_out_batches(
+            global_batch=global_batch,
+            rows=rows,
+            labelled=self.labelled,
+            max_batches=max_batches,
+        )
+        return batches.map(lambda one: NestedMap(image=one.image, label=one.label))
+
+    def describe_data(self) -> dict[str, float]:
+        given = self.volumes
+        for split in Split:
+            for case in given.cases(split):
+                given.size(case, self.labelled)  # What headers tell, before training.
+        return {
+            "training volumes": len(given.cases(Split.TRAIN)),
+            "held-out volumes": len(given.cases(Split.HELD_OUT)),
+            "tiles of held-out volumes": len(given.tiles(self.labelled, 0.0)),
+        }
+
+    def data_fingerprint(self) -> dict[str, str | int]:
+        given = self.volumes
+        return {
+            "volumes": fingerprint(given.cases(Split.TRAIN)),
+            "UNet3D.labelled": str(self.labelled),
+            **{f"SegmentationInput.{n}": str(getattr(given, n)) for n in _DRAWN_BY},
+        }
+
+    def train_flops(self, global_batch: int) -> float:
+        """Three times those of the kernels forward."""
+        return 3.0 * global_batch * self.network.flops(self.volumes.patch)
+
+    def tokens(self, global_batch: int) -> int:
+        """Voxels that are labelled."""
+        return global_batch * int(np.prod(self.labelled))

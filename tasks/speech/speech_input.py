@@ -1,0 +1,368 @@
+"""Utterances as batches of log-mel features; the state of the input is the step number.
+
+Sounds are read when their batch is due: what is held is a list of them. An utterance
+is in the shortest bucket that holds it, and a batch is of one bucket. The order of
+training is arithmetic: a cycle has as many batches of each bucket as hold it once, a
+stateless permutation mixes them anew in every cycle, and each bucket goes through its
+own utterances in an order that is anew in each of its epochs.
+
+Dims: B batch rows, T frames of the longest bucket, F mel bins, L labels, N utterances
+in all, K buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.speech.speech_audio import (
+    LogMel,
+    Normalization,
+    read_wav,
+    wav_length,
+)
+from meshwright.tasks.speech.speech_manifest import Utterance
+from meshwright.tasks.text.text_input import (
+    Split,
+    held_out_steps,
+    places,
+    shuffled_examples,
+    text_dataset,
+)
+
+# Utterances whose statistics stand for those of all.
+_SAMPLED = 500
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Utterances:
+    """Those of one split that can be used, by bucket.
+
+    Args:
+      listed: path and words of each; N of them.
+      bounds: int64 [K + 1], where those of each bucket begin, and N.
+      frames: int32 [N].
+      labels: int32 [N, L], 0 beyond the count.
+      label_counts: int32 [N].
+      too_long: how many were left out, being longer than the longest bucket.
+      too_wordy: or having more than L labels.
+      too_fast: or more of them than fit in their frames, which CTC cannot align.
+    """
+
+    listed: tuple[Utterance, ...]
+    bounds: np.ndarray
+    frames: np.ndarray
+    labels: np.ndarray
+    label_counts: np.ndarray
+    too_long: int
+    too_wordy: int
+    too_fast: int
+
+    @property
+    def sha256(self) -> str:
+        """Of lengths and words; processes, and runs that resume, must agree on it."""
+        digest = hashlib.sha256(self.bounds)
+        digest.update(self.frames)
+        digest.update(self.labels)
+        return digest.hexdigest()
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeechInput:
+    """Batches of utterances. Making one does not touch the file system.
+
+    A batch is a nested map of tensors:
+      features: float32 [rows, T, F], 0 in padding.
+      frames: int32 [rows], how many of T count; 0 in rows that fill up a batch.
+      labels: int32 [rows, L], 0 in padding.
+      label_counts: int32 [rows].
+
+    Args:
+      files: what lists utterances, by `read(split)`: `Manifest` or `EspeakSpeech`.
+      vocabulary: of transcripts: `CharacterVocabulary` or `SentencePieceVocabulary`.
+      label_length: L.
+      bucket_frames: the lengths that utterances are padded to, ascending; the last is
+        T. One program has a part for each, and compiles as much longer.
+      log_mel: makes features.
+      subsampling: frames that the model makes one of; transcripts must fit in what it
+        leaves.
+      seed: of the order of training.
+
+    Raises:
+      ValueError: a number out of range; buckets that do not ascend.
+    """
+
+    files: Any
+    vocabulary: Any
+    label_length: int
+    bucket_frames: Sequence[int]
+    log_mel: LogMel = LogMel()
+    subsampling: int = 4
+    seed: int = 0
+
+    def __post_init__(self):
+        check_number(self, "label_length", at_least=1)
+        check_number(self, "subsampling", at_least=1)
+        buckets = tuple(self.bucket_frames)
+        object.__setattr__(self, "bucket_frames", buckets)
+        if not buckets or list(buckets) != sorted({*buckets}) or buckets[0] < 1:
+            raise ValueError(
+                f"SpeechInput.bucket_frames is {buckets}: give one or more lengths, "
+                "each more than the one before"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """V, above every label."""
+        return self.vocabulary.vocab_size
+
+    @property
+    def max_frames(self) -> int:
+        """T."""
+        return self.bucket_frames[-1]
+
+    def element_spec(self, batch: int) -> NestedMap:
+        """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
+        return NestedMap(
+            features=tf.TensorSpec([batch, self.max_frames, self.log_mel.bins]),
+            frames=tf.TensorSpec([batch], tf.int32),
+            labels=tf.TensorSpec([batch, self.label_length], tf.int32),
+            label_counts=tf.TensorSpec([batch], tf.int32),
+        )
+
+    def trained_vocabulary(self):
+        """The vocabulary of the training transcripts, trained once in a process."""
+        return _vocabulary(self.files, self.vocabulary)
+
+    def utterances(self, split: Split) -> Utterances:
+        """Those of a split, looked through once in a process.
+
+        Raises:
+          OSError, ValueError: see `Manifest.read` and `wav_length`; a transcript that
+            the vocabulary cannot spell, with its place; no utterance can be used.
+        """
+        return _utterances(self, split)
+
+    def train_batches(
+        self, start_step: int, *, global_batch: int, rows: range
+    ) -> tf.data.Dataset:
+        """Endless batches from `start_step` on, reached without reading those before.
+
+        Args:
+          start_step: number of the first batch.
+          global_batch: rows of a step, over all processes.
+          rows: which of them to read here; processes may read the same ones.
+        """
+        found = self.utterances(Split.TRAIN)
+        order = BucketOrder.of(found.bounds, global_batch, self.seed)
+        place = places(global_batch, rows)(tf.constant(0, tf.int64))
+        steps = tf.data.Dataset.range(start_step, tf.int64.max)
+        return self._dataset(found, steps, lambda step: order.rows(step, place))
+
+    def held_out_batches(
+        self, *, global_batch: int, rows: range, max_batches: int | None = None
+    ) -> tf.data.Dataset:
+        """One pass over the held-out utterances, bucket by bucket; padding fills up.
+
+        An element has `utterance` too, int32 [rows]: the number of each in
+        `utterances(Split.HELD_OUT).listed`, -1 in padding.
+
+        Args:
+          global_batch: rows of a step, over all processes.
+          rows: which of them to read here.
+          max_batches: read so many at most, spread evenly over all.
+        """
+        found = self.utterances(Split.HELD_OUT)
+        all_rows = _rows_in_order(found.bounds, global_batch)
+        mine = places(global_batch, rows)(0)
+        steps = held_out_steps(len(all_rows), 1, max_batches)
+        return self._dataset(
+            found, steps, lambda step: tf.gather(all_rows[:, mine], step)
+        )
+
+    def _dataset(
+        self,
+        found: Utterances,
+        steps: tf.data.Dataset,
+        numbers: Callable[[tf.Tensor], tf.Tensor],
+    ) -> tf.data.Dataset:
+        """Batches of the utterances that `numbers` names for each of `steps`."""
+        longest = self.log_mel.samples(self.max_frames)
+        statistics = self._statistics()
+        with tf.device("CPU"):  # Where there is a GPU, TF would put them there.
+            # One row more, of padding, which is row -1.
+            columns = {
+                name: tf.constant(
+                    np.pad(column, [[0, 1], *[[0, 0]] * (column.ndim - 1)])
+                )
+                for name, column in (
+                    ("frames", found.frames),
+                    ("labels", found.labels),
+                    ("label_counts", found.label_counts),
+                )
+            }
+
+        def read(index: np.ndarray) -> np.ndarray:
+            sounds = np.zeros([len(index), longest], np.float32)
+            for row, number in zip(sounds, index, strict=True):
+                if number >= 0:
+                    sound = read_wav(found.listed[number].path)[:longest]
+                    row[: len(sound)] = sound
+            return sounds
+
+        def batch(step):
+            index = numbers(step)
+            at = index % (len(found.listed) + 1)
+            out = NestedMap({name: tf.gather(c, at) for name, c in columns.items()})
+            sounds = tf.numpy_function(read, [index], tf.float32, stateful=False)
+            sounds = tf.ensure_shape(sounds, [index.shape[0], longest])
+            energies = self.log_mel.energies(sounds)
+            out.features = self.log_mel.normalized(energies, out.frames, statistics)
+            out.utterance = tf.cast(index, tf.int32)
+            return out
+
+        return text_dataset(steps, batch)
+
+    def _statistics(self) -> np.ndarray | None:
+        is_global = self.log_mel.normalization is Normalization.GLOBAL
+        return _global_statistics(self) if is_global else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class BucketOrder:
+    """Which utterances each step of training reads.
+
+    Args:
+      bounds: int64 [K + 1], as in `Utterances`.
+      batches: int64 [K + 1], where the batches of each bucket begin in a cycle, and how
+        many a cycle has.
+      global_batch: rows of a batch.
+      seed: of all permutations.
+    """
+
+    bounds: np.ndarray
+    batches: np.ndarray
+    global_batch: int
+    seed: int
+
+    @classmethod
+    def of(cls, bounds: np.ndarray, global_batch: int, seed: int) -> BucketOrder:
+        """A cycle has as many batches of a bucket as hold all of it, rounded."""
+        counts = np.diff(bounds)
+        each = np.maximum(np.rint(counts / global_batch), counts > 0).astype(np.int64)
+        batches = np.concatenate([[0], np.cumsum(each)])
+        return cls(bounds=bounds, batches=batches, global_batch=global_batch, seed=seed)
+
+    def rows(self, step: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
+        """Numbers of the utterances at int64 places of a step's batch; -1: padding."""
+        cycle_length = int(self.batches[-1])
+        slot = shuffled_examples(step[None], count=cycle_length, seed=self.seed)[0]
+        slot = tf.minimum(slot, cycle_length - 1)
+        bucket = tf.searchsorted(self.batches, slot[None], side="right")[0] - 1
+        each = tf.gather(np.diff(self.batches), bucket)
+        turn = step // cycle_length * each + slot - tf.gather(self.batches, bucket)
+        count = tf.gather(np.diff(self.bounds), bucket)
+        within = shuffled_examples(
+            turn * self.global_batch + place,
+            count=tf.fill(place.shape, count),
+            seed=self.seed + 1,
+        )
+        return tf.where(within < count, tf.gather(self.bounds, bucket) + within, -1)
+
+
+def _rows_in_order(bounds: np.ndarray, global_batch: int) -> np.ndarray:
+    """int64 [batches, B]: numbers bucket by bucket, -1 at the end of each."""
+    parts = []
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        numbers = np.arange(start, end)
+        fill = -len(numbers) % global_batch
+        parts.append(np.pad(numbers, [0, fill], constant_values=-1))
+    return np.concatenate(parts).reshape(-1, global_batch)
+
+
+@functools.cache
+def _vocabulary(files, spec):
+    return spec.trained([one.transcript for one in files.read(Split.TRAIN)], ())
+
+
+@functools.cache
+def _utterances(given: SpeechInput, split: Split) -> Utterances:
+    listed = given.files.read(split)
+    vocabulary = given.trained_vocabulary()
+    kept, left_out = [], dict.fromkeys(("too_long", "too_wordy", "too_fast"), 0)
+    for one in listed:
+        labels = _labels(vocabulary, one)
+        frames = given.log_mel.frames(wav_length(one.path))
+        reason = _reason(given, frames, labels)
+        if reason:
+            left_out[reason] += 1
+        else:
+            bucket = int(np.searchsorted(given.bucket_frames, frames))
+            kept.append((bucket, len(kept), one, frames, labels))
+    if not kept:
+        raise ValueError(
+            f"no {split.value} utterance of {len(listed)} can be used: "
+            f"{left_out['too_long']} are longer than SpeechInput.bucket_frames "
+            f"{given.bucket_frames}, {left_out['too_wordy']} have more labels than "
+            f"SpeechInput.label_length {given.label_length}, {left_out['too_fast']} "
+            "more than fit in their frames: raise these, or cut the sounds"
+        )
+    kept.sort(key=lambda one: one[:2])
+    buckets, _, used, frames, labels = zip(*kept, strict=True)
+    table = np.zeros([len(kept), given.label_length], np.int32)
+    for row, one in zip(table, labels, strict=True):
+        row[: len(one)] = one
+    each = np.bincount(buckets, minlength=len(given.bucket_frames))
+    return Utterances(
+        listed=tuple(used),
+        bounds=np.concatenate([[0], np.cumsum(each)]).astype(np.int64),
+        frames=np.array(frames, np.int32),
+        labels=table,
+        label_counts=np.array([len(one) for one in labels], np.int32),
+        **left_out,
+    )
+
+
+def _labels(vocabulary, utterance: Utterance) -> list[int]:
+    try:
+        return vocabulary.encode([utterance.transcript])[0]
+    except ValueError as e:
+        raise ValueError(f"{utterance.place}: {e}") from e
+
+
+def _reason(given: SpeechInput, frames: int, labels: Sequence[int]) -> str | None:
+    """Why an utterance cannot be used, or None."""
+    if frames > given.max_frames:
+        return "too_long"
+    if len(labels) > given.label_length:
+        return "too_wordy"
+    steps = -(-frames // given.subsampling)
+    return "too_fast" if steps < max(1, frames_needed(labels)) else None
+
+
+def frames_needed(labels: Sequence[int]) -> int:
+    """The fewest frames that say some labels: equal neighbours need a blank."""
+    repeats = sum(a == b for a, b in zip(labels, labels[1:], strict=False))
+    return len(labels) + repeats
+
+
+@functools.cache
+def _global_statistics(given: SpeechInput) -> np.ndarray:
+    """float32 [2, F], mean and deviation of each bin over training utterances."""
+    listed = given.utterances(Split.TRAIN).listed
+    energies = [
+        given.log_mel.energies(tf.constant(read_wav(one.path)[None]))[0].numpy()
+        for one in listed[:: -(-len(listed) // _SAMPLED)]
+    ]
+    frames = np.concatenate(energies)
+    return np.stack([frames.mean(axis=0), frames.std(axis=0)])

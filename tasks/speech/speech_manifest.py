@@ -1,0 +1,138 @@
+"""Recorded utterances and what was said in them, from a list in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+
+import gin
+
+from meshwright.framework.modeling.checks import check_number
+from meshwright.tasks.text.text_input import Split
+
+
+@dataclasses.dataclass(frozen=True)
+class Utterance:
+    """A sound and its words.
+
+    Args:
+      path: of a wav file.
+      transcript: what is said, not empty.
+      place: "file:line" that says so, for messages.
+    """
+
+    path: str
+    transcript: str
+    place: str
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Utterances that a file lists, one a line; UTF-8. Making one reads nothing.
+
+    Of two columns parted by a tab, path of a wav file and transcript; or, in a file
+    called *.jsonl, an object with "audio" and "text". Paths are relative to the file.
+
+    Args:
+      path: of the file.
+      held_out_one_in: about one transcript in so many is held out, with all utterances
+        of it, chosen by a hash of its words: none is in both splits, and adding lines
+        moves no other.
+
+    Raises:
+      ValueError: nothing is left to train on.
+    """
+
+    path: str
+    held_out_one_in: int = 20
+
+    def __post_init__(self):
+        check_number(self, "held_out_one_in", at_least=2)
+
+    def read(self, split: Split) -> list[Utterance]:
+        """The utterances of a split, in the file's order; read once in a process.
+
+        Raises:
+          FileNotFoundError: there is no such file, or no file of a sound; it is named.
+          ValueError: a line is malformed or has an empty transcript; the split is
+            empty.
+        """
+        found = [one for one in _read(self.path) if self.split_of(one) is split]
+        if not found:
+            raise ValueError(
+                f"{self.path} lists no {split.value} utterance: add some, or change "
+                f"held_out_one_in, which holds out one in {self.held_out_one_in}"
+            )
+        return found
+
+    def split_of(self, utterance: Utterance) -> Split:
+        """Where an utterance belongs: by its words, in whatever case."""
+        words = " ".join(utterance.transcript.lower().split())
+        return Split.by_hash(words.encode(), self.held_out_one_in)
+
+
+@functools.cache
+def _read(path: str) -> list[Utterance]:
+    file = pathlib.Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError as e:
+        raise FileNotFoundError(
+            f"there is no manifest {path}: set Manifest.path to one"
+        ) from e
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not in UTF-8: {e}") from e
+    columns = _objects if file.suffix == ".jsonl" else _columns
+    found = []
+    for place, sound, transcript in columns(path, text):
+        if not transcript.strip():
+            raise ValueError(
+                f"{place} has an empty transcript of {sound!r}: write what is said, or "
+                "take the line out"
+            )
+        wav = file.parent / sound
+        if not os.path.isfile(wav):
+            raise FileNotFoundError(f"{place} names {sound!r}, and there is no {wav}")
+        found.append(Utterance(str(wav), transcript.strip(), place))
+    if not found:
+        raise ValueError(f"{path} is empty: write an utterance a line")
+    return found
+
+
+def _columns(path: str, text: str) -> Iterator[tuple[str, str, str]]:
+    """(place, path, transcript) of each line."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        columns = line.rstrip("\r").split("\t")
+        if columns == [""]:
+            continue
+        if len(columns) != 2:
+            raise ValueError(
+                f"{path}:{number} has {len(columns)} columns: write the path of a wav "
+                "file, one tab and the transcript on each line"
+            )
+        yield f"{path}:{number}", *columns
+
+
+def _objects(path: str, text: str) -> Iterator[tuple[str, str, str]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            one = json.loads(line)
+            sound, transcript = one["audio"], one["text"]
+            both = f"{sound}{transcript}"
+            if not isinstance(sound, str) or not isinstance(transcript, str):
+                raise TypeError("they are to be strings")
+            both.encode()  # JSON can spell what is no text.
+        # ValueError is no JSON, no text, or a number of thousands of digits.
+        except (ValueError, RecursionError, LookupError, TypeError) as e:
+            raise ValueError(
+                f'{path}:{number} is no object with "audio" and "text" ({e!r}): write '
+                "one on each line"
+            ) from e
+        yield f"{path}:{number}", sound, transcript

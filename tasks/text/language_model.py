@@ -1,0 +1,125 @@
+"""Decoder-only language modelling.
+
+Dims: B batch, S sequence, M model, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context, Layer
+from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.basic.embedding import cross_entropy
+from meshwright.tasks.task import TaskLoss
+from meshwright.tasks.text.text_input import Split, TextInput
+from meshwright.tasks.text.text_task import TextTask
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModel(TextTask):
+    """Predicts each next token: embedding, a stack of layers, softmax.
+
+    Args:
+      text: the input; a batch has ids, labels, weights, segment_ids and
+        segment_positions, each [B, S].
+      stack: L layers from [B, S, M] to [B, S, M], such as `Repeat` or, with mixtures of
+        experts, `TransformerStack`.
+      final_norm: normalization before the softmax.
+
+    Raises:
+      ValueError: see `TextTask`.
+    """
+
+    stacks = ("stack",)
+
+    text: TextInput
+    stack: Layer
+    final_norm: Layer
+
+    def logits(
+        self, ctx: Context, theta: NestedMap, batch: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Logits [B, S, V] of the next token, in the activation dtype; `aux`."""
+        x, aux = self.run_stack(
+            ctx,
+            theta,
+            "stack",
+            self.embed(ctx, theta, batch.ids),
+            token_ids=batch.ids,
+            segment_ids=batch.segment_ids,
+            segment_positions=batch.segment_positions,
+        )
+        with ctx.scope("final_norm") as c:
+            x = self.final_norm.fprop(c, theta.final_norm, x)
+        return self.to_logits(ctx, theta, x), aux
+
+    def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
+        """Mean negative log likelihood in nats over tokens of weight 1.
+
+        To it come the losses of mixtures of experts; `sums.nats` is without them.
+        """
+        logits, aux = self.logits(ctx, theta, batch)
+        with ctx.scope("loss"):
+            total = tf.reduce_sum(
+                cross_entropy(logits, batch.labels, weights=batch.weights)
+            )
+            count = tf.reduce_sum(batch.weights)
+            loss = total / tf.maximum(count, 1.0)
+        return self.total_loss(loss, NestedMap(nats=total, tokens=count), aux)
+
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`ids` int32 [B, S], a text to a row from its start token on; then 0."""
+        return NestedMap(ids=self.text.element_spec(batch).ids)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`log_probs` float32 [B, S, V], in nats, of the token after each."""
+        places = tf.range(self.text.sequence_length)
+        rows = NestedMap(
+            ids=batch.ids,
+            segment_ids=tf.cast(batch.ids != 0, tf.int32),
+            segment_positions=tf.broadcast_to(places, shape_of(batch.ids)),
+        )
+        logits, _ = self.logits(ctx, theta, rows)
+        return NestedMap(log_probs=tf.nn.log_softmax(tf.cast(logits, tf.float32)))
+
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+        found = super().metrics(sums)
+        # The tokenizer is bytes, and only bytes carry weight.
+        return {**found, "bits_per_byte": found["loss"] / math.log(2)}
+
+    def describe_data(self) -> dict[str, float]:
+        train = self.text.statistics(Split.TRAIN)
+        held_out = self.text.statistics(Split.HELD_OUT)
+        return {
+            "training files": train.documents,
+            "training bytes": train.text_bytes,
+            "held-out files": held_out.documents,
+            "held-out bytes": held_out.text_bytes,
+            "unigram entropy, bits per byte": train.unigram_entropy,
+        }
+
+    def data_fingerprint(self) -> dict[str, str | int]:
+        return {
+            "files or Python version": self.text.statistics(Split.TRAIN).sha256,
+            "TextInput.seed": self.text.seed,
+            "TextInput.sequence_length": self.text.sequence_length,
+        }
+
+    def train_flops(self, global_batch: int) -> float:
+        """See `TextTask.stacks_flops`."""
+        length = self.text.sequence_length
+        return self.stacks_flops(global_batch, {"stack": length, "softmax": length})
+
+    def tokens(self, global_batch: int) -> int:
+        return global_batch * self.text.sequence_length

@@ -1,0 +1,140 @@
+"""What tasks on rows of tokens share.
+
+Dims: B batch, S sequence, M model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.basic.embedding import Softmax, SoftmaxKind, TokenEmbedding
+from meshwright.layers.experts.moe import merge_aux, x_and_aux
+from meshwright.tasks.task import Task, TaskLoss
+from meshwright.tasks.text.expert_metrics import expert_heat_maps, expert_metrics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextTask(Task):
+    """Base of tasks that read and say tokens of one vocabulary.
+
+    Args:
+      text: the input: `vocab_size`, `element_spec`, `train_batches` and
+        `held_out_batches`; all its tensors are [B, S].
+      embedding: of tokens, V x M.
+      softmax: output layer, or None if the embedding's table is shared with it.
+
+    Raises:
+      ValueError: the vocabulary is smaller than the input's; the embedding and
+        `softmax` disagree on whether the table is shared.
+    """
+
+    stacks: ClassVar[tuple[str, ...]]
+    """The fields that are stacks of layers; any may hold mixtures of experts."""
+
+    text: Any
+    embedding: TokenEmbedding
+    softmax: Softmax | None = None
+
+    def __post_init__(self):
+        ours, needed = self.embedding.vocab_size, self.text.vocab_size
+        if ours < needed:
+            raise ValueError(
+                f"TokenEmbedding.vocab_size {ours} is smaller than the {needed} of "
+                f"{type(self.text).__name__}'s tokens: raise it to that"
+            )
+        shared = self.embedding.softmax is SoftmaxKind.SHARED
+        if shared == (self.softmax is not None):
+            raise ValueError(
+                f"TokenEmbedding.softmax is {self.embedding.softmax} but "
+                f"{type(self).__name__}.softmax is {self.softmax}: give a softmax "
+                "layer, if and only if the table is SEPARATE"
+            )
+
+    def embed(self, ctx: Context, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
+        """[B, S, M] of `ids` [B, S]."""
+        with ctx.scope("embedding") as c:
+            return self.embedding.fprop(c, theta.embedding, ids)
+
+    def run_stack(
+        self, ctx: Context, theta: NestedMap, name: str, x: tf.Tensor, **inputs
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """The stack called `name`, and `aux` of its mixtures of experts under its name.
+
+        `aux` is empty where there are none.
+        """
+        with ctx.scope(name) as c:
+            out = getattr(self, name).fprop(c, theta[name], x, **inputs)
+        x, aux = x_and_aux(out)
+        return x, NestedMap() if aux is None else NestedMap({name: merge_aux(aux)})
+
+    def to_logits(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+        """Logits [B, S, V] of normalized `x` [B, S, M], in the activation dtype."""
+        with ctx.scope("softmax") as c:
+            if self.softmax is None:
+                return self.embedding.attend(c, theta.embedding, x)
+            return self.softmax.fprop(c, theta.softmax, x)
+
+    def total_loss(self, loss: tf.Tensor, sums: NestedMap, aux: NestedMap) -> TaskLoss:
+        """`loss` and `sums`, and those of mixtures of experts by stack."""
+        for name, one in aux.items():
+            loss += one.loss
+            sums[name] = one.sums
+        return TaskLoss(loss=loss, sums=sums)
+
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+        found = {"loss": float(sums["nats"] / max(sums["tokens"], 1.0))}
+        for name in self.stacks:
+            found |= expert_metrics(sums, name)
+        return found
+
+    def heat_maps(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = {}
+        for name in self.stacks:
+            found |= expert_heat_maps(sums, name)
+        return found
+
+    def stacks_flops(self, global_batch: int, lengths: Mapping[str, int]) -> float:
+        """Six FLOPs a token and matrix weight, plus what layers have beyond weights.
+
+        The backward pass costs twice the forward one; embedding lookup does not count.
+
+        Args:
+          global_batch: B.
+          lengths: S of each stack, and of "softmax".
+        """
+        weights = self.weights()
+        parts = {name: weights[name] for name in self.stacks}
+        parts["softmax"] = weights.get("softmax", weights.embedding)
+        total = 0.0
+        for name, specs in parts.items():
+            size = sum(spec.size for spec in specs.leaves() if spec.is_matrix)
+            extra = 0.0
+            if name in self.stacks:
+                extra = getattr(self, name).extra_flops(lengths[name])
+            total += global_batch * lengths[name] * (6.0 * size + 3.0 * extra)
+        return total
+
+    def batch_spec(self, global_batch: int) -> NestedMap:
+        return self.text.element_spec(global_batch)
+
+    def batch_dims(self) -> NestedMap:
+        return self.batch_spec(1).map(lambda _: ("batch", "sequence"))
+
+    def train_batches(
+        self, start_step: int, *, global_batch: int, rows: range
+    ) -> tf.data.Dataset:
+        return self.text.train_batches(start_step, global_batch=global_batch, rows=rows)
+
+    def eval_batches(
+        self, *, global_batch: int, rows: range, max_batches: int | None = None
+    ) -> tf.data.Dataset:
+        return self.text.held_out_batches(
+            global_batch=global_batch, rows=rows, max_batches=max_batches
+        )

@@ -1,0 +1,266 @@
+"""Translation between many languages by one model (GShard 4).
+
+Dims: B batch, S source, T target, M model, V vocabulary, K beams.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import gin
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.layer import Context, Layer
+from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.basic.embedding import cross_entropy
+from meshwright.tasks.task import Decoding, TaskLoss
+from meshwright.tasks.text.decoding import BeamSearch, Decoded, Decoder, TokenModel
+from meshwright.tasks.text.text_input import Split
+from meshwright.tasks.text.text_task import TextTask
+from meshwright.tasks.text.translation_input import TranslationInput
+from meshwright.tasks.text.translation_scores import Translated, samples, scores
+from meshwright.tasks.text.vocabulary import Vocabulary
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Translation(TextTask):
+    """An encoder and a decoder on one vocabulary.
+
+    Args:
+      text: the input; see `TranslationInput`.
+      encoder: layers from [B, S, M] to [B, S, M], which see all of a source.
+      encoder_norm: normalization of what the decoder attends to.
+      decoder: a stack of layers from [B, T, M] to [B, T, M], which see what was said
+        before and attend to a memory.
+      decoder_norm: normalization before the softmax.
+      label_smoothing: share of the loss that asks for all tokens alike.
+      search: how translations are found.
+
+    Raises:
+      ValueError: see `TextTask`; a share out of range.
+    """
+
+    stacks = ("encoder", "decoder")
+
+    text: TranslationInput
+    encoder: Layer
+    encoder_norm: Layer
+    decoder: Layer
+    decoder_norm: Layer
+    label_smoothing: float = 0.1
+    search: Decoder = BeamSearch()
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number(self, "label_smoothing", at_least=0, below=1)
+
+    def encode(
+        self, ctx: Context, theta: NestedMap, batch: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """What the decoder attends to, [B, S, M], and `aux` of mixtures of experts."""
+        x, aux = self.run_stack(
+            ctx,
+            theta,
+            "encoder",
+            self.embed(ctx, theta, batch.source_ids),
+            token_ids=batch.source_ids,
+            segment_ids=batch.source_segment_ids,
+            segment_positions=batch.source_positions,
+        )
+        with ctx.scope("encoder_norm") as c:
+            return self.encoder_norm.fprop(c, theta.encoder_norm, x), aux
+
+    def logits(
+        self, ctx: Context, theta: NestedMap, batch: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Logits [B, T, V] of what is said, in the activation dtype; `aux` by stack."""
+        memory, encoder_aux = self.encode(ctx, theta, batch)
+        x, decoder_aux = self.run_stack(
+            ctx,
+            theta,
+            "decoder",
+            self.embed(ctx, theta, batch.target_ids),
+            token_ids=batch.target_ids,
+            segment_ids=batch.target_segment_ids,
+            segment_positions=batch.target_positions,
+            memory=memory,
+            memory_segment_ids=batch.source_segment_ids,
+        )
+        return self._logits(ctx, theta, x), NestedMap({**encoder_aux, **decoder_aux})
+
+    def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
+        """Mean smoothed loss in nats a token, and the losses of mixtures of experts.
+
+        `sums.nats` is without either.
+        """
+        logits, aux = self.logits(ctx, theta, batch)
+        with ctx.scope("loss"):
+            weights = batch.target_weights
+            count = tf.reduce_sum(weights)
+            exact = cross_entropy(logits, batch.target_labels, weights=weights)
+            nats = total = tf.reduce_sum(exact)
+            if self.label_smoothing:
+                logits = tf.cast(logits, tf.float32)
+                even = tf.reduce_logsumexp(logits, -1) - tf.reduce_mean(logits, -1)
+                total = (1 - self.label_smoothing) * total
+                total += self.label_smoothing * tf.reduce_sum(even * weights)
+            loss = total / tf.maximum(count, 1.0)
+        return self.total_loss(loss, NestedMap(nats=nats, tokens=count), aux)
+
+    def decodes(self) -> bool:
+        return True
+
+    def decode_spec(self, global_batch: int) -> NestedMap:
+        """`pair`, the number of a held-out pair or -1, and the sources."""
+        return self.text.source_spec(global_batch)
+
+    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`ids` int32 [B, K, T] and `scores` float32 [B, K] of translations.
+
+        The best first, up to an end and then 0; see `Decoded`.
+
+        Args:
+          ctx: context of `Mode.EVAL`.
+          theta: weights.
+          batch: as `decode_spec`, a source to a row.
+        """
+        found = self._search(ctx, theta, batch)
+        return NestedMap(ids=found.ids, scores=found.scores)
+
+    def decode_batches(
+        self, *, global_batch: int, max_batches: int | None = None
+    ) -> Iterator[NestedMap]:
+        return self.text.source_batches(global_batch, max_batches=max_batches)
+
+    def decoded(
+        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
+    ) -> Decoding:
+        """BLEU and chrF by direction, of the best translations.
+
+        References are as the vocabulary spells them, in Unicode's NFKC.
+        """
+        pairs = self.text.files.pairs(Split.HELD_OUT)
+        vocabulary = self.text.trained_vocabulary()
+        translated = [
+            Translated(
+                pairs[number].direction,
+                pairs[number].target_language,
+                pairs[number].source,
+                vocabulary.normalized(pairs[number].target),
+                vocabulary.decode(ids),
+            )
+            for batch, out in batches
+            for number, ids in zip(batch.pair, np.asarray(out.ids)[:, 0], strict=True)
+            if number >= 0
+        ]
+        return Decoding(metrics=scores(translated), samples=samples(translated))
+
+    def serves(self) -> bool:
+        return True
+
+    def serve_spec(self, batch: int | None) -> NestedMap:
+        """`source_ids` int32 [B, S], a source to a row as the input has it; then 0."""
+        return NestedMap(source_ids=self.text.source_spec(batch).source_ids)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """See `decode`."""
+        ids = batch.source_ids
+        places = tf.range(self.text.source_length)
+        rows = NestedMap(
+            source_ids=ids,
+            source_segment_ids=tf.cast(ids != 0, tf.int32),
+            source_positions=tf.broadcast_to(places, shape_of(ids)),
+            pair=tf.zeros_like(ids[:, 0]),
+        )
+        return self.decode(ctx, theta, rows)
+
+    def _search(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> Decoded:
+        memory, _ = self.encode(ctx, theta, batch)
+        paddings = tf.cast(batch.source_segment_ids == 0, tf.int32)
+        with ctx.scope("decoder") as c:
+            remembered = self.decoder.remember(c, theta.decoder, memory)
+        batch_size, beams = shape_of(memory)[0], self.search.beams
+        length = self.text.target_length
+
+        def step(ids, cache, position):
+            ids = tf.reshape(ids, [-1, 1])
+            x = self.embed(ctx, theta, ids)
+            with ctx.scope("decoder") as c:
+                x, cache = self.decoder.step(
+                    c,
+                    theta.decoder,
+                    x,
+                    cache,
+                    position,
+                    token_ids=ids,
+                    memory=remembered,
+                    memory_paddings=paddings,
+                )
+            logits = self._logits(ctx, theta, x)
+            return tf.reshape(logits, [-1, beams, logits.shape[-1]]), cache
+
+        with ctx.scope("decoder") as c:
+            cache = self.decoder.start_cache(c, batch_size * beams, length)
+        with ctx.scope("search") as c:
+            if c.key is not None:  # Other batches draw otherwise.
+                c = dataclasses.replace(
+                    c, key=random.fold_in(c.key, tf.reduce_max(batch.pair))
+                )
+            model = TokenModel(
+                step=step,
+                cache=cache,
+                batch=batch_size,
+                length=length,
+                start_id=Vocabulary.start_id,
+                end_id=Vocabulary.end_id,
+                cache_dim=1,  # Of a stack.
+            )
+            return self.search.decode(c, model)
+
+    def _logits(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+        with ctx.scope("decoder_norm") as c:
+            x = self.decoder_norm.fprop(c, theta.decoder_norm, x)
+        return self.to_logits(ctx, theta, x)
+
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+        found = super().metrics(sums)
+        return {**found, "perplexity": math.exp(min(found["loss"], 700.0))}
+
+    def describe_data(self) -> dict[str, float]:
+        train, held_out = (self.text.rows(split) for split in Split)
+        return {
+            "training pairs": train.pairs,
+            "training pairs too long": train.too_long,
+            "training rows": len(train.columns["source_ids"]),
+            "held-out pairs": held_out.pairs,
+            "directions": len(train.directions),
+        }
+
+    def data_fingerprint(self) -> dict[str, str | int]:
+        return {
+            "pairs": self.text.rows(Split.TRAIN).sha256,
+            "vocabulary": self.text.trained_vocabulary().sha256,
+            "TranslationInput.seed": self.text.seed,
+            "TranslationInput.temperature": self.text.temperature,
+        }
+
+    def train_flops(self, global_batch: int) -> float:
+        """See `TextTask.stacks_flops`.
+
+        Cross-attention's keys and values are of the source, and count with the target,
+        as if both had one length.
+        """
+        source, target = self.text.source_length, self.text.target_length
+        lengths = {"encoder": source, "decoder": target, "softmax": target}
+        return self.stacks_flops(global_batch, lengths)
+
+    def tokens(self, global_batch: int) -> int:
+        return global_batch * (self.text.source_length + self.text.target_length)

@@ -1,0 +1,45 @@
+"""The step-time benchmark, from end to end at its smallest."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = (
+    pathlib.Path(__file__).parents[2] / "benchmarks" / "step_times" / "step_time.py"
+)
+ON_ONE_DEVICE = ["Meshwright", "JAX, scan", "JAX, unrolled", "TF jit_compile"]
+
+
+def step_time(*arguments):
+    command = [sys.executable, SCRIPT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.slow
+def test_compares_programs_that_train_alike():
+    done = step_time("--settings=smallest", "--rounds=1", "--meshes=1x1,2x1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    versions, *table, losses = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"Python .*, tensorflow .*, jax .*; \d+ cores; 1 rounds", versions
+    )
+    rows = table[3:]
+    assert [row[:15].split() for row in rows if row[:15].strip()] == (
+        [["smallest", "1x1"], ["smallest", "2x1"]]
+    )
+    assert [row[15:30].strip() for row in rows] == ON_ONE_DEVICE + ON_ONE_DEVICE[:3]
+    for row in rows:
+        numbers = [float(cell) for cell in row[30:].split()]
+        assert all(number > 0 for number in numbers)
+        assert len(numbers) == (2 if "Meshwright" in row else 4)
+    assert re.fullmatch(r"Losses of the first 4 steps agree within \de-\d\d\.", losses)
+
+
+@pytest.mark.slow
+def test_an_unknown_setting_is_named():
+    done = step_time("--settings=huge")
+    assert done.returncode != 0
+    assert "unknown setting 'huge': one of ['tiny', 'large', 'smallest']" in done.stderr

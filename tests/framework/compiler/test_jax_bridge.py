@@ -1,0 +1,84 @@
+"""Where programs meet JAX: the platform, its devices, described arrays, errors."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.xla import jax_bridge
+from meshwright.framework.sharding.mesh import DeviceMesh
+from tests.framework.compiler.programs import MESH, split
+
+
+def test_the_platform_is_chosen_first_thing_in_the_process():
+    code = """
+        import os
+        from meshwright.framework import set_platform
+        set_platform("cpu", 2)
+        assert "terminate_timeout_seconds=1200" in os.environ["XLA_FLAGS"]
+        import jax
+        assert len(jax.devices()) == 2
+        set_platform("cpu", 2)
+        set_platform("cpu")
+        for platform, count in [("cpu", 4), ("cuda", None)]:
+            try:
+                set_platform(platform, count)
+            except ValueError as e:
+                print(e)
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment.pop("JAX_PLATFORMS", None)
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        f"{asked} devices were asked for but 2 cpu devices are in use already: choose "
+        "the platform first thing in the process"
+        for asked in ("4 cpu", "some cuda")
+    ]
+
+
+@pytest.mark.parametrize(
+    "mesh,message",
+    [
+        (
+            DeviceMesh(("X", "Y"), (4, 4)),
+            "device mesh (X=4, Y=4) needs 16 devices but 8 cpu devices exist (no "
+            "device 8); use a smaller mesh or, on CPU, ask for more",
+        ),
+        (DeviceMesh(("X",), (2,), (0, 9)), "8 cpu devices exist (no device 9)"),
+    ],
+)
+def test_a_mesh_of_devices_that_do_not_exist_is_refused(mesh, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        compile_program(lambda x: x, [tf.TensorSpec([8])], mesh)
+
+
+def test_describes_arrays_for_a_checkpoint():
+    array = jax_bridge.abstract_array([8, 8], tf.bfloat16, split(("X", "Y"), None))
+    assert array.shape == (8, 8) and array.dtype == jax.numpy.bfloat16
+    assert array.sharding.shard_shape(array.shape) == (1, 8)
+
+
+@pytest.mark.parametrize("error", [KeyError, ValueError, AssertionError])
+def test_what_else_fails_in_the_compiler_is_not_taken_for_a_sharding(error):
+    class Lowered:
+        def compile(self, compiler_options):
+            raise error("out of luck")
+
+    program = jax_bridge.MeshProgram("fn", MESH, Lowered(), shardy=False)
+    with pytest.raises(error, match="out of luck") as raised:
+        program.compile()
+    assert not isinstance(raised.value, LoweringError)

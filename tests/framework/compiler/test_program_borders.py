@@ -1,0 +1,136 @@
+"""A program's arguments and results: their structures, kinds and shardings."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.annotations import mesh_split
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from tests.framework.compiler.programs import MESH, PERMUTED, assert_close, specs, split
+
+STATE = NestedMap(
+    layer=NestedMap(w=np.arange(60, dtype=np.float32).reshape(10, 6)),
+    count=np.int32(4),
+)
+
+
+def test_structures_of_shardings_may_leave_whole_branches_to_completion():
+    def fn(state, x):
+        return NestedMap(a=[x, state.layer.w], b={"c": state.count})
+
+    program = compile_program(
+        fn,
+        [specs(STATE), tf.TensorSpec([8])],
+        MESH,
+        in_shardings=[None, split("Y")],
+        out_shardings=NestedMap(a=[split(("Y", "X")), None], b=None),
+    )
+    x = np.arange(8, dtype=np.float32)
+    out = program(STATE, x)
+    assert out.a[0].sharding.shard_shape((8,)) == (1,)
+    assert_close(
+        program.unshard(out), NestedMap(a=[x, STATE.layer.w], b={"c": STATE.count})
+    )
+
+
+@pytest.mark.parametrize(
+    "in_shardings,out_shardings,message",
+    [
+        ([{"y": split()}], None, r"do not have the entries \['x'\]"),
+        ([split()], None, r"do not have the entries \['x'\]"),
+        ([None, None], None, "do not match a sequence of 1"),
+        (
+            [{"x": split("X")}],
+            None,
+            r"1 dims but tensor 0/x has shape \(8, 8\)",
+        ),
+        (None, [split("X")], r"do not match a sequence of 2"),
+        (None, [None, split("X")], r"1 dims but tensor 1 has shape \(8, 8\)"),
+        (
+            [{"x": split("X", None, mesh=PERMUTED)}],
+            None,
+            r"\[X,_\] is over another device mesh \(X=2, Y=4\) than the program",
+        ),
+    ],
+)
+def test_shardings_of_another_structure_or_rank_are_refused(
+    in_shardings, out_shardings, message
+):
+    with pytest.raises(ValueError, match=message):
+        compile_program(
+            lambda batch: [batch["x"], batch["x"] * 2],
+            [{"x": tf.TensorSpec([8, 8], name="x")}],
+            MESH,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+        )
+
+
+@pytest.mark.parametrize("text", ["[X,?]", "[X,_] manual{Y}", "[Y:(1)2,_]"])
+def test_a_border_sharding_is_decided_and_of_whole_axes(text):
+    sharding = Sharding.parse(MESH, text)
+    for borders in ({"in_shardings": [sharding]}, {"out_shardings": sharding}):
+        with pytest.raises(ValueError, match="at the border of a program every dim is"):
+            compile_program(lambda x: x + 1, [tf.TensorSpec([8, 8])], MESH, **borders)
+
+
+def test_a_result_whose_sharding_no_axes_express_is_refused():
+    def fn(x):
+        x = tf.reshape(mesh_split(x, MESH, ["Y"]), [2, 8])
+        return tf.reduce_sum(x, axis=0)  # GSPMD splits it in two along half of Y.
+
+    spec = [tf.TensorSpec([16])]
+    with pytest.raises(LoweringError, match="cannot express; give its out_shardings"):
+        compile_program(fn, spec, MESH, partitioner=Partitioner.GSPMD)
+    program = compile_program(
+        fn, spec, MESH, partitioner=Partitioner.GSPMD, out_shardings=split("X")
+    )
+    x = np.arange(16, dtype=np.float32)
+    np.testing.assert_array_equal(program(x), x[:8] + x[8:])
+    # So does one of its collectives.
+    found = {c.axes for c in program.collectives()}
+    assert found & {("Y:(1)2",), ("Y:(2)2",)} and None not in found
+
+
+@pytest.mark.parametrize(
+    ("annotation_mesh", "dims"),
+    [
+        (MESH, ["Y:(2)2"]),
+        (PERMUTED, ["Y"]),
+        # JAX finds by itself that 2 is no multiple of 4.
+        (DeviceMesh(("A", "B"), (4, 2)), ["A"]),
+    ],
+)
+def test_a_result_that_is_annotated_as_no_axes_express_is_refused(
+    annotation_mesh, dims
+):
+    def fn(x):
+        return mesh_split(tf.sin(x), annotation_mesh, dims)
+
+    spec = [tf.TensorSpec([16])]
+    with pytest.raises(
+        LoweringError, match=r"fn: completion chose for result 0 \(float32\[16\]: {dev"
+    ):
+        compile_program(fn, spec, MESH, partitioner=Partitioner.GSPMD)
+
+
+def test_an_argument_to_donate_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"donate=\[1\] for a program of 1 arguments"):
+        compile_program(lambda x: x, [tf.TensorSpec([8])], MESH, donate=[1])
+
+
+@pytest.mark.parametrize(
+    "fn,args,message",
+    [
+        (lambda x: None, [tf.TensorSpec([2])], "step: the function returns None"),
+        (lambda x: (x, None), [tf.TensorSpec([2])], "step: the function returns None"),
+        (tf.sin, [np.ones([2])], "argument of type ndarray must be a tf.TensorSpec"),
+    ],
+)
+def test_what_is_no_function_of_tensors_is_refused(fn, args, message):
+    with pytest.raises(LoweringError, match=message):
+        compile_program(fn, args, MESH, name="step")

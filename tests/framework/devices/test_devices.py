@@ -1,0 +1,30 @@
+"""Peak arithmetic rates of devices."""
+
+import types
+
+import jax
+import pytest
+
+from meshwright.framework.devices import devices
+
+
+@pytest.mark.parametrize(
+    "kind,peak",
+    [
+        ("TPU v3", 61.5e12),
+        ("TPU v5 lite", 197e12),  # Not v5, whose name is a part of this one.
+        ("TPU v5", 459e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("TPU v99", None),
+    ],
+)
+def test_known_kinds_multiply_and_others_have_none(monkeypatch, kind, peak):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    device = types.SimpleNamespace(device_kind=kind)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert devices.peak_flops(8) == (peak and 8 * peak)
+
+
+def test_the_virtual_devices_of_a_cpu_share_one_measured_rate(monkeypatch):
+    monkeypatch.setattr(devices, "_SIZE", 128)
+    assert 1e7 < devices.peak_flops(8) < 1e15

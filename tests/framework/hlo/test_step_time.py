@@ -1,0 +1,162 @@
+"""Step times from the text of a TPU program."""
+
+# ruff: noqa: E501 (HLO text)
+
+import pytest
+
+from meshwright.framework.compiler.hlo.hlo_text import HloModule
+from meshwright.framework.compiler.hlo.step_time import LINK_EFFICIENCY, step_time
+from meshwright.framework.devices.device_order import order_of
+from meshwright.framework.devices.topology import topology
+from meshwright.framework.sharding.mesh import DeviceMesh
+
+MESH = DeviceMesh(("X", "Y"), (8, 16))
+TORUS = topology("v3:8x8")
+CYCLES = 'backend_config={{"window_config":{{"estimated_cycles":"{}"}}}}'
+# What a link moves in a second, both ways together.
+LINK = 2 * TORUS.kind.link_bandwidth * LINK_EFFICIENCY
+
+PROGRAM = """
+HloModule train, is_scheduled=true
+
+%product (a: bf16[64,64], b: bf16[64,64]) -> bf16[64,64] {
+  %a = bf16[64,64]{1,0} parameter(0)
+  %b = bf16[64,64]{1,0} parameter(1)
+  ROOT %convolution.1 = bf16[64,64]{1,0} convolution(%a, %b), dim_labels=bf_io->bf
+}
+
+%all-reduce-scatter.1 (c: bf16[1024,64]) -> bf16[64,64] {
+  %c = bf16[1024,64]{1,0} parameter(0)
+  %all-reduce.2 = bf16[1024,64]{1,0} all-reduce(%c), replica_groups=[8,16]<=[128], to_apply=%sum
+  %zero = s32[] constant(0)
+  ROOT %slice.1 = bf16[64,64]{1,0} dynamic-slice(%all-reduce.2, %zero, %zero), dynamic_slice_sizes={64,64}
+}
+
+%condition (p: (s32[], bf16[64,64])) -> pred[] {
+  %p = (s32[], bf16[64,64]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %bound = s32[] constant(32)
+  ROOT %less = pred[] compare(%i, %bound), direction=LT
+}
+
+%body (q: (s32[], bf16[64,64])) -> (s32[], bf16[64,64]) {
+  %q = (s32[], bf16[64,64]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %x = bf16[64,64]{1,0} get-tuple-element(%q), index=1
+  %gathered = bf16[1024,64]{1,0} all-gather(%x), replica_groups=[8,16]<=[128], dimensions={0}
+  %y = bf16[64,64]{1,0} fusion(%x, %x), kind=kOutput, calls=%product, metadata={op_name="layer/matmul"}, CYCLES_940
+  %scattered = bf16[64,64]{1,0} fusion(%gathered), kind=kCustom, calls=%all-reduce-scatter.1, metadata={op_name="layer/sum"}
+  %one = s32[] constant(1)
+  %next = s32[] add(%j, %one)
+  ROOT %out = (s32[], bf16[64,64]) tuple(%next, %scattered)
+}
+
+ENTRY %main (argument: bf16[64,64], big: f32[4096,4096]) -> bf16[64,64] {
+  %argument = bf16[64,64]{1,0} parameter(0)
+  %big = f32[4096,4096]{1,0} parameter(1)
+  %start = s32[] constant(0)
+  %copied = f32[4096,4096]{1,0} copy(%big), CYCLES_300000
+  %scaled = bf16[64,64]{1,0} multiply(%argument, %argument), CYCLES_94
+  %state = (s32[], bf16[64,64]) tuple(%start, %scaled)
+  %loop = (s32[], bf16[64,64]) while(%state), condition=%condition, body=%body
+  ROOT %result = bf16[64,64]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def estimate(text, mesh=MESH, torus=TORUS):
+    for cycles in (300000, 940, 94):
+        text = text.replace(f"CYCLES_{cycles}", CYCLES.format(cycles))
+    return step_time(HloModule(text), mesh, order_of(mesh, torus))
+
+
+def test_ops_take_their_cycles_times_trips():
+    parts = estimate(PROGRAM).parts()
+    assert parts["matrix"] == pytest.approx(32 * 1e-6)
+    assert parts["vector"] == pytest.approx(0.1e-6)
+    assert parts["memory"] == pytest.approx(300000 / 0.94e9)
+
+
+def test_collectives_take_what_rings_pass_on():
+    time = estimate(PROGRAM)
+    gather, scatter = time.collectives
+    size = 1024 * 64 * 2
+    # A row of 8 chips, there and back: twice what a closed ring would take.
+    seconds = 32 * size * 15 / 16 * 2 / LINK
+    assert (gather.kind, gather.count, gather.bytes) == ("all-gather", 32, size)
+    assert gather.seconds == pytest.approx(seconds)
+    assert (scatter.kind, scatter.bytes) == ("reduce-scatter", size)
+    assert scatter.seconds == pytest.approx(seconds)
+    assert scatter.collective.op_name == "layer/sum"
+    assert scatter.collective.axes == ("Y",)
+    assert time.seconds == pytest.approx(sum(time.parts().values()))
+
+
+def test_an_axis_over_columns_shares_its_links():
+    groups = "replica_groups=[8,16]<=[128]"
+    along_x = PROGRAM.replace(groups, "replica_groups=[16,8]<=[8,16]T(1,0)")
+    y, x = estimate(PROGRAM).collectives[0], estimate(along_x).collectives[0]
+    assert x.collective.axes == ("X",)
+    # Twice as much on a link, of 7/8 instead of 15/16.
+    assert x.seconds / y.seconds == pytest.approx(2 * (7 / 8) / (15 / 16))
+
+
+def test_over_both_axes_the_second_ring_has_a_share():
+    both = PROGRAM.replace(
+        "replica_groups=[8,16]<=[128]", "replica_groups=[1,128]<=[128]"
+    )
+    gather = estimate(both).collectives[0]
+    size = 1024 * 64 * 2
+    rings = 15 / 16 * 2 + 7 / 8 / 16 * 4
+    assert gather.seconds == pytest.approx(32 * size * rings / LINK)
+
+
+ASYNC = """
+HloModule train, is_scheduled=true
+
+ENTRY %main (argument: bf16[1024,64]) -> bf16[1024,64] {
+  %argument = bf16[1024,64]{1,0} parameter(0)
+  %sent = (bf16[1024,64]{1,0}, bf16[1024,64]{1,0}, u32[], u32[]) collective-permute-start(%argument), source_target_pairs={{0,16},{16,32}}
+  %meanwhile = bf16[1024,64]{1,0} multiply(%argument, %argument), CYCLES_940
+  %arrived = bf16[1024,64]{1,0} collective-permute-done(%sent)
+  ROOT %sum = bf16[1024,64]{1,0} add(%arrived, %meanwhile), CYCLES_94
+}
+"""
+
+
+def test_what_runs_between_start_and_end_hides_a_collective():
+    time = estimate(ASYNC)
+    (sent,) = time.collectives
+    # The first cores of a column, in zigzag: two links up, through one at a time.
+    seconds = 1024 * 64 * 2 / (LINK / 2)
+    assert sent.seconds == pytest.approx(seconds)
+    assert sent.exposed == pytest.approx(seconds - 1e-6)
+    assert time.seconds == pytest.approx(seconds + 0.1e-6)
+
+
+def test_a_loop_without_a_bound_is_an_error():
+    text = PROGRAM.replace("constant(32)", "constant({...})")
+    with pytest.raises(ValueError, match="loop loop .* no bound that can be read"):
+        estimate(text)
+
+
+def test_trips_that_the_compiler_says_count():
+    text = PROGRAM.replace(
+        "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
+    )
+    assert estimate(text).collectives[0].count == 7
+
+
+SCAN = """\
+  %k = s32[] get-tuple-element(%p), index=0
+  %also = s32[] constant(40)
+  %fewer = pred[] compare(%k, %also), direction=LT
+  %below = pred[] compare(%i, %bound), direction=LT
+  ROOT %both = pred[] and(%below, %fewer)"""
+
+
+def test_a_loop_with_two_counters_ends_with_the_first():
+    less = "  ROOT %less = pred[] compare(%i, %bound), direction=LT"
+    assert less in PROGRAM
+    found, want = estimate(PROGRAM.replace(less, SCAN)), estimate(PROGRAM)
+    assert found.seconds == want.seconds

@@ -1,0 +1,96 @@
+"""Lowering: structures, and what cannot become one XLA program."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.lowering.lower import LoweringError, lower
+from meshwright.framework.nested_map import NestedMap
+
+X = tf.TensorSpec([4, 2])
+
+
+def test_nests_keep_their_structure_and_types():
+    def fn(theta, batch):
+        assert isinstance(theta, NestedMap) and isinstance(theta.layer, NestedMap)
+        assert isinstance(batch, tuple) and isinstance(batch[1], dict)
+        y = theta.layer.w + tf.cast(batch[1]["n"], tf.float32)
+        return NestedMap(y=y, parts=NestedMap(a=[batch[0], {"b": 1.0}]))
+
+    theta = NestedMap(layer=NestedMap(w=X, b=tf.TensorSpec([3], tf.bfloat16)))
+    batch = (tf.TensorSpec([], tf.bool), {"n": tf.TensorSpec([2], tf.int32)})
+    lowered = lower(fn, [theta, batch])
+    assert lowered.name == "fn" and isinstance(lowered.hlo, bytes)
+    assert lowered.inputs == (theta, batch)
+    out = lowered.outputs
+    assert isinstance(out, NestedMap) and isinstance(out.parts, NestedMap)
+    assert isinstance(out.parts.a, list) and type(out.parts.a[1]) is dict
+    specs = [(tuple(s.shape), s.dtype) for s in tf.nest.flatten(out)]
+    assert specs == [((), tf.bool), ((), tf.float32), ((4, 2), tf.float32)]
+
+
+@pytest.mark.parametrize(
+    "spec", [tf.TensorSpec([None, 3]), tf.TensorSpec(None), np.zeros([2]), None]
+)
+def test_an_argument_without_a_static_spec_is_refused(spec):
+    with pytest.raises(LoweringError, match=r"step: argument .* static shape"):
+        lower(lambda x, y: x, [X, spec], name="step")
+
+
+BIG = np.random.default_rng(0).random([600, 600], np.float32)
+
+
+def in_a_loop(x):
+    return tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x + BIG), (0, x))[1]
+
+
+@pytest.mark.parametrize("fn", [lambda x: x + BIG, in_a_loop])
+def test_a_large_constant_is_refused_wherever_it_is(fn):
+    with pytest.raises(
+        LoweringError,
+        match=r"step: op '.*add.*' has a constant of shape \[600, 600\] that takes 144",
+    ):
+        lower(fn, [tf.TensorSpec([600, 600])], name="step")
+
+
+def test_a_smaller_constant_is_none_of_our_business():
+    assert lower(lambda x: x + BIG[:500, :500], [tf.TensorSpec([500, 500])]).hlo
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: tf.where(tf.range(600)[:, None] >= tf.range(600), x, 0.0),
+        lambda x: x + tf.one_hot(tf.range(600), 600) + tf.eye(600),
+        lambda x: tf.while_loop(
+            lambda i, x: i < 3, lambda i, x: (i + 1, x + tf.eye(600)), (0, x)
+        )[1],
+    ],
+)
+def test_what_depends_on_no_argument_is_computed_in_the_program(fn):
+    hlo = lower(fn, [tf.TensorSpec([600, 600])]).hlo
+    assert len(hlo) < 40_000
+
+
+@pytest.mark.parametrize(
+    "fn,op",
+    [
+        (lambda x: tf.strings.length(tf.strings.as_string(x)), "AsString"),
+        (lambda x: tf.py_function(lambda y: y, [x], tf.float32), "EagerPyFunc"),
+    ],
+)
+def test_an_op_that_xla_does_not_have_is_named(fn, op):
+    named = (
+        rf"step: TF2XLA cannot compile it: op '{op}' \(framework/test_lower.py:\d+\)"
+    )
+    with pytest.raises(LoweringError, match=named) as raised:
+        lower(fn, [X], name="step")
+    assert "\n" not in str(raised.value)
+
+
+def test_errors_of_the_function_pass_through():
+    def fn(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        lower(fn, [X])

@@ -1,0 +1,189 @@
+"""Random numbers: known answers, statistics, and that they partition."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.compiler.xla.service import hlo_pb2
+
+from meshwright.framework.compiler.lowering.lower import lower
+from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.modeling import random
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+KEY = random.key_from_seed(0x12345678_9ABCDEF0)
+KEY_SPEC = tf.TensorSpec([2], tf.uint32)
+
+
+# From the known answers of Random123, the authors' own code.
+@pytest.mark.parametrize(
+    "key,counter,answer",
+    [
+        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+        ((2**32 - 1,) * 2, (2**32 - 1,) * 2, (0x1CB996FC, 0xBB002BE7)),
+        (
+            (0x13198A2E, 0x03707344),
+            (0x243F6A88, 0x85A308D3),
+            (0xC4923A9C, 0x483DF7A0),
+        ),
+    ],
+)
+def test_threefry_gives_the_known_answers(key, counter, answer):
+    key, counter = tf.constant(key, tf.uint32), tf.constant(counter, tf.uint32)
+    # The counter words come with the key added.
+    words = random._threefry(key, counter[0] + key[0], counter[1] + key[1])
+    assert tuple(int(word) for word in words) == answer
+
+
+def test_element_n_has_counter_n():
+    key = tf.zeros([2], tf.uint32)
+    assert int(random.bits(key, [1])[0]) == 0x6B200159 ^ 0x99BA4EFE
+    flat = random.bits(KEY, [60]).numpy()
+    np.testing.assert_array_equal(
+        random.bits(KEY, [3, 1, 4, 5]).numpy().flatten(), flat
+    )
+    np.testing.assert_array_equal(random.bits(KEY, [64]).numpy()[:60], flat)
+    assert random.bits(KEY, []).numpy() == flat[0]
+    assert random.bits(KEY, [0, 3]).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        [1, 2**32 - 1],
+        [1, 2**16, 2**16],
+        [2**31 + 1],
+        [3, 2**31, 2],
+        [2**30, 2**30],
+        [128, 8192, 65536],  # A stacked weight of Table 2.
+    ],
+)
+def test_large_shapes_lower_without_tables(shape):
+    lowered = lower(lambda key: random.normal(key, shape), [KEY_SPEC])
+    assert lowered.outputs.shape == shape
+    assert len(lowered.hlo) < 100_000
+    module = hlo_pb2.HloModuleProto.FromString(lowered.hlo)
+    operations = [op for c in module.computations for op in c.instructions]
+    constants = [op.shape.dimensions for op in operations if op.opcode == "constant"]
+    assert max(map(math.prod, constants)) == 1
+
+
+def test_high_words_of_the_counter_count():
+    """Elements 2**32 apart have their own numbers."""
+    # Traced only: what is looked at is a slice of an enormous tensor.
+    function = tf.function(
+        lambda key: random.bits(key, [3, 2**31, 2])[:, :2, 1],
+        jit_compile=True,
+        input_signature=[KEY_SPEC],
+    )
+    found = function(KEY).numpy()
+    words = [
+        random._threefry(KEY, tf.constant(high, tf.uint32) + KEY[0], low + KEY[1])
+        for high, low in [(h, tf.constant([1, 3], tf.uint32)) for h in range(3)]
+    ]
+    expected = [tf.bitwise.bitwise_xor(*pair).numpy() for pair in words]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [[2**32 + 1], [5, 2**31, 3], [2] + [2**32] * 2])
+def test_more_elements_than_counters_are_refused(shape):
+    with pytest.raises(ValueError, match="has too many elements for one key"):
+        random.bits(KEY, shape)
+
+
+def test_uniform_is_uniform():
+    x = random.uniform(KEY, [2**18]).numpy()
+    n = x.size
+    assert x.dtype == np.float32 and x.min() >= 0 and x.max() < 1
+    assert np.all(x * 2**24 == np.floor(x * 2**24))  # All 24 bits, and no more.
+    counts = np.histogram(x, bins=256, range=(0, 1))[0]
+    chi_square = np.sum((counts - n / 256) ** 2 / (n / 256))
+    assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
+    for lag in (1, 2, 512):
+        correlation = np.mean((x[lag:] - 0.5) * (x[:-lag] - 0.5)) * 12
+        assert abs(correlation) < 5 / math.sqrt(n)
+
+
+def test_normal_is_normal():
+    x = random.normal(KEY, [2**18]).numpy().astype(np.float64)
+    n = x.size
+    assert np.isfinite(x).all()
+    # Moments 1 to 4 within five standard errors.
+    for power, mean, variance in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]:
+        assert abs(np.mean(x**power) - mean) < 5 * math.sqrt(variance / n), power
+    assert 4 < np.abs(x).max() < 6
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_normal_is_finite_at_both_ends(monkeypatch, jit_compile):
+    monkeypatch.setattr(random, "bits", lambda bits, shape: bits)
+    normal = tf.function(random.normal, jit_compile=jit_compile)
+    ends = tf.constant([0, 2**32 - 1, 2**31], tf.uint32)
+    low, high, middle = normal(ends, [3]).numpy()
+    assert -6 < low < -5 and 5 < high < 6 and abs(middle) < 1e-6
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 1.0])
+def test_bernoulli_has_its_probability(probability):
+    x = random.bernoulli(KEY, probability, [2**16]).numpy()
+    assert x.dtype == bool
+    sigma = math.sqrt(probability * (1 - probability) / x.size)
+    assert abs(x.mean() - probability) <= 5 * sigma
+
+
+def test_keys_from_seeds_and_folds_all_differ():
+    keys = [random.key_from_seed(seed) for seed in (0, 1, -1, 2**32, 2**63)]
+    names = ["", "a", "b", 0, 1, 2**31, tf.constant(2), tf.constant(7, tf.uint32)]
+    keys += [random.fold_in(key, name) for key in keys[:2] for name in names]
+    assert len({tuple(key.numpy()) for key in keys}) == len(keys)
+    assert all(key.dtype == tf.uint32 and key.shape == (2,) for key in keys)
+
+
+def test_a_fold_depends_on_the_number_not_on_its_type():
+    want = random.fold_in(KEY, 5).numpy()
+    for five in (tf.constant(5), tf.constant(5, tf.uint32), tf.constant(5, tf.int64)):
+        np.testing.assert_array_equal(random.fold_in(KEY, five), want)
+    # A fold is none of the numbers that the key gives.
+    assert want[0] ^ want[1] not in random.bits(KEY, [10]).numpy()
+
+
+def draw(key):
+    return {
+        "bits": random.bits(key, [6, 5]),
+        "uniform": random.uniform(key, [16, 8]),
+        "normal": random.normal(random.fold_in(key, "normal"), [1024, 1024]),
+        "mask": random.bernoulli(key, 0.3, [4, 2, 16]),
+        "long": random.bits(key, [2**16, 16]),
+    }
+
+
+DIMS = {
+    "bits": ["X", "Y"],  # Which do not divide.
+    "uniform": [("Y", "X"), None],
+    "normal": ["X", "Y"],
+    "mask": ["Y", None, "X"],
+    "long": [("Y", "X"), None],
+}
+
+
+@pytest.mark.parametrize("partitioner", Partitioner)
+def test_numbers_do_not_depend_on_the_mesh_and_are_made_in_shards(partitioner):
+    mesh = DeviceMesh(("X", "Y"), (2, 4))
+    shardings = {k: Sharding.from_dims_mapping(mesh, d) for k, d in DIMS.items()}
+    program = compile_program(
+        draw, [KEY_SPEC], mesh, out_shardings=shardings, partitioner=partitioner
+    )
+    got = program.unshard(program(KEY.numpy()))
+    for name, value in draw(KEY).items():
+        if name == "normal":  # Compilers differ in the last bits of a logarithm.
+            np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(got[name], value)
+    assert program.collectives() == []
+    shard = 1024 * 1024 // mesh.size
+    shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program.hlo_text())
+    assert max(math.prod(map(int, dims.split(","))) for dims in shapes) == shard
+    assert program.memory().temporaries < 1000

@@ -1,0 +1,337 @@
+"""Programs that are refused, as no device could compute them on its parts of a sum."""
+
+import pytest
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+from tensorflow.compiler.xla import xla_data_pb2
+
+from meshwright import framework as mw
+from tests.framework.pending.pending_programs import (
+    MESH,
+    PARTIAL,
+    partial,
+    split,
+    sum_of_two_axes,
+    to,
+    traced,
+)
+from tests.framework.types.typed import refused
+
+
+def refusal(fn, *types, **how):
+    with pytest.raises(mw.LoweringError) as caught:
+        traced(fn, *types, name="step", **how)
+    return str(caught.value)
+
+
+def no_sum(x, y):
+    return x[:, :6] + y[:4]
+
+
+def whole_too(x, y):
+    return partial(x, y) + split(y[:4], None, None)
+
+
+def decides(x, y):
+    return tf.while_loop(
+        lambda p: tf.reduce_sum(p) < 9.0, lambda p: [2.0 * p], [partial(x, y)]
+    )[0]
+
+
+def comes_to_decide(x, y):
+    """What it starts with is zeros, pending only after the first round."""
+    p = partial(x, y)
+    return tf.while_loop(
+        lambda a, i: (tf.reduce_sum(a) < 9.0) & (i < 3),
+        lambda a, i: [2.0 * p, i + 1],
+        [tf.zeros([4, 6]), 0],
+    )[0]
+
+
+def whole_numbers(x, y):
+    return partial(tf.cast(x, tf.int32), tf.cast(y, tf.int32))
+
+
+def whole_number_division(x, y):
+    return tf.truncatediv(whole_numbers(x, y), 3)
+
+
+def other_axes(x, y):
+    return split(2.0 * sum_of_two_axes(x, y), None, None, unreduced=["tp"])
+
+
+def out_of_a_branch(x, y):
+    p = partial(x, y)
+    return tf.cond(tf.reduce_sum(x) > 0.0, lambda: 2.0 * p, lambda: -p)
+
+
+def of_two_axes(read):
+    """What `read` makes of a tensor, pending along other axes than the tensor."""
+
+    def fn(x, y):
+        a = read(x, y)
+        one = split(a, None, None, unreduced=["tp"])
+        other = split(2.0 * a, None, None, unreduced=["dp", "tp"])
+        return to(one, None, None), to(other, None, None)
+
+    return fn
+
+
+def in_a_loop(x, y):
+    return tf.while_loop(
+        lambda i, a: i < 3,
+        lambda i, a: [i + 1, a + x @ y],
+        [0, tf.zeros([4, 6])],
+        maximum_iterations=3,
+    )[1]
+
+
+def in_a_branch(x, y):
+    return tf.cond(x[0, 0] > 0.0, lambda: x @ y, lambda: tf.zeros([4, 6]))
+
+
+def counted_in_batches(rows, ids):
+    """Of each batch the sums of rows of the same id."""
+    numbers = xla_data_pb2.ScatterDimensionNumbers(
+        update_window_dims=[2],
+        inserted_window_dims=[1],
+        scatter_dims_to_operand_dims=[1],
+        index_vector_dim=2,
+        input_batching_dims=[0],
+        scatter_indices_batching_dims=[0],
+    )
+    scalar = tf.TensorSpec([])
+    add = tf.function(tf.add).get_concrete_function(scalar, scalar)
+    sums = xla.scatter(tf.zeros([4, 5, 3]), ids, rows, add, numbers, False)
+    return split(sums, None, None, None, unreduced=["tp"])
+
+
+REFUSALS = {
+    "nonlinear": (
+        lambda x, y: tf.nn.relu(partial(x, y)),
+        "op 'Relu' (framework/test_pending_refusals.py:{}) has to do with "
+        "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it is read by what is "
+        "not linear in it: add it up before, by reshard",
+    ),
+    "maximum": (lambda x, y: tf.reduce_max(partial(x, y)), "is not linear in it"),
+    "to_integers": (
+        lambda x, y: tf.cast(partial(x, y), tf.int32),
+        "is not linear in it",
+    ),
+    "whole_numbers_to_floats": (
+        lambda x, y: tf.cast(whole_numbers(x, y), tf.float32),
+        "is read by what is not linear in it, as a part may wrap around, or be "
+        "rounded, where their sum is not: add it up before, by reshard",
+    ),
+    "whole_numbers_to_more_bits": (
+        lambda x, y: tf.cast(whole_numbers(x, y), tf.int64),
+        "as a part may wrap around",
+    ),
+    "product_of_two": (
+        lambda x, y: partial(x, y) * partial(x, y),
+        "op 'mul' (framework/test_pending_refusals.py:{}) has to do with "
+        "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it is multiplied by "
+        "another, and of a product one factor may be pending: add it up before",
+    ),
+    "matrix_product_of_two": (
+        lambda x, y: tf.matmul(partial(x, y), partial(x, y), transpose_b=True),
+        "is multiplied by another",
+    ),
+    "product_along_other_axes": (
+        lambda x, y: partial(x, y) * to(y[:4], None, None, unreduced=["dp"]),
+        "is multiplied by another",
+    ),
+    "divisor": (lambda x, y: 1.0 / partial(x, y), "is not linear in it"),
+    "added_to_whole": (
+        whole_too,
+        "op 'add' (framework/test_pending_refusals.py:{}) takes f32[4, 6]{{U:tp}}, a "
+        "sum that is pending along tp, together with f32[4, 6], which is whole: "
+        "reshard one of them to the type of the other",
+    ),
+    "a_number_is_added": (lambda x, y: partial(x, y) + 1.0, "which is whole"),
+    "padded_with_ones": (
+        lambda x, y: tf.pad(partial(x, y), [[1, 0], [0, 0]], constant_values=1.0),
+        "is not linear in it",
+    ),
+    "joined_with_whole": (
+        lambda x, y: tf.concat([partial(x, y), y], 0),
+        "together with f32[8, 6], which is whole",
+    ),
+    "annotated_plainly": (
+        lambda x, y: split(2.0 * partial(x, y), None, None),
+        "sum that is pending along tp, and it is annotated as if it were none: add it "
+        "up before, by reshard",
+    ),
+    "annotated_as_reduced": (
+        lambda x, y: split(2.0 * partial(x, y), None, None, reduced=["tp"]),
+        "is annotated as if it were none",
+    ),
+    "leaves_the_program": (
+        lambda x, y: 2.0 * partial(x, y),
+        "op 'mul' (framework/test_pending_refusals.py:{}) has to do with "
+        "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it leaves the program",
+    ),
+    "leaves_a_branch": (
+        lambda x, y: tf.nn.relu(out_of_a_branch(x, y)),
+        "is read by what is not linear in it",
+    ),
+    "whole_in_a_branch": (
+        lambda x, y: tf.cond(x[0, 0] > 0, lambda: partial(x, y), lambda: y[:4]),
+        "op 'cond' (framework/test_pending_refusals.py:{}) wants f32[4, 6]{{U:tp}}, "
+        "but it is not linear in sums",
+    ),
+    "decides_a_branch": (
+        lambda x, y: tf.switch_case(
+            whole_numbers(x, y)[0, 0],
+            [lambda: x, lambda: -x],
+        ),
+        "and it decides which branch is taken",
+    ),
+    "decides_a_loop": (decides, "and it decides how long a loop runs"),
+    "comes_to_decide_a_loop": (comes_to_decide, "and it decides how long a loop runs"),
+    "whole_number_division": (whole_number_division, "is not linear in it"),
+    "nothing_pending": (
+        lambda x, y: split(no_sum(x, y), None, None, unreduced=["tp"]),
+        "wants f32[4, 6]{{U:tp}}, but it is not linear in sums over dims that tp "
+        "splits evenly, so nothing is pending: to make an unreduced ",
+    ),
+    "other_axis": (
+        lambda x, y: split(x @ y, None, None, unreduced=["dp"]),
+        "wants f32[4, 6]{{U:dp}}, but it is not linear in sums over dims that dp",
+    ),
+    "uneven": (
+        lambda x, y: to(partial(x, y), None, None),
+        "sums over dims that tp splits evenly",
+        "[4,7@tp]",
+        "[7@tp,6]",
+    ),
+    "an_argument": (
+        lambda x, y: split(y, None, None, unreduced=["tp"]),
+        "wants f32[8, 6]{{U:tp}}, but it is not linear in sums",
+    ),
+    "a_batch_is_not_summed": (
+        counted_in_batches,
+        "wants f32[4, 5, 3]{{U:tp}}, but it is not linear in sums",
+        "[4@tp,2,3]",
+        "s32[4@tp,2,1]",
+    ),
+    "a_loop_along_two_sets_of_axes": (
+        of_two_axes(in_a_loop),
+        "wants f32[4, 6]{{U:dp,tp}} of what op 'while' (framework/"
+        "test_pending_refusals.py:{}) has as f32[4, 6]{{U:tp}} for another: a loop or "
+        "a conditional has a tensor in parts along the same axes for all that read it; "
+        "annotate these alike and reshard them",
+        "[4,8@dp.tp]",
+        "[8@dp.tp,6]",
+    ),
+    "a_branch_along_two_sets_of_axes": (
+        of_two_axes(in_a_branch),
+        "has as f32[4, 6]{{U:tp}} for another",
+        "[4,8@dp.tp]",
+        "[8@dp.tp,6]",
+    ),
+    "fewer_axes": (
+        other_axes,
+        "f32[4, 6]{{U:dp,tp}}, a sum that is pending along dp, tp, and it meets one "
+        "that is pending along tp",
+        "[4,8@dp.tp]",
+        "[8@dp.tp,6]",
+    ),
+}
+
+
+LINES = {
+    "added_to_whole": whole_too.__code__.co_firstlineno + 1,
+    "a_loop_along_two_sets_of_axes": in_a_loop.__code__.co_firstlineno + 1,
+}
+"""Of what is refused, where that is not the function's first."""
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_no_device_could_compute_on_its_part_is_refused(name):
+    fn, message, *types = REFUSALS[name]
+    line = LINES.get(name, fn.__code__.co_firstlineno)
+    found = refusal(fn, *(types or PARTIAL))
+    assert found.startswith("step: op '") and message.format(line) in found, found
+
+
+def test_what_is_unreduced_is_so_over_the_programs_mesh():
+    other = mw.DeviceMesh(("dp", "tp"), (1, 4))
+
+    def fn(x, y):
+        p = split(x @ y, None, None, mesh=other, unreduced=["tp"])
+        return to(p, None, None, mesh=other)
+
+    assert refusal(fn, *PARTIAL).endswith(
+        "is annotated over the mesh (dp=1, tp=4), the program is compiled for (dp=2, "
+        "tp=2): what is unreduced or reduced is so over the program's own mesh"
+    )
+
+
+def converted(x, axis, *dims):
+    """Made unreduced along an axis, and added up again."""
+    return to(2.0 * to(x, None, None, unreduced=[axis]), *dims)
+
+
+def reduced_weight(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_sum(split(x, None, None, reduced=["tp"]) ** 2)
+    return tape.gradient(loss, x)
+
+
+IN_REGIONS = {
+    "a_sum": lambda x: split(x @ tf.ones([6, 6]), None, None, unreduced=["tp"]),
+    "a_gradient": reduced_weight,
+    "converted_to_whole": lambda x: converted(x, "tp", None, None),
+    "converted_to_split": lambda x: converted(x, "tp", None, "tp"),
+    "along_the_manual_axis": lambda x: converted(x, "dp", None, None),
+    "in_a_loop": lambda x: tf.while_loop(
+        lambda i, x: i < 3,
+        lambda i, x: [i + 1, converted(x, "tp", None, None)],
+        [0, x],
+        maximum_iterations=3,
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", IN_REGIONS)
+def test_no_sum_is_pending_in_a_manual_region(name):
+    def fn(x):
+        local = mw.auto_to_manual(x, MESH, ["dp", None], manual_axes=["dp"])
+        local = IN_REGIONS[name](local)
+        return mw.manual_to_auto(local, MESH, ["dp", None], manual_axes=["dp"])
+
+    rule = "no sum is pending in a manual region, which types do not reach into"
+    remedy = (
+        "along the region's own axes add it up by all_reduce or reduce_scatter, along "
+        "others leave that to the partitioner"
+    )
+    assert f"needs a pending sum, and {rule}: {remedy}" in refusal(fn, "[4@dp,6]")
+    assert f"{rule}; {remedy}" in refused(fn, "f32[4@dp, 6]")
+
+
+@pytest.mark.parametrize("border", ["in_shardings", "out_shardings"])
+def test_no_sum_is_pending_at_the_border_of_a_program(border):
+    pending = mw.Sharding.parse(MESH, "[_,_]{U:tp}")
+    asked = {border: [pending] if border == "in_shardings" else pending}
+    message = (
+        r"sharding \[_,_\]\{U:tp\} of an argument or result is unreduced along tp: a "
+        "sum may be pending inside of a program only; reshard it there"
+    )
+    with pytest.raises(ValueError, match=message):
+        mw.compile_program(lambda x: x, [tf.TensorSpec([4, 6])], MESH, **asked)
+
+
+@pytest.mark.parametrize("write", [split, to])
+def test_annotations_that_no_tensor_can_have_are_refused(write):
+    x = tf.zeros([4, 6])
+    name = "mesh_split" if write is split else "reshard"
+    for dims, types, message in [
+        ((None, "tp"), {"unreduced": ["tp"]}, "'tp' is used twice in one tensor"),
+        ((None, None), {"unreduced": ["dp"], "reduced": ["dp"]}, "'dp' is used twice"),
+        ((None, None), {"reduced": ["pp"]}, "unknown mesh axis 'pp'"),
+        ((None,), {"unreduced": ["tp"]}, "has 1 entries but the tensor has rank 2"),
+    ]:
+        with pytest.raises(ValueError, match=f"{name}: tensor has shape .*{message}"):
+            write(x, *dims, **types)

@@ -1,0 +1,161 @@
+"""What users are told of repairs, and when a repair is not made."""
+
+import dataclasses
+import importlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.explaining.explain import explain
+from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.repair import check
+from meshwright.framework.compiler.repair.op_layout import even_layout
+from meshwright.framework.compiler.repair.table import faults
+from meshwright.framework.compiler.xla.jax_bridge import JAXLIB
+from meshwright.framework.sharding.annotations import mesh_split
+from tests.framework.compiler.programs import MESH, over_partitioners
+
+TABLE = np.arange(64, dtype=np.float32).reshape(16, 4)
+TWO = np.array([3, 7], np.int32)
+ROWS = [tf.TensorSpec([16, 4]), tf.TensorSpec([2], tf.int32)]
+
+
+def costly(table, i):
+    return tf.gather(table, mesh_split(i, MESH, ["Y"]))
+
+
+def free(table, i):
+    """The rows are split, and each device has all of them anyway."""
+    table, i = (mesh_split(x, MESH, [None] * x.shape.rank) for x in (table, i))
+    return mesh_split(tf.gather(table, i), MESH, ["Y", None])
+
+
+def slow(table, i):
+    rows = mesh_split(tf.ones([2, 4]) * table[:2], MESH, [None, None])
+    i = mesh_split(i[:, None], MESH, ["X", None])
+    table = mesh_split(table, MESH, ["Y", None])
+    rows = mesh_split(rows, MESH, ["X", None])
+    return mesh_split(tf.tensor_scatter_nd_add(table, i, rows), MESH, ["Y", None])
+
+
+def compiled(fn, **how):
+    return compile_program(fn, ROWS, MESH, **how)
+
+
+def repairs_logged(caplog):
+    return [r.getMessage() for r in caplog.records if "which XLA" in r.getMessage()]
+
+
+@pytest.fixture
+def table_of_faults(monkeypatch):
+    """Makes the compiler start with another table."""
+
+    def set_table(found):
+        monkeypatch.setattr(faults, "FAULTS", tuple(found))
+        importlib.reload(check)
+
+    yield set_table
+    monkeypatch.undo()
+    importlib.reload(check)
+
+
+@over_partitioners
+def test_a_costly_repair_is_a_warning(partitioner, caplog):
+    program = compiled(costly, partitioner=partitioner)
+    (told,) = repairs_logged(caplog)
+    (repair,) = program.repairs
+    assert repair.bytes > 0
+    assert told == f"costly: {repair}"
+    for part in (
+        "op 'GatherV2' (",
+        "test_repair_report.py:",
+        "is a gather or scatter by indices in shards of unequal size, which XLA gets "
+        f"wrong; {repair.fault.repair}: operand 1 [Y] -> [_]",
+        f"({repair.bytes} bytes to each device)",
+    ):
+        assert part in told
+    np.testing.assert_array_equal(program(TABLE, TWO), TABLE[TWO])
+
+
+@over_partitioners
+def test_a_repair_that_costs_nothing_is_none(partitioner, caplog):
+    program = compiled(free, partitioner=partitioner, strict=True)
+    assert [one.bytes for one in program.repairs] == [0]
+    assert not repairs_logged(caplog)
+    np.testing.assert_array_equal(program(TABLE, TWO), TABLE[TWO])
+
+
+def test_what_is_laid_out_to_be_fast_is_no_warning(caplog):
+    program = compiled(slow, strict=True)
+    assert {one.fault.name for one in program.repairs} == {"few rows"}
+    assert not repairs_logged(caplog)
+    assert "as XLA would be slow at it: few rows" in str(explain(program))
+
+
+@over_partitioners
+def test_strictly_every_costly_op_is_named(partitioner):
+    def two(table, i):
+        return costly(table, i), tf.reverse(table, [0])[0:10:3], costly(table * 2.0, i)
+
+    with pytest.raises(
+        LoweringError,
+        match=r"(?s)^two: the program is compiled strictly, and 2 of its ops would be "
+        r"laid out otherwise at a cost:\n"
+        r"  op 'GatherV2' \(.*test_repair_report\.py:\d+\) is a gather or scatter by "
+        r"indices .*; the indices are [^:]*: "
+        r"operand 1 \[Y\] -> \[_\].* \(\d+ bytes to each device\)\n"
+        r"  op 'GatherV2_1' \(.*test_repair_report\.py:\d+\) .*\n"
+        r"Annotate them, or compile with strict=False",
+    ):
+        compiled(two, partitioner=partitioner, strict=True)
+
+
+@over_partitioners
+def test_an_explanation_lists_repairs(partitioner):
+    program = compiled(costly, partitioner=partitioner)
+    explanation = explain(program)
+    (repair,) = explanation.repairs
+    assert (repair,) == program.repairs
+    assert ("operand 1", "[Y]", "[_]") in [
+        tuple(map(str, change)) for change in repair.changes()
+    ]
+    text = str(explanation)
+    assert "as XLA would get it wrong: uneven indices\n" in text
+    assert f"  {repair.bytes} B to each device: GatherV2 (" in text
+    assert "      operand 1: [Y] -> [_]" in text
+
+
+def test_a_program_without_repairs_says_nothing(caplog):
+    program = compiled(lambda table, i: tf.gather(table, i), strict=True)
+    assert program.repairs == ()
+    assert not repairs_logged(caplog)
+    assert "Laid out otherwise" not in str(explain(program))
+
+
+def test_a_fault_ends_with_the_jaxlib_that_mends_it(table_of_faults):
+    (fault,) = (one for one in faults.FAULTS if one.name == "uneven indices")
+    major, minor, patch = JAXLIB
+    mended = (major, minor, patch), (major, minor), (major, minor - 1, 9)
+    for until in mended:
+        table_of_faults([dataclasses.replace(fault, until=until)])
+        assert compiled(costly).repairs == ()
+    for until in ((major, minor, patch + 1), (major, minor + 1), (major + 1,), None):
+        table_of_faults([dataclasses.replace(fault, until=until)])
+        assert [one.fault.name for one in compiled(costly).repairs] == [fault.name]
+
+
+@over_partitioners
+def test_an_op_that_stays_faulty_is_refused(partitioner, table_of_faults, monkeypatch):
+    """As if completion did not heed annotations, and XLA got any split wrong."""
+    fault = dataclasses.replace(faults.FAULTS[0], choose=even_layout)
+    table_of_faults([fault])
+    monkeypatch.setattr(check, "lay_out_evenly", lambda *args: None)
+    with pytest.raises(
+        LoweringError,
+        match=r"costly: op 'GatherV2' \(.*test_repair_report\.py:\d+\) is a gather .*, "
+        r"which XLA gets wrong, and completion keeps the layout .*\[Y\].* though it is "
+        "annotated otherwise; annotate what it reads, or use the other partitioner",
+    ):
+        compiled(costly, partitioner=partitioner)

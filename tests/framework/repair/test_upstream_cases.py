@@ -1,0 +1,252 @@
+"""Faults that others reported of their partitioners, as programs compiled here."""
+
+import jax
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.sharding.annotations import mesh_split
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.types import reshard
+from tests.framework.compiler.programs import assert_close, over_partitioners, specs
+
+ONE = DeviceMesh(("all",), (1,))
+
+
+def array(*shape, seed=0):
+    return np.random.RandomState(seed).randn(*shape).astype(np.float32)
+
+
+def run(fn, args, mesh, arrives=None, leaves=None, partitioner=Partitioner.SHARDY):
+    """The program, and its result as it lies on the mesh."""
+    program = compile_program(
+        fn,
+        [specs(one) for one in args],
+        mesh,
+        in_shardings=arrives and [Sharding.parse(mesh, text) for text in arrives],
+        out_shardings=leaves
+        and tf.nest.map_structure(lambda text: Sharding.parse(mesh, text), leaves),
+        partitioner=partitioner,
+    )
+    placed = program.shard(*args)
+    return program, program(*(placed if len(args) > 1 else (placed,)))
+
+
+def on_one_device(fn, args):
+    return tf.nest.map_structure(np.asarray, run(fn, args, ONE)[1])
+
+
+def assert_copies_agree(result):
+    """Devices that are to have the same shard have it: the copies that nobody reads."""
+    for array in tf.nest.flatten(result):
+        assert isinstance(array, jax.Array)
+        whole = np.asarray(array)
+        for shard in array.addressable_shards:
+            np.testing.assert_allclose(shard.data, whole[shard.index], 1e-4, 1e-4)
+
+
+CUBE = DeviceMesh(("X", "Y", "Z"), (2, 2, 2))
+# Where a sum lies that is pending along axes, and where it is to lie.
+MIXED = {
+    "XY": ("[X,_]", "[Y,_]", "[_,X]", "[X.Y,_]", "[X,Z]", "[Z,_]", "[Z,Y]", "[Z.X,_]"),
+    "XYZ": ("[X,_]", "[Y,Z]", "[_,Z]", "[Z.X,_]", "[_,X.Y]", "[X.Y.Z,_]"),
+    "ZX": ("[Y,_]", "[X,_]", "[Y,Z]", "[Z,X]", "[X.Z,Y]"),
+}
+
+
+@over_partitioners
+@pytest.mark.parametrize("pending", MIXED)
+def test_a_pending_sum_goes_to_axes_split_and_whole(pending, partitioner):
+    """openxla/xla issue 40034, read 2026-11-22; jaxlib 0.10.2.
+
+    A product summed over axes that are then to split its result in part and to have it
+    whole in part came without one of its all-reduces: copies on data-parallel devices
+    differed. Reported at 4096 devices; open.
+    """
+
+    def products(x, y):
+        """The sums at once, and after an annotation as pending."""
+        total, again = (tf.einsum("bi,bj->ij", x, y) for _ in range(2))
+        typed = mesh_split(again, CUBE, [None, None], unreduced=[*pending])
+        results = []
+        for text in MIXED[pending]:
+            dims = [list(axes) for axes in Sharding.parse(CUBE, text).dims]
+            results += [mesh_split(total * 2.0, CUBE, dims)]
+            results += [reshard(typed, CUBE, dims)]
+        return results
+
+    def plain(x, y):
+        total = tf.einsum("bi,bj->ij", x, y)
+        return [total * 2.0, total] * len(MIXED[pending])
+
+    args = array(16, 8), array(16, 8, seed=1)
+    split = f"[{'.'.join(pending)},_]"
+    leaves = [text for text in MIXED[pending] for _ in range(2)]
+    _, got = run(products, args, CUBE, [split, split], leaves, partitioner)
+    assert_copies_agree(got)
+    assert_close(tf.nest.map_structure(np.asarray, got), on_one_device(plain, args))
+
+
+TOKENS = DeviceMesh(("data", "tensor"), (2, 4))
+
+
+@over_partitioners
+@pytest.mark.parametrize("typed", [False, True], ids=["plain", "reduced"])
+@pytest.mark.parametrize("stored", ["[tensor,_]", "[data,tensor]", "[data.tensor,_]"])
+def test_the_gradient_of_a_table_is_summed_before_it_is_split(
+    stored, typed, partitioner
+):
+    """openxla/xla issue 42481, read 2026-11-22; jaxlib 0.10.2.
+
+    The gradient of rows taken from a gathered table by tokens that another axis splits:
+    each device's part was cut to the device's rows before the sum over devices, so rows
+    that no token names got gradients. XLA had given up Shardy for GSPMD in silence;
+    mended there after 0.10.2. A program compiled here is refused rather than given to
+    another partitioner (`test_completion.py`).
+    """
+    rows, width = 32, 8
+
+    def gradient(table, tokens, weights, mesh=TOKENS):
+        def part(x, *dims, **types):
+            return mesh_split(x, mesh, dims, **types) if mesh else x
+
+        with tf.GradientTape() as tape:
+            tape.watch(table)
+            if typed:  # A row of tokens: what is pending is split evenly then.
+                tokens = tf.reshape(tokens, [-1])
+                weights = tf.reshape(weights, [-1, width])
+                tokens = part(tokens, ["data", "tensor"])
+                whole = part(table, None, None, reduced=["data", "tensor"])
+                taken = part(tf.gather(whole, tokens), ["data", "tensor"], None)
+            else:
+                tokens = part(tokens, "data", "tensor")
+                whole = part(table, None, None)
+                taken = part(tf.gather(whole, tokens), "data", "tensor", None)
+            loss = tf.reduce_sum(taken * weights)
+        found = tf.convert_to_tensor(tape.gradient(loss, table))
+        if not (typed and mesh):
+            return found
+        dims = [list(axes) for axes in Sharding.parse(mesh, stored).dims]
+        return reshard(found, mesh, dims)
+
+    # Few rows are taken; each by many tokens.
+    tokens = np.random.RandomState(0).choice([1, 9, 17, 30], (4, 8)).astype(np.int32)
+    args = array(rows, width), tokens, array(4, 8, width, seed=1)
+    arrives = [stored, "[data,tensor]", "[data,tensor,_]"]
+    _, got = run(gradient, args, TOKENS, arrives, stored, partitioner)
+    assert_copies_agree(got)
+    want = on_one_device(lambda *args: gradient(*args, mesh=None), args)
+    np.testing.assert_allclose(got, want, 1e-5, 1e-5)
+    untaken = np.setdiff1d(np.arange(rows), tokens)
+    assert not np.asarray(got)[untaken].any()
+
+
+@over_partitioners
+@pytest.mark.parametrize("groups", [2, 4, 8])
+@pytest.mark.parametrize("batch", ["X.Y", "Y"])
+def test_a_batch_of_grouped_convolutions_stays_split(batch, groups, partitioner):
+    """openxla/xla issue 47945, read 2026-11-22; jaxlib 0.10.2.
+
+    A convolution of channels in groups, its batch split and its kernel whole, gathers
+    the batch, and every device does all of it. Open, with pull request 48086. Here it
+    is laid out in a manual region. Depthwise ones are split by XLA itself, but not the
+    gradients of their images.
+    """
+    mesh = DeviceMesh(("X", "Y"), (2, 4))
+    dims = [batch.split("."), None, None, None]
+
+    def gradients(x, kernel, on=mesh):
+        with tf.GradientTape() as tape:
+            tape.watch([x, kernel])
+            image = mesh_split(x, mesh, dims) if on else x
+            y = tf.nn.conv2d(image, kernel, 1, "SAME")
+            y = tf.sin(mesh_split(y, mesh, dims) if on else y)
+            loss = tf.reduce_sum(y)
+        return [y, *tape.gradient(loss, [x, kernel])]
+
+    args = array(16, 4, 4, 8), array(3, 3, 8 // groups, 16, seed=1)
+    image, kernel = f"[{batch},_,_,_]", "[_,_,_,_]"
+    program, got = run(
+        gradients, args, mesh, [image, kernel], [image, image, kernel], partitioner
+    )
+    want = on_one_device(lambda *args: gradients(*args, on=None), args)
+    assert_close(tf.nest.map_structure(np.asarray, got), want)
+    # The sum of the kernel's gradient alone.
+    found = [(one.kind, one.bytes) for one in program.collectives()]
+    assert found == [("all-reduce", args[1].nbytes)]
+
+
+STEPS, VOCABULARY, WIDTH, HIDDEN = 4, 16, 8, 32
+
+
+def trained(mesh, tokens):
+    """Losses and norms of the gradients of some steps of a small language model.
+
+    Its weights are drawn on the mesh, split along "tensor"; so are dropout's masks.
+    """
+
+    def part(x, *dims):
+        return mesh_split(x, mesh, dims)
+
+    def normal(seed, *shape):
+        return tf.random.stateless_normal(shape, [seed, 7]) / WIDTH**0.5
+
+    def step(i, weights, tokens):
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            table, up, down = weights
+            x = part(tf.gather(table, tokens[:, :-1]), "data", None, None)
+            hidden = part(tf.nn.gelu(x @ up), "data", None, "tensor")
+            keep = tf.random.stateless_uniform(tf.shape(hidden), [i, 3]) < 0.8
+            hidden = tf.where(keep, hidden / 0.8, 0.0)
+            x += part(hidden @ down, "data", None, None)
+            logits = part(tf.einsum("bsm,vm->bsv", x, table), "data", None, "tensor")
+            picked = tf.one_hot(tokens[:, 1:], VOCABULARY) * logits
+            loss = tf.reduce_logsumexp(logits, -1) - tf.reduce_sum(picked, -1)
+            loss = tf.reduce_mean(loss)
+        gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, weights)]
+        norm = tf.linalg.global_norm(gradients)
+        moved = [w - 0.5 * g / norm for w, g in zip(weights, gradients, strict=True)]
+        return moved, loss, norm
+
+    def train(tokens):
+        weights = [
+            part(normal(1, VOCABULARY, WIDTH), "tensor", None),
+            part(normal(2, WIDTH, HIDDEN), None, "tensor"),
+            part(normal(3, HIDDEN, WIDTH), "tensor", None),
+        ]
+        losses, norms = [], []
+        for i in range(STEPS):
+            weights, loss, norm = step(i, weights, tokens)
+            losses.append(loss)
+            norms.append(norm)
+        return tf.stack(losses), tf.stack(norms)
+
+    return train
+
+
+@over_partitioners
+def test_the_loss_is_that_of_one_device_at_every_degree_of_tensor_parallelism(
+    partitioner,
+):
+    """pytorch/torchtitan issue 1750, read 2026-11-22; jaxlib 0.10.2.
+
+    Loss and norm of the gradients differ with the tensor-parallel degree, seed and
+    settings the same; its weights are drawn shard by shard. Here a random number does
+    not depend on the mesh. What is left is the order of sums.
+    """
+    tokens = np.random.RandomState(0).randint(0, VOCABULARY, (8, 9)).astype(np.int32)
+
+    def at(data, tensor):
+        mesh = DeviceMesh(("data", "tensor"), (data, tensor))
+        arrives = ["[data,_]"]
+        result = run(trained(mesh, tokens), [tokens], mesh, arrives, None, partitioner)
+        return tf.nest.map_structure(np.asarray, result[1])
+
+    alone = at(1, 1)
+    assert (np.diff(alone[0]) < 0).all()
+    for data, tensor in ((1, 2), (1, 4), (1, 8), (2, 4), (4, 2)):
+        for got, want in zip(at(data, tensor), alone, strict=True):
+            np.testing.assert_allclose(got, want, 2e-5, err_msg=f"{data} x {tensor}")

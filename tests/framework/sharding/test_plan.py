@@ -1,0 +1,101 @@
+"""Sharding plans: Table 1 of GSPMD, and bad tables."""
+
+import pathlib
+import re
+
+import gin
+import pytest
+
+from meshwright.framework.sharding.plan import ShardingPlan
+
+PLANS = pathlib.Path(__file__).parents[3] / "params" / "plans"
+# GSPMD, Table 1: the seven annotated tensors of a layer.
+WEIGHTS = {
+    "w_q": ("model", "heads", "head_dim"),
+    "w_o": ("heads", "head_dim", "model"),
+    "w_in": ("model", "hidden"),
+    "w_out": ("hidden", "model"),
+}
+ACTIVATIONS = {
+    "BSM": ("batch", "sequence", "model"),
+    "BSND": ("batch", "sequence", "heads", "head_dim"),
+    "BSH": ("batch", "sequence", "hidden"),
+}
+TABLE_1 = {
+    "attempt1": ["[_,_,X]", "[_,_,Y,_]", "[_,_,Y]"],
+    "attempt2": ["[X,_,_]", "[X,_,Y,_]", "[X,_,Y]"],
+    "finalized": ["[X,_,Y]", "[X,_,Y,_]", "[X,_,Y]"],
+}
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_shipped_plans_are_those_of_table_1(name):
+    gin.clear_config()  # Another test's may be left, and locked.
+    gin.parse_config_file(PLANS / f"{name}.gin")
+    gin.bind_parameter("MESH_SHAPE/gin.macro.value", (2, 4))
+    try:
+        plan = gin.get_configurable(ShardingPlan)()
+    finally:
+        gin.clear_config()
+    weights = [str(plan.weight_sharding(dims)) for dims in WEIGHTS.values()]
+    assert weights == ["[X,Y,_]", "[Y,_,X]", "[X,Y]", "[Y,X]"]
+    activations = [str(plan.activation_sharding(dims)) for dims in ACTIVATIONS.values()]
+    assert activations == TABLE_1[name]
+    assert str(plan.mesh) == "X=2, Y=4"
+
+
+def test_a_dim_may_be_split_by_several_axes_or_none():
+    plan = ShardingPlan(
+        mesh_shape=(2, 4),
+        device_ids=range(7, -1, -1),
+        weights={"vocab": ("X", "Y"), "model": None, "hidden": []},
+    )
+    sharding = plan.weight_sharding(["vocab", "model", "hidden", "other"])
+    assert str(sharding) == "[X.Y,_,_,_]"
+    assert sharding.mesh.device_ids == (7, 6, 5, 4, 3, 2, 1, 0)
+    assert plan.activation_sharding(["vocab"]).is_replicated()
+    assert ShardingPlan().mesh.size == 1
+
+
+def test_weights_are_reduced_where_tokens_are_split():
+    plan = ShardingPlan(
+        mesh_axes=("data", "tensor"),
+        weights={"hidden": "tensor"},
+        activations={"batch": "data", "stream": "tensor"},
+        partial_axes=("data", "tensor"),
+    )
+    assert str(plan.read_sharding(["model", "hidden"])) == "[_,tensor]{R:data}"
+    assert str(plan.read_sharding(["model"])) == "[_]{R:data,tensor}"
+
+
+def test_weights_are_read_whatever_splits_activations():
+    """A plan may split by one axis dims that no activation has together."""
+    both = {"batch": "X", "sequence": "X"}
+    for partial in ((), ("X",)):
+        plan = ShardingPlan(activations=both, partial_axes=partial)
+        assert plan.read_sharding(["model"]).reduced == partial
+
+
+@pytest.mark.parametrize("table", ["weights", "activations"])
+def test_an_unknown_axis_names_the_nearest(table):
+    message = (
+        f"{table}['model'] names mesh axis 'modle', but the mesh has "
+        "('data', 'model'); did you mean 'model'?"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ShardingPlan(mesh_axes=("data", "model"), **{table: {"model": ["modle"]}})
+
+
+def test_an_axis_that_splits_a_tensor_twice_names_tensor_and_dims():
+    plan = ShardingPlan(mesh_shape=(2, 4), weights={"model": "X", "hidden": ("Y", "X")})
+    message = (
+        "sharding plan for 'stack.w_in' (model->X, other->_, hidden->Y.X): mesh axis "
+        "'X' is used twice in one tensor: on dim 0 and on dim 2"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.weight_sharding(("model", "other", "hidden"), "stack.w_in")
+
+
+def test_mesh_shape_must_be_a_sequence():
+    with pytest.raises(ValueError, match=r"mesh_shape is 8, must be a sequence"):
+        ShardingPlan(mesh_shape=8)

@@ -1,0 +1,504 @@
+"""Weight-update sharding's analysis: what is redundant, clusters, what is worth it.
+
+Small functions, lowered and analysed; nothing is compiled.
+"""
+
+import functools
+
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    call_target,
+    shape_of,
+    walk,
+)
+from meshwright.framework.compiler.weight_update_sharding.decide import Machine
+from meshwright.framework.compiler.weight_update_sharding.scatter import find_sum
+from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.collectives import all_reduce
+from meshwright.framework.sharding.manual import auto_to_manual, manual_to_auto
+from meshwright.framework.sharding.sharding import Sharding
+from tests.framework.updates.updates import (
+    ALL,
+    AUTO,
+    BOTH,
+    DATA,
+    NO_LATENCY,
+    analysed,
+    gradients,
+    mean_square,
+    momentum,
+)
+
+B, M, H, L = 8, 16, 32, 4
+X = {"x": ("data", None)}
+SLOW_START = Machine(memory_bandwidth=1e9, link_bandwidth=1e9, latency=1e-4)
+
+
+def whole(x):
+    """Gathered: on all devices, but none of them computed it alike."""
+    return annotate(x, Sharding.replicated(DATA, x.shape.rank))
+
+
+DENSE = {"w": [M, H], "m": [M, H], "x": [B, M]}
+IMAGES = {"x": ("data", None, None, None)}
+
+
+@pytest.mark.parametrize(
+    "loss,w,x,split,reduction",
+    [
+        (lambda w, x: x @ w, [M, H], [B, M], X, "dot_general"),
+        (
+            lambda w, x: tf.nn.conv2d(x, w, 1, "SAME"),
+            [3, 3, 4, 8],
+            [B, 6, 6, 4],
+            IMAGES,
+            "convolution",
+        ),
+        (lambda w, x: x + w, [M], [B, M], X, "reduce"),
+        (
+            lambda w, x: tf.gather(w, x),
+            [64, M],
+            tf.TensorSpec([B, 4], tf.int32),
+            X,
+            "scatter",
+        ),
+    ],
+    ids=["dot", "convolution", "reduce", "scatter"],
+)
+def test_what_sums_over_the_batch_is_a_reduction(loss, w, x, split, reduction):
+    def fn(w, x):
+        return {
+            "g": gradients(lambda w: mean_square(loss(w, x)), w)[0],
+            "y": loss(w, x),
+        }
+
+    with analysed(fn, {"w": w, "x": x}, split) as found:
+        assert found.reductions() == {f"stablehlo.{reduction}"}
+        assert found.alike("g") == {"data"}
+        assert found.results["g"] in found.redundancy.updates
+        assert found.alike("y") == set()
+        assert found.results["y"] not in found.redundancy.updates
+
+
+def test_what_is_gathered_but_not_summed_is_not_redundant():
+    def fn(x):
+        return {"all": whole(x), "sum": tf.reduce_sum(whole(x), 0)}
+
+    with analysed(fn, {"x": [B, M]}, X) as found:
+        assert found.alike("all") == found.alike("sum") == set()
+        assert found.reductions() == set()
+
+
+def test_random_numbers_are_not_redundant():
+    def fn(x):
+        known = tf.random.stateless_uniform([M], [1, 2])
+        return {"known": known, "any": tf.random.uniform([M]), "on": x[0] * 0 + known}
+
+    with analysed(fn, {"x": [B, M]}, {}) as found:
+        names = {op.name for op in walk(found.completed.main)}
+        assert {"stablehlo.rng_bit_generator", "stablehlo.rng"} <= names
+        for name in ("known", "any", "on"):
+            assert found.alike(name) == set(), name
+
+
+@pytest.mark.parametrize("axes,alike", [("data", {"data"}), ("model", set())])
+def test_an_all_reduce_of_a_manual_region_is_a_reduction_along_its_axes(axes, alike):
+    def fn(w, x):
+        mine = auto_to_manual(x, BOTH, [("data", "model"), None])
+        own = tf.matmul(mine, mine, transpose_a=True)
+        total = all_reduce(own, BOTH, axes)
+        to_whole = functools.partial(manual_to_auto, mesh=BOTH, dims_mapping=[None] * 2)
+        return {"w": w - to_whole(total), "own": to_whole(own)}
+
+    shapes = {"w": [M, M], "x": [B, M]}
+    with analysed(fn, shapes, X, mesh=BOTH) as found:
+        assert found.alike("own") == set()
+        assert found.alike("w") == alike
+        assert found.updated() == ([["w"]] if alike else [])
+
+
+def test_a_loop_to_a_fixed_point():
+    """That `b` is gathered shows in `a` in the second round, in `late` in the third."""
+
+    def fn(x):
+        zeros = tf.zeros([B, M])
+        _, late, a, b, own = tf.while_loop(
+            lambda i, *_: i < L,
+            lambda i, late, a, b, own: (i + 1, a, b, whole(x), own + 1.0),
+            (0, zeros, zeros, zeros, zeros),
+        )
+        return {"late": late, "a": a, "b": b, "own": own}
+
+    with analysed(fn, {"x": [B, M]}, X) as found:
+        assert found.alike("own") == {"data"}
+        for name in ("late", "a", "b"):
+            assert found.alike(name) == set(), name
+
+
+def test_what_only_the_first_pass_takes_for_a_reduction_is_none():
+    def fn(x, v):
+        def body(i, v, a):
+            return i + 1, whole(x), tf.matmul(x, v, transpose_a=True)
+
+        _, v, a = tf.while_loop(lambda i, *_: i < L, body, (0, v, tf.zeros([M, M])))
+        return {"a": a}
+
+    with analysed(fn, {"x": [B, M], "v": [B, M]}, X) as found:
+        assert found.alike("a") == set()
+        assert found.reductions() == set()
+        assert found.results["a"] not in found.redundancy.updates
+
+
+def test_how_often_a_loop_runs_must_be_redundant():
+    def fn(x):
+        def up_to(limit):
+            return tf.while_loop(
+                lambda i, c: tf.cast(i, tf.float32) < limit,
+                lambda i, c: (i + 1, c + 1.0),
+                (0, tf.zeros([M])),
+            )[1]
+
+        return {"gathered": up_to(whole(x)[0, 0]), "summed": up_to(tf.reduce_sum(x))}
+
+    with analysed(fn, {"x": [B, M]}, X) as found:
+        assert found.alike("gathered") == set()
+        assert found.alike("summed") == {"data"}
+
+
+def test_predicate_and_branches_must_be_redundant():
+    def fn(x, s):
+        ours, cases = tf.zeros([B, M]) + s, (lambda: whole(x), lambda: tf.zeros([B, M]))
+        return {
+            "predicate": tf.cond(whole(x)[0, 0] > 0, lambda: ours, lambda: ours * 2),
+            "branch": tf.cond(s > 0, *cases),
+            "other": tf.cond(s > 0, *reversed(cases)),
+            "neither": tf.cond(tf.reduce_sum(x) > 0, lambda: ours, lambda: ours * 2),
+        }
+
+    with analysed(fn, {"x": [B, M], "s": []}, X) as found:
+        alike = {name: found.alike(name) for name in found.results}
+        assert alike.pop("neither") == {"data"}
+        assert set().union(*alike.values()) == set(), alike
+
+
+def test_the_cluster_around_a_reduction():
+    with analysed(momentum, DENSE, X) as found:
+        (cluster,) = found.clusters
+        assert found.state(cluster) == ["m", "w"]
+        names = sorted(op.name.removeprefix("stablehlo.") for op in cluster.ops)
+        assert names == ["add", "broadcast_in_dim", "multiply", "subtract"]
+        (gradient,) = cluster.entries()
+        assert gradient.owner.name == "stablehlo.dot_general"
+        # Only forward and backward read of it, and only the weight.
+        assert list(cluster.exits()) == [found.arguments["w"]]
+
+
+def two_layers(w, v, m, n, x):
+    """Clipped together by their global norm."""
+    g, h = gradients(lambda w, v: mean_square(tf.tanh(x @ w) @ v), w, v)
+    norm = tf.sqrt(tf.reduce_sum(g * g) + tf.reduce_sum(h * h))
+    factor = 1.0 / tf.maximum(norm, 1.0)
+    m, n = 0.9 * m + g * factor, 0.9 * n + h * factor
+    return {"w": w - m, "v": v - n, "m": m, "n": n, "norm": norm}
+
+
+def test_weights_that_scalars_join_are_updated_apart():
+    shapes = {"w": [M, H], "m": [M, H], "v": [H, M], "n": [H, M], "x": [B, M]}
+    with analysed(two_layers, shapes, X) as found:
+        assert sorted(found.updated()) == [["m", "w"], ["n", "v"]]
+        # What norms sum is on shards, so that only scalars cross.
+        for cluster in found.clusters:
+            assert "stablehlo.reduce" in {op.name for op in cluster.ops}
+            assert len(cluster.entries()) == 1
+
+
+def test_a_tied_weight_is_updated_once():
+    def fn(e, m, x, ids):
+        (g,) = gradients(lambda e: mean_square(tf.gather(e, ids) @ tf.transpose(e)), e)
+        m = 0.9 * m + g
+        return {"e": e - m, "m": m}
+
+    shapes = {"e": [64, M], "m": [64, M], "x": [B, M]}
+    shapes["ids"] = tf.TensorSpec([B], tf.int32)
+    with analysed(fn, shapes, {"ids": ("data",), **X}) as found:
+        assert found.updated() == [["e", "m"]]
+        (cluster,) = found.clusters
+        reduced = {value.owner.name for value in cluster.entries()}
+        assert reduced == {"stablehlo.scatter", "stablehlo.transpose"}
+
+
+def test_weights_that_pull_at_each_other_are_updated_together():
+    def fn(w, v, x):
+        g, h = gradients(lambda w, v: mean_square(tf.tanh(x @ w) + x @ v), w, v)
+        return {"w": w - g - 0.1 * (w - v), "v": v - h - 0.1 * (v - w)}
+
+    with analysed(fn, {"w": [M, H], "v": [M, H], "x": [B, M]}, X) as found:
+        assert found.updated() == [["v", "w"]]
+
+
+def test_stacked_gradients_of_a_backward_loop():
+    """The forward loop reads a layer of the stack, the backward one adds to a stack."""
+
+    def fn(w, m, x):
+        def loss(w):
+            layer = lambda i, h: (i + 1, tf.tanh(h @ w[i]))  # noqa: E731
+            loop = functools.partial(tf.while_loop, maximum_iterations=L)
+            return mean_square(loop(lambda i, h: i < L, layer, (0, x))[1])
+
+        (g,) = gradients(loss, w)
+        m = 0.9 * m + g
+        return {"w": w - m, "m": m}
+
+    shape = [L, M, M]
+    with analysed(fn, {"w": shape, "m": shape, "x": [B, M]}, X) as found:
+        assert found.updated() == [["m", "w"]]
+        (cluster,) = found.clusters
+        assert "stablehlo.dynamic_update_slice" in {op.name for op in cluster.ops}
+        assert any(link.argument is None for link in cluster.links), "the loop's stack"
+        (decision,) = found.decide().values()
+        weight = found.arguments["w"]
+        assert decision.format.first(weight) != 0, "the stack is sliced by layers"
+        # A layer's gradient is reduced in each round of the loop.
+        assert decision.reduced == decision.gathers == L * M * M * 4
+
+
+def test_steps_in_a_loop():
+    def fn(w, m, x):
+        def body(i, w, m):
+            new = momentum(w, m, x[i])
+            return i + 1, new["w"], new["m"]
+
+        _, w, m = tf.while_loop(lambda i, *_: i < L, body, (0, w, m))
+        return {"w": w, "m": m}
+
+    shapes = {**DENSE, "x": [L, B, M]}
+    with analysed(fn, shapes, {"x": (None, "data", None)}) as found:
+        assert found.updated() == [["m", "w"]]
+        (decision,) = found.decide().values()
+        # The slot is in shards from step to step, the weight is gathered in each.
+        assert decision.kept == M * H * 4 * 7 // 8
+        assert decision.gathers == M * H * 4
+
+
+def test_what_a_loop_carries_over_is_an_update_too():
+    """Weights move along the momentum of the step before."""
+
+    def fn(w, m, x):
+        def body(i, w, m):
+            return i + 1, w - m, momentum(w, m, x)["m"]
+
+        _, w, m = tf.while_loop(lambda i, *_: i < L, body, (0, w, m))
+        return {"w": w, "m": m}
+
+    with analysed(fn, DENSE, X) as found:
+        assert found.updated() == [["m", "w"]]
+
+
+def test_what_state_carries_over_is_an_update_too():
+    """The same, with one step a call."""
+
+    def fn(w, m, x):
+        return {"w": w - m, "m": momentum(w, m, x)["m"]}
+
+    with analysed(fn, DENSE, X) as found:
+        assert found.updated() == [["m", "w"]]
+
+
+STEP = tf.TensorSpec([], tf.int32)
+SUMMARIES = {**DENSE, "step": STEP}
+
+
+def rarely(step):
+    return tf.equal(step % 100, 0)
+
+
+def with_summary(w, m, x, step, *, due, read, swap=False):
+    """Reads a slot in a branch, in a way that cannot be computed on shards."""
+    new = momentum(w, m, x)
+    cases = [lambda: read(new["m"]), lambda: tf.zeros([])]
+    new["s"] = tf.cond(due(step), *(reversed(cases) if swap else cases))
+    return new
+
+
+def by_product(m):
+    return tf.reduce_sum(m @ tf.ones([H, 1]))
+
+
+def by_sorting(m):
+    """Some of its ops are computed on shards inside the branch."""
+    return tf.reduce_sum(tf.sort(-m, 0)[:3])
+
+
+WHOLE = M * H * 4
+
+
+@pytest.mark.parametrize("read", [by_product, by_sorting], ids=["outer", "inner"])
+def test_a_rare_branch_is_cheap(read):
+    fn = functools.partial(with_summary, due=rarely, read=read)
+    with analysed(fn, SUMMARIES, X) as found:
+        (decision,) = found.decide().values()
+        assert decision.gathers == WHOLE + WHOLE // 100
+
+
+@pytest.mark.parametrize(
+    "due,swap",
+    [
+        (lambda step: step > 5, False),
+        (rarely, True),
+        (lambda step: tf.not_equal(step % 100, 0), False),
+    ],
+    ids=["always", "else", "not_equal"],
+)
+def test_a_branch_that_is_taken_mostly_is_dear(due, swap):
+    fn = functools.partial(with_summary, due=due, read=by_product, swap=swap)
+    with analysed(fn, SUMMARIES, X) as found:
+        (decision,) = found.decide().values()
+        assert decision.gathers >= WHOLE + WHOLE * 99 // 100
+
+
+def test_what_a_rare_branch_reads_is_gathered_inside_it():
+    fn = functools.partial(with_summary, due=rarely, read=by_product)
+    with analysed(fn, SUMMARIES, X) as found:
+        forms = found.rewrite()
+        borders = {name: str(form.border) for name, form in forms.items()}
+        assert borders == {"m": "[data,_]"}
+        # The new slot is a sum, the new weight a difference.
+        gathers = {
+            op.operands[0].owner.name: op.parent.operation.name
+            for op in walk(found.completed.main)
+            if call_target(op) == "Sharding"
+            and "replicated" in str(op.attributes["mhlo.sharding"])
+            and getattr(op.operands[0].owner, "name", "")
+            in ("stablehlo.add", "stablehlo.subtract")
+        }
+        names = ("stablehlo.add", "stablehlo.subtract")
+        assert gathers == dict(zip(names, ("stablehlo.if", "func.func"), strict=True))
+
+
+def test_auto_leaves_alone_what_does_not_pay():
+    """A bias of 16 numbers saves less than a collective takes to begin."""
+
+    def fn(w, m, x):
+        (g,) = gradients(lambda w: mean_square(x + w), w)
+        m = 0.9 * m + g
+        return {"w": w - m, "m": m}
+
+    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as found:
+        decision = found.decide(SLOW_START, AUTO)["m w"]
+        assert decision.format is None and decision.kept == 0
+        assert decision.why.startswith("it would cost 9"), decision.why
+        assert decision.why.endswith(" us a step")
+    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as found:
+        forced = found.decide(SLOW_START, ALL)["m w"]
+        assert forced.why == "" and forced.format.shards == 8
+        assert forced.gain < 0 and forced.kept == M * 4 * 7 // 8
+    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as found:
+        free = found.decide(NO_LATENCY, AUTO)["m w"]
+        assert free.format is not None and free.gain > 0
+
+
+@pytest.mark.parametrize("mode", [AUTO, ALL])
+def test_what_has_no_dim_to_split_is_left_alone(mode):
+    def fn(w, v, x):
+        g, h = gradients(lambda w, v: mean_square(x * w + v), w, v)
+        # Pieces of another size than the whole cannot be split like it.
+        return {"w": w - g, "v": v - tf.concat([h[:5] * 2, h[5:]], 0)}
+
+    with analysed(fn, {"w": [1], "v": [M], "x": [B, M]}, X) as found:
+        decisions = found.decide(NO_LATENCY, mode)
+        assert sorted(decisions) == ["v", "w"]
+        for decision in decisions.values():
+            assert decision.format is None
+            assert decision.why == (
+                "no dim of it can be split in all that its update computes"
+            )
+
+
+def test_what_data_axes_split_already_is_no_update_to_shard():
+    split = {**X, "w": ("data", None), "m": ("data", None)}
+    with analysed(momentum, DENSE, split) as found:
+        assert found.clusters == []
+
+
+def test_along_a_data_axis_that_splits_no_weight():
+    """The batch is split by both axes, weights by one: the other is left to split."""
+    split = {"x": (("data", "model"), None)}
+    split |= {"w": (None, "model"), "m": (None, "model")}
+    with analysed(
+        momentum, DENSE, split, mesh=BOTH, data_axes=("data", "model")
+    ) as found:
+        assert found.updated() == [["m", "w"]]
+        (decision,) = found.decide().values()
+        slot = found.arguments["m"]
+        assert decision.format.axes == ("data",)
+        assert str(decision.format.sharding(slot)) == "[data,model]"
+        assert decision.kept == WHOLE // 2 * 3 // 4
+
+
+def test_a_weight_that_is_read_in_less_precision_is_kept_in_shards():
+    """Its conversion is computed on shards, so that half the bytes are gathered."""
+
+    def fn(w, m, x):
+        half = lambda t: tf.cast(t, tf.bfloat16)  # noqa: E731
+        loss = lambda w: mean_square(tf.cast(half(x) @ half(w), tf.float32))  # noqa: E731
+        (g,) = gradients(loss, w)
+        m = 0.9 * m + g
+        return {"w": w - m, "m": m}
+
+    with analysed(fn, DENSE, X) as found:
+        (decision,) = found.decide().values()
+        assert decision.gathers == WHOLE // 2
+        assert decision.kept == 2 * WHOLE * 7 // 8
+        (leaves,) = decision.cluster.exits()
+        assert leaves.owner.name == "stablehlo.convert"
+
+
+def test_a_weight_that_is_turned_before_it_is_read_in_less_precision():
+    """It is gathered in bfloat16 all the same, and its gradient is reduced in that."""
+
+    def fn(w, m, x):
+        half = lambda t: tf.cast(t, tf.bfloat16)  # noqa: E731
+        loss = lambda w: mean_square(  # noqa: E731
+            tf.cast(half(x) @ half(tf.transpose(w)), tf.float32)
+        )
+        (g,) = gradients(loss, w)
+        m = 0.9 * m + g
+        return {"w": w - m, "m": m}
+
+    with analysed(fn, {"w": [H, M], "m": [H, M], "x": [B, M]}, X) as found:
+        (decision,) = found.decide().values()
+        assert decision.gathers == WHOLE // 2
+        (leaves,) = decision.cluster.exits()
+        assert leaves.owner.name == "stablehlo.convert"
+        (gradient,) = decision.cluster.entries()
+        assert gradient.owner.name == "stablehlo.transpose"
+        assert "bf16" in str(gradient.type)
+        summed = find_sum(found.completed, found.redundancy.reduced, gradient)
+        assert summed.axes == ("data",)
+
+
+def test_a_stack_that_is_read_layer_by_layer_in_less_precision():
+    """All of it is converted and gathered at once, but not what nobody reads."""
+
+    def fn(w, m, x, layers):
+        def loss(w):
+            y, w = x, annotate(w, Sharding.replicated(DATA, 3))
+            for i in range(layers):
+                y = tf.cast(
+                    tf.cast(y, tf.bfloat16) @ tf.cast(w[i], tf.bfloat16), y.dtype
+                )
+            return mean_square(y)
+
+        (g,) = gradients(loss, w)
+        m = 0.9 * m + g
+        return {"w": w - m, "m": m}
+
+    shapes = {"w": [L, M, M], "m": [L, M, M], "x": [B, M]}
+    for layers, read in ((L, [(L, M, M)]), (L - 1, (L - 1) * [(1, M, M)])):
+        with analysed(functools.partial(fn, layers=layers), shapes, X) as found:
+            (decision,) = found.decide().values()
+            exits = list(decision.cluster.exits())
+            assert [shape_of(value) for value in exits] == read
+            assert all("bf16" in str(value.type) for value in exits)

@@ -1,0 +1,91 @@
+"""Every Python snippet of the docs runs, and every command names flags that exist."""
+
+import pathlib
+import re
+
+import pytest
+
+from meshwright.trainers.experiment import config
+from meshwright.trainers.mains import build_experiment
+from tests.house import snippets
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
+def blocks():
+    for page in PAGES:
+        found = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        for i, block in enumerate(found):
+            yield pytest.param(block, id=f"{page.name}-{i}")
+
+
+def commands(pattern):
+    """Indented command lines, continuation lines joined."""
+    for page in PAGES:
+        joined = re.sub(r"\\\n\s*", "", page.read_text())
+        for line in re.findall(r"^ {4}(\S.*)$", joined, re.MULTILINE):
+            if re.match(pattern, line):
+                yield pytest.param(line.split("  #")[0].strip(), id=line[:60])
+
+
+@pytest.mark.parametrize("code", list(blocks()))
+def test_python_snippet_runs(code, tmp_path):
+    # A process of its own: snippets choose their platform first thing.
+    status, out, errors = snippets.run(code, tmp_path)
+    assert status == 0, errors
+    assert out.strip(), "a snippet should show something"
+
+
+def test_a_snippet_that_fails_or_says_nothing_is_seen(tmp_path):
+    assert snippets.run("x = 1", tmp_path)[:2] == (0, "")
+    status, _, errors = snippets.run("raise KeyError('here')", tmp_path)
+    assert status and "KeyError: 'here'" in errors
+
+
+@pytest.mark.parametrize("command", list(commands(r"(\.venv/bin/)?meshwright-\w+")))
+def test_command_builds(command):
+    words = re.findall(r"--(\w+)(?:=('[^']*'|\S+))?", command)
+    flags = {"gin_file", "gin_param", "device_count", "strict", "compile_in_child"}
+    if "meshwright-plan" in command:
+        flags |= {"explain", "topology", "json_out", "html_out", "log_dir"}
+    elif "meshwright-export" in command:
+        flags |= {"model_dir", "output", "step", "what", "platforms", "noexpected"}
+    else:
+        flags |= {"model_dir", "mode", "platform"}
+        flags |= {"coordinator", "num_processes", "process_id"}
+    assert {name for name, _ in words} <= flags
+    values = [(name, value.strip("'")) for name, value in words]
+    build_experiment(
+        [value for name, value in values if name == "gin_file"],
+        [value for name, value in values if name == "gin_param"],
+    )
+
+
+@pytest.mark.parametrize("command", list(commands(r"make ")))
+def test_make_target_exists(command):
+    makefile = (ROOT / "Makefile").read_text()
+    for target in command.split()[1:]:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_files_that_the_docs_link_to_exist():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            if not link.startswith("http"):
+                path, _, anchor = link.partition("#")
+                target = page.parent / path if path else page
+                assert target.exists(), (page.name, link)
+                assert not anchor or anchor in anchors(target), (page.name, link)
+
+
+def anchors(page):
+    """What links to headings of a page end in."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_configurations_that_the_guide_lists_exist():
+    text = "".join(page.read_text() for page in PAGES)
+    for name in re.findall(r"`((?:asr|lm|mt|layers|plans|paper)/[\w.]+\.gin)`", text):
+        assert config.find_gin_file(name).is_file()

@@ -1,0 +1,99 @@
+"""Where a file stands: small folders, unique names, and imports that go one way."""
+
+import ast
+import collections
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PRODUCT = ("framework", "layers", "tasks", "trainers")
+ROOMS = (*PRODUCT, "benchmarks", "tests")
+MOST_ENTRIES = 12
+
+
+def code_files(*rooms: str) -> list[pathlib.Path]:
+    return sorted(file for room in rooms for file in (ROOT / room).rglob("*.py"))
+
+
+def module_of(file: pathlib.Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(file: pathlib.Path, modules: set[str]) -> set[str]:
+    """Modules of `modules` that a file imports when it runs, not for types alone."""
+    tree = ast.parse(file.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or id(node) in for_types:
+            continue
+        parent = (node.module or "").removeprefix("meshwright.")
+        for alias in node.names:
+            name = f"{parent}.{alias.name}"
+            found.add(name if name in modules else parent)
+    return found & modules
+
+
+@pytest.fixture(scope="module")
+def arrows() -> dict[str, set[str]]:
+    """For each module of the product those that it imports."""
+    files = {module_of(file): file for file in code_files(*PRODUCT)}
+    return {module: imported(file, set(files)) for module, file in files.items()}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_folder_has_at_most_12_entries(room):
+    """Files of data, such as kept texts, are not counted."""
+    sizes = {}
+    for folder in {file.parent for file in code_files(room)}:
+        named = [e for e in folder.iterdir() if not e.name.startswith("_")]
+        entries = [e for e in named if e.is_dir() or e.suffix == ".py"]
+        sizes[folder.relative_to(ROOT).as_posix()] = len(entries)
+    assert sizes
+    assert not {folder: n for folder, n in sizes.items() if n > MOST_ENTRIES}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_file_name_is_unique_in_its_room(room):
+    names = collections.Counter(file.name for file in code_files(room))
+    shared = {name for name, count in names.items() if count > 1}
+    assert not shared - {"__init__.py", "conftest.py"}
+
+
+def test_no_two_files_import_each_other(arrows):
+    assert sum(map(len, arrows.values())) > 100
+    mutual = [(a, b) for a in arrows for b in arrows[a] if a < b and a in arrows[b]]
+    assert not mutual
+
+
+@pytest.mark.parametrize("room", ["layers", "tasks", "trainers"])
+def test_folders_of_a_room_do_not_import_each_other(room, arrows):
+    """Of two folders at most one imports from the other."""
+    between = {
+        (here.split(".")[1], there.split(".")[1])
+        for here in arrows
+        for there in arrows[here]
+        if here.startswith(f"{room}.") and there.startswith(f"{room}.")
+    }
+    folders = {(a, b) for a, b in between if a != b and (ROOT / room / a).is_dir()}
+    assert folders
+    assert not {(a, b) for a, b in folders if (b, a) in folders}
+
+
+def test_nobody_imports_private_names():
+    private = [
+        f"{module_of(file)} imports {alias.name} from {node.module}"
+        for file in code_files(*PRODUCT)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and "meshwright" in (node.module or "")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert not private

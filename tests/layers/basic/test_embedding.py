@@ -1,0 +1,100 @@
+"""Embedding, output layers and cross-entropy against numpy."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context, initialize
+from meshwright.framework.modeling.random import key_from_seed
+from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.layers.basic.embedding import (
+    Lookup,
+    Softmax,
+    SoftmaxKind,
+    TokenEmbedding,
+    cross_entropy,
+)
+
+RNG = np.random.default_rng(0)
+V, M = 11, 16
+
+
+def embedding(lookup=Lookup.AUTO, softmax=SoftmaxKind.SEPARATE):
+    layer = TokenEmbedding(vocab_size=V, model_dims=M, lookup=lookup, softmax=softmax)
+    return layer, initialize(layer.weights(), key_from_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("softmax", "scale"), [(SoftmaxKind.SEPARATE, 1), (SoftmaxKind.SHARED, 4)]
+)
+@pytest.mark.parametrize("lookup", Lookup)
+def test_lookup_picks_rows(lookup, softmax, scale):
+    layer, theta = embedding(lookup, softmax)
+    ids = RNG.integers(0, V, [2, 5])
+    with tf.GradientTape() as tape:
+        tape.watch(theta)
+        x = layer.fprop(Context(), theta, tf.constant(ids, tf.int32))
+    np.testing.assert_allclose(x, scale * theta.table.numpy()[ids], rtol=1e-6)
+    counts = np.bincount(ids.ravel(), minlength=V)
+    expected = np.tile(scale * counts[:, None], [1, M])
+    np.testing.assert_allclose(tape.gradient(x, theta.table), expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "dot"), [({"vocab": "Y"}, True), ({"model": "X"}, False)]
+)
+def test_auto_lookup_is_a_product_where_the_vocabulary_is_split(axes, dot, hlo_text):
+    layer, theta = embedding()
+    ctx = Context(plan=ShardingPlan(mesh_shape=(2, 4), weights=axes))
+    specs = theta.map(tf.TensorSpec.from_tensor), tf.TensorSpec([2, 5], tf.int32)
+    hlo = hlo_text(lambda theta, ids: layer.fprop(ctx, theta, ids), *specs)
+    assert (" dot(" in hlo, " gather(" in hlo) == (dot, not dot)
+
+
+def test_vectors_have_unit_variance_however_the_table_is_used():
+    for softmax, stddev in ((SoftmaxKind.SEPARATE, 1), (SoftmaxKind.SHARED, 1 / 16)):
+        layer = TokenEmbedding(vocab_size=512, model_dims=256, softmax=softmax)
+        theta = initialize(layer.weights(), key_from_seed(0))
+        np.testing.assert_allclose(np.std(theta.table), stddev, rtol=0.02)
+        x = layer.fprop(Context(), theta, tf.range(512)[None])
+        np.testing.assert_allclose(np.std(x), 1, rtol=0.02)
+
+
+def test_logits_of_a_shared_table_and_of_a_softmax_layer():
+    x = RNG.standard_normal([2, 5, M]).astype(np.float32)
+    layer, theta = embedding(softmax=SoftmaxKind.SHARED)
+    logits = layer.attend(Context(), theta, tf.constant(x))
+    np.testing.assert_allclose(logits, x @ theta.table.numpy().T, atol=1e-5)
+    layer = Softmax(model_dims=M, vocab_size=V)
+    theta = initialize(layer.weights(), key_from_seed(0))
+    logits = layer.fprop(Context(), theta, tf.constant(x))
+    np.testing.assert_allclose(logits, x @ theta.kernel.numpy(), atol=1e-5)
+
+
+def test_logits_of_a_table_that_is_not_shared_are_refused():
+    layer, theta = embedding()
+    with pytest.raises(ValueError, match="'emb' was asked for logits.*softmax=SHARED"):
+        layer.attend(Context(path="emb"), theta, tf.zeros([1, 1, M]))
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+def test_cross_entropy(dtype):
+    logits = tf.cast(RNG.standard_normal([3, 4, V]) * 30, dtype)
+    labels = RNG.integers(0, V, [3, 4])
+    weights = RNG.integers(0, 2, [3, 4])
+    with tf.GradientTape() as tape:
+        tape.watch(logits)
+        losses = cross_entropy(
+            logits, tf.constant(labels), weights=tf.constant(weights)
+        )
+    assert losses.dtype == tf.float32
+    exact = tf.cast(logits, tf.float64).numpy()
+    probs = np.exp(exact - exact.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    one_hot = np.eye(V)[labels]
+    expected = -np.log((probs * one_hot).sum(-1)) * weights
+    np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-5)
+    gradient = tf.cast(tape.gradient(losses, logits), tf.float32)
+    expected = (probs - one_hot) * weights[..., None]
+    tolerance = 1e-5 if dtype == tf.float32 else 5e-3
+    np.testing.assert_allclose(gradient, expected, atol=tolerance)

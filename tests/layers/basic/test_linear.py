@@ -1,0 +1,41 @@
+"""Products with weights, flattened to matrices."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context
+from meshwright.layers.basic.linear import contract, contract_each
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "dims"),
+    [
+        ([2, 3, 4], [4, 5], 1),
+        ([2, 3, 4], [4, 5, 6], 1),
+        ([2, 3, 4, 5], [4, 5, 6], 2),
+        ([4], [4, 5], 1),
+    ],
+)
+def test_contract(x, weight, dims):
+    x, weight = (RNG.standard_normal(s).astype(np.float32) for s in (x, weight))
+    product = contract(Context(), tf.constant(x), tf.constant(weight), dims=dims)
+    expected = np.tensordot(x, weight, axes=dims)
+    np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_contract_each_flattens_its_input_once(hlo_text):
+    """Two flattened copies would be gathered one by one on a mesh."""
+    x, weight = tf.TensorSpec([2, 3, 4]), tf.TensorSpec([4, 5])
+    hlo = hlo_text(
+        lambda x, w, v: contract_each(Context(), x, [w, v]), x, weight, weight
+    )
+    assert hlo.count("f32[6,4]{1,0} reshape(") == 1
+    assert hlo.count(" dot(") == 2
+
+
+def test_dims_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"'a.b' takes .* dims are \[4, 5\]"):
+        contract(Context(path="a.b"), tf.zeros([2, 5, 4]), tf.zeros([4, 5, 6]), dims=2)

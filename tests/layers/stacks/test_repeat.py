@@ -1,0 +1,501 @@
+"""The repeated stack equals its layers in a row, whatever it saves and recomputes."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.compiler.xla.service import hlo_pb2
+
+from meshwright.framework.compiler.lowering.lower import lower
+from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.initializers import FanIn
+from meshwright.framework.modeling.layer import (
+    Context,
+    Layer,
+    Mode,
+    WeightSpec,
+    annotate_weights,
+    initialize,
+)
+from meshwright.framework.modeling.recompute import Recompute, save_name
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.layers.stacks.repeat import Repeat, Unroll
+
+# B batch, S sequence, M model, H hidden.
+B, S, M, H = 4, 2, 8, 16
+DEPTH = {Unroll.LOOP: 3, Unroll.UNROLLED: 2}  # Deeper unrolled ones compile longer.
+L = DEPTH[Unroll.LOOP]
+BSM, BSH = ("batch", "sequence", "model"), ("batch", "sequence", "hidden")
+KEY = random.key_from_seed(3)
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal([B, S, M], np.float32)
+MASK = (RNG.random([B, S]) < 0.7).astype(np.float32)
+
+
+def weight(*dims):
+    sizes = {"model": M, "hidden": H}
+    shape = tuple(sizes[d] for d in dims)
+    return WeightSpec(shape=shape, dims=dims, initializer=FanIn())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedForward(Layer):
+    """Two products, dropout, a mask, annotations, a name."""
+
+    def weights(self):
+        return NestedMap(
+            w_in=weight("model", "hidden"), w_out=weight("hidden", "model")
+        )
+
+    def fprop(self, ctx, theta, x, *, mask, extra=None):
+        assert extra is None
+        w_in, w_out = ctx.cast(theta.w_in), ctx.cast(theta.w_out)
+        h = tf.nn.relu(tf.einsum("bsm,mh->bsh", x, w_in))
+        h = ctx.split(h, BSH, name="hidden")
+        if ctx.mode is Mode.TRAIN:
+            keep = random.bernoulli(ctx.random_key(), 0.8, h.shape)
+            h = tf.where(keep, h, tf.zeros([], h.dtype))
+        y = ctx.split(tf.einsum("bsh,hm->bsm", h, w_out), BSM)
+        return ctx.split(x + tf.tanh(y) * ctx.cast(mask)[:, :, None], BSM)
+
+
+@tf.custom_gradient
+def halved(x):
+    return tf.tanh(x), lambda dy: 0.5 * dy * (1 - tf.tanh(x) ** 2)
+
+
+class ManyOutputs(FeedForward):
+    """Ops of several results, a gradient of its own, and a nest of two tensors."""
+
+    def fprop(self, ctx, theta, x, *, mask):
+        h = tf.einsum("bsm,mh->bsh", x.a, theta.w_in)
+        first, second = tf.unstack(tf.reshape(h, [B, S, 2, -1]), axis=2)
+        h = tf.concat([halved(first), tf.where(second > 0, second, 0.0)], axis=-1)
+        first, second = tf.split(ctx.split(h, BSH), 2, axis=-1)
+        h = tf.concat([save_name(first, "hidden") * second, second], axis=-1)
+        y = tf.einsum("bsh,hm->bsm", h, theta.w_out)
+        return NestedMap(a=x.a + x.b["c"] * mask[:, :, None], b={"c": tf.tanh(y)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InARow(Layer):
+    """What `Repeat` must equal: a Python loop that TF differentiates."""
+
+    body: Layer
+    num_layers: int
+
+    def weights(self):
+        return self.body.weights().map(lambda spec: spec.stacked(self.num_layers))
+
+    def fprop(self, ctx, theta, x, **constants):
+        for i in range(self.num_layers):
+            key = None if ctx.key is None else random.fold_in(ctx.key, i)
+            layer = theta.map(lambda w, i=i: w[i])
+            x = self.body.fprop(
+                dataclasses.replace(ctx, key=key), layer, x, **constants
+            )
+        return x
+
+
+def repeat(body=None, recompute=Recompute.EVERYTHING, *, unroll=Unroll.LOOP, **kwargs):
+    if recompute is Recompute.ALL_BUT_NAMED:
+        kwargs.setdefault("saved_names", ("hidden",))
+    kwargs.setdefault("num_layers", DEPTH[unroll])
+    body = body or FeedForward()
+    return Repeat(body=body, recompute=recompute, unroll=unroll, **kwargs)
+
+
+def plan_of(mesh_shape):
+    return ShardingPlan(
+        mesh_shape=mesh_shape,
+        weights={"model": "X", "hidden": "Y"},
+        activations={"batch": "X", "model": "Y", "hidden": "Y"},
+    )
+
+
+def gradients_of(layer, mesh_shape=(1, 1), **context):
+    """(theta, x, mask, key) -> the output and the gradients of a loss of it."""
+    plan = plan_of(mesh_shape)
+    context.setdefault("mode", Mode.TRAIN)
+
+    def fn(theta, x, mask, key):
+        ctx = Context(plan=plan, key=key, **context)
+        with tf.GradientTape() as tape:
+            tape.watch((theta, x))
+            theta_in = annotate_weights(plan, layer.weights(), theta)
+            y = layer.fprop(ctx, theta_in, x, mask=mask)
+            loss = tf.add_n(
+                [tf.reduce_sum(tf.cast(t, tf.float32) ** 2) for t in tf.nest.flatten(y)]
+            )
+        return {"y": y, "gradients": tape.gradient(loss, (theta, x))}
+
+    return fn
+
+
+def arguments(layer, x=X):
+    theta = initialize(layer.weights(), KEY).map(lambda w: w.numpy())
+    return [theta, x, MASK, KEY.numpy()]
+
+
+def specs(nest):
+    return tf.nest.map_structure(lambda v: tf.TensorSpec(v.shape, v.dtype), nest)
+
+
+def run(layer, x=X, mesh_shape=(1, 1), partitioner=Partitioner.SHARDY, **context):
+    fn = gradients_of(layer, mesh_shape, **context)
+    args = arguments(layer, x)
+    mesh = plan_of(mesh_shape).mesh
+    program = compile_program(fn, specs(args), mesh, partitioner=partitioner)
+    return program, program.unshard(program(*args))
+
+
+def in_a_row(body, unroll=Unroll.LOOP, x=X, **context):
+    """The same of the layers in a row, without a compiler."""
+    layer = InARow(body=body, num_layers=DEPTH[unroll])
+    args = tf.nest.map_structure(tf.constant, arguments(layer, x))
+    return gradients_of(layer, **context)(*args)
+
+
+def assert_close(got, want, tolerance=1e-6):
+    tf.nest.assert_same_structure(got, want)
+    for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
+@functools.cache
+def feed_forward_in_a_row(unroll):
+    return in_a_row(FeedForward(), unroll)
+
+
+over_recompute = pytest.mark.parametrize("recompute", Recompute)
+over_unroll = pytest.mark.parametrize("unroll", Unroll)
+
+
+def products(program):
+    hlo = program.hlo_text()
+    return hlo.count(" dot(") + hlo.count("__onednn$matmul")
+
+
+@over_unroll
+@over_recompute
+def test_equals_layers_in_a_row_on_one_device(recompute, unroll):
+    program, got = run(repeat(recompute=recompute, unroll=unroll))
+    assert_close(got, feed_forward_in_a_row(unroll))
+    if unroll is Unroll.LOOP:
+        # Two products forward and four backward, plus what is recomputed.
+        recomputed = {"EVERYTHING": 2, "NOTHING": 0, "ALL_BUT_NAMED": 1}
+        assert products(program) == 6 + recomputed[recompute.name]
+
+
+# Any two settings meet in one of these; the slow ones are the rest.
+PAIRS = (
+    (Recompute.EVERYTHING, Unroll.LOOP, Partitioner.SHARDY),
+    (Recompute.EVERYTHING, Unroll.UNROLLED, Partitioner.GSPMD),
+    (Recompute.ALL_BUT_NAMED, Unroll.LOOP, Partitioner.GSPMD),
+    (Recompute.ALL_BUT_NAMED, Unroll.UNROLLED, Partitioner.SHARDY),
+    (Recompute.NOTHING, Unroll.LOOP, Partitioner.SHARDY),
+    (Recompute.NOTHING, Unroll.UNROLLED, Partitioner.GSPMD),
+)
+
+
+@pytest.mark.parametrize(
+    "recompute,unroll,partitioner",
+    [
+        case if case in PAIRS else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product(Recompute, Unroll, Partitioner)
+    ],
+)
+def test_equals_layers_in_a_row_on_eight_devices(recompute, unroll, partitioner):
+    layer = repeat(recompute=recompute, unroll=unroll)
+    _, got = run(layer, mesh_shape=(2, 4), partitioner=partitioner)
+    assert_close(got, feed_forward_in_a_row(unroll))
+
+
+@over_unroll
+@over_recompute
+def test_bodies_of_many_outputs_and_a_nest_of_tensors(recompute, unroll):
+    x = NestedMap(a=X, b={"c": X[::-1].copy()})
+    _, got = run(repeat(ManyOutputs(), recompute, unroll=unroll), x=x)
+    assert isinstance(got["y"], NestedMap)
+    assert_close(got, in_a_row(ManyOutputs(), unroll, x=x), 2e-6)
+
+
+@pytest.mark.parametrize(
+    "outer,inner,unroll,mesh_shape",
+    [
+        (Recompute.EVERYTHING, Recompute.EVERYTHING, Unroll.LOOP, (2, 4)),
+        (Recompute.NOTHING, Recompute.ALL_BUT_NAMED, Unroll.LOOP, (1, 1)),
+        (Recompute.EVERYTHING, Recompute.NOTHING, Unroll.UNROLLED, (1, 1)),
+    ],
+)
+def test_stacks_of_stacks(outer, inner, unroll, mesh_shape):
+    group = repeat(num_layers=2, recompute=inner)
+    _, got = run(repeat(group, outer, unroll=unroll), mesh_shape=mesh_shape)
+    assert_close(got, in_a_row(InARow(body=FeedForward(), num_layers=2), unroll))
+
+
+def test_16_bit_activations_and_32_bit_weights():
+    context = {"activation_dtype": tf.bfloat16}
+    x = X.astype(tf.bfloat16.as_numpy_dtype)
+    _, got = run(repeat(recompute=Recompute.ALL_BUT_NAMED), x=x, **context)
+    assert got["y"].dtype == x.dtype and got["gradients"][1].dtype == x.dtype
+    assert got["gradients"][0].w_in.dtype == np.float32
+    assert_close(got, in_a_row(FeedForward(), x=x, **context), 0.02)
+
+
+@over_unroll
+def test_eager_execution_gives_the_same(unroll):
+    layer = repeat(unroll=unroll)
+    args = tf.nest.map_structure(tf.constant, arguments(layer))
+    got = gradients_of(layer, mesh_shape=(2, 4))(*args)
+    assert_close(got, feed_forward_in_a_row(unroll))
+
+
+class Reader(FeedForward):
+    """Reads a memory that all layers share, as cross-attention does."""
+
+    def fprop(self, ctx, theta, x, *, memory, mask):
+        h = tf.einsum("bsm,mh->bsh", x, theta.w_in)
+        key = tf.einsum("bsm,mh->bsh", tf.sin(memory["a"]), theta.w_in)
+        h = ctx.split(h * key, BSH, name="hidden")
+        y = ctx.split(tf.einsum("bsh,hm->bsm", h, theta.w_out), BSM)
+        return ctx.split(x + tf.tanh(y) * ctx.cast(mask)[:, :, None], BSM)
+
+
+def memory_gradients_of(layer, mesh_shape=(1, 1)):
+    """(theta, x, memory) -> the gradients of a loss that reads `memory` itself too."""
+    plan = plan_of(mesh_shape)
+    mask = MASK.astype(np.int32)
+
+    def fn(theta, x, memory):
+        ctx = Context(plan=plan, mode=Mode.TRAIN)
+        with tf.GradientTape() as tape:
+            tape.watch((theta, x, memory))
+            shared = ctx.split(2.0 * memory, BSM)
+            theta_in = annotate_weights(plan, layer.weights(), theta)
+            y = layer.fprop(ctx, theta_in, x, memory={"a": shared}, mask=mask)
+            loss = tf.reduce_sum(y**2) + tf.reduce_sum(shared**3)
+        return tape.gradient(loss, (theta, x, memory))
+
+    return fn
+
+
+def memory_arguments(layer):
+    theta = initialize(layer.weights(), KEY).map(lambda w: w.numpy())
+    return [theta, X, X[::-1].copy()]
+
+
+@functools.cache
+def memory_gradients_in_a_row(unroll, body=None):
+    layer = InARow(body=body or Reader(), num_layers=DEPTH[unroll])
+    args = tf.nest.map_structure(tf.constant, memory_arguments(layer))
+    return memory_gradients_of(layer)(*args)
+
+
+@over_unroll
+@over_recompute
+def test_what_the_layers_share_gets_the_sum_of_their_gradients(recompute, unroll):
+    layer = repeat(Reader(), recompute, unroll=unroll)
+    args = tf.nest.map_structure(tf.constant, memory_arguments(layer))
+    assert_close(memory_gradients_of(layer)(*args), memory_gradients_in_a_row(unroll))
+
+
+@over_unroll
+def test_stacks_of_stacks_share_it_too(unroll):
+    group = repeat(Reader(), Recompute.NOTHING, num_layers=2)
+    layer = repeat(group, unroll=unroll)
+    args = tf.nest.map_structure(tf.constant, memory_arguments(layer))
+    want = memory_gradients_in_a_row(unroll, InARow(body=Reader(), num_layers=2))
+    assert_close(memory_gradients_of(layer)(*args), want)
+
+
+@pytest.mark.parametrize("partitioner", Partitioner)
+def test_the_gradient_of_what_the_layers_share_on_eight_devices(partitioner):
+    layer = repeat(Reader(), Recompute.NOTHING)
+    args = memory_arguments(layer)
+    program = compile_program(
+        memory_gradients_of(layer, (2, 4)),
+        specs(args),
+        plan_of((2, 4)).mesh,
+        partitioner=partitioner,
+    )
+    got = program.unshard(program(*args))
+    assert_close(got, memory_gradients_in_a_row(Unroll.LOOP))
+
+
+def test_what_follows_from_the_memory_alone_is_not_saved_for_each_layer():
+    layer = repeat(Reader(), Recompute.NOTHING)
+    found = operations(memory_gradients_of(layer), memory_arguments(layer))
+    assert found["dot"] == 3 + 6  # The product of memory and weights is saved,
+    assert found["sine"] == 2  # the sine of the memory is computed again.
+
+
+def test_a_mask_whose_gradient_nobody_reads_costs_none():
+    layer = repeat(recompute=Recompute.NOTHING)
+
+    def compiled(mask):
+        args = [*arguments(layer)[:2], mask, KEY.numpy()]
+        return compile_program(gradients_of(layer), specs(args), plan_of((1, 1)).mesh)
+
+    floating, whole = compiled(MASK), compiled(MASK.astype(np.int32))
+    assert floating.memory().peak <= whole.memory().peak
+    assert floating.cost()["flops"] <= whole.cost()["flops"]
+
+
+def operations(fn, args):
+    """How often each opcode is in the program as it is handed to XLA."""
+    module = hlo_pb2.HloModuleProto.FromString(lower(fn, specs(args)).hlo)
+    return collections.Counter(
+        op.opcode for c in module.computations for op in c.instructions
+    )
+
+
+@pytest.mark.parametrize(
+    "recompute,products,barriers",
+    [
+        (Recompute.EVERYTHING, 8, 1),
+        (Recompute.ALL_BUT_NAMED, 7, 1),
+        (Recompute.NOTHING, 6, 0),
+    ],
+)
+def test_unrolled_recomputes_behind_barriers(recompute, products, barriers):
+    layer = repeat(recompute=recompute, unroll=Unroll.UNROLLED)
+    found = operations(gradients_of(layer), arguments(layer))
+    assert found["dot"] == products * layer.num_layers
+    assert found["opt-barrier"] == barriers * layer.num_layers
+    assert found["while"] == 0
+
+
+@over_recompute
+def test_the_size_of_the_program_does_not_grow_with_depth(recompute):
+    layers = [repeat(recompute=recompute, num_layers=n) for n in (16, 64)]
+    shallow, deep = (operations(gradients_of(x), arguments(x)) for x in layers)
+    assert shallow == deep and deep["while"] == 2
+
+
+def forward(layer, mode, mesh_shape=(1, 1)):
+    def fn(theta, x, mask, key):
+        ctx = Context(plan=plan_of(mesh_shape), mode=mode, key=key)
+        return layer.fprop(ctx, theta, x, mask=mask)
+
+    return fn
+
+
+@over_unroll
+def test_evaluation_saves_nothing(unroll):
+    layer = repeat(recompute=Recompute.NOTHING, unroll=unroll)
+    args = arguments(layer)
+    found = operations(forward(layer, Mode.EVAL), args)
+    assert found["dynamic-update-slice"] == 0 and found["opt-barrier"] == 0
+    assert found["dot"] == (2 if unroll is Unroll.LOOP else 2 * layer.num_layers)
+    if unroll is Unroll.LOOP:
+        assert operations(forward(layer, Mode.TRAIN), args)["dynamic-update-slice"] > 1
+    program = compile_program(
+        forward(layer, Mode.EVAL), specs(args), plan_of((1, 1)).mesh
+    )
+    want = forward(InARow(body=FeedForward(), num_layers=layer.num_layers), Mode.EVAL)
+    args_in = tf.nest.map_structure(tf.constant, args)
+    assert_close(np.asarray(program(*args)), want(*args_in).numpy())
+
+
+def test_no_key_is_needed_where_nothing_is_random():
+    def fn(theta, x, mask):
+        return repeat().fprop(Context(), theta, x, mask=mask, extra=None)
+
+    assert lower(fn, specs(arguments(repeat())[:3])).outputs.shape == X.shape
+
+
+def test_stacks_of_the_loop_are_laid_out_like_what_they_stack():
+    layer = repeat(recompute=Recompute.ALL_BUT_NAMED)
+    hlo = lower(gradients_of(layer, (2, 4)), specs(arguments(layer))).hlo
+    module = hlo_pb2.HloModuleProto.FromString(hlo)
+    stacks = {
+        (tuple(op.shape.dimensions), tuple(op.sharding.tile_assignment_dimensions))
+        for c in module.computations
+        for op in c.instructions
+        if op.custom_call_target == "Sharding" and op.shape.dimensions[:1] == [L]
+    }
+    assert stacks == {
+        ((L, B, S, M), (1, 2, 1, 4)),  # Inputs of the layers.
+        ((L, B, S, H), (1, 2, 1, 4)),  # What is saved by name.
+        ((L, M, H), (1, 2, 4)),  # Weights and their gradients.
+        ((L, H, M), (1, 4, 2)),
+    }
+
+
+class Wider(FeedForward):
+    def fprop(self, ctx, theta, x, *, mask):
+        return tf.einsum("bsm,mh->bsh", x, theta.w_in)
+
+
+class Narrower(FeedForward):
+    def fprop(self, ctx, theta, x, *, mask):
+        return tf.cast(x, tf.bfloat16)
+
+
+class Packer(FeedForward):
+    def fprop(self, ctx, theta, x, *, mask):
+        return {"x": x}
+
+
+@pytest.mark.parametrize(
+    "body,message",
+    [
+        (Wider(), r"Wider takes .*\(4, 2, 8\).* and returns .*\(4, 2, 16\)"),
+        (Narrower(), "Narrower takes .*float32.* and returns .*bfloat16"),
+        (Packer(), r"Packer takes TensorSpec.* and returns \{'x': "),
+    ],
+)
+@over_unroll
+def test_a_body_that_does_not_return_what_it_takes_is_refused(body, message, unroll):
+    layer = repeat(body, unroll=unroll)
+    message = (
+        "layer 'decoder.stack': a repeated body must return what it takes, but "
+        + message
+    )
+    with pytest.raises(ValueError, match=message):
+        lower(gradients_of(layer, path="decoder.stack"), specs(arguments(layer)))
+
+
+def test_weights_of_another_depth_are_refused():
+    args = arguments(repeat(num_layers=L + 1))
+    with pytest.raises(
+        ValueError,
+        match=r"layer 'stack': weight 'w_in' has shape \(4, 8, 16\), but the stack's "
+        r"layers need \(3, 8, 16\)",
+    ):
+        lower(
+            lambda theta, x, mask, key: repeat().fprop(
+                Context(key=key, path="stack"), theta, x, mask=mask
+            ),
+            specs(args),
+        )
+
+
+def test_a_name_that_the_body_does_not_give_is_refused():
+    layer = repeat(recompute=Recompute.ALL_BUT_NAMED, saved_names=("hiden",))
+    with pytest.raises(ValueError, match=r"saves 'hiden', .*it names \['hidden'\]"):
+        lower(gradients_of(layer), specs(arguments(layer)))
+
+
+@pytest.mark.parametrize(
+    "kwargs,message",
+    [
+        ({"num_layers": 0}, "Repeat.num_layers is 0, must be >= 1"),
+        (
+            {"saved_names": ["hidden"]},
+            r"saved_names \('hidden',\) are read only by Recompute.ALL_BUT_NAMED, not",
+        ),
+    ],
+)
+def test_a_bad_stack_is_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        repeat(**kwargs)

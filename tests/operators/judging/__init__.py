@@ -1,0 +1,1 @@
+"""Cases of the matrix: drawn, run and compared."""

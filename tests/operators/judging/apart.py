@@ -1,0 +1,190 @@
+"""Cases judged in another process: where XLA ends it, the next go on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import gc
+import itertools
+import multiprocessing
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import jax
+from tensorflow.python.framework import ops
+
+from meshwright.framework import set_platform
+from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.repair import check
+from tests.operators.judging.cases import Case, compiled, wanted
+
+# A program of some cases takes a second or two.
+_TIMEOUT = 300
+# Each program leaves some megabytes behind.
+_PROGRAMS_IN_A_PROCESS = 150
+
+
+class Outcome(enum.Enum):
+    """What became of a case."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    UNREPAIRED = "refused by us"  # A LoweringError; no drawn case should be refused.
+    REFUSED = "refused by XLA"
+    ENDED = "process ended"
+    STUCK = "stuck"
+    FAILED = "error of the test"  # Such as an expression that TF does not take.
+
+    @property
+    def is_fault(self) -> bool:
+        return self is not Outcome.RIGHT
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a case, and what was said."""
+
+    outcome: Outcome
+    text: str = ""
+    seconds: float = dataclasses.field(default=0.0, compare=False)  # Of all cores.
+    repairs: tuple[str, ...] = ()  # Faults that its program would meet.
+
+    @property
+    def kind(self) -> str:
+        """Alike for what probably has one cause."""
+        if self.outcome is Outcome.WRONG:
+            return f"wrong {self.text.partition(':')[0]}"
+        said = re.sub(r"[\d.,]+|%[\w.-]+|'[^']*'|\[.*?\]", "", self.text)
+        return f"{self.outcome.value}: {said[:60]}"
+
+
+def judge(
+    cases: Sequence[Case], partitioner: Partitioner, *, repair: bool = True
+) -> list[Verdict]:
+    """What becomes of each case, all in one program if it compiles and runs.
+
+    Without `repair` as if the table of faults were empty.
+    """
+    found = _JUDGE.judge(cases, partitioner, repair)
+    if isinstance(found, list):
+        return found
+    if len(cases) == 1:
+        return [found]
+    half = len(cases) // 2
+    return [
+        *judge(cases[:half], partitioner, repair=repair),
+        *judge(cases[half:], partitioner, repair=repair),
+    ]
+
+
+class _Judge:
+    """A process that runs programs, and its successors."""
+
+    def __init__(self):
+        self.process = None
+        self.programs = 0
+
+    def judge(self, cases, partitioner, repair) -> list[Verdict] | Verdict:
+        """A verdict on each case, or one on a program that gave no numbers."""
+        if self.programs >= _PROGRAMS_IN_A_PROCESS:
+            self.end()
+        if self.process is None:
+            self.start()
+        self.programs += 1
+        self.pipe.send((cases, partitioner, repair))
+        if not self.pipe.poll(_TIMEOUT):
+            self.end()
+            return Verdict(Outcome.STUCK, f"no numbers after {_TIMEOUT} s")
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            code, self.process = self.process.exitcode, None
+        by = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        return Verdict(Outcome.ENDED, by)
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # A fork lacks JAX's threads.
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()  # Else no end of the process would be seen here.
+        self.programs = 0
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process = None
+
+
+_JUDGE = _Judge()
+
+
+def _serve(pipe) -> None:
+    set_platform("cpu", 8)
+    gc.freeze()  # Collections need not look at what was imported.
+    for number in itertools.count(1):
+        try:
+            cases, partitioner, repair = pipe.recv()
+        except EOFError:  # The tests are over.
+            return
+        start = time.process_time()
+        with contextlib.nullcontext() if repair else _no_repairs():
+            found = _verdicts(cases, partitioner)
+        if number % 10 == 0:
+            _forget()
+        took = time.process_time() - start
+        if isinstance(found, list):
+            each = took / len(cases)
+            found = [dataclasses.replace(one, seconds=each) for one in found]
+        pipe.send(found)
+
+
+def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
+    try:
+        want = wanted(cases)
+    except Exception:
+        return Verdict(Outcome.FAILED, traceback.format_exc())
+    try:
+        values = [case.use.values for case in cases]
+        program = compiled(cases, partitioner, values)
+        found = program.unshard(program(*values))
+    except LoweringError as e:
+        by_xla = e.__cause__ is not None
+        return Verdict(Outcome.REFUSED if by_xla else Outcome.UNREPAIRED, str(e))
+    except Exception as e:
+        refused = type(e).__name__ == "JaxRuntimeError"
+        text = str(e).partition("Suspected Python Code Location")[0]
+        text = text if refused else traceback.format_exc()
+        return Verdict(Outcome.REFUSED if refused else Outcome.FAILED, text)
+    complaints = [
+        case.complaint(*pair) for case, *pair in zip(cases, found, want, strict=True)
+    ]
+    # The first says what was repaired for all of them.
+    repairs = [tuple(one.fault.name for one in program.repairs)]
+    return [
+        Verdict(Outcome.WRONG if said else Outcome.RIGHT, said or "", repairs=faults)
+        for said, faults in itertools.zip_longest(complaints, repairs, fillvalue=())
+    ]
+
+
+@contextlib.contextmanager
+def _no_repairs() -> Iterator[None]:
+    """No operation is laid out otherwise, nor kept as it was looked at."""
+    with mock.patch.multiple(check, PRESENT=[], GUARDED=frozenset()):
+        yield
+
+
+def _forget() -> None:
+    """What JAX and TF keep of programs that are done."""
+    jax.clear_caches()
+    gradients = ops.gradient_registry._registry
+    for name in [name for name in gradients if name.startswith("CustomGradient-")]:
+        del gradients[name]
+    gc.collect()

@@ -1,0 +1,122 @@
+"""How cases are drawn: any sizes, any shardings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import strategies as st
+
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from tests.operators.definitions.operators import OPERATORS
+from tests.operators.definitions.use import BOOLEANS, Use
+from tests.operators.judging.cases import OTHER_MESHES, Case
+from tests.operators.judging.layouts import LAYOUTS
+
+# One draw in so many, the rare value last: Hypothesis shrinks to the first.
+_SELDOM = st.sampled_from([False] * 5 + [True])
+
+
+@st.composite
+def shardings(draw, mesh: DeviceMesh, rank: int, *, whole=(), all_axes=False):
+    """Each axis splits one of the dims or none; several may split one, in any order."""
+    dims: list[list[str]] = [[] for _ in range(rank)]
+    free = [dim for dim in range(rank) if dim not in whole]
+    for axis in draw(st.permutations(mesh.axis_names)):
+        chosen = draw(st.sampled_from(free if all_axes else [None, *free]))
+        if chosen is not None:
+            dims[chosen].append(axis)
+    return Sharding(mesh, tuple(map(tuple, dims)))
+
+
+@st.composite
+def annotations(draw, mesh: DeviceMesh, rank: int, several: bool):
+    """None, or a sharding; some with dims left open, some over another mesh."""
+    if draw(BOOLEANS):
+        return None
+    if several:
+        alike = [one for one in OTHER_MESHES if one.size == mesh.size]
+        mesh = draw(st.sampled_from([mesh, *alike]))
+    sharding = draw(shardings(mesh, rank))
+    if rank and draw(_SELDOM):
+        unspecified = draw(st.integers(0, rank - 1))
+        sharding = dataclasses.replace(sharding, unspecified=(unspecified,))
+    return sharding
+
+
+@st.composite
+def uses(draw, operator: str) -> Use:
+    """In float32, or now and then in another of the formats that the operator has."""
+    use = draw(OPERATORS[operator])
+    if use.formats and draw(st.sampled_from([False, False, True])):
+        use = use.in_format(draw(st.sampled_from(use.formats)))
+    return use
+
+
+@st.composite
+def cases(draw, operator: str, mesh: DeviceMesh) -> Case:
+    use = draw(uses(operator))
+    inputs = [len(one.shape) for one in use.inputs.values()]
+    results = [len(shape) for shape in use.result_shapes]
+    several = draw(_SELDOM)
+
+    def borders(ranks):
+        return tuple(draw(shardings(mesh, rank)) for rank in ranks)
+
+    def annotated(ranks):
+        return tuple(draw(annotations(mesh, rank, several)) for rank in ranks)
+
+    case = Case(
+        operator=operator,
+        use=use,
+        mesh=mesh,
+        arrives=borders(inputs),
+        annotated=annotated(inputs),
+        result=annotated(results),
+        leaves=borders(results),
+        inner=annotated(use.inner),
+    )
+    if use.spatial and draw(BOOLEANS):
+        case = draw(_with_halos(case))
+    return case
+
+
+@st.composite
+def layouts(draw, name: str, mesh: DeviceMesh) -> Case:
+    """One of `LAYOUTS`, every tensor of its operator annotated."""
+    use = LAYOUTS[name]
+    inputs = [len(one.shape) for one in use.inputs.values()]
+    results = [len(shape) for shape in use.result_shapes]
+
+    def annotated(ranks):
+        return tuple(draw(shardings(mesh, rank)) for rank in ranks)
+
+    def replicated(ranks):
+        return tuple(Sharding.replicated(mesh, rank) for rank in ranks)
+
+    return Case(
+        operator="layouts",
+        use=use,
+        mesh=mesh,
+        arrives=replicated(inputs),
+        annotated=annotated(inputs),
+        result=annotated(results),
+        leaves=replicated(results),
+    )
+
+
+@st.composite
+def _with_halos(draw, case: Case) -> Case:
+    """Batch and window dims split, alike in x and the result; the rest whole."""
+    rank = len(case.use.inputs["x"].shape)
+    channels = {rank - 1}
+    alike = draw(shardings(case.mesh, rank, whole=channels, all_axes=True))
+    others = [len(one.shape) for one in case.use.inputs.values()][1:]
+    wholes = tuple(Sharding.replicated(case.mesh, rank) for rank in others)
+    return dataclasses.replace(
+        case,
+        arrives=(alike, *case.arrives[1:]),
+        annotated=(alike, *wholes),
+        result=(alike,),
+        leaves=(alike,),
+    )

@@ -1,0 +1,82 @@
+"""Reads a case from the text that it prints, which is how faults are kept."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from tests.operators.definitions.use import Input, Kind, Use
+from tests.operators.judging.cases import Case
+
+_FIRST = re.compile(r"(?P<operator>\w+): (?P<expression>.*)  on mesh \((?P<mesh>.*)\)")
+_INPUT = re.compile(
+    r"(?P<name>\w+): (?:(?P<kind>[a-z]+) )?(?P<dtype>\w+) (?P<shape>\[.*?\])"
+    r"(?: below (?P<limit>\d+))?, arrives (?P<arrives>\S+), annotated (?P<annotated>.*)"
+)
+_RESULT = re.compile(
+    r"result: \[.*?\], annotated (?P<annotated>.*), leaves (?P<leaves>.*)"
+)
+_INSIDE = re.compile(r"inside, \d+: annotated (?P<annotated>.*)")
+_OVER = re.compile(
+    r"(?P<sharding>\S+)(?: over \((?P<mesh>.*?)\)(?: of devices (?P<ids>\[.*\]))?)?"
+)
+
+
+def case_of(text: str) -> Case:
+    """The case that prints as `text`; what follows it is left out."""
+    first, *lines = (line.strip() for line in text.strip().splitlines())
+    head = _FIRST.fullmatch(first)
+    mesh = _mesh(head["mesh"])
+    flags, inputs, arrives, annotated, result, leaves, inner = (
+        {},
+        {},
+        [],
+        [],
+        [],
+        [],
+        [],
+    )
+    for line in lines:
+        if line.startswith("with "):
+            flags = eval(f"dict({line.removeprefix('with ')})")
+        elif one := _INPUT.fullmatch(line):
+            inputs[one["name"]] = Input(
+                tuple(ast.literal_eval(one["shape"])),
+                Kind[(one["kind"] or "number").upper()],
+                int(one["limit"] or 0),
+                one["dtype"],
+            )
+            arrives.append(Sharding.parse(mesh, one["arrives"]))
+            annotated.append(_annotation(mesh, one["annotated"]))
+        elif one := _RESULT.fullmatch(line):
+            result.append(_annotation(mesh, one["annotated"]))
+            leaves.append(Sharding.parse(mesh, one["leaves"]))
+        elif one := _INSIDE.fullmatch(line):
+            inner.append(_annotation(mesh, one["annotated"]))
+    ranks = tuple(one.rank if one else 0 for one in inner)
+    return Case(
+        operator=head["operator"],
+        use=Use(head["expression"], inputs, inner=ranks, **flags),
+        mesh=mesh,
+        arrives=tuple(arrives),
+        annotated=tuple(annotated),
+        result=tuple(result),
+        leaves=tuple(leaves),
+        inner=tuple(inner),
+    )
+
+
+def _mesh(text: str, ids: str | None = None) -> DeviceMesh:
+    axes = dict(axis.split("=") for axis in text.split(", "))
+    return DeviceMesh(tuple(axes), tuple(axes.values()), ids and ast.literal_eval(ids))
+
+
+def _annotation(mesh: DeviceMesh, text: str) -> Sharding | None:
+    if text == "None":
+        return None
+    one = _OVER.fullmatch(text)
+    return Sharding.parse(
+        _mesh(one["mesh"], one["ids"]) if one["mesh"] else mesh, one["sharding"]
+    )

@@ -1,0 +1,75 @@
+"""What judges the matrix tells faults, and says which case is at fault."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from meshwright.framework.compiler.program import Partitioner
+from tests.operators.definitions.operators import OPERATORS
+from tests.operators.judging.apart import Outcome, judge
+from tests.operators.judging.groups import Group
+from tests.operators.judging.printed import case_of
+from tests.operators.known_failures import KNOWN_FAILURES
+
+GOOD = case_of(
+    """
+    add: x + y  on mesh (X=2, Y=2)
+      x: float32 [3, 4], arrives [X,_], annotated [_,Y]
+      y: float32 [4], arrives [_], annotated None
+      result: [3, 4], annotated None, leaves [Y,X]
+    """
+)
+
+
+@pytest.mark.parametrize("operator", list(OPERATORS)[::9])
+def test_a_case_is_read_from_what_it_prints(operator):
+    group = Group(
+        operator=operator,
+        partitioner=Partitioner.SHARDY,
+        mesh=0,
+        count=3,
+        seed="printed",
+    )
+    for case in group.drawn():
+        read = case_of(str(case))
+        assert str(read) == str(case)
+        assert read.annotated == case.annotated
+        for ours, theirs in zip(read.use.values, case.use.values, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_ends_a_process_is_alone_to_blame():
+    name = "grouped_convolution_of_split_kernel-gspmd"
+    bad = next(one.case for one in KNOWN_FAILURES if one.name == name)
+    verdicts = judge([GOOD, bad, GOOD], Partitioner.GSPMD, repair=False)
+    outcomes = [one.outcome for one in verdicts]
+    assert outcomes == [Outcome.RIGHT, Outcome.ENDED, Outcome.RIGHT]
+    assert verdicts[1].text == "SIGABRT"
+
+
+def test_an_expression_that_tf_refuses_is_the_tests_own_error():
+    use = dataclasses.replace(GOOD.use, expression="tf.concat([x, y], 5)")
+    (verdict,) = judge([dataclasses.replace(GOOD, use=use)], Partitioner.SHARDY)
+    assert verdict.outcome is Outcome.FAILED and verdict.outcome.is_fault
+    assert "concat" in verdict.text
+
+
+@pytest.mark.parametrize("at", ["results", "gradients"])
+def test_one_element_that_is_off_is_a_fault(at):
+    want = {"results": [np.ones([3, 4])], "gradients": [np.ones([3, 4]), np.ones([4])]}
+    got = {name: [array.copy() for array in arrays] for name, arrays in want.items()}
+    assert GOOD.complaint(got, want) is None
+    got[at][0][2, 1] += 3e-5
+    complaint = GOOD.complaint(got, want)
+    assert complaint.startswith(f"{at}[0]: 1 of 12 elements are off by more than 1e-05")
+    got[at][0][2, 1] = np.nan
+    assert "(2, 1): nan instead of 1.0" in GOOD.complaint(got, want)
+
+
+def test_halves_are_judged_by_their_digits():
+    case = dataclasses.replace(GOOD, use=GOOD.use.in_format("bfloat16"))
+    assert case.tolerance == 8 * 2.0**-7
+    assert {v.dtype.name for v in case.use.values} == {"bfloat16"}
+    for values in case.use.values:
+        assert len(set(values.astype("f4").flat)) == values.size

@@ -1,0 +1,185 @@
+"""Searches against enumeration, on models that are small tables."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context
+from meshwright.framework.modeling.random import key_from_seed
+from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.text.decoding import BeamSearch, Sampling, TokenModel
+
+B, T, V = 3, 4, 5
+START, END = 1, 2
+
+
+def table(seed: int = 0) -> np.ndarray:
+    """Log probabilities [B, T, V (before), V (next)], each row a model of its own."""
+    logits = 2 * np.random.default_rng(seed).standard_normal([B, T, V, V])
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logits.astype(np.float32)
+
+
+def decode(decoder, logits, key=None):
+    """What `decoder` finds in the models of a table; the cache has all tokens so far.
+
+    The last token is read from the cache: a cache in another order would show.
+    """
+    K, batch = decoder.beams, len(logits)
+    model = tf.constant(logits)
+
+    def step(ids, cache, position):
+        here = tf.range(T) == position
+        told = tf.reshape(ids, [batch * K, 1])
+        seen = tf.where(here, told, cache.seen)
+        before = tf.reshape(tf.gather(seen, position, axis=1), [batch, K])
+        rows = tf.gather(model, position, axis=1)
+        found = tf.gather(rows, before, axis=1, batch_dims=1)
+        # What came before the last token counts too: a beam is more than its last.
+        first = tf.cast(tf.reshape(seen[:, 1], [batch, K, 1]), tf.float32)
+        found += (
+            tf.cast(position > 1, tf.float32) * first * tf.range(V, dtype=tf.float32)
+        )
+        return found, NestedMap(seen=seen)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def run():
+        ctx = Context() if key is None else Context(key=key)
+        cache = NestedMap(seen=tf.zeros([batch * K, T], tf.int32))
+        asked = TokenModel(
+            step=step, cache=cache, batch=batch, length=T, start_id=START, end_id=END
+        )
+        found = decoder.decode(ctx, asked)
+        return found.ids, found.scores
+
+    return [t.numpy() for t in run()]
+
+
+def log_softmax(x):
+    return x - np.log(np.exp(x).sum())
+
+
+def next_log_probs(logits, said):
+    """Of one model [T, V, V], after the tokens said."""
+    before = said[-1] if said else START
+    found = logits[len(said), before].astype(np.float64)
+    if len(said) > 1:
+        found = found + said[0] * np.arange(V)
+    return log_softmax(found)
+
+
+def all_sequences(logits, alpha):
+    """Every sequence up to its end, or of T tokens, with its score."""
+    found = {}
+    for tokens in itertools.product(range(V), repeat=T):
+        cut = tokens.index(END) + 1 if END in tokens else T
+        said = tokens[:cut]
+        total = sum(next_log_probs(logits, said[:i])[t] for i, t in enumerate(said))
+        found[said] = total / ((5 + cut) / 6) ** alpha
+    return found
+
+
+def greedy(logits):
+    said = []
+    while len(said) < T and END not in said:
+        said.append(int(np.argmax(next_log_probs(logits, said))))
+    return said
+
+
+def text(ids):
+    ids = list(map(int, ids))
+    return ids[: ids.index(END) + 1] if END in ids else ids
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+def test_one_beam_and_no_temperature_are_greedy(seed, alpha):
+    logits = table(seed)
+    expected = [greedy(one) for one in logits]
+    for decoder in (Sampling(temperature=0), BeamSearch(beams=1, alpha=alpha)):
+        ids, scores = decode(decoder, logits)
+        assert [text(row) for row in ids[:, 0]] == expected
+        found = zip(logits, expected, ids[:, 0], scores[:, 0], strict=True)
+        for one, said, row, score in found:
+            assert not row[len(said) :].any()
+            penalty = 0.0 if isinstance(decoder, Sampling) else alpha
+            wanted = all_sequences(one, penalty)[tuple(said)]
+            np.testing.assert_allclose(score, wanted, rtol=1e-5)
+
+
+def by_hand(logits, K, alpha):
+    """The same search, in Python."""
+    live, ended = [((), 0.0)], []
+    for _ in range(T):
+        options = [
+            ((*said, token), score + gain)
+            for said, score in live
+            for token, gain in enumerate(next_log_probs(logits, said))
+        ]
+        options.sort(key=lambda one: -one[1])
+        for said, score in options[:K]:
+            if said[-1] == END:
+                ended.append((said, score / ((5 + len(said)) / 6) ** alpha))
+        if len(ended) >= K:
+            break
+        live = [one for one in options if one[0][-1] != END][:K]
+    else:
+        ended += [(said, score / ((5 + T) / 6) ** alpha) for said, score in live]
+    return sorted(ended, key=lambda one: -one[1])[:K]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("K", [2, 4])
+def test_beams_are_those_of_a_search_by_hand(seed, K):
+    logits = table(seed)
+    ids, scores = decode(BeamSearch(beams=K, alpha=0.6), logits)
+    for row, score, one in zip(ids, scores, logits, strict=True):
+        expected = by_hand(one, K, 0.6)
+        assert [tuple(text(r)) for r in row] == [said for said, _ in expected]
+        np.testing.assert_allclose(score, [s for _, s in expected], rtol=1e-5)
+
+
+def test_as_many_beams_as_beginnings_find_the_likeliest():
+    logits = table(7)
+    # Ends are unlikely, so that the search goes on to T.
+    logits[..., END] -= 20
+    ids, _ = decode(BeamSearch(beams=V**2, alpha=0.0), logits[:1, :, :, :])
+    likeliest = max((s, said) for said, s in all_sequences(logits[0], 0.0).items())[1]
+    assert tuple(text(ids[0, 0])) == likeliest
+
+
+def test_a_row_does_not_depend_on_the_others():
+    logits = table(5)
+    together, _ = decode(BeamSearch(beams=3), logits)
+    for i in range(B):
+        alone, _ = decode(BeamSearch(beams=3), logits[i : i + 1])
+        np.testing.assert_array_equal(alone[0], together[i])
+
+
+def test_draws_have_the_models_distribution():
+    many = np.repeat(table(2)[:1], 4000, axis=0)
+    ids, scores = decode(Sampling(temperature=1.0), many, key=key_from_seed(3))
+    first = np.bincount(ids[:, 0, 0], minlength=V) / len(many)
+    wanted = np.exp(next_log_probs(many[0], []))
+    np.testing.assert_allclose(first, wanted, atol=0.03)
+    sequences = all_sequences(many[0], 0.0)
+    for row, score in zip(ids[:20, 0], scores[:20, 0], strict=True):
+        np.testing.assert_allclose(score, sequences[tuple(text(row))], rtol=1e-4)
+    again, _ = decode(Sampling(temperature=1.0), many, key=key_from_seed(3))
+    other, _ = decode(Sampling(temperature=1.0), many, key=key_from_seed(4))
+    assert (again == ids).all() and (other != ids).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BeamSearch(beams=0), "BeamSearch.beams is 0"),
+        (lambda: BeamSearch(alpha=-1), "BeamSearch.alpha is -1"),
+        (lambda: Sampling(temperature=-0.5), "Sampling.temperature is -0.5"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

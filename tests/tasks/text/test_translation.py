@@ -1,0 +1,257 @@
+"""Translation: trained and decoded on one device and on eight; whole and stepwise."""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.modeling.layer import Context, Mode
+from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.text.decoding import BeamSearch, Sampling
+from meshwright.tasks.text.text_input import Split
+from meshwright.trainers.experiment import config
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.state import TrainState
+from tests.tasks.text.parallel_files import install_all
+from tests.trainers.parity import initial_state
+
+SIZES = (
+    "MODEL_DIMS = 16",
+    "HIDDEN_DIMS = 32",
+    "NUM_HEADS = 4",
+    "HEAD_DIM = 4",
+    "NUM_LAYERS = 2",
+    "VOCAB_SIZE = 336",
+    "SOURCE_LENGTH = 16",
+    "TARGET_LENGTH = 12",
+    "TranslationInput.files = @GettextCatalogues()",
+    "GettextCatalogues.held_out_one_in = 4",
+    "Experiment.optimizer = @SGD()",
+    "SGD.learning_rate = @ConstantSchedule()",
+    "ConstantSchedule.value = 0.5",
+    "SGD.momentum = 0.9",
+    "Experiment.global_batch = 8",
+    "Experiment.num_steps = 4",
+)
+# Nothing is dropped, so that what one token says does not hang on the others.
+MOE = ("NUM_EXPERTS = 8", "Capacity.factor = 8.0")
+PLANS = {
+    "sparse": ("mt/moe.gin", "plans/sparse.gin", "MESH_SHAPE = (8,)", *MOE),
+    "hybrid": ("mt/moe.gin", "plans/hybrid.gin", "MESH_SHAPE = (2, 4)", *MOE),
+    "dense": ("mt/transformer.gin", "plans/finalized.gin", "MESH_SHAPE = (2, 4)"),
+}
+
+
+def settings(*quick: tuple[str, Partitioner]):
+    """Every plan under both partitioners; all but the quick ones are slow tests."""
+    return [
+        pytest.param(*one, marks=[] if one in quick else [pytest.mark.slow])
+        for one in itertools.product(PLANS, Partitioner)
+    ]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    found = tmp_path_factory.mktemp("catalogues")
+    install_all(found, {"de": 60, "fr": 40})
+    return str(found)
+
+
+@functools.cache
+def experiment(root, plan="sparse", *more):
+    model, mesh, *params = PLANS[plan]
+    params = [*SIZES, *params, f"GettextCatalogues.root = '{root}'", *more]
+    config.load([model, mesh], params)
+    return config.build(Experiment)
+
+
+def on_one_device(one: Experiment) -> Experiment:
+    mesh_shape = (1,) * len(one.plan.mesh_shape)
+    return dataclasses.replace(
+        one, plan=dataclasses.replace(one.plan, mesh_shape=mesh_shape)
+    )
+
+
+@functools.cache
+def initial_theta(root, plan) -> NestedMap:
+    """Weights on the host, the same for every mesh, far enough from uniform answers."""
+    return initial_state(experiment(root, plan)).theta.map(lambda t: 2 * t)
+
+
+def sources(one: Experiment) -> NestedMap:
+    return next(one.task.decode_batches(global_batch=one.global_batch))
+
+
+def decoded(root, plan, search, change=on_one_device, see=None) -> NestedMap:
+    one = change(experiment(root, plan))
+    task = dataclasses.replace(one.task, search=search)
+    programs = Programs(dataclasses.replace(one, task=task))
+    if see is not None:
+        see(programs.decode)
+    return programs.decode(initial_theta(root, plan), sources(one)).map(np.asarray)
+
+
+def test_step_by_step_is_the_whole_at_once(root):
+    """What greedy search says is the likeliest by the logits of a full forward pass."""
+    one = on_one_device(experiment(root, "sparse"))
+    found = decoded(root, "sparse", Sampling(temperature=0))
+    ids, batch = found.ids[:, 0], sources(one)
+    start = np.ones_like(ids[:, :1])
+    length = np.cumsum(np.cumsum(ids == 2, axis=1) > 0, axis=1) <= 1
+    whole = NestedMap(
+        batch,
+        target_ids=np.concatenate([start, ids[:, :-1]], axis=1),
+        target_segment_ids=length.astype(np.int32),
+        target_positions=np.broadcast_to(np.arange(ids.shape[1]), ids.shape),
+    )
+
+    @tf.function(jit_compile=True, autograph=False)
+    def logits(theta, batch):
+        ctx = Context(plan=one.plan, mode=Mode.EVAL)
+        return tf.nn.log_softmax(one.task.logits(ctx, theta, NestedMap(batch))[0])
+
+    full = logits(initial_theta(root, "sparse"), dict(whole)).numpy()
+    np.testing.assert_array_equal(full.argmax(-1)[length], ids[length])
+    said = np.take_along_axis(full, ids[:, :, None], axis=-1)[:, :, 0]
+    total = (said * length).sum(1)
+    np.testing.assert_allclose(total, found.scores[:, 0], rtol=1e-4, atol=1e-4)
+    # The test would not see much if all rows ended at once.
+    assert length.sum() > 4 * len(ids)
+
+
+def test_a_beam_of_one_is_greedy(root):
+    greedy = decoded(root, "sparse", Sampling(temperature=0))
+    beam = decoded(root, "sparse", BeamSearch(beams=1))
+    np.testing.assert_array_equal(greedy.ids, beam.ids)
+
+
+BEAMS = BeamSearch(beams=3)
+
+
+def see_that_the_cache_is_split(program):
+    """Keys and values [layers, 8 x 3 beams, 12 tokens, 4 heads, 4]: an eighth of them.
+
+    A decode that has them whole on each device says the same.
+    """
+    text = program.hlo_text()
+    caches = set(re.findall(r"f32\[[12],(\d+),12,(\d),4\]", text))
+    assert max(int(rows) * int(heads) for rows, heads in caches) == 24 * 4 // 8, caches
+
+
+@functools.cache
+def decoded_alone(root, plan):
+    return decoded(root, plan, BEAMS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "partitioner"),
+    settings(("sparse", Partitioner.GSPMD)),
+)
+def test_eight_devices_decode_as_one(root, plan, partitioner):
+    def change(one):
+        return dataclasses.replace(one, partitioner=partitioner)
+
+    alone = decoded_alone(root, plan)
+    together = decoded(root, plan, BEAMS, change, see_that_the_cache_is_split)
+    np.testing.assert_array_equal(together.ids, alone.ids)
+    np.testing.assert_allclose(together.scores, alone.scores, rtol=1e-4)
+
+
+def trained(one: Experiment):
+    """Losses of each step, and weights after the last."""
+    p = Programs(one)
+    state = TrainState(p, initial_state(one))
+    losses = []
+    batches = one.task.train_batches(
+        0, global_batch=one.global_batch, rows=range(one.global_batch)
+    )
+    for batch in batches.batch(1).take(one.num_steps):
+        out = p.main(state.stored(), NestedMap(batch).map(lambda t: t.numpy()))
+        state.update(out["state"])
+        losses.append(float(np.asarray(out["metrics"].loss)[0]))
+    theta = state.stored().theta
+    return losses, theta.map(np.asarray), out["metrics"]
+
+
+@functools.cache
+def trained_alone(root, plan):
+    return trained(on_one_device(experiment(root, plan)))
+
+
+@pytest.mark.parametrize(("plan", "partitioner"), settings())
+def test_eight_devices_train_as_one(root, plan, partitioner):
+    losses, theta, _ = trained_alone(root, plan)
+    one = dataclasses.replace(experiment(root, plan), partitioner=partitioner)
+    ours, ours_theta, metrics = trained(one)
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)
+    assert losses[-1] < losses[0]
+
+    def compare(path, a, b):
+        scale = np.abs(b).max()
+        np.testing.assert_allclose(a, b, atol=1e-4 * scale, rtol=0, err_msg=path)
+
+    ours_theta.map_with_path(compare, theta)
+    if plan != "dense":
+        load = np.asarray(metrics.sums.encoder.load)[0]
+        tokens = np.asarray(metrics.sums.encoder.tokens)[0]
+        assert load.shape == (1, 8) and load.sum() > tokens.sum()
+
+
+def test_every_held_out_source_is_decoded_once(root):
+    one = experiment(root)
+    batches = list(one.task.decode_batches(global_batch=8))
+    numbers = np.concatenate([batch.pair for batch in batches])
+    pairs = one.task.text.files.pairs(Split.HELD_OUT)
+    kept = numbers[numbers >= 0]
+    assert len(set(kept)) == len(kept) and 0.5 * len(pairs) < len(kept) <= len(pairs)
+    assert batches[0].map(lambda t: tf.TensorSpec(t.shape, t.dtype)) == (
+        one.task.decode_spec(8)
+    )
+    few = list(one.task.decode_batches(global_batch=8, max_batches=1))
+    assert len(few) == 1 and (few[0].pair >= 0).all()
+
+
+def test_references_said_word_for_word_score_100(root, tmp_path):
+    task = experiment(root).task
+    pairs = task.text.files.pairs(Split.HELD_OUT)
+    vocabulary = task.text.trained_vocabulary()
+    batch = next(task.decode_batches(global_batch=8))
+    ids = np.zeros([8, 1, 40], np.int32)
+    for row, number in enumerate(batch.pair):
+        said = [*vocabulary.encode([pairs[number].target])[0], vocabulary.end_id, 7]
+        ids[row, 0, : len(said)] = said
+    found = task.decoded([(batch, NestedMap(ids=ids))], tmp_path)
+    assert found.metrics["bleu"] == pytest.approx(100)
+    assert found.metrics["chrf"] == pytest.approx(100)
+    assert any(name.startswith("bleu/en-") for name in found.metrics)
+    assert pairs[batch.pair[0]].target in found.samples
+    ids[0] = ids[1]
+    worse = task.decoded([(batch, NestedMap(ids=ids))], tmp_path).metrics
+    assert 0 < worse["bleu"] < 100
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (["Translation.label_smoothing = 1.0"], "Translation.label_smoothing is 1.0"),
+        (
+            ["TokenEmbedding.vocab_size = 300"],
+            "vocab_size 300 is smaller than",
+        ),
+        (["TokenEmbedding.softmax = %SoftmaxKind.SEPARATE"], "give a softmax layer"),
+        (
+            ["decoder/transformer_layer.has_memory = False"],
+            "a memory, and has no",
+        ),
+    ],
+)
+def test_wrong_configurations(root, params, message):
+    with pytest.raises(ValueError, match=message):
+        one = experiment(root, "dense", *params)
+        Programs(one).activation_dims()

@@ -1,0 +1,292 @@
+"""Gin files are found, bindings are checked, errors name what is wrong."""
+
+import dataclasses
+import enum
+
+import gin
+import pytest
+import tensorflow as tf
+
+from meshwright.trainers.experiment import config
+
+
+@gin.constants_from_enum
+class Kind(enum.Enum):
+    """Gin users write `%Kind.CAUSAL`."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    """A leaf with one value that must be set."""
+
+    width: int
+    depth: int = 1
+    kind: Kind = Kind.FULL
+    dtype: tf.DType = tf.float32
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Holds other configurables."""
+
+    first: Inner
+    second: Inner | None = None
+    name: str = "outer"
+
+
+@gin.register(module="elsewhere.one")
+@dataclasses.dataclass(frozen=True)
+class Twin:
+    """Shares its name with a class of another module."""
+
+    size: int = 0
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """Expects a dict, and does not say so."""
+
+    of: object
+
+    def __post_init__(self):
+        self.of.items()
+
+
+gin.register("elsewhere.two.Twin")(dataclasses.make_dataclass("Twin", ["size"]))
+
+
+@pytest.fixture(autouse=True)
+def _clear():
+    yield
+    gin.clear_config()
+
+
+@pytest.fixture
+def params(tmp_path, monkeypatch):
+    """A folder of shipped files, and another working directory."""
+    shipped, cwd = tmp_path / "params", tmp_path / "cwd"
+    (shipped / "lm").mkdir(parents=True)
+    cwd.mkdir()
+    (shipped / "lm" / "base.gin").write_text("Inner.width = 4\nInner.depth = 2\n")
+    (shipped / "lm" / "big.gin").write_text(
+        "include 'lm/base.gin'\nInner.width = 64\nOuter.first = @Inner()\n"
+    )
+    monkeypatch.setattr(config, "PARAMS", shipped)
+    monkeypatch.chdir(cwd)
+    return shipped
+
+
+def build(*lines):
+    config.load([], lines)
+    return gin.get_configurable(Outer)()
+
+
+@pytest.mark.parametrize("name", ["lm/big.gin", "lm/big"])
+def test_file_found_under_params(params, name):
+    assert config.find_gin_file(name) == params / "lm" / "big.gin"
+
+
+def test_file_of_the_working_directory_wins(params, tmp_path):
+    mine = tmp_path / "cwd" / "lm" / "big.gin"
+    mine.parent.mkdir()
+    mine.write_text("Inner.width = 1\n")
+    assert config.find_gin_file("lm/big").resolve() == mine
+    assert config.find_gin_file(str(params / "lm" / "big")) == params / "lm" / "big.gin"
+
+
+def test_shipped_files_lie_beside_the_package():
+    assert config.PARAMS.is_dir()
+
+
+def test_unknown_file_names_the_nearest(params):
+    with pytest.raises(config.ConfigError, match=r"'lm/bgi'.*\n.*mean lm/big.gin"):
+        config.find_gin_file("lm/bgi")
+
+
+def test_load_follows_includes_and_params_override(params):
+    config.load(["lm/big"], ["Inner.depth = 3"])
+    outer = gin.get_configurable(Outer)()
+    assert outer == Outer(first=Inner(width=64, depth=3))
+    config.check_all_operative()
+
+
+def test_load_forgets_what_was_loaded_before():
+    build("Outer.first = @Inner()", "Inner.width = 1", "Inner.depth = 9")
+    assert build("Outer.first = @Inner()", "Inner.width = 1").first.depth == 1
+
+
+def test_scopes_macros_enums_and_dtypes():
+    outer = build(
+        "WIDTH = 8",
+        "Outer.first = @Inner()",
+        "Outer.second = @cross/Inner()",
+        "Inner.width = %WIDTH",
+        "cross/Inner.kind = %Kind.CAUSAL",
+        "cross/Inner.dtype = %bfloat16",
+    )
+    assert outer.first == Inner(width=8)
+    assert outer.second == Inner(width=8, kind=Kind.CAUSAL, dtype=tf.bfloat16)
+    config.check_all_operative()
+    text = config.operative_text()
+    assert "Inner.width = %WIDTH" in text
+    assert "Outer.name = 'outer'" in text
+    # What was in effect can be loaded again.
+    config.load([], [text])
+    assert gin.get_configurable(Outer)() == outer
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("Iner.width = 1", r"'Iner'.*\n.*line 1\n.*Iner.width = 1\n.*mean Inner\?"),
+        ("Inner.widht = 1", r"'Inner'.*'widht'.*\n.*line 1\n.*\n.*mean width\?"),
+        ("Outer.first = @Iner()", r"@Iner\(\).*\n.*line 1\n.*\n.*\n.*mean Inner\?"),
+        ("x/Outer.first = @a/b/Iner()", r"mean Inner\?"),
+        ("Twin.size = 1", r"Ambiguous selector 'Twin'.*elsewhere.one.Twin"),
+        ("Inner.width = %WIDTH", r"no macro.*%WIDTH.*\n.*Inner.width = %WIDTH"),
+        ("WITDH = 1\nInner.width = %WIDTH", r"%WIDTH.*\n.*\n.*mean %WITDH\?"),
+        ("Inner.kind = %Kind.CASUAL", r"%Kind.CASUAL.*\n.*\n.*mean %Kind.CAUSAL"),
+        ("Inner.width = %gin.REQUIRED", r"Inner.width.*REQUIRED.*not.*overridden"),
+        ("Inner.width = [1,", "EOF in multi-line statement"),
+        ("Inner.width = 'a", r"gin parameters: .*\n  In line 1\n    Inner.width = 'a"),
+        ("Inner width", r"expected ':' or '='"),
+        ("Inner:\n    width = 1\n  depth = 2", "unindent does not match"),
+        ("import no.such.module", r"No module named 'no'.*\n.*line 1"),
+        (
+            "import os",
+            "`import os` is for modules that register.*\n.*line 1\n.*import os",
+        ),
+        ("from os import path as p", "`from os import path as p` is for modules"),
+        (
+            "from __gin__ import dynamic_registration",
+            "let a gin file call any function",
+        ),
+        ("include 'lm/bgi.gin'", r"'lm/bgi.gin'.*\n.*mean lm/big.gin.*\n.*line 1"),
+    ],
+)
+def test_bad_binding_is_explained(params, line, message):
+    with pytest.raises(config.ConfigError, match=message):
+        config.load([], [line])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nInner.widht = 1\n", r'mine.gin", line 2\n    Inner.widht = 1\n.*width'),
+        ("\n\nInner.width = ]\n", r"mine.gin: Unable to parse.*\n  In line 3\n"),
+        ("Inner.width = (1,\n", "gin file mine: .*EOF in multi-line"),
+        ("include 'mine'\n", "gin file mine: .*recursion"),
+    ],
+)
+def test_bad_file_is_named_with_its_line(params, tmp_path, text, message):
+    (tmp_path / "cwd" / "mine.gin").write_text(text)
+    with pytest.raises(config.ConfigError, match=message):
+        config.load(["mine"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("one.Twin.size = 3", r"one.Twin.size = 3\n.*gin built no one.Twin: refer to"),
+        ("DEPTH = 3", r"DEPTH = 3\n.*nothing in use refers to %DEPTH"),
+        ("DEPTH = 3\none.Twin.size = %DEPTH", r"2 gin.*DEPTH = 3\n.*\n  one.Twin.size"),
+        ("corss/Inner.depth = 3", r"in scope 'corss'.*\n.*mean cross\?"),
+        ("cross/x/Inner.depth = 3", "in scope 'cross/x'"),
+        ("Outer.name = 'given'", r"Outer.name = 'given'\n.*got its name from code"),
+        ("Inner.kind = %Kind.FULL", r"Inner.kind.*\n.*got its kind from .*inner scope"),
+    ],
+)
+def test_binding_without_effect_is_an_error(line, message):
+    lines = [
+        "Outer.first = @cross/Inner()",
+        "Inner.width = 1",
+        "cross/Inner.kind = %Kind.CAUSAL",
+    ]
+    with pytest.raises(config.ConfigError, match=rf"(?s){message}"):
+        config.load([], [*lines, line])
+        gin.get_configurable(Outer)(name="from code")
+        config.check_all_operative()
+
+
+def test_errors_of_the_classes_themselves_pass_through():
+    with pytest.raises(TypeError, match=r"(?s)'width'.*configurable 'Inner'"):
+        build("Outer.first = @Inner()")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["Outer.first = @Inner()"], r"Inner.width must .*--gin_param='Inner.width ="),
+        (["Outer.first = @x/Inner()", "Inner.depth = 2"], "Inner.width must be set"),
+        ([], "Outer.first must be set: bind it in a gin file"),
+    ],
+)
+def test_missing_parameter_is_named(lines, message):
+    with pytest.raises(config.ConfigError, match=message):
+        config.load([], lines)
+        config.build(Outer)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["A = %A", "Outer.name = %A"], "%A refers to itself"),
+        (["A = [%B]", "B = {1: %A}", "Outer.name = %A"], "%[AB] refers to itself"),
+        (["Outer.second = @Outer()"], r"@Outer\(\) refers to itself"),
+        (
+            [f"A{i} = [%A{i + 1}, %A{i + 1}]" for i in range(30)]
+            + ["A30 = 1", "Outer.name = %A0"],
+            r"more than 10000 references are followed, the last to %A\d+",
+        ),
+    ],
+)
+def test_references_without_end(lines, message):
+    with pytest.raises(config.ConfigError, match=message):
+        config.load([], lines)
+        config.build(Outer)
+
+
+def test_files_without_end(params, tmp_path):
+    for i in range(20):
+        both = f"include 'f{i + 1}.gin'\n" * 2
+        (tmp_path / "cwd" / f"f{i}.gin").write_text(both)
+    (tmp_path / "cwd" / "f20.gin").write_text("")
+    with pytest.raises(config.ConfigError, match="more than 1000 gin files"):
+        config.load(["f0"])
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"Inner.width = \xe9\n", b"\0"])
+def test_what_is_no_gin_text_is_named(params, tmp_path, content):
+    (tmp_path / "cwd" / "mine.gin").write_bytes(content)
+    with pytest.raises(config.ConfigError, match="mine"):
+        config.load(["mine"])
+
+
+def test_what_a_class_runs_into_is_told():
+    with pytest.raises(config.ConfigError, match="no attribute 'items'.*\n.*'Items'"):
+        config.load([], ["Outer.first = @Items()", "Items.of = 3"])
+        config.build(Outer)
+
+
+def test_bindings_of_a_replaced_class_are_set_aside(params, tmp_path):
+    (tmp_path / "cwd" / "mine.gin").write_text(
+        "DEPTH = 3\ninclude 'lm/big'\nInner.depth = %DEPTH\nOuter.first = @one.Twin()\n"
+    )
+    config.load(["mine"])
+    assert config.build(Outer).first == Twin()
+    unused = ["DEPTH = 3", "Inner.width = 64", "Inner.depth = %DEPTH"]
+    assert sorted(config.check_all_operative()) == sorted(unused)
+    # What is bound when the class is out of use, or comes back into it, must work.
+    config.load(["mine"], ["Inner.depth = 5"])
+    config.build(Outer)
+    with pytest.raises(config.ConfigError, match="1 gin.*\n.*Inner.depth = 5\n"):
+        config.check_all_operative()
+    config.load(["mine"], ["Outer.first = @Inner()", "Inner.depth = 5"])
+    assert config.build(Outer).first == Inner(width=64, depth=5)
+    assert config.check_all_operative() == ["DEPTH = 3"]

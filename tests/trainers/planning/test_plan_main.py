@@ -1,0 +1,113 @@
+"""meshwright-plan as a user meets it."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from meshwright.trainers import plan as main_module
+from meshwright.trainers.experiment.sharding_text import sharding_text
+from tests.trainers.small_run import GIN_FILES, GIN_PARAMS, small_programs
+
+MESH = "MESH_SHAPE = (2, 4)"
+
+
+def call_main(*params, gin_files=GIN_FILES, **more_flags):
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["meshwright-plan"])
+    if "topology" not in more_flags and "search" not in more_flags:
+        more_flags["device_count"] = "8"
+    with flagsaver.as_parsed(
+        gin_file=list(gin_files),
+        gin_param=[*GIN_PARAMS, MESH, *params],
+        **more_flags,
+    ):
+        return main_module.main(["meshwright-plan"])
+
+
+def test_says_where_the_plan_puts_state_and_batch(capsys):
+    assert call_main() is None
+    out = capsys.readouterr().out
+    assert out.startswith(sharding_text(small_programs().experiment))
+    assert re.search(r"replicated on each of 8 devices: \d+ tensors of state and", out)
+    assert "completed by" not in out
+
+
+def test_needs_no_flag_for_as_many_devices_as_the_mesh_has():
+    """In a process of its own: this one has its devices already."""
+    command = [sys.executable, "-m", "meshwright.trainers.plan"]
+    command += [f"--gin_file={name}" for name in GIN_FILES]
+    command += [f"--gin_param={param}" for param in (*GIN_PARAMS, MESH)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out.startswith(sharding_text(small_programs().experiment))
+    assert "replicated on each of 8 devices" in out
+
+
+@pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
+def test_explains_the_training_program(partitioner, capsys):
+    call_main(f"Experiment.partitioner = %Partitioner.{partitioner}", explain="true")
+    out = capsys.readouterr().out
+    assert f"train over X=2, Y=4, completed by {partitioner.lower()}: " in out
+    lines = out.splitlines()
+    at = lines.index("stack.feed_forward")
+    part = "\n".join(lines[at : lines.index("", at)])
+    assert re.search(
+        r"  matmul_1 +f32\[64,16\] +\[X,Y\] +inferred\n"
+        r"      layers/basic/linear.py:\d+\n"
+        r"      all-gather along X, .*\n"
+        r"      all-reduce along Y, ",
+        part,
+    )
+    assert re.search(
+        r"\[X,_,Y\] +annotated\n +layers/basic/feed_forward.py:\d+\n", part
+    )
+    assert "gradient of layers/basic/linear.py:" in part
+    assert "No tensor is made whole on every device with nobody asking for it." in out
+
+
+@pytest.mark.parametrize(
+    ("params", "more_flags", "message"),
+    [
+        (["Experimnt.seed = 1"], {}, "Did you mean Exper"),
+        ([], {"gin_files": ["lm/stdlib_tny"]}, "mean lm/stdlib_tiny"),
+        (
+            ["MESH_SHAPE = (4, 4)"],
+            {"explain": "true"},
+            "needs 16 devices but 8 cpu devices",
+        ),
+        (
+            ["MESH_SHAPE = (1, 1)"],
+            {"explain": "true"},
+            "train: the mesh .* has one dev",
+        ),
+    ],
+)
+def test_errors_are_told_by_their_message(params, more_flags, message):
+    with pytest.raises(SystemExit) as info:
+        call_main(*params, **more_flags)
+    assert str(info.value.code).startswith("meshwright-plan: ")
+    assert re.search(message, info.value.code)
+
+
+def test_traceback_on_demand():
+    with pytest.raises(ValueError, match="Did you mean"):
+        call_main("Experimnt.seed = 1", traceback="true")
+
+
+@pytest.mark.parametrize(
+    "command,flag",
+    [
+        ("meshwright-plan", "--topology"),
+        pytest.param("meshwright-train", "--mode", marks=pytest.mark.slow),
+    ],
+)
+def test_help_tells_what_it_does_and_its_flags(command, flag):
+    path = pathlib.Path(sys.executable).with_name(command)
+    out = subprocess.run([path, "--help"], capture_output=True, text=True).stdout
+    assert out.startswith(f"{command}: ")
+    assert f"  {flag}: " in out and "  --gin_param: " in out
+    assert all(len(line) <= 80 for line in out.splitlines())

@@ -1,0 +1,363 @@
+"""A plan as a page: what it says, and what a browser shows of it."""
+
+import functools
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from meshwright.framework.compiler.hlo.step_time import MEAN_ERROR, WORST_ERROR
+from meshwright.trainers.planning import plan_html, plan_plots
+from meshwright.trainers.planning.plan_text import plan_text
+from tests import needs
+from tests.trainers.planning.browser import look_at, needs_chromium
+from tests.trainers.planning.test_plan_main import call_main
+
+ROOT = pathlib.Path(__file__).parents[3]
+POD = pytest.param(
+    "v3:2x2",
+    marks=needs.libtpu,
+)
+PHONE, DESK = 390, 1200
+PICTURES = ["timeline", "breakdown", "collectives", "weights"]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """Maps a topology to the `document`, `page` and `log_dir` that are written."""
+
+    @functools.cache
+    def run(topology):
+        folder = tmp_path_factory.mktemp("plan")
+        written = {
+            "json_out": folder / "a/plan.json",
+            "html_out": folder / "b/plan.html",
+        }
+        flags = {name: str(path) for name, path in written.items()}
+        call_main(
+            "NUM_LAYERS = 3", topology=topology, log_dir=str(folder / "logs"), **flags
+        )
+        return types.SimpleNamespace(
+            document=json.loads(written["json_out"].read_text()),
+            page=written["html_out"].read_text(),
+            log_dir=folder / "logs",
+        )
+
+    return run
+
+
+def drawn_colors(pixels):
+    """How many of a picture's pixels have each colour that is no shade of grey."""
+    colorful = pixels[np.ptp(pixels.astype(int), axis=-1) > 40]
+    colors, counts = np.unique(colorful.reshape(-1, 3), axis=0, return_counts=True)
+    return dict(zip(map(tuple, colors.tolist()), counts.tolist(), strict=True))
+
+
+def check_view(view):
+    assert view.content_width == view.width
+    assert view.loaded == []
+    for one, pixels in zip(view.pictures, view.pixels, strict=True):
+        left, top, width, height = one["box"]
+        assert width >= 0.8 * min(view.width, 500) and height > 60, one["label"]
+        assert top + height <= view.height
+        assert one["smallest_text"] >= 9, one["label"]
+        # Each has a bar, a curve or cells: an area in some colour, under words.
+        assert max(drawn_colors(pixels).values(), default=0) > 100, one["label"]
+        assert (pixels.max(axis=-1) < 80).sum() > 100, one["label"]
+        assert len(one["label"]) > 40
+
+
+@needs_chromium
+@pytest.mark.parametrize("topology", ["cpu", POD])
+def test_in_a_browser(planned, tmp_path, topology):
+    page, document = planned(topology).page, planned(topology).document
+    look = look_at(page, tmp_path, widths=(PHONE, DESK))
+    assert look.console == []
+    assert [view.width for view in look.views] == [PHONE, DESK]
+    for view in look.views:
+        check_view(view)
+        assert len(view.pictures) == 4 + (topology != "cpu")
+        assert view.headings[0].startswith(f"Plan for {topology} as X=2, Y=4")
+    labels = " ".join(one["label"] for one in look.views[0].pictures)
+    for weight in document["weights"]:
+        assert f"{weight['path']} {weight['sharding']}" in labels
+    for part in document["parts"] or {}:
+        assert not document["parts"][part] or part in labels
+    # Beside each other where there is room, one under the other on a phone.
+    phone, desk = ([one["box"] for one in view.pictures[:2]] for view in look.views)
+    assert desk[0][0] + desk[0][2] <= desk[1][0]
+    assert phone[0][1] + phone[0][3] <= phone[1][1]
+
+
+@needs_chromium
+def test_faults_of_a_page_are_seen(planned, tmp_path):
+    page = planned("cpu").page
+    wide = '<div style="width: 500px">wide</div></main>'
+    look = look_at(page.replace("</main>", wide), tmp_path, widths=(PHONE, DESK))
+    with pytest.raises(AssertionError, match="width"):
+        check_view(look.views[0])
+    check_view(look.views[1])
+    # Nothing may be fetched: the page itself forbids it.
+    fetch = '<img src="http://127.0.0.1:9/a.png"></main>'
+    look = look_at(page.replace("</main>", fetch), tmp_path, widths=(DESK,))
+    assert any("Content Security Policy" in line for line in look.console)
+    blank = re.sub(r"<path .*?/>", "", page, flags=re.DOTALL)
+    look = look_at(blank, tmp_path, widths=(DESK,))
+    with pytest.raises(AssertionError, match="What is alive"):
+        check_view(look.views[0])
+
+
+@pytest.mark.parametrize("topology", ["cpu", POD])
+def test_is_one_file_without_scripts(planned, topology):
+    page = planned(topology).page
+    assert "<script" not in page and "@import" not in page
+    assert set(re.findall(r'(?:src|href)="([^"#]+)', page)) == {"data:,"}
+    assert not re.findall(r"url\((?!#)", page)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    used = re.findall(r'(?:href="#|url\(#)([^")]+)', page)
+    assert set(used) <= set(ids)
+
+
+@pytest.mark.parametrize("topology", ["cpu", POD])
+def test_says_what_the_document_says(planned, topology):
+    document, page = planned(topology).document, planned(topology).page
+    for one in document["buffers"]:
+        assert f"<td>{one['name']}</td><td>{one['source']}</td>" in page
+    for one in document["weights"]:
+        assert f"<td>{one['path']}</td><td>{one['type']}</td>" in page
+        assert f"<td>{one['sharding']}</td><td>{one['shard_shape']}</td>" in page
+    updates = document["weight_updates"]["lines"]
+    for one in updates:
+        assert f'<td>{one["shape"]}</td><td class="long">{one["why"]}</td>' in page
+    assert len(updates) == 3  # Of norms: the plan splits all other weights.
+    tables = ("buffers", "collectives", "weights", "replicated")
+    rows = sum(len(document[name]) for name in tables) + len(updates)
+    rows += len((document["device_order"] or {}).get("axes", ()))
+    heads = len(tables) + 1 + (document["device_order"] is not None)
+    assert page.count("<tr>") == rows + heads
+    assert "Experiment.global_batch" in page
+
+
+def words(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+@pytest.mark.parametrize("topology", ["cpu", POD])
+def test_pictures_are_of_the_documents_figures(planned, topology):
+    document = planned(topology).document
+    drawn = {p.name: p.figure.axes[0] for p in plan_plots.pictures(document)}
+    curve, _ = drawn["timeline"].lines[:2]
+    assert curve.get_ydata().tolist() == document["timeline"]
+    bars = sorted(bar.get_width() for bar in drawn["breakdown"].patches)
+    assert bars == sorted(b["bytes"] for b in document["breakdown"] if b["bytes"])
+    assert sum(bar.get_width() for bar in drawn["collectives"].patches) == (
+        pytest.approx(sum(one["bytes"] for one in document["collectives"]))
+    )
+    if topology != "cpu":
+        whole, *parts = [bar.get_width() for bar in drawn["time"].patches]
+        assert whole == document["step_seconds"] == pytest.approx(sum(parts))
+    weights = document["weights"]
+    shown = words(drawn["weights"])
+    assert len(drawn["weights"].patches) == 2 * len(weights)  # Axes X and Y.
+    at = shown.index("stack.feed_forward.w_in")
+    assert shown[at + 1 : at + 3] == ["model", "hidden"]
+    at = shown.index("final_norm.scale")
+    assert shown[at + 1] in ("32 B", "64 B")  # No axis splits it.
+
+
+def test_a_dim_that_several_axes_split(planned):
+    (first, *_) = planned("cpu").document["weights"]
+    weight = first | {"dims": ["a", "b"], "axes": [["X", "Y"], []]}
+    document = planned("cpu").document | {"weights": [weight]}
+    (picture,) = [p for p in plan_plots.pictures(document) if p.name == "weights"]
+    assert words(picture.figure.axes[0])[1:3] == ["a", "a"]
+
+
+def test_what_does_not_fit_has_no_curves(planned):
+    document = planned("cpu").document | {
+        "fits": False,
+        "over_bytes": 2_000_000,
+        "timeline": None,
+        "collectives": [],
+    }
+    names = [one.name for one in plan_plots.pictures(document)]
+    assert names == ["breakdown", "weights"]
+    page = plan_html.page(document)
+    assert "does not fit: 1.91 MiB more than the" in page
+    assert "what does not fit has no time" in page
+    assert "Not known of what is refused." in page
+    assert "To make it fit: " in page
+
+
+def test_names_are_escaped(planned):
+    weight = planned("cpu").document["weights"][0] | {"path": "<b>&"}
+    page = plan_html.page(planned("cpu").document | {"weights": [weight]})
+    assert "<b>&" not in page
+    assert page.count("&lt;b&gt;&amp;") >= 3  # Picture, its text, and the table.
+
+
+def test_collectives_that_send_nothing_have_no_picture(planned):
+    document = planned("cpu").document
+    empty = [one | {"bytes": 0} for one in document["collectives"]]
+    assert empty
+    drawn = plan_plots.pictures(document | {"collectives": empty})
+    assert [one.name for one in drawn] == [n for n in PICTURES if n != "collectives"]
+    assert "collectives" in plan_html.page(document | {"collectives": empty})
+
+
+def test_of_very_many_weights_the_largest_are_drawn(planned):
+    (first, *_) = planned("cpu").document["weights"]
+    many = [first | {"path": f"w{n}.", "bytes": 1000 + n} for n in range(70)]
+    document = planned("cpu").document | {"weights": many}
+    (picture,) = [p for p in plan_plots.pictures(document) if p.name == "weights"]
+    assert picture.title.endswith("; without the 10 smallest")
+    assert "w10. " in picture.text and "w9. " not in picture.text
+    assert "<td>w0.</td>" in plan_html.page(document)
+
+
+TIMES = {
+    "parts": {"matrix": 0.6, "all-gather": 0.4},
+    "of_which": {"recomputed": 0.25},
+    "step_seconds": 1.0,
+    "flops_utilization": 0.5,
+    "peak_flops": 1e12,
+}
+
+
+def test_the_error_bar_of_the_step_time(planned):
+    error = {"mean": MEAN_ERROR, "worst": WORST_ERROR}
+    document = planned("cpu").document | TIMES | {"step_error": error}
+    page = plan_html.page(document)
+    told = (
+        "920 ms to 1.08 s, if no further off than the 13 published TPU v3 steps "
+        "compared (8.0% at worst, 4.5% on average; dense Transformers only)"
+    )
+    assert f"Error bar: {told}." in page
+    assert page.count("1.00 s ± 8.0%") == 2  # The head, and the picture.
+    assert told in " ".join(plan_text(document).split())
+    unknown = document | {"step_error": None}
+    told = "error unknown: no measured step of such devices was compared"
+    assert told in plan_html.page(unknown) and "±" not in plan_html.page(unknown)
+    assert told in plan_text(unknown)
+
+
+@needs.libtpu
+@pytest.mark.parametrize(("topology", "known"), [("v3:2x2", True), ("v5e:2x4", False)])
+def test_the_error_is_known_where_steps_were_measured(planned, topology, known):
+    error = {"mean": MEAN_ERROR, "worst": WORST_ERROR} if known else None
+    assert planned(topology).document["step_error"] == error
+
+
+def test_the_docs_tell_of_the_same_error():
+    text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
+    assert f"calibration {MEAN_ERROR:.1%} and {WORST_ERROR:.1%}" in text
+    assert f"the worst of those 13, {WORST_ERROR:.1%}, each" in text
+    assert f"; {MEAN_ERROR:.1%} is their mean" in text
+
+
+@pytest.mark.parametrize("flag", ["html_out", "log_dir"])
+def test_flags_that_need_a_topology(flag, tmp_path):
+    given = {flag: str(tmp_path / "out")}
+    with pytest.raises(SystemExit, match=f"--{flag} needs --topology, such as"):
+        call_main(**given)
+    with pytest.raises(SystemExit, match=f"--{flag} shows one plan: give it with the"):
+        call_main(search="true", topology="v3:2x2", **given)
+    assert not (tmp_path / "out").exists()
+
+
+WITHOUT_MATPLOTLIB = """
+import sys
+sys.modules["matplotlib"] = None  # As if it were not installed.
+import tests.conftest
+from tests.trainers.planning.test_plan_main import call_main
+call_main(topology="cpu", {flag}={path!r})
+"""
+
+
+def test_without_matplotlib_it_says_how_to_install_it(tmp_path):
+    code = WITHOUT_MATPLOTLIB.format(flag="html_out", path=str(tmp_path / "p.html"))
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 1 and ran.stdout == ""
+    assert "are drawn by matplotlib: pip install 'meshwright[plan]'" in ran.stderr
+
+
+def update(number, **changes):
+    return {
+        "names": [f"theta.stack.w_{number}", f"slots.stack.w_{number}.m"],
+        "shape": [6, 1000 + number, 16],
+        "ops": 27,
+        "format": f"[6.{1000 + number}:X.Y,16]",
+        "why": "",
+        "state_saved_bytes": 2**21 - number,
+        "traffic_saved_bytes": 2**22,
+        "gathered_bytes": 2**20,
+        "gain_seconds": 2e-4,
+        **changes,
+    }
+
+
+def with_updates(document, *lines):
+    summary = f"weight updates (all): some of {len(lines)} sharded over X, Y, " + (
+        "1.23 GiB less state on each device"
+    )
+    found = {"summary": summary, "mode": "all", "data_axes": ["X", "Y"]}
+    return document | {"weight_updates": found | {"lines": list(lines)}}
+
+
+def left_alone(number):
+    return update(number, format="", why=f"it would cost {number} us a step")
+
+
+UPDATES = """\
+weight updates (all): some of 11 sharded over X, Y, 1.23 GiB less state on each
+  device
+  state saved  gathered est. gain  weight
+     2.00 MiB  1.00 MiB    200 us  theta.stack.w_0 [6.1000:X.Y,16]
+     2.00 MiB  1.00 MiB  -19.8 us  theta.stack.w_1 [6.1001:X.Y,16]
+     2.00 MiB  1.00 MiB    200 us  theta.stack.w_2 [6.1002:X.Y,16]
+     2.00 MiB  1.00 MiB    200 us  theta.stack.w_3 [6.1003:X.Y,16]
+     2.00 MiB  1.00 MiB    200 us  theta.stack.w_4_of_a_very_long_name
+                                   [6.1004:X.Y,16]
+     4.00 MiB  2.00 MiB    400 us  2 more
+  left alone: theta.stack.w_903 [6, 1903, 16], as it would cost 903 us a step
+  left alone: theta.stack.w_902 [6, 1902, 16], as it would cost 902 us a step
+  left alone: theta.stack.w_901 [6, 1901, 16], as it would cost 901 us a step
+  left alone: 1 more
+"""
+
+
+def test_weight_updates(planned):
+    """The largest are told in the text, all on the page."""
+    sharded = [update(number) for number in range(7)]
+    sharded[1]["gain_seconds"] = -19.8e-6
+    sharded[4]["names"][0] += "_of_a_very_long_name"
+    left = [left_alone(number) for number in (900, 901, 902, 903)]
+    document = with_updates(planned("cpu").document, *sharded, *left)
+    assert f"\n\n{UPDATES}\n" in plan_text(document)
+    page = plan_html.page(document)
+    assert f"<p>{document['weight_updates']['summary']}.</p>" in page
+    for one in sharded:
+        cells = f"<td>{one['names'][0]}</td><td>{one['shape']}</td>"
+        assert f'{cells}<td class="long">{one["format"]}</td>' in page
+    assert '<td class="number">-19.8 us</td>' in page
+    for one in left:
+        assert f'<td>{one["shape"]}</td><td class="long">{one["why"]}</td>' in page
+    nothing = document | {"weight_updates": None}
+    assert 'id="updates"' not in plan_html.page(nothing)
+    assert "weight updates" not in plan_text(nothing)
+
+
+def test_what_a_device_has_between_steps(planned):
+    document = planned("cpu").document
+    told = "Between steps a device has less of weights that are updated on shards: "
+    assert told not in plan_html.page(document)
+    less = document | {"weights_bytes": document["weights_bytes"] - 512}
+    assert f"{told}5.00 KiB in all." in plan_html.page(less)

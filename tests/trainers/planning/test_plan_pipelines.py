@@ -1,0 +1,205 @@
+"""What a plan says of pipelines: schedule, bubbles, recomputation, pictures."""
+
+import functools
+import json
+import types
+
+import numpy as np
+import pytest
+
+from meshwright.framework.compiler.hlo.step_time import Loop
+from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.planning import plan_html, plan_plots
+from meshwright.trainers.planning.plan_pipelines import planned_pipelines
+from meshwright.trainers.planning.plan_tensorboard import scalars
+from meshwright.trainers.planning.plan_text import plan_text
+from tests import needs
+from tests.trainers.planning.browser import look_at, needs_chromium
+from tests.trainers.planning.test_plan_main import call_main
+from tests.trainers.planning.test_plan_page import DESK, PHONE, check_view, words
+from tests.trainers.search.pipelined import GIN_FILES, PARAMS
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """Maps a topology, and bindings, to the document; JSON and page are written."""
+
+    @functools.cache
+    def run(topology, *params):
+        path = tmp_path_factory.mktemp("plan") / "plan.json"
+        call_main(
+            *PARAMS,
+            *params,
+            gin_files=GIN_FILES,
+            topology=topology,
+            json_out=str(path),
+            html_out=str(path.with_suffix(".html")),
+        )
+        document = json.loads(path.read_text())
+        assert path.with_suffix(".html").read_text() == plan_html.page(document)
+        return document
+
+    return run
+
+
+def pipeline(stages, microbatches, repeats=1):
+    """As a document has it."""
+    schedule = PipelineSchedule(
+        num_stages=stages, num_microbatches=microbatches, num_repeats=repeats
+    )
+    return {
+        "path": "stack",
+        "num_stages": stages,
+        "num_microbatches": microbatches,
+        "num_repeats": repeats,
+        "iterations": schedule.iterations,
+        "bubble_fraction": schedule.bubble_fraction,
+        "seconds_in_bubbles": None,
+    }
+
+
+CIRCULAR = "Pipeline.num_repeats = 2"
+
+
+def test_on_the_cpu_mesh(planned):
+    document = planned("cpu", CIRCULAR)
+    assert document["pipelines"] == [pipeline(2, 4, 2)]
+    assert document["of_which"] is None
+    assert (
+        "\npipeline stack: 2 stages x 4 microbatches x 2 repeats\n"
+        "  9 iterations, 11.1% of them bubbles\n"
+    ) in plan_text(document)
+    page = plan_html.page(document)
+    assert "<td>stack</td><td>2 stages x 4 microbatches x 2 repeats</td>" in page
+    assert scalars(document)["bubble_fraction/stack"] == pytest.approx(1 / 9)
+
+
+@needs.libtpu
+def test_on_a_pod_bubbles_and_recomputation_have_their_share(planned):
+    document = planned("v3:2x2")
+    parts, step = document["parts"], document["step_seconds"]
+    assert sum(parts.values()) == pytest.approx(step)
+    (one,) = document["pipelines"]
+    bubbles, again = (document["of_which"][x] for x in ("in bubbles", "recomputed"))
+    assert one | {"seconds_in_bubbles": None} == pipeline(2, 4)
+    assert one["seconds_in_bubbles"] == bubbles
+    # One of 5 iterations is a bubble, and nearly all time goes to the loops; the layers
+    # take a third of theirs again, outside of bubbles.
+    assert 0.9 * 0.2 < bubbles / step < 0.2
+    assert 0.8 * 0.25 * 0.8 < again / step < 0.8 * 0.25
+    text = plan_text(document)
+    assert f"bubbles: {1e6 * bubbles:.0f} us of a step\n" in text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for what, took in (("in bubbles", bubbles), ("recomputed", again)):
+        share = f"{1e6 * took:.0f} us {took / step:.1%}"
+        assert f"of all this {what} {share}" in lines
+        assert f"Of all this {what}: {share.replace('us', 'us,')}." in plan_html.page(
+            document
+        )
+        assert scalars(document)[f"time_of_which/{what}"] == took
+
+
+@needs.libtpu
+@pytest.mark.slow  # Two programs.
+@pytest.mark.parametrize("saved", ["ALL_BUT_NAMED", "NOTHING"])
+def test_what_is_saved_is_not_recomputed(planned, saved):
+    params = [f"Repeat.recompute = %Recompute.{saved}"]
+    if saved == "ALL_BUT_NAMED":
+        params.append("Repeat.saved_names = ('hidden', 'query', 'key', 'value')")
+    found = planned("v3:2x2", *params)
+    shares = [
+        document["of_which"]["recomputed"] / document["step_seconds"]
+        for document in (found, planned("v3:2x2"))
+    ]
+    # What follows from positions alone is never saved.
+    assert 0 < shares[0] < (0.02 if saved == "NOTHING" else 0.7 * shares[1])
+
+
+def taking(seconds, layer, *loops):
+    return types.SimpleNamespace(
+        name="op", op_name=layer, exposed=seconds, loops=tuple(loops)
+    )
+
+
+SOURCES = types.SimpleNamespace(
+    find=lambda name: None if name == "?" else types.SimpleNamespace(layer=name)
+)
+
+
+def test_a_pipelines_loops_make_its_iterations_on_its_layers_alone():
+    """Neither the loop over as many steps, nor another stack's, is one."""
+    task = build_experiment(GIN_FILES, PARAMS)[0].task
+    steps, forward, layers = (
+        Loop(name=n, trips=t) for n, t in (("s", 5), ("f", 5), ("k", 2))
+    )
+    backward, other = Loop(name="b", trips=5), Loop(name="o", trips=5)
+    ops = [
+        taking(100, "embedding", steps),
+        taking(1, "stack", steps, forward),
+        taking(2, "stack.attention", steps, forward, layers),
+        taking(4, "", steps, backward),
+        taking(8, "stack.attention", steps, backward),
+        taking(16, "?", steps, backward),
+        taking(32, "stacked.attention", steps, other),
+    ]
+    times = types.SimpleNamespace(all=lambda: iter(ops))
+    (found,) = planned_pipelines(task, times, SOURCES)
+    assert found.loops == {"f", "b"} and found.loop_seconds == 31
+    assert found.bubble_seconds == pytest.approx(31 / 5)
+    times = types.SimpleNamespace(all=lambda: iter(ops[:1]))
+    (unknown,) = planned_pipelines(task, times, SOURCES)
+    assert unknown.loop_seconds is unknown.bubble_seconds is None
+
+
+def drawn(*pipelines, document):
+    """Pictures of a document's pipelines."""
+    pictures = plan_plots.pictures(document | {"pipelines": list(pipelines)})
+    return [one for one in pictures if one.name.startswith("pipeline")]
+
+
+def cells(picture):
+    """[stages, iterations, RGBA]."""
+    (image,) = picture.figure.axes[0].images
+    return np.asarray(image.get_array())
+
+
+def test_a_schedule_is_drawn(planned):
+    (picture,) = drawn(pipeline(2, 4), document=planned("cpu", CIRCULAR))
+    assert picture.title == "Schedule of the pipeline stack: 20.0% bubbles"
+    shown = cells(picture)
+    np.testing.assert_array_equal(shown[..., 3], [[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
+    # A microbatch has its colour and number in every stage.
+    np.testing.assert_array_equal(shown[0, :4], shown[1, 1:])
+    assert len({tuple(cell) for cell in shown[0, :4]}) == 4
+    texts = picture.figure.axes[0].texts
+    assert {(t.get_text(), t.xy) for t in texts} == {
+        (str(m), (m + s, s)) for m in range(4) for s in range(2)
+    }
+
+
+def test_later_rounds_are_paler(planned):
+    (picture,) = drawn(pipeline(4, 4, 2), document=planned("cpu", CIRCULAR))
+    shown = cells(picture)[0, :, :3]
+    assert (shown[4:8] > shown[:4]).all()
+    assert "paler: later rounds" in picture.figure.axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_wide_schedule_stays_small(planned, repeats):
+    one = pipeline(16, 128, repeats)
+    (picture,) = drawn(one, document=planned("cpu", CIRCULAR))
+    assert cells(picture).shape == (16, one["iterations"], 4)
+    assert not words(picture.figure.axes[0])
+    assert len(picture.svg()) < 20_000 and len(picture.png()) < 60_000
+
+
+@needs_chromium
+def test_pages_with_pipelines_in_a_browser(planned, tmp_path):
+    pipelines = [pipeline(4, 16), pipeline(16, 128, 2)]
+    page = plan_html.page(planned("cpu", CIRCULAR) | {"pipelines": pipelines})
+    look = look_at(page, tmp_path, widths=(PHONE, DESK))
+    assert look.console == []
+    for view in look.views:
+        check_view(view)
+        assert len(view.pictures) == 4 + 2

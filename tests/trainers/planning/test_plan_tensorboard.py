@@ -1,0 +1,101 @@
+"""A plan in TensorBoard, as its server reads the files."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.plugin_event_accumulator import (
+    EventAccumulator,
+)
+from tensorboard.util import tensor_util
+
+from meshwright.trainers.planning import plan_plots, plan_tensorboard
+from tests.trainers.planning.test_plan_page import (
+    POD,
+    left_alone,
+    planned,  # noqa: F401 (a fixture)
+    update,
+    with_updates,
+)
+
+
+def read(folder):
+    """(scalars, images): values by tag; images are [height, width, 3], uint8."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    found = {"scalars": {}, "images": {}}
+    for tag in events.Tags()["tensors"]:
+        (event,) = events.Tensors(tag)
+        assert event.step == 0
+        value = tensor_util.make_ndarray(event.tensor_proto)
+        plugin = events.SummaryMetadata(tag).plugin_data.plugin_name
+        if plugin == "images":
+            *_, png = value
+            value = tf.io.decode_png(png).numpy()
+        found[plugin][tag] = value
+    return found["scalars"], found["images"]
+
+
+@pytest.mark.parametrize("topology", ["cpu", POD])
+def test_figures_and_pictures(planned, topology):  # noqa: F811
+    document = planned(topology).document
+    scalars, images = read(planned(topology).log_dir / "plan")
+    want = {name: document[name] for name in ("peak_bytes", "memory_limit")}
+    for one in document["breakdown"]:
+        want[f"memory/{one['part']}"] = one["bytes"]
+    for axis in ("X", "Y"):
+        gathers = [
+            one["bytes"]
+            for one in document["collectives"]
+            if (one["kind"], one["axis"]) == ("all-gather", axis)
+        ]
+        want[f"collective_bytes/all-gather along {axis}"] = sum(gathers)
+        assert len(gathers) > 1
+    if topology != "cpu":
+        want["step_seconds"] = document["step_seconds"]
+        for part, seconds in document["parts"].items():
+            want[f"time/{part}"] = seconds
+    want["weight_updates/sharded"] = 0
+    for tag, value in want.items():
+        assert scalars[tag] == pytest.approx(value, rel=1e-6), tag
+    sent = [tag for tag in scalars if tag.startswith("collective_bytes/")]
+    assert sum(scalars[tag] for tag in sent) == pytest.approx(
+        sum(one["bytes"] for one in document["collectives"]), rel=1e-6
+    )
+    assert ("step_seconds" in scalars) == (topology != "cpu")
+    drawn = plan_plots.pictures(document)
+    assert list(images) == [f"plan/{one.name}" for one in drawn]
+    assert len(drawn) == 4 + (topology != "cpu")
+    for picture in drawn:
+        pixels = images[f"plan/{picture.name}"]
+        np.testing.assert_array_equal(pixels, tf.io.decode_png(picture.png(), 3))
+        assert pixels.shape[1] > 500 and pixels.std() > 10
+
+
+def test_weight_updates(planned):  # noqa: F811
+    lines = [update(0), update(1), left_alone(900)]
+    document = planned("cpu").document
+    found = plan_tensorboard.scalars(with_updates(document, *lines))
+    own = {tag: x for tag, x in found.items() if tag.startswith("weight_updates/")}
+    assert own == {
+        "weight_updates/sharded": 2,
+        "weight_updates/state_saved_bytes": 2**22 - 1,
+        "weight_updates/gathered_bytes": 2**21,
+        "weight_updates/gain_seconds": 4e-4,
+    }
+    none = plan_tensorboard.scalars(document | {"weight_updates": None})
+    assert not [tag for tag in none if tag.startswith("weight_updates/")]
+
+
+def test_a_plan_takes_the_place_of_an_earlier_one(planned, tmp_path):  # noqa: F811
+    document = planned("cpu").document
+    plan_tensorboard.write(document, str(tmp_path))
+    plan_tensorboard.write(document | {"peak_bytes": 1000}, str(tmp_path))
+    scalars, images = read(tmp_path / "plan")
+    assert scalars["peak_bytes"] == 1000
+    assert len(images) == 4
+
+
+def test_a_folder_that_cannot_be_written(planned, tmp_path):  # noqa: F811
+    (tmp_path / "plan").write_text("a file")
+    with pytest.raises(OSError, match="cannot write summaries to .*another --log_dir"):
+        plan_tensorboard.write(planned("cpu").document, str(tmp_path))

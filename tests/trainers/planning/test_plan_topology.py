@@ -1,0 +1,330 @@
+"""meshwright-plan --topology: what it prints and writes, and wrong input."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from meshwright.framework.compiler.hlo.memory import memory_timeline
+from meshwright.framework.compiler.hlo.refusal import (
+    REMEDY,
+    DoesNotFit,
+    Refusal,
+    allocations_of,
+)
+from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
+from meshwright.framework.sizes import bytes_text
+from meshwright.trainers.plan import DOES_NOT_FIT, main
+from meshwright.trainers.planning import planning
+from tests import needs
+from tests.trainers.planning.test_plan_main import call_main
+
+ROOT = pathlib.Path(__file__).parents[3]
+KEYS = {
+    "fits": bool,
+    "peak_bytes": int,
+    "argument_bytes": int,
+    "saved_bytes": int,
+    "temp_bytes": int,
+    "compile_seconds": float,
+}
+
+
+def check_text(out):
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def check_memory(found):
+    parts = {one["part"]: one["bytes"] for one in found["breakdown"]}
+    assert sum(parts.values()) == found["peak_bytes"] == max(found["timeline"])
+    # They are donated: where nobody needs them before they are written anew, they are
+    # not alive.
+    assert 0 < parts["weights"] <= found["weights_bytes"]
+    assert 0 < parts["slots"] <= found["slots_bytes"] == 2 * found["weights_bytes"]
+    batches = found["argument_bytes"] - parts["weights"] - parts["slots"]
+    assert batches == parts["batches"] + parts["other arguments"]
+    assert parts["batches"] == 5 * 4 * 4 * 8  # 5 arrays of [4, 8] on a device
+    uses = ("argument_bytes", "output_bytes", "saved_bytes", "temp_bytes")
+    assert sum(found[use] for use in uses) == found["peak_bytes"]
+    assert parts["saved activations"] == found["saved_bytes"] > 0
+    buffers = found["buffers"]
+    assert [one["bytes"] for one in buffers] == sorted(
+        (one["bytes"] for one in buffers), reverse=True
+    )
+    saved = [one for one in buffers if one["kind"] == "saved activation"]
+    assert any(one["name"].startswith("stack") for one in saved)
+    assert all(one["source"].startswith("layers/") for one in saved)
+    table = {one["name"]: one for one in buffers}["theta.embedding.table"]
+    assert (table["kind"], table["type"]) == ("argument", "f32[66,8]")
+    assert (table["bytes"], table["count"]) == (66 * 8 * 4, 1)
+
+
+def test_on_the_cpu_mesh(tmp_path, capsys):
+    folder = tmp_path / "made"
+    status, out, found = planned(folder, capsys, "NUM_LAYERS = 3", topology="cpu")
+    assert status is None
+    assert out.startswith("cpu: 8 devices as X=2, Y=4, partitioned by shardy\nfits: ")
+    assert {key: type(found[key]) for key in KEYS} == KEYS
+    assert found["fits"] and found["step_seconds"] is None
+    assert found["flops_utilization"] is None
+    check_memory(found)
+    assert "\nmost at the peak is taken by\n" in out
+    by_axis = {(one["kind"], one["axis"]) for one in found["collectives"]}
+    assert ("all-gather", "X") in by_axis
+    # Each layer gathers: the loop over them counts.
+    gathers = [
+        one
+        for one in found["collectives"]
+        if one["kind"] == "all-gather" and one["layer"] == "stack.feed_forward"
+    ]
+    assert gathers and all(one["count"] % 3 == 0 for one in gathers)
+
+
+def test_weight_updates_on_shards(tmp_path, capsys):
+    all_ = "Experiment.weight_update_sharding = 'all'"
+    _, out, found = planned(tmp_path, capsys, all_, topology="cpu")
+    updates = found["weight_updates"]
+    assert (updates["mode"], updates["data_axes"]) == ("all", ["X"])
+    # The plan splits all weights but those of norms.
+    lines = {one["names"][0]: one for one in updates["lines"]}
+    assert set(lines) == {
+        f"theta.{path}.scale"
+        for path in ("final_norm", "stack.attention_norm", "stack.feed_forward_norm")
+    }
+    one = lines["theta.final_norm.scale"]
+    assert one["names"][1:] == [f"slots.final_norm.scale.{slot}" for slot in "mv"]
+    assert (one["shape"], one["format"], one["why"]) == ([16], "[16:X]", "")
+    assert one["gathered_bytes"] == 16 * 4
+    # Half of two slots.
+    assert one["state_saved_bytes"] == 16 * 4
+    saved = sum(one["state_saved_bytes"] for one in lines.values())
+    assert found["slots_bytes"] == 2 * found["weights_bytes"] - saved
+    assert f"\n{updates['summary']}\n" in out
+    assert "\n         64 B      64 B " in out
+
+
+@needs.libtpu
+def test_on_a_pod(tmp_path, capsys):
+    status, out, found = planned(tmp_path, capsys, topology="v3:2x2")
+    assert status is None
+    assert "device order on 2 x 2 chips of 2 cores, no ends linked" in out
+    assert "a step, estimated" in out
+    assert found["step_seconds"] == pytest.approx(sum(found["parts"].values()))
+    assert 0 < found["flops_utilization"] < 1
+    assert found["parts"]["matrix"] > 0
+    # The two cores of a chip need no link.
+    along = {one["axis"]: one["load"] for one in found["device_order"]["axes"]}
+    assert along["X"] == 0 < along["Y"]
+    for one in found["collectives"]:
+        assert (one["seconds"] > 0) == (one["axis"] != "X")
+
+
+LIMIT = 2**14
+GAPS = 3 * 2**10
+
+
+@pytest.fixture
+def small_devices(monkeypatch):
+    monkeypatch.setattr(planning, "_memory_limit", lambda torus, mesh: LIMIT)
+
+
+@pytest.fixture
+def refusing_compiler(monkeypatch, small_devices):
+    """One that says no like that for TPUs, and knows what would be alive when.
+
+    What it lays out has gaps, and is larger than a device.
+    """
+    compile_ = MeshProgram.compile
+
+    def refuse(self, options=None):
+        text = compile_(self, options).as_text()
+        timeline = memory_timeline(text, self.function.sources)
+        limit = planning._memory_limit(None, self.mesh)
+        needed = max(timeline.peak, limit) + GAPS
+        refusal = Refusal(needed=needed, available=limit)
+        largest = allocations_of(timeline, self.function)
+        raise DoesNotFit(self.name, refusal, largest, timeline)
+
+    monkeypatch.setattr(MeshProgram, "compile", refuse)
+
+
+def planned(tmp_path, capsys, *params, **more_flags):
+    """Exit status, text and document."""
+    path = tmp_path / "plan.json"
+    status = call_main(*params, json_out=str(path), **more_flags)
+    out = capsys.readouterr().out
+    check_text(out)
+    return status, out, json.loads(path.read_text())
+
+
+def test_what_the_compiler_refuses_is_told_with_what_takes_most(
+    refusing_compiler, tmp_path, capsys
+):
+    status, out, found = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
+    assert status == DOES_NOT_FIT and not found["fits"]
+    check_memory(found)
+    assert found["over_bytes"] == found["peak_bytes"] + GAPS - LIMIT > GAPS
+    start = r"train: [\d.]+ KiB more than fit: a device has 16\.0 KiB and would"
+    assert re.match(start, found["refusal"])
+    assert "\ndoes not fit: " in out and " more than the 16.0 KiB of a device\n" in out
+    lines = out.splitlines()
+    at = lines.index("most at the peak is taken by") + 1
+    end = next(i for i in range(at, len(lines)) if not lines[i].startswith("  "))
+    told = " ".join(" ".join(lines[at:end]).split())
+    for one in found["buffers"][:3]:
+        assert f"{one['kind']} {one['type']}" in told and one["name"] in told
+        assert one["source"] in told
+    assert f"To make it fit: {REMEDY}." in " ".join(out.split())
+    assert "no estimate of its time" in out
+
+
+def test_what_gaps_alone_make_too_large(
+    refusing_compiler, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(planning, "_memory_limit", lambda torus, mesh: 2**20)
+    status, out, found = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
+    assert status == DOES_NOT_FIT and not found["fits"]
+    assert found["peak_bytes"] < found["memory_limit"] == 2**20
+    assert found["over_bytes"] == GAPS
+    assert f"does not fit: {bytes_text(GAPS)} more than" in out
+    (line,) = (line for line in out.splitlines() if "with gaps" in line)
+    assert line.split()[-1] == "100.3%"
+
+
+def test_what_the_compiler_says_nothing_of_is_not_known(
+    small_devices, monkeypatch, tmp_path, capsys
+):
+    refusal = Refusal(needed=2**20, available=LIMIT)
+
+    def refuse(self, options=None):
+        raise DoesNotFit(self.name, refusal)
+
+    monkeypatch.setattr(MeshProgram, "compile", refuse)
+    status, out, found = planned(tmp_path, capsys, topology="cpu")
+    assert status == DOES_NOT_FIT and found["over_bytes"] == refusal.over
+    assert found["breakdown"] == [{"part": "not known", "bytes": 2**20}]
+    assert found["argument_bytes"] is None
+
+
+def test_what_compiles_but_is_too_large_does_not_fit(small_devices, tmp_path, capsys):
+    status, out, found = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
+    assert status == DOES_NOT_FIT and not found["fits"] and found["refusal"] == ""
+    assert found["over_bytes"] == found["peak_bytes"] - LIMIT > 0
+    check_memory(found)
+
+
+@needs.libtpu
+def test_arguments_that_do_not_fit_alone(tmp_path, capsys):
+    too_large = ["VOCAB_SIZE = 4194304", "MODEL_DIMS = 4096"]
+    status, out, found = planned(tmp_path, capsys, *too_large, topology="v3:2x2")
+    assert status == DOES_NOT_FIT
+    assert " more than the 15.5 GiB of a device" in out
+    assert found["timeline"] is found["temp_bytes"] is None
+    assert sum(one["bytes"] for one in found["breakdown"]) == found["peak_bytes"]
+    names = [one["name"] for one in found["buffers"][:3]]
+    assert sorted(names) == [
+        "slots.embedding.table.m",
+        "slots.embedding.table.v",
+        "theta.embedding.table",
+    ]
+
+
+@needs.libtpu
+def test_what_the_tpu_compiler_refuses(tmp_path, capsys):
+    long = ["SEQUENCE_LENGTH = 8192", "Experiment.global_batch = 1024"]
+    status, out, found = planned(tmp_path, capsys, *long, topology="v3:2x2")
+    assert status == DOES_NOT_FIT
+    # The compiler counts gaps, and tells of hundredths of a GiB.
+    over = found["peak_bytes"] - found["memory_limit"]
+    assert 0 < over <= found["over_bytes"] + 0.01 * 2**30
+    assert found["over_bytes"] == pytest.approx(over, rel=0.01)
+    assert found["buffers"][0]["source"].startswith("layers/")
+    assert max(found["timeline"]) == found["peak_bytes"]
+
+
+@needs.libtpu
+@pytest.mark.slow  # The model of 64B: 13 s of one core.
+def test_64b_that_saves_everything_does_not_fit(tmp_path, capsys):
+    """As docs/planning.md has it; with what the file recomputes it fits."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["meshwright-plan"])
+    path = tmp_path / "plan.json"
+    with flagsaver.as_parsed(
+        gin_file=["paper/table2_64b_128.gin"],
+        gin_param=[
+            "Repeat.recompute = %Recompute.NOTHING",
+            "Repeat.saved_names = ()",
+        ],
+        topology="v3:8x8",
+        json_out=str(path),
+    ):
+        assert main(["meshwright-plan"]) == DOES_NOT_FIT
+    out, found = capsys.readouterr().out, json.loads(path.read_text())
+    check_text(out)
+    assert found["over_bytes"] == pytest.approx(10.7 * 2**30, abs=0.05 * 2**30)
+    assert "\ndoes not fit: " in out
+    assert found["refusal"].startswith("train: 10.7")
+    largest = found["buffers"][:3]
+    assert all(one["kind"] == "saved activation" for one in largest)
+    for one in largest:
+        assert f"{one['name']} ({one['source']})" in found["refusal"]
+    assert largest[0]["name"] == "stack.attention"
+    assert largest[0]["bytes"] == 8 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("more_flags", "message"),
+    [
+        ({"topology": "v9:2x2"}, "topology 'v9:2x2' is of an unknown kind: one of v2"),
+        ({"topology": "v3:64x64"}, "v3 pods have 2 dims and go up to 'v3:32x32'"),
+        (
+            {"topology": "v3:8x8"},
+            "has 128 devices, but the device mesh (X=2, Y=4) has 8: set .*"
+            "choose a topology of 8 devices, such as 'v2:2x2', 'v3:2x2'",
+        ),
+        ({"json_out": "plan.json"}, "--json_out needs --topology"),
+        (
+            {"topology": "cpu", "json_out": f"{__file__}/plan.json"},
+            "--json_out=.* cannot be written (file exists): name another file",
+        ),
+        (
+            {"topology": "cpu", "html_out": str(ROOT)},
+            "--html_out=.* cannot be written (it is a folder): name another file",
+        ),
+        ({"topology": ""}, "topology '' is of an unknown kind: one of v2"),
+        ({"topology": "cpu", "explain": "true"}, "give it without --topology"),
+        ({"topology": "cpu", "device_count": "8"}, "--device_count is for virtual cpu"),
+        ({"topology": "cpu", "search_budget": "3"}, "--search_budget needs --search"),
+        ({"search_plans": "plans/finalized.gin"}, "--search_plans needs --search"),
+        ({"overwrite": "true"}, "--overwrite needs --search"),
+        ({"cache_dir": "kept"}, "--cache_dir needs --search"),
+    ],
+)
+def test_wrong_input(more_flags, message):
+    with pytest.raises(
+        SystemExit, match=message.replace("(", r"\(").replace(")", r"\)")
+    ):
+        call_main(**more_flags)
+
+
+WITHOUT_LIBTPU = """
+import os, sys
+sys.modules["libtpu"] = None  # As if it were not installed, nor found by a test before.
+os.environ.pop("TPU_LIBRARY_PATH", None)
+import tests.conftest
+from tests.trainers.planning.test_plan_main import call_main
+call_main(topology="v3:2x2")
+"""
+
+
+def test_without_libtpu_it_says_how_to_install_it():
+    command = [sys.executable, "-c", WITHOUT_LIBTPU]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "'v3:2x2' needs libtpu" in ran.stderr
+    assert "pip install 'meshwright[plan]'" in ran.stderr

@@ -1,0 +1,125 @@
+"""Five steps of a pipelined language model equal those of the plain stack."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.stacks.pipeline import Pipeline
+from tests.trainers.parity import (
+    Trained,
+    initial_state,
+    small_experiment,
+    train,
+    train_by_tf,
+)
+
+LAYERS = "NUM_LAYERS = 4"
+NO_DROPS = (  # A random choice would depend on the microbatch.
+    "MoE.gating = @Switch()",
+    "Switch.model_dims = %MODEL_DIMS",
+    "Switch.num_experts = %NUM_EXPERTS",
+)
+
+
+def pipelined(stages, microbatches, *params, experts=0, **kwargs):
+    return small_experiment(
+        LAYERS,
+        "include 'lm/pipeline.gin'",
+        "include 'plans/pipeline.gin'",
+        f"NUM_STAGES = {stages}",
+        f"NUM_MICROBATCHES = {microbatches}",
+        *params,
+        plan="finalized" if not experts else "hybrid",
+        experts=experts,
+        **kwargs,
+    )
+
+
+@functools.cache
+def plain(optimizer: str, experts: int) -> tuple[NestedMap, Trained]:
+    """The state before and after, by TF on one device: no XLA."""
+    params = NO_DROPS if experts else ()
+    experiment = small_experiment(
+        "MESH_SHAPE = (1, 1)",
+        LAYERS,
+        *params,
+        plan="hybrid" if experts else "finalized",
+        optimizer=optimizer,
+        experts=experts,
+    )
+    start = initial_state(experiment)
+    return start, train_by_tf(experiment, start)
+
+
+def staged(layer: Pipeline, start: NestedMap) -> NestedMap:
+    """The plain state with the stack's layers by stage."""
+
+    def one(path, value):
+        if ".stack." not in f".{path}.":
+            return value
+        return layer.staged_weights(NestedMap(x=tf.constant(value))).x.numpy()
+
+    return start.map_with_path(one)
+
+
+def unstaged(layer: Pipeline, path: str, value: np.ndarray) -> np.ndarray:
+    if ".stack." not in f".{path}.":
+        return value
+    return layer.plain_weights(NestedMap(x=tf.constant(value))).x.numpy()
+
+
+STEPS = 5
+# Stages, microbatches, repeats; mode, mesh, partitioner, steps a call; optimizer,
+# experts.
+CASES = [
+    ((2, 4, 1), "VECTORIZED", (2, 2, 2), "SHARDY", 1, "adam", 0),
+    # A loop around the pipeline's: GSPMD once ended the process for what counts them.
+    ((2, 4, 2), "MANUAL", (2, 2, 2), "GSPMD", STEPS, "adafactor", 0),
+    ((2, 2, 1), "VECTORIZED", (2, 2, 2), "GSPMD", STEPS, "adam", 2),
+    ((2, 2, 1), "MANUAL", (2, 2, 2), "SHARDY", STEPS, "adafactor", 2),
+    ((4, 8, 1), "MANUAL", (4, 1, 2), "SHARDY", 1, "adam", 0),
+    ((2, 4, 1), "VECTORIZED", (2, 4, 1), "GSPMD", 1, "adafactor", 0),
+]
+QUICK = CASES[:2]
+
+
+@pytest.mark.parametrize(
+    "sizes,mode,mesh,partitioner,steps,optimizer,experts",
+    [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],
+)
+def test_trains_as_the_plain_stack(
+    sizes, mode, mesh, partitioner, steps, optimizer, experts
+):
+    stages, microbatches, repeats = sizes
+    params = [
+        f"MESH_SHAPE = {mesh}",
+        f"Pipeline.num_repeats = {repeats}",
+        f"Pipeline.stage_mode = %StageMode.{mode}",
+        f"Experiment.partitioner = %Partitioner.{partitioner}",
+        f"Experiment.steps_per_loop = {steps}",
+    ]
+    if experts:
+        params += [
+            *NO_DROPS,
+            "ShardingPlan.weights = {'stages': 'L', 'heads': 'Y', 'experts': 'X'}",
+            "ShardingPlan.activations = {'batch': ('X', 'L'), 'microbatch': 'X', "
+            "'heads': 'Y', 'experts': 'X'}",
+        ]
+    experiment = pipelined(
+        stages, microbatches, *params, optimizer=optimizer, experts=experts
+    )
+    layer = experiment.task.stack
+    start, want = plain(optimizer, experts)
+    got = train(experiment, staged(layer, start), calls=STEPS // steps)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
+    assert got.losses[-1] < got.losses[0], "five steps must learn something"
+    assert got.state.keys() == want.state.keys()
+    for path, value in want.state.items():
+        found = unstaged(layer, path, got.state[path])
+        scale = np.abs(value).max() or 1.0
+        np.testing.assert_allclose(
+            found / scale, value / scale, atol=1e-3, err_msg=path
+        )

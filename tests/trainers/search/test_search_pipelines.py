@@ -1,0 +1,261 @@
+"""Pipelines in a search: microbatches, what is dropped, bounds, rough costs, winner."""
+
+import dataclasses
+
+import pytest
+
+from meshwright.framework.modeling.recompute import Recompute
+from meshwright.trainers.planning.planning import plan
+from meshwright.trainers.search import search, search_text
+from meshwright.trainers.search.search_cost import bytes_passed, rough_seconds
+from meshwright.trainers.search.search_memory import MemoryBound
+from meshwright.trainers.search.search_space import (
+    Policy,
+    built,
+    dims_of,
+    essence,
+    is_configured,
+    microbatch_counts,
+    misfit,
+)
+from tests import needs
+from tests.trainers.planning.test_plan_main import call_main
+from tests.trainers.search import pipelined
+from tests.trainers.search.search_cases import EVERYTHING, found, space
+from tests.trainers.search.search_cases import candidate as any_candidate
+
+PLANS = ("plans/pipeline.gin",)
+MESH = (2, 2, 2)
+
+
+def pipelined_space(*params, **more):
+    params = (*pipelined.PARAMS, *params)
+    return space(*params, files=pipelined.GIN_FILES, plans=PLANS, **more)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return pipelined_space()
+
+
+def candidate(where, mesh=MESH, policy=EVERYTHING, batch=8, microbatches=4):
+    one = any_candidate(where, mesh, "pipeline", policy, batch)
+    return dataclasses.replace(one, microbatches=microbatches)
+
+
+def test_microbatches_are_powers_of_two_from_one_a_stage(small):
+    experiment = small.experiment
+    assert microbatch_counts(experiment, 8) == [2, 4, 8]
+    assert microbatch_counts(experiment, 12) == [2, 4]
+    # 16 a stage at most; what is configured even if it divides nothing.
+    assert microbatch_counts(experiment, 2**10) == [2, 4, 8, 16, 32]
+    assert microbatch_counts(experiment, 7) == [4]
+    assert microbatch_counts(experiment, 8, (3, 5)) == [3, 5]
+    assert microbatch_counts(space().experiment, 8) == [None]
+
+
+def test_a_candidate_is_built_from_its_bindings(small):
+    ones = small.candidates()
+    assert {one.microbatches for one in ones} == {2, 4, 8}
+    own = [one for one in ones if is_configured(small.experiment, one)]
+    assert own == [candidate(small)]
+    for one in [*own, candidate(small, (1, 4, 2), batch=16, microbatches=2)]:
+        made = built(small.gin_files, [*small.gin_params, *one.bindings()])
+        assert made == one.of(small.experiment)
+        assert made.task.stack.num_microbatches == one.microbatches
+        assert made.task.stack.stack.recompute is Recompute.EVERYTHING
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"mesh": (1, 4, 2), "microbatches": 2}, None),
+        ({"mesh": (4, 1, 2)}, "more shards than there are 'stages'"),
+        ({"microbatches": 3}, "microbatches that do not divide the batch"),
+        ({"microbatches": 8}, "shards of unequal microbatches"),
+        ({"batch": 6, "microbatches": 3}, "shards of unequal batches"),
+    ],
+)
+def test_shapes_that_cannot_do_are_left_out(small, changes, reason):
+    assert misfit(small.experiment, candidate(small, **changes), small.torus) == reason
+
+
+def test_stages_that_their_axis_does_not_divide_are_left_out():
+    where = pipelined_space("NUM_STAGES = 3", "NUM_LAYERS = 3")
+    one = candidate(where)
+    reason = "stages that their mesh axis does not divide"
+    assert misfit(where.experiment, one, where.torus) == reason
+    whole = candidate(where, (1, 4, 2), microbatches=2)
+    assert misfit(where.experiment, whole, where.torus) is None
+    # Bounds are traced on another mesh, which such stages allow.
+    assert MemoryBound(where.experiment).activations(whole) > 0
+
+
+def test_how_a_microbatch_is_split_makes_another_program(small):
+    dims = dims_of(small.experiment)
+    one = candidate(small)
+    tables = one.plan.tables
+    split = dict(tables.activations, microbatch=None)
+    other = dataclasses.replace(
+        one.plan, tables=dataclasses.replace(tables, activations=split)
+    )
+    plans = [one, dataclasses.replace(one, plan=other)]
+    counts = [one, dataclasses.replace(one, microbatches=2)]
+    for pair in (plans, counts):
+        assert len({essence(each, dims) for each in pair}) == 2
+
+
+# Of small_lm.gin: U 2 rows of a microbatch, S 8, M 16; float32; 4 layers, 2 stages.
+INPUT = 2 * 8 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "inputs", "split"),
+    [
+        # Inputs of 2 layers in 5 iterations, and gradients of 4 microbatches.
+        ({}, 2 * 5 + 4, 4),
+        # Half the rows, 9 iterations and 8 microbatches.
+        ({"mesh": (2, 1, 4), "microbatches": 8}, (2 * 9 + 8) / 2, 4),
+        # A device has both stages.
+        ({"mesh": (1, 2, 4)}, 2 * (2 * 5 + 4), 8),
+    ],
+)
+def test_saved_activations_are_counted(small, changes, inputs, split):
+    bound = MemoryBound(small.experiment).activations(candidate(small, **changes))
+    assert bound == INPUT * inputs / split
+
+
+def test_saved_activations_of_a_circular_pipeline():
+    """3 microbatches have slots as 4: 9 iterations of one layer."""
+    where = pipelined_space("Pipeline.num_repeats = 2", "NUM_MICROBATCHES = 3")
+    one = candidate(where, batch=6, microbatches=3)
+    assert MemoryBound(where.experiment).activations(one) == INPUT * (9 + 4) / 4
+
+
+def test_what_is_recomputed_is_not_saved(small):
+    bound = MemoryBound(small.experiment)
+    named = Policy(recompute=Recompute.ALL_BUT_NAMED, saved_names=("hidden",))
+    policies = (EVERYTHING, named, Policy(recompute=Recompute.NOTHING))
+    saved = [bound.activations(candidate(small, policy=each)) for each in policies]
+    # A hidden activation is twice an input, in 10 iterations and layers.
+    assert saved[1] - saved[0] == 2 * 10 * INPUT / 4 < saved[2] - saved[0]
+
+
+def test_weights_are_split_by_stages(small):
+    bound = MemoryBound(small.experiment)
+    halves, whole = (bound.state(candidate(small, (n, 4 // n, 2))) for n in (2, 1))
+    stack = small.experiment.task.weights().stack
+    matrices = sum(4 * spec.size for spec in stack.leaves() if spec.is_matrix)
+    vectors = sum(4 * spec.size for spec in stack.leaves() if not spec.is_matrix)
+    # Weights, two slots and gradients.
+    assert whole - halves == 4 * (matrices / 2 + vectors) / 2
+
+
+@needs.libtpu
+def test_no_program_takes_less_than_its_bound(small):
+    one = candidate(small)
+    bound = MemoryBound(small.experiment)
+    least = bound.state(one) + bound.activations(one)
+    assert 0 < least <= plan(one.of(small.experiment), topology="v3:2x2").peak_bytes
+
+
+def test_bubbles_cost_time(small):
+    """Where nothing is sent, time goes by the iterations."""
+    large = pipelined_space("MODEL_DIMS = 4096", "HIDDEN_DIMS = 16384", batches=(64,))
+    times = [
+        rough_seconds(
+            large.experiment,
+            candidate(large, (2, 1, 4), batch=64, microbatches=n),
+            dataclasses.replace(
+                large.torus,
+                kind=dataclasses.replace(large.torus.kind, link_bandwidth=1e30),
+            ),
+            0.0,
+        )
+        for n in (2, 16)
+    ]
+    # 3 iterations instead of 2, and 17 instead of 16; a little of it is the softmax.
+    assert times[0] / times[1] == pytest.approx((3 / 2) / (17 / 16), rel=0.01)
+
+
+def test_weights_gradients_are_reduced_for_each_microbatch(small):
+    few, many = (
+        bytes_passed(candidate(small, microbatches=n).of(small.experiment), 0.0)
+        for n in (2, 4)
+    )
+    embedding = 2 * 4 * 264 * 16 / 2 * 1 / 2
+    assert (many["X"] - embedding) / (few["X"] - embedding) == pytest.approx(5 / 3)
+    # Nothing of a layer is sent along the stages' axis.
+    assert few["L"] == many["L"] > 0
+
+
+def test_the_winner_is_a_gin_file_to_train_with(small, tmp_path):
+    best = candidate(small, batch=16, microbatches=2)
+    rows = found(space()).ranked
+    promising = dataclasses.replace(rows[0].promising, candidate=best)
+    row = dataclasses.replace(rows[0], promising=promising)
+    changed = dataclasses.replace(found(space()), ranked=(row,), refused=())
+    path = tmp_path / "winner.gin"
+    path.write_text(search_text.winner(small, changed))
+    assert built([str(path)], []) == best.of(small.experiment)
+    lines = search_text.table(small, changed).splitlines()
+    assert lines[1].split()[-4:] == ["2x2x2", "pipeline", "everything", "16/2"]
+    assert "  batch: examples a step / microbatches of pipelines" in lines
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_screening_keeps_what_can_be_laid_out():
+    screened = search.screen(pipelined_space(batches=(8,)))
+    kept = {
+        (one.candidate.mesh, one.candidate.microbatches) for one in screened.promising
+    }
+    assert {one.candidate.mesh[0] for one in screened.promising} == {1, 2}
+    assert (MESH, 4) in kept and (MESH, 8) not in kept
+    assert screened.promising[0].configured
+    assert screened.left_out["more shards than there are 'stages'"] > 0
+
+
+SCOPED = ("LanguageModel.stack = @deep/Pipeline()", "deep/Pipeline.stack = @Repeat()")
+
+
+@pytest.mark.parametrize(
+    ("params", "more", "message"),
+    [
+        (
+            [*SCOPED, "deep/Pipeline.num_microbatches = 2"],
+            {},
+            "deep/Pipeline.num_microbatches is bound for a scope, and would stay: bind",
+        ),
+        (
+            [
+                "Pipeline.stack = @deep/Repeat()",
+                "deep/Repeat.recompute = %Recompute.NOTHING",
+            ],
+            {},
+            "--search chooses Repeat.recompute for all",
+        ),
+        ([], {"search_microbatches": "0"}, "--search_microbatches=0: must be whole"),
+        ([], {"search_batch": "9"}, "choose other batches (--search_batch)"),
+        ([], {"search_microbatches": "3"}, "microbatches (--search_microbatches)"),
+    ],
+)
+def test_wrong_input_is_told(params, more, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as info:
+        call_main(
+            *pipelined.PARAMS,
+            *params,
+            gin_files=pipelined.GIN_FILES,
+            search="true",
+            topology="v3:2x2",
+            cache_dir=str(tmp_path),
+            **more,
+        )
+    assert message in " ".join(str(info.value.code).split())
+
+
+def test_microbatches_are_for_pipelines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="is for pipelines, and the task has none"):
+        call_main(search="true", topology="v3:2x2", search_microbatches="4")

@@ -1,0 +1,84 @@
+"""How a run has its programs compiled: strictly, in a child process."""
+
+import re
+
+import jax
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.repair import check
+from meshwright.framework.compiler.repair.op_layout import even_layout
+from meshwright.framework.compiler.repair.table import faults
+from meshwright.trainers import mains
+from meshwright.trainers.experiment.programs import Programs
+from tests.trainers.parity import small_experiment
+
+MESH, SMALL = "MESH_SHAPE = (2, 4)", "NUM_LAYERS = 1"
+
+
+@pytest.fixture
+def faulty_products(monkeypatch):
+    """As if XLA got every product of split tensors wrong."""
+    fault = faults.Fault(
+        name="products",
+        what="is a product",
+        ops=("stablehlo.dot_general",),
+        choose=lambda layout: even_layout(layout, keep=()),
+        repair="nothing is split",
+        smallest={"product": faults.Smallest(faults.Outcome.WRONG, "")},
+    )
+    monkeypatch.setattr(check, "PRESENT", [fault])
+    monkeypatch.setattr(check, "GUARDED", frozenset(fault.ops))
+
+
+def test_the_programs_of_a_strict_experiment_are_strict(faulty_products):
+    experiment = small_experiment(MESH, SMALL, "Experiment.strict = True")
+    with pytest.raises(
+        LoweringError,
+        match=r"^train: the program is compiled strictly, and \d+ of its ops would be "
+        r"laid out otherwise at a cost:\n  op '.*\.py:\d+\) is a product, which XLA",
+    ):
+        _ = Programs(experiment).main
+
+
+def test_the_programs_of_an_experiment_are_compiled_in_a_child(monkeypatch):
+    experiment = small_experiment(MESH, SMALL, "Experiment.compile_in_child = True")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="^train: a child process compiles for the"):
+        _ = Programs(experiment).main
+
+
+@pytest.mark.parametrize("field", ["strict", "compile_in_child"])
+@pytest.mark.parametrize("value", ["1", "'yes'", "None"])
+def test_it_is_true_or_false(field, value):
+    told = re.escape(f"Experiment.{field} is {value}, must be of class bool")
+    with pytest.raises(ValueError, match=told):
+        small_experiment(MESH, f"Experiment.{field} = {value}")
+
+
+@pytest.mark.parametrize("field", ["strict", "compile_in_child"])
+@pytest.mark.parametrize(
+    ("flag", "bound", "wanted"),
+    [
+        (None, None, False),
+        (None, True, True),
+        (True, None, True),
+        (True, False, True),
+        (False, True, False),
+    ],
+)
+def test_the_flag_sets_the_field(field, flag, bound, wanted):
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["meshwright"])
+    told = []
+    binding = [] if bound is None else [f"Experiment.{field} = {bound}"]
+    given = {"gin_file": ["lm/stdlib_tiny.gin"], "gin_param": binding}
+    if flag is not None:
+        given[field] = flag
+    with flagsaver.flagsaver(**given):
+        mains.call("meshwright", ["meshwright"], lambda *args: told.append(args))
+    ((experiment, config_text),) = told
+    assert getattr(experiment, field) is wanted
+    assert (f"Experiment.{field} = True" in config_text) == wanted

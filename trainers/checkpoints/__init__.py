@@ -1,0 +1,1 @@
+"""Checkpoints: writing, checking and reading them, and other models' weights."""

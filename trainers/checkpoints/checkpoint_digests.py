@@ -1,0 +1,256 @@
+"""Digests of a checkpoint's files: what makes a folder of files a checkpoint.
+
+`SHA256SUMS` lies beside the files and is written before the folder gets its final name,
+so that a step without it, or with a file that is missing, extra, or not as it says, is
+damaged. `sha256sum -c SHA256SUMS` checks the same.
+
+Orbax and TensorStore notice much by themselves, but not all: of 60 bits flipped, one at
+a time, in files of arrays, 23 came back as wrong weights without a word.
+
+Why files and not arrays: a damaged file can be named; every file counts, those that
+Orbax writes for itself too; and whatever mesh reads them, there is nothing to compile.
+It costs a second reading. Of 3.2 GB of weights on two cores, in seconds: 30 to save, 4
+to digest in the background, 16 to restore, after 4 to verify. SHA-256 runs at 1.2 GB/s
+a core here, CRC-32 at 2.5, BLAKE2 at 0.6.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from meshwright.trainers.checkpoints.checkpoint_progress import Transfer
+
+DIGESTS = "SHA256SUMS"
+# Orbax writes these two while it renames. Neither says anything of the state.
+_AFTERWARDS = ("_CHECKPOINT_METADATA", "commit_success.txt")
+
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+_BLOCK = 4 << 20  # bytes
+_THREADS = min(8, os.cpu_count() or 1)
+_MAX_SHOWN = 4
+_UNREADABLE = -1  # Instead of a number of problems.
+
+# What a removed or exchanged file raises. No other OSError says anything of the files:
+# the disk failed (EIO), the server was restarted (ESTALE), nobody may read them.
+_WENT_AWAY = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+Gather = Callable[[int], Sequence[int]]
+"""Takes this process's number and returns every process's, in order of processes."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read, or put into this model."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are not those that were saved; the message names them.
+
+    Args:
+      folder: of the checkpoint.
+      problems: what is wrong, one for each file.
+    """
+
+    def __init__(self, folder: epath.Path, problems: Sequence[str]):
+        shown = list(problems[:_MAX_SHOWN])
+        if len(problems) > len(shown):
+            shown.append(f"{len(problems) - len(shown)} more")
+        super().__init__(f"checkpoint {folder} is damaged: {'; '.join(shown)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verified:
+    """A checkpoint whose files are as they were saved.
+
+    Args:
+      folder: of the checkpoint.
+      sizes: bytes of each file, by path in the folder.
+    """
+
+    folder: epath.Path
+    sizes: dict[str, int]
+
+    def check_still_there(self, gather: Gather) -> None:
+        """Checks that no file went away since, at the cost of looking at their sizes.
+
+        Retention of another process may remove what an evaluation is reading. What
+        TensorStore makes of files that vanish is nothing to rely on.
+
+        Raises:
+          DamagedError: files did.
+          CheckpointError: the folder cannot be read.
+        """
+
+        def problems() -> list[str]:
+            try:
+                now = _sizes(self.folder)
+            except _WENT_AWAY:
+                now = {}
+            gone = [path for path, size in self.sizes.items() if now.get(path) != size]
+            return [f"{path} changed while it was read" for path in gone]
+
+        _raise_together(self.folder, problems, gather)
+
+
+class DigestingHandler(ocp.StandardCheckpointHandler):
+    """Saves arrays, and then the digests of what this process has written of them.
+
+    So that the first process need not read back what all have written.
+    """
+
+    async def async_save(self, directory, item=None, save_args=None, args=None):
+        saves = await super().async_save(directory, item, save_args, args)
+        own = directory / f"ocdbt.process_{jax.process_index()}"
+
+        def write_own() -> None:
+            # Of what is replicated, another process may have written all.
+            if own.exists():
+                write(own)
+
+        return [ocp.future.ChainedFuture(saves, write_own)]
+
+
+def handler_registry() -> ocp.handlers.CheckpointHandlerRegistry:
+    """For Orbax: how the item `state` is saved."""
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add("state", ocp.args.StandardSave, DigestingHandler())
+    return registry
+
+
+def write(folder: epath.Path) -> None:
+    """Writes the digests of all files in `folder`, for one process to call.
+
+    Digests that lie in folders of it are taken over.
+    """
+    sizes, known = _sizes(folder), {}
+    for path in [path for path in sizes if path.endswith(f"/{DIGESTS}")]:
+        prefix = path.removesuffix(DIGESTS)
+        lines = (folder / path).read_text().splitlines()
+        matches = [_LINE.fullmatch(line) for line in lines]
+        known |= {prefix + match[2]: match[1] for match in matches}
+        (folder / path).unlink()
+        del sizes[path]
+    others = {path: size for path, size in sizes.items() if path not in known}
+    digests = known | _digests(folder, others, f"digests of {folder}")
+    lines = [f"{digests[path]}  {path}\n" for path in sorted(digests)]
+    (folder / DIGESTS).write_text("".join(lines))
+
+
+def verify(folder: epath.Path, gather: Gather) -> Verified:
+    """Checks that the files in `folder` are those whose digests were written.
+
+    In a program of several processes each reads its share, and all come to the same
+    result.
+
+    Raises:
+      DamagedError: they are not.
+      CheckpointError: some process cannot read them, which says nothing of them.
+    """
+    sizes: dict[str, int] = {}
+
+    def problems() -> list[str]:
+        sizes.update(_sizes(folder))
+        return _problems(folder, sizes)
+
+    _raise_together(folder, problems, gather)
+    return Verified(folder=folder, sizes=sizes)
+
+
+def _raise_together(
+    folder: epath.Path, find_problems: Callable[[], list[str]], gather: Gather
+) -> None:
+    """Raises in every process if one finds problems, or cannot look for them."""
+    problems, failure = [], None
+    try:
+        problems = find_problems()
+    except _WENT_AWAY as error:
+        problems = [str(error)]
+    except OSError as error:
+        failure = error
+    everywhere = gather(len(problems) if failure is None else _UNREADABLE)
+    if _UNREADABLE in everywhere:
+        why = "another process says why" if failure is None else failure
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read ({why}), which is no damage: nothing "
+            "was renamed. Check disk, network and permissions and start again; or move "
+            "the step elsewhere, to go on from an earlier one"
+        ) from failure
+    if problems:
+        raise DamagedError(folder, problems)
+    if any(everywhere):
+        raise DamagedError(folder, ["another process found so, and says what"])
+
+
+def _problems(folder: epath.Path, sizes: dict[str, int]) -> list[str]:
+    try:
+        text = (folder / DIGESTS).read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return [
+            f"{DIGESTS} is missing, nothing can be verified (docs/checkpoints.md says "
+            "how to make one)"
+        ]
+    saved, problems = {}, []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := _LINE.fullmatch(line):
+            saved[match[2]] = match[1]
+        else:
+            problems.append(f"line {number} of {DIGESTS} is no digest of a file")
+    problems += [f"{path} is missing" for path in sorted(saved.keys() - sizes)]
+    problems += [f"{path} is not in {DIGESTS}" for path in sorted(sizes.keys() - saved)]
+    if problems:
+        return problems
+    # The largest first and in turn: even shares.
+    paths = sorted(sizes, key=lambda path: (-sizes[path], path))
+    share = paths[jax.process_index() :: jax.process_count()]
+    own = {path: sizes[path] for path in share}
+    return [
+        f"{path} ({sizes[path]:,} bytes) does not match its digest in {DIGESTS}"
+        for path, digest in _digests(folder, own, f"verifying {folder}").items()
+        if digest != saved[path]
+    ]
+
+
+def _sizes(folder: epath.Path) -> dict[str, int]:
+    """Bytes of each file that has, or ought to have, a digest."""
+    return {
+        path: size
+        for path, size in _files(folder)
+        if path not in (DIGESTS, *_AFTERWARDS)
+    }
+
+
+def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, int]]:
+    for file in folder.iterdir():
+        # `is_dir` and `exists` are false where the disk fails; this raises.
+        found = file.stat()
+        if found.is_directory:
+            yield from _files(file, f"{prefix}{file.name}/")
+        else:
+            yield prefix + file.name, found.length
+
+
+def _digests(folder: epath.Path, sizes: dict[str, int], what: str) -> dict[str, str]:
+    """SHA-256 of the files in `sizes`; `what` is done, for who waits for it."""
+    with (
+        Transfer(what, sum(sizes.values())) as transfer,
+        concurrent.futures.ThreadPoolExecutor(_THREADS) as pool,
+    ):
+        found = pool.map(lambda path: _digest(folder / path, transfer), sizes)
+        return dict(zip(sizes, found, strict=True))
+
+
+def _digest(file: epath.Path, transfer: Transfer) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+            transfer.add(len(block))
+    return digest.hexdigest()

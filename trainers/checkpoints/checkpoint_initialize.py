@@ -1,0 +1,292 @@
+"""Begins a training with the weights of another model."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.framework.compiler.boundary.wide_elements import wide_elements
+from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
+from meshwright.trainers.checkpoints.checkpoint_manifest import LeafForm, forms, listed
+from meshwright.trainers.checkpoints.checkpoint_rules import (
+    Change,
+    InitializeFrom,
+    Missing,
+    Place,
+    Unused,
+)
+from meshwright.trainers.checkpoints.checkpoint_tf import (
+    read_tf_checkpoint,
+    tf_checkpoint,
+)
+from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
+from meshwright.trainers.messages import say
+
+
+def weights_from(source: InitializeFrom, theta: NestedMap) -> dict[str, jax.Array]:
+    """Weights of another model, by the dotted paths that they have in this one.
+
+    Says which were taken, which are to be initialized, and what was not used.
+
+    Args:
+      source: whose, and how they are called there.
+      theta: this model's, nested map of `jax.ShapeDtypeStruct` with shardings, in
+        logical shapes.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, none that is whole, or it does not
+        fit; the message lists where.
+    """
+    fitting = _Fitting(source, theta)
+    arrays = _read(source, fitting)
+    taken = {path: fitting.assembled(path, arrays) for path in fitting.pieces}
+    fitting.report()
+    return taken
+
+
+def with_weights(state: NestedMap, taken: Mapping[str, jax.Array]) -> NestedMap:
+    """An initial state with other weights, and their moving average.
+
+    Args:
+      state: nested map of `jax.Array`, in logical shapes.
+      taken: see `weights_from`.
+    """
+
+    def leaf(path: str, initial: jax.Array) -> jax.Array:
+        part, _, name = path.partition(".")
+        if part == "theta" and name in taken:
+            return taken[name]
+        if part == "ema" and name in taken:
+            with wide_elements():
+                return jnp.copy(taken[name])  # Both are donated: no array twice.
+        return initial
+
+    return state.map_with_path(leaf)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """An array of the checkpoint, and where it goes."""
+
+    name: str
+    place: Place
+
+
+class _Fitting:
+    """Which arrays of a checkpoint make up which weights.
+
+    Args:
+      source: whose, and how they are called there.
+      theta: this model's, nested map of `jax.ShapeDtypeStruct` with shardings.
+    """
+
+    def __init__(self, source: InitializeFrom, theta: NestedMap):
+        self._source = source
+        self._weights = dict(theta.items_by_path())
+        self._wanted = forms(theta)
+        self.pieces: dict[str, list[_Piece]] = {}
+        self.unused: list[str] = []
+
+    def fit(self, saved: Mapping[str, LeafForm]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays to read; those that become a weight as they are, laid out so.
+
+        Raises:
+          CheckpointError: they do not make up the weights.
+        """
+        problems = self._match(saved)
+        for path, pieces in self.pieces.items():
+            problems += self._misfits(path, pieces, saved)
+        if self._source.missing is Missing.ERROR:
+            problems += [
+                f"{path} {self._wanted[path]} gets nothing{_nearest(path, saved)}"
+                for path in self._initialized()
+                if self._is_chosen(path)
+            ]
+        if self._source.unused is Unused.ERROR:
+            problems += [f"{name} {saved[name]} goes nowhere" for name in self.unused]
+        if not (problems or self.pieces):
+            problems = ["there is nothing in it for this model"]
+        if problems:
+            raise CheckpointError(
+                f"the weights of {self._source.checkpoint} do not fit this model:"
+                f"{listed(problems)}\nsee InitializeFrom.rules, only, missing, unused"
+            )
+        return {
+            piece.name: self._abstract(path, piece, saved[piece.name])
+            for path, pieces in self.pieces.items()
+            for piece in pieces
+        }
+
+    def assembled(
+        self, path: str, arrays: Mapping[str, jax.Array | np.ndarray]
+    ) -> jax.Array:
+        """The weight at `path`, laid out as the initial one, of what was read."""
+        weight, pieces = self._weights[path], self.pieces[path]
+        if _is_whole(pieces) and isinstance(arrays[pieces[0].name], jax.Array):
+            return arrays[pieces[0].name]
+        whole = np.empty(weight.shape, weight.dtype)
+        for piece in pieces:
+            array = np.asarray(arrays[piece.name])
+            if Change.TRANSPOSE in piece.place.changes:
+                array = array.T
+            whole[piece.place.index] = array.reshape(whole[piece.place.index].shape)
+        with wide_elements():
+            return jax.make_array_from_callback(
+                weight.shape, weight.sharding, lambda index: whole[index]
+            )
+
+    def report(self) -> None:
+        """Says what came of it."""
+        say("took %d weights from %s", len(self.pieces), self._source.checkpoint)
+        if initialized := self._initialized():
+            say("initialized %d others:%s", len(initialized), listed(initialized))
+        if self.unused:
+            say("not used, %d of its arrays:%s", len(self.unused), listed(self.unused))
+
+    def _match(self, saved: Mapping[str, LeafForm]) -> list[str]:
+        """Fills `pieces` and `unused`; what is wrong with rules and patterns."""
+        self.pieces, self.unused = {}, []
+        rules, problems, matched = self._source.read_rules(), [], set()
+        for name in sorted(saved):
+            rule = next((rule for rule in rules if rule.source.fullmatch(name)), None)
+            matched.add(rule)
+            try:
+                place = rule.place(name) if rule else Place(path=name)
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            if place.path not in self._wanted or not self._is_chosen(place.path):
+                self.unused.append(name)
+                if rule is not None and place.path not in self._wanted:
+                    problems.append(
+                        f"{name} is to become {place.path}, which this model does not "
+                        f"have{_nearest(place.path, self._wanted)}"
+                    )
+                continue
+            piece = _Piece(name=name, place=place)
+            self.pieces.setdefault(place.path, []).append(piece)
+        problems += [
+            f"the rule '{rule.line}' matches nothing"
+            f"{_nearest(rule.source.pattern, saved)}"
+            for rule in rules
+            if rule not in matched
+        ]
+        problems += [
+            f"InitializeFrom.only has {pattern!r}, which matches no weight of this "
+            f"model{_nearest(pattern, self._wanted)}"
+            for pattern in self._source.only
+            if not any(re.fullmatch(pattern, path) for path in self._wanted)
+        ]
+        return problems
+
+    def _misfits(
+        self, path: str, pieces: Sequence[_Piece], saved: Mapping[str, LeafForm]
+    ) -> list[str]:
+        """Why the pieces do not make up the weight."""
+        wanted, places = self._wanted[path], {}
+        rank = len(pieces[0].place.index)
+        for piece in pieces:
+            place, form = piece.place, saved[piece.name]
+            if place.index in places:
+                return [f"{place} is to be both {places[place.index]} and {piece.name}"]
+            places[place.index] = piece.name
+            bounds = zip(place.index, wanted.shape, strict=False)
+            if (
+                len(place.index) != rank
+                or rank > len(wanted.shape)
+                or not all(0 <= i < size for i, size in bounds)
+            ):
+                return [f"{piece.name} is to be {place}, of {path} {wanted}"]
+            shape = form.shape
+            if Change.TRANSPOSE in place.changes:
+                shape = shape[::-1]
+            part = LeafForm(wanted.shape[rank:], wanted.dtype)
+            if Change.RESHAPE in place.changes:
+                fits = math.prod(shape) == math.prod(part.shape)
+            else:
+                fits = shape == part.shape
+            if not fits or form.dtype != part.dtype:
+                return [
+                    f"{piece.name} is {form} in the checkpoint, {place} is {part} in "
+                    "this model"
+                ]
+        count = math.prod(wanted.shape[:rank])
+        if len(pieces) != count:
+            return [f"{path} {wanted} gets {len(pieces)} of its {count} layers"]
+        return []
+
+    def _abstract(
+        self, path: str, piece: _Piece, form: LeafForm
+    ) -> jax.ShapeDtypeStruct:
+        weight = self._weights[path]
+        sharding = weight.sharding
+        if not _is_whole(self.pieces[path]) and isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(form.shape, weight.dtype, sharding=sharding)
+
+    def _is_chosen(self, path: str) -> bool:
+        only = self._source.only
+        return not only or any(re.fullmatch(pattern, path) for pattern in only)
+
+    def _initialized(self) -> list[str]:
+        return [path for path in self._wanted if path not in self.pieces]
+
+
+def _is_whole(pieces: Sequence[_Piece]) -> bool:
+    """Whether one array is the weight as it is."""
+    return not pieces[0].place.index and not pieces[0].place.changes
+
+
+def _read(
+    source: InitializeFrom, fitting: _Fitting
+) -> Mapping[str, jax.Array | np.ndarray]:
+    """The arrays that are needed, by their names in the checkpoint."""
+    path = os.path.expanduser(source.checkpoint)
+    if prefix := tf_checkpoint(path):
+        if (source.step, source.part) != (None, "theta"):
+            raise CheckpointError(
+                f"InitializeFrom.step and part are for a model_dir, but {prefix} is "
+                "TensorFlow's: leave them out, and name the one you want by its prefix"
+            )
+        return read_tf_checkpoint(prefix, fitting.fit)
+    folder = epath.Path(path)
+    if (folder / "checkpoints").exists():
+        folder = folder / "checkpoints"
+
+    def choose(saved: dict[str, LeafForm]) -> NestedMap:
+        prefix = f"{source.part}."
+        part = {
+            p.removeprefix(prefix): f for p, f in saved.items() if p.startswith(prefix)
+        }
+        return _nested({source.part + "." + p: a for p, a in fitting.fit(part).items()})
+
+    with Checkpoints(folder, access=Access.READ) as checkpoints:
+        state = checkpoints.restore_part(source.step, choose)
+    return dict(state[source.part].items_by_path())
+
+
+def _nested(leaves: Mapping[str, jax.ShapeDtypeStruct]) -> NestedMap:
+    out = NestedMap()
+    for path, leaf in leaves.items():
+        *folders, name = path.split(".")
+        node = out
+        for key in folders:
+            node = node.setdefault(key, NestedMap())
+        node[name] = leaf
+    return out
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.4)
+    return f" (nearest: {', '.join(near)})" if near else ""

@@ -1,0 +1,98 @@
+"""How far a save or a restore is, said now and then when it takes long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import tensorstore as ts
+
+from meshwright.framework.compiler.xla.processes import is_first_process
+from meshwright.trainers.messages import say
+
+
+class Transfer:
+    """Says every so often how many bytes of a file transfer are done; a context.
+
+    What ends within the first interval says nothing. The first process speaks for all.
+
+    Args:
+      what: is done, such as "saving step 5".
+      total: bytes that there are to do.
+      done: bytes done so far, from any start; `add` counts if it is None.
+    """
+
+    interval = 15.0  # seconds
+
+    def __init__(self, what: str, total: int, *, done: Callable[[], int] | None = None):
+        self._what, self._total = what, total
+        self._added, self._lock = 0, threading.Lock()
+        self._done = done or (lambda: self._added)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._begin = self._done()
+
+    def __enter__(self) -> Transfer:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.end()
+
+    def start(self) -> None:
+        """Begins to watch, until `end`."""
+        self._clock = time.perf_counter()
+        if is_first_process():
+            self._thread.start()
+
+    def end(self) -> None:
+        """Ends it, in whatever thread; may be called again."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def add(self, count: int) -> None:
+        """Takes note of bytes done; for any thread."""
+        with self._lock:
+            self._added += count
+
+    def _watch(self) -> None:
+        said = False
+        while not self._ended.wait(self.interval):
+            done, rate = self._so_far()
+            say(
+                "%s: %.2f of %.2f GB, %.2f GB/s",
+                self._what,
+                min(done, self._total) / 1e9,
+                self._total / 1e9,
+                rate / 1e9,
+            )
+            said = True
+        if said:
+            done, rate = self._so_far()
+            say("%s: ended, %.2f GB at %.2f GB/s", self._what, done / 1e9, rate / 1e9)
+
+    def _so_far(self) -> tuple[int, float]:
+        done = self._done() - self._begin
+        return done, done / (time.perf_counter() - self._clock)
+
+
+def bytes_written() -> int:
+    """What TensorStore wrote in this process, to disks and buckets."""
+    return _counted("bytes_written")
+
+
+def bytes_read() -> int:
+    """What TensorStore read in this process, from disks and buckets."""
+    return _counted("bytes_read")
+
+
+def _counted(name: str) -> int:
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+    return sum(
+        cell.get("value", 0)
+        for metric in metrics
+        if metric["name"].endswith(f"/{name}")
+        for cell in metric["values"]
+    )

@@ -1,0 +1,69 @@
+"""Reads checkpoints that `tf.train` wrote: of TF 2's objects, and of TF 1's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import tensorflow as tf
+
+from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
+from meshwright.trainers.checkpoints.checkpoint_manifest import LeafForm
+
+# What tf.train.Checkpoint puts behind the path of every variable.
+_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+def tf_checkpoint(path: str) -> str | None:
+    """The prefix of TensorFlow's checkpoint at `path`, itself one or a folder of some.
+
+    None if there is none.
+    """
+    for prefix in (path, tf.train.latest_checkpoint(path)):
+        # Format V1, written by old savers, is a single file of that name.
+        if prefix and (
+            tf.io.gfile.exists(f"{prefix}.index")
+            or (tf.io.gfile.exists(prefix) and not tf.io.gfile.isdir(prefix))
+        ):
+            return prefix
+    return None
+
+
+def read_tf_checkpoint(
+    prefix: str, choose: Callable[[dict[str, LeafForm]], Iterable[str]]
+) -> dict[str, np.ndarray]:
+    """Some variables of a checkpoint; TensorFlow checks the digest of each.
+
+    Args:
+      prefix: as `tf_checkpoint` finds it.
+      choose: takes the forms of all by name and returns the names of those to read.
+        `tf.train.Checkpoint`'s are paths of attributes, such as `model/dense/kernel`.
+
+    Raises:
+      CheckpointError: it is damaged, or none of TensorFlow's.
+    """
+    try:
+        reader = tf.train.load_checkpoint(prefix)
+        shapes = reader.get_variable_to_shape_map()
+        dtypes = reader.get_variable_to_dtype_map()
+    # Damage surfaces as IndexError, RuntimeError, tf.errors.DataLossError, ...
+    except Exception as error:
+        raise _unreadable(prefix, error) from error
+    keys = {name.removesuffix(_VALUE): name for name in shapes}
+    forms = {
+        name: LeafForm(tuple(shapes[key]), dtypes[key].name)
+        for name, key in keys.items()
+        if dtypes[key] != tf.string  # Such as the graph of objects.
+    }
+    names = choose(forms)
+    try:
+        return {name: reader.get_tensor(keys[name]) for name in names}
+    except Exception as error:
+        raise _unreadable(prefix, error) from error
+
+
+def _unreadable(prefix: str, error: Exception) -> CheckpointError:
+    text = " ".join(str(error).split())
+    return CheckpointError(
+        f"the TensorFlow checkpoint {prefix} cannot be read ({text[:300]}): use another"
+    )

@@ -1,0 +1,478 @@
+"""Checkpoints: a training's state, saved in the background, restored onto any mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, TypeVar
+
+import absl.logging
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from meshwright.framework.compiler.boundary.wide_elements import wide_elements
+from meshwright.framework.compiler.xla.processes import (
+    gather_from_processes,
+    is_first_process,
+)
+from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.checkpoints import checkpoint_digests as digests
+from meshwright.trainers.checkpoints import checkpoint_manifest as manifests
+from meshwright.trainers.checkpoints import checkpoint_orbax
+from meshwright.trainers.checkpoints.checkpoint_digests import (
+    CheckpointError,
+    DamagedError,
+)
+from meshwright.trainers.checkpoints.checkpoint_manifest import LeafForm
+from meshwright.trainers.checkpoints.checkpoint_progress import (
+    Transfer,
+    bytes_read,
+    bytes_written,
+)
+
+log = logging.getLogger("absl")
+
+_MAX_JSON = 64 << 20  # bytes; what describes a state of 100,000 leaves has 10 million
+
+T = TypeVar("T")
+
+
+class Access(enum.Enum):
+    """What a `Checkpoints` does with its directory."""
+
+    READ_WRITE = "read_write"
+    READ = "read"
+    """Makes, writes and removes nothing: to watch a directory that another fills."""
+
+
+class Checkpoints:
+    """The checkpoints of one training, by step number, in one directory.
+
+    A checkpoint is a state (nested dicts of arrays in their logical shapes), a manifest
+    (dotted path -> shape and dtype), the caller's metadata as JSON, and the digests of
+    all files. It is written under a temporary name and renamed when whole: a save that
+    fails or is killed leaves the earlier steps as they are. Files that were damaged
+    afterwards are noticed before they are read (`checkpoint_digests`).
+
+    In a program of several processes, all make the same calls, and go by the steps
+    that the first one sees. If one cannot read a step, all raise. A save that fails in
+    one raises there alone, at its next call: the others wait, and have to be ended by
+    who started them (`supervisor`).
+
+    Args:
+      directory: a local path, made if it is not there, or `gs://...`.
+      max_to_keep: how many of the newest steps to keep; None keeps all.
+      access: whether anything may be written.
+      gather: how processes tell each other a number.
+
+    Raises:
+      CheckpointError: the directory cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        max_to_keep: int | None = 3,
+        access: Access = Access.READ_WRITE,
+        gather: digests.Gather = gather_from_processes,
+    ):
+        absl.logging.get_absl_logger().addFilter(checkpoint_orbax.is_not_chatter)
+        self._local = "://" not in os.fspath(directory)
+        if self._local:
+            directory = os.path.abspath(directory)
+        self._directory = epath.Path(directory)
+        self._access = access
+        self._gather = gather
+        if access is Access.READ_WRITE:
+            self._check_writable()
+        options = ocp.CheckpointManagerOptions(
+            create=False,
+            cleanup_tmp_directories=access is Access.READ_WRITE,
+            preservation_policy=ocp.checkpoint_managers.LatestN(max_to_keep),
+            async_options=ocp.AsyncOptions(
+                # When it fails in the background, Orbax's threads wait 20 minutes.
+                create_directories_asynchronously=False,
+                # Between the last byte and the final name: a step has its digests.
+                post_finalization_callback=self._write_digests,
+                barrier_sync_fn=checkpoint_orbax.barrier(),
+            ),
+            step_name_format=checkpoint_orbax.StepNames(),
+        )
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            options=options,
+            handler_registry=digests.handler_registry(),
+        )
+        self._saving: int | None = None
+        self._writing: Transfer | None = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """The steps that this process sees, ascending. Waits for a save under way."""
+        self.wait()
+        return self._steps_on_disk()
+
+    def latest_step(self) -> int | None:
+        """The newest step on disk, or None. Waits for a save under way."""
+        return self._newest(skipped=())
+
+    def save(
+        self, step: int, state: NestedMap, *, metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        """Saves `state` as `step` in the background.
+
+        Returns when the arrays have been copied off their devices, or are held by the
+        runtime where host and device share memory: they may be donated at once. Waits
+        first for an earlier save.
+
+        Args:
+          step: larger than every step saved so far.
+          state: nested map of `jax.Array`, in logical shapes, sharded in any way.
+          metadata: small and JSON-like; `metadata()` returns it.
+
+        Raises:
+          CheckpointError: this save cannot start, or an earlier one failed.
+          ValueError: the directory is only read.
+        """
+        if self._access is Access.READ:
+            raise ValueError(f"{self._directory} was opened with Access.READ")
+        newest = self.latest_step()
+        if newest is not None and step <= newest:
+            raise CheckpointError(
+                f"step {step} is not after step {newest}, the newest checkpoint in "
+                f"{self._directory}: restore that one, or use another directory"
+            )
+        self._check_writable()
+        self.check_space(step, sum(array.nbytes for array in state.leaves()))
+        json.dumps(metadata)  # What is no JSON fails here, not in the background.
+        forms = manifests.to_json(manifests.forms(state))
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(_to_dict(state)),
+            manifest=ocp.args.JsonSave(forms),
+            metadata=ocp.args.JsonSave(dict(metadata or {})),
+        )
+        self._saving = step
+        size = _bytes_here(state)
+        self._writing = Transfer(f"saving step {step}", size, done=bytes_written)
+        self._writing.start()
+        with self._write_errors(), wide_elements():
+            self._manager.save(step, args=items, force=True)
+
+    def check_space(self, step: int, needed: int) -> None:
+        """Checks that `needed` bytes are free, for a later `save` of `step`.
+
+        Raises:
+          CheckpointError: they are not.
+        """
+        if not self._local:
+            return
+        free = shutil.disk_usage(self._directory).free
+        if free < needed:
+            raise CheckpointError(
+                f"checkpoint step {step} needs {needed:,} bytes but only {free:,} are "
+                f"free in {self._directory}: free some space; {self._kept()}"
+            )
+
+    def wait(self) -> None:
+        """Waits for the save under way.
+
+        Raises:
+          CheckpointError: it failed in this process; said once.
+        """
+        with self._write_errors():
+            self._manager.wait_until_finished()
+        self._end_writing()
+
+    def close(self) -> None:
+        """Waits for the save under way and ends the background threads."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def metadata(self, step: int | None = None) -> dict[str, Any]:
+        """The metadata saved with `step`, or with the newest.
+
+        Raises:
+          CheckpointError: no such step, or it cannot be read.
+        """
+        step = self.existing(step)
+        try:
+            saved = self._read_json(step, "metadata")
+            if not isinstance(saved, dict):
+                raise ValueError(f"it is a {type(saved).__name__}, no dict")
+            return saved
+        except Exception as error:
+            raise CheckpointError(
+                f"the metadata of checkpoint {self._folder(step)} cannot be read "
+                f"({_brief(error)})"
+            ) from error
+
+    def restore(self, step: int | None, abstract: NestedMap) -> NestedMap:
+        """The state saved as `step`, laid out as `abstract` says.
+
+        Args:
+          step: None for the newest that is not damaged. Newer ones, which are, get
+            names such as `12.damaged`, with a warning; only read, they stay.
+          abstract: nested map of `jax.ShapeDtypeStruct` with shardings, on any mesh.
+
+        Raises:
+          CheckpointError: no such step; it is, or all are, damaged; it cannot be read;
+            or it holds other weights than `abstract`, of which the message lists the
+            first.
+          ValueError: an entry of `abstract` has no sharding.
+        """
+        _check_shardings(abstract)
+
+        def read(step: int) -> NestedMap:
+            saved = self._forms(step)
+            if lines := manifests.differences(saved, manifests.forms(abstract)):
+                raise CheckpointError(
+                    f"checkpoint step {step} in {self._directory} is of another model:"
+                    f"{manifests.listed(lines)}\nuse the configuration that it was "
+                    "saved with, or another directory"
+                )
+            args = ocp.args.StandardRestore(_to_dict(abstract))
+            handler = ocp.StandardCheckpointHandler()
+            return self._read_state(step, handler, args, abstract)
+
+        return self._read_intact(step, read)
+
+    def restore_part(
+        self, step: int | None, choose: Callable[[dict[str, LeafForm]], NestedMap]
+    ) -> NestedMap:
+        """Some leaves of the state saved as `step`.
+
+        Args:
+          step: as in `restore`.
+          choose: takes the forms of all leaves, by path, and returns the chosen ones as
+            `restore` takes them: at the paths that they are saved under.
+
+        Raises:
+          CheckpointError: no such step; it is, or all are, damaged; or it cannot be
+            read.
+          ValueError: a chosen leaf has no sharding.
+        """
+
+        def read(step: int) -> NestedMap:
+            abstract = choose(self._forms(step))
+            _check_shardings(abstract)
+            item = _to_dict(abstract)
+            how = ocp.checkpoint_utils.construct_restore_args(item)
+            args = ocp.args.PyTreeRestore(item, how, partial_restore=True)
+            handler = ocp.PyTreeCheckpointHandler()
+            return self._read_state(step, handler, args, abstract)
+
+        return self._read_intact(step, read)
+
+    def _read_intact(self, step: int | None, read: Callable[[int], T]) -> T:
+        """`read` of `step`, or of the newest step that is as it was saved."""
+        if step is not None:
+            try:
+                return self._verified_read(self.existing(step), read)
+            except DamagedError as error:
+                others = [one for one in self.steps() if one != step]
+                other = f"take step {others[-1]}" if others else "there is no other"
+                raise CheckpointError(f"{error}; {other}") from error
+        damaged: dict[int, DamagedError] = {}
+        while (step := self._newest(skipped=damaged)) is not None:
+            try:
+                result = self._verified_read(step, read)
+            except DamagedError as error:
+                damaged[step] = error
+                if self._folder(step).exists():
+                    log.warning("%s", error)
+                else:
+                    log.warning("%s was removed while it was read", self._folder(step))
+            else:
+                for other in damaged:
+                    self._set_aside(other, instead=step)
+                return result
+        if damaged:
+            raise CheckpointError(
+                f"no checkpoint in {self._directory} is as it was saved:"
+                + manifests.listed([str(error) for error in damaged.values()])
+                + "\nbring one back from a copy, or begin in another directory"
+            )
+        raise CheckpointError(f"there is no checkpoint in {self._directory}")
+
+    def _verified_read(self, step: int, read: Callable[[int], T]) -> T:
+        verified = digests.verify(self._folder(step), self._gather)
+        result, failure = None, None
+        try:
+            for path, size in verified.sizes.items():
+                if size > _MAX_JSON and "/d/" not in path:  # Arrays are in folders `d`.
+                    raise ValueError(f"{path} has {size:,} bytes, too many to describe")
+            result = read(step)
+        except CheckpointError:  # It does not fit: in all processes alike.
+            raise
+        # Orbax and TensorStore raise KeyError, ValueError, plain Exception, ...
+        except Exception as error:
+            failure = error
+        verified.check_still_there(self._gather)
+        if any(self._gather(failure is not None)):
+            raise CheckpointError(
+                f"checkpoint {self._folder(step)} cannot be read, though its files are "
+                f"as they were saved ({_brief(failure)})"
+            ) from failure
+        return result
+
+    def _set_aside(self, step: int, *, instead: int) -> None:
+        """Renames a damaged step, out of the way of saves and of retention."""
+        folder = self._folder(step)
+        if self._access is Access.READ_WRITE and is_first_process():
+            aside = self._directory / f"{step}.damaged"
+            for count in itertools.count(2):
+                if not aside.exists():
+                    break
+                aside = self._directory / f"{step}.damaged.{count}"
+            # Who removes old steps may have been faster.
+            with contextlib.suppress(FileNotFoundError):
+                folder.rename(aside)
+                log.warning("kept the damaged checkpoint as %s", aside)
+        log.warning("going on from step %d instead of step %d", instead, step)
+        self._gather(0)  # All wait for the new name.
+
+    def _folder(self, step: int) -> epath.Path:
+        return self._directory / str(step)
+
+    def existing(self, step: int | None = None) -> int:
+        """`step` if it is on disk, or the newest for None. Waits for a save under way.
+
+        Raises:
+          CheckpointError: there is no such step, or none at all.
+        """
+        newest = self.latest_step()
+        if newest is None:
+            raise CheckpointError(f"there is no checkpoint in {self._directory}")
+        if step is None:
+            return newest
+        steps = self._steps_on_disk()
+        if not self._gather(step in steps)[0]:
+            raise CheckpointError(
+                f"there is no checkpoint of step {step} in {self._directory}, only of "
+                + ", ".join(str(one) for one in steps)
+            )
+        return step
+
+    def _newest(self, *, skipped: Container[int]) -> int | None:
+        """The newest step that the first process sees, but for some."""
+        newest = max((s for s in self.steps() if s not in skipped), default=-1)
+        newest = self._gather(newest)[0]
+        return None if newest < 0 else newest
+
+    def _steps_on_disk(self) -> list[int]:
+        # What Orbax remembers is stale after a failed save, or when others write.
+        self._manager.reload()
+        return sorted(self._manager.all_steps())
+
+    def _forms(self, step: int) -> dict[str, LeafForm]:
+        return manifests.from_json(self._read_json(step, "manifest"))
+
+    def _read_json(self, step: int, item: str) -> Any:
+        return json.loads((self._folder(step) / item / "metadata").read_text())
+
+    def _read_state(
+        self,
+        step: int,
+        handler: ocp.CheckpointHandler,
+        args: ocp.args.CheckpointArgs,
+        abstract: NestedMap,
+    ) -> NestedMap:
+        # Not by Orbax's manager, whose barrier a process that fails would never reach.
+        what, size = f"restoring step {step}", _bytes_here(abstract)
+        with Transfer(what, size, done=bytes_read), wide_elements():
+            state = NestedMap(handler.restore(self._folder(step) / "state", args=args))
+        jax.block_until_ready(state.leaves())
+        return state
+
+    def _write_digests(self) -> None:
+        """Runs in the background of the first process, when all files are written."""
+        self._end_writing()
+        # A bucket knows no renaming: there, what marks a step as whole comes last.
+        temporary = f"{self._saving}{ocp.utils.TMP_DIR_SUFFIX}"
+        folders = [self._directory / temporary, self._folder(self._saving)]
+        digests.write(next(folder for folder in folders if folder.exists()))
+
+    def _end_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.end()
+
+    def _check_writable(self) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            if self._local:
+                with tempfile.TemporaryFile(dir=self._directory):
+                    pass
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write checkpoints to {self._directory} ({error}): choose "
+                "another directory or make it writable"
+            ) from error
+
+    @contextlib.contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        try:
+            yield
+        # A write can fail as OSError, or as TensorStore's ValueError, or time out.
+        except Exception as error:
+            self._end_writing()
+            raise CheckpointError(
+                f"saving checkpoint step {self._saving} in {self._directory} failed "
+                f"({_brief(error)}): check the disk; {self._kept()}"
+            ) from error
+
+    def _kept(self) -> str:
+        steps = self._steps_on_disk()
+        return f"step {steps[-1]} is kept" if steps else "no earlier step is there"
+
+
+def _to_dict(tree: NestedMap) -> dict[str, Any]:
+    return {
+        key: _to_dict(value) if isinstance(value, NestedMap) else value
+        for key, value in tree.items()
+    }
+
+
+def _check_shardings(abstract: NestedMap) -> None:
+    for path, spec in abstract.items_by_path():
+        if spec.sharding is None:
+            raise ValueError(f"restoring {path} needs a sharding for it")
+
+
+def _bytes_here(state: NestedMap) -> int:
+    """Bytes of arrays, or of what they are to be, in the memory of this process."""
+    total = 0
+    for leaf in state.leaves():
+        places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        copies_aside = len({str(place) for place in places})
+        total += copies_aside * int(np.prod(shard)) * leaf.dtype.itemsize
+    return total
+
+
+def _brief(error: BaseException | None) -> str:
+    """The first cause, on one line: TensorStore says what failed at the very end."""
+    if error is None:
+        return "in another process"
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    if len(text) > 400:
+        text = f"{text[:150]} ... {text[-250:]}"
+    return f"{type(error).__name__}: {text}"

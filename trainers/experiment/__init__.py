@@ -1,0 +1,1 @@
+"""What is trained: the configuration, and the programs compiled of it."""

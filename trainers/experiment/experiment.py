@@ -1,0 +1,204 @@
+"""An experiment: everything that a gin file says."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
+from meshwright.framework.modeling.ema import ExponentialMovingAverage
+from meshwright.framework.modeling.optimizers import Optimizer
+from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.tasks.task import Task
+from meshwright.trainers.checkpoints.checkpoint_rules import InitializeFrom
+from meshwright.trainers.experiment.not_finite import NotFinite
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One training experiment.
+
+    Args:
+      task: model, loss and input.
+      plan: the device mesh, and where weights and activations are split.
+      optimizer: how weights are updated.
+      ema: moving average of the weights for evaluation and export, or None.
+      global_batch: examples a step over all devices.
+      num_steps: when training ends.
+      steps_per_loop: steps inside one compiled program; saves small models' dispatch.
+      gradient_accumulation_steps: into how many microbatches a step divides its batch,
+        one after the other; gradients are added up on each device, and over devices
+        once. Losses of microbatches count alike.
+      initialize_from: weights of another model to begin with, or None. Used only when
+        the model_dir has no checkpoint.
+      seed: of weights and dropout, below 2**64. Input order has its own, such as
+        `TextInput.seed`.
+      activation_dtype: of activations; weights are float32.
+      partitioner: Shardy or GSPMD.
+      weight_update_sharding: "auto", "off" or "all": which weight updates that data
+        parallelism repeats on every device are computed on shards instead.
+      eval_interval: steps between evaluations; also evaluated at the end. 0: end only.
+      eval_batches: held-out batches of an evaluation; None for all.
+      decode_batches: held-out batches that an evaluation lets the model translate or
+        the like, if its task decodes; 0 for none, None for all.
+      checkpoint_interval: steps between checkpoints; also saved at the end.
+      summary_interval: steps between TensorBoard points.
+      keep_checkpoints: how many of the last checkpoints stay; None for all.
+      not_finite: what to do when a loss or the gradients' norm is infinite or NaN.
+      not_finite_limit: so many steps skipped in a row, or roll backs between two
+        checkpoints, are borne with.
+      slow_step_factor: stacks are written when a step takes so many times the median;
+        None: never.
+      strict: stop when an op that XLA's partitioner would get wrong can only be laid
+        out otherwise at a cost in communication, or assertions of the model are left
+        unchecked; else these are warnings.
+      compile_in_child: have XLA compile in a child process, so that the run can report
+        it if XLA ends that process. For the CPU devices of one process; the planner
+        compiles for topologies in its own process.
+      replicated_budget: bytes that may lie replicated on each device, of state, batch
+        and activations, before the run stops; None for no limit.
+
+    Raises:
+      ValueError: a field of another type, a count out of range, or an interval that is
+        no multiple of `steps_per_loop`.
+    """
+
+    task: Task
+    plan: ShardingPlan
+    optimizer: Optimizer
+    ema: ExponentialMovingAverage | None = None
+    global_batch: int
+    num_steps: int
+    steps_per_loop: int = 1
+    gradient_accumulation_steps: int = 1
+    initialize_from: InitializeFrom | None = None
+    seed: int = 0
+    activation_dtype: tf.DType = tf.float32
+    partitioner: Partitioner = Partitioner.SHARDY
+    weight_update_sharding: WeightUpdateSharding | str = WeightUpdateSharding.AUTO
+    eval_interval: int = 0
+    eval_batches: int | None = None
+    decode_batches: int | None = 0
+    checkpoint_interval: int = 1000
+    summary_interval: int = 10
+    keep_checkpoints: int | None = 2
+    not_finite: NotFinite = NotFinite.STOP
+    not_finite_limit: int = 10
+    slow_step_factor: int | None = 20
+    strict: bool = False
+    compile_in_child: bool = False
+    replicated_budget: int | None = None
+
+    def __post_init__(self):
+        self._check_weight_update_sharding()
+        self._check_types()
+        self._check_counts()
+        intervals = ("eval_interval", "checkpoint_interval", "summary_interval")
+        for name in ("num_steps", *intervals):
+            if getattr(self, name) % self.steps_per_loop:
+                raise ValueError(
+                    f"Experiment.{name} = {getattr(self, name)} is no multiple of "
+                    f"steps_per_loop = {self.steps_per_loop}: a compiled loop cannot "
+                    "stop in the middle"
+                )
+
+    def _check_weight_update_sharding(self) -> None:
+        try:
+            mode = WeightUpdateSharding(self.weight_update_sharding)
+        except ValueError:
+            known = ", ".join(repr(mode.value) for mode in WeightUpdateSharding)
+            raise ValueError(
+                f"Experiment.weight_update_sharding is "
+                f"{self.weight_update_sharding!r}, must be one of {known}"
+            ) from None
+        object.__setattr__(self, "weight_update_sharding", mode)
+
+    def _check_types(self) -> None:
+        types = {
+            "task": Task,
+            "plan": ShardingPlan,
+            "optimizer": Optimizer,
+            "ema": ExponentialMovingAverage,
+            "initialize_from": InitializeFrom,
+            "partitioner": Partitioner,
+            "not_finite": NotFinite,
+            "strict": bool,
+            "compile_in_child": bool,
+            "activation_dtype": tf.DType,
+        }
+        optional = ("ema", "initialize_from")
+        for name, wanted in types.items():
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, wanted):
+                # In gin, @Adam is the class and @Adam() an instance.
+                if issubclass(wanted, enum.Enum):
+                    members = ", ".join(f"%{wanted.__name__}.{m.name}" for m in wanted)
+                    raise ValueError(
+                        f"Experiment.{name} is {value!r}, must be one of {members}"
+                    )
+                raise ValueError(
+                    f"Experiment.{name} is {value!r}, must be of class "
+                    f"{wanted.__name__}"
+                    + (f": write @{value.__name__}()" if callable(value) else "")
+                )
+
+    def _check_counts(self) -> None:
+        least = {
+            "global_batch": 1,
+            "num_steps": 1,
+            "steps_per_loop": 1,
+            "gradient_accumulation_steps": 1,
+            "seed": 0,
+            "eval_interval": 0,
+            "eval_batches": 1,
+            "decode_batches": 0,
+            "checkpoint_interval": 1,
+            "summary_interval": 1,
+            "keep_checkpoints": 1,
+            "not_finite_limit": 0,
+            "slow_step_factor": 2,
+            "replicated_budget": 0,
+        }
+        optional = (
+            "eval_batches",
+            "decode_batches",
+            "keep_checkpoints",
+            "slow_step_factor",
+            "replicated_budget",
+        )
+        for name, at_least in least.items():
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or value < at_least:
+                raise ValueError(
+                    f"Experiment.{name} is {value!r}, must be a whole number >= "
+                    f"{at_least}"
+                )
+        if self.decode_batches != 0 and not self.task.decodes():
+            raise ValueError(
+                f"Experiment.decode_batches is {self.decode_batches}, but "
+                f"{type(self.task).__name__} decodes nothing: set it to 0"
+            )
+        if self.seed >= 2**64:
+            raise ValueError(
+                f"Experiment.seed is {self.seed}, must be below 2**64: a random key "
+                "has no more bits"
+            )
+
+    def is_due(self, step: int, interval: int) -> bool:
+        """Whether the call that ends with `step` made a multiple of `interval` steps.
+
+        An interval of 0 is never due.
+        """
+        before = step - self.steps_per_loop
+        return interval > 0 and step // interval > before // interval

@@ -1,0 +1,448 @@
+"""The programs of an experiment: init, shard, main, unshard, eval.
+
+    init -> shard -> [ main ]* -> unshard -> checkpoint, export
+                        |
+                     gather -> eval
+
+Init and checkpoints hold the state in logical form, main in stored form: that is the
+plan's, or what weight-update sharding made of it. Evaluation reads weights as the plan
+has them. The trainer and the planner build the same main program here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+
+from meshwright.framework.compiler.program import (
+    Program,
+    TracedProgram,
+    trace_program,
+)
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
+from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
+from meshwright.framework.modeling import random
+from meshwright.framework.modeling.initializers import Constant
+from meshwright.framework.modeling.layer import (
+    Context,
+    Mode,
+    WeightSpec,
+    annotate_weights,
+    initialize,
+)
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.gradients import (
+    accumulated_gradients,
+    batch_gradients,
+)
+from meshwright.trainers.experiment.not_finite import NotFinite
+
+
+class Form(enum.Enum):
+    """How the state is held between two programs."""
+
+    LOGICAL = "logical"
+    STORED = "stored"
+
+
+class _Asked(dict):
+    """A table that notes which names are looked up in it."""
+
+    def __init__(self, table):
+        super().__init__(table)
+        self.names: set[str] = set()
+
+    def get(self, name, default=None):
+        self.names.add(name)
+        return super().get(name, default)
+
+
+class Programs:
+    """Builds and caches the compiled programs of one experiment.
+
+    The functions (`train_step`, ...) are pure TF over logical shapes and abstract
+    enough to be planned for any topology; the cached properties compile them for the
+    mesh of the experiment's plan.
+
+    Args:
+      experiment: whose.
+      devices: those of a topology (`topology_devices`), to compile for; such programs
+        can be looked at, not run.
+
+    Raises:
+      ValueError: the plan does not fit the weights.
+    """
+
+    def __init__(
+        self, experiment: Experiment, *, devices: Sequence[jax.Device] | None = None
+    ):
+        self.experiment = experiment
+        self.devices = devices
+        self.weights = experiment.task.weights()
+        self._gathers: dict[tuple[str, Form], Program] = {}
+        # What a plan gets wrong is said of weights, not of their slots.
+        for path, spec in self.weights.items_by_path():
+            spec.sharding(experiment.plan, path)
+
+    @functools.cached_property
+    def state_specs(self) -> NestedMap:
+        """Nested map of `WeightSpec`: step, theta, slots and, if asked for, ema."""
+        step = WeightSpec(shape=(), dims=(), initializer=Constant(0), dtype=tf.int32)
+        state = NestedMap(step=step, theta=self.weights)
+        state.slots = self.experiment.optimizer.slots(self.weights)
+        if self.experiment.ema is not None:
+            state.ema = self.weights
+        return state
+
+    def state_shardings(self) -> NestedMap:
+        """Where the plan puts each leaf of the state."""
+        plan = self.experiment.plan
+        return self.state_specs.map_with_path(
+            lambda path, spec: spec.sharding(plan, path)
+        )
+
+    def plan_forms(self) -> NestedMap:
+        """The `StoredForm` of each leaf of the state as the plan has it."""
+        return self.state_shardings().map(
+            lambda sharding, spec: StoredForm(spec.shape, spec.dtype, sharding),
+            self.state_specs,
+        )
+
+    def stored_forms(self) -> NestedMap:
+        """The `StoredForm` of each leaf of the state between steps; traces `main`."""
+        return self.traced_main.forms(0)
+
+    def initial_shardings(self) -> NestedMap:
+        """The plan's, without axes that do not divide their dim: of logical shapes."""
+        return self.state_shardings().map(
+            lambda sharding, spec: sharding.even(spec.shape), self.state_specs
+        )
+
+    def logical_shardings(self) -> NestedMap:
+        """How what `unshard` gives lies: as it is stored, where shapes are logical."""
+        return self.stored_forms().map(
+            lambda form, sharding: form.border if form.is_logical else sharding,
+            self.initial_shardings(),
+        )
+
+    def abstract_state(self) -> NestedMap:
+        """Nested map of `tf.TensorSpec` of the state, logical shapes."""
+        return self.state_specs.map(lambda s: tf.TensorSpec(s.shape, s.dtype))
+
+    def abstract_batches(self) -> NestedMap:
+        """Nested map of `tf.TensorSpec`: the batches of one main program call."""
+        spec = NestedMap(self.experiment.task.batch_spec(self.experiment.global_batch))
+        steps = self.experiment.steps_per_loop
+        return spec.map(lambda s: tf.TensorSpec([steps, *s.shape], s.dtype))
+
+    def batch_shardings(self) -> NestedMap:
+        """Shardings of one batch, by the plan's activation table."""
+        plan = self.experiment.plan
+        return NestedMap(self.experiment.task.batch_dims()).map_with_path(
+            lambda path, dims: plan.activation_sharding(dims, f"batch.{path}")
+        )
+
+    def activation_dims(self) -> set[str]:
+        """Names of the dims that activations have, found by tracing the task's loss."""
+        table = _Asked(self.experiment.plan.activations)
+        plan = dataclasses.replace(self.experiment.plan, activations=table)
+        programs = Programs(dataclasses.replace(self.experiment, plan=plan))
+        programs.batch_shardings()
+        tf.function(programs.eval_step, autograph=False).get_concrete_function(
+            self.abstract_state().theta,
+            NestedMap(self.experiment.task.batch_spec(self.experiment.global_batch)),
+        )
+        return table.names
+
+    def seed(self) -> np.ndarray:
+        """The experiment's seed as a random key, uint32 [2]."""
+        return random.key_from_seed(self.experiment.seed).numpy()
+
+    def initial_state(self, seed: tf.Tensor) -> NestedMap:
+        """The state before step 0, in logical shapes.
+
+        `seed` is an argument for its value not to be known at compile time: TF and XLA
+        would compute the weights themselves and keep them in the program.
+        """
+        key = random.fold_in(seed, "weights")
+        specs = self.state_specs
+        state = NestedMap(step=tf.constant(0), theta=initialize(specs.theta, key))
+        state.slots = initialize(specs.slots, key)
+        if "ema" in specs:
+            state.ema = state.theta
+        return state
+
+    def train_step(self, state: NestedMap, batch: NestedMap) -> NestedMap:
+        """One step: `state` after it, and `metrics`, float32, scalars but for sums."""
+        experiment = self.experiment
+        seed = random.key_from_seed(experiment.seed)
+        ctx = Context(
+            plan=experiment.plan,
+            mode=Mode.TRAIN,
+            key=random.fold_in(random.fold_in(seed, "train"), state.step),
+            activation_dtype=experiment.activation_dtype,
+        )
+        steps = experiment.gradient_accumulation_steps
+        if steps == 1:
+            result = batch_gradients(
+                experiment.task, ctx, self.weights, state.theta, batch
+            )
+        else:
+            result = accumulated_gradients(
+                experiment.task,
+                ctx,
+                self.weights,
+                state.theta,
+                batch,
+                steps=steps,
+                partial_axes=self.partial_axes,
+            )
+        with tf.name_scope("optimizer"):
+            update = experiment.optimizer.update(
+                state.step, result.gradients, state.theta, state.slots, self.weights
+            )
+        new = NestedMap(step=state.step + 1, theta=update.theta, slots=update.slots)
+        if experiment.ema is not None:
+            new.ema = experiment.ema.update(
+                state.step, state.ema, update.theta, self.weights
+            )
+        metrics = NestedMap(loss=result.loss, sums=result.sums, **update.metrics)
+        if experiment.not_finite is NotFinite.SKIP:
+            with tf.name_scope("skip"):
+                good = tf.math.is_finite(metrics.loss)
+                good &= tf.math.is_finite(metrics.grad_norm)
+                kept = new.map(lambda after, was: tf.where(good, after, was), state)
+            kept.step = new.step
+            new = kept
+        return NestedMap(state=new, metrics=metrics)
+
+    def train_loop(self, state: NestedMap, batches: NestedMap) -> NestedMap:
+        """`steps_per_loop` steps; batches and metrics have a leading dim for them."""
+        steps = self.experiment.steps_per_loop
+        if steps == 1:
+            out = self.train_step(state, batches.map(lambda x: x[0]))
+            return NestedMap(
+                state=out.state, metrics=out.metrics.map(lambda m: m[None])
+            )
+        specs = tf.nest.map_structure(
+            lambda t: tf.TensorSpec(t.shape, t.dtype),
+            (state, batches.map(lambda x: x[0])),
+        )
+        # Traced ahead of the loop, which must know what metrics it will gather.
+        step = tf.function(self.train_step, autograph=False)
+        step = step.get_concrete_function(*specs)
+        metrics = step.structured_outputs["metrics"]
+
+        def body(i, leaves, stores):
+            out = step(state.pack(leaves), batches.map(lambda x: x[i]))
+            rows = zip(stores, out.metrics.leaves(), strict=True)
+            stores = [
+                xla.dynamic_update_slice(s, m[None], [i, *[0] * m.shape.rank])
+                for s, m in rows
+            ]
+            return i + 1, out.state.leaves(), stores
+
+        stores = [tf.zeros([steps, *m.shape], m.dtype) for m in metrics.leaves()]
+        _, leaves, stores = tf.while_loop(
+            lambda i, *_: i < steps, body, (tf.constant(0), state.leaves(), stores)
+        )
+        return NestedMap(state=state.pack(leaves), metrics=metrics.pack(stores))
+
+    def eval_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """The task's sums over one held-out batch."""
+        ctx, theta = self._to_evaluate(theta)
+        return self.experiment.task.loss(ctx, theta, batch).sums
+
+    def decode_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What the task's model says of one batch of `Task.decode_spec`."""
+        return self._said(self.experiment.task.decode, theta, batch)
+
+    def serve_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What an exported model answers to a batch of `Task.serve_spec`."""
+        return self._said(self.experiment.task.serve, theta, batch)
+
+    def _said(self, decode, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        ctx, theta = self._to_evaluate(theta)
+        # Always the same draws, if any are made.
+        key = random.fold_in(random.key_from_seed(self.experiment.seed), "decode")
+        return decode(dataclasses.replace(ctx, key=key), theta, batch)
+
+    def _to_evaluate(self, theta: NestedMap) -> tuple[Context, NestedMap]:
+        ctx = Context(
+            plan=self.experiment.plan,
+            mode=Mode.EVAL,
+            activation_dtype=self.experiment.activation_dtype,
+        )
+        return ctx, annotate_weights(self.experiment.plan, self.weights, theta)
+
+    @functools.cached_property
+    def init(self) -> Program:
+        """(seed) -> state in logical form."""
+        return self._compile(
+            self.initial_state,
+            [tf.TensorSpec([2], tf.uint32)],
+            [None],
+            self.initial_shardings(),
+            name="init",
+        )
+
+    @functools.cached_property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split batches."""
+        mesh = self.experiment.plan.mesh
+        dims = NestedMap(self.experiment.task.batch_dims())
+        pairs = zip(dims.leaves(), self.batch_shardings().leaves(), strict=True)
+        used = {
+            axis
+            for names, sharding in pairs
+            for name, axes in zip(names, sharding.dims, strict=True)
+            for axis in axes
+            if name == "batch"
+        }
+        return tuple(a for a in mesh.axis_names if a in used and mesh.axis_size(a) > 1)
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which gradients of microbatches are left unreduced."""
+        return self.data_axes
+
+    @functools.cached_property
+    def traced_main(self) -> TracedProgram:
+        """`main` before it is compiled, its weight updates sharded."""
+        shardings = self.batch_shardings().map(
+            lambda s: Sharding(s.mesh, ((), *s.dims))
+        )
+        mode = self.experiment.weight_update_sharding
+        updates = None
+        if mode is not WeightUpdateSharding.OFF and self.data_axes:
+            updates = UpdateSharding(mode=mode, data_axes=self.data_axes)
+        return self._trace(
+            lambda state, batches: dict(self.train_loop(state, batches)),
+            [self.abstract_state(), self.abstract_batches()],
+            [self.state_shardings(), shardings],
+            {"state": self.state_shardings(), "metrics": None},
+            donate=(0,),
+            update_sharding=updates,
+            name="train",
+        )
+
+    @functools.cached_property
+    def main(self) -> Program:
+        """(state, batches) -> {state, metrics}, in stored form; donates the state."""
+        return self.traced_main.compile()
+
+    @functools.cached_property
+    def eval(self) -> Program:
+        """(theta in the plan's form, batch) -> sums."""
+        task, experiment = self.experiment.task, self.experiment
+        return self._compile(
+            self.eval_step,
+            [self.abstract_state().theta, task.batch_spec(experiment.global_batch)],
+            [self.state_shardings().theta, self.batch_shardings()],
+            None,
+            name="eval",
+        )
+
+    @functools.cached_property
+    def decode(self) -> Program:
+        """(theta in the plan's form, batch to decode) -> what is said of each row."""
+        task, plan = self.experiment.task, self.experiment.plan
+        batch = task.decode_spec(self.experiment.global_batch)
+        known = dict(NestedMap(task.batch_dims()).items_by_path())
+
+        def sharding(path: str, spec: tf.TensorSpec) -> Sharding:
+            dims = known.get(path, ("batch", *[None] * (len(spec.shape) - 1)))
+            return plan.activation_sharding(dims, f"batch.{path}")
+
+        rows = batch.map_with_path(sharding)
+        return self._compile(
+            self.decode_step,
+            [self.abstract_state().theta, batch],
+            [self.state_shardings().theta, rows],
+            None,
+            name="decode",
+        )
+
+    @functools.cached_property
+    def finite(self) -> Program:
+        """State in stored form -> bool [leaves]: whether all of each leaf is finite."""
+
+        def all_finite(x):
+            known = tf.math.is_finite(x) if x.dtype.is_floating else x == x
+            return tf.reduce_all(known)
+
+        # As it is stored, padding being zeros: nothing is gathered for it.
+        forms = self.stored_forms()
+        stored = forms.map(lambda form: tf.TensorSpec(form.stored_shape, form.dtype))
+        return self._compile(
+            lambda state: tf.stack([all_finite(x) for x in state.leaves()]),
+            [stored],
+            [forms.map(lambda form: form.border)],
+            None,
+            name="finite",
+        )
+
+    @functools.cached_property
+    def shard(self) -> Program:
+        """State in logical form -> stored form."""
+        before, after = self.initial_shardings(), self.stored_forms()
+        return self._convert(self.abstract_state(), before, after, name="shard")
+
+    @functools.cached_property
+    def unshard(self) -> Program:
+        """State in stored form -> logical form."""
+        # What has its logical shape stays where it is.
+        before = self.stored_forms().map(
+            lambda form: form.border if form.is_logical else form
+        )
+        after = self.logical_shardings()
+        return self._convert(self.abstract_state(), before, after, name="unshard")
+
+    def gather(self, part: str, form: Form) -> Program:
+        """Part "theta" or "ema", held in `form` -> the plan's form."""
+        if (part, form) not in self._gathers:
+            stored = form is Form.STORED
+            before = self.stored_forms() if stored else self.initial_shardings()
+            self._gathers[part, form] = self._convert(
+                self.abstract_state()[part],
+                before[part],
+                self.plan_forms()[part],
+                name="gather",
+            )
+        return self._gathers[part, form]
+
+    def _convert(self, abstract: NestedMap, before, after, *, name: str) -> Program:
+        def identity(state: NestedMap) -> NestedMap:
+            return state.map(tf.identity)
+
+        return self._compile(identity, [abstract], [before], after, name=name)
+
+    def _compile(self, *args, **how) -> Program:
+        return self._trace(*args, **how).compile()
+
+    def _trace(self, fn, args, in_shardings, out_shardings, **how) -> TracedProgram:
+        return trace_program(
+            fn,
+            args,
+            self.experiment.plan.mesh,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            partitioner=self.experiment.partitioner,
+            devices=self.devices,
+            strict=self.experiment.strict,
+            # A topology's programs are not for devices that a child has.
+            in_child=self.experiment.compile_in_child and self.devices is None,
+            **how,
+        )

@@ -1,0 +1,171 @@
+"""What every device holds in full: the report at start-up, and its budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from meshwright.framework.compiler.explaining.explain import (
+    Explanation,
+    Kind,
+    TensorReport,
+)
+from meshwright.framework.compiler.explaining.explain_text import tensor_name
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sizes import bytes_text
+from meshwright.trainers.experiment.programs import Programs
+
+_LARGEST = 3
+
+
+class ReplicationError(ValueError):
+    """More is left replicated than the experiment allows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicatedTensor:
+    """A tensor that every device holds in full.
+
+    Args:
+      name: path in the state or the batch; layer, op and line of an activation.
+      shape: logical shape.
+      dtype: name of the element type.
+      bytes: on each device.
+      why: no axis splits it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    why: str
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        size = bytes_text(self.bytes)
+        return f"{size} {self.dtype}[{shape}] {self.name}: {self.why}"
+
+
+def replicated_state(programs: Programs) -> list[ReplicatedTensor]:
+    """Those of state and batch, largest first; the program is traced, not compiled.
+
+    Empty on a mesh of one device.
+    """
+    experiment = programs.experiment
+    if experiment.plan.mesh.size == 1:
+        return []
+    weights = programs.state_specs.items_by_path()
+    found = [
+        _tensor(path, spec.shape, spec.dtype, spec.dims, form.sharding, "weights")
+        for (path, spec), form in zip(
+            weights, programs.stored_forms().leaves(), strict=True
+        )
+        if form.border.is_replicated()
+    ]
+    batch = NestedMap(experiment.task.batch_spec(experiment.global_batch))
+    dims = NestedMap(experiment.task.batch_dims())
+    found += [
+        _tensor(
+            f"batch.{path}",
+            tuple(spec.shape),
+            spec.dtype,
+            dims.get_path(path),
+            sharding,
+            "activations",
+        )
+        for (path, spec), sharding in zip(
+            batch.items_by_path(), programs.batch_shardings().leaves(), strict=True
+        )
+        if sharding.is_replicated()
+    ]
+    return _sorted(found)
+
+
+def replicated_activations(explanation: Explanation) -> list[ReplicatedTensor]:
+    """Those inside of a program, largest first, each op's tensor once.
+
+    XLA may fuse some of them away: their sum is an upper bound.
+    """
+    return [
+        ReplicatedTensor(
+            name=_name(one),
+            shape=one.shape,
+            dtype=one.dtype,
+            bytes=one.bytes,
+            why=one.why_replicated.value,
+        )
+        for one in explanation.replicated()
+        if one.kind is Kind.INSIDE
+    ]
+
+
+def report_lines(programs: Programs, tensors: Sequence[ReplicatedTensor]) -> list[str]:
+    """A few lines on what of state and batch is left replicated."""
+    mesh = programs.experiment.plan.mesh
+    if mesh.size == 1:
+        return ["replicated: nothing, the mesh has one device"]
+    total = bytes_text(sum(one.bytes for one in tensors))
+    first = (
+        f"replicated on each of {mesh.size} devices: {len(tensors)} tensors of state "
+        f"and batch, {total}"
+    )
+    return [first, *(f"  {one}" for one in tensors[:_LARGEST])]
+
+
+def report_text(tensors: Sequence[ReplicatedTensor]) -> str:
+    """All of them, as Markdown."""
+    rows = [
+        f"| {bytes_text(one.bytes)} | {one.dtype} {list(one.shape)} | {one.name} | "
+        f"{one.why} |"
+        for one in tensors
+    ]
+    return "\n".join(["| bytes | type | tensor | why |", "|---|---|---|---|", *rows])
+
+
+def check_budget(tensors: Sequence[ReplicatedTensor], budget: int | None) -> None:
+    """Compares what is left replicated with the budget, bytes on each device.
+
+    Raises:
+      ReplicationError: it is more; names the largest tensors, why, and the remedy.
+    """
+    total = sum(one.bytes for one in tensors)
+    if budget is None or total <= budget:
+        return
+    largest = "".join(f"\n  {one}" for one in _sorted(tensors)[:_LARGEST])
+    raise ReplicationError(
+        f"what is left replicated takes {bytes_text(total)} ({total} bytes) on each "
+        f"device, more than Experiment.replicated_budget = {budget}; the largest of "
+        f"{len(tensors)} tensors:{largest}\n"
+        "Name mesh axes for these dims in ShardingPlan.weights or "
+        "ShardingPlan.activations, annotate the tensors where they are made, or raise "
+        "the budget"
+    )
+
+
+def _name(one: TensorReport) -> str:
+    path = ".".join(part for part in (one.layer, tensor_name(one)) if part)
+    return f"{path} ({one.source})" if one.source else path
+
+
+def _tensor(name, shape, dtype, dims, sharding: Sharding, table: str):
+    return ReplicatedTensor(
+        name=name,
+        shape=shape,
+        dtype=dtype.name,
+        bytes=math.prod(shape) * dtype.size,
+        why=_why(dims, sharding, table),
+    )
+
+
+def _why(dims: Sequence[str], sharding: Sharding, table: str) -> str:
+    if not dims:
+        return "a scalar"
+    if any(sharding.dims):
+        return f"its axes {sharding} have one device each"
+    return f"ShardingPlan.{table} names no axis for its dims ({', '.join(dims)})"
+
+
+def _sorted(tensors: Sequence[ReplicatedTensor]) -> list[ReplicatedTensor]:
+    return sorted(tensors, key=lambda one: -one.bytes)

@@ -1,0 +1,25 @@
+"""What is said on the terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import tqdm
+
+_MOST_CHARACTERS = 5000
+_LOG = logging.getLogger("absl")
+
+
+def say(text: str, *args: Any) -> None:
+    """Logs a line above the progress bar, if there is one."""
+    with tqdm.tqdm.external_write_mode(file=sys.stderr):
+        _LOG.info(text, *args)
+
+
+def printable(text: str) -> str:
+    """An error's text, escaped and not too long, whatever it quotes of a file."""
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[:_MOST_CHARACTERS]}... ({len(text)} characters)"
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,0 +1,1 @@
+"""What a program will take on a mesh: memory, communication and time."""

@@ -1,0 +1,305 @@
+"""A plan as a document: plain values that the text, the page and JSON are made of.
+
+Top-level keys are stable; new ones may come. Bytes are of one device, seconds of one
+step, None what is not known: times on cpu, much of a program that does not fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tensorflow.python.util import nest
+
+from meshwright.framework.compiler.hlo.memory import MemoryTimeline, breakdown
+from meshwright.framework.compiler.hlo.refusal import Allocation
+from meshwright.framework.compiler.hlo.step_time import (
+    CALIBRATED_KIND,
+    MEAN_ERROR,
+    WORST_ERROR,
+)
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.planning.planning import PlanReport
+
+_PACKAGES = ("meshwright", "jax", "jaxlib", "tensorflow", "libtpu")
+_STATE = {"theta": "weights", "slots": "slots", "ema": "ema"}
+_BATCHES = "batches"
+_LARGEST = 20
+_MOMENTS = 400
+
+
+def document(report: PlanReport, *, config_text: str = "") -> dict[str, Any]:
+    """What a plan says, as values that JSON has.
+
+    Args:
+      report: of `plan`.
+      config_text: the configuration in effect, to be kept with it.
+
+    Returns:
+      The document: docs/planning.md has a table of its keys.
+    """
+    mesh = report.experiment.plan.mesh
+    programs = Programs(report.experiment)
+    return {
+        "topology": report.topology,
+        "devices": mesh.size,
+        "mesh": dict(zip(mesh.axis_names, mesh.shape, strict=True)),
+        "partitioner": report.experiment.partitioner.value,
+        **_memory(report, programs),
+        **_time(report),
+        "pipelines": list(_pipelines(report)),
+        "collectives": [
+            {
+                "kind": one.kind,
+                "axis": one.axis,
+                "layer": one.layer,
+                "count": one.count,
+                "bytes": one.bytes,
+                "seconds": one.seconds,
+            }
+            for one in report.collectives
+        ],
+        "device_order": _device_order(report),
+        "weight_updates": _weight_updates(report),
+        "weights": list(_weights(programs)),
+        "replicated": [
+            {
+                "name": one.name,
+                "type": _type(one.dtype, one.shape),
+                "bytes": one.bytes,
+                "why": one.why,
+            }
+            for one in report.replicated
+        ],
+        "versions": _versions(),
+        "config": config_text,
+    }
+
+
+def _memory(report: PlanReport, programs: Programs) -> dict[str, Any]:
+    state = _state_bytes(report, programs)
+    limit, peak = report.memory_limit, report.peak_bytes
+    # The compiler also counts the gaps between what is alive.
+    over = report.refusal.refusal.over if report.refusal else max(0, peak - limit)
+    return {
+        "fits": report.fits,
+        "memory_limit": limit,
+        "peak_bytes": peak,
+        "over_bytes": over,
+        "refusal": str(report.refusal or ""),
+        "weights_bytes": state["weights"],
+        "slots_bytes": state["slots"],
+        **_uses(report, programs, state),
+        "buffers": _alike(report.allocations)[:_LARGEST],
+        "timeline": _timeline(report.memory),
+    }
+
+
+def _uses(
+    report: PlanReport, programs: Programs, state: dict[str, int]
+) -> dict[str, Any]:
+    """What the memory at the peak is for."""
+    if report.memory is None and not report.allocations:
+        # The compiler gives nothing but the sum.
+        parts = {"not known": report.peak_bytes}
+        arguments = outputs = saved = temporaries = None
+    elif report.memory is None:  # The arguments alone do not fit.
+        parts = {name: size for name, size in state.items() if size}
+        parts[_BATCHES] = report.peak_bytes - sum(state.values())
+        arguments, outputs, saved, temporaries = report.peak_bytes, None, None, None
+    else:
+        found = breakdown(report.memory, _groups(programs))
+        parts = found.parts()
+        arguments = sum(found.arguments.values())
+        outputs, saved = found.results, found.saved
+        temporaries = found.gradients + found.weight_copies + found.other
+    return {
+        "argument_bytes": arguments,
+        "output_bytes": outputs,
+        "saved_bytes": saved,
+        "temp_bytes": temporaries,
+        "breakdown": [{"part": name, "bytes": size} for name, size in parts.items()],
+    }
+
+
+def _groups(programs: Programs) -> dict[str, list[int]]:
+    """Numbers of the training program's arguments by what they are."""
+    given = (programs.abstract_state(), programs.abstract_batches())
+    found: dict[str, list[int]] = {}
+    for number, (path, _) in enumerate(
+        nest.flatten_with_joined_string_paths(given, separator=".")
+    ):
+        argument, part = path.split(".")[:2]
+        what = _BATCHES if argument == "1" else _STATE.get(part)
+        if what:
+            found.setdefault(what, []).append(number)
+    order = [*_STATE.values(), _BATCHES]
+    return {what: found[what] for what in order if what in found}
+
+
+def _alike(allocations: Sequence[Allocation]) -> list[dict[str, Any]]:
+    """What takes most; several of one type, place and use are one entry."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for one in allocations:
+        # The program's arguments are the state and the batches.
+        first, _, path = one.name.partition(".")
+        named = {"0": path, "1": f"batch.{path}"}.get(first, one.layer)
+        entry = {
+            "kind": one.what,
+            "type": one.type,
+            "name": named or one.name,
+            "source": one.source,
+        }
+        known = found.setdefault(
+            tuple(entry.values()), entry | {"bytes": 0, "count": 0}
+        )
+        known["bytes"] += one.bytes
+        known["count"] += 1
+    return sorted(found.values(), key=lambda one: -one["bytes"])
+
+
+def _timeline(memory: MemoryTimeline | None) -> list[int] | None:
+    """Bytes alive over the run of the program, at most so many; peaks stay."""
+    if memory is None:
+        return None
+    alive = [one.bytes for one in memory.points]
+    ends = [len(alive) * i // _MOMENTS for i in range(_MOMENTS + 1)]
+    return [max(alive[a:b]) for a, b in itertools.pairwise(ends) if a < b]
+
+
+def _time(report: PlanReport) -> dict[str, Any]:
+    parts = None
+    if report.time is not None:
+        steps = report.experiment.steps_per_loop
+        parts = {name: took / steps for name, took in report.time.parts().items()}
+    return {
+        "compile_seconds": report.compile_seconds,
+        "model_flops": report.model_flops,
+        "peak_flops": report.peak_flops,
+        "step_seconds": report.step_seconds,
+        "step_error": _step_error(report),
+        "flops_utilization": report.flops_utilization,
+        "parts": parts,
+        "of_which": report.of_which(),
+    }
+
+
+def _pipelines(report: PlanReport) -> Iterator[dict[str, Any]]:
+    for one in report.pipelines:
+        bubbles = one.bubble_seconds
+        yield {
+            "path": one.path,
+            **dataclasses.asdict(one.schedule),
+            "iterations": one.schedule.iterations,
+            "bubble_fraction": one.schedule.bubble_fraction,
+            "seconds_in_bubbles": (
+                None if bubbles is None else bubbles / report.experiment.steps_per_loop
+            ),
+        }
+
+
+def _step_error(report: PlanReport) -> dict[str, float] | None:
+    """Relative; None where no measured step was ever compared."""
+    if report.time is None or report.torus.kind.name != CALIBRATED_KIND:
+        return None
+    return {"mean": MEAN_ERROR, "worst": WORST_ERROR}
+
+
+def _device_order(report: PlanReport) -> dict[str, Any] | None:
+    order = report.order
+    if order is None:
+        return None
+    torus, mesh = order.topology, report.experiment.plan.mesh
+    return {
+        "chips": list(torus.chips),
+        "cores": torus.kind.cores,
+        "wraps": list(torus.wraps),
+        "axes": [
+            {
+                "axis": axis,
+                "size": size,
+                "box": None if order.boxes is None else list(order.boxes[number]),
+                "load": order.loads[number],
+            }
+            for number, (axis, size) in enumerate(
+                zip(mesh.axis_names, mesh.shape, strict=True)
+            )
+        ],
+    }
+
+
+def _weight_updates(report: PlanReport) -> dict[str, Any] | None:
+    """None where nothing was asked, or the compiler refused the program."""
+    updates = report.program and report.program.updates
+    if updates is None:
+        return None
+    return {
+        "summary": updates.summary(),
+        "mode": updates.mode,
+        "data_axes": list(updates.data_axes),
+        "lines": [
+            {
+                "names": list(one.names),
+                "shape": list(one.shape),
+                "ops": one.ops,
+                "format": one.format,
+                "why": one.why,
+                "state_saved_bytes": one.kept,
+                "traffic_saved_bytes": one.saved,
+                "gathered_bytes": one.moved,
+                "gain_seconds": one.gain,
+            }
+            for one in updates.lines
+        ],
+    }
+
+
+def _weights(programs: Programs) -> Iterator[dict[str, Any]]:
+    for (path, spec), sharding in zip(
+        programs.state_specs.theta.items_by_path(),
+        programs.state_shardings().theta.leaves(),
+        strict=True,
+    ):
+        yield {
+            "path": path,
+            "type": _type(spec.dtype.name, spec.shape),
+            "dims": list(spec.dims),
+            "sharding": str(sharding),
+            "axes": [list(axes) for axes in sharding.dims],
+            "shard_shape": list(sharding.shard_shape(spec.shape)),
+            "bytes": spec.shard_bytes(sharding),
+        }
+
+
+def _state_bytes(report: PlanReport, programs: Programs) -> dict[str, int]:
+    """Of weights, slots and moving averages; by the plan alone of what is refused."""
+    if report.program is None:
+        shapes = [spec.shape for spec in programs.state_specs.leaves()]
+        shardings = programs.state_shardings().leaves()
+    else:  # In stored form, which weight-update sharding may have changed.
+        shapes = [tuple(spec.shape) for spec in nest.flatten(report.program.inputs[0])]
+        shardings = report.program.in_shardings[: len(shapes)]
+    specs = programs.state_specs.items_by_path()
+    found = dict.fromkeys(_STATE.values(), 0)
+    for (path, spec), shape, sharding in zip(specs, shapes, shardings, strict=True):
+        if what := _STATE.get(path.split(".")[0]):
+            found[what] += math.prod(sharding.shard_shape(shape)) * spec.dtype.size
+    return found
+
+
+def _type(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        # libtpu is only there for planning.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -1,0 +1,1 @@
+"""Runs of several processes: starting, watching and ending them together."""

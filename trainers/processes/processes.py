@@ -1,0 +1,211 @@
+"""Flags of a command that several processes run together, and their coming together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import Iterator
+
+import jax
+import tensorflow as tf
+from absl import flags, logging
+from etils import epath
+
+from meshwright.framework.compiler.xla.processes import (
+    ProcessGroup,
+    gather_from_processes,
+    is_first_process,
+    join_processes,
+    process_group_of_environment,
+    telling_arrivals,
+    wait_for_all,
+)
+from meshwright.trainers.processes.peer_channel import Channel
+from meshwright.trainers.processes.peers import Peers
+from meshwright.trainers.processes.supervisor import split_address, start_supervised
+
+AUTO = "auto"
+_SEEN_SECONDS = 60.0
+_GRACE_SECONDS = 15.0
+
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator",
+    None,
+    "HOST:PORT of process 0, if several processes train together; or auto: from the "
+    "environment, of a TPU pod, SLURM, Kubernetes or Open MPI.",
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "How many processes train together.", lower_bound=1
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "Which of them this is, from 0.", lower_bound=0
+)
+_START_TIMEOUT = flags.DEFINE_float(
+    "start_timeout", 600.0, "Seconds to wait for all processes to start.", lower_bound=1
+)
+_PEER_TIMEOUT = flags.DEFINE_float(
+    "peer_timeout",
+    300.0,
+    "Seconds after which a process that is silent, or keeps the others waiting, is "
+    "taken for lost, and all end.",
+    lower_bound=1,
+)
+
+
+def process_group(platform: str) -> ProcessGroup | None:
+    """What the flags say, None for a process by itself.
+
+    Args:
+      platform: "cpu", "cuda" or "tpu".
+
+    Raises:
+      ValueError: the flags do not go together, or the environment says nothing.
+    """
+    coordinator, count = _COORDINATOR.value, _NUM_PROCESSES.value
+    process = _PROCESS_ID.value
+    others = (_NUM_PROCESSES, _PROCESS_ID, _START_TIMEOUT, _PEER_TIMEOUT)
+    given = [f"--{flag.name}" for flag in others if flag.value != flag.default]
+    if coordinator is None and given and platform != "tpu":
+        raise ValueError(
+            f"{' and '.join(given)} without --coordinator=HOST:PORT, the address of "
+            "process 0: give that too"
+        )
+    if coordinator == AUTO:
+        return _of_environment(count, process)
+    if coordinator is None:
+        # A worker of a pod can do nothing by itself.
+        return process_group_of_environment() if platform == "tpu" else None
+    split_address(coordinator)
+    if count is None or process is None:
+        raise ValueError(
+            f"--coordinator={coordinator} without --num_processes or --process_id: "
+            "give both, or --coordinator=auto on a cluster"
+        )
+    if process >= count:
+        raise ValueError(
+            f"--process_id={process} of --num_processes={count}: they count from 0 to "
+            f"{count - 1}"
+        )
+    return ProcessGroup(coordinator=coordinator, count=count, process=process)
+
+
+def _of_environment(count: int | None, process: int | None) -> ProcessGroup:
+    if (count, process) != (None, None):
+        raise ValueError(
+            "--coordinator=auto takes --num_processes and --process_id from the "
+            "environment too: leave them out"
+        )
+    group = process_group_of_environment()
+    if group is None:
+        raise ValueError(
+            "--coordinator=auto, but the environment is none of a TPU pod, SLURM, "
+            "Kubernetes or Open MPI: give --coordinator=HOST:PORT, --num_processes "
+            "and --process_id"
+        )
+    return group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Membership:
+    """This process's place among those of a training.
+
+    Args:
+      group: which they are.
+      channel: to this one's supervisor.
+    """
+
+    group: ProcessGroup
+    channel: Channel
+
+
+def start(platform: str) -> Membership | None:
+    """Starts this process's part of what the flags say; None for one by itself.
+
+    What returns is a child of the process that was started (`supervisor`). To be called
+    before TensorFlow or JAX have started any thread.
+
+    Args:
+      platform: "cpu", "cuda" or "tpu".
+
+    Raises:
+      ValueError, PeerError: see `process_group`, `start_supervised`.
+    """
+    group = process_group(platform)
+    if group is None or group.count == 1:
+        return None
+    channel = start_supervised(
+        group, start_timeout=_START_TIMEOUT.value, timeout=_PEER_TIMEOUT.value
+    )
+    if group.process != 0:
+        # One of them says what all do.
+        logging.set_verbosity(logging.WARNING)
+    return Membership(group=group, channel=channel)
+
+
+@contextlib.contextmanager
+def together(membership: Membership | None, settings: str) -> Iterator[Peers | None]:
+    """Waits for all processes, and makes their devices one set.
+
+    What fails within the context ends the others too.
+
+    Args:
+      membership: of which ones; None for a process by itself.
+      settings: text that all must have alike.
+
+    Raises:
+      PeerError: see `Peers`.
+    """
+    if membership is None:
+        yield None
+        return
+    group = membership.group
+    peers = Peers(
+        membership.channel,
+        group.count,
+        group.process,
+        settings=settings,
+        versions=f"jax {jax.__version__}, tensorflow {tf.__version__}",
+        # The supervisor, which gives up first, knows what process 0 is like.
+        start_timeout=_START_TIMEOUT.value + _GRACE_SECONDS,
+    )
+    try:
+        join_processes(group, timeout=_PEER_TIMEOUT.value)
+        with telling_arrivals(peers.arrive):
+            yield peers
+    except BaseException as error:
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        peers.failed(f"{type(error).__name__}: {error}", at_once=is_interrupt)
+        raise
+    peers.close(_PEER_TIMEOUT.value)
+
+
+def check_shared(folder: str) -> None:
+    """Checks that all processes see one folder; all of them call this.
+
+    Raises:
+      OSError: this one does not see what the first one has made there.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    mark = epath.Path(folder) / ".shared"
+    # Not one that a run before has left.
+    token = str(gather_from_processes(secrets.randbits(31))[0])
+    if is_first_process():
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text(token)
+    wait_for_all("shared folder made")
+    # What others have made shows late on some network file systems.
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while not mark.exists() or mark.read_text() != token:
+        if time.monotonic() > deadline:
+            raise OSError(
+                f"process {jax.process_index()} does not see in {folder} what process "
+                "0 has made there: give a folder that all machines share, by its full "
+                "path"
+            )
+        time.sleep(0.5)
+    wait_for_all("shared folder seen")
+    if is_first_process():
+        mark.unlink()

@@ -1,0 +1,423 @@
+"""What a search chooses from: mesh shapes, plans, recomputation, (micro)batches.
+
+A candidate is a few gin bindings over the user's files, so that the best one can be
+written down as a gin file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import gin
+
+from meshwright.framework.devices.device_order import device_order
+from meshwright.framework.devices.topology import Topology
+from meshwright.framework.modeling.layer import STAGE_DIM
+from meshwright.framework.modeling.recompute import Recompute
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.plan import ShardingPlan, as_axes
+from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.trainers.experiment import config
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.stacks import Stack, map_stacks, pipelines, repeats
+
+_INCLUDED = re.compile(r"""^include\s+['"]([^'"]+)['"]""", re.MULTILINE)
+_CLASS = re.compile(r"^(?:[\w.]+[/.])*(\w+)\.\w+\s*=", re.MULTILINE)
+# What a candidate binds, for all that is built of these classes.
+_BOUND = re.compile(
+    r"^((?:[\w.]+/)+)((?:\w+\.)*(?:"
+    r"ShardingPlan\.(?:mesh_shape|device_ids)|Repeat\.(?:recompute|saved_names)|"
+    r"Pipeline\.num_microbatches|Experiment\.global_batch))\s*=",
+    re.MULTILINE,
+)
+AS_CONFIGURED = "as configured"
+"""Name of a plan that the user's files write themselves."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedPlan:
+    """A sharding plan on no particular mesh.
+
+    Args:
+      name: of its gin file, without folder and suffix.
+      gin_file: to include; None for the one that the user's files have.
+      tables: the plan.
+    """
+
+    name: str
+    gin_file: str | None
+    tables: ShardingPlan
+
+    def on(self, mesh: Sequence[int]) -> ShardingPlan:
+        """The plan on a mesh of this shape, devices in the trainer's own order."""
+        return dataclasses.replace(self.tables, mesh_shape=mesh, device_ids=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What the stacks of an experiment recompute; fields as of `Repeat`.
+
+    That of a pipeline is its layers'.
+    """
+
+    recompute: Recompute
+    saved_names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.recompute is Recompute.ALL_BUT_NAMED:
+            return f"all but {len(self.saved_names)}"
+        return self.recompute.value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One choice.
+
+    Args:
+      mesh: devices along each of the plan's axes.
+      plan: the sharding plan.
+      policy: what is recomputed; None where nothing is repeated.
+      batch: examples a step.
+      microbatches: into how many each pipeline divides them; None where there is none.
+    """
+
+    mesh: tuple[int, ...]
+    plan: NamedPlan
+    policy: Policy | None
+    batch: int
+    microbatches: int | None = None
+
+    def bindings(self) -> tuple[str, ...]:
+        """Lines of gin, to be read after the user's files and bindings."""
+        lines = []
+        if self.plan.gin_file is not None:
+            lines.append(f"include '{self.plan.gin_file}'")
+        lines.append(f"ShardingPlan.mesh_shape = {self.mesh}")
+        if self.plan.tables.device_ids is not None:
+            lines.append("ShardingPlan.device_ids = None")
+        if self.policy is not None:
+            name = self.policy.recompute.name
+            lines.append(f"Repeat.recompute = %Recompute.{name}")
+            lines.append(f"Repeat.saved_names = {self.policy.saved_names}")
+        if self.microbatches is not None:
+            lines.append(f"Pipeline.num_microbatches = {self.microbatches}")
+        lines.append(f"Experiment.global_batch = {self.batch}")
+        return tuple(lines)
+
+    def of(self, experiment: Experiment) -> Experiment:
+        """The user's experiment with this plan, policy, batch and microbatches."""
+
+        def changed(_: str, one: Stack) -> Stack:
+            if isinstance(one, Pipeline):
+                layers = changed("", one.stack)
+                return dataclasses.replace(
+                    one, stack=layers, num_microbatches=self.microbatches
+                )
+            return dataclasses.replace(one, **vars(self.policy))
+
+        return dataclasses.replace(
+            experiment,
+            plan=self.plan.on(self.mesh),
+            global_batch=self.batch,
+            task=map_stacks(experiment.task, changed),
+        )
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.mesh))
+        micro = "" if self.microbatches is None else f" in {self.microbatches}"
+        return f"{shape} {self.plan.name}, recompute {self.policy}, {self.batch}{micro}"
+
+
+def built(gin_files: Sequence[str], gin_params: Sequence[str]) -> Experiment:
+    """The experiment of these files and bindings, which must all take effect."""
+    return config.load_and_build(Experiment, gin_files, gin_params)[0]
+
+
+def check_unscoped(gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
+    """Checks that nothing in the user's files would stay whatever a candidate binds.
+
+    Raises:
+      ValueError: a scoped binding of what a search chooses; names it.
+    """
+    config.load(gin_files, gin_params)
+    found = _BOUND.search(gin.config_str())
+    if found:
+        scope, name = found.groups()
+        raise ValueError(
+            f"--search chooses {name} for all that is built of its class, but "
+            f"{scope}{name} is bound for a scope, and would stay: bind it without "
+            f"{scope!r}, or leave it to the search"
+        )
+
+
+def candidates(
+    experiment: Experiment,
+    plans: Sequence[NamedPlan],
+    *,
+    devices: int,
+    batches: Sequence[int],
+    microbatches: Sequence[int] = (),
+) -> Iterator[Candidate]:
+    """Every choice of mesh shape, plan, policy, batch and microbatches."""
+    divided = [
+        (batch, count)
+        for batch in batches
+        for count in microbatch_counts(experiment, batch, microbatches)
+    ]
+    for plan in plans:
+        axes = len(plan.tables.mesh_axes)
+        for mesh, policy, (batch, count) in itertools.product(
+            factorizations(devices, axes), policies(experiment), divided
+        ):
+            yield Candidate(
+                mesh=mesh, plan=plan, policy=policy, batch=batch, microbatches=count
+            )
+
+
+def microbatch_counts(
+    experiment: Experiment, batch: int, wanted: Sequence[int] = ()
+) -> list[int | None]:
+    """Into how many microbatches pipelines might divide a batch.
+
+    Those wanted; else what is configured, and powers of two that divide the batch: from
+    one microbatch a stage, half of which are bubbles, to 16, with 6% bubbles.
+    """
+    found = pipelines(experiment.task).values()
+    if not found:
+        return [None]
+    if wanted:
+        return list(wanted)
+    stages = max(one.num_stages for one in found)
+    powers = (2**n for n in range(batch.bit_length()))
+    counts = {n for n in powers if stages <= n <= 16 * stages and batch % n == 0}
+    return sorted(counts | {one.num_microbatches for one in found})
+
+
+def factorizations(number: int, count: int) -> list[tuple[int, ...]]:
+    """All tuples of `count` whole numbers with this product."""
+    if count == 0:
+        return [()] if number == 1 else []
+    return [
+        (first, *rest)
+        for first in range(1, number + 1)
+        if number % first == 0
+        for rest in factorizations(number // first, count - 1)
+    ]
+
+
+def policies(experiment: Experiment) -> list[Policy | None]:
+    """What the experiment's stacks might recompute: all, nothing, all but some.
+
+    The names that it saves come first in the order in which they are given up, so the
+    subsets tried are those that leave off the last third, and the last two thirds.
+    """
+    stacks = repeats(experiment.task)
+    if not stacks:
+        return [None]
+    found = [
+        Policy(recompute=Recompute.EVERYTHING),
+        Policy(recompute=Recompute.NOTHING),
+    ]
+    names = max((tuple(one.saved_names) for one in stacks), key=len)
+    for thirds in (3, 2, 1):
+        kept = names[: math.ceil(len(names) * thirds / 3)]
+        policy = Policy(recompute=Recompute.ALL_BUT_NAMED, saved_names=kept)
+        if kept and policy not in found:
+            found.append(policy)
+    return found
+
+
+def named_plans(
+    experiment: Experiment,
+    gin_files: Sequence[str],
+    gin_params: Sequence[str],
+    wanted: Sequence[str] = (),
+) -> list[NamedPlan]:
+    """The plans to choose from.
+
+    Args:
+      experiment: of the user's files; its own plan is among the result.
+      gin_files: the user's files.
+      gin_params: the user's bindings.
+      wanted: gin files of plans; none for those under `params/plans` that have the
+        axes of the experiment's own.
+
+    Raises:
+      ConfigError: a plan's file is not there, or does not go with the user's.
+    """
+    own = experiment.plan
+    shipped = sorted((config.PARAMS / "plans").glob("*.gin"))
+    found = []
+    for file in wanted or [f"plans/{path.name}" for path in shipped]:
+        gin_file = portable(file)
+        mesh = f"ShardingPlan.mesh_shape = {tuple(own.mesh_shape)}"
+        lines = [*gin_params, f"include '{gin_file}'", mesh]
+        if wanted and not _binds_plan(file):
+            raise config.ConfigError(
+                f"--search_plans: {file} binds nothing of ShardingPlan: name a plan, "
+                "such as plans/finalized.gin"
+            )
+        tables = built(gin_files, lines).plan
+        if wanted or tuple(tables.mesh_axes) == tuple(own.mesh_axes):
+            name = pathlib.PurePath(file).stem
+            found.append(NamedPlan(name=name, gin_file=gin_file, tables=tables))
+    if not wanted and not any(_same(one.tables, own) for one in found):
+        found.insert(0, NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=own))
+    return found
+
+
+def _binds_plan(file: str) -> bool:
+    """Whether a gin file has bindings of a plan, its own or but for included ones."""
+    text = config.find_gin_file(file).read_text()
+    classes = _CLASS.findall(text)
+    included = [] if classes else _INCLUDED.findall(text)
+    return "ShardingPlan" in classes or any(map(_binds_plan, included))
+
+
+def portable(file: str) -> str:
+    """A gin file as another one names it, from wherever it is read.
+
+    Raises:
+      ConfigError: it is not there.
+    """
+    path = config.find_gin_file(file).resolve()
+    if path.is_relative_to(config.PARAMS.resolve()):
+        return path.relative_to(config.PARAMS.resolve()).as_posix()
+    return str(path)
+
+
+def misfit(experiment: Experiment, candidate: Candidate, torus: Topology) -> str | None:
+    """Why a candidate need not be compiled, by its shapes alone; None if it may do.
+
+    Args:
+      experiment: of the user's files.
+      candidate: over it.
+      torus: the topology.
+    """
+    try:
+        device_order(candidate.mesh, torus)
+    except ValueError:
+        return "mesh cannot be laid onto the topology"
+    sizes = _dim_sizes(experiment, candidate.batch)
+    plan = candidate.plan.on(candidate.mesh)
+    for dim in sorted({*plan.weights, *plan.activations} & set(sizes)):
+        for of in (plan.weight_sharding, plan.activation_sharding):
+            (shards,) = of([dim]).splits()
+            if shards > sizes[dim]:
+                return f"more shards than there are {dim!r}"
+    (shards,) = plan.activation_sharding(["batch"]).splits()
+    if candidate.batch % shards:
+        return "shards of unequal batches"
+    for one in pipelines(experiment.task).values():
+        if reason := _misfit_of_pipeline(one, candidate, plan):
+            return reason
+    return None
+
+
+def _misfit_of_pipeline(
+    pipeline: Pipeline, candidate: Candidate, plan: ShardingPlan
+) -> str | None:
+    stages = plan.weight_sharding([STAGE_DIM])
+    if pipeline.num_stages % stages.splits()[0]:
+        return "stages that their mesh axis does not divide"
+    if candidate.batch % candidate.microbatches:
+        return "microbatches that do not divide the batch"
+    rows = candidate.batch // candidate.microbatches
+    inside = plan.inside_pipeline(stages.dims[0])
+    if rows % inside.activation_sharding(["batch"]).splits()[0]:
+        return "shards of unequal microbatches"
+    return None
+
+
+def is_configured(experiment: Experiment, candidate: Candidate) -> bool:
+    """Whether a candidate is what the user's files say already."""
+    stacks = repeats(experiment.task)
+    policy = candidate.policy
+    return (
+        _same(candidate.plan.tables, experiment.plan)
+        and tuple(experiment.plan.mesh_shape) == candidate.mesh
+        and experiment.global_batch == candidate.batch
+        and all(
+            one.recompute is policy.recompute
+            and tuple(one.saved_names) == policy.saved_names
+            for one in stacks
+        )
+        and all(
+            one.num_microbatches == candidate.microbatches
+            for one in pipelines(experiment.task).values()
+        )
+    )
+
+
+def _dim_sizes(experiment: Experiment, batch: int) -> dict[str, int]:
+    """Largest size of each dim that weights or batches have, by logical name."""
+    task = experiment.task
+    pairs = [(spec.dims, spec.shape) for spec in task.weights().leaves()]
+    specs, names = NestedMap(task.batch_spec(batch)), NestedMap(task.batch_dims())
+    pairs += [
+        (names.get_path(path), tuple(spec.shape))
+        for path, spec in specs.items_by_path()
+    ]
+    sizes: dict[str, int] = {}
+    for dims, shape in pairs:
+        for dim, size in zip(dims, shape, strict=True):
+            sizes[dim] = max(size, sizes.get(dim, 0))
+    return sizes
+
+
+def dims_of(experiment: Experiment) -> tuple[set[str], set[str]]:
+    """Names of the dims that weights have, and activations; traces the task once."""
+    plan = experiment.plan
+    one = dataclasses.replace(
+        plan, mesh_shape=(1,) * len(plan.mesh_axes), device_ids=None
+    )
+    programs = Programs(dataclasses.replace(experiment, plan=one))
+    weights = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
+    # Which stands for the batch within a pipeline.
+    inside = {"microbatch"} if pipelines(experiment.task) else set()
+    return weights, programs.activation_dims() | inside
+
+
+def essence(candidate: Candidate, dims: tuple[set[str], set[str]]) -> tuple:
+    """Equal for candidates whose programs are equal.
+
+    Neither axes of one device nor splits of dims that the model lacks do anything.
+
+    Args:
+      candidate: which.
+      dims: of the model, see `dims_of`.
+    """
+    plan = candidate.plan.on(candidate.mesh)
+    sizes = dict(zip(plan.mesh_axes, plan.mesh_shape, strict=True))
+    tables = []
+    for table, known in zip((plan.weights, plan.activations), dims, strict=True):
+        split = {
+            dim: tuple(a for a in as_axes(axes) if sizes[a] > 1)
+            for dim, axes in table.items()
+            if dim in known
+        }
+        tables.append(frozenset(item for item in split.items() if item[1]))
+    rest = (candidate.policy, candidate.batch, candidate.microbatches)
+    return candidate.mesh, *tables, *rest
+
+
+def _same(one: ShardingPlan, other: ShardingPlan) -> bool:
+    """Whether two plans differ in nothing but their mesh's shape."""
+    fields = ("mesh_axes", "weights", "activations")
+    return all(
+        _frozen(getattr(one, name)) == _frozen(getattr(other, name)) for name in fields
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """Tuples where there may be lists."""
+    if isinstance(value, Mapping):
+        return {key: _frozen(each) for key, each in value.items()}
+    return tuple(value) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,121 @@
+"""What a search found, as a table and as a gin file."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from meshwright.framework.modeling.recompute import Recompute
+from meshwright.framework.sizes import bytes_text
+from meshwright.trainers.search import plan_cache
+from meshwright.trainers.search.search import Found, Row, Space
+from meshwright.trainers.search.search_space import Candidate, portable
+
+_WIDTH = 80
+_BEST = 10
+_PLAN = 13
+_REASON = 150
+_VERSIONS = ("jax", "libtpu", "tensorflow")
+
+
+def table(space: Space, found: Found) -> str:
+    """The best candidates, then what was refused and left out; 80 columns."""
+    return "\n".join(_lines(space, found))
+
+
+def winner(space: Space, found: Found) -> str:
+    """A gin file of the best candidate, over the user's files and bindings."""
+    best = found.ranked[0]
+    comment = [
+        f"Found by meshwright-plan --search for TPU topology {space.torus.name}: "
+        f"{_estimate(best, space)}.",
+        f"Searched: {len(space.candidates())} candidates of plans "
+        f"{', '.join(plan.name for plan in space.plans)}; batches "
+        f"{', '.join(map(str, space.batches))}; {len(found.screened.promising)} could "
+        f"fit, {len(found.ranked) + len(found.refused)} were compiled, "
+        f"{len(found.ranked)} did fit.",
+        "With "
+        + ", ".join(f"{n} {plan_cache.versions()[n]}" for n in _VERSIONS)
+        + ". Nothing must be set.",
+    ]
+    lines = [f"# {line}" for text in comment for line in textwrap.wrap(text, 78)]
+    lines += ["", *(f"include '{portable(file)}'" for file in space.gin_files)]
+    lines += ["", *space.gin_params] if space.gin_params else []
+    lines += ["", *best.bindings()]
+    return "\n".join(lines) + "\n"
+
+
+def _estimate(row: Row, space: Space) -> str:
+    return (
+        f"{1e3 * row.seconds_per_example:.4g} ms an example, "
+        f"{row.result.seconds:.4g} s a step, {bytes_text(row.result.peak)} of "
+        f"{bytes_text(space.torus.kind.memory)} a device, "
+        f"{row.result.utilization:.0%} of peak FLOPs"
+    )
+
+
+def _lines(space: Space, found: Found) -> Iterator[str]:
+    yield (
+        f"{'ms/example':>12}{'s/step':>10}{'memory':>11}{'util':>6}  "
+        f"{'mesh':<9}{'plan':<{_PLAN + 1}}{'recompute':<11}{'batch':>5}"
+    )
+    shown = [
+        row
+        for i, row in enumerate(found.ranked)
+        if i < _BEST or row.promising.configured
+    ]
+    for row in shown:
+        candidate, result = row.promising.candidate, row.result
+        mark = "*" if row.promising.configured else " "
+        mark += " " if result.device_ids is None else "+"
+        yield (
+            f"{mark}{1e3 * row.seconds_per_example:10.4g}{result.seconds:10.4g}"
+            f"{bytes_text(result.peak):>11}{result.utilization:6.0%}  "
+            f"{_names(candidate)}"
+        )
+    if any(row.promising.configured for row in shown):
+        given = space.experiment.plan.device_ids is not None
+        yield "* as configured" + (", but for its device order" if given else "")
+    if any(row.result.device_ids for row in shown):
+        yield "+ in another device order than the trainer's own"
+    if any(row.promising.candidate.microbatches is not None for row in shown):
+        yield "  batch: examples a step / microbatches of pipelines"
+    policies = dict.fromkeys(row.promising.candidate.policy for row in shown)
+    for policy in policies:
+        if policy and policy.recompute is Recompute.ALL_BUT_NAMED:
+            yield from _wrapped(f"{policy}: {', '.join(policy.saved_names)}")
+    for row in found.refused:
+        yield f"{'refused':>12}{'':29}{_names(row.promising.candidate)}".rstrip()
+        yield from _wrapped(textwrap.shorten(row.result.refusal, _REASON), indent=4)
+    rest = len(found.ranked) - len(shown)
+    if rest > 0:
+        yield f"{rest:6} more that fit"
+    if found.not_compiled:
+        yield f"{found.not_compiled:6} more might fit: raise --search_budget"
+    for reason, count in sorted(found.screened.left_out.items(), key=_most_first):
+        text = _wrapped(f"left out: {reason}", indent=7)
+        yield f"{count:6} {next(text).strip()}"
+        yield from text
+
+
+def _names(candidate: Candidate) -> str:
+    mesh = "x".join(map(str, candidate.mesh))
+    batch = str(candidate.batch)
+    if candidate.microbatches is not None:
+        batch += f"/{candidate.microbatches}"
+    # What a long batch takes the plan's name lacks.
+    width = _PLAN - max(0, len(batch) - 5)
+    plan = textwrap.shorten(candidate.plan.name, width, placeholder="~")[:width]
+    policy = "" if candidate.policy is None else str(candidate.policy)
+    return f"{mesh:<8} {plan:<{width}} {policy:<10} {batch:>5}"
+
+
+def _most_first(item: tuple[str, int]) -> tuple[int, str]:
+    return -item[1], item[0]
+
+
+def _wrapped(text: str, indent: int = 2) -> Iterator[str]:
+    margin = " " * indent
+    yield from textwrap.wrap(
+        text, _WIDTH, initial_indent=margin, subsequent_indent=margin
+    )

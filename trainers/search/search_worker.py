@@ -1,0 +1,74 @@
+"""A process of its own that compiles and prices one candidate of a search.
+
+A compiler that ends its process, or takes all its memory, ends this one alone. It ends
+with the search too: its standard input is a pipe, which closes then, however that was.
+
+    python -m meshwright.trainers.search.search_worker FOLDER
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import threading
+from typing import Any
+
+import jax
+
+import meshwright.layers
+import meshwright.tasks  # noqa: F401 (both register what gin files name)
+from meshwright.framework.sizes import bytes_text
+from meshwright.trainers.planning.planning import plan
+from meshwright.trainers.search import search_order
+from meshwright.trainers.search.search_result import Result
+from meshwright.trainers.search.search_space import built
+
+REQUEST = "request.json"
+RESULT = "result.json"
+
+
+def price(request: dict[str, Any]) -> Result:
+    """Compiles and prices the program of `gin_files` and `gin_params` on `topology`."""
+    try:
+        experiment = built(request["gin_files"], request["gin_params"])
+        report = plan(experiment, topology=request["topology"])
+    # What the compiler refuses it may refuse with any of its errors.
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        return Result(refusal=_one_line(error))
+    if not report.fits:
+        reason = report.refusal or f"{bytes_text(report.peak_bytes)} at its peak"
+        return Result(refusal=_one_line(reason), too_large=True)
+    seconds, order = search_order.fastest(report)
+    own = order is report.order
+    return Result(
+        seconds=seconds,
+        device_ids=None if own else tuple(map(int, order.ids.flat)),
+        peak=report.peak_bytes,
+        utilization=report.flops_utilization * report.step_seconds / seconds,
+        compile_seconds=report.compile_seconds,
+    )
+
+
+def _one_line(reason: Any) -> str:
+    lines = str(reason).strip().splitlines()
+    return lines[0].strip() if lines else type(reason).__name__
+
+
+def main(folder: str) -> None:
+    """Reads `REQUEST` in a folder, writes `RESULT` beside it."""
+    request = json.loads(pathlib.Path(folder, REQUEST).read_text())
+    result = json.dumps(dataclasses.asdict(price(request)))
+    pathlib.Path(folder, RESULT).write_text(result)
+
+
+def _end_with_search() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_search, daemon=True).start()
+    main(sys.argv[1])

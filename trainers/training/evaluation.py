@@ -1,0 +1,139 @@
+"""Evaluation: metrics over held-out batches, and what the model says of some."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import tempfile
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from etils import epath
+
+from meshwright.framework.compiler.xla.processes import is_first_process, to_host
+from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.task import Decoding
+from meshwright.trainers.experiment.batches import arrays, readable
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.training.stop_signals import StopRequest
+from meshwright.trainers.training.summaries import Summaries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What an evaluation finds.
+
+    Args:
+      metrics: by name.
+      heat_maps: see `Task.heat_maps`.
+      decoding: what was decoded, if anything.
+    """
+
+    metrics: dict[str, float]
+    heat_maps: dict[str, np.ndarray]
+    decoding: Decoding
+
+
+def evaluate(
+    programs: Programs, state: TrainState, stop: StopRequest, folder: str
+) -> Evaluation | None:
+    """Metrics over the held-out batches, by the moving average if there is one.
+
+    None if stopped in the middle. The folder is for files of what is decoded.
+    """
+    experiment, task = programs.experiment, programs.experiment.task
+    theta = state.weights()
+    rows = programs.eval.arguments.local_rows(1, dim=0)
+    batches = task.eval_batches(
+        global_batch=experiment.global_batch,
+        rows=rows,
+        max_batches=experiment.eval_batches,
+    )
+    decoding = Decoding(metrics={})
+    try:
+        totals = sums_over(programs, theta, _until_stopped(arrays(batches), stop), rows)
+        if experiment.decode_batches != 0:
+            decoding = _decode(programs, theta, stop, folder)
+    except _StoppedError:
+        return None
+    return Evaluation(
+        metrics=task.metrics(totals) | decoding.metrics,
+        heat_maps=task.heat_maps(totals),
+        decoding=decoding,
+    )
+
+
+def sums_over(
+    programs: Programs, theta: NestedMap, batches: Iterable[NestedMap], rows: range
+) -> dict[str, np.ndarray]:
+    """What the evaluation program's sums come to over batches, float64, by path.
+
+    Args:
+      programs: of the experiment.
+      theta: as `TrainState.weights` has them.
+      batches: NumPy arrays, these rows of the global batch.
+      rows: see `ProgramArguments.local_rows`.
+    """
+    totals: dict[str, np.ndarray] = collections.defaultdict(float)
+    for batch in batches:
+        placed = programs.eval.arguments.shard_rows(1, batch, rows, dim=0)
+        for path, value in programs.eval(theta, placed).items_by_path():
+            totals[path] += to_host(value).astype(np.float64)
+    return totals
+
+
+class _StoppedError(Exception):
+    """The run is to end; raised through what evaluates or decodes."""
+
+
+def _until_stopped(
+    batches: Iterable[NestedMap], stop: StopRequest
+) -> Iterator[NestedMap]:
+    for batch in batches:
+        if stop.reached():
+            raise _StoppedError
+        yield batch
+
+
+def _decode(
+    programs: Programs, theta: NestedMap, stop: StopRequest, folder: str
+) -> Decoding:
+    """What the model says of held-out examples.
+
+    The folder gets the task's files when all are there.
+    """
+    experiment = programs.experiment
+    batches = experiment.task.decode_batches(
+        global_batch=experiment.global_batch, max_batches=experiment.decode_batches
+    )
+    pairs = (
+        (batch, programs.decode(theta, batch).map(to_host))
+        for batch in _until_stopped(readable(batches), stop)
+    )
+    with tempfile.TemporaryDirectory(prefix="predictions") as scratch:
+        found = experiment.task.decoded(pairs, pathlib.Path(scratch))
+        if is_first_process():
+            _copy(pathlib.Path(scratch), epath.Path(folder))
+    return found
+
+
+def _copy(files: pathlib.Path, folder: epath.Path) -> None:
+    for file in files.iterdir():
+        folder.mkdir(parents=True, exist_ok=True)
+        epath.Path(file).copy(folder / file.name, overwrite=True)
+
+
+def summarize(summaries: Summaries, step: int, found: Evaluation) -> None:
+    summaries.scalars(step, found.metrics)
+    summaries.heat_maps(step, found.heat_maps)
+    summaries.pictures(step, found.decoding.pictures)
+    if found.decoding.samples:
+        summaries.text(step, "samples", found.decoding.samples)
+    summaries.note_complete(step)
+
+
+def format_metrics(metrics: dict[str, float]) -> str:
+    """`name value` pairs on one line."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

@@ -1,0 +1,461 @@
+"""The training loop, and evaluation.
+
+Read top to bottom: `train_and_evaluate` and `evaluate_latest` are what the main calls.
+Steps count from 1: step n makes the n-th update, and checkpoint n holds its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshwright.framework.compiler.explaining.explain import explain
+from meshwright.framework.compiler.explaining.explain_text import rematerialized_lines
+from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
+from meshwright.framework.compiler.xla.processes import to_host
+from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.checkpoints.checkpoint_initialize import (
+    weights_from,
+    with_weights,
+)
+from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
+from meshwright.trainers.experiment import replication
+from meshwright.trainers.experiment.batches import call_batches
+from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
+from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.messages import say
+from meshwright.trainers.processes.peers import Peers
+from meshwright.trainers.training.evaluation import evaluate, format_metrics, summarize
+from meshwright.trainers.training.health import History
+from meshwright.trainers.training.progress import Progress
+from meshwright.trainers.training.step_profile import StepProfile
+from meshwright.trainers.training.stop_signals import StopRequest, stop_on_signals
+from meshwright.trainers.training.summaries import Summaries
+from meshwright.trainers.training.watchdog import Watchdog
+
+log = logging.getLogger("absl")
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says at which step and what is kept."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Where and how an experiment is run.
+
+    Args:
+      model_dir: folder of checkpoints and summaries.
+      config: the operative gin configuration as text; "" if not built by gin.
+      evaluate: whether training evaluates, at the experiment's interval and at the end.
+      profile_steps: (first, last) step to trace, or None.
+    """
+
+    model_dir: str
+    config: str = ""
+    evaluate: bool = True
+    profile_steps: tuple[int, int] | None = None
+
+    @property
+    def checkpoint_dir(self) -> str:
+        return os.path.join(self.model_dir, "checkpoints")
+
+    def predictions_dir(self, step: int) -> str:
+        """For files of what the model says of held-out examples at a step."""
+        return os.path.join(self.model_dir, "predictions", f"step_{step}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How training ended.
+
+    Args:
+      step: updates made, over all runs; the newest checkpoint holds them.
+      stop: number of the signal that ended it early, or None.
+      losses: the loss of each step of this run, by step.
+      evaluation: metrics of the last evaluation, empty if there was none.
+    """
+
+    step: int
+    stop: int | None
+    losses: dict[int, float]
+    evaluation: dict[str, float]
+
+
+def train_and_evaluate(
+    programs: Programs, run: Run, peers: Peers | None = None
+) -> TrainResult:
+    """Trains from the newest checkpoint in the run's folder, or from the start.
+
+    SIGTERM or Ctrl-C ends it after the call under way, and what was trained is saved;
+    of several processes all `peers` call this, and stop after the same step.
+
+    Raises:
+      TrainingError: a loss, gradient or weight is not finite; it is not saved.
+      CheckpointError: see `Checkpoints`.
+      OSError: no data, or a folder that cannot be written.
+      ReplicationError: more is left replicated than the experiment's budget.
+      ValueError: the checkpoint's step does not fit with `steps_per_loop`.
+    """
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals(peers))
+        keep = programs.experiment.keep_checkpoints
+        checkpoints = Checkpoints(run.checkpoint_dir, max_to_keep=keep)
+        loop = _Loop(programs, run, stack.enter_context(checkpoints), stop)
+        stack.callback(loop.close)
+        return loop.run_to_end()
+
+
+def check_is_saved(run: Run) -> None:
+    """Checks that there is a checkpoint to evaluate, before data are read for that.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
+        checkpoints.existing()
+
+
+def evaluate_latest(
+    programs: Programs, run: Run, peers: Peers | None = None
+) -> dict[str, float] | None:
+    """Evaluates the newest checkpoint; writes summaries, and what the task predicts.
+
+    None if a signal stopped it before its end; of several processes all `peers` call
+    this.
+
+    Raises:
+      CheckpointError: there is none, or see `Checkpoints.restore`.
+      OSError: no data, or a folder that cannot be written.
+    """
+    with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
+        abstract = TrainState.abstract(programs)
+        state = TrainState(programs, checkpoints.restore(None, abstract))
+    say("evaluating step %d", state.step)
+    folder = run.predictions_dir(state.step)
+    with stop_on_signals(peers) as stop:
+        found = evaluate(programs, state, stop, folder)
+    if found is None:
+        return None
+    with contextlib.closing(Summaries(run.model_dir, "eval")) as summaries:
+        summarize(summaries, state.step, found)
+    return found.metrics
+
+
+class _Loop:
+    """One run of the training loop."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        run: Run,
+        checkpoints: Checkpoints,
+        stop: StopRequest,
+    ):
+        self.programs = programs
+        self.experiment = programs.experiment
+        self.run = run
+        self.checkpoints = checkpoints
+        self.stop = stop
+        self.fingerprint = {
+            "Experiment.global_batch": self.experiment.global_batch,
+            **self.experiment.task.data_fingerprint(),
+        }
+        self.summaries = Summaries(run.model_dir, "train")
+        self.eval_summaries = Summaries(run.model_dir, "eval")
+        self.profile = StepProfile(run.model_dir, run.profile_steps)
+        self.losses: dict[int, float] = {}
+        self.evaluation: dict[str, float] = {}
+        self.evaluated_step: int | None = None
+        self.history = History()
+        self.roll_backs_since_save = 0
+
+    def close(self) -> None:
+        self.profile.close()
+        self.summaries.close()
+        self.eval_summaries.close()
+
+    def run_to_end(self) -> TrainResult:
+        _warn_of_unknown_dims(self.programs)
+        replicated = self._replicated()
+        state = self._restored_or_initial()
+        step = state.step
+        self.summaries.gin_config(step, self.run.config)
+        table = replication.report_text(replicated)
+        self.summaries.text(step, "left replicated", table)
+        self._report_updates(step)
+        if step < self.experiment.num_steps:
+            step = self._train(state, step)
+        else:
+            say("step %d is the last already: raise Experiment.num_steps", step)
+        self._evaluate(step, state)
+        self.checkpoints.wait()
+        return TrainResult(
+            step=step,
+            stop=self.stop.signal,
+            losses=self.losses,
+            evaluation=self.evaluation,
+        )
+
+    def _report_updates(self, step: int) -> None:
+        """Says which weight updates are sharded."""
+        updates = self.programs.traced_main.updates
+        if updates is not None:
+            say("%s", updates.summary())
+            self.summaries.text(step, "weight-update sharding", updates.text())
+        elif self.experiment.weight_update_sharding is WeightUpdateSharding.ALL:
+            say("weight updates (all): none, as no mesh axis splits the batch")
+
+    def _train(self, state: TrainState, step: int) -> int:
+        """Trains from `step` on and saves; returns the step it came to."""
+        experiment, steps = self.experiment, self.experiment.steps_per_loop
+        if (experiment.num_steps - step) % steps:
+            raise ValueError(
+                f"from step {step} to {experiment.num_steps} is no multiple of "
+                f"Experiment.steps_per_loop = {steps}: set it to 1 or to the value "
+                "that the checkpoint was trained with"
+            )
+        self.profile.warn_unless_within(step + 1, experiment.num_steps)
+        specs = self.programs.state_specs.leaves()
+        size = sum(spec.size * spec.dtype.size for spec in specs)
+        self.checkpoints.check_space(experiment.num_steps, size)
+        main = self._compiled_main()
+        self._make_up_for_evaluation(step, state)
+        watchdog = Watchdog(
+            os.path.join(self.run.model_dir, "stacks"), experiment.slow_step_factor
+        )
+        with watchdog:
+            while True:
+                try:
+                    return self._make_steps(main, state, step, watchdog)
+                except NotFiniteError as error:
+                    watchdog.rest()
+                    step = self._rolled_back(state, error)
+
+    def _make_steps(self, main, state: TrainState, step: int, watchdog) -> int:
+        """Trains from `step` on and saves; returns the step it came to."""
+        experiment, steps = self.experiment, self.experiment.steps_per_loop
+        calls = _device_batches(self.programs, step + self.history.batches_passed)
+        saved_step = step
+        with Progress(
+            experiment,
+            self.summaries,
+            step,
+            losses=self.losses,
+            history=self.history,
+            watchdog=watchdog,
+        ) as progress:
+            while step < experiment.num_steps:
+                # Before it is this process's turn, for the others to see who is late.
+                batches = next(calls)
+                if self.stop.reached():
+                    break
+                if self.profile.starts_in(step + 1, step + steps):
+                    progress.wait()
+                    self.profile.start()
+                with self.profile.call(step + 1):
+                    out = main(state.stored(), batches)
+                state.update(out["state"])
+                step += steps
+                progress.add(step, out["metrics"])
+                # One call stays in flight, so that devices need not wait for Python.
+                progress.wait(in_flight=1)
+                if self.profile.ends_by(step):
+                    progress.wait()
+                    with progress.pause("writing the trace"):
+                        self.profile.close()
+                if experiment.is_due(step, experiment.checkpoint_interval):
+                    progress.wait()
+                    with progress.pause("saving"):
+                        self._save(step, state)
+                    saved_step = step
+                if experiment.is_due(step, experiment.eval_interval):
+                    progress.wait()
+                    with progress.pause("evaluating"):
+                        self._evaluate(step, state)
+            progress.wait()
+            if step > saved_step:
+                with progress.pause("saving"):
+                    self._save(step, state)
+        return step
+
+    def _compiled_main(self):
+        say("compiling for %d devices", self.experiment.plan.mesh.size)
+        start = time.perf_counter()
+        main = self.programs.main
+        seconds, megabytes = time.perf_counter() - start, main.memory().peak / 1e6
+        say("compiled in %.0f s; takes %.1f MB on each device", seconds, megabytes)
+        self._check_activations(main)
+        return main
+
+    def _replicated(self) -> list[replication.ReplicatedTensor]:
+        """Reports what of state and batch is left replicated, before any compiling."""
+        found = replication.replicated_state(self.programs)
+        for line in replication.report_lines(self.programs, found):
+            say("%s", line)
+        replication.check_budget(found, self.experiment.replicated_budget)
+        return found
+
+    def _check_activations(self, main: Program) -> None:
+        """With a budget: activations count too, for a second, shorter compilation."""
+        budget = self.experiment.replicated_budget
+        if budget is None or main.mesh.size == 1:
+            return
+        explanation = explain(main)
+        for one in explanation.rematerialized():
+            lines = "\n".join(rematerialized_lines(one))
+            log.warning("a tensor is made whole on every device:\n%s", lines)
+        state = replication.replicated_state(self.programs)
+        activations = replication.replicated_activations(explanation)
+        replication.check_budget([*state, *activations], budget)
+
+    def _restored_or_initial(self) -> TrainState:
+        step = self.checkpoints.latest_step()
+        if step is None:
+            return self._initial()
+        say("restoring step %d from %s", step, self.run.checkpoint_dir)
+        abstract = TrainState.abstract(self.programs)
+        # An earlier step, if that one is damaged.
+        restored = self.checkpoints.restore(None, abstract)
+        state = TrainState(self.programs, restored)
+        metadata = self.checkpoints.metadata(state.step)
+        self._warn_of_other_data(state.step, metadata)
+        self.history = History.of(metadata)
+        return state
+
+    def _initial(self) -> TrainState:
+        source, taken = self.experiment.initialize_from, {}
+        if source is not None:
+            # First: what does not fit is told before anything is compiled.
+            taken = weights_from(source, TrainState.abstract(self.programs).theta)
+        say("initializing weights")
+        state = TrainState.initial(self.programs)
+        return TrainState(self.programs, with_weights(state.logical(), taken))
+
+    def _warn_of_other_data(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Says so if training batches are not those of the run that saved `step`."""
+        saved = metadata.get("batches")
+        saved = saved if isinstance(saved, Mapping) else {}
+        changed = [k for k, v in self.fingerprint.items() if saved.get(k) != v]
+        if changed:
+            log.warning(
+                "the training data is not what checkpoint step %d was trained on (%s "
+                "changed): examples now come in another order",
+                step,
+                ", ".join(changed),
+            )
+
+    def _save(self, step: int, state: TrainState) -> None:
+        """Saves in the background what is fit to be trained on."""
+        finite = to_host(self.programs.finite(state.stored()))
+        paths = [path for path, _ in self.programs.state_specs.items_by_path()]
+        bad = [path for path, good in zip(paths, finite, strict=True) if not good]
+        if bad:
+            raise NotFiniteError(
+                step,
+                f"after step {step}, {len(bad)} parts of the state are not finite, "
+                f"among them {bad[-1]}",
+            )
+        metadata = {"config": self.run.config, "batches": self.fingerprint}
+        metadata |= self.history.metadata()
+        self.checkpoints.save(step, state.logical(), metadata=metadata)
+        self.roll_backs_since_save = 0
+
+    def _rolled_back(self, state: TrainState, error: NotFiniteError) -> int:
+        """Goes back to the newest checkpoint; returns its step.
+
+        Raises:
+          TrainingError: that is not what is to be done, or was done too often.
+        """
+        is_first = self.checkpoints.latest_step() is None
+        self.roll_backs_since_save += 1
+        is_too_often = self.roll_backs_since_save > self.experiment.not_finite_limit
+        if self.experiment.not_finite is not NotFinite.ROLL_BACK:
+            raise self._explained(error) from None
+        if is_first or is_too_often:
+            why = "too early" if is_first else "after too many roll backs"
+            raise self._explained(error, f" {why}") from None
+        state.drop()
+        abstract = TrainState.abstract(self.programs)
+        state.replace(self.checkpoints.restore(None, abstract))
+        saved, gone = state.step, self.history
+        log.warning("%s: rolled back to step %d", error, saved)
+        self.history = dataclasses.replace(
+            History.of(self.checkpoints.metadata(saved)),
+            batches_passed=gone.batches_passed + error.step - saved,
+            roll_backs=gone.roll_backs + 1,
+        )
+        for undone in [step for step in self.losses if step > saved]:
+            del self.losses[undone]
+        self.summaries.go_back()
+        self.eval_summaries.go_back()
+        self.eval_summaries.note_complete(0)
+        self.evaluated_step = None
+        return saved
+
+    def _make_up_for_evaluation(self, step: int, state: TrainState) -> None:
+        """Evaluates if an earlier run ended between saving `step` and evaluating it."""
+        is_due = self.experiment.is_due(step, self.experiment.eval_interval)
+        if is_due and self.eval_summaries.complete_step() < step:
+            self._evaluate(step, state)
+
+    def _evaluate(self, step: int, state: TrainState) -> None:
+        done = self.evaluated_step == step
+        if done or not self.run.evaluate or self.stop.reached():
+            return
+        folder = self.run.predictions_dir(step)
+        found = evaluate(self.programs, state, self.stop, folder)
+        if found is None:
+            return
+        self.evaluation, self.evaluated_step = found.metrics, step
+        summarize(self.eval_summaries, step, found)
+        say("step %d: held-out %s", step, format_metrics(found.metrics))
+
+    def _explained(self, error: NotFiniteError, when: str = "") -> TrainingError:
+        steps = ", ".join(map(str, self.checkpoints.steps()))
+        kept, again = "nothing was saved before", ""
+        if steps:
+            kept = f"checkpoint {steps} is kept in {self.run.checkpoint_dir}"
+            again = ", and run again to go on from the newest checkpoint"
+        return TrainingError(
+            f"{error}{when}; {kept}. Lower the learning rate, set clip_global_norm, or "
+            f"check the data{again}"
+        )
+
+
+def _device_batches(programs: Programs, start_step: int) -> Iterator[NestedMap]:
+    """Batches for one call of the main program after another, on its devices."""
+    arguments = programs.main.arguments
+    rows = arguments.local_rows(1, dim=1)
+    for batches in call_batches(programs.experiment, start_step, rows):
+        yield arguments.shard_rows(1, batches, rows, dim=1)
+
+
+def _warn_of_unknown_dims(programs: Programs) -> None:
+    """Says so if the plan splits a dim that nothing has: a typo splits nothing."""
+    plan = programs.experiment.plan
+    weight_dims = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
+    tables = {
+        "weights": (plan.weights, weight_dims, "weight"),
+        "activations": (plan.activations, programs.activation_dims(), "activation"),
+    }
+    for name, (table, known, what) in tables.items():
+        for dim in sorted(set(table) - known):
+            near = difflib.get_close_matches(dim, known, n=1) or sorted(known)
+            log.warning(
+                "ShardingPlan.%s splits dim %r, which no %s has; do you mean %s?",
+                name,
+                dim,
+                what,
+                " or ".join(near),
+            )
