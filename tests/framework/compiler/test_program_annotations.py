@@ -122,7 +122,7 @@ def test_an_annotation_that_the_mesh_cannot_honour_is_an_error(
     with pytest.raises(
         LoweringError,
         match=r"step: op 'stack/attention/XlaSharding' \(stack.attention, "
-        r"framework/test_program_annotations.py:\d+\) annotates what would be dropped: "
+        r"compiler/test_program_annotations.py:\d+\) annotates what would be dropped: "
         f".*{message}",
     ):
         compile_program(

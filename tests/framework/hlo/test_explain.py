@@ -314,7 +314,7 @@ def test_collectives_of_manual_regions_are_shown(partitioner):
     ]:
         row = next(i for i, one in enumerate(lines) if one.startswith(f"  {name} "))
         assert row > at
-        assert lines[row + 1] == f"      framework/test_explain.py:{line('manual')}"
+        assert lines[row + 1] == f"      hlo/test_explain.py:{line('manual')}"
         assert lines[row + 2].startswith(f"      {collective} along Y, ")
 
 
@@ -346,8 +346,8 @@ def test_a_full_rematerialization_is_named_with_its_layer(partitioner):
     assert (found.at.layer, found.at.line) == ("second", line("to"))
     assert found.bytes == 4 * reshards.SHAPE[0] * reshards.SHAPE[1]
     text = str(explanation)
-    assert "f32[64,256] first.norm: XlaSharding (framework/test_explain.py:" in text
-    assert "wanted otherwise at second: Tanh (framework/test_explain.py:" in text
+    assert "f32[64,256] first.norm: XlaSharding (hlo/test_explain.py:" in text
+    assert "wanted otherwise at second: Tanh (hlo/test_explain.py:" in text
 
 
 @over_partitioners
@@ -363,7 +363,7 @@ def test_reads_well_at_80_columns(partitioner):
     row = next(one for one in lines if one.startswith("  0.layer.w"))
     assert row.split() == ["0.layer.w", "f32[16,32]", "[X,Y]", "annotated"]
     at = next(i for i, one in enumerate(lines) if one.startswith("  MatMul_1 "))
-    assert lines[at + 1] == f"      framework/test_explain.py:{line('back')}"
+    assert lines[at + 1] == f"      hlo/test_explain.py:{line('back')}"
     assert lines[at + 2].startswith("      all-gather along X, ")
     assert lines[at + 3].startswith("      all-reduce along Y, ")
     assert lines[at + 3].endswith(", 5 times in a loop")

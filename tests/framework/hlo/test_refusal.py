@@ -97,7 +97,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_takes_it():
     assert error.timeline.peak == 5 * KIB
     first = error.allocations[0]
     assert (first.bytes, first.type, first.layer) == (2 * KIB, "f32[512]", "first")
-    assert first.source.startswith("framework/test_memory.py:")
+    assert first.source.startswith("hlo/test_memory.py:")
     argument = error.allocations[2]
     assert (argument.what, argument.name) == ("argument", "0")
     text = str(error)
@@ -179,7 +179,7 @@ def test_the_tpu_compiler_says_what_does_not_fit():
     assert error.timeline.peak == pytest.approx(error.refusal.needed, rel=0.01)
     made = [one for one in error.allocations if one.what == "temporary"]
     assert made[0].layer in ("first", "second") and made[0].bytes == 4 * GIB
-    assert "(framework/test_memory.py:" in str(error)
+    assert "(hlo/test_memory.py:" in str(error)
 
 
 @needs.libtpu

@@ -89,7 +89,7 @@ def test_a_large_tensor_from_outside_is_refused():
     assert re.fullmatch(
         r"step: the function reads a tensor float32\[513, 512\] from outside, whose "
         r"1.00 MiB are over the 1.00 MiB of a constant, at op 'head/mul' \(head, "
-        r"framework/test_captures.py:\d+\): pass it as an argument or compute it "
+        r"lowering/test_captures.py:\d+\): pass it as an argument or compute it "
         "inside the function",
         refusal(fn),
     )
@@ -127,7 +127,7 @@ def test_a_variable_from_outside_is_refused(fn, what):
 
     text = refusal(training)
     assert re.match(rf"step: the function reads a variable {what}", text)
-    assert "(framework/test_captures.py:" in text or ", framework/test_capt" in text
+    assert "(lowering/test_captures.py:" in text or ", lowering/test_capt" in text
     assert text.endswith(
         ": pass its value as an argument, and return its new value as a result"
     )

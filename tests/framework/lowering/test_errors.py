@@ -15,7 +15,7 @@ from tests.framework.compiler.programs import MESH, split
 X, N = tf.TensorSpec([8, 4]), tf.TensorSpec([], tf.int32)
 IDS = tf.TensorSpec([8], tf.int32)
 INPUT = np.random.default_rng(0).random([8, 4], np.float32)
-HERE = r"framework/test_errors.py:\d+"
+HERE = r"lowering/test_errors.py:\d+"
 ONE_DEVICE = DeviceMesh(("X",), (1,))
 
 

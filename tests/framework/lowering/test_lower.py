@@ -80,9 +80,7 @@ def test_what_depends_on_no_argument_is_computed_in_the_program(fn):
     ],
 )
 def test_an_op_that_xla_does_not_have_is_named(fn, op):
-    named = (
-        rf"step: TF2XLA cannot compile it: op '{op}' \(framework/test_lower.py:\d+\)"
-    )
+    named = rf"step: TF2XLA cannot compile it: op '{op}' \(lowering/test_lower.py:\d+\)"
     with pytest.raises(LoweringError, match=named) as raised:
         lower(fn, [X], name="step")
     assert "\n" not in str(raised.value)

@@ -94,7 +94,7 @@ def test_finds_layer_file_and_line(lowered, name, op_type, layer, marker):
     assert source is not None
     assert (source.op_type, source.layer) == (op_type, layer)
     assert (source.file, source.line) == (str(HERE), line(marker))
-    assert str(source) == f"framework/test_sources.py:{line(marker)}"
+    assert str(source) == f"lowering/test_sources.py:{line(marker)}"
     assert not source.is_gradient
 
 

@@ -109,7 +109,7 @@ def counted_in_batches(rows, ids):
 REFUSALS = {
     "nonlinear": (
         lambda x, y: tf.nn.relu(partial(x, y)),
-        "op 'Relu' (framework/test_pending_refusals.py:{}) has to do with "
+        "op 'Relu' (pending/test_pending_refusals.py:{}) has to do with "
         "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it is read by what is "
         "not linear in it: add it up before, by reshard",
     ),
@@ -129,7 +129,7 @@ REFUSALS = {
     ),
     "product_of_two": (
         lambda x, y: partial(x, y) * partial(x, y),
-        "op 'mul' (framework/test_pending_refusals.py:{}) has to do with "
+        "op 'mul' (pending/test_pending_refusals.py:{}) has to do with "
         "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it is multiplied by "
         "another, and of a product one factor may be pending: add it up before",
     ),
@@ -144,7 +144,7 @@ REFUSALS = {
     "divisor": (lambda x, y: 1.0 / partial(x, y), "is not linear in it"),
     "added_to_whole": (
         whole_too,
-        "op 'add' (framework/test_pending_refusals.py:{}) takes f32[4, 6]{{U:tp}}, a "
+        "op 'add' (pending/test_pending_refusals.py:{}) takes f32[4, 6]{{U:tp}}, a "
         "sum that is pending along tp, together with f32[4, 6], which is whole: "
         "reshard one of them to the type of the other",
     ),
@@ -168,7 +168,7 @@ REFUSALS = {
     ),
     "leaves_the_program": (
         lambda x, y: 2.0 * partial(x, y),
-        "op 'mul' (framework/test_pending_refusals.py:{}) has to do with "
+        "op 'mul' (pending/test_pending_refusals.py:{}) has to do with "
         "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it leaves the program",
     ),
     "leaves_a_branch": (
@@ -177,7 +177,7 @@ REFUSALS = {
     ),
     "whole_in_a_branch": (
         lambda x, y: tf.cond(x[0, 0] > 0, lambda: partial(x, y), lambda: y[:4]),
-        "op 'cond' (framework/test_pending_refusals.py:{}) wants f32[4, 6]{{U:tp}}, "
+        "op 'cond' (pending/test_pending_refusals.py:{}) wants f32[4, 6]{{U:tp}}, "
         "but it is not linear in sums",
     ),
     "decides_a_branch": (

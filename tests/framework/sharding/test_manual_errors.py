@@ -119,7 +119,7 @@ def test_a_tensor_on_the_wrong_side_is_named(fn, message, partitioner):
         compile_program(fn, [X], MESH, partitioner=partitioner)
     # The op, its layer or scopes, and the line above that made it.
     assert re.match(
-        rf"{fn.__name__}: op '[^']+' \(.*framework/test_manual_errors.py:\d+\) ",
+        rf"{fn.__name__}: op '[^']+' \(.*sharding/test_manual_errors.py:\d+\) ",
         str(raised.value),
     )
 

@@ -132,7 +132,7 @@ def test_the_text_has_each_tensor_with_its_line_in_80_columns():
     text = str(typed_mlp())
     assert max(map(len, text.splitlines())) <= 80
     forward, backward = text.split("\nforward\n")[1].split("\nbackward")
-    at = f"framework/test_types_programs.py:{line('h1')}"
+    at = f"types/test_types_programs.py:{line('h1')}"
     assert (
         f"  h1/Einsum                  f32[seq, batch@dp, intermediate@tp]\n      {at}"
     ) in forward
@@ -217,7 +217,7 @@ def test_a_loop_that_starts_from_a_replicated_tensor_adds_no_pending_sum():
     program = explained(accumulated, *LOOP_TYPES, "f32[4, 6@tp]")
     (error,) = program.errors
     assert str(error).startswith(
-        "accumulated: op 'while/add_2' (framework/test_types_programs.py:"
+        "accumulated: op 'while/add_2' (types/test_types_programs.py:"
         f"{line('accumulate')}) adds f32[4, 6@tp] and f32[4, 6@tp]{{U:dp}}: a pending "
     )
 
@@ -314,7 +314,7 @@ def test_after_an_error_all_that_does_not_depend_on_it_is_checked():
     assert program.type_of("0") == "f32[4@dp, 8]"
     text = str(program)
     assert ", 2 errors." in text.splitlines()[0]
-    assert "\n1. step: op 'Sin' (framework/test_types_programs.py:" in text
+    assert "\n1. step: op 'Sin' (types/test_types_programs.py:" in text
 
 
 PLAN = mw.ShardingPlan(

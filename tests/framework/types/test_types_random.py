@@ -21,7 +21,7 @@ from tests.framework.types.typed_programs import AXES, Program, Value
 
 CASES = int(os.environ.get("TYPES_CASES", 1))
 SEED = os.environ.get("TYPES_SEED", "")
-FILE = "framework/test_types_random.py"
+FILE = "types/test_types_random.py"
 
 
 def pending(program: Program, x: Value) -> Value:

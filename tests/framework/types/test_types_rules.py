@@ -201,7 +201,7 @@ ILLEGAL = {
         lambda x, w, b: tf.matmul(x, w) + b,
         ["f32[4, 8@tp]", "f32[8@tp, 6]", "f32[6]"],
         "mesh_split the first to [_,_], or the second to [_,_]{U:tp}. The sum along tp "
-        "is of op 'MatMul' (framework/test_types_rules.py:",
+        "is of op 'MatMul' (types/test_types_rules.py:",
     ),
     "a product of sums": (
         tf.multiply,
