@@ -152,4 +152,4 @@ def test_a_full_rematerialization_is_logged(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(f"{loop}.explain", lambda program: explanation)
     train(programs, tmp_path)
     assert "a tensor is made whole on every device:\n  4.00 KiB" in caplog.text
-    assert "stack.attention: MatMul (layers/attention/attention.py:7)" in caplog.text
+    assert "stack.attention: MatMul (attention/attention.py:7)" in caplog.text
