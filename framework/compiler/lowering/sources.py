@@ -28,6 +28,7 @@ PLACEHOLDER = "XlaCustomCallV2"
 """Type of the TF op that stands for what TF has none for, in a scope of its name."""
 
 _FRAMEWORK = pathlib.Path(__file__).parents[2]
+_LAYERS = _FRAMEWORK.with_name("layers")
 _KERAS = tf.keras.layers.Layer.__module__.partition(".")[0]
 # Frames of these are no user's.
 _LIBRARIES = (
@@ -89,8 +90,12 @@ class Source:
     annotation: Annotation | None = None
 
     def __str__(self) -> str:
-        """`folder/file.py:12`."""
-        return f"{'/'.join(pathlib.Path(self.file).parts[-2:])}:{self.line}"
+        """`folder/file.py:12`; a layer's file with all folders of the package."""
+        file = pathlib.Path(self.file)
+        parts = file.parts[-2:]
+        if file.is_relative_to(_LAYERS):
+            parts = file.relative_to(_LAYERS.parent).parts
+        return f"{'/'.join(parts)}:{self.line}"
 
 
 class Sources:

@@ -39,11 +39,14 @@ from meshwright.framework.compiler.repair.table.patterns import (
     CONCATENATE,
     FOURIER,
     PRODUCTS,
+    RESHAPE,
     SLICE,
     STEPPED,
     is_of_roll,
     may_cut_no_shard,
     may_regroup,
+    reshaped,
+    shrunk_dims,
     stepped_dims,
 )
 from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
@@ -56,7 +59,7 @@ from meshwright.framework.compiler.stablehlo.modules import (
     write_for,
 )
 from meshwright.framework.compiler.stablehlo.propagation import Propagated
-from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
+from meshwright.framework.compiler.stablehlo.stable_hlo import Blame, shape_of
 from meshwright.framework.compiler.xla import jax_bridge
 from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -219,6 +222,8 @@ def _is_guarded(op) -> bool:
         return False
     if op.name == CONCATENATE:
         return is_of_roll(op)
+    if op.name == RESHAPE:
+        return bool(shrunk_dims(shape_of(reshaped(op)), shape_of(op.results[0])))
     cuts = op.name == SLICE and may_cut_no_shard(op)
     return cuts or op.name not in STEPPED or bool(stepped_dims(op))
 

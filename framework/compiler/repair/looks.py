@@ -27,7 +27,7 @@ from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
     convolution_of,
 )
 from meshwright.framework.compiler.repair.op_layout import OpLayout, layout_of
-from meshwright.framework.compiler.repair.table.patterns import PRODUCTS
+from meshwright.framework.compiler.repair.table.patterns import PRODUCTS, shrunk_dims
 from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
 from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
@@ -37,7 +37,7 @@ TAG = "meshwright_op"
 _ATTRIBUTES = "mhlo.frontend_attributes"
 # They read, or stand for, what another instruction makes.
 _NO_OPERATION = ("get-tuple-element", "bitcast", "copy")
-# XLA may rewrite products and slices as these, with other shapes.
+# XLA may rewrite products and slices as these, with other shapes; and merge reshapes.
 _STILL_AT_RISK = ("dot", "slice")
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
@@ -136,7 +136,8 @@ def by_gspmd(
             seen.add(number_of(op))
             manual = next((s.manual for s in known if s), ())
             yield number_of(op), layout_of(op, program.mesh, known, manual)
-        if one.opcode in _STILL_AT_RISK:
+        merged = one.opcode == "reshape" and shrunk_dims(*shapes)
+        if merged or one.opcode in _STILL_AT_RISK:
             changed.add(one.tag)
     for place, op in ops.items():
         # XLA has changed it, and nothing is known of it. A convolution that it made

@@ -207,11 +207,20 @@ def layout_of(
         ]
         kinds = tuple(_kind(rule, i) for i in range(len(rule.factor_sizes)))
     tensors = tuple(
-        Tensor(shape_of(value), factors, sharding, itemsize(dtype_of(value)))
+        Tensor(shape_of(value), factors, _split(sharding), itemsize(dtype_of(value)))
         for value, factors, sharding in zip(values, mappings, shardings, strict=True)
     )
     count = len(op.operands)
     return OpLayout(op, mesh, tensors[:count], tensors[count:], kinds, manual)
+
+
+def _split(sharding: Sharding | None) -> Sharding | None:
+    """A sharding without the axes of size 1, which split nothing."""
+    if sharding is None:
+        return None
+    size = sharding.mesh.axis_size
+    dims = tuple(tuple(a for a in axes if size(a) > 1) for axes in sharding.dims)
+    return dataclasses.replace(sharding, dims=dims)
 
 
 def _factors(mapping) -> tuple[int | None, ...]:

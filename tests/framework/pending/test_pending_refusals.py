@@ -217,7 +217,7 @@ REFUSALS = {
     ),
     "a_loop_along_two_sets_of_axes": (
         of_two_axes(in_a_loop),
-        "wants f32[4, 6]{{U:dp,tp}} of what op 'while' (framework/"
+        "wants f32[4, 6]{{U:dp,tp}} of what op 'while' (pending/"
         "test_pending_refusals.py:{}) has as f32[4, 6]{{U:tp}} for another: a loop or "
         "a conditional has a tensor in parts along the same axes for all that read it; "
         "annotate these alike and reshard them",

@@ -230,7 +230,7 @@ def test_a_loop_keeps_the_types_of_what_it_carries():
 
     (error,) = explained(loop, "f32[4@dp, 8]").errors
     assert (
-        "makes f32[4, 8@dp] of f32[4@dp, 8], by op 'while/XlaSharding' (framework/typed"
+        "makes f32[4, 8@dp] of f32[4@dp, 8], by op 'while/XlaSharding' (types/typed"
     ) in str(error)
     assert str(error).endswith(
         "a loop's tensor keeps its type; mesh_split or reshard the initial value to "

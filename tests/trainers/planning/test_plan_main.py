@@ -57,13 +57,15 @@ def test_explains_the_training_program(partitioner, capsys):
     part = "\n".join(lines[at : lines.index("", at)])
     assert re.search(
         r"  matmul_1 +f32\[64,16\] +\[X,Y\] +inferred\n"
-        r"      basic/linear.py:\d+\n"
+        r"      layers/basic/linear.py:\d+\n"
         r"      all-gather along X, .*\n"
         r"      all-reduce along Y, ",
         part,
     )
-    assert re.search(r"\[X,_,Y\] +annotated\n +basic/feed_forward.py:\d+\n", part)
-    assert "gradient of basic/linear.py:" in part
+    assert re.search(
+        r"\[X,_,Y\] +annotated\n +layers/basic/feed_forward.py:\d+\n", part
+    )
+    assert "gradient of layers/basic/linear.py:" in part
     assert "No tensor is made whole on every device with nobody asking for it." in out
 
 

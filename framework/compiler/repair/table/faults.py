@@ -82,6 +82,8 @@ def _rolled_together(layout: OpLayout) -> Chosen | None:
     larger = max(layout.operands, key=lambda tensor: tensor.bytes)
     if larger.sharding is None:
         return even_layout(layout, keep=())
+    if not patterns.has_equal_shards(layout, larger, *layout.results):
+        return None
     return EvenLayout(
         shardings=(larger.sharding,) * 3,
         shapes=tuple(tensor.shape for tensor in layout.tensors),
@@ -156,9 +158,28 @@ FAULTS = (
         },
     ),
     Fault(
+        name="uneven reshape",
+        what="is a reshape to fewer dims that makes a split dim shorter, in shards of "
+        "unequal size",
+        ops=(patterns.RESHAPE,),
+        choose=evenly(patterns.shrinks_unevenly, _PARALLEL),
+        repair="the dim is not split",
+        smallest={
+            "reshape_to_a_dim_of_less_than_an_element_a_shard": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.reshape(x, [1, 4])  on mesh (X=4)
+                  x: float32 [2, 2, 1], arrives [_,_,_], annotated [X,_,_]
+                  result: [1, 4], annotated [X,_], leaves [_,_]
+                """,
+            ),
+        },
+    ),
+    Fault(
         name="split transform",
-        what="is a Fourier transform along several dims, one of which is split; or "
-        "along one dim, the last of three or more, that all devices split",
+        what="is a Fourier transform along several dims, one of which is split; or a "
+        "forward one of complex numbers along the last of three dims or more, which "
+        "all devices split",
         ops=(patterns.FOURIER,),
         choose=evenly(patterns.split_transform, _PARALLEL),
         repair="the dims are not split",
@@ -178,6 +199,15 @@ FAULTS = (
                 program: tf.signal.fft(x)  on mesh (X=8)
                   x: complex64 [1, 1, 8], arrives [_,_,_], annotated [_,_,X]
                   result: [1, 1, 8], annotated None, leaves [_,_,_]
+                """,
+                gspmd=False,
+            ),
+            "transform_to_a_dim_split_in_another_order": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.signal.fft(x)  on mesh (X=2, Y=2)
+                  x: complex64 [1, 1, 16], arrives [_,_,_], annotated [_,_,X.Y]
+                  result: [1, 1, 16], annotated [_,_,Y.X], leaves [_,_,_]
                 """,
                 gspmd=False,
             ),

@@ -81,7 +81,7 @@ def _is_over_three_axes(layout: OpLayout) -> bool:
     """Whether three axes or more split its tensors, or two and it is replicated too."""
     groups = (axes for tensor in layout.tensors for axes in tensor.splitting())
     axes = set(itertools.chain.from_iterable(groups))
-    return len(axes) + (not axes.issuperset(layout.mesh.axis_names)) > 2
+    return len(axes) + (layout.mesh.axes_size(tuple(axes)) < layout.mesh.size) > 2
 
 
 def _batches_split_apart(layout: OpLayout) -> bool:

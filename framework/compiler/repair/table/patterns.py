@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 
 from jax.extend.mlir import ir
@@ -15,6 +16,7 @@ from meshwright.framework.compiler.repair.halos.windows import (
 from meshwright.framework.compiler.repair.op_layout import (
     FactorKind,
     OpLayout,
+    Tensor,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,
@@ -23,13 +25,14 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     is_annotation,
     shape_of,
 )
+from meshwright.framework.sharding.mesh import DeviceMesh
 
 SLICE, CONCATENATE = "stablehlo.slice", "stablehlo.concatenate"
 _SHARDY_ANNOTATIONS = ("sdy.sharding_constraint", "sdy.reshard")
 STEPPED = ("stablehlo.pad", SLICE)
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
-FOURIER = "stablehlo.fft"
+FOURIER, RESHAPE = "stablehlo.fft", "stablehlo.reshape"
 
 
 def stepped_dims(op) -> list[int]:
@@ -115,8 +118,10 @@ def is_roll(op) -> bool:
     """Whether an op puts the first part of a tensor behind the other."""
     if op.name != CONCATENATE or len(op.operands) != 2:
         return False
-    makers = [_origin(part).owner for part in op.operands]
+    makers = _makers(op)
     if any(isinstance(m, ir.Block) or m.name != SLICE for m in makers):
+        return False
+    if any(set(maker.attributes["strides"]) > {1} for maker in makers):
         return False
     last, first = (list(maker.attributes["start_indices"]) for maker in makers)
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
@@ -128,20 +133,46 @@ def is_roll(op) -> bool:
     )
 
 
+def _makers(op) -> list:
+    """The ops that make an op's operands, or the blocks that they are arguments of."""
+    return [_origin(operand).owner for operand in op.operands]
+
+
 def is_of_roll(op) -> bool:
     """Whether an op is a roll, or a part of one."""
+    return _roll_of(op) is not None
+
+
+def _roll_of(op):
+    """The roll that an op is, or is a part of; None if there is none."""
     if op.name == SLICE:
         readers = _readers(op.results[0])
-        return len(readers) == 1 and is_roll(readers[0])
-    return is_roll(op)
+        if len(readers) != 1:
+            return None
+        (op,) = readers
+    return op if is_roll(op) else None
 
 
 def rolls_apart(layout: OpLayout) -> bool:
-    """A roll or a part of one that reshards, so that XLA takes it for no roll."""
+    """A roll or a part of one that reshards, so that XLA takes it for no roll.
+
+    But not if nothing else reads the tensor that is rolled.
+    """
     shardings = layout.shardings
-    return not layout.is_replaced and (
-        None in shardings or any(sharding != shardings[0] for sharding in shardings)
-    )
+    if layout.is_replaced or _is_read_by_roll_alone(_roll_of(layout.op)):
+        return False
+    return None in shardings or any(s != shardings[0] for s in shardings)
+
+
+def _is_read_by_roll_alone(roll) -> bool:
+    """Whether a roll's two parts are all that reads its tensor, or a copy of it.
+
+    Of what was a roll before something in it was annotated (None), it is not known.
+    """
+    if roll is None:
+        return False
+    origin = _origin(_makers(roll)[0].operands[0])
+    return _is_apart(origin.owner) and len(_readers(origin)) == 2
 
 
 def _readers(value) -> list:
@@ -184,8 +215,13 @@ def cuts_no_shard(layout: OpLayout) -> bool:
         return False
     if is_of_roll(layout.op) and not rolls_apart(layout):
         return False
+    return has_equal_shards(layout, operand, result)
+
+
+def has_equal_shards(layout: OpLayout, one: Tensor, other: Tensor) -> bool:
+    """Whether shards of two tensors have one size, in a sharding of the operation's."""
     return None in layout.shardings or any(
-        sharding.shard_shape(operand.shape) == sharding.shard_shape(result.shape)
+        sharding.shard_shape(one.shape) == sharding.shard_shape(other.shape)
         for sharding in layout.shardings
     )
 
@@ -194,8 +230,9 @@ def split_transform(layout: OpLayout) -> bool:
     """A Fourier transform along several dims, one of which is split.
 
     Or along one dim, the last of three or more, that all devices split. XLA has a
-    method of its own for these, which is right where the operand is split so, into
-    shards whose size the number of devices divides. Inverses it does not transform so.
+    method of its own for these, which is right where operand and result are split
+    alike, in the order of the devices, into shards whose size the number of devices
+    divides. Inverses, and transforms of real numbers, it does not compute so.
     """
     rank, count = len(layout.results[0].shape), len(layout.op.attributes["fft_length"])
     if count == 1:
@@ -209,16 +246,82 @@ def split_transform(layout: OpLayout) -> bool:
 
 def _is_transformed_in_shards(layout: OpLayout, dim: int) -> bool:
     """Whether XLA transforms a dim by its own method, and may be wrong."""
-    sizes, operand = layout.mesh.axes_size, layout.operands[0]
+    (operand,), (result,) = layout.operands, layout.results
+    sizes = layout.mesh.axes_size
     devices = layout.mesh.size // sizes(layout.manual)
     kind = stablehlo.FftTypeAttr(layout.op.attributes["fft_type"]).value
     if kind != "FFT" or devices == 1:
         return False
     if None in layout.shardings:
         return True
-    if sizes(operand.axes(dim)) == devices:
-        return operand.shape[dim] % devices**2 != 0
-    return sizes(layout.results[0].axes(dim)) == devices
+    axes = operand.axes(dim)
+    if sizes(axes) != devices:
+        return sizes(result.axes(dim)) == devices
+    return (
+        operand.shape[dim] % devices**2 != 0
+        or axes != result.axes(dim)
+        or not _is_in_order(layout.mesh, axes)
+    )
+
+
+def shrunk_dims(
+    before: tuple[int, ...], after: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    """The dims that a reshape to fewer dims makes shorter, or that have one element.
+
+    Each with the dim of the result that begins at the same element, and divides it.
+    """
+    if len(before) <= len(after) or math.prod(before) < 2:
+        return []
+    return [
+        (i, j)
+        for i, size in enumerate(before)
+        for j, part in enumerate(after)
+        if math.prod(before[:i]) == math.prod(after[:j])
+        and size % part == 0
+        and (size > part or size == 1)
+    ]
+
+
+def reshaped(op):
+    """The tensor that a reshape is of once XLA has merged the reshapes before it.
+
+    Transposes that move dims of size 1 only are reshapes too.
+    """
+    (value,) = op.operands
+    while not isinstance(value.owner, ir.Block) and (
+        value.owner.name == RESHAPE or _moves_ones(value.owner)
+    ):
+        value = value.owner.operands[0]
+    return value
+
+
+def _moves_ones(op) -> bool:
+    """Whether an op is a transpose that keeps the order of all dims but those of 1."""
+    if op.name != "stablehlo.transpose":
+        return False
+    shape = shape_of(op.operands[0])
+    kept = [dim for dim in op.attributes["permutation"] if shape[dim] > 1]
+    return kept == sorted(kept)
+
+
+def shrinks_unevenly(layout: OpLayout) -> bool:
+    """A reshape to fewer dims of a split dim to a shorter one, in unequal shards.
+
+    XLA describes its exchange of rows by a window with a dim for each of the result's,
+    and reads one for each of the operand's: beyond the end. It merges reshapes first;
+    how the first of them is split is not looked at.
+    """
+    (operand,), (result,) = layout.operands, layout.results
+    first = reshaped(layout.op)
+    is_merged = first != layout.op.operands[0]
+    return not layout.is_replaced and any(
+        (is_merged or operand.may_split(i))
+        and result.may_split(j)
+        # In shards of one size XLA reshapes shard by shard.
+        and not result.divides(j)
+        for i, j in shrunk_dims(shape_of(first), result.shape)
+    )
 
 
 def overlapping_windows(layout: OpLayout) -> bool:
@@ -289,11 +392,16 @@ def _is_out_of_order(layout: OpLayout, factor: int) -> bool:
     factors = layout.by_axis(layout.tensors)
     shared = {axis for axis, of in factors.items() if len(of) > 1}
     for axes in groups:
-        strides = [layout.mesh.stride(axis) for axis in axes]
-        if strides != sorted(strides, reverse=True):
+        if not _is_in_order(layout.mesh, axes):
             own = {part(axis).axis for axis in axes}
             return bool(shared if len(groups) > 1 else shared & own)
     return False
+
+
+def _is_in_order(mesh: DeviceMesh, axes: Iterable[str]) -> bool:
+    """Whether axes that split a dim are in the order of the mesh's."""
+    strides = [mesh.stride(axis) for axis in axes]
+    return strides == sorted(strides, reverse=True)
 
 
 def _is_of_group(layout: OpLayout, axes: Iterable[str], factor: int) -> bool:
