@@ -154,6 +154,28 @@ FOUND = {
           i: index int32 [1, 4] below 2, arrives [X,_], annotated None
           result: [1, 4, 4, 4], annotated [Y,_,X,_], leaves [_,Y,_,X]
     """,
+    "product_of_reshapes_that_merge": """
+        gspmd: tensordot: tf.tensordot(x, y, [[0, 2], [1, 0]])  on mesh (X=8)
+          x: float32 [5, 1, 4], arrives [_,X,_], annotated [X,_,_]
+          y: float32 [4, 5, 8], arrives [_,_,_], annotated [_,_,_]
+          result: [1, 8], annotated [X,_], leaves [X,_]
+    """,
+    "reshape_of_dims_of_one_element": """
+        gspmd: reshape: tf.reshape(x, [15, 1])  on mesh (X=2, Y=2, Z=2)
+          x: float32 [3, 5, 1, 1], arrives [_,_,_,_], annotated [Y,_,X,Z]
+          result: [15, 1], annotated [Y.Z,X], leaves [_,_]
+    """,
+    "transform_in_the_order_of_another_mesh": """
+        shardy: fft: tf.signal.fft(x)  on mesh (X=2, Y=4)
+          x: complex64 [2, 3, 64], arrives [_,_,_], annotated [_,_,Y.X]
+          result: [2, 3, 64], annotated [_,_,Y.X], leaves [_,_,_]
+    """,
+    "roll_of_a_tensor_that_is_read_elsewhere": """
+        shardy: roll: [tf.roll(x, 1, 0), tf.identity(x)]  on mesh (X=2, Y=2, Z=2)
+          x: float32 [8, 8], arrives [_,_], annotated [Y.X.Z,_]
+          result: [8, 8], annotated [Z,Y], leaves [_,_]
+          result: [8, 8], annotated [X,Y], leaves [_,_]
+    """,
     "embeddings_beside_a_product": """
         shardy: embedding_bag: tf.concat([tf.reduce_sum(tf.gather(x, i), 1), y @ z], 1)  on mesh (X=2, Y=2, Z=2)
           x: float32 [4, 2], arrives [Y,Z], annotated None

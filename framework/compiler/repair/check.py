@@ -23,10 +23,10 @@ from meshwright.framework.compiler.hlo.completion import ending_early
 from meshwright.framework.compiler.lowering.lower import LoweredFunction, LoweringError
 from meshwright.framework.compiler.repair import looks
 from meshwright.framework.compiler.repair.convolutions import conv_layout
-from meshwright.framework.compiler.repair.convolutions.conv_match import Shardings
 from meshwright.framework.compiler.repair.convolutions.conv_rewrite import lay_out
 from meshwright.framework.compiler.repair.halos.halo_rewrite import lay_out_in_blocks
 from meshwright.framework.compiler.repair.halos.halos import Halos
+from meshwright.framework.compiler.repair.match import Shardings
 from meshwright.framework.compiler.repair.op_layout import (
     EvenLayout,
     OpLayout,
@@ -43,6 +43,7 @@ from meshwright.framework.compiler.repair.table.patterns import (
     SLICE,
     STEPPED,
     is_of_roll,
+    is_roll,
     may_cut_no_shard,
     may_regroup,
     reshaped,
@@ -221,7 +222,7 @@ def _is_guarded(op) -> bool:
     if op.name not in GUARDED:
         return False
     if op.name == CONCATENATE:
-        return is_of_roll(op)
+        return is_roll(op)
     if op.name == RESHAPE:
         return bool(shrunk_dims(shape_of(reshaped(op)), shape_of(op.results[0])))
     cuts = op.name == SLICE and may_cut_no_shard(op)

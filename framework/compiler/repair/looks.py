@@ -17,14 +17,14 @@ from jaxlib.mlir.passmanager import PassManager
 from meshwright.framework.compiler.hlo.completion import completed_by_gspmd
 from meshwright.framework.compiler.hlo.hlo_text import Instruction
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.repair.convolutions.conv_match import (
-    Shardings,
-    originals,
-    reshaped,
-)
 from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
     CONVOLUTION,
     convolution_of,
+)
+from meshwright.framework.compiler.repair.match import (
+    Shardings,
+    originals,
+    reshaped,
 )
 from meshwright.framework.compiler.repair.op_layout import OpLayout, layout_of
 from meshwright.framework.compiler.repair.table.patterns import PRODUCTS, shrunk_dims

@@ -108,7 +108,7 @@ def _summed(op_layout: OpLayout, after: tuple[Sharding, ...]) -> int:
     """Bytes of results that are sums over devices only now, or over other ones."""
     new = dataclasses.replace(
         op_layout,
-        operands=_with(op_layout.operands, after),
+        operands=_with(op_layout.operands, after[: len(op_layout.operands)]),
         results=_with(op_layout.results, after[len(op_layout.operands) :]),
     )
     is_new = any(
@@ -123,7 +123,7 @@ def _summed(op_layout: OpLayout, after: tuple[Sharding, ...]) -> int:
 def _with(tensors: tuple[Tensor, ...], shardings) -> tuple[Tensor, ...]:
     return tuple(
         dataclasses.replace(tensor, sharding=sharding)
-        for tensor, sharding in zip(tensors, shardings, strict=False)
+        for tensor, sharding in zip(tensors, shardings, strict=True)
     )
 
 

@@ -58,7 +58,7 @@ _COMPARED = {
 class KnownValues:
     """The elements of tensors that depend on no argument, as far as these are few.
 
-    Nor are those known that more than a hundred operations lead to. Tensors are
+    Nor are those known at the end of a chain of over a hundred operations. Tensors are
     identified by their address, so any that was asked for must stay in the module.
     """
 

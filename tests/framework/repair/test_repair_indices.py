@@ -123,3 +123,20 @@ def test_embeddings_over_three_axes_stay_as_they_are(
     for one, want in zip(got, embed(*map(tf.constant, args)), strict=True):
         np.testing.assert_array_equal(one, want)
     assert not [repair for repair in program.repairs if repair.is_costly]
+
+
+@over_partitioners
+def test_an_axis_of_size_1_changes_nothing(partitioner):
+    """A gather over two axes, which XLA gets right, over a mesh of three."""
+    mesh = DeviceMesh(("X", "Y", "Z"), (4, 2, 1))
+
+    def fn(table, indices):
+        table = mesh_split(table, mesh, ["X", None])
+        indices = mesh_split(indices, mesh, ["X", None])
+        return mesh_split(tf.gather(table, indices), mesh, ["Y", None, None])
+
+    args = RNG.integers(-3, 4, [8, 8]).astype(np.float32), np.arange(64).reshape(8, 8)
+    args = args[0], (args[1] % 8).astype(np.int32)
+    program = compile_program(fn, map(specs, args), mesh, partitioner=partitioner)
+    np.testing.assert_array_equal(program.unshard(program(*args)), args[0][args[1]])
+    assert not program.repairs

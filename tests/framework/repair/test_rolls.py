@@ -136,3 +136,18 @@ def test_what_is_split_nowhere_is_cut_and_joined_once():
     np.testing.assert_array_equal(program(rows()), np.roll(rows(), 3, 0) + 1)
     assert not program.collectives()
     assert "dynamic-slice" not in program.hlo_text()
+
+
+@over_partitioners
+@pytest.mark.parametrize("shift", [1, 32])
+def test_a_roll_that_nothing_else_reads_is_left_to_xla(shift, partitioner):
+    """Though it is resharded, so that it is no permute."""
+
+    def fn(x):
+        x = mesh_split(x, MESH, ["X", None])
+        return mesh_split(tf.roll(x, shift, 0), MESH, ["Y", "X"])
+
+    x = rows()
+    program = compile_program(fn, [specs(x)], MESH, partitioner=partitioner)
+    np.testing.assert_array_equal(program.unshard(program(x)), np.roll(x, shift, 0))
+    assert not program.repairs

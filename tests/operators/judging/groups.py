@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
@@ -132,7 +132,7 @@ def groups(
     operators: Sequence[str],
     total: int,
     seed: str,
-    partitioners: Iterable[Partitioner] = Partitioner,
+    partitioners: Sequence[Partitioner] = tuple(Partitioner),
 ) -> list[Group]:
     """So many cases, alike for all operators; partitioners and meshes take turns."""
     turns = {}

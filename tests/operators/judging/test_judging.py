@@ -9,6 +9,7 @@ from meshwright.framework.compiler.program import Partitioner
 from tests.operators.definitions.operators import OPERATORS
 from tests.operators.judging.apart import Outcome, judge
 from tests.operators.judging.groups import Group
+from tests.operators.judging.layouts import LAYOUTS
 from tests.operators.judging.printed import case_of
 from tests.operators.known_failures import KNOWN_FAILURES
 
@@ -20,6 +21,10 @@ GOOD = case_of(
       result: [3, 4], annotated None, leaves [Y,X]
     """
 )
+
+
+def test_names_tell_operators_from_layouts():
+    assert not OPERATORS.keys() & LAYOUTS.keys()
 
 
 @pytest.mark.parametrize("operator", list(OPERATORS)[::9])

@@ -146,6 +146,16 @@ FAULTS = (
                   result: [4, 4], annotated [_,X], leaves [_,_]
                 """,
             ),
+            "roll_of_whole_shards_and_its_operand": Smallest(
+                Outcome.WRONG,
+                """
+                program: [tf.roll(x, 1, 0), tf.identity(x)]  on mesh (X=2, Y=2, Z=2)
+                  x: int32 [8, 2], arrives [_,_], annotated [Y.X.Z,_]
+                  result: [8, 2], annotated [Z,Y], leaves [_,_]
+                  result: [8, 2], annotated [X,Y], leaves [_,_]
+                """,
+                gspmd=False,
+            ),
             "slices_of_whole_shards": Smallest(
                 Outcome.WRONG,
                 """
@@ -171,6 +181,14 @@ FAULTS = (
                 program: tf.reshape(x, [1, 4])  on mesh (X=4)
                   x: float32 [2, 2, 1], arrives [_,_,_], annotated [X,_,_]
                   result: [1, 4], annotated [X,_], leaves [_,_]
+                """,
+            ),
+            "reshapes_that_merge": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.reshape(tf.reshape(x, [8]), [2, 4])  on mesh (X=8)
+                  x: float32 [4, 2, 1], arrives [_,_,_], annotated [X,_,_]
+                  result: [2, 4], annotated [X,_], leaves [_,_]
                 """,
             ),
         },

@@ -266,9 +266,9 @@ INDEX_FAULTS = (
     ),
     Fault(
         name="regrouped gather",
-        what="is a gather whose tensors split a dim of the indices by unlike axes, or "
-        "one of several split dims of columns; over three axes, replicated along one "
-        "perhaps, or where one splits different dims and others make more shards",
+        what="is a gather whose tensors split a dim of the indices, or one of several "
+        "split dims of columns, by different axes: over three axes or more, or where "
+        "an axis splits several dims",
         ops=(GATHER,),
         choose=evenly(_regrouped, _PARALLEL, _REDUCED, agreed=True),
         repair="its tensors are split alike",
