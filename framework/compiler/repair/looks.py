@@ -26,8 +26,11 @@ from meshwright.framework.compiler.repair.match import (
     originals,
     reshaped,
 )
-from meshwright.framework.compiler.repair.op_layout import OpLayout, layout_of
-from meshwright.framework.compiler.repair.table.patterns import PRODUCTS, shrunk_dims
+from meshwright.framework.compiler.repair.op_layout import OpLayout, Tensor, layout_of
+from meshwright.framework.compiler.repair.table.patterns import (
+    PRODUCTS,
+    is_shrunk_unevenly,
+)
 from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
 from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
@@ -136,8 +139,9 @@ def by_gspmd(
             seen.add(number_of(op))
             manual = next((s.manual for s in known if s), ())
             yield number_of(op), layout_of(op, program.mesh, known, manual)
-        merged = one.opcode == "reshape" and shrunk_dims(*shapes)
-        if merged or one.opcode in _STILL_AT_RISK:
+        if one.opcode in _STILL_AT_RISK or (
+            one.opcode == "reshape" and _is_shrunk_unevenly(shapes, shardings)
+        ):
             changed.add(one.tag)
     for place, op in ops.items():
         # XLA has changed it, and nothing is known of it. A convolution that it made
@@ -146,6 +150,13 @@ def by_gspmd(
             count = len(op.operands) + len(op.results)
             layout = layout_of(op, program.mesh, [None] * count)
             yield place, dataclasses.replace(layout, is_replaced=place not in changed)
+
+
+def _is_shrunk_unevenly(shapes: list[tuple[int, ...]], shardings: Shardings) -> bool:
+    """Whether a reshape goes wrong that XLA made of several."""
+    pairs = zip(shapes, shardings, strict=True)
+    tensors = (Tensor(shape, (None,) * len(shape), how, 1) for shape, how in pairs)
+    return is_shrunk_unevenly(*tensors)
 
 
 def _originals(

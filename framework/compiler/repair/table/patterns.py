@@ -306,21 +306,30 @@ def _moves_ones(op) -> bool:
 
 
 def shrinks_unevenly(layout: OpLayout) -> bool:
-    """A reshape to fewer dims of a split dim to a shorter one, in unequal shards.
+    """A reshape, or those that XLA merges into it, that goes wrong as they are split.
 
-    XLA describes its exchange of rows by a window with a dim for each of the result's,
-    and reads one for each of the operand's: beyond the end. It merges reshapes first;
-    how the first of them is split is not looked at.
+    How the first of merged ones is split is not looked at.
     """
     (operand,), (result,) = layout.operands, layout.results
     first = reshaped(layout.op)
-    is_merged = first != layout.op.operands[0]
-    return not layout.is_replaced and any(
-        (is_merged or operand.may_split(i))
+    if first != layout.op.operands[0]:
+        rank = len(shape_of(first))
+        operand = Tensor(shape_of(first), (None,) * rank, None, operand.itemsize)
+    return not layout.is_replaced and is_shrunk_unevenly(operand, result)
+
+
+def is_shrunk_unevenly(operand: Tensor, result: Tensor) -> bool:
+    """Whether fewer dims make a split dim shorter, in unequal shards.
+
+    XLA describes its exchange of rows by a window with a dim for each of the result's,
+    and reads one for each of the operand's: beyond the end.
+    """
+    return any(
+        operand.may_split(i)
         and result.may_split(j)
         # In shards of one size XLA reshapes shard by shard.
         and not result.divides(j)
-        for i, j in shrunk_dims(shape_of(first), result.shape)
+        for i, j in shrunk_dims(operand.shape, result.shape)
     )
 
 
