@@ -33,6 +33,13 @@ from meshwright.framework.compiler.repair.op_layout import (
     even_layout,
 )
 from meshwright.framework.compiler.repair.repaired import Repair, repair_of
+from meshwright.framework.compiler.repair.rewrites.starts import (
+    DYNAMIC_SLICE,
+    DYNAMIC_UPDATE_SLICE,
+    Clamped,
+    clamp_starts,
+    unclamped_dims,
+)
 from meshwright.framework.compiler.repair.table.fault import Chosen, Fault
 from meshwright.framework.compiler.repair.table.faults import FAULTS
 from meshwright.framework.compiler.repair.table.patterns import (
@@ -198,6 +205,8 @@ def _lay_out(
                 lay_out(numbered[place], mesh, choice)
             case Halos():
                 lay_out_in_blocks(numbered[place], choice)
+            case Clamped():
+                clamp_starts(numbered[place])
             case _:
                 lay_out_evenly(numbered[place], choice)
 
@@ -225,6 +234,8 @@ def _is_guarded(op) -> bool:
         return is_roll(op)
     if op.name == RESHAPE:
         return bool(shrunk_dims(shape_of(reshaped(op)), shape_of(op.results[0])))
+    if op.name in (DYNAMIC_SLICE, DYNAMIC_UPDATE_SLICE):
+        return bool(unclamped_dims(op))
     cuts = op.name == SLICE and may_cut_no_shard(op)
     return cuts or op.name not in STEPPED or bool(stepped_dims(op))
 

@@ -77,7 +77,7 @@ class KnownValues:
         dtype = _DTYPES.get(str(element_type(tensor)))
         if isinstance(op, ir.Block) or dtype is None or math.prod(shape) > _MOST:
             return None
-        name = op.name.removeprefix("stablehlo.")
+        name = op.name.rpartition(".")[2]  # Shardy has constants of its own.
         if name == "constant":
             return _elements(op.attributes["value"], shape, dtype)
         if name == "iota":

@@ -22,6 +22,16 @@ def updated(x, begin, end, value):
     )
 
 
+def sliced(x, start, sizes):
+    """A box of `x`, moved inside where it would stick out; TF's own slices refuse."""
+    return xla.dynamic_slice(x, start, sizes)
+
+
+def written(x, part, start):
+    """`x`, a box of it written over, moved inside likewise."""
+    return xla.dynamic_update_slice(x, part, start)
+
+
 def pairs_sorted(keys, values):
     return xla.key_value_sort(keys, values)
 
@@ -153,6 +163,8 @@ NAMES = {
     "random": random,
     "layer_norm": layer_norm,
     "updated": updated,
+    "sliced": sliced,
+    "written": written,
     "pairs_sorted": pairs_sorted,
     "window_reduced": window_reduced,
     "repeat": repeat,

@@ -93,6 +93,35 @@ def dynamic_slice(draw):
 
 
 @operator
+def slice_out_of_range(draw):
+    shape = shape_of(draw)
+    sizes = [draw(st.integers(1, n)) for n in shape]
+    return Use(
+        f"sliced(x, i, {sizes})",
+        {"x": Input(shape), "i": Input((len(shape),), Kind.INDEX, 2 * max(shape))},
+        exact=True,
+        eager=False,
+        formats=MOVES,
+        differentiable=False,
+    )
+
+
+@operator
+def update_out_of_range(draw):
+    shape = shape_of(draw)
+    part = tuple(draw(st.integers(1, n)) for n in shape)
+    start = Input((len(shape),), Kind.INDEX, 2 * max(shape))
+    return Use(
+        "written(x, y, i)",
+        {"x": Input(shape), "y": Input(part), "i": start},
+        exact=True,
+        eager=False,
+        formats=MOVES,
+        differentiable=False,
+    )
+
+
+@operator
 def reverse(draw):
     shape = shape_of(draw)
     dims = draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))

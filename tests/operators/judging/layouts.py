@@ -131,6 +131,12 @@ _WINDOWS = {
 }
 _OTHER = {
     "moving slice": _of("tf.slice(x, i, [4, 3])", _N, indices=(2,), below=4),
+    "slice out of range": _of(
+        "sliced(x, i, [4, 3])", _N, indices=(2,), below=24, eager=False
+    ),
+    "update out of range": _of(
+        "written(x, y, i)", _N, (4, 3), indices=(2,), below=24, eager=False
+    ),
     "one hot": _of("tf.one_hot(i, 8)", indices=_CUBE),
     "chosen": _of("tf.where(x > y, x, y)", _N, _N),
     "positions": _of("x + tf.range(8, dtype=tf.float32)[:, None]", _N),

@@ -14,8 +14,9 @@ from meshwright.framework.compiler.repair.op_layout import (
     OpLayout,
     even_layout,
 )
+from meshwright.framework.compiler.repair.rewrites.starts import Clamped
 
-Chosen = EvenLayout | halos.Halos | conv_layout.Layout
+Chosen = EvenLayout | halos.Halos | conv_layout.Layout | Clamped
 """How an operation is to be laid out."""
 
 

@@ -220,6 +220,16 @@ FAULTS = (
                 """,
                 gspmd=False,
             ),
+            "transform_of_complex128": Smallest(
+                Outcome.REFUSED,
+                """
+                program: tf.signal.fft(tf.cast(x, tf.complex128))  on mesh (X=2)
+                  with differentiable=False
+                  x: complex64 [1, 1, 4], arrives [_,_,_], annotated [_,_,X]
+                  result: [1, 1, 4], annotated [_,_,X], leaves [_,_,_]
+                """,
+                gspmd=False,
+            ),
             "transform_to_a_dim_split_in_another_order": Smallest(
                 Outcome.WRONG,
                 """

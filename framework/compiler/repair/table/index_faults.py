@@ -1,4 +1,4 @@
-"""The rows of the table of faults that gathers and scatters meet."""
+"""The rows of the table of faults that ops with computed indices meet."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from meshwright.framework.compiler.repair.op_layout import (
     OpLayout,
     Tensor,
     even_layout,
+)
+from meshwright.framework.compiler.repair.rewrites.starts import (
+    DYNAMIC_SLICE,
+    DYNAMIC_UPDATE_SLICE,
+    Clamped,
+    unclamped_dims,
 )
 from meshwright.framework.compiler.repair.table.fault import (
     Chosen,
@@ -126,6 +132,17 @@ def _single_index(layout: OpLayout) -> bool:
         for tensor in (*layout.operands[: len(layout.results)], *layout.results)
         for dim in _indexed_dims(layout)
     )
+
+
+def _clamped(layout: OpLayout) -> Clamped | None:
+    """A slice at a computed start, or an update of one, along a split dim."""
+    rank = len(layout.results[0].shape)
+    tensors = [tensor for tensor in layout.tensors if len(tensor.shape) == rank]
+    if layout.is_replaced or not any(
+        tensor.may_split(dim) for dim in unclamped_dims(layout.op) for tensor in tensors
+    ):
+        return None
+    return Clamped(shardings=tuple(layout.shardings))
 
 
 def _few_rows(layout: OpLayout) -> bool:
@@ -386,5 +403,37 @@ INDEX_FAULTS = (
                 """,
             ),
         },
+    ),
+    Fault(
+        name="starts out of range",
+        what="is a slice, or an update of one, along a split dim, whose start the "
+        "program computes and which may be out of range",
+        ops=(DYNAMIC_SLICE, DYNAMIC_UPDATE_SLICE),
+        choose=_clamped,
+        repair="the start is clamped first",
+        smallest={
+            "slice_that_starts_out_of_range": Smallest(
+                Outcome.WRONG,
+                """
+                program: sliced(x, i, [3])  on mesh (X=2)
+                  with eager=False, differentiable=False
+                  x: int32 [4], arrives [_], annotated [X]
+                  i: index int32 [1] below 99, arrives [_], annotated None
+                  result: [3], annotated [X], leaves [_]
+                """,
+            ),
+            "update_that_starts_out_of_range": Smallest(
+                Outcome.WRONG,
+                """
+                program: written(x, y, i)  on mesh (X=2)
+                  with eager=False, differentiable=False
+                  x: int32 [2], arrives [_], annotated [X]
+                  y: int32 [1], arrives [_], annotated None
+                  i: index int32 [1] below 99, arrives [_], annotated None
+                  result: [2], annotated [X], leaves [_]
+                """,
+            ),
+        },
+        link="https://github.com/openxla/xla/issues/49122",
     ),
 )

@@ -230,9 +230,9 @@ def split_transform(layout: OpLayout) -> bool:
     """A Fourier transform along several dims, one of which is split.
 
     Or along one dim, the last of three or more, that all devices split. XLA has a
-    method of its own for these, which is right where operand and result are split
-    alike, in the order of the devices, into shards whose size the number of devices
-    divides. Inverses, and transforms of real numbers, it does not compute so.
+    method of its own for these, which is right for complex64 where operand and result
+    are split alike, in the order of the devices, into shards whose size the number of
+    devices divides. Inverses, and transforms of real numbers, it does not compute so.
     """
     rank, count = len(layout.results[0].shape), len(layout.op.attributes["fft_length"])
     if count == 1:
@@ -258,7 +258,8 @@ def _is_transformed_in_shards(layout: OpLayout, dim: int) -> bool:
     if sizes(axes) != devices:
         return sizes(result.axes(dim)) == devices
     return (
-        operand.shape[dim] % devices**2 != 0
+        operand.itemsize > 8  # complex128, by factors of complex64
+        or operand.shape[dim] % devices**2 != 0
         or axes != result.axes(dim)
         or not _is_in_order(layout.mesh, axes)
     )

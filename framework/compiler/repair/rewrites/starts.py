@@ -1,0 +1,79 @@
+"""Starts of slices that the program computes, kept in range before XLA partitions them.
+
+A start out of range is the nearest in range, by definition. Along a split dim XLA's
+partitioner forgets that: it writes an update nowhere, and reads other elements for each
+shard (jaxlib 0.10.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.stablehlo.known_values import KnownValues
+from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, zeros
+from meshwright.framework.sharding.sharding import Sharding
+
+DYNAMIC_SLICE = "stablehlo.dynamic_slice"
+DYNAMIC_UPDATE_SLICE = "stablehlo.dynamic_update_slice"
+_CLAMP = "stablehlo.clamp"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clamped:
+    """A slice whose starts are clamped; its tensors stay as they are split.
+
+    Args:
+      shardings: of its operands and its result, None for what is not known.
+    """
+
+    shardings: tuple[Sharding | None, ...]
+
+
+def unclamped_dims(op) -> list[int]:
+    """The dims along which a slice, or an update of one, may start out of range."""
+    values, lasts = KnownValues(), _lasts(op)
+    starts = list(op.operands)[-len(lasts) :] if lasts else []
+    return [
+        dim
+        for dim, (start, last) in enumerate(zip(starts, lasts, strict=True))
+        if not _is_in_range(start, last, values)
+    ]
+
+
+def clamp_starts(op) -> None:
+    """Clamps the starts of a slice or an update that may be out of range."""
+    lasts = _lasts(op)
+    for dim in unclamped_dims(op):
+        number = len(op.operands) - len(lasts) + dim
+        start = op.operands[number]
+        with ir.InsertionPoint(op), op.location:
+            low, high = zeros(start.type), _scalar(lasts[dim], start.type)
+            op.operands[number] = stablehlo.clamp(low, start, high)
+
+
+def _lasts(op) -> list[int]:
+    """The last starts that are in range."""
+    part = op.results[0] if op.name == DYNAMIC_SLICE else op.operands[1]
+    sizes = zip(shape_of(op.operands[0]), shape_of(part), strict=True)
+    return [size - taken for size, taken in sizes]
+
+
+def _is_in_range(start: ir.Value, last: int, values: KnownValues) -> bool:
+    if (known := values.of(start)) is not None:
+        return 0 <= int(known) <= last
+    maker = start.owner
+    if isinstance(maker, ir.Block) or maker.name != _CLAMP:
+        return False
+    low, high = (values.of(maker.operands[number]) for number in (0, 2))
+    if low is None or high is None:
+        return False
+    return 0 <= int(low) <= int(high) <= last
+
+
+def _scalar(value: int, type_: ir.Type) -> ir.Value:
+    element = ir.RankedTensorType(type_).element_type
+    attribute = ir.IntegerAttr.get(element, value)
+    return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, attribute))
