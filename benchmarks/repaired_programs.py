@@ -68,7 +68,9 @@ def compiled(
     with contextlib.nullcontext() if repair else none:
         program = programs.main
     text = re.sub(r", metadata=\{[^}]*\}", "", program.hlo_text())
-    text = re.sub(r"(%[\w.-]+?)(\.\d+)+\b", r"\1", text)  # Names have numbers.
+    # Names of instructions and of parameters have numbers.
+    text = re.sub(r"(%[\w.-]+?)(\.\d+)+\b", r"\1", text)
+    text = re.sub(r"(\.\d+)+(?=: )", "", text)
     return Compiled(
         lines=sorted(text.splitlines()),
         bytes=sum(one.bytes for one in program.collectives()),

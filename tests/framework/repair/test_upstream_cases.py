@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright.framework.compiler.program import Partitioner, compile_program
 from meshwright.framework.sharding.annotations import mesh_split
@@ -250,3 +251,81 @@ def test_the_loss_is_that_of_one_device_at_every_degree_of_tensor_parallelism(
     for data, tensor in ((1, 2), (1, 4), (1, 8), (2, 4), (4, 2)):
         for got, want in zip(at(data, tensor), alone, strict=True):
             np.testing.assert_allclose(got, want, 2e-5, err_msg=f"{data} x {tensor}")
+
+
+STARTS = np.array([5, -3, 0, 2, 9], np.int32)
+
+
+@over_partitioners
+def test_a_slice_that_starts_out_of_range_is_moved_inside(partitioner):
+    """openxla/xla issues 49118 and 49122, read 2026-11-23; jaxlib 0.10.2.
+
+    Of a split dim a slice that starts too late was read by each shard from elsewhere,
+    and an update written by none of them.
+    """
+    mesh = DeviceMesh(("x",), (2,))
+
+    def split(x):
+        return mesh_split(x, mesh, [None, "x"])
+
+    def moved(x, part, starts):
+        x, results = split(x), []
+        for i in range(len(STARTS)):
+            start = [0, starts[i]]
+            read = xla.dynamic_slice(x, start, [2, 6])
+            written = xla.dynamic_update_slice(x, part, start)
+            results += [split(read), split(written)]
+        return results
+
+    args = (
+        np.arange(16, dtype=np.int32).reshape(2, 8),
+        np.full((2, 3), 99, np.int32),
+        STARTS,
+    )
+    program, got = run(moved, args, mesh, partitioner=partitioner)
+    assert {one.fault.name for one in program.repairs} == {"starts out of range"}
+    assert not any(one.bytes for one in program.repairs)
+    for number, start in enumerate(STARTS):
+        read, written = map(np.asarray, got[2 * number : 2 * number + 2])
+        first = np.clip(start, 0, 2)
+        np.testing.assert_array_equal(read, args[0][:, first : first + 6])
+        first, want = np.clip(start, 0, 5), args[0].copy()
+        want[:, first : first + 3] = 99
+        np.testing.assert_array_equal(written, want)
+
+
+@over_partitioners
+def test_a_complex128_transform_of_a_split_dim(partitioner):
+    """jax-ml/jax issue 39291, read 2026-11-23; jaxlib 0.10.2.
+
+    XLA's own method for a dim that all devices split multiplies complex128 by factors
+    of complex64, which it then refuses.
+    """
+    mesh = DeviceMesh(("x",), (4,))
+
+    def transformed(x):
+        y = tf.signal.fft(mesh_split(x, mesh, [None, None, "x"]))
+        return mesh_split(y, mesh, [None, None, "x"])
+
+    x = (array(2, 2, 32) + 1j * array(2, 2, 32, seed=1)).astype(np.complex128)
+    _, got = run(transformed, [x], mesh, partitioner=partitioner)
+    np.testing.assert_allclose(np.asarray(got), np.fft.fft(x), 1e-12, 1e-12)
+
+
+@over_partitioners
+def test_two_rolls_of_a_tensor_of_an_element_a_shard(partitioner):
+    """jax-ml/jax issue 39301, read 2026-11-23; jaxlib 0.10.2.
+
+    Two concatenations of parts of a tensor, an element in each shard, came with shapes
+    that XLA refuses; reported with jaxlib 0.11.0.
+    """
+    mesh = DeviceMesh(("x",), (4,))
+
+    def rolled(x):
+        x = mesh_split(x, mesh, ["x"])
+        return [mesh_split(tf.roll(x, by, 0), mesh, ["x"]) for by in (1, 3, 0, 2)]
+
+    x = array(4)
+    _, got = run(rolled, [x], mesh, ["[x]"], partitioner=partitioner)
+    for by, one in zip((1, 3, 0, 2), got, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.roll(x, by))

@@ -33,13 +33,16 @@ class Clamped:
 
 
 def unclamped_dims(op) -> list[int]:
-    """The dims along which a slice, or an update of one, may start out of range."""
+    """The dims along which a slice, or an update of one, may start out of range.
+
+    Not those that it takes all of: each shard clamps these right.
+    """
     values, lasts = KnownValues(), _lasts(op)
     starts = list(op.operands)[-len(lasts) :] if lasts else []
     return [
         dim
         for dim, (start, last) in enumerate(zip(starts, lasts, strict=True))
-        if not _is_in_range(start, last, values)
+        if last and not _is_in_range(start, last, values)
     ]
 
 
