@@ -30,8 +30,7 @@ class LanguageModel(TextTask):
     Args:
       text: the input; a batch has ids, labels, weights, segment_ids and
         segment_positions, each [B, S].
-      stack: L layers from [B, S, M] to [B, S, M], such as `Repeat` or, with mixtures of
-        experts, `TransformerStack`.
+      stack: L layers from [B, S, M] to [B, S, M], such as `Repeat` or `Pipeline`.
       final_norm: normalization before the softmax.
 
     Raises:

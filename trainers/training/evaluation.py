@@ -74,7 +74,7 @@ def sums_over(
       programs: of the experiment.
       theta: as `TrainState.weights` has them.
       batches: NumPy arrays, these rows of the global batch.
-      rows: see `ProgramArguments.local_rows`.
+      rows: see `Arguments.local_rows`.
     """
     totals: dict[str, np.ndarray] = collections.defaultdict(float)
     for batch in batches:
