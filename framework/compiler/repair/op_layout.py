@@ -106,11 +106,17 @@ class Tensor:
         last = first + np.array(sharding.shard_shape(self.shape), int)
         return first, np.minimum(last, self.shape)
 
-    def divides(self, dim: int) -> bool:
-        """Whether the shards along a dim are known, and of one size."""
+    def divides(self, dim: int, size: int | None = None) -> bool:
+        """Whether the shards along a dim are known, and of one size.
+
+        Args:
+          dim: of the tensor.
+          size: of a dim to be split as this one; by default its own.
+        """
         if self.sharding is None:
             return False
-        return self.shape[dim] % self.sharding.splits()[dim] == 0
+        size = self.shape[dim] if size is None else size
+        return size % self.sharding.splits()[dim] == 0
 
     def dim_of(self, factor: int) -> int | None:
         """The dim that is a factor, None if no dim is."""

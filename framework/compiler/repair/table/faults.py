@@ -183,6 +183,14 @@ FAULTS = (
                   result: [1, 4], annotated [X,_], leaves [_,_]
                 """,
             ),
+            "reshape_of_a_split_dim_of_1": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.reshape(x, [6, 1])  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [2, 3, 1, 1], arrives [_,_,_,_], annotated [_,X,_,Z]
+                  result: [6, 1], annotated [X.Y.Z,_], leaves [_,_]
+                """,
+            ),
             "reshapes_that_merge": Smallest(
                 Outcome.ABORTED,
                 """

@@ -307,29 +307,28 @@ def _moves_ones(op) -> bool:
 
 
 def shrinks_unevenly(layout: OpLayout) -> bool:
-    """A reshape, or those that XLA merges into it, that goes wrong as they are split.
+    """A reshape that goes wrong as its operand and its result are split.
 
-    How the first of merged ones is split is not looked at.
+    XLA merges it with reshapes before it, but not past an annotation or a pin, and
+    GSPMD is looked at after that.
     """
-    (operand,), (result,) = layout.operands, layout.results
-    first = reshaped(layout.op)
-    if first != layout.op.operands[0]:
-        rank = len(shape_of(first))
-        operand = Tensor(shape_of(first), (None,) * rank, None, operand.itemsize)
-    return not layout.is_replaced and is_shrunk_unevenly(operand, result)
+    return not layout.is_replaced and is_shrunk_unevenly(*layout.tensors)
 
 
 def is_shrunk_unevenly(operand: Tensor, result: Tensor) -> bool:
     """Whether fewer dims make a split dim shorter, in unequal shards.
 
     XLA describes its exchange of rows by a window with a dim for each of the result's,
-    and reads one for each of the operand's: beyond the end.
+    and reads one for each of the operand's: beyond the end. It may first split the
+    result as it finds the operand split, even where the dim is not to be split.
     """
     return any(
         operand.may_split(i)
-        and result.may_split(j)
         # In shards of one size XLA reshapes shard by shard.
-        and not result.divides(j)
+        and not (
+            operand.divides(i, result.shape[j])
+            and (result.divides(j) or not result.may_split(j))
+        )
         for i, j in shrunk_dims(operand.shape, result.shape)
     )
 
