@@ -335,9 +335,15 @@ class _Choice:
         if not both and any(shared for _, shared in windows):
             return False  # It would add up over the devices along this axis too.
         # XLA gets some kernel gradients wrong whose image is split unevenly along one
-        # window dim and along another one too, or whose result is larger than it.
-        several = len(windows) > 1
-        delicate = both and (several or conv.rhs[kernel] > conv.lhs[image])
+        # window dim and along another one too, or whose result is larger than it, or
+        # of whose shards some are empty.
+        shards = self.mesh.axes_size([*self.auto[0][image], axis])
+        delicate = both and (
+            len(windows) > 1
+            or conv.rhs[kernel] > conv.lhs[image]
+            or _has_empty_shards(conv.rhs[kernel], shards)
+            or _has_empty_shards(conv.lhs[image], shards)
+        )
         return self._divide(
             self.auto,
             axis,
@@ -403,6 +409,11 @@ class _Choice:
             if dim is not None:
                 of[dim].append(axis)
         return True
+
+
+def _has_empty_shards(size: int, shards: int) -> bool:
+    """Whether the last shards of a dim are padding alone, as of 5 elements in 4."""
+    return -(-size // shards) * (shards - 1) >= size
 
 
 def _frozen(dims: list[list[str]]) -> Dims:
