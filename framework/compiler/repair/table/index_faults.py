@@ -120,6 +120,13 @@ def _batches_split_apart(layout: OpLayout) -> bool:
     )
 
 
+def _single_row(layout: OpLayout) -> bool:
+    """A gather along several split dims, one of which has a single element."""
+    table = layout.operands[0]
+    split = [dim for dim in _indexed_dims(layout) if table.may_split(dim)]
+    return len(split) > 1 and any(table.shape[dim] == 1 for dim in split)
+
+
 def _single_index(layout: OpLayout) -> bool:
     """A scatter of one index into a dim that is split.
 
@@ -363,6 +370,25 @@ INDEX_FAULTS = (
                   i: index int32 [6, 3] below 3, arrives [_,_], annotated [Y,_]
                   result: [6, 3], annotated [Y,_], leaves [_,_]
                 """,
+            ),
+        },
+    ),
+    Fault(
+        name="gather from a single row",
+        what="is a gather along several split dims, one of which has a single element",
+        ops=(GATHER,),
+        choose=evenly(_single_row, _PARALLEL, _REDUCED),
+        repair="that dim is not split",
+        smallest={
+            "windows_of_a_single_column": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.image.resize(x, [8, 2], 'bilinear')  on mesh (X=4, Y=2)
+                  with differentiable=False
+                  x: float32 [1, 8, 1, 2], arrives [_,_,_,_], annotated [_,X,Y,_]
+                  result: [1, 8, 2, 2], annotated [_,X,_,_], leaves [_,_,_,_]
+                """,
+                gspmd=False,
             ),
         },
     ),
