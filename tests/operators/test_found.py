@@ -10,6 +10,30 @@ from tests.operators.judging.apart import Outcome, judge
 from tests.operators.judging.printed import case_of
 
 FOUND = {
+    "reshape_of_a_split_dim_of_1": """
+        gspmd: space_to_batch: tf.space_to_batch(x, [2, 3], [[1, 1], [1, 1]])  on mesh (X=2, Y=2, Z=2)
+          x: float32 [8, 2, 1, 1], arrives [_,_,X,Z], annotated None
+          result: [48, 2, 1, 1], annotated [X.Z.Y,_,_,?], leaves [_,Y,_,Z.X]
+    """,  # noqa: E501
+    "kernel_gradient_with_an_empty_shard": """
+        gspmd: conv2d: tf.nn.conv2d(x, y, [1, 3, 3, 1], [[0, 0], [1, 2], [0, 1], [0, 0]], dilations=[1, 1, 1, 1])  on mesh (X=2, Y=4)
+          with eager=False
+          x: float32 [1, 11, 2, 12], arrives [_,Y,_,X], annotated None
+          y: float32 [1, 1, 3, 16], arrives [X,_,_,Y], annotated None
+          result: [1, 5, 1, 16], annotated [_,_,_,Y.X], leaves [_,_,_,_]
+    """,  # noqa: E501
+    "windows_of_a_single_column": """
+        shardy: resize: tf.image.resize(x, [8, 2], 'bilinear')  on mesh (X=4, Y=2)
+          x: float32 [1, 10, 1, 2], arrives [_,X,Y,_], annotated [_,X,Y,_]
+          result: [1, 8, 2, 2], annotated [_,X,Y,_], leaves [_,X,Y,_]
+    """,
+    "norm_of_two_elements_in_a_half": """
+        shardy: layer_norm: layer_norm(x, y, z)  on mesh (X=8)
+          x: bfloat16 [4, 8, 2], arrives [_,_,X], annotated [_,X,_]
+          y: bfloat16 [2], arrives [X], annotated [X]
+          z: bfloat16 [2], arrives [X], annotated [X]
+          result: [4, 8, 2], annotated None, leaves [X,_,_]
+    """,
     "gradient_of_a_solution": """
         gspmd: solve: tf.linalg.solve(x + 11 * tf.eye(5), y)  on mesh (X=2, Y=2, Z=2)
           x: float32 [5, 5], arrives [Z.Y,X], annotated None

@@ -479,6 +479,16 @@ FAULTS = (
                 """,
                 shardy=False,
             ),
+            "kernel_gradient_with_an_empty_shard": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.nn.conv2d(x, y, [1, 3, 1, 1], [[0, 0], [1, 0], [0, 0], [0, 0]])  on mesh (X=4)
+                  with eager=False
+                  x: float32 [1, 13, 2, 3], arrives [_,_,_,_], annotated [_,X,_,_]
+                  y: float32 [1, 1, 3, 4], arrives [_,_,_,_], annotated None
+                  result: [1, 5, 2, 4], annotated [_,X,_,_], leaves [_,_,_,_]
+                """,  # noqa: E501
+            ),
             "kernel_gradient_of_split_rows": Smallest(
                 Outcome.WRONG,
                 """
