@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.sharding import Sharding
 
 _NOT_CONSTANT = re.compile(
     r"Input (?P<input>\d+) to node `(?P<op>[^`]+)` with op (?P<type>\w+) must be a "
@@ -141,7 +140,12 @@ def of_child(name: str, how: str, *, shardy: bool) -> LoweringError:
 
 
 def inexpressible(
-    name: str, mesh: DeviceMesh, outputs: Any, chosen: Sequence[str], *, shardy: bool
+    name: str,
+    mesh: DeviceMesh,
+    outputs: Any,
+    chosen: Mapping[int, str],
+    *,
+    shardy: bool,
 ) -> LoweringError:
     """Results whose shardings were left to completion, which chose what no axes say.
 
@@ -149,34 +153,21 @@ def inexpressible(
       name: the program's.
       mesh: its device mesh.
       outputs: a nest of the results' `tf.TensorSpec`.
-      chosen: for each of them its sharding as HLO has it, "" where one was asked for;
-        () if it is not known.
+      chosen: their shardings as HLO has them, by the results' numbers.
       shardy: whether Shardy completed the program, or GSPMD.
     """
     leaves = leaves_of(outputs)
-    which = [
-        f"result {path or number} ({spec.dtype.name}{list(spec.shape)}: "
-        f"{text[:_LISTED]})"
-        for number, ((path, spec), text) in enumerate(zip(leaves, chosen, strict=False))
-        if text and not _is_of_axes(mesh, text, spec.shape.rank)
-    ]
+    which = []
+    for number, text in chosen.items():
+        path, spec = leaves[number]
+        of = f"{spec.dtype.name}{list(spec.shape)}"
+        which.append(f"result {path or number} ({of}: {text[:_LISTED]})")
     return LoweringError(
-        f"{name}: completion chose for {' and '.join(which) or 'a result'} a sharding "
-        f"that axes of the mesh ({mesh}) cannot express; give its out_shardings, such "
-        "as Sharding.replicated(mesh, rank)"
+        f"{name}: completion chose for {' and '.join(which)} a sharding that axes of "
+        f"the mesh ({mesh}) cannot express; give its out_shardings, such as "
+        "Sharding.replicated(mesh, rank)"
         + ("" if shardy else ", or use Partitioner.SHARDY, which splits by axes alone")
     )
-
-
-def _is_of_axes(mesh: DeviceMesh, text: str, rank: int) -> bool:
-    """Whether whole axes of a mesh, in its order, can say an HLO sharding."""
-    places = DeviceMesh(mesh.axis_names, mesh.shape)  # As XLA counts devices.
-    try:
-        read = Sharding.from_hlo(places, text, rank)
-    except ValueError:
-        return False
-    axes = [axis for dim in read.dims for axis in dim]
-    return read.mesh.device_ids is None and set(axes) <= set(mesh.axis_names)
 
 
 def unknown_size(name: str, where: str, *, what: str) -> LoweringError:

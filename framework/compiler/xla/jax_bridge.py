@@ -14,7 +14,6 @@ import functools
 import pathlib
 import re
 import tempfile
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,8 @@ import numpy as np
 import tensorflow as tf
 from jax._src import compiler as jax_compiler
 from jax._src.clusters import ClusterEnv
+from jax._src.interpreters import pxla
+from jax._src.sharding_impls import GSPMDSharding
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
@@ -56,6 +57,7 @@ JAXLIB = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
 _DETECTION_SECONDS = 60
 # Whether what is compiled now is to be compiled in a child process.
 _IN_CHILD = contextvars.ContextVar("in_child", default=False)
+_NAMING = contextvars.ContextVar("naming", default=False)
 # JAX has a program call the process that it was lowered in, by an address there.
 _CALLS_BACK = b"python_cpu_callback"
 # What XLA takes for a program of GSPMD's, whatever partitioner it is asked for.
@@ -292,17 +294,11 @@ class MeshProgram:
         if self.shardy:
             self._check_no_fallback()
         try:
-            with _partitioner(self.shardy), _compiling_in_child(self.in_child):
-                return self.lowered.compile(compiler_options=options)
+            in_child = _compiling_in_child(self.in_child)
+            with _partitioner(self.shardy), in_child, _naming_what_axes_can():
+                compiled = self.lowered.compile(compiler_options=options)
         except ChildEnded as e:
             raise of_child(self.name, str(e), shardy=self.shardy) from e
-        except (AssertionError, LookupError, NotImplementedError, ValueError) as e:
-            if not _names_a_sharding(e):
-                raise
-            outputs = self.function.outputs if self.function else None
-            raise inexpressible(
-                self.name, self.mesh, outputs, _chosen(e), shardy=self.shardy
-            ) from e
         except jax.errors.JaxRuntimeError as e:
             refusal = parse_refusal(str(e))
             if refusal is None:
@@ -311,6 +307,15 @@ class MeshProgram:
             timeline = self._refused(options)
             largest = allocations_of(timeline, self.function) if timeline else ()
             raise DoesNotFit(self.name, refusal, largest, timeline) from e
+        chosen = jax.tree.leaves(compiled.output_shardings)
+        unnamed = {i: one for i, one in enumerate(chosen) if _is_unnamed(one)}
+        if unnamed:
+            texts = {i: str(one._hlo_sharding) for i, one in unnamed.items()}
+            outputs = self.function.outputs if self.function else None
+            raise inexpressible(
+                self.name, self.mesh, outputs, texts, shardy=self.shardy
+            )
+        return compiled
 
     def _refused(self, options: Mapping[str, Any] | None) -> MemoryTimeline | None:
         """What would be alive when in a program that the compiler refuses.
@@ -340,27 +345,6 @@ class MeshProgram:
                 )
 
 
-def _names_a_sharding(error: Exception) -> bool:
-    """Whether JAX raised it on its way from a tile assignment to mesh axes.
-
-    Of what it cannot name it says so, or some step of the way fails.
-    """
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(f.f_code.co_name == "parse_flatten_op_sharding" for f, _ in frames)
-
-
-def _chosen(error: Exception) -> list[str]:
-    """The results' shardings as HLO has them, some of which JAX could not name.
-
-    It does not tell, but the frames that it left have them; [] if a later JAX has not.
-    """
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name == "maybe_recover_user_shardings":
-            given = frame.f_locals.get("new_shardings", ())
-            return [str(getattr(one, "_hlo_sharding", "")) for one in given]
-    return []
-
-
 @contextlib.contextmanager
 def _partitioner(shardy: bool) -> Iterator[None]:
     """Both lowering and compiling ask JAX's configuration which one to use."""
@@ -370,6 +354,44 @@ def _partitioner(shardy: bool) -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
+
+
+@contextlib.contextmanager
+def _naming_what_axes_can() -> Iterator[None]:
+    """What mesh axes cannot name, of what XLA chose, this thread's JAX leaves as it is.
+
+    It would refuse the program, for an argument too, which may be split by any part of
+    an axis.
+    """
+    _leave_unnamed()
+    token = _NAMING.set(True)
+    try:
+        yield
+    finally:
+        _NAMING.reset(token)
+
+
+@functools.cache
+def _leave_unnamed() -> None:
+    """Takes the place of the function of JAX's that names shardings by mesh axes."""
+    here = pxla.maybe_recover_user_shardings
+
+    def named(old, new, old_avals, new_avals, *args, **kwargs):
+        if not _NAMING.get():
+            return here(old, new, old_avals, new_avals, *args, **kwargs)
+        found = []
+        for sharding, aval in zip(new, new_avals, strict=True):
+            try:
+                found += here(old, [sharding], old_avals, [aval], *args, **kwargs)
+            except (AssertionError, LookupError, NotImplementedError, ValueError):
+                found.append(sharding)
+        return found
+
+    pxla.maybe_recover_user_shardings = named
+
+
+def _is_unnamed(sharding: jax.sharding.Sharding) -> bool:
+    return isinstance(sharding, GSPMDSharding)
 
 
 @contextlib.contextmanager
