@@ -13,6 +13,8 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.boundary.arguments import Arguments, check_structure
 from meshwright.framework.compiler.boundary.borders import (
+    check_kinds,
+    check_results,
     flat_numbers,
     stored_forms,
     stored_spec,
@@ -21,7 +23,6 @@ from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.report import Collective, collectives_of
 from meshwright.framework.compiler.lowering.lower import (
     LoweredFunction,
-    LoweringError,
     argument_specs,
     lower,
 )
@@ -47,6 +48,13 @@ class Partitioner(enum.Enum):
 
     SHARDY = "shardy"
     GSPMD = "gspmd"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(
+            f"there is no partitioner {value!r}: use Partitioner.SHARDY or "
+            "Partitioner.GSPMD"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -356,6 +364,8 @@ def trace_program(
         that is not there; devices that `in_child` cannot compile for.
     """
     name = name or getattr(fn, "__name__", "program").strip("<>")
+    check_kinds(name, args, mesh)
+    partitioner = Partitioner(partitioner)
     if in_child:
         check_child(name, devices)
     args = tuple(args)
@@ -372,11 +382,7 @@ def trace_program(
             for x, form in zip(tf.nest.flatten(stored), in_forms, strict=True)
         ]
         out = fn(*tf.nest.pack_sequence_as(args, flat))
-        if any(leaf is None for leaf in tf.nest.flatten(out)):
-            raise LoweringError(
-                f"{name}: the function returns None, or a nest with one in it, such as "
-                "the gradient of what the loss does not depend on"
-            )
+        check_results(name, out)
         out = tf.nest.map_structure(tf.convert_to_tensor, out)
         leaves = tf.nest.flatten(out)
         out_forms[:] = stored_forms(leaves, out, out_shardings, mesh)

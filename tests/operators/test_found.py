@@ -10,6 +10,12 @@ from tests.operators.judging.apart import Outcome, judge
 from tests.operators.judging.printed import case_of
 
 FOUND = {
+    "rows_of_a_table_over_devices_in_another_order": """
+        shardy: stitch: tf.dynamic_stitch([[3, 2, 9, 4, 8, 7, 6, 5], [1, 0]], [x, y])  on mesh (X=2, Y=4)
+          x: float32 [8, 2], arrives [X,Y], annotated [X,Y.Z] over (X=2, Y=2, Z=2)
+          y: float32 [2, 2], arrives [_,X], annotated None
+          result: [10, 2], annotated [X,_] over (X=2, Y=4) of devices [5, 2, 7, 0, 3, 6, 1, 4], leaves [X,Y]
+    """,  # noqa: E501
     "reshape_of_a_split_dim_of_1": """
         gspmd: space_to_batch: tf.space_to_batch(x, [2, 3], [[1, 1], [1, 1]])  on mesh (X=2, Y=2, Z=2)
           x: float32 [8, 2, 1, 1], arrives [_,_,X,Z], annotated None

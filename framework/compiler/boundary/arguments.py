@@ -39,12 +39,15 @@ def check_structure(name: str, what: str, want: Any, given: Any) -> None:
         )
         missing = [path for path in wanted if path not in got]
         unknown = [path for path in got if path not in wanted]
+        if isinstance(want, tuple) and len(want) != len(given):
+            difference = f"{len(given)} of them, compiled for {len(want)}"
+        elif missing or unknown:
+            difference = f"missing {missing[:3]}, unknown {unknown[:3]}"
+        else:
+            difference = f"of type {type(given)}, compiled for {type(want)}"
         raise ValueError(
             f"{name}: {what} have another structure than it was compiled for: "
-            f"missing {missing[:3]}, unknown {unknown[:3]}"
-            if missing or unknown
-            else f"{name}: {what} are other kinds of sequences or mappings "
-            f"than it was compiled for: {type(given)} for {type(want)}"
+            f"{difference}"
         ) from None
 
 
@@ -156,6 +159,8 @@ class Arguments:
 
     def _put(self, index: int, value: Any) -> jax.Array:
         form, shape = self._forms[index], self._logical_shape(index)
+        if value is None:
+            raise ValueError(f"{self._named(index)} is None; pass an array")
         value = np.asarray(value)
         if value.shape != shape:
             raise ValueError(

@@ -3,13 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.util import nest
 
+from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
+
+
+def check_kinds(name: str, args: Sequence[Any], mesh: DeviceMesh) -> None:
+    """Refuses what is no list of arguments, and no device mesh.
+
+    Raises:
+      TypeError: that.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{name}: the mesh is {mesh!r}, of type {type(mesh).__name__}; pass a "
+            'DeviceMesh, such as DeviceMesh(("X", "Y"), (2, 4))'
+        )
+    if not isinstance(args, Sequence):
+        raise TypeError(
+            f"{name}: args is of type {type(args).__name__}; pass a list with a nest "
+            "of tf.TensorSpec for each argument"
+        )
+
+
+def check_results(name: str, out: Any) -> None:
+    """Refuses a function's result with None in it.
+
+    Raises:
+      LoweringError: that.
+    """
+    if out is None:
+        raise LoweringError(f"{name}: the function returns None; return its results")
+    leaves = nest.flatten_with_joined_string_paths(out)
+    missing = [path for path, leaf in leaves if leaf is None]
+    if missing:
+        raise LoweringError(
+            f"{name}: the function returns None as result {missing[0]}. A gradient is "
+            "None if the loss does not depend on the tensor: "
+            'tape.gradient(..., unconnected_gradients="zero") gives zeros'
+        )
 
 
 def stored_forms(leaves, structure, asked, mesh) -> list[StoredForm | None]:
@@ -46,6 +84,11 @@ def _form(
             f"result {spec.name or 0} has shape {spec.shape}, and a sharding is asked "
             "for, which takes sizes that are known while the function is traced: say "
             "them by tf.ensure_shape"
+        )
+    if not isinstance(asked, (Sharding, StoredForm)):
+        raise TypeError(
+            f"the sharding {asked!r} is of type {type(asked).__name__}; pass a "
+            'Sharding, such as Sharding.parse(mesh, "[X,_]")'
         )
     form = asked if isinstance(asked, StoredForm) else StoredForm.of(spec, asked)
     if form.border.mesh != mesh:
@@ -87,9 +130,12 @@ def filled(structure, shardings):
             {key: filled(structure[key], shardings[key]) for key in structure}
         )
     if isinstance(structure, (tuple, list)):
-        if not isinstance(shardings, Sequence) or len(structure) != len(shardings):
+        is_sequence = isinstance(shardings, Sequence) and not isinstance(shardings, str)
+        if not is_sequence or len(structure) != len(shardings):
+            count = f"{len(shardings)} entries" if is_sequence else repr(shardings)
             raise ValueError(
-                f"shardings {shardings} do not match a sequence of {len(structure)}"
+                f"shardings for a sequence of {len(structure)} have {count}: give a "
+                "Sharding, or None, for each"
             )
         pairs = zip(structure, shardings, strict=True)
         return type(structure)(filled(one, s) for one, s in pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -41,6 +42,15 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _FIRST_INPUTS = dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), 1)
 # JAX's scope, and the name of a called computation that XLA puts before it.
 _PREFIX = re.compile(r"^(?:jit\([^)]*\)/)?(?:tf_program/?)?(?:call\.\d+/)?")
+# Ops of gradients, an input of theirs, and the kind of op that reads it too.
+_READERS = {
+    "Conv2DBackpropFilter": (0, "Conv2D"),
+    "Conv2DBackpropInput": (1, "Conv2D"),
+    "Conv3DBackpropFilterV2": (0, "Conv3D"),
+    "Conv3DBackpropInputV2": (1, "Conv3D"),
+    "UnsortedSegmentSum": (1, "GatherV2"),
+}
+_SAME_ELEMENTS = ("Reshape", "Identity", "ExpandDims")
 _TF_GRADIENT = re.compile(r"(?:.*/)?gradients/(?P<op>.+)_grad(?:/.*)?")
 _TAPE_GRADIENT = re.compile(r"(?:.*/)?gradient_tape/(?P<scope>.+)/[^/]+")
 
@@ -250,20 +260,41 @@ def _is_gradient(op_name: str) -> bool:
 
 
 def _forward_op(op: tf.Operation) -> tf.Operation:
-    """For an op of a gradient the op that it is the gradient of, if names tell."""
+    """For an op of a gradient the op that it is the gradient of, as far as can be told.
+
+    By its name, or by what it reads.
+    """
     if match := _TF_GRADIENT.fullmatch(op.name):
         candidates = [match["op"]]
     elif match := _TAPE_GRADIENT.fullmatch(op.name):
         # The tape names the scope in which the op was made: its own, for most.
         candidates = [match["scope"], f"{match['scope']}/{op.type}"]
     else:
-        return op
+        candidates = []
     for name in candidates:
-        try:
-            return op.graph.get_operation_by_name(name)
-        except KeyError:
-            pass
-    return op
+        with contextlib.suppress(KeyError):
+            found = op.graph.get_operation_by_name(name)
+            # An annotation is made in no scope: this one only has the number of a
+            # gradient's.
+            if found.type != ANNOTATION:
+                return found
+    return _forward_reader(op) if _is_gradient(op.name) else op
+
+
+def _forward_reader(op: tf.Operation) -> tf.Operation:
+    """For some ops of gradients the only op of the kind that reads the same tensor."""
+    number, kind = _READERS.get(op.type, (None, ""))
+    if number is None:
+        return op
+    tensor = op.inputs[number]
+    while tensor.op.type in _SAME_ELEMENTS and _is_gradient(tensor.op.name):
+        tensor = tensor.op.inputs[0]
+    readers = {
+        reader.name: reader
+        for reader in tensor.consumers()
+        if reader.type == kind and not _is_gradient(reader.name)
+    }
+    return next(iter(readers.values())) if len(readers) == 1 else op
 
 
 def _layer(op: tf.Operation, place: _Place) -> str:

@@ -10,7 +10,14 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from tests.framework.compiler.programs import MESH, PERMUTED, assert_close, specs, split
+from tests.framework.compiler.programs import (
+    MESH,
+    PERMUTED,
+    assert_close,
+    over_partitioners,
+    specs,
+    split,
+)
 
 STATE = NestedMap(
     layer=NestedMap(w=np.arange(60, dtype=np.float32).reshape(10, 6)),
@@ -42,13 +49,14 @@ def test_structures_of_shardings_may_leave_whole_branches_to_completion():
     [
         ([{"y": split()}], None, r"do not have the entries \['x'\]"),
         ([split()], None, r"do not have the entries \['x'\]"),
-        ([None, None], None, "do not match a sequence of 1"),
+        ([None, None], None, "shardings for a sequence of 1 have 2 entries"),
+        ([], None, "shardings for a sequence of 1 have 0 entries: give a Sharding"),
         (
             [{"x": split("X")}],
             None,
             r"1 dims but tensor 0/x has shape \(8, 8\)",
         ),
-        (None, [split("X")], r"do not match a sequence of 2"),
+        (None, [split("X")], "shardings for a sequence of 2 have 1 entries"),
         (None, [None, split("X")], r"1 dims but tensor 1 has shape \(8, 8\)"),
         (
             [{"x": split("X", None, mesh=PERMUTED)}],
@@ -76,6 +84,58 @@ def test_a_border_sharding_is_decided_and_of_whole_axes(text):
     for borders in ({"in_shardings": [sharding]}, {"out_shardings": sharding}):
         with pytest.raises(ValueError, match="at the border of a program every dim is"):
             compile_program(lambda x: x + 1, [tf.TensorSpec([8, 8])], MESH, **borders)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            {"mesh": (2, 4)},
+            r"fn: the mesh is \(2, 4\), of type tuple; pass a",
+        ),
+        (
+            {"args": tf.TensorSpec([8, 8])},
+            "fn: args is of type TensorSpec; pass a",
+        ),
+        ({"in_shardings": ["[X,_]"]}, r"'\[X,_\]' is of type str; pass a Sharding"),
+        ({"partitioner": "sharding"}, "there is no partitioner 'sharding': use Part"),
+        ({"partitioner": None}, "there is no partitioner None: use Partitioner.SHARDY"),
+    ],
+)
+def test_what_is_of_another_type_is_refused(how, message):
+    def fn(x):
+        return x
+
+    given = {"args": [tf.TensorSpec([8, 8])], "mesh": MESH, **how}
+    with pytest.raises((TypeError, ValueError), match=message):
+        compile_program(fn, **given)
+
+
+def test_a_partitioner_may_be_given_by_its_name():
+    program = compile_program(
+        lambda x: x, [tf.TensorSpec([8])], MESH, partitioner="shardy"
+    )
+    assert program.partitioner is Partitioner.SHARDY
+
+
+@over_partitioners
+def test_an_argument_left_to_completion_may_be_split_by_a_part_of_an_axis(partitioner):
+    """Shardy splits its six columns by half of Y, as they do not divide by four."""
+
+    def fn(x, start):
+        return tf.slice(mesh_split(x, MESH, ["X", "Y"]), [start, 0], [2, 6])
+
+    whole = Sharding.replicated(MESH, 0)
+    program = compile_program(
+        fn,
+        [tf.TensorSpec([14, 6]), tf.TensorSpec([], tf.int32)],
+        MESH,
+        in_shardings=[None, whole],
+        partitioner=partitioner,
+    )
+    x = np.arange(84, dtype=np.float32).reshape(14, 6)
+    for placed in (x, program.shard(x)):
+        np.testing.assert_array_equal(program(placed, np.int32(3)), x[3:5])
 
 
 def test_a_result_whose_sharding_no_axes_express_is_refused():
@@ -126,8 +186,16 @@ def test_an_argument_to_donate_that_is_not_there_is_refused():
 @pytest.mark.parametrize(
     "fn,args,message",
     [
-        (lambda x: None, [tf.TensorSpec([2])], "step: the function returns None"),
-        (lambda x: (x, None), [tf.TensorSpec([2])], "step: the function returns None"),
+        (
+            lambda x: None,
+            [tf.TensorSpec([2])],
+            "function returns None; return",
+        ),
+        (
+            lambda x: (x, None),
+            [tf.TensorSpec([2])],
+            r"returns None as result 1\. A grad",
+        ),
         (tf.sin, [np.ones([2])], "argument of type ndarray must be a tf.TensorSpec"),
     ],
 )

@@ -382,7 +382,7 @@ def test_a_transformer_layer_of_a_plan_is_well_typed_with_its_gradients():
             r"over \(dp=4\)",
         ),
         ({"out_shardings": argument("f32[4, 8]")[1]}, "result 0 has 1 dims"),
-        ({"in_shardings": [None, None]}, "do not match a sequence of 1"),
+        ({"in_shardings": [None, None]}, "shardings for a sequence of 1 have 2"),
     ],
     ids=["rank", "names", "mesh", "result", "structure"],
 )

@@ -52,8 +52,11 @@ def _regrouped(layout: OpLayout) -> bool:
     XLA takes a gather apart by one kind of dim after another, columns of the table and
     dims of the indices among them, and reshards what the inner gather gives as if it
     were the outer one's. Columns do harm only where the table is split by others too.
-    Over two axes all that is right but where one of them splits different dims.
+    Over two axes all that is right but where one of them splits different dims. A
+    tensor over other devices than the mesh's, or in another order, is like none.
     """
+    if None in layout.shardings:
+        return True
     if not (_is_over_three_axes(layout) or _is_split_twice(layout)):
         return False
     unlike = {f for f in range(len(layout.kinds)) if len(layout.groups(f)) > 1}
