@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -295,7 +295,7 @@ class TracedProgram:
 
 def compile_program(
     fn: Callable[..., Any],
-    args: Sequence[Any],
+    args: Iterable[Any],
     mesh: DeviceMesh,
     *,
     compiler_options: Mapping[str, Any] | None = None,
@@ -322,7 +322,7 @@ def compile_program(
 
 def trace_program(
     fn: Callable[..., Any],
-    args: Sequence[Any],
+    args: Iterable[Any],
     mesh: DeviceMesh,
     *,
     in_shardings: Sequence[Any] | None = None,

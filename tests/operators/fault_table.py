@@ -71,7 +71,8 @@ def _fault(fault: Fault) -> str:
     version = ".".join(map(str, fault.until or ()))
     mended = f"in jaxlib {version}" if version else "not yet"
     link = f"[there]({fault.link})" if fault.link else "not known"
-    return f"| {fault.name} | {fault.what} | {fault.repair} | {mended} | {link} |"
+    what = f"{fault.what}: {fault.more}" if fault.more else fault.what
+    return f"| {fault.name} | {what} | {fault.repair} | {mended} | {link} |"
 
 
 def _program(fault: Fault, name: str, smallest: Smallest, costs: Bytes) -> str:

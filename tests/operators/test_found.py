@@ -190,6 +190,11 @@ FOUND = {
           y: float32 [4, 5, 8], arrives [_,_,_], annotated [_,_,_]
           result: [1, 8], annotated [X,_], leaves [X,_]
     """,
+    "reshapes_that_pins_keep_apart": """
+        shardy: reshape: tf.reshape(tf.reshape(x, [8]), [2, 4])  on mesh (X=8)
+          x: float32 [4, 2, 1], arrives [_,_,_], annotated [X,_,_]
+          result: [2, 4], annotated [X,_], leaves [_,_]
+    """,
     "reshape_of_dims_of_one_element": """
         gspmd: reshape: tf.reshape(x, [15, 1])  on mesh (X=2, Y=2, Z=2)
           x: float32 [3, 5, 1, 1], arrives [_,_,_,_], annotated [Y,_,X,Z]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +14,7 @@ from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
 
-def check_kinds(name: str, args: Sequence[Any], mesh: DeviceMesh) -> None:
+def check_kinds(name: str, args: Iterable[Any], mesh: DeviceMesh) -> None:
     """Refuses what is no list of arguments, and no device mesh.
 
     Raises:
@@ -25,7 +25,8 @@ def check_kinds(name: str, args: Sequence[Any], mesh: DeviceMesh) -> None:
             f"{name}: the mesh is {mesh!r}, of type {type(mesh).__name__}; pass a "
             'DeviceMesh, such as DeviceMesh(("X", "Y"), (2, 4))'
         )
-    if not isinstance(args, Sequence):
+    single = isinstance(args, (str, Mapping)) or hasattr(args, "dtype")
+    if single or not isinstance(args, Iterable):
         raise TypeError(
             f"{name}: args is of type {type(args).__name__}; pass a list with a nest "
             "of tf.TensorSpec for each argument"

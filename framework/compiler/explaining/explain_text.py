@@ -160,13 +160,17 @@ def rematerialized_lines(one: RematerializedTensor) -> Iterator[str]:
 
 
 def _repaired(repairs: Iterable[Repair]) -> Iterator[str]:
-    for one in repairs:
-        would = "be slow at it" if one.fault.is_slow else "get it wrong"
-        yield f"Laid out otherwise, as XLA would {would}: {one.fault.name}"
-        origin = _origin(one.source, one.op_name)
-        yield f"  {bytes_text(one.bytes)} to each device: {origin}"
-        for name, before, after in one.changes():
-            yield f"      {name}: {before or 'unknown'} -> {after}"
+    for slow, would in ((False, "get them wrong"), (True, "be slow at them")):
+        alike = [one for one in repairs if one.fault.is_slow == slow]
+        if alike:
+            yield ""
+            yield f"Ops laid out otherwise, as XLA would {would}:"
+        for one in alike:
+            origin = _origin(one.source, one.op_name)
+            yield f"  {bytes_text(one.bytes)} to each device: {origin}"
+            yield f"      {one.fault.name}; {one.fault.repair}"
+            for name, before, after in one.changes():
+                yield f"      {name}: {before or 'unknown'} -> {after}"
 
 
 def _origin(source, name: str) -> str:

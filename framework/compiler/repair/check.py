@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,7 @@ GUARDED = frozenset(name for fault in PRESENT for name in fault.ops)
 Decision = tuple[Chosen, Repair]
 """A layout for an operation, and what it changes."""
 _ROUNDS = 8
+_REMEDY = "Annotate these tensors so, or split other dims of theirs"
 _INLINE = "builtin.module(inline,symbol-dce)"
 
 
@@ -219,11 +221,11 @@ def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
         listed = "\n  ".join(map(str, costly))
         raise LoweringError(
             f"{name}: the program is compiled strictly, and {len(costly)} of its ops "
-            f"would be laid out otherwise at a cost:\n  {listed}\nAnnotate them, or "
+            f"would be laid out otherwise at a cost:\n  {listed}\n{_REMEDY}, or "
             "compile with strict=False"
         )
     for repair in costly:
-        logging.warning("%s: %s", name, repair)
+        logging.warning("%s: %s. %s", name, repair, _REMEDY)
 
 
 def _is_guarded(op) -> bool:
@@ -304,12 +306,12 @@ def _choice(layout: OpLayout) -> tuple[Fault, Chosen] | None:
 def _in_region(
     blame: Blame, layout: OpLayout, choice: conv_layout.Layout
 ) -> LoweringError:
-    axes = " and ".join(choice.manual) or "others"
+    groups = itertools.chain(*(tensor.splitting() for tensor in layout.operands))
+    axes = " and ".join(choice.manual or dict.fromkeys(itertools.chain(*groups)))
     operands = " and ".join(str(tensor.sharding) for tensor in layout.operands)
     return blame.error(
         layout.op,
         f"is a convolution in a region manual along {', '.join(layout.manual)}, whose "
-        f"operands lie {operands}: XLA would count what devices along {axes} hold "
-        f"alike several times. Split the batch by {axes}, or make the region manual "
-        f"along {axes} too",
+        f"operands are split {operands}: XLA would add up its partial sums wrongly. "
+        f"Split the batch by {axes}, or make the region manual along {axes} too",
     )

@@ -10,11 +10,15 @@ from meshwright.framework.compiler.repair.convolutions.conv_layout import Layout
 from meshwright.framework.compiler.repair.halos.halos import Halos
 from meshwright.framework.compiler.repair.op_layout import FactorKind, OpLayout, Tensor
 from meshwright.framework.compiler.repair.table.fault import Chosen, Fault
-from meshwright.framework.compiler.stablehlo.stable_hlo import op_name
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    dtype_of,
+    op_name,
+    shape_of,
+)
 from meshwright.framework.sharding.sharding import Sharding
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Repair:
     """An operation that XLA's partitioner would get wrong, laid out otherwise.
 
@@ -25,6 +29,7 @@ class Repair:
       before: shardings of its operands and results as completed, None for what mesh
         axes cannot express.
       after: those it has now.
+      types: of the same tensors, such as "f32[8,4]".
       operands: how many of them are operands'.
       bytes: an estimate of what each device receives on account of it, each time the
         operation runs: the parts of its shards of operands, as they are now, that it
@@ -39,6 +44,7 @@ class Repair:
     source: Source | None
     before: tuple[Sharding | None, ...]
     after: tuple[Sharding, ...]
+    types: tuple[str, ...]
     operands: int
     bytes: int
     halos: int = 0
@@ -49,9 +55,10 @@ class Repair:
         return self.bytes > self.halos and not self.fault.is_slow
 
     def changes(self) -> Iterator[tuple[str, Sharding | None, Sharding]]:
-        """("operand 0", before, after) of each tensor that is laid out otherwise."""
+        """("operand 0 f32[8,4]", before, after) of each tensor laid out otherwise."""
         names = [f"operand {i}" for i in range(self.operands)]
         names += [f"result {i}" for i in range(len(self.after) - self.operands)]
+        names = [f"{name} {of}" for name, of in zip(names, self.types, strict=True)]
         for name, old, new in zip(names, self.before, self.after, strict=True):
             if old != new:
                 yield name, old, new
@@ -61,12 +68,15 @@ class Repair:
         listed = ", ".join(
             f"{name} {old or 'unknown'} -> {new}" for name, old, new in self.changes()
         )
-        listed = listed or "all shardings stay"
         gets = "is slow at" if self.fault.is_slow else "gets wrong"
+        done = f"it is laid out otherwise: {listed}" if listed else self.fault.repair
         return (
-            f"op {self.op_name!r}{where} {self.fault.what}, which XLA {gets}; "
-            f"{self.fault.repair}: {listed} ({self.bytes} bytes to each device)"
+            f"op {self.op_name!r}{where} {self.fault.what}, which XLA {gets}; {done} "
+            f"({self.bytes} bytes to each device in each run)"
         )
+
+    def __repr__(self) -> str:
+        return f"<Repair: {self}>"
 
 
 def repair_of(
@@ -98,6 +108,10 @@ def repair_of(
         source=sources.find(name),
         before=tuple(tensor.sharding for tensor in op_layout.tensors),
         after=after,
+        types=tuple(
+            f"{dtype_of(value)}[{','.join(map(str, shape_of(value)))}]"
+            for value in (*op_layout.op.operands, *op_layout.op.results)
+        ),
         operands=count,
         bytes=moved + halos,
         halos=halos,

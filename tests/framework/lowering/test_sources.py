@@ -151,6 +151,30 @@ def test_a_gradient_is_of_the_line_and_layer_of_its_forward_op():
     assert (source.layer, source.line) == ("dense", line("forward"))
 
 
+def test_gradients_without_scopes_are_of_the_line_that_reads_the_same():
+    mesh = DeviceMesh(("X", "Y"), (2, 4))
+
+    def fn(x, y, i, j):
+        with tf.GradientTape() as tape:
+            tape.watch([x, y])
+            x, y = (mesh_split(table, mesh, ["X", "Y"]) for table in (x, y))
+            first = tf.gather(x, mesh_split(i, mesh, ["X"]))  # first gather
+            second = tf.gather(y, mesh_split(j, mesh, ["Y"]))  # second gather
+            loss = tf.reduce_sum(first) + tf.reduce_sum(second**2)
+        return tape.gradient(loss, [x, y])  # gradients
+
+    index = tf.TensorSpec([8], tf.int32)
+    traced = tf.function(fn, autograph=False)
+    function = traced.get_concrete_function(X, X, index, index)
+    sources = Sources(function)
+    lines = {
+        sources.find(op.name).line
+        for op in function.graph.get_operations()
+        if op.type == "UnsortedSegmentSum"
+    }
+    assert lines == {line("first gather"), line("second gather")}
+
+
 def test_the_annotation_of_a_weight_names_the_weight():
     plan = ShardingPlan(mesh_shape=(2, 4), weights={"in": "X"})
     weight = WeightSpec(shape=(4, 4), dims=("in", "out"), initializer=Constant(0))

@@ -67,13 +67,14 @@ def test_a_costly_repair_is_a_warning(partitioner, caplog):
     (told,) = repairs_logged(caplog)
     (repair,) = program.repairs
     assert repair.bytes > 0
-    assert told == f"costly: {repair}"
+    remedy = "Annotate these tensors so, or split other dims of theirs"
+    assert told == f"costly: {repair}. {remedy}"
     for part in (
         "op 'GatherV2' (",
         "test_repair_report.py:",
         "is a gather or scatter by indices in shards of unequal size, which XLA gets "
-        f"wrong; {repair.fault.repair}: operand 1 [Y] -> [_]",
-        f"({repair.bytes} bytes to each device)",
+        "wrong; it is laid out otherwise: operand 1 s32[2] [Y] -> [_]",
+        f"({repair.bytes} bytes to each device in each run)",
     ):
         assert part in told
     np.testing.assert_array_equal(program(TABLE, TWO), TABLE[TWO])
@@ -91,7 +92,9 @@ def test_what_is_laid_out_to_be_fast_is_no_warning(caplog):
     program = compiled(slow, strict=True)
     assert {one.fault.name for one in program.repairs} == {"few rows"}
     assert not repairs_logged(caplog)
-    assert "as XLA would be slow at it: few rows" in str(explain(program))
+    text = str(explain(program))
+    assert "\n\nOps laid out otherwise, as XLA would be slow at them:\n" in text
+    assert "      few rows; the rows are gathered" in text
 
 
 @over_partitioners
@@ -104,10 +107,12 @@ def test_strictly_every_costly_op_is_named(partitioner):
         match=r"(?s)^two: the program is compiled strictly, and 2 of its ops would be "
         r"laid out otherwise at a cost:\n"
         r"  op 'GatherV2' \(.*test_repair_report\.py:\d+\) is a gather or scatter by "
-        r"indices .*; the indices are [^:]*: "
-        r"operand 1 \[Y\] -> \[_\].* \(\d+ bytes to each device\)\n"
+        r"indices .*; it is laid out otherwise: "
+        r"operand 1 s32\[2\] \[Y\] -> \[_\].* \(\d+ bytes to each device in "
+        r"each run\)\n"
         r"  op 'GatherV2_1' \(.*test_repair_report\.py:\d+\) .*\n"
-        r"Annotate them, or compile with strict=False",
+        r"Annotate these tensors so, or split other dims of theirs, or compile with "
+        r"strict=False",
     ):
         compiled(two, partitioner=partitioner, strict=True)
 
@@ -118,20 +123,22 @@ def test_an_explanation_lists_repairs(partitioner):
     explanation = explain(program)
     (repair,) = explanation.repairs
     assert (repair,) == program.repairs
-    assert ("operand 1", "[Y]", "[_]") in [
+    assert ("operand 1 s32[2]", "[Y]", "[_]") in [
         tuple(map(str, change)) for change in repair.changes()
     ]
     text = str(explanation)
-    assert "as XLA would get it wrong: uneven indices\n" in text
+    assert text.count("Ops laid out otherwise, as XLA would get them wrong:\n") == 1
+    assert "      uneven indices; the indices are padded" in text
     assert f"  {repair.bytes} B to each device: GatherV2 (" in text
-    assert "      operand 1: [Y] -> [_]" in text
+    assert "      operand 1 s32[2]: [Y] -> [_]" in text
+    assert repr(repair) == f"<Repair: {repair}>"
 
 
 def test_a_program_without_repairs_says_nothing(caplog):
     program = compiled(lambda table, i: tf.gather(table, i), strict=True)
     assert program.repairs == ()
     assert not repairs_logged(caplog)
-    assert "Laid out otherwise" not in str(explain(program))
+    assert "laid out otherwise" not in str(explain(program))
 
 
 def test_a_fault_ends_with_the_jaxlib_that_mends_it(table_of_faults):

@@ -53,10 +53,11 @@ class Fault:
     Args:
       name: of the fault, in a few words.
       what: the operation and its layout, for messages and docs.
+      more: which of these, or why; for docs.
       ops: the operations that can meet it.
       choose: for an operation's completed layout the layout that XLA gets right; None
         if the operation does not meet the fault.
-      repair: what `choose` does, for docs.
+      repair: what `choose` does, for docs, and for messages if it changes no sharding.
       smallest: programs that meet it, by name.
       until: the first jaxlib without it; None while there is none.
       link: to a report of it upstream, "" if none is known.
@@ -68,6 +69,7 @@ class Fault:
     choose: Callable[[OpLayout], Chosen | None]
     repair: str
     smallest: Mapping[str, Smallest]
+    more: str = ""
     until: tuple[int, ...] | None = None
     link: str = ""
 

@@ -293,9 +293,10 @@ INDEX_FAULTS = (
     ),
     Fault(
         name="regrouped gather",
-        what="is a gather whose tensors split a dim of the indices, or one of several "
-        "split dims of columns, by different axes: over three axes or more, or where "
-        "an axis splits several dims",
+        what="is a gather whose tensors split a dim of the indices, or of columns, by "
+        "different axes",
+        more="over three axes or more, where an axis splits several dims, or over "
+        "devices in another order than the mesh's; of several split dims of columns",
         ops=(GATHER,),
         choose=evenly(_regrouped, _PARALLEL, _REDUCED, agreed=True),
         repair="its tensors are split alike",
@@ -345,6 +346,16 @@ INDEX_FAULTS = (
                   result: [4, 2], annotated [Z,_], leaves [_,_]
                 """,
             ),
+            "gather_from_devices_in_another_order": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.gather(x, i)  on mesh (X=2, Y=2, Z=2)
+                  with differentiable=False
+                  x: float32 [2, 8], arrives [_,_], annotated [X,_] over (X=4, Y=2) of devices [6, 1, 4, 5, 3, 2, 7, 0]
+                  i: index int32 [8] below 2, arrives [_], annotated None
+                  result: [8, 8], annotated [Y.X,Z], leaves [_,_]
+                """,  # noqa: E501
+            ),
             "gather_of_columns_split_further": Smallest(
                 Outcome.WRONG,
                 """
@@ -358,9 +369,9 @@ INDEX_FAULTS = (
     ),
     Fault(
         name="batches split apart",
-        what="is a gather whose operand and indices have a dim of the same size, as "
-        "batches have, in numbers of shards neither of which divides the other; or "
-        "split by other axes, where there are three",
+        what="is a gather whose operand and indices split a batch dim differently",
+        more="any dim that has one size in both, in numbers of shards neither of which "
+        "divides the other; or split by other axes, where there are three",
         ops=(GATHER,),
         choose=evenly(_batches_split_apart, _PARALLEL),
         repair="the operand's dim is not split",

@@ -310,9 +310,11 @@ def shrinks_unevenly(layout: OpLayout) -> bool:
     """A reshape that goes wrong as its operand and its result are split.
 
     XLA merges it with reshapes before it, but not past an annotation or a pin, and
-    GSPMD is looked at after that.
+    GSPMD is looked at after that: what it merged wrongly has no known layout.
     """
-    return not layout.is_replaced and is_shrunk_unevenly(*layout.tensors)
+    if layout.is_replaced:
+        return False
+    return None in layout.shardings or is_shrunk_unevenly(*layout.tensors)
 
 
 def is_shrunk_unevenly(operand: Tensor, result: Tensor) -> bool:

@@ -47,8 +47,8 @@ _HALOS = (
 WINDOW_FAULTS = (
     Fault(
         name="overlapping windows",
-        what="is the gradient of a max pool whose windows overlap along a split dim: "
-        "each device would look for a maximum in its own part of the window",
+        what="is the gradient of a max pool whose windows overlap along a split dim",
+        more="each device would look for a maximum in its own part of the window",
         ops=(SELECT_AND_SCATTER,),
         choose=_blocked(patterns.overlapping_windows, _PARALLEL),
         repair=_HALOS,
@@ -73,9 +73,9 @@ WINDOW_FAULTS = (
     ),
     Fault(
         name="far halos",
-        what="has strided windows that reach beyond the neighbours' shards, along one "
-        "split dim (a pool, or a convolution's gradient) or one of several (a "
-        "convolution)",
+        what="has strided windows that reach beyond the neighbours' shards",
+        more="along one split dim (a pool, or a convolution's gradient) or one of "
+        "several (a convolution)",
         ops=(CONVOLUTION, REDUCE_WINDOW),
         choose=_blocked(patterns.far_halos, _PARALLEL, _REDUCED),
         repair=_HALOS,
