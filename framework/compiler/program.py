@@ -117,6 +117,10 @@ class Program:
         )
         self._calls = standstill.calls_of(self)
 
+    def __repr__(self) -> str:
+        by = self.partitioner.value
+        return f"<Program {self._lowered.name!r} for the mesh ({self.mesh}), by {by}>"
+
     def __call__(self, *args: Any) -> Any:
         """Runs the program.
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lowering.sources import Sources
-from meshwright.framework.sharding.mesh import DeviceMesh
 
 _NOT_CONSTANT = re.compile(
     r"Input (?P<input>\d+) to node `(?P<op>[^`]+)` with op (?P<type>\w+) must be a "
     "compile-time constant"
 )
 _NODE = re.compile(r"\{\{node (?P<op>[^}]+)\}\}")
+_NO_KERNEL = re.compile(r"No registered '(?P<type>\w+)' OpKernel for XLA")
+_SEGMENTS = re.compile("Segment(?P<reduction>Max|Mean|Min|Prod|Sum)")
 _HLO_NAME = re.compile(r'op_name="(?P<op>[^"]+)"')
 _TF2XLA_PREFIX = re.compile(r"^Failed getting HLO text: '")
 _STATUS = re.compile(r"^[A-Z_]+: (?:\S+\.py:\d+:\d+: error: )?")
 _LENGTH = 300
-_LISTED = 80
 _LAY_OUT = (
     "Try Partitioner.{other}, or annotate the op's operands and result by mesh_split, "
     "whole along the dims that it works on"
@@ -58,11 +58,24 @@ def of_tf2xla(
     text = str(error)
     if match := _NOT_CONSTANT.search(text):
         return _of_no_constant(name, match, args, concrete, sources)
-    first = _TF2XLA_PREFIX.sub("", text).strip().split("\n")[0]
     nodes = [match["op"] for match in _NODE.finditer(text)]
     known = next((one for one in nodes if sources.find(one)), None)
     where = f"{sources.text(known)}: " if known else ""
-    return LoweringError(f"{name}: TF2XLA cannot compile it: {where}{first}")
+    if match := _NO_KERNEL.search(text):
+        said = f"it has no kernel for {match['type']}. {_instead(match['type'])}"
+    else:
+        said = _TF2XLA_PREFIX.sub("", text).strip().split("\n")[0]
+    return LoweringError(f"{name}: TF2XLA cannot compile it: {where}{said}")
+
+
+def _instead(op_type: str) -> str:
+    """What to do without an op."""
+    if of := _SEGMENTS.fullmatch(op_type):
+        reduction = f"tf.math.unsorted_segment_{of['reduction'].lower()}"
+        return f"Use {reduction}, and give it num_segments"
+    return (
+        "Compute it on the host, before or after the program, or from ops that XLA has"
+    )
 
 
 def _of_no_constant(name, match, args, concrete, sources) -> LoweringError:
@@ -136,37 +149,6 @@ def of_child(name: str, how: str, *, shardy: bool) -> LoweringError:
         f"{name}: the child process in which XLA compiled it with {partitioner} ended "
         f"{how.rstrip('. ')}. {_LAY_OUT.format(other=other)}. For a report of the "
         "fault, JAX_DUMP_IR_TO=folder in the environment keeps the module"
-    )
-
-
-def inexpressible(
-    name: str,
-    mesh: DeviceMesh,
-    outputs: Any,
-    chosen: Mapping[int, str],
-    *,
-    shardy: bool,
-) -> LoweringError:
-    """Results whose shardings were left to completion, which chose what no axes say.
-
-    Args:
-      name: the program's.
-      mesh: its device mesh.
-      outputs: a nest of the results' `tf.TensorSpec`.
-      chosen: their shardings as HLO has them, by the results' numbers.
-      shardy: whether Shardy completed the program, or GSPMD.
-    """
-    leaves = leaves_of(outputs)
-    which = []
-    for number, text in chosen.items():
-        path, spec = leaves[number]
-        of = f"{spec.dtype.name}{list(spec.shape)}"
-        which.append(f"result {path or number} ({of}: {text[:_LISTED]})")
-    return LoweringError(
-        f"{name}: completion chose for {' and '.join(which)} a sharding that axes of "
-        f"the mesh ({mesh}) cannot express; give its out_shardings, such as "
-        "Sharding.replicated(mesh, rank)"
-        + ("" if shardy else ", or use Partitioner.SHARDY, which splits by axes alone")
     )
 
 

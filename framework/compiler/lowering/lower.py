@@ -94,11 +94,11 @@ def lower(
     flat_specs = argument_specs(name, args)
     outputs = None
 
-    def flat_fn(*flat):
+    def flat_fn(*argument):  # TF names its placeholders argument_0, argument_1, ...
         nonlocal outputs
         graph = tf.compat.v1.get_default_graph()
         keep_small_tensors(graph)
-        outputs = fn(*tf.nest.pack_sequence_as(args, list(flat)))
+        outputs = fn(*tf.nest.pack_sequence_as(args, list(argument)))
         fold_clamps(graph)
         return tf.nest.flatten(outputs)
 

@@ -23,38 +23,23 @@ _LOOPS = ("While", "StatelessWhile")
 _LISTED = 5
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unchecked:
-    """A check that a program does not make.
-
-    Args:
-      op_name: of the TF op.
-      op_type: TF's, such as "Assert".
-      text: the op with its layer and line, for messages.
-    """
-
-    op_name: str
-    op_type: str
-    text: str
-
-
-def unchecked_assertions(concrete, sources: Sources) -> list[Unchecked]:
+def unchecked_assertions(concrete, sources: Sources) -> list[str]:
     """The checks of a traced function that may fail, and that its program drops.
 
     Args:
       concrete: the traced function.
       sources: where its ops come from.
+
+    Returns:
+      Of each op its name, layer and line, for messages.
     """
     found = _checks(concrete.graph, prefix="", caller=None)
-    return [
-        Unchecked(op_name=name, op_type=op.type, text=sources.text(name))
-        for name, op in dict(found).items()
-    ]
+    return [sources.text(name) for name in dict.fromkeys(found)]
 
 
-def unchecked_text(name: str, found: Sequence[Unchecked]) -> str:
+def unchecked_text(name: str, found: Sequence[str]) -> str:
     """What to say of them, for a warning or an error; `name` is the program's."""
-    listed = ", ".join(f"{one.text} ({one.op_type})" for one in found[:_LISTED])
+    listed = ", ".join(found[:_LISTED])
     more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
     return (
         f"{name}: a compiled program makes no checks, so these of the function have no "
@@ -72,13 +57,11 @@ class _Caller:
     caller: _Caller | None
 
 
-def _checks(
-    graph: tf.Graph, *, prefix: str, caller: _Caller | None
-) -> Iterator[tuple[str, tf.Operation]]:
-    """The checks of a graph and of those that its ops call, with their names."""
+def _checks(graph: tf.Graph, *, prefix: str, caller: _Caller | None) -> Iterator[str]:
+    """The names of the checks of a graph and of those that its ops call."""
     for op in graph.get_operations():
         if op.type in CHECKS and not _always_holds(op, caller):
-            yield prefix + op.name, op
+            yield prefix + op.name
         for inner, first in called_graphs(op):
             yield from _checks(
                 inner,

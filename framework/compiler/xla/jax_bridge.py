@@ -24,7 +24,6 @@ import tensorflow as tf
 from jax._src import compiler as jax_compiler
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import pxla
-from jax._src.sharding_impls import GSPMDSharding
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
@@ -41,7 +40,6 @@ from meshwright.framework.compiler.hlo.refusal import (
 )
 from meshwright.framework.compiler.lowering.errors import (
     LoweringError,
-    inexpressible,
     of_child,
     of_xla,
 )
@@ -286,9 +284,8 @@ class MeshProgram:
           options: XLA's, for this compilation.
 
         Raises:
-          LoweringError: the module would make XLA fall back to GSPMD; GSPMD gives a
-            result whose sharding was left to it one of no mesh axes; XLA refuses it, or
-            ends the child process that compiles it.
+          LoweringError: the module would make XLA fall back to GSPMD; XLA refuses the
+            program, or ends the child process that compiles it.
           DoesNotFit: it needs more memory than a device has.
         """
         if self.shardy:
@@ -296,7 +293,7 @@ class MeshProgram:
         try:
             in_child = _compiling_in_child(self.in_child)
             with _partitioner(self.shardy), in_child, _naming_what_axes_can():
-                compiled = self.lowered.compile(compiler_options=options)
+                return self.lowered.compile(compiler_options=options)
         except ChildEnded as e:
             raise of_child(self.name, str(e), shardy=self.shardy) from e
         except jax.errors.JaxRuntimeError as e:
@@ -307,15 +304,6 @@ class MeshProgram:
             timeline = self._refused(options)
             largest = allocations_of(timeline, self.function) if timeline else ()
             raise DoesNotFit(self.name, refusal, largest, timeline) from e
-        chosen = jax.tree.leaves(compiled.output_shardings)
-        unnamed = {i: one for i, one in enumerate(chosen) if _is_unnamed(one)}
-        if unnamed:
-            texts = {i: str(one._hlo_sharding) for i, one in unnamed.items()}
-            outputs = self.function.outputs if self.function else None
-            raise inexpressible(
-                self.name, self.mesh, outputs, texts, shardy=self.shardy
-            )
-        return compiled
 
     def _refused(self, options: Mapping[str, Any] | None) -> MemoryTimeline | None:
         """What would be alive when in a program that the compiler refuses.
@@ -360,8 +348,9 @@ def _partitioner(shardy: bool) -> Iterator[None]:
 def _naming_what_axes_can() -> Iterator[None]:
     """What mesh axes cannot name, of what XLA chose, this thread's JAX leaves as it is.
 
-    It would refuse the program, for an argument too, which may be split by any part of
-    an axis.
+    An argument or a result that is left to completion may be split by part of an axis,
+    or over devices in another order. JAX takes such shardings, but refuses the program
+    if it finds no argument's mesh to name them by.
     """
     _leave_unnamed()
     token = _NAMING.set(True)
@@ -388,10 +377,6 @@ def _leave_unnamed() -> None:
         return found
 
     pxla.maybe_recover_user_shardings = named
-
-
-def _is_unnamed(sharding: jax.sharding.Sharding) -> bool:
-    return isinstance(sharding, GSPMDSharding)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.compiler.explaining.explain import explain
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.program import Partitioner, compile_program
 from meshwright.framework.nested_map import NestedMap
@@ -138,44 +139,43 @@ def test_an_argument_left_to_completion_may_be_split_by_a_part_of_an_axis(partit
         np.testing.assert_array_equal(program(placed, np.int32(3)), x[3:5])
 
 
-def test_a_result_whose_sharding_no_axes_express_is_refused():
+def test_a_result_left_to_completion_may_be_split_by_a_part_of_an_axis():
     def fn(x):
         x = tf.reshape(mesh_split(x, MESH, ["Y"]), [2, 8])
         return tf.reduce_sum(x, axis=0)  # GSPMD splits it in two along half of Y.
 
-    spec = [tf.TensorSpec([16])]
-    with pytest.raises(LoweringError, match="cannot express; give its out_shardings"):
-        compile_program(fn, spec, MESH, partitioner=Partitioner.GSPMD)
-    program = compile_program(
-        fn, spec, MESH, partitioner=Partitioner.GSPMD, out_shardings=split("X")
-    )
     x = np.arange(16, dtype=np.float32)
-    np.testing.assert_array_equal(program(x), x[:8] + x[8:])
+    for borders in ({}, {"out_shardings": split("X")}):
+        program = compile_program(
+            fn, [tf.TensorSpec([16])], MESH, partitioner=Partitioner.GSPMD, **borders
+        )
+        np.testing.assert_array_equal(program(x), x[:8] + x[8:])
     # So does one of its collectives.
     found = {c.axes for c in program.collectives()}
     assert found & {("Y:(1)2",), ("Y:(2)2",)} and None not in found
 
 
+@over_partitioners
 @pytest.mark.parametrize(
     ("annotation_mesh", "dims"),
     [
         (MESH, ["Y:(2)2"]),
         (PERMUTED, ["Y"]),
-        # JAX finds by itself that 2 is no multiple of 4.
         (DeviceMesh(("A", "B"), (4, 2)), ["A"]),
     ],
 )
-def test_a_result_that_is_annotated_as_no_axes_express_is_refused(
-    annotation_mesh, dims
+def test_a_result_has_the_sharding_of_its_annotation(
+    annotation_mesh, dims, partitioner
 ):
     def fn(x):
-        return mesh_split(tf.sin(x), annotation_mesh, dims)
+        return mesh_split(tf.sin(x), annotation_mesh, dims), x + 1.0
 
-    spec = [tf.TensorSpec([16])]
-    with pytest.raises(
-        LoweringError, match=r"fn: completion chose for result 0 \(float32\[16\]: {dev"
-    ):
-        compile_program(fn, spec, MESH, partitioner=Partitioner.GSPMD)
+    program = compile_program(fn, [tf.TensorSpec([16])], MESH, partitioner=partitioner)
+    x = np.arange(16, dtype=np.float32)
+    results = program(x)
+    for got in (results[0], program.unshard(results)[0]):
+        np.testing.assert_allclose(got, np.sin(x), rtol=1e-6, atol=1e-6)
+    assert "results\n" in str(explain(program))
 
 
 def test_an_argument_to_donate_that_is_not_there_is_refused():

@@ -73,14 +73,30 @@ def test_what_depends_on_no_argument_is_computed_in_the_program(fn):
 
 
 @pytest.mark.parametrize(
-    "fn,op",
+    "fn,op,remedy",
     [
-        (lambda x: tf.strings.length(tf.strings.as_string(x)), "AsString"),
-        (lambda x: tf.py_function(lambda y: y, [x], tf.float32), "EagerPyFunc"),
+        (
+            lambda x: tf.strings.length(tf.strings.as_string(x)),
+            "AsString",
+            "Compute it on the host, before or after the program, or from ops that XLA",
+        ),
+        (
+            lambda x: tf.py_function(lambda y: y, [x], tf.float32),
+            "EagerPyFunc",
+            "Compute it on the host",
+        ),
+        (
+            lambda x: tf.math.segment_mean(x, tf.range(4)),
+            "SegmentMean",
+            "Use tf.math.unsorted_segment_mean, and give it num_segments",
+        ),
     ],
 )
-def test_an_op_that_xla_does_not_have_is_named(fn, op):
-    named = rf"step: TF2XLA cannot compile it: op '{op}' \(lowering/test_lower.py:\d+\)"
+def test_an_op_that_xla_does_not_have_is_named(fn, op, remedy):
+    named = (
+        rf"step: TF2XLA cannot compile it: op '{op}' \(lowering/test_lower.py:\d+\): "
+        f"it has no kernel for {op}. {remedy}"
+    )
     with pytest.raises(LoweringError, match=named) as raised:
         lower(fn, [X], name="step")
     assert "\n" not in str(raised.value)

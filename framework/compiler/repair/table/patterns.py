@@ -326,6 +326,7 @@ def is_shrunk_unevenly(operand: Tensor, result: Tensor) -> bool:
     """
     return any(
         operand.may_split(i)
+        and not (operand.shape[i] > 1 and _goes_elsewhere(operand, result, j))
         # In shards of one size XLA reshapes shard by shard.
         and not (
             operand.divides(i, result.shape[j])
@@ -333,6 +334,11 @@ def is_shrunk_unevenly(operand: Tensor, result: Tensor) -> bool:
         )
         for i, j in shrunk_dims(operand.shape, result.shape)
     )
+
+
+def _goes_elsewhere(operand: Tensor, result: Tensor, dim: int) -> bool:
+    """Whether a dim of the result has one element, and no shards are to go there."""
+    return operand.is_even and result.shape[dim] == 1 and not result.may_split(dim)
 
 
 def overlapping_windows(layout: OpLayout) -> bool:
