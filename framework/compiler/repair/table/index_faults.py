@@ -455,11 +455,11 @@ INDEX_FAULTS = (
             "slice_that_starts_out_of_range": Smallest(
                 Outcome.WRONG,
                 """
-                program: sliced(x, i, [3])  on mesh (X=2)
+                program: sliced(x, i, [4])  on mesh (X=2)
                   with eager=False, differentiable=False
-                  x: int32 [4], arrives [_], annotated [X]
+                  x: int32 [6], arrives [_], annotated [X]
                   i: index int32 [1] below 99, arrives [_], annotated None
-                  result: [3], annotated [X], leaves [_]
+                  result: [4], annotated [X], leaves [_]
                 """,
             ),
             "update_that_starts_out_of_range": Smallest(
