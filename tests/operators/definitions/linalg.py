@@ -130,8 +130,14 @@ def eigenvalues(draw):
 @operator
 def singular_values(draw):
     shape = shape_of(draw, 2, 3, SMALL)
+    rows, columns = shape[-2:]
+    # Of a matrix with equal ones, or zeros, they have no gradient.
+    apart = f"2 * tf.eye({rows}, {columns}) * tf.range(1.0, {columns + 1})"
     return of_shape(
-        "tf.linalg.svd(x, compute_uv=False)", shape, formats=(), tolerance=_ITERATED
+        f"tf.linalg.svd(x / 16 + {apart}, compute_uv=False)",
+        shape,
+        formats=(),
+        tolerance=_ITERATED,
     )
 
 
