@@ -190,6 +190,12 @@ FOUND = {
           y: float32 [4, 5, 8], arrives [_,_,_], annotated [_,_,_]
           result: [1, 8], annotated [X,_], leaves [X,_]
     """,
+    "gradient_of_a_kernel_for_a_single_channel": """
+        gspmd: depthwise_conv2d: tf.nn.depthwise_conv2d(x, y, [1, 1, 1, 1], 'SAME')  on mesh (X=2, Y=2, Z=2)
+          x: float32 [1, 2, 2, 1], arrives [Y,Z,_,X], annotated None
+          y: float32 [1, 1, 1, 2], arrives [Z,_,_,Y], annotated None
+          result: [1, 2, 2, 2], annotated [Y,_,Z,_], leaves [_,_,_,_]
+    """,  # noqa: E501
     "reshapes_that_pins_keep_apart": """
         shardy: reshape: tf.reshape(tf.reshape(x, [8]), [2, 4])  on mesh (X=8)
           x: float32 [4, 2, 1], arrives [_,_,_], annotated [X,_,_]

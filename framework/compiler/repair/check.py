@@ -53,11 +53,11 @@ from meshwright.framework.compiler.repair.table.patterns import (
     is_of_roll,
     is_roll,
     may_cut_no_shard,
-    may_regroup,
     reshaped,
     shrunk_dims,
     stepped_dims,
 )
+from meshwright.framework.compiler.repair.table.product_patterns import may_regroup
 from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
 from meshwright.framework.compiler.stablehlo.modules import (
     bytecode,

@@ -178,6 +178,23 @@ def test_a_result_has_the_sharding_of_its_annotation(
     assert "results\n" in str(explain(program))
 
 
+def test_several_results_are_left_to_completion():
+    def fn(x):
+        return {"a": x * 2, "b": [tf.reshape(x, [2, 3, 4, 4]), tf.reshape(x, [4, 24])]}
+
+    program = compile_program(
+        fn,
+        [tf.TensorSpec([24, 4])],
+        MESH,
+        in_shardings=[split(("X", "Y"), None)],
+        partitioner=Partitioner.GSPMD,
+    )
+    x = np.arange(96, dtype=np.float32).reshape(24, 4)
+    got = program(x)
+    for one, want in zip(tf.nest.flatten(got), tf.nest.flatten(fn(x)), strict=True):
+        np.testing.assert_array_equal(one, want)
+
+
 def test_an_argument_to_donate_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"donate=\[1\] for a program of 1 arguments"):
         compile_program(lambda x: x, [tf.TensorSpec([8])], MESH, donate=[1])

@@ -186,30 +186,6 @@ def test_a_list_of_known_size_is_right():
     np.testing.assert_array_equal(found, [INPUT, 2 * INPUT])
 
 
-def test_the_result_that_completion_splits_as_no_axes_express_is_named():
-    def fn(x):
-        return {"a": x * 2, "b": [tf.reshape(x, [2, 3, 4, 4]), tf.reshape(x, [4, 24])]}
-
-    how = {"partitioner": Partitioner.GSPMD, "name": "step"}
-    given = [split(("X", "Y"), None)]
-    with pytest.raises(
-        LoweringError,
-        match=r"step: completion chose for result b/1 \(float32\[4, 24\]: {devices=\[4,"
-        r"2\].*}\) a sharding .* give its out_shardings, such as Sharding.replicated",
-    ) as raised:
-        compile_program(fn, [tf.TensorSpec([24, 4])], MESH, in_shardings=given, **how)
-    assert "b/0" not in str(raised.value)
-    named = {"a": None, "b": [None, split(None, None)]}
-    compile_program(
-        fn,
-        [tf.TensorSpec([24, 4])],
-        MESH,
-        in_shardings=given,
-        out_shardings=named,
-        **how,
-    )
-
-
 @pytest.mark.parametrize("partitioner", Partitioner)
 def test_what_xla_refuses_names_the_op_and_its_line(partitioner, monkeypatch):
     monkeypatch.setattr(check, "PRESENT", [])  # Else it is repaired.

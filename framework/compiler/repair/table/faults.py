@@ -25,6 +25,7 @@ from meshwright.framework.compiler.repair.table.fault import (
     evenly,
 )
 from meshwright.framework.compiler.repair.table.index_faults import INDEX_FAULTS
+from meshwright.framework.compiler.repair.table.product_patterns import regrouped_axes
 from meshwright.framework.compiler.repair.table.window_faults import WINDOW_FAULTS
 
 
@@ -32,7 +33,7 @@ def _agreed(layout: OpLayout) -> Chosen | None:
     """Lays a product out evenly, so that what its tensors agree on stays split."""
     if layout.op.name == CONVOLUTION:
         layout = conv_layout.as_product(convolution_of(layout.op), layout)
-    if layout is None or not patterns.regrouped_axes(layout):
+    if layout is None or not regrouped_axes(layout):
         return None
     return even_layout(layout, (_PARALLEL, _REDUCED), agreed=True)
 
@@ -241,7 +242,9 @@ FAULTS = (
         name="regrouped product",
         what="is a product whose tensors group or order the axes that split a dim "
         "differently",
-        more="convolutions no window of which moves along a split dim are products too",
+        more="also where they split one dim that is summed over alike, and each "
+        "another by itself; convolutions no window of which moves along a split dim "
+        "are products",
         ops=(*patterns.PRODUCTS, CONVOLUTION),
         choose=_agreed,
         repair="its tensors are split alike",
@@ -281,6 +284,15 @@ FAULTS = (
                   x: float32 [4, 1, 2], arrives [_,_,_], annotated [X.Y,_,Z]
                   y: float32 [1, 2, 4], arrives [_,_,_], annotated [_,Z,Y]
                   result: [4, 1, 4], annotated [X.Y,_,Z], leaves [_,_,_]
+                """,
+            ),
+            "kernel_gradient_summed_over_dims_split_apart": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.nn.conv2d(x, y, 1, 'SAME')  on mesh (X=2, Y=2)
+                  x: float32 [2, 2, 2, 1], arrives [_,_,_,_], annotated [X,Y,_,_]
+                  y: float32 [1, 1, 1, 1], arrives [_,_,_,_], annotated None
+                  result: [2, 2, 2, 1], annotated [X,_,Y,_], leaves [_,_,_,_]
                 """,
             ),
             "product_scattered_to_a_batch": Smallest(
