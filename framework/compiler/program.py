@@ -132,14 +132,20 @@ class Program:
           The function's result, as a nest of device arrays in stored form.
 
         Raises:
-          ValueError: an argument's structure, shape or kind is not what was compiled
-            for, or an earlier call took over its buffer.
+          ValueError: an argument's structure, shape, kind or sharding is not what was
+            compiled for, or an earlier call took over its buffer.
         """
         flat = self.arguments.take(args)
         calls = self._calls
-        out = (
-            self._compiled(*flat) if calls is None else calls.make(self._compiled, flat)
-        )
+        try:
+            out = (
+                self._compiled(*flat)
+                if calls is None
+                else calls.make(self._compiled, flat)
+            )
+        except ValueError:
+            self.arguments.check_shardings(flat)
+            raise
         return tf.nest.pack_sequence_as(self._lowered.outputs, list(out))
 
     def shard(self, *args: Any) -> Any:

@@ -84,6 +84,24 @@ class Arguments:
         check_structure(self._name, "its arguments", self._inputs, args)
         return [self._take(i, leaf) for i, leaf in enumerate(tf.nest.flatten(args))]
 
+    def check_shardings(self, flat: Sequence[jax.Array]) -> None:
+        """Names the leaf that JAX refused, which calls all of them `flat`.
+
+        Raises:
+          ValueError: a device array has another sharding than the program takes.
+        """
+        for index, (leaf, sharding) in enumerate(
+            zip(flat, self.shardings, strict=True)
+        ):
+            alike = leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            if alike or not leaf.committed:
+                continue
+            raise ValueError(
+                f"{self._named(index)} is a device array with the sharding "
+                f"{leaf.sharding}; the program takes {sharding}: pass jax.device_put("
+                f"array, program.arguments.shardings[{index}]), or the host array"
+            ) from None
+
     def shard(self, *args: Any) -> Any:
         """See `Program.shard`."""
         first = self._inputs[: len(args)]

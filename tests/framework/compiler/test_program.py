@@ -162,6 +162,26 @@ def test_device_arrays_of_another_shape_or_kind_are_refused(program):
 
 
 @over_partitioners
+def test_device_arrays_with_another_sharding_are_refused_by_name(program):
+    state, batch = program.shard(STATE, BATCH)
+    leaves = jax.tree.leaves(batch)
+    index = next(i for i, leaf in enumerate(leaves) if leaf.shape == (10, 10))
+    x = leaves[index]
+    on_one_device = jax.device_put(np.asarray(x), jax.devices()[1])
+    message = (
+        r"train_step: argument 1/x is a device array with the sharding SingleDevice"
+        r".*; the program takes .*: pass jax.device_put\(array, "
+        rf"program.arguments.shardings\[{index + 2}\]\), or the host array"
+    )
+    with pytest.raises(ValueError, match=message):
+        program(state, {**batch, "x": on_one_device})
+    moved = jax.device_put(on_one_device, program.arguments.shardings[index + 2])
+    assert_close(
+        program.unshard(program(state, {**batch, "x": moved})), in_numpy(STATE, BATCH)
+    )
+
+
+@over_partitioners
 def test_what_is_to_be_placed_has_the_structure_of_the_program(program):
     with pytest.raises(
         ValueError, match="its arguments .*: 3 of them, compiled for 2$"
