@@ -70,9 +70,10 @@ def tables(costs: Bytes) -> str:
 def _fault(fault: Fault) -> str:
     version = ".".join(map(str, fault.until or ()))
     mended = f"in jaxlib {version}" if version else "not yet"
-    link = f"[there]({fault.link})" if fault.link else "not known"
+    links = [f"[{link.rpartition('/')[2]}]({link})" for link in fault.links]
+    known = ", ".join(links) or "not known"
     what = f"{fault.what}: {fault.more}" if fault.more else fault.what
-    return f"| {fault.name} | {what} | {fault.repair} | {mended} | {link} |"
+    return f"| {fault.name} | {what} | {fault.repair} | {mended} | {known} |"
 
 
 def _program(fault: Fault, name: str, smallest: Smallest, costs: Bytes) -> str:

@@ -217,6 +217,19 @@ FOUND = {
           result: [8, 8], annotated [Z,Y], leaves [_,_]
           result: [8, 8], annotated [X,Y], leaves [_,_]
     """,
+    "columns_that_the_axis_of_rows_splits": """
+        gspmd: gather: tf.gather(x, i, axis=1)  on mesh (X=2, Y=4)
+          x: int8 [10, 8], arrives [_,X], annotated None
+          i: index int32 [4] below 8, arrives [Y], annotated [Y?]
+          result: [10, 4], annotated None, leaves [X,Y]
+    """,
+    "slice_out_of_range_that_is_split_later": """
+        shardy: slice_out_of_range: sliced(x, i, [12, 6, 6])  on mesh (X=3, Y=2)
+          with exact=True, eager=False, differentiable=False
+          x: float32 [12, 12, 12], arrives [X,_,_], annotated None
+          i: index int32 [3] below 24, arrives [Y.X], annotated [Y.X]
+          result: [12, 6, 6], annotated None, leaves [_,_,X.Y]
+    """,
     "embeddings_beside_a_product": """
         shardy: embedding_bag: tf.concat([tf.reduce_sum(tf.gather(x, i), 1), y @ z], 1)  on mesh (X=2, Y=2, Z=2)
           x: float32 [4, 2], arrives [Y,Z], annotated None

@@ -267,7 +267,7 @@ def _wrong(
     Returns:
       The choice, and the one with none of its tensors split; None if XLA gets it right.
     """
-    found = _choice(layout) if layout.is_split else None
+    found = _choice(layout)
     if found is None:
         return None
     fault, choice = found

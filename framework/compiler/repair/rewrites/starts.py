@@ -2,7 +2,8 @@
 
 A start out of range is the nearest in range, by definition. Along a split dim XLA's
 partitioner forgets that: it writes an update nowhere, and reads other elements for each
-shard (jaxlib 0.10.2).
+shard. So does XLA where it makes one slice, or update, of two: it adds their starts up
+and clamps the sum. The second may be the partitioner's (jaxlib 0.10.2).
 """
 
 from __future__ import annotations
@@ -46,6 +47,17 @@ def unclamped_dims(op) -> list[int]:
     ]
 
 
+def merging_dims(op) -> list[int]:
+    """The dims along which XLA may make one of a slice, or update, and another.
+
+    Not those where it takes a single element, unless it is of a slice: nothing is left
+    to slice. Loops read and write a step's elements so.
+    """
+    part = shape_of(op.results[0] if op.name == DYNAMIC_SLICE else op.operands[1])
+    again = op.name == DYNAMIC_SLICE and _is_of_a_slice(op.operands[0])
+    return [dim for dim, size in enumerate(part) if again or size > 1]
+
+
 def clamp_starts(op) -> None:
     """Clamps the starts of a slice or an update that may be out of range."""
     lasts = _lasts(op)
@@ -55,6 +67,14 @@ def clamp_starts(op) -> None:
         with ir.InsertionPoint(op), op.location:
             low, high = zeros(start.type), _scalar(lasts[dim], start.type)
             op.operands[number] = stablehlo.clamp(low, start, high)
+
+
+def _is_of_a_slice(value: ir.Value) -> bool:
+    """Whether a slice makes a value, but for annotations, reshapes and the like."""
+    maker = value.owner
+    while not isinstance(maker, ir.Block) and len(maker.operands) == 1:
+        maker = maker.operands[0].owner
+    return not isinstance(maker, ir.Block) and maker.name == DYNAMIC_SLICE
 
 
 def _lasts(op) -> list[int]:

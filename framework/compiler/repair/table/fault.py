@@ -60,7 +60,7 @@ class Fault:
       repair: what `choose` does, for docs, and for messages if it changes no sharding.
       smallest: programs that meet it, by name.
       until: the first jaxlib without it; None while there is none.
-      link: to a report of it upstream, "" if none is known.
+      links: to reports of it upstream, as far as they are known.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Fault:
     smallest: Mapping[str, Smallest]
     more: str = ""
     until: tuple[int, ...] | None = None
-    link: str = ""
+    links: tuple[str, ...] = ()
 
     @property
     def is_slow(self) -> bool:

@@ -11,7 +11,6 @@ from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
     convolution_of,
 )
 from meshwright.framework.compiler.repair.op_layout import (
-    EvenLayout,
     FactorKind,
     OpLayout,
     even_layout,
@@ -26,6 +25,7 @@ from meshwright.framework.compiler.repair.table.fault import (
 )
 from meshwright.framework.compiler.repair.table.index_faults import INDEX_FAULTS
 from meshwright.framework.compiler.repair.table.product_patterns import regrouped_axes
+from meshwright.framework.compiler.repair.table.slice_faults import SLICE_FAULTS
 from meshwright.framework.compiler.repair.table.window_faults import WINDOW_FAULTS
 
 
@@ -38,39 +38,6 @@ def _agreed(layout: OpLayout) -> Chosen | None:
     return even_layout(layout, (_PARALLEL, _REDUCED), agreed=True)
 
 
-def _kept_apart(layout: OpLayout) -> Chosen | None:
-    """Annotates a slice and its operand with the operand's sharding, which copies both.
-
-    Or a roll and its parts with the sharding of the larger one.
-    """
-    if layout.op.name == patterns.CONCATENATE:
-        return _rolled_together(layout)
-    if not patterns.cuts_no_shard(layout):
-        return None
-    (operand,), (result,) = layout.operands, layout.results
-    if operand.sharding is None:
-        return even_layout(layout, keep=())
-    return EvenLayout(
-        shardings=(operand.sharding,) * 2,
-        shapes=(operand.shape, result.shape),
-        copies=True,
-    )
-
-
-def _rolled_together(layout: OpLayout) -> Chosen | None:
-    if not patterns.rolls_apart(layout):
-        return None
-    larger = max(layout.operands, key=lambda tensor: tensor.bytes)
-    if larger.sharding is None:
-        return even_layout(layout, keep=())
-    if not patterns.has_equal_shards(layout, larger, *layout.results):
-        return None
-    return EvenLayout(
-        shardings=(larger.sharding,) * 3,
-        shapes=tuple(tensor.shape for tensor in layout.tensors),
-    )
-
-
 def _convolution(layout: OpLayout) -> Chosen | None:
     conv = convolution_of(layout.op)
     return conv_layout.layout(conv, layout.mesh, *layout.shardings)
@@ -80,70 +47,7 @@ _PARALLEL, _REDUCED = FactorKind.PARALLEL, FactorKind.REDUCED
 
 FAULTS = (
     *INDEX_FAULTS,
-    Fault(
-        name="steps across shards",
-        what="is a slice by steps along a split dim, or the gradient of one, whose "
-        "shards are not cut from the same shards of its operand",
-        ops=patterns.STEPPED,
-        choose=evenly(patterns.steps_across_shards, _PARALLEL),
-        repair="the dim is not split",
-        smallest={
-            "strided_slice_of_uneven_shards": Smallest(
-                Outcome.WRONG,
-                """
-                program: x[0:3:2]  on mesh (X=4)
-                  x: float32 [3], arrives [_], annotated [X]
-                  result: [2], annotated [_], leaves [_]
-                """,
-            ),
-            "strided_slice_of_dims_cut_unevenly": Smallest(
-                Outcome.REFUSED,
-                """
-                program: x[1:4:2, 4:5]  on mesh (X=3, Y=2)
-                  x: float32 [4, 12], arrives [_,_], annotated [Y,X]
-                  result: [2, 1], annotated [Y,X], leaves [_,_]
-                """,
-            ),
-        },
-    ),
-    Fault(
-        name="slices that cut no shard",
-        what="is a slice whose shards have the sizes of its operand's",
-        more="XLA confuses the two tensors when it reshards both",
-        ops=(patterns.SLICE, patterns.CONCATENATE),
-        choose=_kept_apart,
-        repair="the slice is a copy, split as its operand is",
-        smallest={
-            "slice_of_whole_shards_and_its_operand": Smallest(
-                Outcome.REFUSED,
-                """
-                program: [x[0:3], tf.identity(x)]  on mesh (X=2, Y=2)
-                  x: int32 [4, 4], arrives [_,_], annotated [X.Y,_]
-                  result: [3, 4], annotated [_,X], leaves [_,_]
-                  result: [4, 4], annotated [_,X], leaves [_,_]
-                """,
-            ),
-            "roll_of_whole_shards_and_its_operand": Smallest(
-                Outcome.WRONG,
-                """
-                program: [tf.roll(x, 1, 0), tf.identity(x)]  on mesh (X=2, Y=2, Z=2)
-                  x: int32 [8, 2], arrives [_,_], annotated [Y.X.Z,_]
-                  result: [8, 2], annotated [Z,Y], leaves [_,_]
-                  result: [8, 2], annotated [X,Y], leaves [_,_]
-                """,
-                gspmd=False,
-            ),
-            "slices_of_whole_shards": Smallest(
-                Outcome.WRONG,
-                """
-                program: [x[0:1], x[1:2]]  on mesh (X=2, Y=2, Z=2)
-                  x: int32 [2, 5], arrives [_,_], annotated [Z.Y.X,_]
-                  result: [1, 5], annotated [X,Z], leaves [_,_]
-                  result: [1, 5], annotated [Z,X.Y], leaves [_,_]
-                """,
-            ),
-        },
-    ),
+    *SLICE_FAULTS,
     Fault(
         name="uneven reshape",
         what="is a reshape to fewer dims that makes a split dim shorter, in shards of "
@@ -236,6 +140,10 @@ FAULTS = (
                 gspmd=False,
             ),
         },
+        links=(
+            "https://github.com/openxla/xla/pull/45402",
+            "https://github.com/jax-ml/jax/issues/39291",
+        ),
     ),
     *WINDOW_FAULTS,
     Fault(

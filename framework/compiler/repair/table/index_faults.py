@@ -14,12 +14,6 @@ from meshwright.framework.compiler.repair.op_layout import (
     Tensor,
     even_layout,
 )
-from meshwright.framework.compiler.repair.rewrites.starts import (
-    DYNAMIC_SLICE,
-    DYNAMIC_UPDATE_SLICE,
-    Clamped,
-    unclamped_dims,
-)
 from meshwright.framework.compiler.repair.table.fault import (
     Chosen,
     Fault,
@@ -51,19 +45,29 @@ def _regrouped(layout: OpLayout) -> bool:
 
     XLA takes a gather apart by one kind of dim after another, columns of the table and
     dims of the indices among them, and reshards what the inner gather gives as if it
-    were the outer one's. Columns do harm only where the table is split by others too.
-    Over two axes all that is right but where one of them splits different dims. A
-    tensor over other devices than the mesh's, or in another order, is like none.
+    were the outer one's. Columns do harm only where the table is split by others too,
+    or by rows and they come before the dims of the indices. Over two axes all that is
+    right but where one of them splits different dims. A tensor over other devices than
+    the mesh's, or in another order, is like none.
     """
     if None in layout.shardings:
         return True
     if not (_is_over_three_axes(layout) or _is_split_twice(layout)):
         return False
     unlike = {f for f in range(len(layout.kinds)) if len(layout.groups(f)) > 1}
-    columns = set(layout.operands[0].factors) - _row_factors(layout) - {None}
-    split = {factor for factor in columns if layout.groups(factor) - {()}}
+    rows, indices = _row_factors(layout), _index_factors(layout)
+    columns = set(layout.operands[0].factors) - rows - {None}
+
+    def split(factors: set[int]) -> set[int]:
+        return {factor for factor in factors if layout.groups(factor) - {()}}
+
+    factors = layout.results[0].factors
+    last = max((d for d, f in enumerate(factors) if f in split(indices)), default=0)
+    first = unlike & columns & set(factors[:last])
     return bool(
-        unlike & _index_factors(layout) or (unlike & columns and split - unlike)
+        unlike & indices
+        or (unlike & columns and split(columns) - unlike)
+        or (first and split(rows))
     )
 
 
@@ -142,17 +146,6 @@ def _single_index(layout: OpLayout) -> bool:
         for tensor in (*layout.operands[: len(layout.results)], *layout.results)
         for dim in _indexed_dims(layout)
     )
-
-
-def _clamped(layout: OpLayout) -> Clamped | None:
-    """A slice at a computed start, or an update of one, along a split dim."""
-    rank = len(layout.results[0].shape)
-    tensors = [tensor for tensor in layout.tensors if len(tensor.shape) == rank]
-    if layout.is_replaced or not any(
-        tensor.may_split(dim) for dim in unclamped_dims(layout.op) for tensor in tensors
-    ):
-        return None
-    return Clamped(shardings=tuple(layout.shardings))
 
 
 def _few_rows(layout: OpLayout) -> bool:
@@ -346,6 +339,15 @@ INDEX_FAULTS = (
                   result: [4, 2], annotated [Z,_], leaves [_,_]
                 """,
             ),
+            "gather_of_columns_split_as_rows_were": Smallest(
+                Outcome.WRONG,
+                """
+                program: tf.gather(x, i, axis=1)  on mesh (X=2, Y=4)
+                  x: float32 [2, 8], arrives [_,_], annotated [_,X]
+                  i: index int32 [4] below 8, arrives [_], annotated [Y]
+                  result: [2, 4], annotated [X,Y], leaves [_,_]
+                """,
+            ),
             "gather_from_devices_in_another_order": Smallest(
                 Outcome.WRONG,
                 """
@@ -443,37 +445,5 @@ INDEX_FAULTS = (
                 """,
             ),
         },
-    ),
-    Fault(
-        name="starts out of range",
-        what="is a slice, or an update of one, along a split dim, whose start the "
-        "program computes and which may be out of range",
-        ops=(DYNAMIC_SLICE, DYNAMIC_UPDATE_SLICE),
-        choose=_clamped,
-        repair="the start is clamped first",
-        smallest={
-            "slice_that_starts_out_of_range": Smallest(
-                Outcome.WRONG,
-                """
-                program: sliced(x, i, [4])  on mesh (X=2)
-                  with eager=False, differentiable=False
-                  x: int32 [6], arrives [_], annotated [X]
-                  i: index int32 [1] below 99, arrives [_], annotated None
-                  result: [4], annotated [X], leaves [_]
-                """,
-            ),
-            "update_that_starts_out_of_range": Smallest(
-                Outcome.WRONG,
-                """
-                program: written(x, y, i)  on mesh (X=2)
-                  with eager=False, differentiable=False
-                  x: int32 [2], arrives [_], annotated [X]
-                  y: int32 [1], arrives [_], annotated None
-                  i: index int32 [1] below 99, arrives [_], annotated None
-                  result: [2], annotated [X], leaves [_]
-                """,
-            ),
-        },
-        link="https://github.com/openxla/xla/issues/49122",
     ),
 )
