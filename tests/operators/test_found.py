@@ -230,6 +230,11 @@ FOUND = {
           i: index int32 [3] below 24, arrives [Y.X], annotated [Y.X]
           result: [12, 6, 6], annotated None, leaves [_,_,X.Y]
     """,
+    "reshape_that_calls_itself": """
+        shardy: reshape: tf.reshape(x, [2, 6])  on mesh (X=2, Y=2, Z=2)
+          x: float32 [2, 1, 3, 2], arrives [X,Z,Y,_], annotated None
+          result: [2, 6], annotated [Y.Z,X], leaves [X,Z]
+    """,
     "embeddings_beside_a_product": """
         shardy: embedding_bag: tf.concat([tf.reduce_sum(tf.gather(x, i), 1), y @ z], 1)  on mesh (X=2, Y=2, Z=2)
           x: float32 [4, 2], arrives [Y,Z], annotated None

@@ -53,6 +53,7 @@ from meshwright.framework.compiler.repair.table.patterns import (
     is_of_roll,
     is_roll,
     may_cut_no_shard,
+    merges_after_one,
     reshaped,
     shrunk_dims,
     stepped_dims,
@@ -235,7 +236,8 @@ def _is_guarded(op) -> bool:
     if op.name == CONCATENATE:
         return is_roll(op)
     if op.name == RESHAPE:
-        return bool(shrunk_dims(shape_of(reshaped(op)), shape_of(op.results[0])))
+        before, after = shape_of(reshaped(op)), shape_of(op.results[0])
+        return merges_after_one(before, after) or bool(shrunk_dims(before, after))
     if op.name in (DYNAMIC_SLICE, DYNAMIC_UPDATE_SLICE):
         return bool(unclamped_dims(op))
     cuts = op.name == SLICE and may_cut_no_shard(op)

@@ -52,6 +52,7 @@ FAULTS = (
         name="uneven reshape",
         what="is a reshape to fewer dims that makes a split dim shorter, in shards of "
         "unequal size",
+        more="or one that merges such a dim, and has a split dim of size 1 before it",
         ops=(patterns.RESHAPE,),
         choose=evenly(patterns.shrinks_unevenly, _PARALLEL),
         repair="the dim is not split",
@@ -70,6 +71,14 @@ FAULTS = (
                 program: tf.reshape(x, [6, 1])  on mesh (X=2, Y=2, Z=2)
                   x: float32 [2, 3, 1, 1], arrives [_,_,_,_], annotated [_,X,_,Z]
                   result: [6, 1], annotated [X.Y.Z,_], leaves [_,_]
+                """,
+            ),
+            "reshape_of_a_split_dim_of_1_and_an_uneven_dim": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.reshape(x, [2, 6])  on mesh (X=2, Y=2, Z=2)
+                  x: float32 [2, 1, 3, 2], arrives [_,_,_,_], annotated [X,Y,Z,_]
+                  result: [2, 6], annotated [_,X], leaves [_,_]
                 """,
             ),
             "reshapes_that_merge": Smallest(

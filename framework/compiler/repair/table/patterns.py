@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -282,6 +282,12 @@ def shrunk_dims(
     ]
 
 
+def merges_after_one(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether a reshape merges dims, and there is one of size 1 before them."""
+    merged = [n for n in before if n > 1] != [n for n in after if n > 1]
+    return merged and len(before) > len(after) and 1 in before[:-2]
+
+
 def reshaped(op):
     """The tensor that a reshape is of once XLA has merged the reshapes before it.
 
@@ -322,7 +328,7 @@ def is_shrunk_unevenly(operand: Tensor, result: Tensor) -> bool:
     and reads one for each of the operand's: beyond the end. It may first split the
     result as it finds the operand split, even where the dim is not to be split.
     """
-    return any(
+    return _recurses(operand, result) or any(
         operand.may_split(i)
         and not (operand.shape[i] > 1 and _goes_elsewhere(operand, result, j))
         # In shards of one size XLA reshapes shard by shard.
@@ -331,6 +337,23 @@ def is_shrunk_unevenly(operand: Tensor, result: Tensor) -> bool:
             and (result.divides(j) or not result.may_split(j))
         )
         for i, j in shrunk_dims(operand.shape, result.shape)
+    )
+
+
+def _recurses(operand: Tensor, result: Tensor) -> bool:
+    """Whether a dim of size 1 is split, and a later one in unequal shards.
+
+    Where a split dim is made of the later one and others, XLA's rule for reshapes may
+    call itself until the stack is full.
+    """
+    split = [i for i in range(len(operand.shape)) if operand.may_split(i)]
+    first = next((i for i in split if operand.shape[i] == 1), len(operand.shape))
+    return (
+        merges_after_one(operand.shape, result.shape)
+        and any(map(result.may_split, range(len(result.shape))))
+        and any(
+            i > first and operand.shape[i] > 1 and not operand.divides(i) for i in split
+        )
     )
 
 
