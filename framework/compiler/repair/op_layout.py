@@ -155,14 +155,6 @@ class OpLayout:
         return [tensor.sharding for tensor in self.tensors]
 
     @property
-    def is_split(self) -> bool:
-        """Whether any axis splits any tensor; unknown shardings count as splits."""
-        return any(
-            t.sharding is None or max(t.sharding.splits(), default=1) > 1
-            for t in self.tensors
-        )
-
-    @property
     def is_even(self) -> bool:
         return all(tensor.is_even for tensor in self.tensors)
 
