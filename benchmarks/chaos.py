@@ -33,10 +33,10 @@ import numpy as np
 from absl import app, flags
 
 from meshwright import framework as mw
-from meshwright.trainers import mains
+from meshwright.trainers import cli
 from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.processes.peers import LOST
 
 _KILLS = flags.DEFINE_integer("kills", 50, "How often to kill.", lower_bound=1)
@@ -320,8 +320,8 @@ def _newest(folder: pathlib.Path) -> int:
 
 def _weights(folder: pathlib.Path) -> dict[str, np.ndarray]:
     params = [*PARAMS, f"Experiment.num_steps = {_STEPS.value}"]
-    experiment, _ = mains.build_experiment(list(GIN_FILES), params)
-    abstract = TrainState.abstract(Programs(experiment))
+    experiment, _ = cli.build_experiment(list(GIN_FILES), params)
+    abstract = TrainState.abstract(StepPrograms(experiment))
     with Checkpoints(folder / "checkpoints", access=Access.READ) as checkpoints:
         state = checkpoints.restore(_STEPS.value, abstract)
     return {path: np.asarray(leaf) for path, leaf in state.items_by_path()}

@@ -32,8 +32,8 @@ from absl import app, flags
 
 from meshwright import framework as mw
 from meshwright.framework.devices.topology import topology_devices
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 SIDES = {8: 2, 32: 4, 128: 8, 512: 16, 2048: 32}
 """Partitions, and the side of the square of v3 chips that has them, two to a chip."""
@@ -72,7 +72,7 @@ def programs_for(
     *,
     partitioner: mw.Partitioner = mw.Partitioner.SHARDY,
     devices: Sequence[jax.Device] | None = None,
-) -> Programs:
+) -> StepPrograms:
     """The programs of the experiment for 2 * side * side partitions."""
     X, Y = side, 2 * side
     experiment, _ = build_experiment(
@@ -88,7 +88,7 @@ def programs_for(
         ],
     )
     experiment = dataclasses.replace(experiment, partitioner=partitioner)
-    return Programs(experiment, devices=devices)
+    return StepPrograms(experiment, devices=devices)
 
 
 def measure(

@@ -10,7 +10,7 @@ reduces the gradients of weights in the loop over them, as annotations alone hav
 weights' updates are sharded. The second is of a batch at once, the stream between
 layers whole along tensor (`plans/data_tensor.gin`) or split by it
 (`plans/sequence_tensor.gin`); "typed" leaves the gradients of what layers read
-unreduced (`ShardingPlan.partial_axes`).
+unreduced (`ShardingPlan.unreduced_gradient_axes`).
 Bytes are of a device and a step, as rings send them, from the compiled program; loops
 count as often as they run. Temporaries are memory of a device. Nothing is run.
 """
@@ -28,8 +28,8 @@ from absl import app, flags
 from meshwright import framework as mw
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.report import Collective
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 _MESH = flags.DEFINE_list("mesh", ["4", "2"], "Devices along data and tensor.")
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "A step's.", lower_bound=1)
@@ -52,10 +52,10 @@ SIZES = (
 )
 
 
-class _EachTime(Programs):
+class _EachTime(StepPrograms):
     """Whose weights' gradients are whole in each microbatch."""
 
-    partial_axes = ()
+    unreduced_gradient_axes = ()
 
 
 def sent(collective: Collective) -> float:
@@ -89,16 +89,16 @@ class Case:
     Args:
       name: its heading.
       plan: the plan's name.
-      partial_axes: the plan's; None: as shipped.
+      unreduced_gradient_axes: the plan's; None: as shipped.
       updates: `Experiment.weight_update_sharding`.
       programs: the trainer's programs, or such as do something otherwise.
     """
 
     name: str
     plan: str = "data_tensor"
-    partial_axes: Sequence[str] | None = None
+    unreduced_gradient_axes: Sequence[str] | None = None
     updates: str = "off"
-    programs: type[Programs] = Programs
+    programs: type[StepPrograms] = StepPrograms
 
     def step(
         self, mesh: Sequence[int], microbatches: int, partitioner: mw.Partitioner
@@ -112,8 +112,9 @@ class Case:
             f"Experiment.weight_update_sharding = '{self.updates}'",
             f"Experiment.partitioner = %{partitioner}",
         ]
-        if self.partial_axes is not None:
-            params.append(f"ShardingPlan.partial_axes = {tuple(self.partial_axes)}")
+        if self.unreduced_gradient_axes is not None:
+            axes = tuple(self.unreduced_gradient_axes)
+            params.append(f"ShardingPlan.unreduced_gradient_axes = {axes}")
         files = ["lm/transformer.gin", f"plans/{self.plan}.gin"]
         experiment, _ = build_experiment(files, params)
         return self.programs(experiment).main
@@ -126,8 +127,8 @@ OF_MICROBATCHES = (
 )
 OF_THE_STREAM = (
     Case(name="tensor"),
-    Case(name="tensor, typed", partial_axes=("tensor",)),
-    Case(name="sequence", plan="sequence_tensor", partial_axes=()),
+    Case(name="tensor, typed", unreduced_gradient_axes=("tensor",)),
+    Case(name="sequence", plan="sequence_tensor", unreduced_gradient_axes=()),
     Case(name="sequence, typed", plan="sequence_tensor"),
 )
 

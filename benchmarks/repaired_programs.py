@@ -25,8 +25,8 @@ from absl import app, flags
 
 from meshwright import framework as mw
 from meshwright.framework.compiler.repair import check
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 _CONFIGS = flags.DEFINE_list(
     "configs",
@@ -63,7 +63,7 @@ def compiled(
     """Compiles the train step, in a process that does nothing else."""
     mw.set_platform("cpu", 8)
     experiment, _ = build_experiment([config], bindings)
-    programs = Programs(dataclasses.replace(experiment, partitioner=partitioner))
+    programs = StepPrograms(dataclasses.replace(experiment, partitioner=partitioner))
     none = mock.patch.multiple(check, PRESENT=[], GUARDED=frozenset())
     with contextlib.nullcontext() if repair else none:
         program = programs.main

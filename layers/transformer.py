@@ -109,17 +109,19 @@ class TransformerLayer(Layer):
     def extra_flops(self, sequence_length: int) -> float:
         return sum(part.extra_flops(sequence_length) for _, part in self._parts())
 
-    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
-        """See `MultiHeadAttention.start_cache`."""
+    def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+        """See `MultiHeadAttention.init_cache`."""
         with ctx.scope("attention") as c:
-            return NestedMap(attention=self.attention.start_cache(c, batch, length))
+            return NestedMap(attention=self.attention.init_cache(c, batch, length))
 
-    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
-        """See `MultiHeadAttention.remember`; nothing without cross-attention."""
+    def encode_memory(
+        self, ctx: Context, theta: NestedMap, memory: tf.Tensor
+    ) -> NestedMap:
+        """See `MultiHeadAttention.encode_memory`; nothing without cross-attention."""
         if self.cross_attention is None:
             return NestedMap()
         with ctx.scope("cross_attention") as c:
-            return self.cross_attention.remember(c, theta.cross_attention, memory)
+            return self.cross_attention.encode_memory(c, theta.cross_attention, memory)
 
     def step(
         self,
@@ -139,10 +141,10 @@ class TransformerLayer(Layer):
           ctx: context.
           theta: weights.
           x: [B * K, 1, M]: K tokens, such as beams, for each row of the memory.
-          cache: as `start_cache` makes it.
+          cache: as `init_cache` makes it.
           position: int32 scalar.
           token_ids: int32 [B * K, 1], for a mixture of experts that reads them.
-          memory: as `remember` makes it, [B, T, ...].
+          memory: as `encode_memory` makes it, [B, T, ...].
           memory_paddings: [B, T], 1 at what no one may see.
 
         Returns:
@@ -158,16 +160,16 @@ class TransformerLayer(Layer):
             y, own = part.step(c, theta, x, cache.attention, position)
             return NestedMap(x=y, aux=own)
 
-        def recall(part, c, theta, x):
+        def attend_memory(part, c, theta, x):
             # The tokens of one row attend as one sequence does.
             rows = tf.reshape(x, [shape_of(memory.key)[0], -1, x.shape[-1]])
-            y = part.recall(c, theta, rows, memory, memory_paddings)
+            y = part.attend_memory(c, theta, rows, memory, memory_paddings)
             return tf.reshape(y, shape_of(x))
 
         out = self._add(ctx, theta, "attention", ctx.cast(x), attend)
         x, own = out.x, out.aux
         if self.cross_attention is not None:
-            x = self._add(ctx, theta, "cross_attention", x, recall)
+            x = self._add(ctx, theta, "cross_attention", x, attend_memory)
 
         def use_experts(part, c, theta, x):
             return part.step(c, theta, x, token_ids=token_ids).x

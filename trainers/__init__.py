@@ -1,3 +1,3 @@
-"""Training: the loop, the programs around it, checkpoints, the mains."""
+"""Training: the loop, the programs around it, checkpoints, the cli."""
 
 import meshwright.framework  # noqa: F401 (first: it quietens TF before TF is imported)

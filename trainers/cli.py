@@ -1,4 +1,4 @@
-"""What the mains share: flags, building the experiment, telling errors."""
+"""What the cli share: flags, building the experiment, telling errors."""
 
 from __future__ import annotations
 

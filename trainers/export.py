@@ -19,15 +19,15 @@ from absl import flags
 from meshwright.framework.compiler.xla.jax_bridge import jax_mesh
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.nested_map import NestedMap
-from meshwright.trainers import mains
+from meshwright.trainers import cli
 from meshwright.trainers.checkpoints.checkpoints import (
     Access,
     CheckpointError,
     Checkpoints,
 )
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.exporting.bundle import PLATFORMS, BundleOptions, export_bundle
 from meshwright.trainers.exporting.saved_model import ExportError, export_saved_model
 from meshwright.trainers.training import loop
@@ -61,7 +61,7 @@ _EXPECTED = flags.DEFINE_bool(
 def main(argv: list[str]) -> int | None:
     """Parses flags and calls; returns the exit status."""
     errors = (CheckpointError, ExportError, ImportError)
-    return mains.call("meshwright-export", argv, _run, errors)
+    return cli.call("meshwright-export", argv, _run, errors)
 
 
 def _run(experiment: Experiment, config_text: str) -> None:
@@ -73,9 +73,9 @@ def _run(experiment: Experiment, config_text: str) -> None:
         config=config_text,
     )
     mesh = experiment.plan.mesh
-    set_platform("cpu", mains.DEVICE_COUNT.value or mesh.size)
+    set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
     jax_mesh(mesh)  # Too large a mesh is told of at once.
-    programs = Programs(experiment)
+    programs = StepPrograms(experiment)
     state = None if _MODEL_DIR.value is None else _restored(programs)
     # Whole or not at all: written elsewhere, then renamed.
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=".export", dir=output.parent))
@@ -126,14 +126,14 @@ def _output() -> pathlib.Path:
     path = pathlib.Path(_OUTPUT.value).expanduser().absolute()
     if path.exists():
         raise ValueError(f"--output={_OUTPUT.value} is there already: name another one")
-    if reason := mains.writable(path.parent):
+    if reason := cli.writable(path.parent):
         raise ValueError(
             f"--output={_OUTPUT.value} cannot be made ({reason}): name another one"
         )
     return path
 
 
-def _restored(programs: Programs) -> NestedMap:
+def _restored(programs: StepPrograms) -> NestedMap:
     """The state of the checkpoint that the flags name, in logical form."""
     folder = loop.Run(model_dir=_MODEL_DIR.value).checkpoint_dir
     with Checkpoints(folder, access=Access.READ) as checkpoints:
@@ -153,7 +153,7 @@ def _tell(what: str, scratch: pathlib.Path, output: pathlib.Path, start: float) 
 
 def run() -> None:
     """The console script."""
-    mains.run(main, ["gin_file", "output"])
+    cli.run(main, ["gin_file", "output"])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ _MOST_CHARACTERS = 5000
 _LOG = logging.getLogger("absl")
 
 
-def say(text: str, *args: Any) -> None:
+def log_line(text: str, *args: Any) -> None:
     """Logs a line above the progress bar, if there is one."""
     with tqdm.tqdm.external_write_mode(file=sys.stderr):
         _LOG.info(text, *args)

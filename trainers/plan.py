@@ -16,11 +16,11 @@ from absl import flags
 from meshwright.framework.compiler.explaining.explain import explain
 from meshwright.framework.compiler.xla.jax_bridge import jax_mesh
 from meshwright.framework.compiler.xla.platforms import set_platform
-from meshwright.trainers import mains
+from meshwright.trainers import cli
 from meshwright.trainers.experiment import replication
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.sharding_text import sharding_text
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.plan_document import document
 from meshwright.trainers.planning.plan_text import plan_text
 from meshwright.trainers.planning.planning import plan
@@ -56,13 +56,13 @@ DOES_NOT_FIT = 3
 
 def main(argv: list[str]) -> int | None:
     """Parses flags and calls; returns the exit status."""
-    return mains.call("meshwright-plan", argv, _run, errors=(ImportError,))
+    return cli.call("meshwright-plan", argv, _run, errors=(ImportError,))
 
 
 def _run(experiment: Experiment, config_text: str) -> int | None:
     if _TOPOLOGY.value is not None:
         _refuse(
-            (mains.DEVICE_COUNT,),
+            (cli.DEVICE_COUNT,),
             "is for virtual cpu devices: with --topology the mesh says how many",
         )
     if SEARCH.value:
@@ -76,8 +76,8 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
     if _TOPOLOGY.value is not None:
         return _plan(experiment, config_text)
     _refuse((_JSON, _HTML, _LOG_DIR), "needs --topology, such as --topology=cpu")
-    programs, mesh = Programs(experiment), experiment.plan.mesh
-    set_platform("cpu", mains.DEVICE_COUNT.value or mesh.size)
+    programs, mesh = StepPrograms(experiment), experiment.plan.mesh
+    set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
     jax_mesh(mesh)  # Too large a mesh is told of at once.
     print(sharding_text(experiment))
     replicated = replication.replicated_state(programs)
@@ -110,7 +110,7 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
     if _HTML.value or _LOG_DIR.value:
         # matplotlib is only there for planning; told before anything is compiled.
         from meshwright.trainers.planning import plan_html, plan_tensorboard
-    json_out, html_out = map(mains.output_file, (_JSON, _HTML))
+    json_out, html_out = map(cli.output_file, (_JSON, _HTML))
     found = document(
         plan(experiment, topology=_TOPOLOGY.value), config_text=config_text
     )
@@ -126,7 +126,7 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
 
 def run() -> None:
     """The console script."""
-    mains.run(main, ["gin_file"])
+    cli.run(main, ["gin_file"])
 
 
 if __name__ == "__main__":

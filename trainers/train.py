@@ -16,10 +16,10 @@ from meshwright.framework.compiler.xla.processes import (
     is_first_process,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.trainers import mains
+from meshwright.trainers import cli
 from meshwright.trainers.checkpoints.checkpoints import CheckpointError
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.processes import processes
 from meshwright.trainers.processes.peers import PeerError, Peers
 from meshwright.trainers.training import evaluation, loop
@@ -56,7 +56,7 @@ _STOPPED_STATUS = flags.DEFINE_integer(
 def main(argv: list[str]) -> int | None:
     """Parses flags and calls; returns the exit status."""
     errors = (CheckpointError, PeerError, loop.TrainingError, ImportError)
-    return mains.call("meshwright-train", argv, _run, errors, start=_start)
+    return cli.call("meshwright-train", argv, _run, errors, start=_start)
 
 
 def _start() -> tuple[processes.Membership | None]:
@@ -90,7 +90,7 @@ def _train_or_evaluate(
 ) -> int | None:
     if _MODE.value == "eval":
         loop.check_is_saved(run)
-    programs = Programs(experiment)
+    programs = StepPrograms(experiment)
     said = sys.stdout if is_first_process() else io.StringIO()
     with contextlib.redirect_stdout(said):
         mesh = experiment.plan.mesh
@@ -103,14 +103,14 @@ def _train_or_evaluate(
             found = loop.evaluate_latest(programs, run, peers)
             if found is None:
                 print("Stopped by a signal before the end of the evaluation.")
-                return mains.INTERRUPTED
+                return cli.INTERRUPTED
             print("Held-out:", evaluation.format_metrics(found))
             return None
         start = time.time()
         result = loop.train_and_evaluate(programs, run, peers)
         _print_result(result, time.time() - start)
     if result.stop == signal.SIGINT:
-        return mains.INTERRUPTED
+        return cli.INTERRUPTED
     is_done = result.stop is None or result.step >= experiment.num_steps
     return None if is_done else _STOPPED_STATUS.value
 
@@ -131,8 +131,8 @@ def _print_result(result: loop.TrainResult, seconds: float) -> None:
 
 def _devices_each(mesh: DeviceMesh, processes: int) -> int | None:
     """Virtual devices of each process; None: the platform brings its own."""
-    if mains.DEVICE_COUNT.value or _PLATFORM.value != "cpu":
-        return mains.DEVICE_COUNT.value
+    if cli.DEVICE_COUNT.value or _PLATFORM.value != "cpu":
+        return cli.DEVICE_COUNT.value
     if mesh.size % processes:
         raise ValueError(
             f"{processes} processes cannot share the {mesh.size} devices of the mesh "
@@ -158,7 +158,7 @@ def _profile_steps() -> tuple[int, int] | None:
 
 def run() -> None:
     """The console script."""
-    mains.run(main, ["gin_file", "model_dir"])
+    cli.run(main, ["gin_file", "model_dir"])
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ from paper_rows import RowKind
 from paper_updates import UpdateRow
 
 from meshwright.framework.compiler.hlo.step_time import LINK_EFFICIENCY
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.mains import build_experiment
 from meshwright.trainers.planning.planning import plan
 from meshwright.trainers.search import plan_cache
 

@@ -17,8 +17,8 @@ from paper_rows import RowKind
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.step_time import OpTime
 from meshwright.framework.compiler.lowering.sources import program_name
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.mains import build_experiment
 from meshwright.trainers.planning.planning import plan
 from meshwright.trainers.search import plan_cache
 

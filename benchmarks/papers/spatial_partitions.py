@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from meshwright import framework as mw
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 _PARTITIONS = flags.DEFINE_list("partitions", ["1", "2", "4", "8"], "How many.")
 _SIZE = flags.DEFINE_integer("size", 64, "Side of the volume.", lower_bound=8)
@@ -56,7 +56,7 @@ def memory(partitions: int, size: int, partitioner: mw.Partitioner) -> Memory:
             f"Experiment.partitioner = %{partitioner}",
         ],
     )
-    usage = Programs(experiment).main.memory()
+    usage = StepPrograms(experiment).main.memory()
     return Memory(
         partitions=partitions,
         arguments=usage.arguments / 1e6,

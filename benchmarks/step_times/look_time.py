@@ -26,8 +26,8 @@ from step_time import SETTINGS
 
 from meshwright import framework as mw
 from meshwright.framework.compiler.repair import check
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 _PARTITIONER = flags.DEFINE_enum_class(
     "partitioner", mw.Partitioner.SHARDY, mw.Partitioner, "XLA's partitioner."
@@ -56,7 +56,7 @@ def measure(
     mw.set_platform("cpu", 8)
     bindings = [*bindings, f"MESH_SHAPE = {tuple(mesh)}"]
     experiment, _ = build_experiment(["lm/stdlib_tiny.gin"], bindings)
-    programs = Programs(dataclasses.replace(experiment, partitioner=partitioner))
+    programs = StepPrograms(dataclasses.replace(experiment, partitioner=partitioner))
     look, decided = 0.0, check.decided
 
     def timed(*args):

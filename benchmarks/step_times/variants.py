@@ -22,9 +22,9 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.xla import platforms
 from meshwright.framework.nested_map import NestedMap
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.state import TrainState
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 Call = Callable[[NestedMap], np.ndarray]
 """Trains on the batches of one call; returns the loss of each step."""
@@ -32,7 +32,7 @@ Call = Callable[[NestedMap], np.ndarray]
 _BATCHES = 4  # Calls before tokens repeat.
 
 
-def meshwright(programs: Programs) -> Call:
+def meshwright(programs: StepPrograms) -> Call:
     """The trainer's own main program."""
     state = TrainState.initial(programs)
 
@@ -44,7 +44,7 @@ def meshwright(programs: Programs) -> Call:
     return call
 
 
-def tf_jit(programs: Programs) -> Call:
+def tf_jit(programs: StepPrograms) -> Call:
     """The same TF function under TF's own compiler, on one device.
 
     The state is in variables, which XLA updates in place: TF's way to donate it.
@@ -60,17 +60,17 @@ def tf_jit(programs: Programs) -> Call:
     return lambda batches: train_loop(batches).numpy()
 
 
-def jax_scan(programs: Programs) -> Call:
+def jax_scan(programs: StepPrograms) -> Call:
     """Hand-written JAX, the layers in a `lax.scan`."""
     return _jax(programs, reference_jax.Layers.SCAN)
 
 
-def jax_unrolled(programs: Programs) -> Call:
+def jax_unrolled(programs: StepPrograms) -> Call:
     """Hand-written JAX, the layers one after another."""
     return _jax(programs, reference_jax.Layers.UNROLLED)
 
 
-def _jax(programs: Programs, layers: reference_jax.Layers) -> Call:
+def _jax(programs: StepPrograms, layers: reference_jax.Layers) -> Call:
     experiment = programs.experiment
     optimizer, plan = experiment.optimizer, experiment.plan
     rate = optimizer.learning_rate
@@ -106,7 +106,7 @@ def _jax(programs: Programs, layers: reference_jax.Layers) -> Call:
 VARIANTS = {fn.__name__: fn for fn in (meshwright, tf_jit, jax_scan, jax_unrolled)}
 
 
-def random_batches(programs: Programs, seed: int) -> NestedMap:
+def random_batches(programs: StepPrograms, seed: int) -> NestedMap:
     """Batches [steps, B, S] for one call: two random documents in each row."""
     random = np.random.default_rng(seed)
     steps, rows, size = programs.abstract_batches().ids.shape
@@ -124,7 +124,7 @@ def random_batches(programs: Programs, seed: int) -> NestedMap:
     )
 
 
-def _initial_state(programs: Programs) -> NestedMap:
+def _initial_state(programs: StepPrograms) -> NestedMap:
     """The state before step 0, as host arrays."""
     return programs.init.unshard(programs.init(programs.seed()))
 
@@ -142,7 +142,7 @@ def main() -> None:
     def make() -> interleave.Served:
         experiment, _ = build_experiment(["lm/stdlib_tiny.gin"], bindings)
         platforms.set_platform("cpu", experiment.plan.mesh.size)
-        programs = Programs(experiment)
+        programs = StepPrograms(experiment)
         train = VARIANTS[name](programs)
         batches = [random_batches(programs, seed) for seed in range(_BATCHES)]
         endless = itertools.cycle(batches)

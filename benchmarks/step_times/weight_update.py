@@ -33,9 +33,9 @@ from interleave import Turn, loss_difference, take_turns
 
 from meshwright import framework as mw
 from meshwright.framework.nested_map import NestedMap
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.state import TrainState
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 DEVICES = 8
 OFF, MODES = "off", ("all", "auto")
@@ -161,7 +161,7 @@ class Trainer:
             f"Experiment.weight_update_sharding = '{mode}'",
         ]
         experiment, _ = build_experiment(list(model.gin_files), bindings)
-        self._programs = Programs(experiment)
+        self._programs = StepPrograms(experiment)
         self.start = start or _initial_state(self._programs)
         self._state = TrainState(self._programs, self.start)
         self._batches = random_batches(self._programs, model.below)
@@ -193,7 +193,7 @@ class Trainer:
         )
 
 
-def _initial_state(programs: Programs) -> NestedMap:
+def _initial_state(programs: StepPrograms) -> NestedMap:
     return programs.init.unshard(programs.init(programs.seed()))
 
 
@@ -201,7 +201,7 @@ def _bytes(specs: NestedMap) -> int:
     return sum(math.prod(one.shape) * one.dtype.size for one in specs.leaves())
 
 
-def random_batches(programs: Programs, below: Mapping[str, int]) -> NestedMap:
+def random_batches(programs: StepPrograms, below: Mapping[str, int]) -> NestedMap:
     """Batches of one call: integers as `Model.below` has it, floats in [0, 1)."""
     random = np.random.default_rng(0)
 

@@ -27,7 +27,7 @@ from meshwright.framework.compiler.lowering.lower import (
     lower,
 )
 from meshwright.framework.compiler.lowering.sources import Sources
-from meshwright.framework.compiler.pending.carry import carry_pending
+from meshwright.framework.compiler.partial.carry import carry_pending
 from meshwright.framework.compiler.repair import check
 from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport

@@ -16,7 +16,7 @@ from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.initializers import Initializer
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.annotations import Pending, annotate
+from meshwright.framework.sharding.annotations import OnConflict, annotate
 from meshwright.framework.sharding.origins import note_layer, note_weight
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.sharding.sharding import Sharding
@@ -211,15 +211,15 @@ def annotate_weights(
         sharding = plan.read_sharding(spec.dims, path)
         if spec.statistic_decay is not None:  # What comes back is no gradient.
             sharding = sharding.untyped()
-        weight = annotate(weight, sharding, otherwise=Pending.REDUCED)
+        weight = annotate(weight, sharding, on_conflict=OnConflict.REDUCE)
         return note_weight(weight, path)
 
     return theta.map_with_path(annotated, specs)
 
 
 def added_up(plan: ShardingPlan, specs: NestedMap, gradients: NestedMap) -> NestedMap:
-    """Gradients of what `annotate_weights` annotated, nothing pending any more."""
-    if not plan.partial_axes:
+    """Gradients of what `annotate_weights` annotated, nothing unreduced any more."""
+    if not plan.unreduced_gradient_axes:
         return gradients
     return gradients.map_with_path(
         lambda path, g, spec: reshard_to(g, spec.sharding(plan, path)), specs

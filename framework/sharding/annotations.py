@@ -20,19 +20,19 @@ TYPED = "typed"
 _NOTED = "_meshwright_shardings"
 
 
-class Pending(enum.Enum):
-    """What to do where a sum cannot be pending as an annotation says.
+class OnConflict(enum.Enum):
+    """What to do where a sum cannot be unreduced as an annotation says.
 
-    REFUSED: the program is not compiled. REDUCED: it is reduced there, along the axes
+    ERROR: the program is not compiled. REDUCE: it is reduced there, along the axes
     for which it must be.
     """
 
-    REFUSED = "refused"
-    REDUCED = "reduced"
+    ERROR = "error"
+    REDUCE = "reduce"
 
 
 def annotate(
-    tensor: tf.Tensor, sharding: Sharding, *, otherwise: Pending = Pending.REFUSED
+    tensor: tf.Tensor, sharding: Sharding, *, on_conflict: OnConflict = OnConflict.ERROR
 ) -> tf.Tensor:
     """The identity of `tensor`, laid out as `sharding`.
 
@@ -51,9 +51,11 @@ def annotate(
             f"sharding {sharding} of {describe(tensor)} is manual, which an annotation "
             "cannot make it: use auto_to_manual or manual_partition"
         )
-    sharding = sharding.without_idle_types()
+    sharding = sharding.without_trivial_types()
     if sharding.is_typed:
-        return note_sharding(_typed(tensor, sharding, otherwise), sharding, otherwise)
+        return record_annotation(
+            _typed(tensor, sharding, on_conflict), sharding, on_conflict
+        )
     proto = sharding.to_op_sharding()
     if sharding.mesh.size == 1:  # So that a program for more devices can tell.
         proto = xla_data_pb2.OpSharding(
@@ -63,47 +65,47 @@ def annotate(
         )
     serialized = proto.SerializeToString()
     annotated = annotate_serialized(tensor, serialized, sharding.unspecified)
-    return note_sharding(annotated, sharding)
+    return record_annotation(annotated, sharding)
 
 
-def _typed(tensor: tf.Tensor, sharding: Sharding, otherwise: Pending) -> tf.Tensor:
+def _typed(tensor: tf.Tensor, sharding: Sharding, on_conflict: OnConflict) -> tf.Tensor:
     """An annotation that XlaSharding has no words for."""
     if tf.executing_eagerly():
         return tensor
 
     @tf.custom_gradient
     def op(x):
-        config = {"sharding": str(sharding), "otherwise": otherwise.value}
+        config = {"sharding": str(sharding), "on_conflict": on_conflict.value}
         y = placeholder(TYPED, sharding.mesh, [x], x.shape, x.dtype, config)
-        return y, lambda dy: annotate(dy, sharding.dual(), otherwise=otherwise)
+        return y, lambda dy: annotate(dy, sharding.dual(), on_conflict=on_conflict)
 
     return op(tensor)
 
 
 @dataclasses.dataclass(frozen=True)
-class Noted:
+class Annotation:
     """What a tensor is annotated as, and what happens where that cannot be."""
 
     sharding: Sharding
-    otherwise: Pending
+    on_conflict: OnConflict
 
-    def dual(self) -> Noted:
+    def dual(self) -> Annotation:
         """The same of its gradient."""
-        return Noted(self.sharding.dual(), self.otherwise)
+        return Annotation(self.sharding.dual(), self.on_conflict)
 
 
-def note_sharding(
-    tensor: tf.Tensor, sharding: Sharding, otherwise: Pending = Pending.REFUSED
+def record_annotation(
+    tensor: tf.Tensor, sharding: Sharding, on_conflict: OnConflict = OnConflict.ERROR
 ) -> tf.Tensor:
-    """Notes what a tensor is annotated as, for `noted_sharding`; returns it."""
+    """Notes what a tensor is annotated as, for `annotation_of`; returns it."""
     if not tf.executing_eagerly():
         noted = getattr(tensor.graph, _NOTED, {})
-        noted[tensor.name] = Noted(sharding, otherwise)
+        noted[tensor.name] = Annotation(sharding, on_conflict)
         setattr(tensor.graph, _NOTED, noted)
     return tensor
 
 
-def noted_sharding(tensor: tf.Tensor) -> Noted | None:
+def annotation_of(tensor: tf.Tensor) -> Annotation | None:
     """What a tensor of a graph is annotated as, None if it is not by itself."""
     if tf.executing_eagerly():
         return None
@@ -119,7 +121,7 @@ def mesh_split(
     unreduced: Sequence[str] = (),
     reduced: Sequence[str] = (),
 ) -> tf.Tensor:
-    """Splits `tensor` over mesh axes, and says of which its sum is pending.
+    """Splits `tensor` over mesh axes, and says of which its sum is unreduced.
 
     Args:
       tensor: any tensor of static rank.

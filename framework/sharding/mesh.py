@@ -15,7 +15,7 @@ _PART = re.compile(r"(?P<axis>.+):\((?P<before>\d+)\)(?P<size>\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class AxisPart:
+class SubAxis:
     """`size` steps of a mesh axis, after `before` coarser ones: a mixed-radix digit.
 
     Written `Y:(2)4` as Shardy does; `DeviceMesh.name` calls the whole axis just `Y`.
@@ -93,7 +93,7 @@ class DeviceMesh:
         ids = range(self.size) if self.device_ids is None else self.device_ids
         return np.asarray(ids).reshape(self.shape)
 
-    def part(self, axis: str) -> AxisPart:
+    def part(self, axis: str) -> SubAxis:
         """The mesh axis, or part of one, that `axis` names.
 
         Raises:
@@ -109,7 +109,7 @@ class DeviceMesh:
         """Devices along several axes together; 1 for none."""
         return math.prod(self.axis_size(axis) for axis in axes)
 
-    def name(self, part: AxisPart) -> str:
+    def name(self, part: SubAxis) -> str:
         """How `part` is named: `Y:(2)4`, or just `Y` for all of an axis."""
         return part.axis if part.size == self.axis_size(part.axis) else str(part)
 
@@ -140,10 +140,10 @@ def places_in(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _part(mesh: DeviceMesh, axis: str) -> AxisPart:
+def _part(mesh: DeviceMesh, axis: str) -> SubAxis:
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     if axis in sizes:
-        return AxisPart(axis, 1, sizes[axis])
+        return SubAxis(axis, 1, sizes[axis])
     match = _PART.fullmatch(axis)
     if match is None or match["axis"] not in sizes:
         near = difflib.get_close_matches(axis, mesh.axis_names, 1)
@@ -151,7 +151,7 @@ def _part(mesh: DeviceMesh, axis: str) -> AxisPart:
         raise ValueError(
             f"unknown mesh axis {axis!r}: the mesh has {mesh.axis_names}{hint}"
         )
-    part = AxisPart(match["axis"], int(match["before"]), int(match["size"]))
+    part = SubAxis(match["axis"], int(match["before"]), int(match["size"]))
     if part.end < 1 or sizes[part.axis] % part.end:
         raise ValueError(
             f"mesh axis part {axis!r}: {part.before} * {part.size} must divide the "

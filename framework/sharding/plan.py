@@ -32,10 +32,10 @@ class ShardingPlan:
       weights: dim name -> axis, or axes, or None, for weights.
       activations: the same for activations.
       device_ids: optional device order, row-major in the mesh.
-      partial_axes: mesh axes along which what layers read, a weight or the stream, has
-        an unreduced gradient if they do not split it, where that can be: replicated
-        forwards, partial backwards, as the post of that name has it by default. Without
-        it gradients are replicated too, as those of XlaSharding.
+      unreduced_gradient_axes: mesh axes along which what layers read, a weight or the
+        stream, has an unreduced gradient if they do not split it, where that can be:
+        replicated forwards, partial backwards, as the post of that name has it by
+        default. Without it gradients are replicated too, as those of XlaSharding.
       pipeline_axes: for the layers of a pipeline (`inside_pipeline`) the axes that have
         its stages, and may split nothing else.
 
@@ -49,7 +49,7 @@ class ShardingPlan:
     activations: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     device_ids: Sequence[int] | None = None
     pipeline_axes: Sequence[str] | None = None
-    partial_axes: Sequence[str] = ()
+    unreduced_gradient_axes: Sequence[str] = ()
 
     def __post_init__(self):
         for name in ("mesh_axes", "mesh_shape"):
@@ -68,11 +68,11 @@ class ShardingPlan:
                             f"sharding plan: {table_name}[{dim!r}] names mesh axis "
                             f"{axis!r}, but the mesh has {tuple(self.mesh_axes)}{hint}"
                         )
-        for axis in self.partial_axes:
+        for axis in self.unreduced_gradient_axes:
             if axis not in self.mesh_axes:
                 raise ValueError(
-                    f"sharding plan: partial_axes names mesh axis {axis!r}, but the "
-                    f"mesh has {tuple(self.mesh_axes)}"
+                    "sharding plan: unreduced_gradient_axes names mesh axis "
+                    f"{axis!r}, but the mesh has {tuple(self.mesh_axes)}"
                 )
 
     @property
@@ -91,7 +91,7 @@ class ShardingPlan:
         """
         tokens = self._own_names(("batch", "stream"))
         axes = {axis for dim in tokens for axis in as_axes(self.activations.get(dim))}
-        partial = [axis for axis in self.partial_axes if axis in axes]
+        partial = [axis for axis in self.unreduced_gradient_axes if axis in axes]
         return _reduced(self.weight_sharding(dims, name), partial)
 
     def activation_sharding(
@@ -104,7 +104,9 @@ class ShardingPlan:
         self, dims: Sequence[str], name: str = "activation"
     ) -> Sharding:
         """That of an activation which products read: reduced along the partial axes."""
-        return _reduced(self.activation_sharding(dims, name), self.partial_axes)
+        return _reduced(
+            self.activation_sharding(dims, name), self.unreduced_gradient_axes
+        )
 
     def annotate_activation(
         self, tensor: tf.Tensor, dims: Sequence[str], name: str = "activation"
@@ -119,7 +121,7 @@ class ShardingPlan:
         that, and gradients are whole.
         """
         return dataclasses.replace(
-            self, pipeline_axes=tuple(stage_axes), partial_axes=()
+            self, pipeline_axes=tuple(stage_axes), unreduced_gradient_axes=()
         )
 
     def _own_names(self, dims: Sequence[str]) -> list[str]:

@@ -29,13 +29,13 @@ class Sharding:
       manual: axes along which the tensor is one device's own: each device holds a
         tensor of this very shape (GSPMD 3.4). Along all axes the paper's manual, along
         some its manual subgroups.
-      unreduced: axes along which each device holds a part of a sum that is pending:
+      unreduced: axes along which each device holds a part of a sum that is unreduced:
         the tensor is what they add up to.
       reduced: axes along which the tensor is replicated, and its gradient unreduced.
 
     Raises:
-      ValueError: an unknown axis, or one axis used twice; a sum pending along a part of
-        an axis, or of a tensor that is manual or has dims left to completion.
+      ValueError: an unknown axis, or one axis used twice; a sum unreduced along a part
+        of an axis, or of a tensor that is manual or has dims left to completion.
     """
 
     mesh: DeviceMesh
@@ -137,7 +137,7 @@ class Sharding:
 
     @property
     def is_typed(self) -> bool:
-        """Whether it says what is pending, or is to be in its gradient."""
+        """Whether it says what is unreduced, or is to be in its gradient."""
         return bool(self.unreduced or self.reduced)
 
     def dual(self) -> Sharding:
@@ -148,7 +148,7 @@ class Sharding:
         """
         return dataclasses.replace(self, unreduced=self.reduced, reduced=self.unreduced)
 
-    def without_idle_types(self) -> Sharding:
+    def without_trivial_types(self) -> Sharding:
         """This one without unreduced and reduced axes that have one device."""
         size = self.mesh.axis_size
         return dataclasses.replace(
@@ -158,7 +158,7 @@ class Sharding:
         )
 
     def untyped(self) -> Sharding:
-        """This one with nothing pending: replicated along such axes."""
+        """This one with nothing unreduced: replicated along such axes."""
         return dataclasses.replace(self, unreduced=(), reduced=())
 
     @property
@@ -258,16 +258,16 @@ class Sharding:
         """Text form: a dim's axes joined by `.`, `_` none, `?` left to completion.
 
         `[X,_,Y]`, `[X.Y,_]`, `[X,?]`, `[X?]`, `[_,Y] manual{X}`; `[]` is a scalar's.
-        `{U:X}` follows where a sum is pending, `{R:X}` where the gradient's will be.
+        `{U:X}` follows where a sum is unreduced, `{R:X}` where the gradient's will be.
         """
         entries = [
             (".".join(axes) + ("?" if dim in self.unspecified else "")) or "_"
             for dim, axes in enumerate(self.dims)
         ]
         manual = f" manual{{{','.join(self.manual)}}}" if self.manual else ""
-        return f"[{','.join(entries)}]{manual}{self.pending_text()}"
+        return f"[{','.join(entries)}]{manual}{self.types_text()}"
 
-    def pending_text(self) -> str:
+    def types_text(self) -> str:
         """`{U:tp}`, `{R:dp,tp}`, `{U:dp}{R:tp}`; "" if nothing is."""
         kinds = (("U", self.unreduced), ("R", self.reduced))
         return "".join(f"{{{k}:{','.join(axes)}}}" for k, axes in kinds if axes)

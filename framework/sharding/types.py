@@ -1,4 +1,4 @@
-"""Sharding types: who says when a pending sum is reduced.
+"""Sharding types: who says when a partial sum is reduced.
 
 A tensor's type names the mesh axes that split each dim, those along which it is
 unreduced, and those along which it is reduced: replicated, its gradient unreduced. The
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from meshwright.framework.sharding.annotations import (
-    Noted,
-    Pending,
+    Annotation,
+    OnConflict,
     annotate,
+    annotation_of,
     asked_of,
-    note_sharding,
-    noted_sharding,
+    record_annotation,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import placeholder
@@ -41,7 +41,7 @@ def reshard(
     unreduced nothing is sent: one device keeps the tensor and the others have zeros.
     The gradient is converted the way back: of a tensor that is the result of
     `mesh_split` or `reshard` itself to the dual of what that said, of any other to the
-    same dims with nothing pending.
+    same dims with nothing unreduced.
 
     Args:
       tensor: any tensor of static rank.
@@ -62,18 +62,22 @@ def reshard(
 
 
 def reshard_to(
-    tensor: tf.Tensor, after: Sharding, *, otherwise: Pending = Pending.REFUSED
+    tensor: tf.Tensor, after: Sharding, *, on_conflict: OnConflict = OnConflict.ERROR
 ) -> tf.Tensor:
     """`reshard` to a `Sharding`; `otherwise` is what becomes of its gradient."""
     if tf.executing_eagerly():
         return tensor
-    before = noted_sharding(tensor)
-    return _converted(tensor, before, Noted(after.without_idle_types(), otherwise))
+    before = annotation_of(tensor)
+    return _converted(
+        tensor, before, Annotation(after.without_trivial_types(), on_conflict)
+    )
 
 
-def _converted(tensor: tf.Tensor, before: Noted | None, after: Noted) -> tf.Tensor:
+def _converted(
+    tensor: tf.Tensor, before: Annotation | None, after: Annotation
+) -> tf.Tensor:
     # What may have been reduced is told by the compiler.
-    is_sure = before is not None and before.otherwise is Pending.REFUSED
+    is_sure = before is not None and before.on_conflict is OnConflict.ERROR
 
     @tf.custom_gradient
     def op(x):
@@ -84,10 +88,10 @@ def _converted(tensor: tf.Tensor, before: Noted | None, after: Noted) -> tf.Tens
 
         def grad(dy):
             dual = after.dual()
-            dy = annotate(dy, dual.sharding, otherwise=dual.otherwise)
-            whole = Noted(after.sharding.untyped(), Pending.REFUSED)
+            dy = annotate(dy, dual.sharding, on_conflict=dual.on_conflict)
+            whole = Annotation(after.sharding.untyped(), OnConflict.ERROR)
             return _converted(dy, dual, before.dual() if before else whole)
 
         return y, grad
 
-    return note_sharding(op(tensor), after.sharding)
+    return record_annotation(op(tensor), after.sharding)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 
-from meshwright.framework.sharding.mesh import AxisPart, DeviceMesh, places_in
+from meshwright.framework.sharding.mesh import DeviceMesh, SubAxis, places_in
 
 if TYPE_CHECKING:
     from meshwright.framework.sharding.sharding import Sharding
@@ -79,7 +79,7 @@ def axes_of_place(
 
 
 @functools.lru_cache(maxsize=64)
-def _digits(mesh: DeviceMesh) -> tuple[AxisPart, ...]:
+def _digits(mesh: DeviceMesh) -> tuple[SubAxis, ...]:
     """The mesh axes cut into parts of prime size, major first."""
     digits = []
     for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
@@ -87,18 +87,18 @@ def _digits(mesh: DeviceMesh) -> tuple[AxisPart, ...]:
         while before < size:
             rest = size // before
             prime = next(p for p in range(2, rest + 1) if rest % p == 0)
-            digits.append(AxisPart(axis, before, prime))
+            digits.append(SubAxis(axis, before, prime))
             before *= prime
     return tuple(digits)
 
 
-def _joined(mesh: DeviceMesh, digits: Sequence[AxisPart]) -> tuple[str, ...]:
+def _joined(mesh: DeviceMesh, digits: Sequence[SubAxis]) -> tuple[str, ...]:
     """Names of the digits, parts of an axis that follow each other as one."""
-    parts: list[AxisPart] = []
+    parts: list[SubAxis] = []
     for digit in digits:
         last = parts[-1] if parts else None
         if last and last.axis == digit.axis and last.end == digit.before:
-            parts[-1] = AxisPart(last.axis, last.before, last.size * digit.size)
+            parts[-1] = SubAxis(last.axis, last.before, last.size * digit.size)
         else:
             parts.append(digit)
     return tuple(map(mesh.name, parts))

@@ -163,7 +163,7 @@ class MultiHeadAttention(Layer):
         """Of two S x S products; what a causal mask hides counts too, as is usual."""
         return 4.0 * sequence_length * self.num_heads * self.head_dim
 
-    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+    def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
         """What `step` keeps of tokens, before the first.
 
         Args:
@@ -178,7 +178,9 @@ class MultiHeadAttention(Layer):
         zeros = ctx.split(tf.zeros(shape, ctx.activation_dtype), BSND)
         return NestedMap(key=zeros, value=zeros)
 
-    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+    def encode_memory(
+        self, ctx: Context, theta: NestedMap, memory: tf.Tensor
+    ) -> NestedMap:
         """The cache of a `memory` [B, T, M]: keys and values, each [B, T, N, D]."""
         self._check_crosses(ctx)
         _, key, value = self._project(ctx, theta, memory[:, :1], memory)
@@ -198,7 +200,7 @@ class MultiHeadAttention(Layer):
           ctx: context.
           theta: weights.
           x: [B, 1, M], the tokens at `position`.
-          cache: as `start_cache` makes it, filled below `position`.
+          cache: as `init_cache` makes it, filled below `position`.
           position: int32 scalar.
 
         Returns:
@@ -223,7 +225,7 @@ class MultiHeadAttention(Layer):
         y = self._attend(ctx, theta, q, cache.key, cache.value, visible, bias)
         return y, cache
 
-    def recall(
+    def attend_memory(
         self,
         ctx: Context,
         theta: NestedMap,
@@ -231,7 +233,7 @@ class MultiHeadAttention(Layer):
         cache: NestedMap,
         memory_paddings: tf.Tensor,
     ) -> tf.Tensor:
-        """`fprop` with a memory that `remember` has made a cache of.
+        """`fprop` with a memory that `encode_memory` has made a cache of.
 
         Args:
           ctx: context.

@@ -13,7 +13,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import Context, WeightSpec
 from meshwright.framework.modeling.shapes import shape_of
-from meshwright.framework.sharding.annotations import Pending, annotate
+from meshwright.framework.sharding.annotations import OnConflict, annotate
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import reshard_to
 
@@ -34,14 +34,14 @@ def read_stream(ctx: Context, x: tf.Tensor) -> tf.Tensor:
     """The stream `x` [B, S, M] as products with weights read it.
 
     It is gathered where the plan splits "stream" and not "sequence". Its gradient is a
-    sum over what the products split. Along the plan's partial axes that is left pending
-    until it is in the stream again: there all-reduce and slice are one reduce-scatter
-    (Korthikanti et al. 2022, figure 5).
+    sum over what the products split. Along the plan's `unreduced_gradient_axes` that
+    is left unreduced until it is in the stream again: there all-reduce and slice are
+    one reduce-scatter (Korthikanti et al. 2022, figure 5).
     """
     x = ctx.split(ctx.cast(x), BSM)
     stream, read = _shardings(ctx)
     if read.is_typed:
-        return reshard_to(x, read, otherwise=Pending.REDUCED)
+        return reshard_to(x, read, on_conflict=OnConflict.REDUCE)
     return x if read == stream else annotate(x, read)
 
 
@@ -55,7 +55,7 @@ def to_stream(
     stream, read = _shardings(ctx)
     if read != stream:
         # It is no sum in parts where the axes do not divide heads or hidden units.
-        product = annotate(product, read.dual(), otherwise=Pending.REDUCED)
+        product = annotate(product, read.dual(), on_conflict=OnConflict.REDUCE)
     if read.is_typed:
         product = reshard_to(product, stream)
     return ctx.split(product, BSM, name=name)
@@ -65,7 +65,7 @@ def _shardings(ctx: Context) -> tuple[Sharding, Sharding]:
     """That of the stream, and that of it where products read it."""
     stream = ctx.plan.activation_sharding(BSM, ctx.path)
     read = ctx.plan.gathered_sharding(WHOLE, ctx.path)
-    return stream, read.without_idle_types()
+    return stream, read.without_trivial_types()
 
 
 def contract(

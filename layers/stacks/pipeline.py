@@ -151,13 +151,15 @@ class Pipeline(Layer):
         x, aux = divide(tf.nest.flatten(outputs), [run.body.counts[0]])
         return run.body.result(run.microbatches.join(x), run.aux_by_layer(aux))
 
-    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
-        """See `Repeat.start_cache`."""
-        return self.stack.start_cache(ctx, batch, length)
+    def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+        """See `Repeat.init_cache`."""
+        return self.stack.init_cache(ctx, batch, length)
 
-    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
-        """See `Repeat.remember`."""
-        return self.stack.remember(ctx, self.plain_weights(theta), memory)
+    def encode_memory(
+        self, ctx: Context, theta: NestedMap, memory: tf.Tensor
+    ) -> NestedMap:
+        """See `Repeat.encode_memory`."""
+        return self.stack.encode_memory(ctx, self.plain_weights(theta), memory)
 
     def step(self, ctx: Context, theta: NestedMap, x: tf.Tensor, *args, **inputs):
         """See `Repeat.step`: one token passes the layers one after another.

@@ -124,21 +124,25 @@ class Repeat(Layer):
         x, aux = divide(tf.nest.flatten(outputs), [stack.body.counts[0]])
         return stack.body.result(x, aux)
 
-    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+    def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
         """The body's, stacked along a leading dim L."""
-        one = self.body.start_cache(ctx, batch, length)
+        one = self.body.init_cache(ctx, batch, length)
         # Not new zeros: these lie as the body says.
         return one.map(lambda t: tf.broadcast_to(t[None], [self.count, *shape_of(t)]))
 
-    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+    def encode_memory(
+        self, ctx: Context, theta: NestedMap, memory: tf.Tensor
+    ) -> NestedMap:
         """The body's, of each layer's weights, stacked along a leading dim L."""
 
         def layer(ctx, theta, i, found):
-            one = self.body.remember(ctx, theta, memory)
+            one = self.body.encode_memory(ctx, theta, memory)
             return found.map(lambda stack, t: write(stack, t, i), one)
 
         specs = tf.function(
-            lambda: self.body.remember(ctx, self._layer_theta(ctx, theta, 0), memory),
+            lambda: self.body.encode_memory(
+                ctx, self._layer_theta(ctx, theta, 0), memory
+            ),
             autograph=False,
         ).get_concrete_function()
         rows = shape_of(memory)[0]

@@ -81,18 +81,20 @@ class Sequential(Layer):
             return x
         return NestedMap(x=x, aux=rows[0].map(lambda *t: tf.stack(t), *rows[1:]))
 
-    def start_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+    def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
         found = NestedMap()
         for name, layer in self._named():
             with ctx.scope(name) as c:
-                found[name] = layer.start_cache(c, batch, length)
+                found[name] = layer.init_cache(c, batch, length)
         return found
 
-    def remember(self, ctx: Context, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+    def encode_memory(
+        self, ctx: Context, theta: NestedMap, memory: tf.Tensor
+    ) -> NestedMap:
         found = NestedMap()
         for name, layer in self._named():
             with ctx.scope(name) as c:
-                found[name] = layer.remember(c, theta[name], memory)
+                found[name] = layer.encode_memory(c, theta[name], memory)
         return found
 
     def step(

@@ -15,7 +15,7 @@ from absl import logging
 
 from meshwright.framework.modeling.checks import check_number
 from meshwright.tasks.images.image_files import ImageFiles, Records
-from meshwright.tasks.input.whole_files import written_whole
+from meshwright.tasks.input.atomic_files import atomic_write
 from meshwright.tasks.text.text_input import Split
 
 _SHAPES = ("disc", "square", "triangle", "cross")
@@ -88,7 +88,7 @@ def _made(given: SyntheticImages, split: Split) -> str:
     for i, name in enumerate(names):
         if not (folder / name).is_file():
             logging.info("making pictures, into %s", folder / name)
-            with written_whole(folder / name) as new:
+            with atomic_write(folder / name) as new:
                 part = range(i * count // _FILES, (i + 1) * count // _FILES)
                 _write(new, given, split, part)
     return str(folder / f"{split.value}-{digest}-*")

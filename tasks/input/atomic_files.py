@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def atomic_write(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """A path of the same name to write to; what is there at the end replaces `path`.
 
     The folder must be there. What an interrupted run leaves is a folder beside the file

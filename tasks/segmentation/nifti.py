@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.tasks.input.whole_files import written_whole
+from meshwright.tasks.input.atomic_files import atomic_write
 
 _ENDINGS = (".nii.gz", ".nii")
 # By the unit's code in a header: metres and micrometres. All else counts as mm.
@@ -72,7 +72,7 @@ def write_nifti(path: str, image: Any) -> None:
     stem(path)
     file = pathlib.Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(file) as new:
+    with atomic_write(file) as new:
         nibabel.save(image, new)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 
 from meshwright.framework.modeling.checks import check_number, check_value
-from meshwright.tasks.input.whole_files import written_whole
+from meshwright.tasks.input.atomic_files import atomic_write
 from meshwright.tasks.segmentation.nifti import libraries, write_nifti
 from meshwright.tasks.segmentation.volume_files import Case, VolumeFiles
 from meshwright.tasks.text.text_input import Split
@@ -130,7 +130,7 @@ def _written(folder: pathlib.Path, names: list[str], one_in: int) -> pathlib.Pat
     text = json.dumps(content, indent=1)
     path = folder / f"dataset-{_digest(text)}.json"
     if not path.is_file():
-        with written_whole(path) as new:
+        with atomic_write(path) as new:
             new.write_text(text, encoding="utf-8")
     return path
 

@@ -17,7 +17,7 @@ import gin
 from absl import logging
 
 from meshwright.framework.modeling.checks import check_number
-from meshwright.tasks.input.whole_files import written_whole
+from meshwright.tasks.input.atomic_files import atomic_write
 from meshwright.tasks.speech.speech_manifest import Manifest, Utterance
 from meshwright.tasks.text.text_input import Split, TextFiles
 
@@ -118,7 +118,7 @@ class _Line:
 
     def speak(self, folder: pathlib.Path) -> None:
         """Makes the file, all of it or nothing."""
-        with written_whole(folder / self.wav) as new:
+        with atomic_write(folder / self.wav) as new:
             command = ["espeak-ng", "-v", self.voice, "-s", str(self.speed)]
             command += ["-w", str(new), "--", self.sentence]
             done = subprocess.run(
@@ -162,7 +162,7 @@ def _written(folder: pathlib.Path, lines: list[_Line]) -> pathlib.Path:
     text = "".join(f"{line.wav}\t{line.sentence}\n" for line in lines)
     manifest = folder / f"manifest-{_digest(text)[:16]}.tsv"
     if not manifest.is_file():
-        with written_whole(manifest) as new:
+        with atomic_write(manifest) as new:
             new.write_text(text, encoding="utf-8")
     return manifest
 

@@ -186,7 +186,7 @@ class Translation(TextTask):
         memory, _ = self.encode(ctx, theta, batch)
         paddings = tf.cast(batch.source_segment_ids == 0, tf.int32)
         with ctx.scope("decoder") as c:
-            remembered = self.decoder.remember(c, theta.decoder, memory)
+            remembered = self.decoder.encode_memory(c, theta.decoder, memory)
         batch_size, beams = shape_of(memory)[0], self.search.beams
         length = self.text.target_length
 
@@ -208,7 +208,7 @@ class Translation(TextTask):
             return tf.reshape(logits, [-1, beams, logits.shape[-1]]), cache
 
         with ctx.scope("decoder") as c:
-            cache = self.decoder.start_cache(c, batch_size * beams, length)
+            cache = self.decoder.init_cache(c, batch_size * beams, length)
         with ctx.scope("search") as c:
             if c.key is not None:  # Other batches draw otherwise.
                 c = dataclasses.replace(

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.exporting.bundle import BundleOptions, export_bundle
-from meshwright.trainers.mains import build_experiment
 
 SCRIPT = (
     pathlib.Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def compared(folder, *params):
         ["lm/transformer_1b.gin"], [*SMALLEST, *params]
     )
     options = BundleOptions(calls=1, config=config, expected=False)
-    export_bundle(Programs(experiment), None, folder, options)
+    export_bundle(StepPrograms(experiment), None, folder, options)
     flags = ["--platform=cpu", "--rounds=1", "--steps=1", "--peak_flops=1e11"]
     command = [sys.executable, SCRIPT, folder, *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=900)

@@ -24,10 +24,10 @@ from benchmarks.papers.paper_tables import (  # noqa: E402
 )
 from meshwright.framework.compiler.hlo import step_time  # noqa: E402
 from meshwright.framework.compiler.hlo.hlo_text import HloModule  # noqa: E402
-from meshwright.framework.compiler.hlo.step_time import OpTime, Part  # noqa: E402
+from meshwright.framework.compiler.hlo.step_time import OpTime, TimePart  # noqa: E402
 from meshwright.framework.devices.topology import topology  # noqa: E402
-from meshwright.trainers.experiment.programs import Programs  # noqa: E402
-from meshwright.trainers.mains import build_experiment  # noqa: E402
+from meshwright.trainers.cli import build_experiment  # noqa: E402
+from meshwright.trainers.experiment.step_programs import StepPrograms  # noqa: E402
 from meshwright.trainers.search.plan_cache import PlanCache  # noqa: E402
 from tests import needs  # noqa: E402
 
@@ -237,7 +237,7 @@ def test_each_row_of_weight_updates_is_table_1s(row):
     optimizer = type(experiment.optimizer).__name__
     assert (optimizer, experiment.global_batch) == BATCHES[row.name]
     assert experiment.plan.mesh.size == topology(row.topology).size
-    assert Programs(experiment).data_axes == ("rows", "columns")
+    assert StepPrograms(experiment).data_axes == ("rows", "columns")
 
 
 def test_chosen_rows_of_weight_updates():
@@ -353,7 +353,7 @@ def test_the_optimizers_seconds():
         OpTime(
             name=name,
             op_name=module.by_name[name].op_name,
-            part=Part.VECTOR,
+            part=TimePart.VECTOR,
             loops=(),
             count=1,
             seconds=10.0**number,

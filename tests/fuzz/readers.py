@@ -28,7 +28,7 @@ from meshwright.tasks.speech.speech_manifest import Manifest
 from meshwright.tasks.text import parallel_text
 from meshwright.tasks.text.text_input import Split
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
-from meshwright.trainers import mains, train
+from meshwright.trainers import cli, train
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.batches import readable
 from meshwright.trainers.experiment.experiment import Experiment
@@ -129,14 +129,14 @@ def _gin(folder: pathlib.Path) -> None:
 
 
 def _flags(folder: pathlib.Path) -> None:
-    """What the mains do with their flags before anything is compiled."""
+    """What the cli do with their flags before anything is compiled."""
     words = os.fsdecode((folder / "flags").read_bytes()).split("\0")
     with flagsaver.flagsaver():
         try:
-            # Which both mains require.
+            # Which both cli require.
             left = flags.FLAGS(["meshwright", "--gin_file=lm/stdlib_tiny", *words])
-            mains.call("meshwright", left, _use_flags)
-        # As absl tells them, and as the mains tell errors.
+            cli.call("meshwright", left, _use_flags)
+        # As absl tells them, and as the cli tell errors.
         except (flags.Error, app.UsageError) as error:
             raise ValueError(f"flags: {error}") from error
         except SystemExit as told:

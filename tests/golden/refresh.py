@@ -2,9 +2,9 @@
 
 import pathlib
 
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.config import PARAMS
 from meshwright.trainers.experiment.sharding_text import sharding_text
-from meshwright.trainers.mains import build_experiment
 
 GOLDEN = pathlib.Path(__file__).parent
 

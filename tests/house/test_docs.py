@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment import config
-from meshwright.trainers.mains import build_experiment
 from tests.house import snippets
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -30,14 +30,14 @@ SPLIT = {"heads": "tensor", "hidden": "tensor", "vocab": "tensor"}
 X = np.random.default_rng(0).standard_normal([B, S, M], np.float32)
 
 
-def plan_of(*partial_axes, stream=True, shape=(2, 4)):
+def plan_of(*unreduced_gradient_axes, stream=True, shape=(2, 4)):
     return ShardingPlan(
         mesh_axes=("data", "tensor"),
         mesh_shape=shape,
         weights=SPLIT,
         activations={"batch": "data", **SPLIT}
         | ({"stream": "tensor"} if stream else {}),
-        partial_axes=partial_axes,
+        unreduced_gradient_axes=unreduced_gradient_axes,
     )
 
 
@@ -96,10 +96,10 @@ def typed(plan):
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["split", "whole"])
-@pytest.mark.parametrize("partial_axes", [(), ("data", "tensor")])
-def test_a_layer_is_well_typed_with_its_gradients(stream, partial_axes):
+@pytest.mark.parametrize("unreduced_gradient_axes", [(), ("data", "tensor")])
+def test_a_layer_is_well_typed_with_its_gradients(stream, unreduced_gradient_axes):
     """As it is: nobody annotates what its norms return."""
-    assert not typed(plan_of(*partial_axes, stream=stream)).errors
+    assert not typed(plan_of(*unreduced_gradient_axes, stream=stream)).errors
 
 
 def test_types_say_what_is_gathered_and_what_is_scattered():

@@ -10,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.state import TrainState
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
@@ -52,7 +52,7 @@ def random_batches(experiment: Experiment, calls: int) -> list[NestedMap]:
     """Batches for `calls` calls of the main program; the same for every mesh."""
     rng = np.random.RandomState(0)
     vocab = experiment.task.text.vocab_size
-    spec = Programs(experiment).abstract_batches()
+    spec = StepPrograms(experiment).abstract_batches()
     B, S = experiment.global_batch, experiment.task.text.sequence_length
     shape = (calls * experiment.steps_per_loop, B, S)
     # The same tokens at each step, so that a few steps learn them.
@@ -75,7 +75,7 @@ def random_batches(experiment: Experiment, calls: int) -> list[NestedMap]:
 
 def initial_state(experiment: Experiment) -> NestedMap:
     """The state before step 0 as host arrays, made eagerly."""
-    programs = Programs(experiment)
+    programs = StepPrograms(experiment)
     seed = tf.constant(programs.seed())
     return programs.initial_state(seed).map(lambda leaf: leaf.numpy())
 
@@ -87,7 +87,7 @@ def train(
     batches_of: Callable[[Experiment, int], list[NestedMap]] = random_batches,
 ) -> Trained:
     """Trains from `start` (host arrays) for `calls` calls of the main program."""
-    programs = Programs(experiment)
+    programs = StepPrograms(experiment)
     state = TrainState(programs, start)
     losses, norms = [], []
     for batches in batches_of(experiment, calls):
@@ -108,7 +108,7 @@ def train(
 
 def train_by_tf(experiment: Experiment, start: NestedMap, calls: int = 5) -> Trained:
     """The same by TF's own kernels on one device: no XLA."""
-    step = tf.function(Programs(experiment).train_step, autograph=False)
+    step = tf.function(StepPrograms(experiment).train_step, autograph=False)
     state, losses, norms = start.map(tf.constant), [], []
     for batches in random_batches(experiment, calls):
         for i in range(experiment.steps_per_loop):

@@ -18,8 +18,8 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 from tensorboard.util import tensor_util
 
 from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import loop
 from tests.trainers.parity import DATA, small_experiment
 
@@ -43,14 +43,14 @@ GIN_PARAMS = (
 
 
 @functools.cache
-def small_programs(*params: str, plan: str = "finalized") -> Programs:
+def small_programs(*params: str, plan: str = "finalized") -> StepPrograms:
     """Programs for 20 steps, not compiled yet; checkpoints at 5, 10, 15, 20."""
     if not any(param.startswith("MESH_SHAPE") for param in params):
         params = ("MESH_SHAPE = (2, 4)", *params)
-    return Programs(small_experiment(*GIN_PARAMS, *params, plan=plan))
+    return StepPrograms(small_experiment(*GIN_PARAMS, *params, plan=plan))
 
 
-def at(programs: Programs, **changes) -> Programs:
+def at(programs: StepPrograms, **changes) -> StepPrograms:
     """`programs` under an experiment with `changes` that do not change them."""
     for name in ("init", "main", "eval", "finite"):
         getattr(programs, name)  # Compiled once, for all copies.
@@ -60,14 +60,14 @@ def at(programs: Programs, **changes) -> Programs:
 
 
 @functools.cache
-def five_steps_a_loop() -> Programs:
+def five_steps_a_loop() -> StepPrograms:
     """The programs of `small_programs()` with `steps_per_loop` 5."""
     other = at(small_programs(), steps_per_loop=5)
     del other.main, other.traced_main
     return other
 
 
-def train(programs: Programs, folder, **changes) -> loop.TrainResult:
+def train(programs: StepPrograms, folder, **changes) -> loop.TrainResult:
     """Trains in `folder`; `changes` as for `at`."""
     if changes:
         programs = at(programs, **changes)
@@ -79,7 +79,7 @@ def saved_steps(folder) -> list[int]:
         return checkpoints.steps()
 
 
-def saved_state(programs: Programs, folder, step: int) -> dict[str, np.ndarray]:
+def saved_state(programs: StepPrograms, folder, step: int) -> dict[str, np.ndarray]:
     """The state in a checkpoint, by dotted path."""
     with Checkpoints(f"{folder}/checkpoints", access=Access.READ) as checkpoints:
         state = checkpoints.restore(step, TrainState.abstract(programs))

@@ -1,10 +1,10 @@
-"""What the mains say of errors cannot write to a terminal, nor fill it."""
+"""What the cli say of errors cannot write to a terminal, nor fill it."""
 
 import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from meshwright.trainers import mains
+from meshwright.trainers import cli
 from meshwright.trainers.messages import printable
 
 
@@ -24,5 +24,5 @@ def test_an_error_is_told_so():
         flags.FLAGS(["meshwright"])
     given = {"gin_file": ["lm/stdlib_tiny"], "gin_param": ["\x1b[2J = 1"]}
     with flagsaver.flagsaver(**given), pytest.raises(SystemExit) as found:
-        mains.call("meshwright", ["meshwright"], lambda *_: None)
+        cli.call("meshwright", ["meshwright"], lambda *_: None)
     assert "    \\x1b[2J = 1\n" in found.value.code

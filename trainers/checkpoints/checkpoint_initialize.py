@@ -18,7 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwright.framework.compiler.boundary.wide_elements import wide_elements
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
-from meshwright.trainers.checkpoints.checkpoint_manifest import LeafForm, forms, listed
+from meshwright.trainers.checkpoints.checkpoint_manifest import (
+    ArraySpec,
+    bullet_list,
+    forms,
+)
 from meshwright.trainers.checkpoints.checkpoint_rules import (
     Change,
     InitializeFrom,
@@ -31,7 +35,7 @@ from meshwright.trainers.checkpoints.checkpoint_tf import (
     tf_checkpoint,
 )
 from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
-from meshwright.trainers.messages import say
+from meshwright.trainers.messages import log_line
 
 
 def weights_from(source: InitializeFrom, theta: NestedMap) -> dict[str, jax.Array]:
@@ -98,7 +102,7 @@ class _Fitting:
         self.pieces: dict[str, list[_Piece]] = {}
         self.unused: list[str] = []
 
-    def fit(self, saved: Mapping[str, LeafForm]) -> dict[str, jax.ShapeDtypeStruct]:
+    def fit(self, saved: Mapping[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays to read; those that become a weight as they are, laid out so.
 
         Raises:
@@ -120,7 +124,8 @@ class _Fitting:
         if problems:
             raise CheckpointError(
                 f"the weights of {self._source.checkpoint} do not fit this model:"
-                f"{listed(problems)}\nsee InitializeFrom.rules, only, missing, unused"
+                f"{bullet_list(problems)}\nsee InitializeFrom.rules, only, missing and "
+                "unused"
             )
         return {
             piece.name: self._abstract(path, piece, saved[piece.name])
@@ -148,13 +153,19 @@ class _Fitting:
 
     def report(self) -> None:
         """Says what came of it."""
-        say("took %d weights from %s", len(self.pieces), self._source.checkpoint)
+        log_line("took %d weights from %s", len(self.pieces), self._source.checkpoint)
         if initialized := self._initialized():
-            say("initialized %d others:%s", len(initialized), listed(initialized))
+            log_line(
+                "initialized %d others:%s", len(initialized), bullet_list(initialized)
+            )
         if self.unused:
-            say("not used, %d of its arrays:%s", len(self.unused), listed(self.unused))
+            log_line(
+                "not used, %d of its arrays:%s",
+                len(self.unused),
+                bullet_list(self.unused),
+            )
 
-    def _match(self, saved: Mapping[str, LeafForm]) -> list[str]:
+    def _match(self, saved: Mapping[str, ArraySpec]) -> list[str]:
         """Fills `pieces` and `unused`; what is wrong with rules and patterns."""
         self.pieces, self.unused = {}, []
         rules, problems, matched = self._source.read_rules(), [], set()
@@ -191,7 +202,7 @@ class _Fitting:
         return problems
 
     def _misfits(
-        self, path: str, pieces: Sequence[_Piece], saved: Mapping[str, LeafForm]
+        self, path: str, pieces: Sequence[_Piece], saved: Mapping[str, ArraySpec]
     ) -> list[str]:
         """Why the pieces do not make up the weight."""
         wanted, places = self._wanted[path], {}
@@ -211,7 +222,7 @@ class _Fitting:
             shape = form.shape
             if Change.TRANSPOSE in place.changes:
                 shape = shape[::-1]
-            part = LeafForm(wanted.shape[rank:], wanted.dtype)
+            part = ArraySpec(wanted.shape[rank:], wanted.dtype)
             if Change.RESHAPE in place.changes:
                 fits = math.prod(shape) == math.prod(part.shape)
             else:
@@ -227,7 +238,7 @@ class _Fitting:
         return []
 
     def _abstract(
-        self, path: str, piece: _Piece, form: LeafForm
+        self, path: str, piece: _Piece, form: ArraySpec
     ) -> jax.ShapeDtypeStruct:
         weight = self._weights[path]
         sharding = weight.sharding
@@ -264,7 +275,7 @@ def _read(
     if (folder / "checkpoints").exists():
         folder = folder / "checkpoints"
 
-    def choose(saved: dict[str, LeafForm]) -> NestedMap:
+    def choose(saved: dict[str, ArraySpec]) -> NestedMap:
         prefix = f"{source.part}."
         part = {
             p.removeprefix(prefix): f for p, f in saved.items() if p.startswith(prefix)

@@ -12,14 +12,14 @@ _MAX_SHOWN = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafForm:
+class ArraySpec:
     """Shape and dtype name of one leaf."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
-    def of(cls, leaf: Any) -> LeafForm:
+    def of(cls, leaf: Any) -> ArraySpec:
         """Of anything that has a shape and a dtype."""
         return cls(tuple(leaf.shape), str(leaf.dtype))
 
@@ -27,17 +27,17 @@ class LeafForm:
         return f"{self.dtype}{list(self.shape)}"
 
 
-def forms(state: NestedMap) -> dict[str, LeafForm]:
+def forms(state: NestedMap) -> dict[str, ArraySpec]:
     """The form of each leaf by its dotted path."""
-    return {path: LeafForm.of(leaf) for path, leaf in state.items_by_path()}
+    return {path: ArraySpec.of(leaf) for path, leaf in state.items_by_path()}
 
 
-def to_json(forms: Mapping[str, LeafForm]) -> dict[str, Any]:
+def to_json(forms: Mapping[str, ArraySpec]) -> dict[str, Any]:
     """What the manifest file holds."""
     return {path: dataclasses.asdict(form) for path, form in forms.items()}
 
 
-def from_json(saved: Any) -> dict[str, LeafForm]:
+def from_json(saved: Any) -> dict[str, ArraySpec]:
     """What `to_json` made.
 
     Raises:
@@ -45,7 +45,9 @@ def from_json(saved: Any) -> dict[str, LeafForm]:
     """
     try:
         return {
-            path: LeafForm(tuple(int(dim) for dim in form["shape"]), str(form["dtype"]))
+            path: ArraySpec(
+                tuple(int(dim) for dim in form["shape"]), str(form["dtype"])
+            )
             for path, form in saved.items()
         }
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
@@ -55,7 +57,7 @@ def from_json(saved: Any) -> dict[str, LeafForm]:
 
 
 def differences(
-    saved: Mapping[str, LeafForm], wanted: Mapping[str, LeafForm]
+    saved: Mapping[str, ArraySpec], wanted: Mapping[str, ArraySpec]
 ) -> list[str]:
     """One line for each leaf that is missing, extra, or of another form.
 
@@ -76,7 +78,7 @@ def differences(
     return lines
 
 
-def listed(lines: Sequence[str]) -> str:
+def bullet_list(lines: Sequence[str]) -> str:
     """Lines below each other and indented, not too many of them."""
     shown = list(lines[:_MAX_SHOWN])
     if len(lines) > len(shown):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import tensorstore as ts
 
 from meshwright.framework.compiler.xla.processes import is_first_process
-from meshwright.trainers.messages import say
+from meshwright.trainers.messages import log_line
 
 
 class Transfer:
@@ -61,7 +61,7 @@ class Transfer:
         said = False
         while not self._ended.wait(self.interval):
             done, rate = self._so_far()
-            say(
+            log_line(
                 "%s: %.2f of %.2f GB, %.2f GB/s",
                 self._what,
                 min(done, self._total) / 1e9,
@@ -71,7 +71,9 @@ class Transfer:
             said = True
         if said:
             done, rate = self._so_far()
-            say("%s: ended, %.2f GB at %.2f GB/s", self._what, done / 1e9, rate / 1e9)
+            log_line(
+                "%s: ended, %.2f GB at %.2f GB/s", self._what, done / 1e9, rate / 1e9
+            )
 
     def _so_far(self) -> tuple[int, float]:
         done = self._done() - self._begin

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
-from meshwright.trainers.checkpoints.checkpoint_manifest import LeafForm
+from meshwright.trainers.checkpoints.checkpoint_manifest import ArraySpec
 
 # What tf.train.Checkpoint puts behind the path of every variable.
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
@@ -30,7 +30,7 @@ def tf_checkpoint(path: str) -> str | None:
 
 
 def read_tf_checkpoint(
-    prefix: str, choose: Callable[[dict[str, LeafForm]], Iterable[str]]
+    prefix: str, choose: Callable[[dict[str, ArraySpec]], Iterable[str]]
 ) -> dict[str, np.ndarray]:
     """Some variables of a checkpoint; TensorFlow checks the digest of each.
 
@@ -51,7 +51,7 @@ def read_tf_checkpoint(
         raise _unreadable(prefix, error) from error
     keys = {name.removesuffix(_VALUE): name for name in shapes}
     forms = {
-        name: LeafForm(tuple(shapes[key]), dtypes[key].name)
+        name: ArraySpec(tuple(shapes[key]), dtypes[key].name)
         for name, key in keys.items()
         if dtypes[key] != tf.string  # Such as the graph of objects.
     }

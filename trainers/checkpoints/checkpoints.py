@@ -32,7 +32,7 @@ from meshwright.trainers.checkpoints.checkpoint_digests import (
     CheckpointError,
     DamagedError,
 )
-from meshwright.trainers.checkpoints.checkpoint_manifest import LeafForm
+from meshwright.trainers.checkpoints.checkpoint_manifest import ArraySpec
 from meshwright.trainers.checkpoints.checkpoint_progress import (
     Transfer,
     bytes_read,
@@ -244,8 +244,8 @@ class Checkpoints:
             if lines := manifests.differences(saved, manifests.forms(abstract)):
                 raise CheckpointError(
                     f"checkpoint step {step} in {self._directory} is of another model:"
-                    f"{manifests.listed(lines)}\nuse the configuration that it was "
-                    "saved with, or another directory"
+                    f"{manifests.bullet_list(lines)}\nuse the configuration that it "
+                    "was saved with, or another directory"
                 )
             args = ocp.args.StandardRestore(_to_dict(abstract))
             handler = ocp.StandardCheckpointHandler()
@@ -254,7 +254,7 @@ class Checkpoints:
         return self._read_intact(step, read)
 
     def restore_part(
-        self, step: int | None, choose: Callable[[dict[str, LeafForm]], NestedMap]
+        self, step: int | None, choose: Callable[[dict[str, ArraySpec]], NestedMap]
     ) -> NestedMap:
         """Some leaves of the state saved as `step`.
 
@@ -306,7 +306,7 @@ class Checkpoints:
         if damaged:
             raise CheckpointError(
                 f"no checkpoint in {self._directory} is as it was saved:"
-                + manifests.listed([str(error) for error in damaged.values()])
+                + manifests.bullet_list([str(error) for error in damaged.values()])
                 + "\nbring one back from a copy, or begin in another directory"
             )
         raise CheckpointError(f"there is no checkpoint in {self._directory}")
@@ -381,7 +381,7 @@ class Checkpoints:
         self._manager.reload()
         return sorted(self._manager.all_steps())
 
-    def _forms(self, step: int) -> dict[str, LeafForm]:
+    def _forms(self, step: int) -> dict[str, ArraySpec]:
         return manifests.from_json(self._read_json(step, "manifest"))
 
     def _read_json(self, step: int, item: str) -> Any:

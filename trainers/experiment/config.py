@@ -20,6 +20,8 @@ PARAMS = pathlib.Path(__file__).parents[2] / "params"
 """The shipped gin files: beside this room in a checkout, and installed as well."""
 
 _MACRO = "gin.macro"
+_RENAMED = {"ShardingPlan.partial_axes": "unreduced_gradient_axes"}
+"""Parameters by the names that they had once."""
 # Of a configuration; ours have a hundred references and ten files at most. Where each
 # macro names the next one twice, or each file includes it twice, twenty make a million.
 _MOST_REFERENCES = 10_000
@@ -371,6 +373,8 @@ def _message(text: str) -> str:
         r"Configurable '(.+?)' doesn't have a parameter .*'(.+)'", text
     ):
         configurable = gin.config._REGISTRY.get_match(match[1])
+        if new := _RENAMED.get(f"{_short(configurable.selector)}.{match[2]}"):
+            return f"{text}\n  It is called {new!r} now."
         parameters = inspect.signature(configurable.wrapped).parameters
         return text + _did_you_mean(match[2], parameters)
     if match := re.match(r"No configurable matching (?:reference )?'@?([\w./]+)", text):

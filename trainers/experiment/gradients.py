@@ -48,7 +48,7 @@ def batch_gradients(
 
 
 def _gradients(task, ctx, specs, theta, batch) -> BatchGradients:
-    """`batch_gradients`, pending along the plan's partial axes."""
+    """`batch_gradients`, unreduced along the plan's partial axes."""
     with tf.GradientTape() as tape:
         leaves = theta.leaves()
         tape.watch(leaves)
@@ -66,7 +66,7 @@ def accumulated_gradients(
     batch: NestedMap,
     *,
     steps: int,
-    partial_axes: Sequence[str],
+    unreduced_gradient_axes: Sequence[str],
 ) -> BatchGradients:
     """The gradients of a batch, microbatch by microbatch in a loop.
 
@@ -78,8 +78,8 @@ def accumulated_gradients(
     Args:
       task, ctx, specs, theta, batch: as of `batch_gradients`.
       steps: how many microbatches.
-      partial_axes: the mesh axes along which gradients are added up after the loop,
-        besides those of the plan.
+      unreduced_gradient_axes: the mesh axes along which gradients are added up
+        after the loop, besides those of the plan.
 
     Raises:
       ValueError: the rows of the batch are not divided by the microbatches and the
@@ -90,8 +90,10 @@ def accumulated_gradients(
         lambda path, x, names: _microbatches(path, x, names, steps, ctx.plan),
         dims,
     )
-    partial = dict.fromkeys((*ctx.plan.partial_axes, *partial_axes))
-    plan = dataclasses.replace(ctx.plan, partial_axes=tuple(partial))
+    partial = dict.fromkeys(
+        (*ctx.plan.unreduced_gradient_axes, *unreduced_gradient_axes)
+    )
+    plan = dataclasses.replace(ctx.plan, unreduced_gradient_axes=tuple(partial))
     ctx = dataclasses.replace(ctx, plan=plan)
 
     def one(i: tf.Tensor) -> NestedMap:

@@ -15,7 +15,7 @@ from meshwright.framework.compiler.explaining.explain_text import tensor_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sizes import bytes_text
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 _LARGEST = 3
 
@@ -48,7 +48,7 @@ class ReplicatedTensor:
         return f"{size} {self.dtype}[{shape}] {self.name}: {self.why}"
 
 
-def replicated_state(programs: Programs) -> list[ReplicatedTensor]:
+def replicated_state(programs: StepPrograms) -> list[ReplicatedTensor]:
     """Those of state and batch, largest first; the program is traced, not compiled.
 
     Empty on a mesh of one device.
@@ -101,7 +101,9 @@ def replicated_activations(explanation: Explanation) -> list[ReplicatedTensor]:
     ]
 
 
-def report_lines(programs: Programs, tensors: Sequence[ReplicatedTensor]) -> list[str]:
+def report_lines(
+    programs: StepPrograms, tensors: Sequence[ReplicatedTensor]
+) -> list[str]:
     """A few lines on what of state and batch is left replicated."""
     mesh = programs.experiment.plan.mesh
     if mesh.size == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 
 def sharding_text(experiment: Experiment) -> str:
@@ -11,7 +11,7 @@ def sharding_text(experiment: Experiment) -> str:
 
     A trailing `padded to ...` marks a dim that its mesh axes do not divide.
     """
-    programs = Programs(experiment)
+    programs = StepPrograms(experiment)
     lines = [
         _line(path, spec.shape, spec.dtype.name, sharding)
         for (path, spec), sharding in zip(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.framework.compiler.xla.jax_bridge import abstract_array
 from meshwright.framework.nested_map import NestedMap
-from meshwright.trainers.experiment.programs import Form, Programs
+from meshwright.trainers.experiment.step_programs import Form, StepPrograms
 
 
 class TrainState:
@@ -15,18 +15,18 @@ class TrainState:
     arrays, no program between them is ever compiled.
     """
 
-    def __init__(self, programs: Programs, logical: NestedMap):
+    def __init__(self, programs: StepPrograms, logical: NestedMap):
         self._programs = programs
         self._logical: NestedMap | None = logical
         self._stored: NestedMap | None = None
 
     @classmethod
-    def initial(cls, programs: Programs) -> TrainState:
+    def initial(cls, programs: StepPrograms) -> TrainState:
         """The state before step 0."""
         return cls(programs, programs.init(programs.seed()))
 
     @classmethod
-    def abstract(cls, programs: Programs) -> NestedMap:
+    def abstract(cls, programs: StepPrograms) -> NestedMap:
         """What a checkpoint is restored into: logical form, on the plan's mesh."""
         return programs.state_specs.map(
             lambda spec, sharding: abstract_array(spec.shape, spec.dtype, sharding),

@@ -69,7 +69,7 @@ class _Asked(dict):
         return super().get(name, default)
 
 
-class Programs:
+class StepPrograms:
     """Builds and caches the compiled programs of one experiment.
 
     The functions (`train_step`, ...) are pure TF over logical shapes and abstract
@@ -158,7 +158,7 @@ class Programs:
         """Names of the dims that activations have, found by tracing the task's loss."""
         table = _Asked(self.experiment.plan.activations)
         plan = dataclasses.replace(self.experiment.plan, activations=table)
-        programs = Programs(dataclasses.replace(self.experiment, plan=plan))
+        programs = StepPrograms(dataclasses.replace(self.experiment, plan=plan))
         programs.batch_shardings()
         tf.function(programs.eval_step, autograph=False).get_concrete_function(
             self.abstract_state().theta,
@@ -207,7 +207,7 @@ class Programs:
                 state.theta,
                 batch,
                 steps=steps,
-                partial_axes=self.partial_axes,
+                unreduced_gradient_axes=self.unreduced_gradient_axes,
             )
         with tf.name_scope("optimizer"):
             update = experiment.optimizer.update(
@@ -314,7 +314,7 @@ class Programs:
         return tuple(a for a in mesh.axis_names if a in used and mesh.axis_size(a) > 1)
 
     @property
-    def partial_axes(self) -> tuple[str, ...]:
+    def unreduced_gradient_axes(self) -> tuple[str, ...]:
         """The mesh axes along which gradients of microbatches are left unreduced."""
         return self.data_axes
 

@@ -37,8 +37,8 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.trainers.experiment.batches import arrays, call_batches
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Form, Programs
 from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import Form, StepPrograms
 from meshwright.trainers.exporting import run_bundle
 from meshwright.trainers.training.evaluation import sums_over
 
@@ -73,7 +73,7 @@ class BundleOptions:
             raise ValueError(f"calls is {self.calls}: a bundle has batches for some")
 
 
-class _Traced(Programs):
+class _Traced(StepPrograms):
     """The same programs, traced and not compiled."""
 
     def _compile(self, *args, **how) -> TracedProgram:
@@ -81,7 +81,7 @@ class _Traced(Programs):
 
 
 def export_bundle(
-    programs: Programs,
+    programs: StepPrograms,
     state: NestedMap | None,
     folder: pathlib.Path,
     options: BundleOptions,
@@ -225,7 +225,7 @@ def _stacked(name: str, batches: Sequence[NestedMap]) -> dict[str, np.ndarray]:
 
 
 def _expected(
-    programs: Programs,
+    programs: StepPrograms,
     logical: NestedMap | None,
     batches: Sequence[NestedMap],
     held_out: Sequence[NestedMap],
@@ -290,7 +290,7 @@ def _mesh(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _step(programs: Programs, config: str) -> dict[str, Any]:
+def _step(programs: StepPrograms, config: str) -> dict[str, Any]:
     """What a step is."""
     experiment = programs.experiment
     B = experiment.global_batch

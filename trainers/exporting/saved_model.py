@@ -20,7 +20,7 @@ from meshwright.framework.compiler.lowering.lower import nodes_of
 from meshwright.framework.modeling.layer import WeightSpec
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 SERVE, EVALUATE = "serving_default", "evaluate"
 # On any device what they do on one. Of a slice XLA wants to know the size beforehand.
@@ -69,11 +69,11 @@ def export_saved_model(
     tf.saved_model.save(module, os.fspath(folder), signatures)
 
 
-def _on_one_device(experiment: Experiment) -> Programs:
+def _on_one_device(experiment: Experiment) -> StepPrograms:
     """Those of the same model without a mesh to speak of."""
     axes = len(experiment.plan.mesh_shape)
     plan = dataclasses.replace(experiment.plan, mesh_shape=(1,) * axes, device_ids=None)
-    return Programs(dataclasses.replace(experiment, plan=plan))
+    return StepPrograms(dataclasses.replace(experiment, plan=plan))
 
 
 def _variable(path: str, value: np.ndarray, spec: WeightSpec) -> tf.Variable:

@@ -17,14 +17,14 @@ from typing import Any
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, breakdown
-from meshwright.framework.compiler.hlo.refusal import Allocation
+from meshwright.framework.compiler.hlo.out_of_memory import Allocation
 from meshwright.framework.compiler.hlo.step_time import (
     CALIBRATED_KIND,
     MEAN_ERROR,
     WORST_ERROR,
 )
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.planning.planning import PlanReport
+from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.planning.planning import CompileReport
 
 _PACKAGES = ("meshwright", "jax", "jaxlib", "tensorflow", "libtpu")
 _STATE = {"theta": "weights", "slots": "slots", "ema": "ema"}
@@ -33,7 +33,7 @@ _LARGEST = 20
 _MOMENTS = 400
 
 
-def document(report: PlanReport, *, config_text: str = "") -> dict[str, Any]:
+def document(report: CompileReport, *, config_text: str = "") -> dict[str, Any]:
     """What a plan says, as values that JSON has.
 
     Args:
@@ -44,7 +44,7 @@ def document(report: PlanReport, *, config_text: str = "") -> dict[str, Any]:
       The document: docs/planning.md has a table of its keys.
     """
     mesh = report.experiment.plan.mesh
-    programs = Programs(report.experiment)
+    programs = StepPrograms(report.experiment)
     return {
         "topology": report.topology,
         "devices": mesh.size,
@@ -81,7 +81,7 @@ def document(report: PlanReport, *, config_text: str = "") -> dict[str, Any]:
     }
 
 
-def _memory(report: PlanReport, programs: Programs) -> dict[str, Any]:
+def _memory(report: CompileReport, programs: StepPrograms) -> dict[str, Any]:
     state = _state_bytes(report, programs)
     limit, peak = report.memory_limit, report.peak_bytes
     # The compiler also counts the gaps between what is alive.
@@ -101,7 +101,7 @@ def _memory(report: PlanReport, programs: Programs) -> dict[str, Any]:
 
 
 def _uses(
-    report: PlanReport, programs: Programs, state: dict[str, int]
+    report: CompileReport, programs: StepPrograms, state: dict[str, int]
 ) -> dict[str, Any]:
     """What the memory at the peak is for."""
     if report.memory is None and not report.allocations:
@@ -127,7 +127,7 @@ def _uses(
     }
 
 
-def _groups(programs: Programs) -> dict[str, list[int]]:
+def _groups(programs: StepPrograms) -> dict[str, list[int]]:
     """Numbers of the training program's arguments by what they are."""
     given = (programs.abstract_state(), programs.abstract_batches())
     found: dict[str, list[int]] = {}
@@ -172,7 +172,7 @@ def _timeline(memory: MemoryTimeline | None) -> list[int] | None:
     return [max(alive[a:b]) for a, b in itertools.pairwise(ends) if a < b]
 
 
-def _time(report: PlanReport) -> dict[str, Any]:
+def _time(report: CompileReport) -> dict[str, Any]:
     parts = None
     if report.time is not None:
         steps = report.experiment.steps_per_loop
@@ -189,7 +189,7 @@ def _time(report: PlanReport) -> dict[str, Any]:
     }
 
 
-def _pipelines(report: PlanReport) -> Iterator[dict[str, Any]]:
+def _pipelines(report: CompileReport) -> Iterator[dict[str, Any]]:
     for one in report.pipelines:
         bubbles = one.bubble_seconds
         yield {
@@ -203,14 +203,14 @@ def _pipelines(report: PlanReport) -> Iterator[dict[str, Any]]:
         }
 
 
-def _step_error(report: PlanReport) -> dict[str, float] | None:
+def _step_error(report: CompileReport) -> dict[str, float] | None:
     """Relative; None where no measured step was ever compared."""
     if report.time is None or report.torus.kind.name != CALIBRATED_KIND:
         return None
     return {"mean": MEAN_ERROR, "worst": WORST_ERROR}
 
 
-def _device_order(report: PlanReport) -> dict[str, Any] | None:
+def _device_order(report: CompileReport) -> dict[str, Any] | None:
     order = report.order
     if order is None:
         return None
@@ -233,7 +233,7 @@ def _device_order(report: PlanReport) -> dict[str, Any] | None:
     }
 
 
-def _weight_updates(report: PlanReport) -> dict[str, Any] | None:
+def _weight_updates(report: CompileReport) -> dict[str, Any] | None:
     """None where nothing was asked, or the compiler refused the program."""
     updates = report.program and report.program.updates
     if updates is None:
@@ -259,7 +259,7 @@ def _weight_updates(report: PlanReport) -> dict[str, Any] | None:
     }
 
 
-def _weights(programs: Programs) -> Iterator[dict[str, Any]]:
+def _weights(programs: StepPrograms) -> Iterator[dict[str, Any]]:
     for (path, spec), sharding in zip(
         programs.state_specs.theta.items_by_path(),
         programs.state_shardings().theta.leaves(),
@@ -276,7 +276,7 @@ def _weights(programs: Programs) -> Iterator[dict[str, Any]]:
         }
 
 
-def _state_bytes(report: PlanReport, programs: Programs) -> dict[str, int]:
+def _state_bytes(report: CompileReport, programs: StepPrograms) -> dict[str, int]:
     """Of weights, slots and moving averages; by the plan alone of what is refused."""
     if report.program is None:
         shapes = [spec.shape for spec in programs.state_specs.leaves()]

@@ -7,7 +7,7 @@ import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright.framework.compiler.hlo.refusal import REMEDY
+from meshwright.framework.compiler.hlo.out_of_memory import REMEDY
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.planning.plan_plots import Picture, pictures
 from meshwright.trainers.planning.plan_text import (

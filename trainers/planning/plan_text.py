@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.framework.compiler.hlo.refusal import REMEDY
+from meshwright.framework.compiler.hlo.out_of_memory import REMEDY
 from meshwright.framework.sizes import bytes_text
 
 _WIDTH = 80

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, memory_timeline
-from meshwright.framework.compiler.hlo.refusal import (
+from meshwright.framework.compiler.hlo.out_of_memory import (
     Allocation,
-    DoesNotFit,
+    OutOfMemoryError,
     allocations_of,
 )
 from meshwright.framework.compiler.hlo.report import collectives_of
@@ -24,11 +24,11 @@ from meshwright.framework.devices.device_order import DeviceOrder, order_of
 from meshwright.framework.devices.topology import Topology, topology_devices
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.replication import (
     ReplicatedTensor,
     replicated_state,
 )
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.plan_pipelines import (
     PlannedPipeline,
     planned_pipelines,
@@ -61,7 +61,7 @@ class CollectiveSum:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanReport:
+class CompileReport:
     """What `plan` found. Bytes are of one device, seconds and FLOPs of one step.
 
     Args:
@@ -95,7 +95,7 @@ class PlanReport:
     order: DeviceOrder | None
     module: HloModule | None
     program: Program | None
-    refusal: DoesNotFit | None
+    refusal: OutOfMemoryError | None
     memory: MemoryTimeline | None
     allocations: tuple[Allocation, ...]
     memory_limit: int
@@ -153,7 +153,7 @@ class PlanReport:
         return self.model_flops / (self.peak_flops * self.step_seconds)
 
 
-def plan(experiment: Experiment, *, topology: str) -> PlanReport:
+def plan(experiment: Experiment, *, topology: str) -> CompileReport:
     """Compiles the program that the trainer would run, for devices that are not here.
 
     Args:
@@ -170,12 +170,12 @@ def plan(experiment: Experiment, *, topology: str) -> PlanReport:
     set_platform("cpu", mesh.size if torus is None else None)
     devices = None if torus is None else topology_devices(name)
     order = None if torus is None else order_of(mesh, torus)
-    programs = Programs(experiment, devices=devices)
+    programs = StepPrograms(experiment, devices=devices)
     start = time.monotonic()
     program = refusal = module = None
     try:
         program = programs.main
-    except DoesNotFit as e:
+    except OutOfMemoryError as e:
         refusal, memory, allocations = e, e.timeline, e.allocations
     seconds = time.monotonic() - start
     if program is not None:
@@ -187,7 +187,7 @@ def plan(experiment: Experiment, *, topology: str) -> PlanReport:
     pipelines = planned_pipelines(
         experiment.task, times, program.sources if program else None
     )
-    return PlanReport(
+    return CompileReport(
         experiment=experiment,
         topology=name,
         torus=torus,

@@ -57,7 +57,7 @@ class NothingFitsError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Space:
+class SearchSpace:
     """What is searched.
 
     Args:
@@ -100,7 +100,7 @@ class Space:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Promising:
+class ScoredCandidate:
     """A candidate that may fit.
 
     Args:
@@ -126,16 +126,16 @@ class Screened:
       least: the smallest bound of those too large, and whose; None if there are none.
     """
 
-    promising: tuple[Promising, ...]
+    promising: tuple[ScoredCandidate, ...]
     left_out: dict[str, int]
     least: tuple[float, Candidate] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class RankedCandidate:
     """A candidate that was compiled, or refused."""
 
-    promising: Promising
+    promising: ScoredCandidate
     result: Result
 
     @property
@@ -153,7 +153,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Args:
@@ -162,8 +162,8 @@ class Found:
       screened: what was found before.
     """
 
-    ranked: tuple[Row, ...]
-    refused: tuple[Row, ...]
+    ranked: tuple[RankedCandidate, ...]
+    refused: tuple[RankedCandidate, ...]
     screened: Screened
 
     @property
@@ -172,7 +172,9 @@ class Found:
         return len(self.screened.promising) - len(self.ranked) - len(self.refused)
 
 
-def search(space: Space, *, cache: PlanCache, budget: int, jobs: int) -> Found:
+def search(
+    space: SearchSpace, *, cache: PlanCache, budget: int, jobs: int
+) -> SearchResult:
     """Compiles the promising candidates and ranks them by time an example.
 
     Args:
@@ -193,18 +195,18 @@ def search(space: Space, *, cache: PlanCache, budget: int, jobs: int) -> Found:
     refused = [row for row in rows if row.result.refusal is not None]
     if not ranked:
         raise NothingFitsError(_all_refused(refused, screened, budget))
-    return Found(
+    return SearchResult(
         ranked=tuple(sorted(ranked, key=_rank)),
         refused=tuple(refused),
         screened=screened,
     )
 
 
-def screen(space: Space) -> Screened:
+def screen(space: SearchSpace) -> Screened:
     """Drops what cannot do, by shapes and memory, and orders the rest."""
     bound, limit = MemoryBound(space.experiment), space.torus.kind.memory
     left_out: collections.Counter[str] = collections.Counter()
-    promising: list[Promising] = []
+    promising: list[ScoredCandidate] = []
     least: tuple[float, Candidate] | None = None
     seen, dims = set(), dims_of(space.experiment)
     bar = tqdm.tqdm(space.candidates(), desc="memory bounds", dynamic_ncols=True)
@@ -230,7 +232,7 @@ def screen(space: Space) -> Screened:
             continue
         recomputed = _recomputed(space.experiment, bound, one)
         promising.append(
-            Promising(
+            ScoredCandidate(
                 candidate=one,
                 bound=bytes_,
                 seconds=rough_seconds(space.experiment, one, space.torus, recomputed),
@@ -241,12 +243,12 @@ def screen(space: Space) -> Screened:
     return Screened(promising=tuple(promising), left_out=dict(left_out), least=least)
 
 
-def _rank(row: Row) -> tuple[float, int]:
+def _rank(row: RankedCandidate) -> tuple[float, int]:
     """Fastest first; of equal ones what leaves most memory."""
     return row.seconds_per_example, row.result.peak
 
 
-def _promise(one: Promising) -> tuple[bool, float]:
+def _promise(one: ScoredCandidate) -> tuple[bool, float]:
     """Smaller is better: what the user has first, then what seems fast an example."""
     return (not one.configured, one.seconds / one.candidate.batch)
 
@@ -271,12 +273,12 @@ def _recomputed(
 
 
 def _compiled(
-    space: Space,
-    promising: Sequence[Promising],
+    space: SearchSpace,
+    promising: Sequence[ScoredCandidate],
     cache: PlanCache,
     budget: int,
     jobs: int,
-) -> Iterator[Row]:
+) -> Iterator[RankedCandidate]:
     """Compiles up to `budget` of them, `jobs` at once.
 
     What needs at least as much memory as something that was refused waits for the
@@ -310,7 +312,7 @@ def _compiled(
             running.popleft()
             # What was cached tells nothing of how long the others take.
             bar.initial += compile_.was_cached
-            row = Row(promising=one, result=result)
+            row = RankedCandidate(promising=one, result=result)
             if result.too_large:
                 refused_bound = min(refused_bound, one.bound)
             elif result.refusal is None:
@@ -346,7 +348,7 @@ class Compile:
       was_cached: whether it was.
     """
 
-    def __init__(self, space: Space, candidate: Candidate, cache: PlanCache):
+    def __init__(self, space: SearchSpace, candidate: Candidate, cache: PlanCache):
         self._cache, self.was_cached = cache, False
         params = [*space.gin_params, *candidate.bindings()]
         try:
@@ -361,7 +363,7 @@ class Compile:
         if not self.was_cached:
             self._start(space, params)
 
-    def _start(self, space: Space, params: Sequence[str]) -> None:
+    def _start(self, space: SearchSpace, params: Sequence[str]) -> None:
         request = {
             "gin_files": list(space.gin_files),
             "gin_params": list(params),
@@ -418,7 +420,7 @@ class Compile:
         return Result(refusal=f"its process ended {how}{last}")
 
 
-def _no_candidate(space: Space, screened: Screened) -> ValueError:
+def _no_candidate(space: SearchSpace, screened: Screened) -> ValueError:
     name, limit = space.torus.name, space.torus.kind.memory
     counts = "".join(f"\n  {n} {why}" for why, n in screened.left_out.items())
     if screened.least is None:
@@ -436,7 +438,9 @@ def _no_candidate(space: Space, screened: Screened) -> ValueError:
     )
 
 
-def _all_refused(refused: Sequence[Row], screened: Screened, budget: int) -> str:
+def _all_refused(
+    refused: Sequence[RankedCandidate], screened: Screened, budget: int
+) -> str:
     least = min(refused, key=lambda row: row.promising.bound)
     rest = len(screened.promising) - len(refused)
     more = (

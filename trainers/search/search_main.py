@@ -9,13 +9,13 @@ from absl import flags
 
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.devices import topology as topologies
-from meshwright.trainers import mains
+from meshwright.trainers import cli
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import pipelines
 from meshwright.trainers.planning.planning import CPU
 from meshwright.trainers.search import search_text
 from meshwright.trainers.search.plan_cache import PlanCache, default_folder
-from meshwright.trainers.search.search import Space, search
+from meshwright.trainers.search.search import SearchSpace, search
 from meshwright.trainers.search.search_space import check_unscoped, named_plans
 
 SEARCH = flags.DEFINE_bool(
@@ -92,22 +92,20 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
         )
     torus = topologies.topology(topology)
     output = _output()
-    check_unscoped(mains.GIN_FILE.value, mains.gin_params())
+    check_unscoped(cli.GIN_FILE.value, cli.gin_params())
     microbatches = _counts(_MICROBATCHES)
     if microbatches and not pipelines(experiment.task):
         raise ValueError(
             "--search_microbatches is for pipelines, and the task has none: see "
             "params/layers/pipeline.gin"
         )
-    space = Space(
+    space = SearchSpace(
         experiment=experiment,
-        gin_files=tuple(mains.GIN_FILE.value),
-        gin_params=tuple(mains.gin_params()),
+        gin_files=tuple(cli.GIN_FILE.value),
+        gin_params=tuple(cli.gin_params()),
         torus=torus,
         plans=tuple(
-            named_plans(
-                experiment, mains.GIN_FILE.value, mains.gin_params(), _PLANS.value
-            )
+            named_plans(experiment, cli.GIN_FILE.value, cli.gin_params(), _PLANS.value)
         ),
         batches=tuple(_counts(_BATCH)) or (experiment.global_batch,),
         microbatches=tuple(microbatches),
@@ -115,7 +113,7 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
     set_platform("cpu")
     topologies.topology_devices(topology)  # Without libtpu nothing can be compiled.
     folder = pathlib.Path(_CACHE_DIR.value or default_folder())
-    if reason := mains.writable(folder):
+    if reason := cli.writable(folder):
         raise ValueError(
             f"what is compiled cannot be kept in {folder} ({reason}): name another "
             "folder with --cache_dir"
@@ -141,7 +139,7 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
 
 def _output() -> pathlib.Path:
     """The file to write, in a folder that is there."""
-    output = mains.output_file(_OUTPUT)
+    output = cli.output_file(_OUTPUT)
     if output.exists() and not _OVERWRITE.value:
         raise ValueError(
             f"{output} is there already: name another file with --search_output, or "

@@ -34,8 +34,8 @@ from meshwright.layers.stacks import pipeline, repeat
 from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.stacked_body import Constants, StackedBody
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.stacks import Stack, map_stacks, pipelines, repeats
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.search.search_space import Candidate, NamedPlan, Policy
 
 # Ops that ask of a tensor what is known before it is there.
@@ -103,7 +103,7 @@ class MemoryBound:
 
     def _state(self, plan: _ByName, mesh: tuple[int, ...]) -> float:
         placed = plan.plan.on(mesh)
-        programs = Programs(dataclasses.replace(self.experiment, plan=placed))
+        programs = StepPrograms(dataclasses.replace(self.experiment, plan=placed))
         specs, shardings = programs.state_specs, programs.state_shardings()
         total = sum(map(WeightSpec.shard_bytes, specs.leaves(), shardings.leaves()))
         loop = repeat.Unroll.LOOP
@@ -135,7 +135,7 @@ class MemoryBound:
             experiment, task=map_stacks(experiment.task, noting)
         )
         tf.function(_loss(experiment), autograph=False).get_concrete_function(
-            Programs(experiment).abstract_state().theta,
+            StepPrograms(experiment).abstract_state().theta,
             NestedMap(experiment.task.batch_spec(batch)),
         )
         return found

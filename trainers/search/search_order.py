@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from meshwright.framework.compiler.hlo.step_time import step_time
 from meshwright.framework.devices.device_order import DeviceOrder, device_orders
-from meshwright.trainers.planning.planning import PlanReport
+from meshwright.trainers.planning.planning import CompileReport
 
 
-def fastest(report: PlanReport) -> tuple[float, DeviceOrder]:
+def fastest(report: CompileReport) -> tuple[float, DeviceOrder]:
     """Estimated seconds of a step in the best order, and that order.
 
     Args:

@@ -25,8 +25,8 @@ from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.stacks import Stack, map_stacks, pipelines, repeats
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 _INCLUDED = re.compile(r"""^include\s+['"]([^'"]+)['"]""", re.MULTILINE)
 _CLASS = re.compile(r"^(?:[\w.]+[/.])*(\w+)\.\w+\s*=", re.MULTILINE)
@@ -378,7 +378,7 @@ def dims_of(experiment: Experiment) -> tuple[set[str], set[str]]:
     one = dataclasses.replace(
         plan, mesh_shape=(1,) * len(plan.mesh_axes), device_ids=None
     )
-    programs = Programs(dataclasses.replace(experiment, plan=one))
+    programs = StepPrograms(dataclasses.replace(experiment, plan=one))
     weights = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
     # Which stands for the batch within a pipeline.
     inside = {"microbatch"} if pipelines(experiment.task) else set()

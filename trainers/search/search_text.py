@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.search import plan_cache
-from meshwright.trainers.search.search import Found, Row, Space
+from meshwright.trainers.search.search import RankedCandidate, SearchResult, SearchSpace
 from meshwright.trainers.search.search_space import Candidate, portable
 
 _WIDTH = 80
@@ -18,12 +18,12 @@ _REASON = 150
 _VERSIONS = ("jax", "libtpu", "tensorflow")
 
 
-def table(space: Space, found: Found) -> str:
+def table(space: SearchSpace, found: SearchResult) -> str:
     """The best candidates, then what was refused and left out; 80 columns."""
     return "\n".join(_lines(space, found))
 
 
-def winner(space: Space, found: Found) -> str:
+def winner(space: SearchSpace, found: SearchResult) -> str:
     """A gin file of the best candidate, over the user's files and bindings."""
     best = found.ranked[0]
     comment = [
@@ -45,7 +45,7 @@ def winner(space: Space, found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _estimate(row: Row, space: Space) -> str:
+def _estimate(row: RankedCandidate, space: SearchSpace) -> str:
     return (
         f"{1e3 * row.seconds_per_example:.4g} ms an example, "
         f"{row.result.seconds:.4g} s a step, {bytes_text(row.result.peak)} of "
@@ -54,7 +54,7 @@ def _estimate(row: Row, space: Space) -> str:
     )
 
 
-def _lines(space: Space, found: Found) -> Iterator[str]:
+def _lines(space: SearchSpace, found: SearchResult) -> Iterator[str]:
     yield (
         f"{'ms/example':>12}{'s/step':>10}{'memory':>11}{'util':>6}  "
         f"{'mesh':<9}{'plan':<{_PLAN + 1}}{'recompute':<11}{'batch':>5}"

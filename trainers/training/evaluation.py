@@ -15,8 +15,8 @@ from meshwright.framework.compiler.xla.processes import is_first_process, to_hos
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.task import Decoding
 from meshwright.trainers.experiment.batches import arrays, readable
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training.stop_signals import StopRequest
 from meshwright.trainers.training.summaries import Summaries
 
@@ -37,7 +37,7 @@ class Evaluation:
 
 
 def evaluate(
-    programs: Programs, state: TrainState, stop: StopRequest, folder: str
+    programs: StepPrograms, state: TrainState, stop: StopRequest, folder: str
 ) -> Evaluation | None:
     """Metrics over the held-out batches, by the moving average if there is one.
 
@@ -66,7 +66,7 @@ def evaluate(
 
 
 def sums_over(
-    programs: Programs, theta: NestedMap, batches: Iterable[NestedMap], rows: range
+    programs: StepPrograms, theta: NestedMap, batches: Iterable[NestedMap], rows: range
 ) -> dict[str, np.ndarray]:
     """What the evaluation program's sums come to over batches, float64, by path.
 
@@ -98,7 +98,7 @@ def _until_stopped(
 
 
 def _decode(
-    programs: Programs, theta: NestedMap, stop: StopRequest, folder: str
+    programs: StepPrograms, theta: NestedMap, stop: StopRequest, folder: str
 ) -> Decoding:
     """What the model says of held-out examples.
 

@@ -31,9 +31,9 @@ from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
 from meshwright.trainers.experiment import replication
 from meshwright.trainers.experiment.batches import call_batches
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.state import TrainState
-from meshwright.trainers.messages import say
+from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.messages import log_line
 from meshwright.trainers.processes.peers import Peers
 from meshwright.trainers.training.evaluation import evaluate, format_metrics, summarize
 from meshwright.trainers.training.health import History
@@ -93,7 +93,7 @@ class TrainResult:
 
 
 def train_and_evaluate(
-    programs: Programs, run: Run, peers: Peers | None = None
+    programs: StepPrograms, run: Run, peers: Peers | None = None
 ) -> TrainResult:
     """Trains from the newest checkpoint in the run's folder, or from the start.
 
@@ -127,7 +127,7 @@ def check_is_saved(run: Run) -> None:
 
 
 def evaluate_latest(
-    programs: Programs, run: Run, peers: Peers | None = None
+    programs: StepPrograms, run: Run, peers: Peers | None = None
 ) -> dict[str, float] | None:
     """Evaluates the newest checkpoint; writes summaries, and what the task predicts.
 
@@ -141,7 +141,7 @@ def evaluate_latest(
     with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
         abstract = TrainState.abstract(programs)
         state = TrainState(programs, checkpoints.restore(None, abstract))
-    say("evaluating step %d", state.step)
+    log_line("evaluating step %d", state.step)
     folder = run.predictions_dir(state.step)
     with stop_on_signals(peers) as stop:
         found = evaluate(programs, state, stop, folder)
@@ -157,7 +157,7 @@ class _Loop:
 
     def __init__(
         self,
-        programs: Programs,
+        programs: StepPrograms,
         run: Run,
         checkpoints: Checkpoints,
         stop: StopRequest,
@@ -197,7 +197,7 @@ class _Loop:
         if step < self.experiment.num_steps:
             step = self._train(state, step)
         else:
-            say("step %d is the last already: raise Experiment.num_steps", step)
+            log_line("step %d is the last already: raise Experiment.num_steps", step)
         self._evaluate(step, state)
         self.checkpoints.wait()
         return TrainResult(
@@ -211,10 +211,10 @@ class _Loop:
         """Says which weight updates are sharded."""
         updates = self.programs.traced_main.updates
         if updates is not None:
-            say("%s", updates.summary())
+            log_line("%s", updates.summary())
             self.summaries.text(step, "weight-update sharding", updates.text())
         elif self.experiment.weight_update_sharding is WeightUpdateSharding.ALL:
-            say("weight updates (all): none, as no mesh axis splits the batch")
+            log_line("weight updates (all): none, as no mesh axis splits the batch")
 
     def _train(self, state: TrainState, step: int) -> int:
         """Trains from `step` on and saves; returns the step it came to."""
@@ -290,11 +290,11 @@ class _Loop:
         return step
 
     def _compiled_main(self):
-        say("compiling for %d devices", self.experiment.plan.mesh.size)
+        log_line("compiling for %d devices", self.experiment.plan.mesh.size)
         start = time.perf_counter()
         main = self.programs.main
         seconds, megabytes = time.perf_counter() - start, main.memory().peak / 1e6
-        say("compiled in %.0f s; takes %.1f MB on each device", seconds, megabytes)
+        log_line("compiled in %.0f s; takes %.1f MB on each device", seconds, megabytes)
         self._check_activations(main)
         return main
 
@@ -302,7 +302,7 @@ class _Loop:
         """Reports what of state and batch is left replicated, before any compiling."""
         found = replication.replicated_state(self.programs)
         for line in replication.report_lines(self.programs, found):
-            say("%s", line)
+            log_line("%s", line)
         replication.check_budget(found, self.experiment.replicated_budget)
         return found
 
@@ -323,7 +323,7 @@ class _Loop:
         step = self.checkpoints.latest_step()
         if step is None:
             return self._initial()
-        say("restoring step %d from %s", step, self.run.checkpoint_dir)
+        log_line("restoring step %d from %s", step, self.run.checkpoint_dir)
         abstract = TrainState.abstract(self.programs)
         # An earlier step, if that one is damaged.
         restored = self.checkpoints.restore(None, abstract)
@@ -338,7 +338,7 @@ class _Loop:
         if source is not None:
             # First: what does not fit is told before anything is compiled.
             taken = weights_from(source, TrainState.abstract(self.programs).theta)
-        say("initializing weights")
+        log_line("initializing weights")
         state = TrainState.initial(self.programs)
         return TrainState(self.programs, with_weights(state.logical(), taken))
 
@@ -419,7 +419,7 @@ class _Loop:
             return
         self.evaluation, self.evaluated_step = found.metrics, step
         summarize(self.eval_summaries, step, found)
-        say("step %d: held-out %s", step, format_metrics(found.metrics))
+        log_line("step %d: held-out %s", step, format_metrics(found.metrics))
 
     def _explained(self, error: NotFiniteError, when: str = "") -> TrainingError:
         steps = ", ".join(map(str, self.checkpoints.steps()))
@@ -433,7 +433,7 @@ class _Loop:
         )
 
 
-def _device_batches(programs: Programs, start_step: int) -> Iterator[NestedMap]:
+def _device_batches(programs: StepPrograms, start_step: int) -> Iterator[NestedMap]:
     """Batches for one call of the main program after another, on its devices."""
     arguments = programs.main.arguments
     rows = arguments.local_rows(1, dim=1)
@@ -441,7 +441,7 @@ def _device_batches(programs: Programs, start_step: int) -> Iterator[NestedMap]:
         yield arguments.shard_rows(1, batches, rows, dim=1)
 
 
-def _warn_of_unknown_dims(programs: Programs) -> None:
+def _warn_of_unknown_dims(programs: StepPrograms) -> None:
     """Says so if the plan splits a dim that nothing has: a typo splits nothing."""
     plan = programs.experiment.plan
     weight_dims = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}

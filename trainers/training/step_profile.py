@@ -7,7 +7,7 @@ import logging
 
 import jax
 
-from meshwright.trainers.messages import say
+from meshwright.trainers.messages import log_line
 
 log = logging.getLogger("absl")
 
@@ -68,4 +68,4 @@ class StepProfile:
         if self._tracing:
             self._tracing, self._steps = False, None
             jax.profiler.stop_trace()
-            say("profile: xprof --logdir %s", self._folder)
+            log_line("profile: xprof --logdir %s", self._folder)

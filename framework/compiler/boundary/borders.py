@@ -107,7 +107,7 @@ def _check_border(sharding: Sharding) -> None:
     if sharding.unreduced:
         raise ValueError(
             f"sharding {sharding} of an argument or result is unreduced along "
-            f"{', '.join(sharding.unreduced)}: a sum may be pending inside of a "
+            f"{', '.join(sharding.unreduced)}: a sum may be unreduced inside of a "
             "program only; reshard it there"
         )
     if sharding.unspecified or sharding.manual or parts:

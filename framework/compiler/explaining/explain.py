@@ -12,8 +12,8 @@ from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.explaining.explain_text import explanation_text
 from meshwright.framework.compiler.hlo.completion import (
+    AdjacentTensor,
     Completion,
-    Neighbour,
     complete,
 )
 from meshwright.framework.compiler.hlo.hlo_text import HloModule, Instruction, itemsize
@@ -257,7 +257,7 @@ def _why_element(completion: Completion, maker: Instruction) -> Why:
     return _why_inside(completion.around(completion.unpacked(maker)))
 
 
-def _why_border(near: Sequence[Neighbour], shape: tuple[int, ...]) -> Why:
+def _why_border(near: Sequence[AdjacentTensor], shape: tuple[int, ...]) -> Why:
     """Why an argument or a result of `shape` next to these is left whole.
 
     JAX splits arrays between programs evenly. What has no sharding of its own it
@@ -272,7 +272,7 @@ def _why_border(near: Sequence[Neighbour], shape: tuple[int, ...]) -> Why:
     return _why_inside(near)
 
 
-def _why_inside(near: Sequence[Neighbour]) -> Why:
+def _why_inside(near: Sequence[AdjacentTensor]) -> Why:
     """Why a tensor next to these is left whole."""
     if all(_is_replicated(one.sharding) for one in near):
         return Why.NOTHING_SPLIT

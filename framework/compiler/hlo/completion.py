@@ -45,7 +45,7 @@ _GSPMD_PARTITIONS = "spmd-partitioning"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Neighbour:
+class AdjacentTensor:
     """An array that reads another, or that another is made of.
 
     Args:
@@ -99,7 +99,7 @@ class Completion:
             return elements(one.sharding)
         return [operand.sharding for operand in self.completed.operands(one)]
 
-    def around(self, one: Instruction) -> list[Neighbour]:
+    def around(self, one: Instruction) -> list[AdjacentTensor]:
         """The arrays that an array of `completed` is made of, and its readers.
 
         Tuples, which loops take and give, are looked through.
@@ -118,12 +118,12 @@ class Completion:
                     near.append(self._neighbour(one.shape, text))
         return [other for other in near if other.shape]
 
-    def as_neighbour(self, one: Instruction) -> Neighbour:
+    def as_neighbour(self, one: Instruction) -> AdjacentTensor:
         """An array of `completed` as what is next to another."""
         return self._neighbour(one.shape, one.sharding)
 
-    def _neighbour(self, shape: tuple[int, ...], text: str) -> Neighbour:
-        return Neighbour(shape=shape, sharding=self._read(text, len(shape)))
+    def _neighbour(self, shape: tuple[int, ...], text: str) -> AdjacentTensor:
+        return AdjacentTensor(shape=shape, sharding=self._read(text, len(shape)))
 
     def unpacked(self, one: Instruction) -> Instruction:
         """What an array is, past a tuple that it was only put into."""

@@ -36,7 +36,7 @@ _ELEMENTWISE = frozenset(_ELEMENTWISE_OPS.split())
 
 
 @dataclasses.dataclass(eq=False)
-class Value:
+class BufferValue:
     """An array that an instruction makes.
 
     Args:
@@ -54,10 +54,10 @@ class Value:
     end: int
     written: Instruction | None = None
     passed_by: list[str] = dataclasses.field(default_factory=list)
-    same: Value | None = None
+    same: BufferValue | None = None
 
     @property
-    def root(self) -> Value:
+    def root(self) -> BufferValue:
         """The one value that stands for all that share its buffer."""
         one = self
         while one.same is not None:
@@ -67,11 +67,11 @@ class Value:
         return one
 
 
-Tree = Value | list["Tree"]
+Tree = BufferValue | list["Tree"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shared:
+class SharedBuffer:
     """Values that have one buffer, in order of time.
 
     Args:
@@ -81,7 +81,7 @@ class Shared:
       reads: numbers of the arguments that the first value's maker reads.
     """
 
-    values: tuple[Value, ...]
+    values: tuple[BufferValue, ...]
     argument: int | None
     is_result: bool
     reads: tuple[int, ...]
@@ -116,10 +116,10 @@ class Liveness:
     def __init__(self, module: HloModule, header: str):
         self.names: list[str] = []
         self._module = module
-        self._values: list[Value] = []
-        self._reads: dict[Instruction, list[Value]] = {}
+        self._values: list[BufferValue] = []
+        self._reads: dict[Instruction, list[BufferValue]] = {}
         self._arguments: dict[int, Tree] = {}
-        self._may_reuse: list[tuple[Value, list[Value]]] = []
+        self._may_reuse: list[tuple[BufferValue, list[BufferValue]]] = []
         self._told = any(_ALIASING in one.backend_config for one in module.instructions)
         result = self._run(module.entry, None)
         results = result if isinstance(result, list) else [result]
@@ -133,9 +133,9 @@ class Liveness:
         self._reuse()
         self._results = {one.root for one in _leaves(results)}
 
-    def buffers(self) -> list[Shared]:
+    def buffers(self) -> list[SharedBuffer]:
         """All buffers of the program."""
-        sharing: dict[Value, list[Value]] = {}
+        sharing: dict[BufferValue, list[BufferValue]] = {}
         for one in self._values:
             sharing.setdefault(one.root, []).append(one)
         arguments = {
@@ -144,7 +144,7 @@ class Liveness:
             for value in _leaves(tree)
         }
         return [
-            Shared(
+            SharedBuffer(
                 values=tuple(sorted(values, key=lambda one: one.start)),
                 argument=arguments.get(root),
                 is_result=root in self._results,
@@ -257,13 +257,15 @@ class Liveness:
                 first, *rest = re.findall(r"\d+", match["indices"])
                 for other in rest:
                     _share(places[int(first)], places[int(other)])
-        elif not self._told and isinstance(made, Value):
+        elif not self._told and isinstance(made, BufferValue):
             given = [operands[number] for number in self._elementwise(one)]
-            self._may_reuse.append((made, [v for v in given if isinstance(v, Value)]))
+            self._may_reuse.append(
+                (made, [v for v in given if isinstance(v, BufferValue)])
+            )
 
     def _reuse(self) -> None:
         """Lets elementwise ops write over operands that nobody reads again."""
-        end: dict[Value, int] = {}
+        end: dict[BufferValue, int] = {}
         for one in self._values:
             end[one.root] = max(end.get(one.root, 0), one.end)
         kept = {v.root for tree in self._arguments.values() for v in _leaves(tree)}
@@ -323,7 +325,7 @@ class Liveness:
     def _make(self, one: Instruction, type_: str) -> Tree:
         if type_.startswith("("):
             return [self._make(one, part) for part in elements(type_)]
-        value = Value(maker=one, type=type_, start=self._now, end=self._now)
+        value = BufferValue(maker=one, type=type_, start=self._now, end=self._now)
         self._values.append(value)
         return value
 
@@ -338,14 +340,14 @@ def _done(one: Instruction, started: Tree) -> Tree:
     return started[0 if one.opcode == "copy-done" else 1]
 
 
-def _leaves(tree: Tree) -> Iterator[Value]:
+def _leaves(tree: Tree) -> Iterator[BufferValue]:
     if isinstance(tree, list):
         yield from itertools.chain.from_iterable(map(_leaves, tree))
     else:
         yield tree
 
 
-def _extent(value: Value) -> tuple[str, tuple[int, ...]]:
+def _extent(value: BufferValue) -> tuple[str, tuple[int, ...]]:
     return arrays_of(value.type)[0]
 
 

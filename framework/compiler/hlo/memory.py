@@ -25,7 +25,11 @@ from meshwright.framework.compiler.hlo.hlo_text import (
     arrays_of,
     itemsize,
 )
-from meshwright.framework.compiler.hlo.liveness import Liveness, Shared, Value
+from meshwright.framework.compiler.hlo.liveness import (
+    BufferValue,
+    Liveness,
+    SharedBuffer,
+)
 from meshwright.framework.compiler.lowering.sources import Source, Sources
 
 _LAYOUT = re.compile(r"\]\{(?P<order>[\d,]*)(?::(?P<rest>[^}]*))?\}")
@@ -80,7 +84,7 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Point:
+class MemoryPoint:
     """What is alive while an instruction runs: its name, and bytes."""
 
     name: str
@@ -97,7 +101,7 @@ class MemoryTimeline:
       at_peak: the buffers that are alive at the peak, largest first.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[MemoryPoint, ...]
     at_peak: tuple[Buffer, ...]
 
     @property
@@ -240,7 +244,7 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 def _timeline(liveness: Liveness, module, sources: Sources | None) -> MemoryTimeline:
     end = len(liveness.names)
     change = [0] * (end + 2)
-    held: list[tuple[Shared, int, list[tuple[int, int]]]] = []
+    held: list[tuple[SharedBuffer, int, list[tuple[int, int]]]] = []
     for shared in liveness.buffers():
         size = max(_bytes(one) for one in shared.values)
         if not size:
@@ -261,19 +265,19 @@ def _timeline(liveness: Liveness, module, sources: Sources | None) -> MemoryTime
     ]
     return MemoryTimeline(
         points=tuple(
-            Point(name=name, bytes=bytes_)
+            MemoryPoint(name=name, bytes=bytes_)
             for name, bytes_ in zip(liveness.names, alive, strict=False)
         ),
         at_peak=tuple(sorted(at_peak, key=lambda one: -one.bytes)),
     )
 
 
-def _bytes(value: Value) -> int:
+def _bytes(value: BufferValue) -> int:
     return 0 if value.maker.opcode in _NO_BUFFER else padded_bytes(value.type)
 
 
 def _buffer(
-    shared: Shared, size: int, module: HloModule, sources: Sources | None
+    shared: SharedBuffer, size: int, module: HloModule, sources: Sources | None
 ) -> Buffer:
     first = shared.values[0]
     op_names = [
@@ -295,7 +299,7 @@ def _buffer(
     )
 
 
-def _kind(shared: Shared) -> Kind:
+def _kind(shared: SharedBuffer) -> Kind:
     if shared.argument is not None:
         return Kind.ARGUMENT
     if shared.is_result:

@@ -80,7 +80,7 @@ class Allocation:
         return f"{bytes_text(self.bytes)} {self.what} {self.type} of {where}"
 
 
-class DoesNotFit(LoweringError):  # noqa: N818 (what is wrong, not that it is)
+class OutOfMemoryError(LoweringError):
     """A program needs more memory than a device has.
 
     Args:
@@ -155,7 +155,7 @@ def check_arguments_fit(
       device: one of those that it is for; all but TPUs are taken to be large enough.
 
     Raises:
-      DoesNotFit: they do not.
+      OutOfMemoryError: they do not.
     """
     kind = kind_of(device)
     if kind is None:
@@ -169,7 +169,7 @@ def check_arguments_fit(
     if needed > kind.memory:
         found.sort(key=lambda one: -one.bytes)
         refusal = Refusal(needed=needed, available=kind.memory)
-        raise DoesNotFit(function.name, refusal, found)
+        raise OutOfMemoryError(function.name, refusal, found)
 
 
 def _argument(

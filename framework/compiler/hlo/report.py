@@ -17,7 +17,7 @@ from meshwright.framework.compiler.hlo.hlo_text import (
     elements,
     itemsize,
 )
-from meshwright.framework.sharding.mesh import AxisPart, DeviceMesh
+from meshwright.framework.sharding.mesh import DeviceMesh, SubAxis
 from meshwright.framework.sharding.xla_form import ints, iota, place_along
 
 _PERMUTE = "collective-permute"
@@ -160,7 +160,7 @@ def _axes_of(groups, mesh: DeviceMesh) -> tuple[str, ...] | None:
     return axes if whole else None
 
 
-def _parts(mesh: DeviceMesh, axis: str, places: np.ndarray) -> list[AxisPart]:
+def _parts(mesh: DeviceMesh, axis: str, places: np.ndarray) -> list[SubAxis]:
     """The parts of an axis along which one gets to these places, if parts do it."""
     parts, size = [], mesh.axis_size(axis)
     steps = np.unique(places) - places.min()
@@ -171,7 +171,7 @@ def _parts(mesh: DeviceMesh, axis: str, places: np.ndarray) -> list[AxisPart]:
         count = int(in_a_row.argmin()) or steps.size
         if size % (stride * count):
             return []
-        parts.insert(0, AxisPart(axis, size // (stride * count), count))
+        parts.insert(0, SubAxis(axis, size // (stride * count), count))
         steps = steps[::count]
     return parts
 

@@ -48,7 +48,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _MEMORY_BOUND = 0.6
 
 
-class Part(enum.Enum):
+class TimePart(enum.Enum):
     """What an op's time goes to."""
 
     MATRIX = "matrix"
@@ -79,7 +79,7 @@ class OpTime:
 
     name: str
     op_name: str
-    part: Part
+    part: TimePart
     loops: tuple[Loop, ...]
     count: int
     seconds: float
@@ -140,7 +140,7 @@ class StepTime:
 
     def parts(self) -> dict[str, float]:
         """Seconds by part: matrix, vector, memory, and each kind of collective."""
-        parts: dict[str, float] = {part.value: 0.0 for part in Part}
+        parts: dict[str, float] = {part.value: 0.0 for part in TimePart}
         for op in self.ops:
             parts[op.part.value] += op.seconds
         for one in self.collectives:
@@ -275,14 +275,14 @@ class _Walk:
                     return one
         return None
 
-    def part(self, one: Instruction, cycles: int, trips: int) -> Part:
+    def part(self, one: Instruction, cycles: int, trips: int) -> TimePart:
         if self.has_product(one):
-            return Part.MATRIX
+            return TimePart.MATRIX
         types = [one.type, *(each.type for each in self.module.operands(one))]
         moved = sum(_moved(type_, trips) for type_ in types)
         waits = moved / self.kind.memory_bandwidth
         bound = waits > _MEMORY_BOUND * cycles / self.kind.clock
-        return Part.MEMORY if bound else Part.VECTOR
+        return TimePart.MEMORY if bound else TimePart.VECTOR
 
     def has_product(self, one: Instruction) -> bool:
         if one.opcode in ("convolution", "dot"):

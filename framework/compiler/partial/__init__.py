@@ -1,1 +1,1 @@
-"""Sums that are pending along mesh axes: begun, carried through a program, ended."""
+"""Sums that are unreduced along mesh axes: begun, carried through a program, ended."""

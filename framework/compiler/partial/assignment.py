@@ -1,7 +1,7 @@
-"""What is pending in a program, worked out before anything in it is changed.
+"""What is unreduced in a program, worked out before anything in it is changed.
 
 Forward: what typed annotations call unreduced, and all that is linear in it, has a sum
-that is pending wherever it is read (`flow`). Back: what these want in parts, such as
+that is unreduced wherever it is read (`flow`). Back: what these want in parts, such as
 the sum that an annotation is of, is made so (`search`), and stays what it is for others
 that read it. A loop carries a tensor in parts for either reason.
 """
@@ -13,15 +13,20 @@ from collections.abc import Iterator
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.pending.flow import Axes, Flow, RefusedError, Want
-from meshwright.framework.compiler.pending.search import Search, Way
-from meshwright.framework.compiler.pending.ties import Tie
+from meshwright.framework.compiler.partial.carried import Carried
+from meshwright.framework.compiler.partial.flow import (
+    Axes,
+    Flow,
+    PartialUse,
+    RefusedError,
+)
+from meshwright.framework.compiler.partial.search import Derivation, Search
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 
 
-class Plan:
-    """What is pending where.
+class PartialAssignment:
+    """What is unreduced where.
 
     A lenient annotation (see `Flow`) is reduced if its tensor is no sum, or if what is
     not linear reads it.
@@ -31,13 +36,13 @@ class Plan:
       blame: names ops in messages.
 
     Attributes:
-      flow: what is pending wherever it is read.
+      flow: what is unreduced wherever it is read.
       carried: the axes along which loops and conditionals have other tensors in parts.
       ways: how values are made in parts, by value and axes.
 
     Raises:
-      LoweringError: a pending sum meets an op that is not linear in it, or leaves the
-        program; or no sum is pending where an annotation says so.
+      LoweringError: a partial sum meets an op that is not linear in it, or leaves the
+        program; or no sum is unreduced where an annotation says so.
     """
 
     def __init__(self, completed: CompletedModule, blame: Blame):
@@ -45,8 +50,8 @@ class Plan:
         decided: dict[ir.Value, Axes] = {}
         while True:
             self.flow = Flow(completed, blame, decided)
-            self.carried: dict[Tie, Axes] = {}
-            self.ways: dict[tuple[ir.Value, Axes], Way] = {}
+            self.carried: dict[Carried, Axes] = {}
+            self.ways: dict[tuple[ir.Value, Axes], Derivation] = {}
             self._searches: dict[Axes, Search] = {}
             try:
                 self.flow.run()
@@ -60,14 +65,17 @@ class Plan:
                     raise self._first(e).error from None
                 decided.update(dict.fromkeys(e.lenient, ()))
 
-    def axes_of(self, tie: Tie) -> Axes:
+    def axes_of(self, tie: Carried) -> Axes:
         """The axes along which a loop or a conditional has a tensor in parts."""
-        return self.flow.pending.get(tie.result) or self.carried.get(tie, ())
+        return self.flow.unreduced.get(tie.result) or self.carried.get(tie, ())
 
     def _search(self, axes: Axes) -> Search:
         if axes not in self._searches:
             self._searches[axes] = Search(
-                self._completed, axes, pending=self.flow.pending, carried=self.carried
+                self._completed,
+                axes,
+                unreduced=self.flow.unreduced,
+                carried=self.carried,
             )
         return self._searches[axes]
 
@@ -89,12 +97,14 @@ class Plan:
                 return self._lacks(want)
         return error
 
-    def _lacks(self, want: Want) -> RefusedError:
+    def _lacks(self, want: PartialUse) -> RefusedError:
         return self.flow.lacks(want, self._tied_otherwise(want))
 
-    def _tied_otherwise(self, want: Want) -> tuple[Tie, Axes] | None:
+    def _tied_otherwise(self, want: PartialUse) -> tuple[Carried, Axes] | None:
         """What a value could be made of, were it not in parts along other axes."""
-        free = Search(self._completed, want.axes, pending=self.flow.pending, carried={})
+        free = Search(
+            self._completed, want.axes, unreduced=self.flow.unreduced, carried={}
+        )
         left, seen = [want.value], set()
         while left:
             value = left.pop()
@@ -112,7 +122,7 @@ class Plan:
         for want in self.flow.wants.values():
             self._grant(want)
 
-    def _grant(self, want: Want) -> None:
+    def _grant(self, want: PartialUse) -> None:
         """Notes how a value and what it needs are made in parts."""
         axes = want.axes
         search = self._search(axes)
@@ -121,7 +131,7 @@ class Plan:
         left = [want.value]
         while left:
             value = left.pop()
-            if value in self.flow.pending or (value, axes) in self.ways:
+            if value in self.flow.unreduced or (value, axes) in self.ways:
                 continue
             way = self.ways[value, axes] = search.way(value)
             if way.tie is not None and way.tie not in self.carried:

@@ -1,4 +1,4 @@
-"""Where pending sums are made: sums over split dims, with a leading dim for each axis.
+"""Where partial sums are made: sums over split dims, with a leading dim for each axis.
 
 A product's or a reduction's summed dim becomes two, what the axis splits and the rest,
 of which only the rest is summed; other axes that split it before these make dims of
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.pending.ends import with_sharding
-from meshwright.framework.compiler.pending.partial_sums import Summed, local_sum
+from meshwright.framework.compiler.partial.ends import with_sharding
+from meshwright.framework.compiler.partial.partial_sums import Summed, local_sum
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,

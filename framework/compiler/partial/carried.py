@@ -11,7 +11,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import BRANCHES, WHILE, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Tie:
+class Carried:
     """One tensor that a loop carries, or a conditional gives.
 
     Args:
@@ -53,17 +53,17 @@ class Tie:
         return any(list(argument.uses) for argument in self.arguments()[:1])
 
 
-def ties_of(op) -> Iterator[Tie]:
+def carried_of_op(op) -> Iterator[Carried]:
     """All of a loop or a conditional."""
-    return map(Tie, op.results)
+    return map(Carried, op.results)
 
 
-def tie_of(value: ir.Value) -> Tie | None:
+def carried_of(value: ir.Value) -> Carried | None:
     """What a value is read by, None if it is no such tensor."""
     owner = value.owner
     if not isinstance(owner, ir.Block):
-        return Tie(value) if owner.name in (WHILE, *BRANCHES) else None
+        return Carried(value) if owner.name in (WHILE, *BRANCHES) else None
     holder = owner.owner.operation
     if holder.name != WHILE or owner != holder.regions[1].blocks[0]:
         return None
-    return Tie(holder.results[ir.BlockArgument(value).arg_number])
+    return Carried(holder.results[ir.BlockArgument(value).arg_number])

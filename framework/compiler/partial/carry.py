@@ -1,10 +1,11 @@
-"""Carries pending sums through a program, from where they are made to where they end.
+"""Carries partial sums through a program, from where they are made to where they end.
 
 Typed annotations (`mesh_split` with unreduced axes, `reshard`) say where a sum is
-pending. From there on all that is linear in it is computed part by part, through loops,
-up to the `reshard` that adds the parts up; whatever else reads it is refused. Where an
-annotation says that a tensor is unreduced, it is made so: back through linear ops to
-those that sum over a dim that the axes split ("Replicate forwards, partial backwards").
+unreduced. From there on all that is linear in it is computed part by part, through
+loops, up to the `reshard` that adds the parts up; whatever else reads it is refused.
+Where an annotation says that a tensor is unreduced, it is made so: back through linear
+ops to those that sum over a dim that the axes split ("Replicate forwards, partial
+backwards").
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from meshwright.framework.compiler.lowering.lower import LoweredFunction
-from meshwright.framework.compiler.pending.assignment import Plan
-from meshwright.framework.compiler.pending.regions import refuse_in_regions
-from meshwright.framework.compiler.pending.write_parts import write_parts
+from meshwright.framework.compiler.partial.assignment import PartialAssignment
+from meshwright.framework.compiler.partial.regions import refuse_in_regions
+from meshwright.framework.compiler.partial.write_parts import write_parts
 from meshwright.framework.compiler.stablehlo.completed import completed_module
 from meshwright.framework.compiler.stablehlo.modules import bytecode
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
@@ -46,8 +47,8 @@ def carry_pending(
       in_shardings, out_shardings: of the leaves of its arguments and its result.
 
     Raises:
-      LoweringError: a pending sum meets an op that is not linear in it, or leaves the
-        program; or no sum is pending where an annotation says so, or can be, as in a
+      LoweringError: a partial sum meets an op that is not linear in it, or leaves the
+        program; or no sum is unreduced where an annotation says so, or can be, as in a
         manual region.
     """
     if not has_types(lowered):
@@ -57,5 +58,5 @@ def carry_pending(
     ) as completed:
         blame = Blame(lowered.name, lowered.sources)
         refuse_in_regions(completed.main, mesh, blame)
-        write_parts(completed, Plan(completed, blame))
+        write_parts(completed, PartialAssignment(completed, blame))
         return dataclasses.replace(lowered, rewritten=bytecode(completed.module))

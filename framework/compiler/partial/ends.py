@@ -1,6 +1,6 @@
-"""Where pending sums begin and end: conversions between types of tensors.
+"""Where partial sums begin and end: conversions between types of tensors.
 
-A pending sum has a leading dim for each axis that it is unreduced along; see
+A partial sum has a leading dim for each axis that it is unreduced along; see
 `linear`.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.pending.partial_sums import scattered_along
+from meshwright.framework.compiler.partial.partial_sums import scattered_along
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,
@@ -76,7 +76,7 @@ def add_up(value: ir.Value, mesh: DeviceMesh, axes: Axes, ends: Axes) -> ir.Valu
     Args:
       value: with a leading dim for each of `axes`.
       mesh: the program's.
-      axes: along which it is pending.
+      axes: along which it is unreduced.
       ends: those of them along which it is added up.
     """
     dims = [axes.index(axis) for axis in ends]

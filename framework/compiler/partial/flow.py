@@ -1,4 +1,4 @@
-"""Forward through a program: which sums are pending, and what they want in parts."""
+"""Forward through a program: which sums are unreduced, and what they want in parts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.pending.linear import choices, why_not
-from meshwright.framework.compiler.pending.ties import Tie, ties_of
+from meshwright.framework.compiler.partial.carried import Carried, carried_of_op
+from meshwright.framework.compiler.partial.linear import choices, why_not
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
@@ -21,7 +21,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     placeholder_of,
     shape_of,
 )
-from meshwright.framework.sharding.annotations import TYPED, Pending
+from meshwright.framework.sharding.annotations import TYPED, OnConflict
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import RESHARD
 
@@ -39,14 +39,14 @@ class Conversion:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Want:
-    """An op that reads a value in parts which is not pending by itself.
+class PartialUse:
+    """An op that reads a value in parts which is not unreduced by itself.
 
     Args:
       op: the op.
       value: the value.
       axes: along which.
-      beside: a pending sum that it reads too, if it is for that; else None.
+      beside: a partial sum that it reads too, if it is for that; else None.
       lenient: annotations that it is made of and that may be reduced; see `Flow`.
     """
 
@@ -72,10 +72,10 @@ class RefusedError(Exception):
 
 
 class Flow:
-    """What is pending, from annotations on to where sums are added up.
+    """What is unreduced, from annotations on to where sums are added up.
 
-    Annotations that may be reduced instead (`Pending.REDUCED`) are called lenient: what
-    is pending by them alone is reduced there, where something is not linear in it.
+    Annotations that may be reduced instead (`OnConflict.REDUCE`) are called lenient:
+    what is unreduced by them alone is reduced where something is not linear in it.
 
     Args:
       completed: the module, which is only read.
@@ -83,7 +83,7 @@ class Flow:
       decided: the axes along which lenient annotations are unreduced, so far.
 
     Attributes:
-      pending: by value the axes along which it is pending wherever it is read.
+      unreduced: by value the axes along which it is unreduced wherever it is read.
       operands: by such a result of a linear op the numbers of its operands in parts.
       conversions: by results of typed annotations.
       wants: what is wanted in parts, in the order of the program.
@@ -96,10 +96,10 @@ class Flow:
         blame: Blame,
         decided: Mapping[ir.Value, Axes],
     ):
-        self.pending: dict[ir.Value, Axes] = {}
+        self.unreduced: dict[ir.Value, Axes] = {}
         self.operands: dict[ir.Value, Sequence[int]] = {}
         self.conversions: dict[ir.Value, Conversion] = {}
-        self.wants: dict[tuple, Want] = {}
+        self.wants: dict[tuple, PartialUse] = {}
         self.undecided: dict[ir.Value, Axes] = {}
         self._completed = completed
         self._mesh = completed.mesh
@@ -111,7 +111,7 @@ class Flow:
         """Goes over the module.
 
         Raises:
-          RefusedError: a pending sum meets what is not linear in it, or leaves.
+          RefusedError: a partial sum meets what is not linear in it, or leaves.
         """
         self._visit(self._completed.main.regions[0].blocks[0])
 
@@ -126,19 +126,19 @@ class Flow:
                 self._plain(op)
 
     def _hold(self, value: ir.Value, axes: Axes, made_of: Iterable[ir.Value]) -> None:
-        """Notes that a value is pending."""
-        self.pending[value] = axes
+        """Notes that a value is unreduced."""
+        self.unreduced[value] = axes
         had = [self._lenient.get(one, _NONE) for one in (value, *made_of)]
         self._lenient[value] = _NONE.union(*had)
 
     def _want(self, op, value: ir.Value, axes: Axes, beside: ir.Value | None) -> None:
         lenient = self._lenient.get(beside or op.results[0], _NONE)
-        self.wants[op, value, axes] = Want(
+        self.wants[op, value, axes] = PartialUse(
             op=op, value=value, axes=axes, beside=beside, lenient=lenient
         )
 
     def _plain(self, op) -> None:
-        held = {i for i, v in enumerate(op.operands) if v in self.pending}
+        held = {i for i, v in enumerate(op.operands) if v in self.unreduced}
         if not held:
             return
         first = op.operands[min(held)]
@@ -156,35 +156,35 @@ class Flow:
         self.operands[op.results[0]] = numbers
 
     def _same_axes(self, op, values: Sequence[ir.Value]) -> Axes:
-        axes = self.pending[values[0]]
+        axes = self.unreduced[values[0]]
         for value in values:
-            if self.pending[value] != axes:
-                what = f"meets one that is pending along {', '.join(axes)}"
+            if self.unreduced[value] != axes:
+                what = f"meets one that is unreduced along {', '.join(axes)}"
                 raise self._refused(op, value, what)
         return axes
 
     def _tied(self, op) -> None:
-        """Through a loop or branches, until nothing more in it is pending."""
-        if op.name != WHILE and op.operands[0] in self.pending:
+        """Through a loop or branches, until nothing more in it is unreduced."""
+        if op.name != WHILE and op.operands[0] in self.unreduced:
             raise self._refused(op, op.operands[0], "decides which branch is taken")
         blocks = [region.blocks[0] for region in op.regions]
         while True:
-            before = [self._state(tie.result) for tie in ties_of(op)]
-            for tie in ties_of(op):
+            before = [self._state(tie.result) for tie in carried_of_op(op)]
+            for tie in carried_of_op(op):
                 self._tie(tie)
             for block in blocks:
                 self._visit(block)
-            for tie in ties_of(op):
+            for tie in carried_of_op(op):
                 self._tie(tie)
-            if before == [self._state(tie.result) for tie in ties_of(op)]:
+            if before == [self._state(tie.result) for tie in carried_of_op(op)]:
                 break
 
     def _state(self, value: ir.Value) -> tuple:
-        return self.pending.get(value), self._lenient.get(value)
+        return self.unreduced.get(value), self._lenient.get(value)
 
-    def _tie(self, tie: Tie) -> None:
+    def _tie(self, tie: Carried) -> None:
         entering = tie.entering()
-        held = [value for value in entering if value in self.pending]
+        held = [value for value in entering if value in self.unreduced]
         if not held:
             return
         axes = self._same_axes(tie.op, held)
@@ -192,9 +192,9 @@ class Flow:
             raise RefusedError(
                 self._blame.error(
                     tie.op,
-                    f"would carry {type_text(tie.result, axes)}, a sum that is pending "
-                    f"along {', '.join(axes)}, and it decides how long a loop runs: "
-                    "add it up before, by reshard",
+                    f"would carry {type_text(tie.result, axes)}, a sum that is "
+                    f"unreduced along {', '.join(axes)}, and it decides how long a "
+                    "loop runs: add it up before, by reshard",
                 ),
                 self._lenient[held[0]],
             )
@@ -210,22 +210,22 @@ class Flow:
         after = Sharding.parse(self._mesh, found.config["sharding"])
         if found.kind == RESHARD:
             before = self._before(value, found.config["before"])
-        elif found.config["otherwise"] == Pending.REDUCED.value:
+        elif found.config["on_conflict"] == OnConflict.REDUCE.value:
             known = self._lenient_types(result, value, after)
             before, after = known.before, known.after
             self._lenient[result] = frozenset([result])
         else:
             before = after
-        held = self.pending.get(value)
+        held = self.unreduced.get(value)
         if held and not before.unreduced:
             raise self._refused(op, value, "is annotated as if it were none")
         if held and held != before.unreduced:
             along = ", ".join(before.unreduced)
-            raise self._refused(op, value, f"meets one that is pending along {along}")
+            raise self._refused(op, value, f"meets one that is unreduced along {along}")
         if before.unreduced and not held:
             self._want(op, value, before.unreduced, None)
         self.conversions[result] = Conversion(before=before, after=after)
-        self.pending.pop(result, None)
+        self.unreduced.pop(result, None)
         if after.unreduced:
             self._hold(result, after.unreduced, [value])
 
@@ -233,7 +233,7 @@ class Flow:
         """What is converted; by what is known of it, if it is not annotated."""
         if written:
             return Sharding.parse(self._mesh, written)
-        axes = self.pending.get(value, ())
+        axes = self.unreduced.get(value, ())
         dims = self._completed.sharding(value).dims
         free = [tuple(axis for axis in own if axis not in axes) for own in dims]
         return Sharding(self._mesh, tuple(free), unreduced=axes)
@@ -242,7 +242,7 @@ class Flow:
         self, result: ir.Value, value: ir.Value, asked: Sharding
     ) -> Conversion:
         """Of an annotation that is unreduced as far as can be."""
-        held = self.pending.get(value)
+        held = self.unreduced.get(value)
         kept = self._decided.get(result)
         self.undecided.pop(result, None)
         if held and kept != ():
@@ -254,17 +254,19 @@ class Flow:
         return Conversion(before=before, after=after)
 
     def _refused(self, op, value: ir.Value, what: str) -> RefusedError:
-        axes = self.pending[value]
+        axes = self.unreduced[value]
         if op.name == "func.return":
             op = value.owner.operation
         error = self._blame.error(
             op,
-            f"has to do with {type_text(value, axes)}, a sum that is pending along "
+            f"has to do with {type_text(value, axes)}, a sum that is unreduced along "
             f"{', '.join(axes)}, and it {what}: add it up before, by reshard",
         )
         return RefusedError(error, self._lenient[value])
 
-    def lacks(self, want: Want, tied: tuple[Tie, Axes] | None) -> RefusedError:
+    def lacks(
+        self, want: PartialUse, tied: tuple[Carried, Axes] | None
+    ) -> RefusedError:
         """Of what cannot be had in parts.
 
         Args:
@@ -273,7 +275,9 @@ class Flow:
         """
         return RefusedError(self._lacks(want, tied), want.lenient)
 
-    def _lacks(self, want: Want, tied: tuple[Tie, Axes] | None) -> LoweringError:
+    def _lacks(
+        self, want: PartialUse, tied: tuple[Carried, Axes] | None
+    ) -> LoweringError:
         named, wanted = ", ".join(want.axes), type_text(want.value, want.axes)
         if tied is not None:
             tie, axes = tied
@@ -289,26 +293,26 @@ class Flow:
             return self._blame.error(
                 want.op,
                 f"wants {wanted}, but it is not linear in sums over dims that {named} "
-                "splits evenly, so nothing is pending: to make an unreduced tensor of "
-                "a replicated one annotate it as replicated and reshard it",
+                "splits evenly, so nothing is unreduced: to make an unreduced tensor "
+                "of a replicated one annotate it as replicated and reshard it",
             )
         return self._blame.error(
             want.op,
-            f"takes {type_text(want.beside, want.axes)}, a sum that is pending along "
+            f"takes {type_text(want.beside, want.axes)}, a sum that is unreduced along "
             f"{named}, together with {type_text(want.value, ())}, which is whole: "
             "reshard one of them to the type of the other",
         )
 
 
 def _not_linear(op, held: Collection[int]) -> str:
-    """Why an op of pending operands is not computed part by part."""
+    """Why an op of unreduced operands is not computed part by part."""
     if len(held) > 1 and all((number,) in choices(op) for number in held):
-        return "is multiplied by another, and of a product one factor may be pending"
+        return "is multiplied by another, and of a product one factor may be unreduced"
     return f"is read by what is not linear in it{why_not(op)}"
 
 
 def type_text(value: ir.Value, axes: Axes) -> str:
     """`f32[4, 8]{U:tp}`."""
     sizes = ", ".join(map(str, shape_of(value)))
-    pending = f"{{U:{','.join(axes)}}}" if axes else ""
-    return f"{dtype_of(value)}[{sizes}]{pending}"
+    unreduced = f"{{U:{','.join(axes)}}}" if axes else ""
+    return f"{dtype_of(value)}[{sizes}]{unreduced}"

@@ -55,7 +55,7 @@ _KEEP_ZERO = ("broadcast_in_dim", "convert", "reshape")
 def choices(op: ir.Operation) -> Sequence[tuple[int, ...]]:
     """Sets of an op's operands in which, taken together, it is linear.
 
-    Those of a set are pending or zeros. The rest is whole, and may be anything.
+    Those of a set are unreduced or zeros. The rest is whole, and may be anything.
     """
     rule = _RULES.get(short_name(op))
     return rule(op) if rule else _CHOICES.get(short_name(op), [])
@@ -71,7 +71,7 @@ def why_not(op: ir.Operation) -> str:
 def converts_exactly(op: ir.Operation) -> bool:
     """Whether a conversion that is linear rounds no part either.
 
-    Where a program says that a sum is pending, it may be cast to fewer bits, which
+    Where a program says that a sum is unreduced, it may be cast to fewer bits, which
     halves what is sent, as of the products of bfloat16 that it is made of: each part
     is rounded then. What moves sums where no program says so goes by this as well.
     """

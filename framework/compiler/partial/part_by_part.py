@@ -1,4 +1,4 @@
-"""Linear ops on pending sums, computed part by part."""
+"""Linear ops on partial sums, computed part by part."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def part_by_part(
     """The result of an op with leading dims, at the current insertion point.
 
     Args:
-      op: linear in what is pending.
+      op: linear in what is unreduced.
       lead: sizes of the leading dims.
-      parts: its pending operands by number, with leading dims.
+      parts: its unreduced operands by number, with leading dims.
     """
     return _BUILDERS.get(short_name(op), _elementwise)(op, lead, parts)
 
@@ -139,7 +139,7 @@ def _update_slice(op, lead: Lead, parts) -> ir.Value:
 
 
 def _dot(op, lead: Lead, parts) -> ir.Value:
-    """The leading dims are free dims of the pending operand, and come first again."""
+    """The leading dims are free dims of the unreduced operand, and come first again."""
     (side,) = parts
     more = len(lead)
     # What a loop carries has its leading dims already.

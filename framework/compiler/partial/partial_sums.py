@@ -14,7 +14,7 @@ from typing import Protocol
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.pending.linear import is_zero
+from meshwright.framework.compiler.partial.linear import is_zero
 from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
     convolution_of,
 )

@@ -1,4 +1,4 @@
-"""No sum is pending in a manual region, where each device has tensors of its own."""
+"""No sum is unreduced in a manual region, where each device has tensors of its own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     placeholder_of,
     walk,
 )
-from meshwright.framework.sharding.annotations import TYPED, Pending
+from meshwright.framework.sharding.annotations import TYPED, OnConflict
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import RESHARD
 
-RULE = "no sum is pending in a manual region, which types do not reach into"
+RULE = "no sum is unreduced in a manual region, which types do not reach into"
 REMEDY = (
     "along the region's own axes add it up by all_reduce or reduce_scatter, along "
     "others leave that to the partitioner"
@@ -25,8 +25,8 @@ REMEDY = (
 
 
 def needs_pending(found: Placeholder, mesh: DeviceMesh) -> bool:
-    """Whether a typed annotation is of a pending sum, and nothing else will do."""
-    if found.config.get("otherwise") == Pending.REDUCED.value:
+    """Whether a typed annotation is of a partial sum, and nothing else will do."""
+    if found.config.get("on_conflict") == OnConflict.REDUCE.value:
         return False
     written = [found.config.get("before"), found.config["sharding"]]
     return any(Sharding.parse(mesh, one).unreduced for one in written if one)
@@ -46,7 +46,7 @@ def refuse_in_regions(main: ir.Operation, mesh: DeviceMesh, blame: Blame) -> Non
         is_typed = found is not None and found.kind in (TYPED, RESHARD)
         inside = bool(manual) and not manual.isdisjoint(operands_of(op))
         if inside and is_typed and needs_pending(found, mesh):
-            raise blame.error(op, f"needs a pending sum, and {RULE}: {REMEDY}")
+            raise blame.error(op, f"needs a partial sum, and {RULE}: {REMEDY}")
         if inside or (found is not None and not is_typed):
             manual.update(op.results)
             for region in op.regions:

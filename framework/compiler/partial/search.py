@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.pending.linear import choices, is_zero
-from meshwright.framework.compiler.pending.partial_sums import Summed, sum_of
-from meshwright.framework.compiler.pending.ties import Tie, tie_of
+from meshwright.framework.compiler.partial.carried import Carried, carried_of
+from meshwright.framework.compiler.partial.linear import choices, is_zero
+from meshwright.framework.compiler.partial.partial_sums import Summed, sum_of
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 
 Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Way:
+class Derivation:
     """One way to make a value in parts.
 
     Args:
@@ -29,7 +29,7 @@ class Way:
     needs: Sequence[ir.Value] = ()
     numbers: Sequence[int] = ()
     summed: Summed | None = None
-    tie: Tie | None = None
+    tie: Carried | None = None
 
 
 class Search:
@@ -42,7 +42,7 @@ class Search:
     Args:
       completed: the module.
       axes: the axes.
-      pending: by value the axes along which it is pending wherever it is read.
+      unreduced: by value the axes along which it is unreduced wherever it is read.
       carried: the axes along which ties are in parts already.
     """
 
@@ -51,16 +51,16 @@ class Search:
         completed: CompletedModule,
         axes: Axes,
         *,
-        pending: Mapping[ir.Value, Axes],
-        carried: Mapping[Tie, Axes],
+        unreduced: Mapping[ir.Value, Axes],
+        carried: Mapping[Carried, Axes],
     ):
         self.completed = completed
         self.axes = axes
-        self.pending = pending
+        self.unreduced = unreduced
         self.carried = carried
-        self._ways: dict[ir.Value, list[Way]] = {}
+        self._ways: dict[ir.Value, list[Derivation]] = {}
 
-    def way(self, value: ir.Value) -> Way | None:
+    def way(self, value: ir.Value) -> Derivation | None:
         """The way to make a value in parts, None if there is none."""
         if value not in self._ways:
             self._exclude(self._reached(value))
@@ -95,21 +95,24 @@ class Search:
                 if ways and not kept:
                     left.append(value)
 
-    def _possible(self, value: ir.Value) -> list[Way]:
-        if value in self.pending:
-            return [Way()] if self.pending[value] == self.axes else []
+    def _possible(self, value: ir.Value) -> list[Derivation]:
+        if value in self.unreduced:
+            return [Derivation()] if self.unreduced[value] == self.axes else []
         if is_zero(value):
-            return [Way()]
-        tie = tie_of(value)
+            return [Derivation()]
+        tie = carried_of(value)
         if tie is not None:
             other = self.carried.get(tie, self.axes) != self.axes
-            return [] if other or tie.decides() else [Way(tie.entering(), tie=tie)]
+            return (
+                [] if other or tie.decides() else [Derivation(tie.entering(), tie=tie)]
+            )
         if isinstance(value.owner, ir.Block):
             return []
         op = value.owner.operation
         summed = sum_of(self.completed, op, self.axes)
         if summed is not None:
-            return [Way(summed=summed)]
+            return [Derivation(summed=summed)]
         return [
-            Way([op.operands[i] for i in numbers], numbers) for numbers in choices(op)
+            Derivation([op.operands[i] for i in numbers], numbers)
+            for numbers in choices(op)
         ]

@@ -1,19 +1,19 @@
-"""Writes a program with pending sums out in parts, as a `Plan` has them."""
+"""Writes a program with partial sums in parts, as a `PartialAssignment` has them."""
 
 from __future__ import annotations
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.pending.assignment import Plan
-from meshwright.framework.compiler.pending.begins import sum_in_parts
-from meshwright.framework.compiler.pending.ends import (
+from meshwright.framework.compiler.partial.assignment import PartialAssignment
+from meshwright.framework.compiler.partial.begins import sum_in_parts
+from meshwright.framework.compiler.partial.carried import Carried, carried_of_op
+from meshwright.framework.compiler.partial.ends import (
     add_up,
     convert_parts,
     with_leading,
 )
-from meshwright.framework.compiler.pending.flow import Axes
-from meshwright.framework.compiler.pending.part_by_part import part_by_part
-from meshwright.framework.compiler.pending.ties import Tie, ties_of
+from meshwright.framework.compiler.partial.flow import Axes
+from meshwright.framework.compiler.partial.part_by_part import part_by_part
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
@@ -27,7 +27,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 from meshwright.framework.compiler.stablehlo.tidy import drop_unused
 
 
-def write_parts(completed: CompletedModule, plan: Plan) -> None:
+def write_parts(completed: CompletedModule, plan: PartialAssignment) -> None:
     """Changes the module to what the plan says."""
     writer = _Writer(completed, plan)
     writer.visit(completed.main.regions[0].blocks[0])
@@ -37,7 +37,7 @@ def write_parts(completed: CompletedModule, plan: Plan) -> None:
 
 
 class _Writer:
-    def __init__(self, completed: CompletedModule, plan: Plan):
+    def __init__(self, completed: CompletedModule, plan: PartialAssignment):
         self.completed = completed
         self.mesh = completed.mesh
         self.plan = plan
@@ -53,7 +53,7 @@ class _Writer:
             elif op.name in (WHILE, *BRANCHES):
                 self.tied(op)
             elif result in self.plan.flow.operands:
-                axes = self.plan.flow.pending[result]
+                axes = self.plan.flow.unreduced[result]
                 with ir.InsertionPoint(op), op.location:
                     value = self.linear(op, self.plan.flow.operands[result], axes)
                     self.parts[result, axes] = self.led(value, axes)
@@ -105,7 +105,7 @@ class _Writer:
 
     def tied(self, op) -> None:
         """A loop or a conditional, some tensors of which are in parts."""
-        ties = [(tie, self.plan.axes_of(tie)) for tie in ties_of(op)]
+        ties = [(tie, self.plan.axes_of(tie)) for tie in carried_of_op(op)]
         ties = [(tie, axes) for tie, axes in ties if axes]
         for tie, axes in ties:
             self.retype(tie, axes)
@@ -116,7 +116,7 @@ class _Writer:
                 number = tie.number
                 end.operands[number] = self.in_parts(end.operands[number], axes)
 
-    def retype(self, tie: Tie, axes: Axes) -> None:
+    def retype(self, tie: Carried, axes: Axes) -> None:
         op, number = tie.op, tie.number
         type_ = self.type_in_parts(tie.result, axes)
         if tie.is_loop:
@@ -130,7 +130,7 @@ class _Writer:
     def open(self, value: ir.Value, axes: Axes) -> None:
         """What of a tied tensor is read in parts, and what is whole."""
         parts = self.parts[value, axes] = self.led(value, axes)
-        if value in self.plan.flow.pending:
+        if value in self.plan.flow.unreduced:
             return
         whole = add_up(parts, self.mesh, axes, axes)
         value.replace_all_uses_except(whole, parts.owner.operation)

@@ -21,7 +21,7 @@ IsSum = Callable[[Any, Sequence[str]], bool]
 
 
 def annotated(value: ir.Value, before: Any, asked: Sharding) -> TensorType:
-    """After `mesh_split` without pending sums, which adds up what nobody decided.
+    """After `mesh_split` without partial sums, which adds up what nobody decided.
 
     Args:
       value: the annotated tensor.
@@ -43,7 +43,7 @@ def _check_kept(before: TensorType, said: TensorType) -> None:
     lost = [axis for axis in before.unreduced if axis not in said.unreduced]
     if lost:
         raise IllTypedError(
-            f"it would drop the sum pending along {', '.join(lost)}",
+            f"it would drop the sum unreduced along {', '.join(lost)}",
             f"reshard says where it is added up: reshard it to {said.sharding}",
         )
     lost = [axis for axis in before.reduced if axis not in said.reduced]
@@ -79,22 +79,22 @@ def typed(
 
     Args:
       value, before, asked: as of `annotated`.
-      or_reduced: whether it says so only of the axes along which a sum is pending.
-      sums: what tells whether an op can leave its sum along axes pending, evenly.
+      or_reduced: whether it says so only of the axes along which a sum is unreduced.
+      sums: what tells whether an op can leave its sum along axes uncombined, evenly.
 
     Raises:
-      IllTypedError: no sum is pending along such an axis, or one is that it does not
+      IllTypedError: no sum is unreduced along such an axis, or one is that it does not
         name, or that cannot be left so; what it calls reduced is split there.
     """
     said = TensorType.said(value, asked, getattr(before, "names", ()))
     if not isinstance(before, TensorType) or before.zero:
         return said
     _check_kept(before, said)
-    along = [one.axis for one in before.pending if one.kind == SUM]
+    along = [one.axis for one in before.uncombined if one.kind == SUM]
     missing = [axis for axis in said.unreduced if axis not in along]
     if missing and not or_reduced:
         raise IllTypedError(
-            f"no sum is pending along {', '.join(missing)}, so it is not unreduced",
+            f"no sum is unreduced along {', '.join(missing)}, so it is not unreduced",
             "reshard converts a replicated tensor to an unreduced one, "
             f"{before.sharding} to {asked}",
         )
@@ -106,8 +106,8 @@ def typed(
             )
     if sums is not None and not or_reduced:
         _check_left(before, said, sums)
-    pending = tuple(one for one in said.pending if one.axis not in missing)
-    return dataclasses.replace(said, pending=pending)
+    uncombined = tuple(one for one in said.uncombined if one.axis not in missing)
+    return dataclasses.replace(said, uncombined=uncombined)
 
 
 def _check_left(before: TensorType, said: TensorType, sums: IsSum) -> None:
@@ -118,7 +118,7 @@ def _check_left(before: TensorType, said: TensorType, sums: IsSum) -> None:
     plain = dataclasses.replace(said.sharding, unreduced=left)
     if new and left:
         raise IllTypedError(
-            f"the sum along {named} is one of sums pending along {', '.join(left)}",
+            f"the sum along {named} is one of sums unreduced along {', '.join(left)}",
             f"mesh_split it to {plain}, which adds it up along {named}",
         )
     for op in dict.fromkeys(op for one in new for op in one.origins):
@@ -142,8 +142,8 @@ def resharded(
     if expected is not None and known:
         want = TensorType.said(value, _closed(before, expected))
         # What was to be unreduced may have been added up already.
-        pending = set(before.pending) <= set(want.pending)
-        if (before.dims, before.reduced) != (want.dims, want.reduced) or not pending:
+        uncombined = set(before.uncombined) <= set(want.uncombined)
+        if (before.dims, before.reduced) != (want.dims, want.reduced) or not uncombined:
             raise IllTypedError(
                 f"it converts from {expected}, which this is not",
                 f"mesh_split it to {expected} before",
@@ -157,7 +157,7 @@ def check_given(
     """A result of the program, `asked` to lie so, or None: as it is.
 
     Raises:
-      IllTypedError: something is pending that nobody asked for; as annotations.
+      IllTypedError: something is unreduced that nobody asked for; as annotations.
     """
     if asked is not None and asked.is_typed:
         return typed(value, before, asked)
@@ -166,7 +166,7 @@ def check_given(
     if before.unreduced:
         axes = ", ".join(before.unreduced)
         raise IllTypedError(
-            f"its sum is pending along {axes}, and a program's results are whole",
+            f"its sum is unreduced along {axes}, and a program's results are whole",
             f"reshard it to {before.sharding.untyped()}, or say so in out_shardings",
         )
     if before.undecided:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.pending.partial_sums import sum_of
-from meshwright.framework.compiler.pending.regions import (
+from meshwright.framework.compiler.partial.partial_sums import sum_of
+from meshwright.framework.compiler.partial.regions import (
     REMEDY,
     RULE,
     needs_pending,
@@ -46,7 +46,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     shape_of,
     short_name,
 )
-from meshwright.framework.sharding.annotations import TYPED, Pending
+from meshwright.framework.sharding.annotations import TYPED, OnConflict
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import mesh_text
 from meshwright.framework.sharding.sharding import Sharding
@@ -154,10 +154,12 @@ class Checker:
 
     def _blame(self, op, what: str, before: Sequence[TensorType]) -> None:
         made = "".join(
-            f". The {pending.kind} along {pending.axis} is of "
-            f"{self._place(pending.origins[0])}"
-            for pending in {p.axis: p for one in before for p in one.undecided}.values()
-            if pending.origins and not self._is_of(op, pending.origins[0])
+            f". The {uncombined.kind} along {uncombined.axis} is of "
+            f"{self._place(uncombined.origins[0])}"
+            for uncombined in {
+                p.axis: p for one in before for p in one.undecided
+            }.values()
+            if uncombined.origins and not self._is_of(op, uncombined.origins[0])
         )
         if isinstance(op, ir.Block):
             error = f"{self.blame.program}: an argument {what}{made}"
@@ -213,7 +215,7 @@ class Checker:
             return annotated(value, before, asked)
         asked = Sharding.parse(self.mesh, found.config["sharding"])
         if found.kind == TYPED:
-            lenient = found.config["otherwise"] == Pending.REDUCED.value
+            lenient = found.config["on_conflict"] == OnConflict.REDUCE.value
             return typed(
                 value, before, asked, or_reduced=lenient, sums=self._can_be_left
             )
@@ -243,9 +245,9 @@ class Checker:
         if name == "iota":
             return [TensorType.of(op.results[0], self.mesh, free=True)]
         if name == "optimization_barrier":
-            if any(one.pending for one in before):
+            if any(one.uncombined for one in before):
                 raise IllTypedError(
-                    "a barrier is of tensors without a pending sum",
+                    "a barrier is of tensors without a partial sum",
                     "mesh_split or reshard them before",
                 )
             return before
@@ -315,8 +317,8 @@ class Checker:
 
     def _check_predicate(self, op, value: ir.Value) -> None:
         chooses = self.types[value]
-        if isinstance(chooses, TensorType) and chooses.pending:
-            one = chooses.pending[0]
+        if isinstance(chooses, TensorType) and chooses.uncombined:
+            one = chooses.uncombined[0]
             self._blame(
                 op,
                 f"is decided by {chooses}: devices would not agree; "
@@ -328,7 +330,7 @@ class Checker:
 def _meet(types: Sequence[Typed]) -> Typed | None:
     """The type that several may have in one place; None if there is none.
 
-    What is made of constants fits any type without a pending sum, and zeros all.
+    What is made of constants fits any type without a partial sum, and zeros all.
     """
     for one in types:
         if isinstance(one, Unknown):
@@ -338,7 +340,7 @@ def _meet(types: Sequence[Typed]) -> Typed | None:
     if not bound:
         return dataclasses.replace(types[0], zero=zero)
     same = all(one == bound[0] for one in bound)
-    return bound[0] if same and (zero or not bound[0].pending) else None
+    return bound[0] if same and (zero or not bound[0].uncombined) else None
 
 
 def _widened(before: Typed, after: Typed) -> Typed:

@@ -1,7 +1,7 @@
 """The rules that all ops share, once it is said how their dims correspond.
 
 A sum's parts may go through an op that is linear in them, and no other; of a product
-one factor may be pending, of a sum all terms are or none. Each device computes on its
+one factor may be unreduced, of a sum all terms are or none. Each device computes on its
 own shards: what several operands say of a dim has to agree, where a whole one is cut.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshwright.framework.compiler.pending.linear import why_not
+from meshwright.framework.compiler.partial.linear import why_not
 from meshwright.framework.compiler.sharding_types.tensor_type import (
     SUM,
     IllTypedError,
@@ -76,8 +76,8 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
     axes = _axes(rule, types)
     for type_, linear in zip(types, rule.linear, strict=True):
         _check_linear(op, type_, linear, rule)
-    pending = (_of_terms if rule.alike else _of_factors)(op, rule, types, axes)
-    reduced = tuple(_reduced(rule, types, axes, pending))
+    uncombined = (_of_terms if rule.alike else _of_factors)(op, rule, types, axes)
+    reduced = tuple(_reduced(rule, types, axes, uncombined))
     names = _names(rule, types)
     free = all(type_.free for type_ in types)
     zero = free and _is_zero(rule, types)
@@ -88,7 +88,7 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
             value,
             mesh,
             [axes.get(label, ()) for label in labels],
-            pending=tuple(pending),
+            uncombined=tuple(uncombined),
             names=tuple(names.get(label) for label in labels),
             free=free,
             zero=zero,
@@ -140,7 +140,7 @@ def _without_split(type_: TensorType, dim: int) -> str:
 
 
 def _check_linear(op, type_: TensorType, linear: bool, rule: OpDims) -> None:
-    for one in type_.pending:
+    for one in type_.uncombined:
         if linear and (one.kind == SUM or rule.moves):
             continue
         raise IllTypedError(
@@ -151,19 +151,19 @@ def _check_linear(op, type_: TensorType, linear: bool, rule: OpDims) -> None:
 
 def _part(one: Uncombined) -> str:
     if one.kind == SUM:
-        return f"a sum pending along {one.axis}"
+        return f"a sum unreduced along {one.axis}"
     return f"what is to be combined along {one.axis} ({one.kind})"
 
 
 def how_to_combine(type_: TensorType, one: Uncombined, what: str = "it") -> str:
-    """How a program has what is pending in a tensor combined."""
+    """How a program has what is unreduced in a tensor combined."""
     left = tuple(axis for axis in type_.unreduced if axis != one.axis)
     text = dataclasses.replace(type_.sharding, unreduced=left)
     return f"{'reshard' if one.decided else 'mesh_split'} {what} to {text}"
 
 
 def _combined(op, rule: OpDims, labels: Sequence[int], axes: Axes) -> list[Uncombined]:
-    """What is pending after labels are combined that axes split."""
+    """What is unreduced after labels are combined that axes split."""
     return [
         Uncombined(axis=axis, kind=rule.kinds.get(label, SUM), origins=(op,))
         for label in labels
@@ -176,42 +176,42 @@ def _of_factors(
 ) -> list[Uncombined]:
     found: list[Uncombined] = []
     for type_ in types:
-        for one in type_.pending:
+        for one in type_.uncombined:
             if any(overlap(type_.mesh, one.axis, had.axis) for had in found):
                 raise IllTypedError(
-                    f"a product of sums pending along {one.axis} is not the sum of "
+                    f"a product of sums unreduced along {one.axis} is not the sum of "
                     "products",
                     f"{how_to_combine(type_, one)} before",
                 )
             if one.decided and any(had.decided for had in found):
                 raise IllTypedError(
-                    f"it is a product of two pending sums, one along {one.axis}: of a "
-                    "product one factor may be pending",
+                    f"it is a product of two partial sums, one along {one.axis}: of a "
+                    "product one factor may be unreduced",
                     f"{how_to_combine(type_, one)} before",
                 )
-        found += type_.pending
+        found += type_.uncombined
     return found + _combined(op, rule, rule.all_combined(), axes)
 
 
 def _of_terms(
     op, rule: OpDims, types: Sequence[TensorType], axes: Axes
 ) -> list[Uncombined]:
-    """Of terms, slices and branches: along each axis all are pending, or none is."""
+    """Of terms, slices and branches: along each axis all are unreduced, or none is."""
     terms = [
-        (number, type_, [*type_.pending, *_combined(op, rule, own, axes)])
+        (number, type_, [*type_.uncombined, *_combined(op, rule, own, axes)])
         for number, (type_, own, linear) in enumerate(
             zip(types, map(rule.combined, rule.operands), rule.linear, strict=True)
         )
         if linear and not type_.zero
     ]
     found: dict[str, Uncombined] = {}
-    for _, type_, pending in terms:
-        _check_apart(type_, pending)
-        for one in pending:
+    for _, type_, uncombined in terms:
+        _check_apart(type_, uncombined)
+        for one in uncombined:
             had = found.get(one.axis)
             if had is not None and had.kind != one.kind:
                 raise IllTypedError(
-                    f"a pending {had.kind} and a pending {one.kind} along {one.axis}",
+                    f"a partial {had.kind} and a partial {one.kind} along {one.axis}",
                     f"{how_to_combine(type_, one)} before",
                 )
             origins = dict.fromkeys((*(had.origins if had else ()), *one.origins))
@@ -224,18 +224,18 @@ def _of_terms(
     return list(found.values())
 
 
-def _check_apart(type_: TensorType, pending: Sequence[Uncombined]) -> None:
-    for i, one in enumerate(pending):
-        if any(overlap(type_.mesh, one.axis, p.axis) for p in pending[:i]):
+def _check_apart(type_: TensorType, uncombined: Sequence[Uncombined]) -> None:
+    for i, one in enumerate(uncombined):
+        if any(overlap(type_.mesh, one.axis, p.axis) for p in uncombined[:i]):
             raise IllTypedError(
-                f"it sums what is pending along {one.axis} already",
+                f"it sums what is unreduced along {one.axis} already",
                 f"{how_to_combine(type_, one)} before",
             )
 
 
 def _refuse_terms(one: Uncombined, have: Sequence, lacks: tuple) -> None:
     (number, type_, _), (other_number, other, _) = have[0], lacks
-    kind = "a pending sum" if one.kind == SUM else f"a pending {one.kind}"
+    kind = "a partial sum" if one.kind == SUM else f"a partial {one.kind}"
     split = other.splits(one.axis)
     what = "a split tensor" if split else "a replicated tensor"
     what = "a constant other than zero" if other.free else what
@@ -260,7 +260,7 @@ def _reduced(
     rule: OpDims,
     types: Sequence[TensorType],
     axes: Axes,
-    pending: Sequence[Uncombined],
+    uncombined: Sequence[Uncombined],
 ) -> Iterator[str]:
     """The axes along which the results are reduced as operands are."""
     given = {axis: type_ for type_ in types for axis in type_.reduced}
@@ -277,7 +277,10 @@ def _reduced(
                         "unreduced",
                         f"mesh_split both alike, or {_plain(one, axis)}",
                     )
-        used = [*(p.axis for p in pending), *(a for own in axes.values() for a in own)]
+        used = [
+            *(p.axis for p in uncombined),
+            *(a for own in axes.values() for a in own),
+        ]
         if not any(overlap(mesh, axis, one) for one in used):
             yield axis
 

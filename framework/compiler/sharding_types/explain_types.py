@@ -331,12 +331,12 @@ class _Program:
         )
 
     def _tells(self, op, found: TensorType) -> bool:
-        """Whether an op is a contraction or the like, or changes what is pending."""
+        """Whether an op is a contraction or the like, or changes what is unreduced."""
         before = [self.checker.types[value] for value in op.operands]
         states = {
-            (one.pending, one.reduced)
+            (one.uncombined, one.reduced)
             for one in before
             if isinstance(one, TensorType) and not one.free
         }
-        changes = states and states != {(found.pending, found.reduced)}
+        changes = states and states != {(found.uncombined, found.reduced)}
         return bool(changes) or op.name.split(".")[-1] in _TELLING

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.pending.linear import choices
+from meshwright.framework.compiler.partial.linear import choices
 from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
     convolution_of,
 )

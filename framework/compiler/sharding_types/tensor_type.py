@@ -36,7 +36,7 @@ class Uncombined:
       kind: how they are to be combined: "sum", or "max", "min", "and", ... of a
         reduction over a dim that the axis splits; "halo" of a window that reaches over
         into the neighbours' shards.
-      decided: whether the program says that it is pending: the tensor is unreduced.
+      decided: whether the program says that it is unreduced: the tensor is unreduced.
         Else it is for the program to say where the tensor lies.
       origins: the ops that left it so.
     """
@@ -56,7 +56,7 @@ class TensorType:
       element: element type in HLO's words: "f32", "s32", "pred", ...
       shape: of the whole tensor.
       dims: for each dim the axes that split it, major first.
-      pending: along which axes it is not combined yet.
+      uncombined: along which axes it is not combined yet.
       reduced: axes along which it is replicated, and its gradient unreduced.
       names: for each dim the user's name for it, None without one.
       free: whether it is made of constants alone: of it each device has what it needs.
@@ -70,7 +70,7 @@ class TensorType:
     element: str
     shape: tuple[int, ...]
     dims: tuple[tuple[str, ...], ...]
-    pending: tuple[Uncombined, ...] = ()
+    uncombined: tuple[Uncombined, ...] = ()
     reduced: tuple[str, ...] = ()
     names: tuple[str | None, ...] = dataclasses.field(default=(), compare=False)
     free: bool = False
@@ -79,11 +79,11 @@ class TensorType:
     def __post_init__(self):
         size = self.mesh.axis_size  # An axis of one device is of no effect.
         dims = tuple(tuple(a for a in axes if size(a) > 1) for axes in self.dims)
-        pending = [one for one in self.pending if size(one.axis) > 1]
+        uncombined = [one for one in self.uncombined if size(one.axis) > 1]
         reduced = [axis for axis in self.reduced if size(axis) > 1]
-        pending.sort(key=lambda one: self._number(one.axis))
+        uncombined.sort(key=lambda one: self._number(one.axis))
         object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "pending", tuple(pending))
+        object.__setattr__(self, "uncombined", tuple(uncombined))
         object.__setattr__(self, "reduced", tuple(sorted(reduced, key=self._number)))
         if not self.names:
             object.__setattr__(self, "names", (None,) * len(self.shape))
@@ -107,8 +107,8 @@ class TensorType:
     def _uses(self) -> Iterator[tuple[str, str]]:
         for dim, axes in enumerate(self.dims):
             yield from ((axis, f"split by {axis} in dim {dim}") for axis in axes)
-        for one in self.pending:
-            yield one.axis, f"a pending {one.kind} along {one.axis}"
+        for one in self.uncombined:
+            yield one.axis, f"a partial {one.kind} along {one.axis}"
         for axis in self.reduced:
             yield axis, f"reduced along {axis}"
 
@@ -127,12 +127,14 @@ class TensorType:
         cls, value: ir.Value, sharding: Sharding, names: Sequence[str | None] = ()
     ) -> TensorType:
         """What an annotation of `value` says."""
-        pending = [Uncombined(axis=axis, decided=True) for axis in sharding.unreduced]
+        uncombined = [
+            Uncombined(axis=axis, decided=True) for axis in sharding.unreduced
+        ]
         return cls.of(
             value,
             sharding.mesh,
             sharding.dims,
-            pending=tuple(pending),
+            uncombined=tuple(uncombined),
             reduced=sharding.reduced,
             names=tuple(names),
         )
@@ -143,13 +145,13 @@ class TensorType:
 
     @property
     def unreduced(self) -> tuple[str, ...]:
-        """The axes along which the program says that a sum is pending."""
-        return tuple(one.axis for one in self.pending if one.decided)
+        """The axes along which the program says that a sum is unreduced."""
+        return tuple(one.axis for one in self.uncombined if one.decided)
 
     @property
     def undecided(self) -> tuple[Uncombined, ...]:
-        """What is pending without that the program says so."""
-        return tuple(one for one in self.pending if not one.decided)
+        """What is unreduced without that the program says so."""
+        return tuple(one for one in self.uncombined if not one.decided)
 
     @property
     def sharding(self) -> Sharding:
@@ -160,16 +162,16 @@ class TensorType:
 
     def without_origins(self) -> TensorType:
         """The same, of no module."""
-        pending = [dataclasses.replace(one, origins=()) for one in self.pending]
-        return dataclasses.replace(self, pending=tuple(pending))
+        uncombined = [dataclasses.replace(one, origins=()) for one in self.uncombined]
+        return dataclasses.replace(self, uncombined=tuple(uncombined))
 
     def said_text(self, dims: Sequence[tuple[str, ...]]) -> str:
         """How one would annotate it with other dims."""
         return str(dataclasses.replace(self.sharding, dims=tuple(dims)))
 
     def pending_along(self, axis: str) -> Uncombined | None:
-        """What is pending along an axis, or a part of it."""
-        found = (p for p in self.pending if overlap(self.mesh, p.axis, axis))
+        """What is unreduced along an axis, or a part of it."""
+        found = (p for p in self.uncombined if overlap(self.mesh, p.axis, axis))
         return next(found, None)
 
     def splits(self, axis: str) -> bool:
@@ -183,7 +185,7 @@ class TensorType:
             for name, size, axes in zip(self.names, self.shape, self.dims, strict=True)
         ]
         groups: dict[str, list[str]] = {}
-        for one in self.pending:
+        for one in self.uncombined:
             mark = "U" if one.decided else f"{one.kind}?"
             groups.setdefault(mark, []).append(one.axis)
         if self.reduced:

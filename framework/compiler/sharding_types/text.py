@@ -23,8 +23,8 @@ def program_text(program: TypedProgram) -> str:
     lines = [
         f"{program.name} over {program.mesh}: {len(program.tensors)} tensors, "
         f"{count or 'no'} {'error' if count == 1 else 'errors'}.",
-        "{U:x}: a sum is pending along x. {R:x}: the gradient's will be. {sum?:x}: the",
-        "program does not say yet.",
+        "{U:x}: a sum is unreduced along x. {R:x}: the gradient's will be. {sum?:x}:",
+        "the program does not say yet.",
         "",
     ]
     for heading, tensors in _groups(program.tensors):

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.lowering.lower import LoweredFunction
-from meshwright.framework.compiler.stablehlo.hoist import hoist_conversions
 from meshwright.framework.compiler.stablehlo.modules import (
     neutral_module,
     prepare,
     write_borders,
     write_for,
 )
+from meshwright.framework.compiler.stablehlo.precision import propagate_precision
 from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     NUMBER,
@@ -88,7 +88,7 @@ def completed_module(
     """
     with neutral_module(lowered) as module:
         tidy(module)
-        hoist_conversions(module)
+        propagate_precision(module)
         ops = [op for op in walk(module.operation) if len(op.results)]
         integer = ir.IntegerType.get_signless(32)
         for number, op in enumerate(ops):

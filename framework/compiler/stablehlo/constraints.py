@@ -46,7 +46,7 @@ def refuse_foreign(blame: Blame, module: ir.Module) -> None:
 def untype_annotations(blame: Blame, module: ir.Module, mesh: DeviceMesh) -> None:
     """Makes plain annotations of typed ones, for what only reads where tensors lie.
 
-    What is compiled has none left: pending sums are written out (`pending`).
+    What is compiled has none left: partial sums are written out (`partial`).
 
     Raises:
       LoweringError: one is over another mesh.

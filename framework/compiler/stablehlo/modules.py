@@ -21,7 +21,7 @@ from meshwright.framework.compiler.repair.rewrites.crops import crop_images
 from meshwright.framework.compiler.repair.rewrites.fourier import keep_row_major
 from meshwright.framework.compiler.repair.rewrites.rolls import rotate
 from meshwright.framework.compiler.repair.rewrites.roundings import fold_roundings
-from meshwright.framework.compiler.repair.rewrites.slices import drop_idle_steps
+from meshwright.framework.compiler.repair.rewrites.slices import drop_noop_strides
 from meshwright.framework.compiler.repair.rewrites.tuples import flatten_tuples
 from meshwright.framework.compiler.stablehlo.constraints import (
     refuse_foreign,
@@ -70,7 +70,7 @@ def prepare(lowered: LoweredFunction, module, mesh: DeviceMesh) -> None:
     refuse_foreign(blame, module)
     untype_annotations(blame, module, mesh)
     fold_roundings(module)
-    drop_idle_steps(module)
+    drop_noop_strides(module)
     crop_images(module)
     rotate(module)
 

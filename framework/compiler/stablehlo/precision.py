@@ -44,7 +44,7 @@ class _Reads:
     converts: list[ir.Operation]
 
 
-def hoist_conversions(module: ir.Module) -> None:
+def propagate_precision(module: ir.Module) -> None:
     """Moves them in front of loops, inner loops first, and of what moves elements."""
     for op in list(walk(module.operation)):
         _narrow_first(op)

@@ -28,7 +28,7 @@ _SAME_TRUTH = ("stablehlo.not", "stablehlo.convert", "stablehlo.reshape")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Link:
+class Carried:
     """Values and uses of one form.
 
     Args:
@@ -47,9 +47,9 @@ class Link:
         return [op.operands[number] for op, number in self.uses]
 
 
-def links_of(
+def carried_of(
     completed: CompletedModule, carried: Sequence[tuple[int, int]]
-) -> list[Link]:
+) -> list[Carried]:
     """All links of tensors that are no scalars.
 
     Args:
@@ -60,7 +60,7 @@ def links_of(
     block = completed.main.regions[0].blocks[0]
     end = end_of(block)
     found = [
-        Link((block.arguments[argument],), ((end, result),), argument)
+        Carried((block.arguments[argument],), ((end, result),), argument)
         for argument, result in carried
     ]
     for op in walk(completed.main):
@@ -71,19 +71,19 @@ def links_of(
     return [link for link in found if shape_of(link.values[0])]
 
 
-def _of_loop(op) -> Iterator[Link]:
+def _of_loop(op) -> Iterator[Carried]:
     """Of what changes: what a loop only reads it uses as any op does."""
     condition, body = (region.blocks[0] for region in op.regions)
     for i, result in enumerate(op.results):
         if end_of(body).operands[i] != body.arguments[i]:
             values = (condition.arguments[i], body.arguments[i], result)
-            yield Link(values, ((op, i), (end_of(body), i)))
+            yield Carried(values, ((op, i), (end_of(body), i)))
 
 
-def _of_branches(op) -> Iterator[Link]:
+def _of_branches(op) -> Iterator[Carried]:
     ends = [end_of(region.blocks[0]) for region in op.regions]
     for i, result in enumerate(op.results):
-        yield Link((result,), tuple((end, i) for end in ends))
+        yield Carried((result,), tuple((end, i) for end in ends))
 
 
 def frequency(op, region: int) -> float:
@@ -154,9 +154,9 @@ def _bound(op, condition, value: ir.Value) -> float | None:
     return constant_of(value)
 
 
-def joined(links: Sequence[Link]) -> list[list[Link]]:
+def joined(links: Sequence[Carried]) -> list[list[Carried]]:
     """Links that pass one tensor on to each other, together."""
-    found: list[list[Link]] = []
+    found: list[list[Carried]] = []
     for link in links:
         near = [group for group in found if any(_passes(link, one) for one in group)]
         found = [group for group in found if group not in near]
@@ -164,7 +164,7 @@ def joined(links: Sequence[Link]) -> list[list[Link]]:
     return found
 
 
-def _passes(one: Link, other: Link) -> bool:
+def _passes(one: Carried, other: Carried) -> bool:
     return any(v in other.values for v in one.entering()) or any(
         v in one.values for v in other.entering()
     )

@@ -22,8 +22,8 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     shape_of,
     walk,
 )
-from meshwright.framework.compiler.weight_update_sharding.links import (
-    Link,
+from meshwright.framework.compiler.weight_update_sharding.carried_state import (
+    Carried,
     Use,
     frequency,
     joined,
@@ -74,7 +74,7 @@ class Cluster:
       steps: the loops over steps: those that carry the state.
     """
 
-    links: list[Link]
+    links: list[Carried]
     ops: set[ir.Operation]
     values: list[ir.Value]
     steps: set[ir.Operation] = dataclasses.field(default_factory=set)
@@ -131,7 +131,7 @@ class Dims:
       links: those whose values are.
     """
 
-    def __init__(self, ops: Sequence[ir.Operation], links: Sequence[Link]):
+    def __init__(self, ops: Sequence[ir.Operation], links: Sequence[Carried]):
         self.places, self.values = Groups(), Groups()
         self.whole: set[Place] = set()
         self.keeps_shape: set[Place] = set()
@@ -160,7 +160,7 @@ class Dims:
 
 
 def find_clusters(
-    main: ir.Operation, redundancy: Redundancy, links: Sequence[Link]
+    main: ir.Operation, redundancy: Redundancy, links: Sequence[Carried]
 ) -> tuple[list[Cluster], Dims]:
     """The weight updates in a program, and how their dims correspond."""
     ops = [op for op in walk(main) if op.name not in _ENDS]
@@ -211,12 +211,12 @@ def _can_shard(op, redundancy: Redundancy) -> bool:
     return alike and not summed and dim_map(op) is not None
 
 
-def _is_alike(link: Link, redundancy: Redundancy) -> bool:
+def _is_alike(link: Carried, redundancy: Redundancy) -> bool:
     values = [*link.values, *link.entering()]
     return all(redundancy.alike.get(value) for value in values)
 
 
-def _is_updated(link: Link, redundancy: Redundancy, updating) -> bool:
+def _is_updated(link: Carried, redundancy: Redundancy, updating) -> bool:
     """Whether what it ties depends on gradients, or is made of what does."""
     return any(
         value in redundancy.updates
@@ -246,7 +246,7 @@ def _grouped(ops, links, dims: Dims) -> list[Cluster]:
     return found
 
 
-def _steps(links: Sequence[Link]) -> Iterator[ir.Operation]:
+def _steps(links: Sequence[Carried]) -> Iterator[ir.Operation]:
     for group in joined(links):
         if any(link.argument is not None for link in group):
             uses = [use for link in group for use in link.uses]

@@ -16,6 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.weight_update_sharding.carried_state import (
+    Use,
+    joined,
+)
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     Dims,
@@ -23,15 +27,14 @@ from meshwright.framework.compiler.weight_update_sharding.clusters import (
     how_often,
     uses_of,
 )
-from meshwright.framework.compiler.weight_update_sharding.formats import (
-    Format,
-    Tiles,
-    formats_of,
-)
-from meshwright.framework.compiler.weight_update_sharding.links import Use, joined
 from meshwright.framework.compiler.weight_update_sharding.redundancy import Redundancy
 from meshwright.framework.compiler.weight_update_sharding.scatter import find_sum
 from meshwright.framework.compiler.weight_update_sharding.shardable import dim_map
+from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
+    Tiles,
+    UpdateLayout,
+    formats_of,
+)
 
 
 class WeightUpdateSharding(enum.Enum):
@@ -77,7 +80,7 @@ class Decision:
 
     cluster: Cluster
     state: Sequence[int]
-    format: Format | None = None
+    format: UpdateLayout | None = None
     why: str = ""
     gathers: int = 0
     reduced: int = 0
@@ -130,7 +133,9 @@ class _Judge:
             return dataclasses.replace(best, format=None, why=why, kept=0)
         return best
 
-    def formats(self, cluster: Cluster, axes: tuple[str, ...]) -> Iterator[Format]:
+    def formats(
+        self, cluster: Cluster, axes: tuple[str, ...]
+    ) -> Iterator[UpdateLayout]:
         tiles = self.machine.tiles
         return formats_of(cluster, self.dims, self.completed, axes, tiles)
 
@@ -169,18 +174,18 @@ class _Judge:
         """Bytes a step to gather a value for some uses."""
         return bytes_of(value) * how_often(cluster, [op for op, _ in uses])
 
-    def reads(self, cluster: Cluster, value: ir.Value, uses) -> _Reads:
+    def reads(self, cluster: Cluster, value: ir.Value, uses) -> _GatherCost:
         """The fewest bytes to gather for some uses of a value."""
         total, ops = 0.0, []
         whole = self.gathered(cluster, value, uses) if uses else 0.0
         for op, _ in uses:
             if not self.narrows(op):
-                return _Reads(whole)
+                return _GatherCost(whole)
             result = op.results[0]
             after = self.reads(cluster, result, uses_of(result))
             total += after.bytes
             ops += [op, *after.ops]
-        return _Reads(total, ops) if total < whole else _Reads(whole)
+        return _GatherCost(total, ops) if total < whole else _GatherCost(whole)
 
     def narrows(self, op) -> bool:
         """Whether an op of one tensor makes one of no more bytes, on shards too."""
@@ -190,7 +195,9 @@ class _Judge:
         smaller = bytes_of(op.results[0]) <= bytes_of(op.operands[0])
         return bool(alike) and smaller
 
-    def judged(self, cluster: Cluster, reach: _Reach, format_: Format) -> Decision:
+    def judged(
+        self, cluster: Cluster, reach: _ClusterInterface, format_: UpdateLayout
+    ) -> Decision:
         machine = self.machine
         links = [link for link in cluster.links if link.argument is not None]
         stored = [link.values[0] for link in links]
@@ -229,7 +236,7 @@ class _Judge:
             gain=gain,
         )
 
-    def reach(self, cluster: Cluster, state: Sequence[int]) -> _Reach:
+    def reach(self, cluster: Cluster, state: Sequence[int]) -> _ClusterInterface:
         entries = cluster.entries()
         gradients = [v for v in entries if v in self.redundancy.updates]
         sums = [find_sum(self.completed, self.redundancy.reduced, v) for v in gradients]
@@ -239,15 +246,17 @@ class _Judge:
             else ()
             for value, found in zip(gradients, sums, strict=True)
         }
-        return _Reach(state, entries, cluster.exits(), gradients)
+        return _ClusterInterface(state, entries, cluster.exits(), gradients)
 
-    def is_scattered(self, value, reach: _Reach, format_: Format) -> bool:
+    def is_scattered(
+        self, value, reach: _ClusterInterface, format_: UpdateLayout
+    ) -> bool:
         """Whether a gradient is reduced right onto its shards, and not whole first."""
         known = set(format_.axes) <= set(reach.gradients[value])
         taken = self.completed.sharding(value).dims[format_.first(value)]
         return known and not taken and format_.can_scatter(value)
 
-    def copied(self, passing: Sequence[ir.Value], format_: Format) -> int:
+    def copied(self, passing: Sequence[ir.Value], format_: UpdateLayout) -> int:
         """Bytes of whole tensors that are copied on the way into shards or back."""
         return sum(
             bytes_of(value)
@@ -257,7 +266,7 @@ class _Judge:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reach:
+class _ClusterInterface:
     """What a cluster has to do with others.
 
     Args:
@@ -275,6 +284,6 @@ class _Reach:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reads:
+class _GatherCost:
     bytes: float
     ops: Sequence = ()

@@ -24,14 +24,16 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     sharding_call,
     tensor_type,
 )
+from meshwright.framework.compiler.weight_update_sharding.carried_state import (
+    Carried,
+    Use,
+)
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     block_of,
     uses_of,
 )
 from meshwright.framework.compiler.weight_update_sharding.decide import Decision
-from meshwright.framework.compiler.weight_update_sharding.formats import Format
-from meshwright.framework.compiler.weight_update_sharding.links import Link, Use
 from meshwright.framework.compiler.weight_update_sharding.redundancy import Redundancy
 from meshwright.framework.compiler.weight_update_sharding.scatter import (
     cut_end,
@@ -41,6 +43,9 @@ from meshwright.framework.compiler.weight_update_sharding.scatter import (
 )
 from meshwright.framework.compiler.weight_update_sharding.shardable import (
     is_annotation,
+)
+from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
+    UpdateLayout,
 )
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
@@ -78,7 +83,11 @@ class _Rewriting:
     """Of one cluster."""
 
     def __init__(
-        self, completed: CompletedModule, reduced, cluster: Cluster, format_: Format
+        self,
+        completed: CompletedModule,
+        reduced,
+        cluster: Cluster,
+        format_: UpdateLayout,
     ):
         self.completed = completed
         self.reduced = reduced
@@ -126,7 +135,7 @@ class _Rewriting:
                 self._pad(link, borders[link.argument])
         return borders
 
-    def _form(self, form: StoredForm, link: Link) -> StoredForm:
+    def _form(self, form: StoredForm, link: Carried) -> StoredForm:
         value = link.values[0]
         combined = (self.format.first(value), self.format.count)
         return dataclasses.replace(
@@ -176,7 +185,7 @@ class _Rewriting:
         for user, _ in uses_of(value):
             _reduce_all(user, value)
 
-    def _pad(self, link: Link, form: StoredForm) -> None:
+    def _pad(self, link: Carried, form: StoredForm) -> None:
         """Between an argument that is stored padded and what the program computes."""
         (argument,), ((end, number),) = link.values, link.uses
         shape, stored = shape_of(argument), form.stored_shape

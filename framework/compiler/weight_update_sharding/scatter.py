@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.pending.linear import choices, converts_exactly
-from meshwright.framework.compiler.pending.partial_sums import (
+from meshwright.framework.compiler.partial.linear import choices, converts_exactly
+from meshwright.framework.compiler.partial.partial_sums import (
     Summed,
     local_sum,
     scattered_along,
@@ -32,7 +32,9 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     tensor_type,
     zeros,
 )
-from meshwright.framework.compiler.weight_update_sharding.formats import Format
+from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
+    UpdateLayout,
+)
 from meshwright.framework.sharding.placeholders import mesh_text
 
 _CONVERT = "stablehlo.convert"
@@ -69,7 +71,7 @@ def _keeps_sums(op) -> bool:
 
 
 def reduce_scattered(
-    completed: CompletedModule, found: Summed, value: ir.Value, format_: Format
+    completed: CompletedModule, found: Summed, value: ir.Value, format_: UpdateLayout
 ) -> ir.Value | None:
     """The shards of a gradient, at the current insertion point; None if not possible.
 

@@ -13,6 +13,9 @@ from meshwright.framework.compiler.boundary.borders import stored_spec
 from meshwright.framework.compiler.lowering.lower import LoweredFunction
 from meshwright.framework.compiler.stablehlo.completed import completed_module
 from meshwright.framework.compiler.stablehlo.modules import bytecode
+from meshwright.framework.compiler.weight_update_sharding.carried_state import (
+    carried_of,
+)
 from meshwright.framework.compiler.weight_update_sharding.clusters import find_clusters
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     Machine,
@@ -23,10 +26,9 @@ from meshwright.framework.compiler.weight_update_sharding.decisions import (
     UpdateReport,
     update_report,
 )
-from meshwright.framework.compiler.weight_update_sharding.formats import Tiles
-from meshwright.framework.compiler.weight_update_sharding.links import links_of
 from meshwright.framework.compiler.weight_update_sharding.redundancy import analyze
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
+from meshwright.framework.compiler.weight_update_sharding.update_layouts import Tiles
 from meshwright.framework.devices.tpu import kind_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.stored_form import StoredForm
@@ -103,7 +105,7 @@ def shard_weight_updates(
         lowered, mesh, in_shardings=border, out_shardings=results
     ) as completed:
         redundancy = analyze(completed, asked.data_axes)
-        links = links_of(completed, [(c.argument, c.result) for c in carried])
+        links = carried_of(completed, [(c.argument, c.result) for c in carried])
         clusters, dims = find_clusters(completed.main, redundancy, links)
         decisions = decide(
             clusters,

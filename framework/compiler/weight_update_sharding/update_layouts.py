@@ -62,7 +62,7 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Format:
+class UpdateLayout:
     """How a cluster's tensors are divided.
 
     Args:
@@ -145,7 +145,7 @@ def formats_of(
     completed: CompletedModule,
     axes: tuple[str, ...],
     tiles: Tiles,
-) -> Iterator[Format]:
+) -> Iterator[UpdateLayout]:
     """All ways to divide a cluster's tensors by some axes, the plainest first."""
     groups = _Groups(cluster, dims, completed)
     for value in cluster.values:
@@ -155,7 +155,7 @@ def formats_of(
                 moves = not tiles.can_combine(shape, first, count)
                 chain = None if moves else groups.chain(value, first, count)
                 if chain is not None:
-                    yield Format(chain, axes, dims, completed, tiles)
+                    yield UpdateLayout(chain, axes, dims, completed, tiles)
 
 
 class _Groups:

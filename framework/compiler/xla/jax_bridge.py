@@ -32,8 +32,8 @@ from jaxlib import _jax
 
 from meshwright.framework.compiler.boundary.wide_elements import wide_elements
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, memory_timeline
-from meshwright.framework.compiler.hlo.refusal import (
-    DoesNotFit,
+from meshwright.framework.compiler.hlo.out_of_memory import (
+    OutOfMemoryError,
     allocations_of,
     check_arguments_fit,
     parse_refusal,
@@ -178,7 +178,7 @@ def check_fits(
 
     Raises:
       ValueError: see `jax_mesh`.
-      DoesNotFit: the arguments alone do not fit into the devices' memory.
+      OutOfMemoryError: the arguments alone do not fit into the devices' memory.
     """
     device = jax_mesh(mesh, devices).devices.flat[0]
     check_arguments_fit(lowered, mesh, in_shardings, device)
@@ -286,7 +286,7 @@ class MeshProgram:
         Raises:
           LoweringError: the module would make XLA fall back to GSPMD; XLA refuses the
             program, or ends the child process that compiles it.
-          DoesNotFit: it needs more memory than a device has.
+          OutOfMemoryError: it needs more memory than a device has.
         """
         if self.shardy:
             self._check_no_fallback()
@@ -303,7 +303,7 @@ class MeshProgram:
                 raise of_xla(self.name, e, shardy=self.shardy, sources=sources) from e
             timeline = self._refused(options)
             largest = allocations_of(timeline, self.function) if timeline else ()
-            raise DoesNotFit(self.name, refusal, largest, timeline) from e
+            raise OutOfMemoryError(self.name, refusal, largest, timeline) from e
 
     def _refused(self, options: Mapping[str, Any] | None) -> MemoryTimeline | None:
         """What would be alive when in a program that the compiler refuses.

@@ -238,7 +238,7 @@ def test_collectives_of_manual_regions(partitioner, dtype, manual_axes):
 
 @over_partitioners
 @pytest.mark.parametrize("dtype", [np.int64, np.float64, np.complex128])
-def test_pending_sums(partitioner, dtype):
+def test_partial_sums(partitioner, dtype):
     def fn(x, y):
         p = mesh_split(
             tf.einsum("bm,bn->mn", x, y), MESH, [None, None], unreduced=["X"]

@@ -10,8 +10,8 @@ import jax
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.hlo.refusal import (
-    DoesNotFit,
+from meshwright.framework.compiler.hlo.out_of_memory import (
+    OutOfMemoryError,
     Refusal,
     check_arguments_fit,
     parse_refusal,
@@ -90,7 +90,7 @@ def refused(message):
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_takes_it():
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(OutOfMemoryError) as raised:
         refused(MESSAGE).compile({"mine": 1})
     error = raised.value
     assert error.refusal.over == round(16.80 * GIB) - round(15.48 * GIB)
@@ -108,10 +108,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_takes_it():
 
 
 def test_what_does_not_fit_goes_between_processes():
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(OutOfMemoryError) as raised:
         refused(MESSAGE).compile({"mine": 1})
     error, again = raised.value, pickle.loads(pickle.dumps(raised.value))
-    assert type(again) is DoesNotFit and str(again) == str(error)
+    assert type(again) is OutOfMemoryError and str(again) == str(error)
     assert again.refusal == error.refusal
     assert again.allocations == error.allocations
     assert again.timeline.peak == error.timeline.peak
@@ -121,7 +121,7 @@ def test_a_program_of_unknown_function_is_not_compiled_again():
     program = refused(MESSAGE)
     program = dataclasses.replace(program, function=None)
     program.lowered.text = None  # Writing it down would fail.
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(OutOfMemoryError) as raised:
         program.compile({"mine": 1})
     assert raised.value.timeline is None and raised.value.allocations == ()
 
@@ -129,7 +129,7 @@ def test_a_program_of_unknown_function_is_not_compiled_again():
 def test_a_compiler_that_fails_otherwise_is_not_taken_for_one_that_refuses():
     with pytest.raises(LoweringError, match="train: XLA cannot .* bad luck") as raised:
         refused("INTERNAL: bad luck").compile()
-    assert not isinstance(raised.value, DoesNotFit)
+    assert not isinstance(raised.value, OutOfMemoryError)
     assert "INTERNAL" in str(raised.value.__cause__)
 
 
@@ -148,7 +148,7 @@ def test_arguments_that_cannot_fit_are_refused_before_compiling():
     # 8 GiB of w on each device if X splits it in two; v has two bytes for each number.
     function = arguments([4, 2**30], [2**32])
     w, v = split("X", None), split(None)
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(OutOfMemoryError) as raised:
         check_arguments_fit(function, MESH, [v, w], V3)
     error = raised.value
     assert error.timeline is None
@@ -173,7 +173,7 @@ def test_arguments_that_may_fit_are_left_to_the_compiler():
 
 @needs.libtpu
 def test_the_tpu_compiler_says_what_does_not_fit():
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(OutOfMemoryError) as raised:
         compiled(topology_devices("v3:2x2"), size=16 * 1024)
     error = raised.value
     assert error.timeline.peak == pytest.approx(error.refusal.needed, rel=0.01)
@@ -193,7 +193,7 @@ def test_what_the_tpu_compiler_needs_includes_arguments():
         return tf.matmul(x, y, transpose_a=True), tf.matmul(y, y, transpose_a=True)
 
     specs = [tf.TensorSpec([4096, 4096]), tf.TensorSpec([6 * 2**17, 4096])]
-    with pytest.raises(DoesNotFit) as raised:
+    with pytest.raises(OutOfMemoryError) as raised:
         compile_program(
             first,
             specs,

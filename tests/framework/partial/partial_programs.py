@@ -1,4 +1,4 @@
-"""What tests of pending sums share: programs on four devices against one."""
+"""What tests of partial sums share: programs on four devices against one."""
 
 import random
 import re
@@ -27,7 +27,7 @@ def to(x, *dims, mesh=MESH, **types):
 
 
 def partial(x, y):
-    """The product of [m, k] and [k, n] with k split by tp; its sum is pending."""
+    """The product of [m, k] and [k, n] with k split by tp; its sum is unreduced."""
     return split(x @ y, None, None, unreduced=["tp"])
 
 
@@ -91,7 +91,7 @@ LINEAR = {
     ),
     "imaginary": lambda p, w: tf.math.imag(tf.complex(tf.zeros([4, 6]), p)),
 }
-"""Of a pending [4, 6] and of whole numbers [6, 6]."""
+"""Of a unreduced [4, 6] and of whole numbers [6, 6]."""
 
 
 def argument(text, mesh=MESH):

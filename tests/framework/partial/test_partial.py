@@ -1,11 +1,11 @@
-"""Pending sums: carried through programs, and added up where the program says so."""
+"""OnConflict sums: carried through programs, and added up where the program says so."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from tests.framework.pending.pending_programs import (
+from tests.framework.partial.partial_programs import (
     LINEAR,
     PARTIAL,
     REDUCED,
@@ -66,7 +66,7 @@ def type_(*dims, **types):
 
 
 WHOLE = type_(None, None)
-PENDING = type_(None, None, unreduced=["tp"])
+UNREDUCED = type_(None, None, unreduced=["tp"])
 CONVERSIONS = [
     pytest.param(
         lambda x, y: to(partial(x, y), None, None), PARTIAL, [REDUCED], id="all_reduce"
@@ -96,7 +96,7 @@ CONVERSIONS = [
         id="two_axes_scattered",
     ),
     pytest.param(
-        lambda x, y: twice(2.0 * sum_of_two_axes(x, y), PENDING, WHOLE),
+        lambda x, y: twice(2.0 * sum_of_two_axes(x, y), UNREDUCED, WHOLE),
         BOTH,
         ["all-reduce dp [1,4,6]", REDUCED],
         id="one_axis_after_the_other",
@@ -112,7 +112,7 @@ CONVERSIONS = [
         id="one_axis_scattered_after_the_other",
     ),
     pytest.param(
-        lambda x, y: twice(partial(x, y), PENDING, WHOLE),
+        lambda x, y: twice(partial(x, y), UNREDUCED, WHOLE),
         PARTIAL,
         [REDUCED],
         id="same_type",
@@ -129,21 +129,21 @@ CONVERSIONS = [
     ),
     pytest.param(
         lambda x, y, z: to(
-            partial(x, y) + to(z, *PENDING[0], **PENDING[1]), None, "tp"
+            partial(x, y) + to(z, *UNREDUCED[0], **UNREDUCED[1]), None, "tp"
         ),
         (*PARTIAL, "[4,6]"),
         ["reduce-scatter tp [4,3]"],
         id="whole_and_pending",
     ),
     pytest.param(
-        lambda x: twice(tf.exp(x), PENDING, WHOLE),
+        lambda x: twice(tf.exp(x), UNREDUCED, WHOLE),
         ("[4,6]",),
         [REDUCED],
         id="whole_to_pending_and_back",
     ),
     pytest.param(
         lambda x, y: to(
-            twice(partial(x, y), type_(None, None, unreduced=["dp", "tp"]), PENDING),
+            twice(partial(x, y), type_(None, None, unreduced=["dp", "tp"]), UNREDUCED),
             *WHOLE[0],
         ),
         PARTIAL,
@@ -180,9 +180,13 @@ def weighed(y, like):
 BACKWARD = [
     pytest.param(lambda y: to(y, None, None), [], id="to_whole"),
     pytest.param(lambda y: to(y, None, "tp"), ["all-gather tp [4,6]"], id="to_split"),
-    pytest.param(lambda y: twice(y, PENDING, WHOLE), [], id="from_pending_to_pending"),
     pytest.param(
-        lambda y: to(y + to(tf.ones([4, 6]), *PENDING[0], **PENDING[1]), None, None),
+        lambda y: twice(y, UNREDUCED, WHOLE), [], id="from_unreduced_to_unreduced"
+    ),
+    pytest.param(
+        lambda y: to(
+            y + to(tf.ones([4, 6]), *UNREDUCED[0], **UNREDUCED[1]), None, None
+        ),
         [],
         id="whole_to_pending",
     ),
@@ -203,7 +207,7 @@ def test_gradients_of_conversions(end, sends):
     "read,reductions",
     [
         pytest.param(lambda w: w, 1, id="reduced"),
-        # What is whole has a gradient that is; it is made pending to be added up.
+        # What is whole has a gradient that is; it is made unreduced to be added up.
         pytest.param(lambda w: to(w, None, None), 2, id="reduced_to_whole"),
     ],
 )
@@ -238,13 +242,13 @@ def test_a_linear_op_is_computed_part_by_part(name):
     check(fn, *PARTIAL, "[6,6]", sends=sends, whole=True)
 
 
-@pytest.mark.parametrize("pending,other", [("dp", "tp"), ("tp", "dp")])
-def test_a_dim_split_by_two_axes_of_which_one_is_pending(pending, other):
+@pytest.mark.parametrize("unreduced,other", [("dp", "tp"), ("tp", "dp")])
+def test_a_dim_split_by_two_axes_of_which_one_is_pending(unreduced, other):
     def fn(x, y):
-        p = split(tf.einsum("bm,bn->mn", x, y), None, None, unreduced=[pending])
+        p = split(tf.einsum("bm,bn->mn", x, y), None, None, unreduced=[unreduced])
         return to(3.0 * p, None, None)
 
-    sends = [f"all-reduce {pending} [6,4]", f"all-reduce {other} [1,6,4]"]
+    sends = [f"all-reduce {unreduced} [6,4]", f"all-reduce {other} [1,6,4]"]
     check(fn, "[8@dp.tp,6]", "[8@dp.tp,4]", sends=sends)
 
 
@@ -338,7 +342,7 @@ def test_the_gradient_of_a_convolution_by_its_weights():
     check(fn, "[4@dp,5,5,3]", "[3,3,3,2]", mesh=mesh, sends=sends)
 
 
-def test_a_pending_sum_that_is_read_twice():
+def test_a_partial_sum_that_is_read_twice():
     def fn(x, y):
         p = partial(x, y)
         return to(tf.reduce_sum(p, 0), None), to(p, None, "tp")

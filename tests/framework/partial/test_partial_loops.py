@@ -1,12 +1,12 @@
-"""Pending sums in loops and branches, and under sharded weight updates."""
+"""OnConflict sums in loops and branches, and under sharded weight updates."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.sharding.annotations import Pending, annotate
-from tests.framework.pending.pending_programs import (
+from meshwright.framework.sharding.annotations import OnConflict, annotate
+from tests.framework.partial.partial_programs import (
     LINEAR,
     MESH,
     PARTIAL,
@@ -25,7 +25,7 @@ from tests.framework.pending.pending_programs import (
 
 
 def read_dp(*weights):
-    """Weights whose gradients are pending along dp."""
+    """Weights whose gradients are unreduced along dp."""
     return [split(w, *[None] * w.shape.rank, reduced=["dp"]) for w in weights]
 
 
@@ -130,7 +130,7 @@ def test_two_loops_of_microbatches():
 
 
 def test_what_is_asked_after_a_loop_is_carried_through_it():
-    """Nothing in the loop says that its sum is to be pending."""
+    """Nothing in the loop says that its sum is to be unreduced."""
 
     def fn(x, y):
         _, total = tf.while_loop(
@@ -144,7 +144,7 @@ def test_what_is_asked_after_a_loop_is_carried_through_it():
     check(fn, "[3,4,8@tp]", "[8@tp,6]", sends=[REDUCED])
 
 
-def test_a_loop_may_begin_with_a_pending_sum():
+def test_a_loop_may_begin_with_a_partial_sum():
     def fn(x, y, w):
         _, total = tf.while_loop(
             lambda i, _: i < 3,
@@ -157,7 +157,7 @@ def test_a_loop_may_begin_with_a_pending_sum():
     check(fn, *PARTIAL, "[6,6]", sends=[REDUCED])
 
 
-def test_a_loop_may_only_read_a_pending_sum():
+def test_a_loop_may_only_read_a_partial_sum():
     def fn(x, y):
         p = partial(x, y)
         _, total = tf.while_loop(
@@ -192,7 +192,7 @@ def test_linear_ops_on_what_a_loop_carries():
 
 
 def test_a_loop_may_exchange_what_it_carries():
-    """The second begins as zeros, and is found pending in the second round."""
+    """The second begins as zeros, and is found unreduced in the second round."""
 
     def fn(x, y):
         _, a, b = tf.while_loop(
@@ -251,7 +251,7 @@ def loop(body, *start):
     return found[1:]
 
 
-def pending(x):
+def unreduced(x):
     return split(x, *[None] * x.shape.rank, unreduced=["tp"])
 
 
@@ -269,25 +269,25 @@ def one_by_another(x, y):
         return a + x[i] @ y, b + a, c + tf.reduce_sum(b, 0)
 
     a, b, c = loop(body, *[tf.zeros([4, 6])] * 2, tf.zeros([6]))
-    return whole(pending(c)), tf.nn.relu(a), b
+    return whole(unreduced(c)), tf.nn.relu(a), b
 
 
 def twice_first(x, y):
     (a,) = loop(lambda i, a: [a + x[i] @ y], tf.zeros([4, 6]))
-    double = pending(2.0 * a)
-    return whole(pending(a)), whole(double)
+    double = unreduced(2.0 * a)
+    return whole(unreduced(a)), whole(double)
 
 
 def twice_last(x, y):
     (a,) = loop(lambda i, a: [a + x[i] @ y], tf.zeros([4, 6]))
-    return whole(pending(a)), whole(pending(2.0 * a))
+    return whole(unreduced(a)), whole(unreduced(2.0 * a))
 
 
 def ended_in_a_later_round(x, y):
-    """`b` is pending from the second round on; each round adds it up."""
+    """`b` is unreduced from the second round on; each round adds it up."""
 
     def body(i, a, b, c):
-        return pending(x[i] @ y), a, c + tf.nn.relu(whole(b))
+        return unreduced(x[i] @ y), a, c + tf.nn.relu(whole(b))
 
     return loop(body, *[tf.zeros([4, 6])] * 3)[2]
 
@@ -299,7 +299,7 @@ def read_whole_inside(x, y):
         return a + x[i] @ y, b + tf.nn.relu(a)
 
     a, b = loop(body, *[tf.zeros([4, 6])] * 2)
-    return whole(tf.reduce_sum(pending(a), 0)), b
+    return whole(tf.reduce_sum(unreduced(a), 0)), b
 
 
 def of_a_branch_in_a_loop(x, y):
@@ -307,7 +307,7 @@ def of_a_branch_in_a_loop(x, y):
         grown = tf.cond(i > 0, lambda: a + x[i] @ y, lambda: 2.0 * (x[0] @ y))
         return [grown]
 
-    return whole(pending(loop(body, tf.zeros([4, 6]))[0]))
+    return whole(unreduced(loop(body, tf.zeros([4, 6]))[0]))
 
 
 def of_a_loop_in_a_loop(x, y):
@@ -316,7 +316,7 @@ def of_a_loop_in_a_loop(x, y):
         return inner, a
 
     a, b = loop(body, *[tf.zeros([4, 6])] * 2)
-    return whole(pending(a)), tf.nn.relu(b)
+    return whole(unreduced(a)), tf.nn.relu(b)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_sums_that_loops_carry_for_each_other(fn):
         pass
 
 
-def test_branches_may_give_a_pending_sum():
+def test_branches_may_give_a_partial_sum():
     def fn(x, y, yes):
         p = partial(x, y)
         first = tf.cond(yes, lambda: 2.0 * p, lambda: x @ y + p)
@@ -360,7 +360,7 @@ def test_others_may_read_a_loops_sum_whole():
     check(fn, "[3,4,8@tp]", "[8@tp,6]", sends=[REDUCED, "all-reduce tp [6]"])
 
 
-def test_a_branch_may_make_and_end_a_pending_sum():
+def test_a_branch_may_make_and_end_a_partial_sum():
     def fn(x, y, yes):
         return tf.cond(
             yes, lambda: to(2.0 * partial(x, y), None, None), lambda: tf.ones([4, 6])
@@ -369,7 +369,7 @@ def test_a_branch_may_make_and_end_a_pending_sum():
     check(fn, *PARTIAL, "pred[]", sends=[REDUCED])
 
 
-def test_a_branch_may_end_a_pending_sum_from_outside():
+def test_a_branch_may_end_a_partial_sum_from_outside():
     def fn(x, y, yes):
         p = partial(x, y)
         return tf.cond(yes, lambda: to(2.0 * p, None, None), lambda: tf.ones([4, 6]))
@@ -389,7 +389,7 @@ READ = mw.Sharding.parse(MESH, "[_,_]{R:dp}")
 def test_a_gradient_that_is_no_sum_is_reduced_at_once_where_that_is_allowed(factor):
     def fn(x, w):
         def loss(w):
-            return decayed(annotate(w, READ, otherwise=Pending.REDUCED), x)
+            return decayed(annotate(w, READ, on_conflict=OnConflict.REDUCE), x)
 
         (g,) = gradients(loss, w)
         return to(factor * g if factor < 1.0 else g, None, None)
@@ -402,7 +402,7 @@ def test_such_a_gradient_is_reduced_in_the_loop_and_others_after_it():
         def body(i, totals):
             def loss(w, v):
                 w, v = (
-                    annotate(one, READ, otherwise=Pending.REDUCED) for one in (w, v)
+                    annotate(one, READ, on_conflict=OnConflict.REDUCE) for one in (w, v)
                 )
                 return decayed(w, x[i]) + tf.reduce_sum(tf.tanh(x[i] @ v))
 
@@ -425,7 +425,7 @@ def test_such_a_gradient_is_reduced_where_something_not_linear_reads_it():
         def body(i, totals):
             def loss(w, v):
                 w, v = (
-                    annotate(one, READ, otherwise=Pending.REDUCED) for one in (w, v)
+                    annotate(one, READ, on_conflict=OnConflict.REDUCE) for one in (w, v)
                 )
                 return tf.reduce_sum(tf.tanh(x[i] @ w)) + tf.reduce_sum(x[i] @ v)
 
@@ -446,7 +446,9 @@ def test_what_else_is_pending_is_reduced_by_such_an_annotation():
 
     def fn(x, y):
         asked = mw.Sharding.parse(MESH, "[tp,_]{U:dp}")
-        return to(annotate(partial(x, y), asked, otherwise=Pending.REDUCED), "tp", None)
+        return to(
+            annotate(partial(x, y), asked, on_conflict=OnConflict.REDUCE), "tp", None
+        )
 
     check(fn, *PARTIAL, sends=["reduce-scatter tp [2,6]"])
 

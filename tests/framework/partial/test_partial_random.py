@@ -1,4 +1,4 @@
-"""Random programs of pending sums, typed as they may be: the numbers of one device.
+"""Random programs of partial sums, typed as they may be: the numbers of one device.
 
 Arguments and factors are small whole numbers, of which every sum is exact in whatever
 order it is taken. `TYPES_CASES` says how often 16 of them there are, `TYPES_SEED` gives
@@ -17,7 +17,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from meshwright.framework.compiler.program import Partitioner
-from tests.framework.pending.pending_programs import (
+from tests.framework.partial.partial_programs import (
     MESH,
     RandomSteps,
     gradients,
@@ -61,7 +61,7 @@ class Value:
 
 
 class Program(RandomSteps):
-    """Of pending sums, some of which other steps may read again."""
+    """Of partial sums, some of which other steps may read again."""
 
     def __init__(self, random: random.Random):
         super().__init__(random)
@@ -82,7 +82,7 @@ class Program(RandomSteps):
         return self.step(f"argument {number}", shape, (), lambda _, args: args[number])
 
     def whole(self, *shape: int) -> Value:
-        """A value of that shape of which nothing is pending."""
+        """A value of that shape of which nothing is unreduced."""
         had = [v for v in self.made if v.shape == shape and not v.unreduced]
         return self.choose(*had) if had and self.choose(0, 1) else self.argument(*shape)
 
@@ -121,33 +121,33 @@ class Program(RandomSteps):
         )
 
     def begun(self, x: Value) -> Value:
-        """A product that is pending along some of the axes that split what it sums."""
+        """A product, unreduced along some of the axes that split what it sums."""
         x = self.converted(x, ())
         other = self.whole(x.shape[1], self.choose(*SIZES))
         summed = self.choose(
             *itertools.permutations(AXES, 1), *itertools.permutations(AXES)
         )
         left, right = (self.dims(1, but=summed)[0] for _ in range(2))
-        pending = self.choose(*[(a,) for a in summed], *[tuple(sorted(summed))])
-        dims = self.dims(2, but=pending)
+        unreduced = self.choose(*[(a,) for a in summed], *[tuple(sorted(summed))])
+        dims = self.dims(2, but=unreduced)
 
         def op(v, _):
             one, two = (
                 split(v[x.number], left, summed),
                 split(v[other.number], summed, right),
             )
-            return split(one @ two, *dims, unreduced=pending)
+            return split(one @ two, *dims, unreduced=unreduced)
 
         return self.step(
             f"v{x.number} {[left, summed]} @ v{other.number} {[summed, right]}, "
             f"split {dims}",
             (x.shape[0], other.shape[1]),
-            pending,
+            unreduced,
             op,
         )
 
     def factor(self, shape, unreduced) -> Value:
-        """What a pending sum is multiplied by: its own gradient will be pending."""
+        """What a partial sum is multiplied by: its own gradient will be unreduced."""
         w = self.whole(*shape)
         if not unreduced:
             return w

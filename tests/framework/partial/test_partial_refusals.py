@@ -6,7 +6,7 @@ from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.compiler.xla import xla_data_pb2
 
 from meshwright import framework as mw
-from tests.framework.pending.pending_programs import (
+from tests.framework.partial.partial_programs import (
     MESH,
     PARTIAL,
     partial,
@@ -39,7 +39,7 @@ def decides(x, y):
 
 
 def comes_to_decide(x, y):
-    """What it starts with is zeros, pending only after the first round."""
+    """What it starts with is zeros, unreduced only after the first round."""
     p = partial(x, y)
     return tf.while_loop(
         lambda a, i: (tf.reduce_sum(a) < 9.0) & (i < 3),
@@ -66,7 +66,7 @@ def out_of_a_branch(x, y):
 
 
 def of_two_axes(read):
-    """What `read` makes of a tensor, pending along other axes than the tensor."""
+    """What `read` makes of a tensor, unreduced along other axes than the tensor."""
 
     def fn(x, y):
         a = read(x, y)
@@ -109,9 +109,9 @@ def counted_in_batches(rows, ids):
 REFUSALS = {
     "nonlinear": (
         lambda x, y: tf.nn.relu(partial(x, y)),
-        "op 'Relu' (pending/test_pending_refusals.py:{}) has to do with "
-        "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it is read by what is "
-        "not linear in it: add it up before, by reshard",
+        "op 'Relu' (partial/test_partial_refusals.py:{}) has to do with "
+        "f32[4, 6]{{U:tp}}, a sum that is unreduced along tp, and it is read by what "
+        "is not linear in it: add it up before, by reshard",
     ),
     "maximum": (lambda x, y: tf.reduce_max(partial(x, y)), "is not linear in it"),
     "to_integers": (
@@ -129,9 +129,9 @@ REFUSALS = {
     ),
     "product_of_two": (
         lambda x, y: partial(x, y) * partial(x, y),
-        "op 'mul' (pending/test_pending_refusals.py:{}) has to do with "
-        "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it is multiplied by "
-        "another, and of a product one factor may be pending: add it up before",
+        "op 'mul' (partial/test_partial_refusals.py:{}) has to do with "
+        "f32[4, 6]{{U:tp}}, a sum that is unreduced along tp, and it is multiplied by "
+        "another, and of a product one factor may be unreduced: add it up before",
     ),
     "matrix_product_of_two": (
         lambda x, y: tf.matmul(partial(x, y), partial(x, y), transpose_b=True),
@@ -144,8 +144,8 @@ REFUSALS = {
     "divisor": (lambda x, y: 1.0 / partial(x, y), "is not linear in it"),
     "added_to_whole": (
         whole_too,
-        "op 'add' (pending/test_pending_refusals.py:{}) takes f32[4, 6]{{U:tp}}, a "
-        "sum that is pending along tp, together with f32[4, 6], which is whole: "
+        "op 'add' (partial/test_partial_refusals.py:{}) takes f32[4, 6]{{U:tp}}, a "
+        "sum that is unreduced along tp, together with f32[4, 6], which is whole: "
         "reshard one of them to the type of the other",
     ),
     "a_number_is_added": (lambda x, y: partial(x, y) + 1.0, "which is whole"),
@@ -159,8 +159,8 @@ REFUSALS = {
     ),
     "annotated_plainly": (
         lambda x, y: split(2.0 * partial(x, y), None, None),
-        "sum that is pending along tp, and it is annotated as if it were none: add it "
-        "up before, by reshard",
+        "sum that is unreduced along tp, and it is annotated as if it were none: add "
+        "it up before, by reshard",
     ),
     "annotated_as_reduced": (
         lambda x, y: split(2.0 * partial(x, y), None, None, reduced=["tp"]),
@@ -168,8 +168,9 @@ REFUSALS = {
     ),
     "leaves_the_program": (
         lambda x, y: 2.0 * partial(x, y),
-        "op 'mul' (pending/test_pending_refusals.py:{}) has to do with "
-        "f32[4, 6]{{U:tp}}, a sum that is pending along tp, and it leaves the program",
+        "op 'mul' (partial/test_partial_refusals.py:{}) has to do with "
+        "f32[4, 6]{{U:tp}}, a sum that is unreduced along tp, and it leaves the "
+        "program",
     ),
     "leaves_a_branch": (
         lambda x, y: tf.nn.relu(out_of_a_branch(x, y)),
@@ -177,7 +178,7 @@ REFUSALS = {
     ),
     "whole_in_a_branch": (
         lambda x, y: tf.cond(x[0, 0] > 0, lambda: partial(x, y), lambda: y[:4]),
-        "op 'cond' (pending/test_pending_refusals.py:{}) wants f32[4, 6]{{U:tp}}, "
+        "op 'cond' (partial/test_partial_refusals.py:{}) wants f32[4, 6]{{U:tp}}, "
         "but it is not linear in sums",
     ),
     "decides_a_branch": (
@@ -193,7 +194,7 @@ REFUSALS = {
     "nothing_pending": (
         lambda x, y: split(no_sum(x, y), None, None, unreduced=["tp"]),
         "wants f32[4, 6]{{U:tp}}, but it is not linear in sums over dims that tp "
-        "splits evenly, so nothing is pending: to make an unreduced ",
+        "splits evenly, so nothing is unreduced: to make an unreduced ",
     ),
     "other_axis": (
         lambda x, y: split(x @ y, None, None, unreduced=["dp"]),
@@ -217,8 +218,8 @@ REFUSALS = {
     ),
     "a_loop_along_two_sets_of_axes": (
         of_two_axes(in_a_loop),
-        "wants f32[4, 6]{{U:dp,tp}} of what op 'while' (pending/"
-        "test_pending_refusals.py:{}) has as f32[4, 6]{{U:tp}} for another: a loop or "
+        "wants f32[4, 6]{{U:dp,tp}} of what op 'while' (partial/"
+        "test_partial_refusals.py:{}) has as f32[4, 6]{{U:tp}} for another: a loop or "
         "a conditional has a tensor in parts along the same axes for all that read it; "
         "annotate these alike and reshard them",
         "[4,8@dp.tp]",
@@ -232,8 +233,8 @@ REFUSALS = {
     ),
     "fewer_axes": (
         other_axes,
-        "f32[4, 6]{{U:dp,tp}}, a sum that is pending along dp, tp, and it meets one "
-        "that is pending along tp",
+        "f32[4, 6]{{U:dp,tp}}, a sum that is unreduced along dp, tp, and it meets one "
+        "that is unreduced along tp",
         "[4,8@dp.tp]",
         "[8@dp.tp,6]",
     ),
@@ -302,22 +303,22 @@ def test_no_sum_is_pending_in_a_manual_region(name):
         local = IN_REGIONS[name](local)
         return mw.manual_to_auto(local, MESH, ["dp", None], manual_axes=["dp"])
 
-    rule = "no sum is pending in a manual region, which types do not reach into"
+    rule = "no sum is unreduced in a manual region, which types do not reach into"
     remedy = (
         "along the region's own axes add it up by all_reduce or reduce_scatter, along "
         "others leave that to the partitioner"
     )
-    assert f"needs a pending sum, and {rule}: {remedy}" in refusal(fn, "[4@dp,6]")
+    assert f"needs a partial sum, and {rule}: {remedy}" in refusal(fn, "[4@dp,6]")
     assert f"{rule}; {remedy}" in refused(fn, "f32[4@dp, 6]")
 
 
 @pytest.mark.parametrize("border", ["in_shardings", "out_shardings"])
 def test_no_sum_is_pending_at_the_border_of_a_program(border):
-    pending = mw.Sharding.parse(MESH, "[_,_]{U:tp}")
-    asked = {border: [pending] if border == "in_shardings" else pending}
+    unreduced = mw.Sharding.parse(MESH, "[_,_]{U:tp}")
+    asked = {border: [unreduced] if border == "in_shardings" else unreduced}
     message = (
         r"sharding \[_,_\]\{U:tp\} of an argument or result is unreduced along tp: a "
-        "sum may be pending inside of a program only; reshard it there"
+        "sum may be unreduced inside of a program only; reshard it there"
     )
     with pytest.raises(ValueError, match=message):
         mw.compile_program(lambda x: x, [tf.TensorSpec([4, 6])], MESH, **asked)

@@ -49,7 +49,7 @@ def assert_copies_agree(result):
 
 
 CUBE = DeviceMesh(("X", "Y", "Z"), (2, 2, 2))
-# Where a sum lies that is pending along axes, and where it is to lie.
+# Where a sum lies that is unreduced along axes, and where it is to lie.
 MIXED = {
     "XY": ("[X,_]", "[Y,_]", "[_,X]", "[X.Y,_]", "[X,Z]", "[Z,_]", "[Z,Y]", "[Z.X,_]"),
     "XYZ": ("[X,_]", "[Y,Z]", "[_,Z]", "[Z.X,_]", "[_,X.Y]", "[X.Y.Z,_]"),
@@ -59,7 +59,7 @@ MIXED = {
 
 @over_partitioners
 @pytest.mark.parametrize("pending", MIXED)
-def test_a_pending_sum_goes_to_axes_split_and_whole(pending, partitioner):
+def test_a_partial_sum_goes_to_axes_split_and_whole(pending, partitioner):
     """openxla/xla issue 40034, read 2026-11-22; jaxlib 0.10.2.
 
     A product summed over axes that are then to split its result in part and to have it
@@ -115,7 +115,7 @@ def test_the_gradient_of_a_table_is_summed_before_it_is_split(
 
         with tf.GradientTape() as tape:
             tape.watch(table)
-            if typed:  # A row of tokens: what is pending is split evenly then.
+            if typed:  # A row of tokens: what is unreduced is split evenly then.
                 tokens = tf.reshape(tokens, [-1])
                 weights = tf.reshape(weights, [-1, width])
                 tokens = part(tokens, ["data", "tensor"])

@@ -62,7 +62,7 @@ def test_weights_are_reduced_where_tokens_are_split():
         mesh_axes=("data", "tensor"),
         weights={"hidden": "tensor"},
         activations={"batch": "data", "stream": "tensor"},
-        partial_axes=("data", "tensor"),
+        unreduced_gradient_axes=("data", "tensor"),
     )
     assert str(plan.read_sharding(["model", "hidden"])) == "[_,tensor]{R:data}"
     assert str(plan.read_sharding(["model"])) == "[_]{R:data,tensor}"
@@ -72,7 +72,7 @@ def test_weights_are_read_whatever_splits_activations():
     """A plan may split by one axis dims that no activation has together."""
     both = {"batch": "X", "sequence": "X"}
     for partial in ((), ("X",)):
-        plan = ShardingPlan(activations=both, partial_axes=partial)
+        plan = ShardingPlan(activations=both, unreduced_gradient_axes=partial)
         assert plan.read_sharding(["model"]).reduced == partial
 
 

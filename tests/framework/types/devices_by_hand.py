@@ -49,7 +49,7 @@ class Held:
 
     @classmethod
     def of(cls, type_: TensorType, whole: np.ndarray, random) -> "Held":
-        """Of any parts that a pending sum may have: large ones, of both signs."""
+        """Of any parts that a partial sum may have: large ones, of both signs."""
         own = [n for n, axis in enumerate(AXES) if type_.pending_along(axis)]
         sums = {(): whole}
         for number in own:
@@ -185,7 +185,7 @@ def _all_types(shape) -> list[TensorType]:
                 tuple(axis for axis in order if of[axis] == dim)
                 for dim in range(len(shape))
             )
-            pending = tuple(
+            uncombined = tuple(
                 Uncombined(axis=axis, kind=of[axis])
                 for axis in AXES
                 if of[axis] in ("sum", "max")
@@ -193,8 +193,8 @@ def _all_types(shape) -> list[TensorType]:
             counts = [MESH.axes_size(axes) for axes in dims]
             even = all(n % k == 0 for n, k in zip(shape, counts, strict=True))
             # A maximum of sums is no sum of maxima: there is no type for both.
-            if even and len({one.kind for one in pending}) < 2:
-                found.append(plain(shape, dims, pending=pending))
+            if even and len({one.kind for one in uncombined}) < 2:
+                found.append(plain(shape, dims, uncombined=uncombined))
     return list(dict.fromkeys(found))
 
 

@@ -33,7 +33,7 @@ def test_dims_mappings_with_types_and_their_text(unreduced, reduced, text):
     )
     assert str(sharding) == text and read(text) == sharding
     assert sharding.is_typed == ("{" in text)
-    assert sharding.pending_text() == text.removeprefix("[_,_]")
+    assert sharding.types_text() == text.removeprefix("[_,_]")
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_the_dual_is_that_of_the_gradient(text, dual):
 
 def test_nothing_is_pending_along_axes_of_one_device():
     typed = read("[_]{U:X,Z}{R:Y}")
-    assert str(typed.without_idle_types()) == "[_]{U:X}{R:Y}"
-    assert str(read("[Z]{R:X}").without_idle_types()) == "[Z]{R:X}"
+    assert str(typed.without_trivial_types()) == "[_]{U:X}{R:Y}"
+    assert str(read("[Z]{R:X}").without_trivial_types()) == "[Z]{R:X}"
     alone = read("[_]{U:Z}")
-    assert not alone.without_idle_types().is_typed and alone.is_typed
+    assert not alone.without_trivial_types().is_typed and alone.is_typed
     assert str(typed.untyped()) == "[_]" and not typed.untyped().is_typed
 
 

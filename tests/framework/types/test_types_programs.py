@@ -167,8 +167,8 @@ def checked(fn, *types, **how):
     return mw.check_types(fn, specs, MESH, in_shardings=shardings, **how)
 
 
-def test_a_gradient_that_was_not_annotated_to_be_pending_is_refused():
-    """A reduced tensor meets one that splits what the gradient would be pending along.
+def test_a_gradient_that_was_not_annotated_as_unreduced_is_refused():
+    """A reduced tensor meets one split along the axis of its unreduced gradient.
 
     By the types the gradient is to be unreduced, and it is split.
     """
@@ -180,7 +180,7 @@ def test_a_gradient_that_was_not_annotated_to_be_pending_is_refused():
         return gradients(lambda x: loss(x, y), x)[0]
 
     (error,) = explained(gradient, "f32[8]", "f32[8@tp]").errors
-    assert "takes f32[8@tp]: no sum is pending along tp" in str(error)
+    assert "takes f32[8@tp]: no sum is unreduced along tp" in str(error)
 
 
 def accumulated(w, batches, initial, *, decide=True):
@@ -204,7 +204,7 @@ LOOP_TYPES = ["f32[4, 6@tp]", "f32[3, 8@dp, 4]"]
 
 
 @pytest.mark.parametrize("decide", [True, False], ids=["said", "said after the loop"])
-def test_a_loop_that_starts_from_zeros_carries_a_pending_sum(decide):
+def test_a_loop_that_starts_from_zeros_carries_a_partial_sum(decide):
     def step(w, batches):
         return accumulated(w, batches, tf.zeros([4, 6]), decide=decide)
 
@@ -218,7 +218,7 @@ def test_a_loop_that_starts_from_a_replicated_tensor_adds_no_pending_sum():
     (error,) = program.errors
     assert str(error).startswith(
         "accumulated: op 'while/add_2' (types/test_types_programs.py:"
-        f"{line('accumulate')}) adds f32[4, 6@tp] and f32[4, 6@tp]{{U:dp}}: a pending "
+        f"{line('accumulate')}) adds f32[4, 6@tp] and f32[4, 6@tp]{{U:dp}}: a partial "
     )
 
 
@@ -296,7 +296,9 @@ def test_what_is_inside_of_a_manual_region_has_no_type():
     assert program.type_of("result") == "f32[8]"
     assert not any("Sum" in one.name for one in program.tensors)
     (error,) = explained(region, "f32[4, 8]{U:tp}").errors
-    assert "takes f32[4, 8]{U:tp}: it would drop the sum pending along tp" in str(error)
+    assert "takes f32[4, 8]{U:tp}: it would drop the sum unreduced along tp" in str(
+        error
+    )
 
 
 def test_after_an_error_all_that_does_not_depend_on_it_is_checked():
@@ -322,7 +324,7 @@ PLAN = mw.ShardingPlan(
     mesh_shape=MESH.shape,
     weights={"hidden": "tp", "heads": "tp"},
     activations={"batch": "dp", "hidden": "tp", "heads": "tp"},
-    partial_axes=("dp",),
+    unreduced_gradient_axes=("dp",),
 )
 
 

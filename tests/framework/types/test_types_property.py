@@ -3,7 +3,7 @@
 What it accepts, each device can compute on what it holds, and the type says what comes
 out. What it refuses, no device could compute so, whatever type one gave the result;
 but for reduced axes, which are about gradients, and for products of sums that are
-pending along different axes, which nothing compiles.
+unreduced along different axes, which nothing compiles.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from tests.framework.types.typed import MESH
 
 SHAPES = [(4,), (4, 4), (8, 4), (2, 4, 4)]
 MOST = 64
-NOT_OF_DEVICES = ("reduced", "a product of two pending sums")
+NOT_OF_DEVICES = ("reduced", "a product of two partial sums")
 """Of reasons to refuse an op."""
 
 
@@ -35,12 +35,12 @@ class NoSources:
 def held(draw, shape, random):
     """A tensor of random numbers and of a random type; or a constant."""
     kind = draw(st.sampled_from(["typed"] * 6 + ["constant", "zero"]))
-    dims, pending, reduced = [[] for _ in shape], [], []
+    dims, uncombined, reduced = [[] for _ in shape], [], []
     if kind == "typed":
         for axis in draw(st.permutations(by_hand.AXES)):
             state = draw(st.sampled_from([*range(len(shape)), *"WUUR"]))
             if state == "U":
-                pending.append(Uncombined(axis=axis, decided=True))
+                uncombined.append(Uncombined(axis=axis, decided=True))
             elif state == "R":
                 reduced.append(axis)
             elif state != "W" and shape[state] % MESH.axes_size([*dims[state], axis]):
@@ -50,7 +50,7 @@ def held(draw, shape, random):
     type_ = by_hand.plain(
         shape,
         tuple(map(tuple, dims)),
-        pending=tuple(pending),
+        uncombined=tuple(uncombined),
         reduced=tuple(reduced),
         free=kind != "typed",
         zero=kind == "zero",
@@ -142,13 +142,13 @@ def checked(op, operands):
 
 
 def decided(draw, type_):
-    """An annotation: what is pending is said to be so, or is combined."""
-    pending = tuple(
+    """An annotation: what is unreduced is said to be so, or is combined."""
+    uncombined = tuple(
         Uncombined(axis=p.axis, decided=True)
-        for p in type_.pending
+        for p in type_.uncombined
         if p.decided or (p.kind == "sum" and draw(st.booleans()))
     )
-    return dataclasses.replace(type_, pending=pending)
+    return dataclasses.replace(type_, uncombined=uncombined)
 
 
 @hypothesis.settings(max_examples=150, deadline=None, derandomize=True)

@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from tests.framework.pending.pending_programs import MESH, argument, traced
+from tests.framework.partial.partial_programs import MESH, argument, traced
 from tests.framework.types.typed_programs import AXES, Program, Value
 
 CASES = int(os.environ.get("TYPES_CASES", 1))
@@ -24,16 +24,16 @@ SEED = os.environ.get("TYPES_SEED", "")
 FILE = "types/test_types_random.py"
 
 
-def pending(program: Program, x: Value) -> Value:
+def partial(program: Program, x: Value) -> Value:
     return program.linear(program.begun(x))
 
 
-def a_pending_sum(program, x):
-    return [pending(program, x)]
+def a_partial_sum(program, x):
+    return [partial(program, x)]
 
 
 def and_a_whole_one(program, x):
-    p = pending(program, x)
+    p = partial(program, x)
     return [p, program.argument(p.shape, p.dims)]
 
 
@@ -47,7 +47,7 @@ def and_one_along_other_axes(program, x):
 
 
 def and_one_that_they_split(program, x):
-    p = pending(program, x)
+    p = partial(program, x)
     p = program.converted(p, [[], []], p.unreduced)
     return [p, program.argument(p.shape, [list(p.unreduced), []])]
 
@@ -134,46 +134,46 @@ class Mistake:
         return any(told) and re.search(self.reason, message) is not None
 
 
-NOT_LINEAR = r"it is not linear in a sum pending along \w+; reshard it to \["
+NOT_LINEAR = r"it is not linear in a sum unreduced along \w+; reshard it to \["
 MISTAKES = {
     "unreduced and replicated": Mistake(
         lambda p, w: p + w,
         and_a_whole_one,
-        r"adds .* a pending sum along \w+ and a (replicated|split) tensor; reshard the",
+        r"adds .* a partial sum along \w+ and a (replicated|split) tensor; reshard the",
     ),
     "unreduced and another number": Mistake(
         lambda p: p + 1.0,
-        a_pending_sum,
-        r"adds .* a pending sum along \w+ and a constant other than zero",
+        a_partial_sum,
+        r"adds .* a partial sum along \w+ and a constant other than zero",
     ),
     "along different axes": Mistake(
         lambda p, q: p - q,
         and_one_along_other_axes,
-        r"subtracts .* a pending sum along \w+ and a replicated tensor",
+        r"subtracts .* a partial sum along \w+ and a replicated tensor",
     ),
     "joined with a replicated one": Mistake(
         lambda p, w: tf.stack([p, w]),
         and_a_whole_one,
-        r"joins .* a pending sum along \w+ and a (replicated|split) tensor",
+        r"joins .* a partial sum along \w+ and a (replicated|split) tensor",
     ),
     "a product of unreduced": Mistake(
         lambda p: p * p,
-        a_pending_sum,
-        r"multiplies .* a product of sums pending along \w+ is not the sum of products",
+        a_partial_sum,
+        r"multiplies .* a product of sums unreduced along \w+ is not the sum of pro",
     ),
     "a product along different axes": Mistake(
         lambda p, q: p * q,
         and_one_along_other_axes,
-        r"multiplies .* a product of two pending sums, one along tp: of a product one",
+        r"multiplies .* a product of two partial sums, one along tp: of a product one",
     ),
     "relu of unreduced": Mistake(
         lambda p: tf.nn.relu(p),
-        a_pending_sum,
+        a_partial_sum,
         NOT_LINEAR,
     ),
     "maximum of unreduced": Mistake(
         lambda p: tf.reduce_max(p, 0, keepdims=True),
-        a_pending_sum,
+        a_partial_sum,
         NOT_LINEAR,
     ),
     "by unreduced": Mistake(
@@ -184,7 +184,7 @@ MISTAKES = {
     "unreduced and split": Mistake(
         lambda p, w: p * w,
         and_one_that_they_split,
-        r"multiplies .* its result would be split by \w+ in dim 0 and a pending sum",
+        r"multiplies .* its result would be split by \w+ in dim 0 and a partial sum",
     ),
     "rows and columns": Mistake(
         lambda x, y: x + y,
@@ -199,22 +199,22 @@ MISTAKES = {
     "an ambiguous contraction": Mistake(
         lambda x, y: tf.nn.relu(x @ y),
         factors,
-        r"not linear in a sum pending along \w+; mesh_split it to \[",
+        r"not linear in a sum unreduced along \w+; mesh_split it to \[",
     ),
     "an ambiguous sum": Mistake(
         lambda x: tf.abs(tf.reduce_sum(x, 0)),
         rows,
-        r"not linear in a sum pending along tp; mesh_split it to \[_\]",
+        r"not linear in a sum unreduced along tp; mesh_split it to \[_\]",
     ),
     "an uneven sum": Mistake(
         lambda x, y: mw.mesh_split(x @ y, MESH, [-1, -1], unreduced=["tp"]),
         uneven_factors,
         r"it is not a sum over dims that tp splits evenly",
     ),
-    "not pending at all": Mistake(
+    "not uncombined at all": Mistake(
         lambda x: mw.mesh_split(x - 1.0, MESH, [-1, -1], unreduced=["tp"]),
         whole,
-        r"no sum is pending along tp, so it is not unreduced; reshard converts",
+        r"no sum is unreduced along tp, so it is not unreduced; reshard converts",
     ),
     "split and called reduced": Mistake(
         lambda x: mw.mesh_split(x - 1.0, MESH, [-1, -1], reduced=["tp"]),
@@ -228,8 +228,8 @@ MISTAKES = {
     ),
     "dropped by an annotation": Mistake(
         lambda p: mw.mesh_split(-p, MESH, [-1, -1]),
-        a_pending_sum,
-        r"it would drop the sum pending along .*; reshard says where it is added up",
+        a_partial_sum,
+        r"it would drop the sum unreduced along .*; reshard says where it is added up",
     ),
     "merged dims": Mistake(
         lambda x: tf.reshape(x, [-1]),
@@ -239,7 +239,7 @@ MISTAKES = {
     "a loop of another type": Mistake(
         loop,
         and_a_whole_one,
-        r"a pending sum along \w+ and a (replicated|split) tensor",
+        r"a partial sum along \w+ and a (replicated|split) tensor",
     ),
     "branches of other types": Mistake(
         lambda p, w, flag: tf.cond(flag[0] > 0.0, lambda: p, lambda: w),
@@ -322,6 +322,6 @@ def test_an_unreduced_result_is_refused():
 
 
 def ended(x):
-    """Of any tensor, of a mistake too: a [4, 4] of which nothing is pending."""
+    """Of any tensor, of a mistake too: a [4, 4] of which nothing is unreduced."""
     x = mw.reshard(x, MESH, [-1] * x.shape.rank)
     return tf.broadcast_to(tf.reduce_max(x), [4, 4])

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright import framework as mw
-from tests.framework.pending.pending_programs import LINEAR
+from tests.framework.partial.partial_programs import LINEAR
 from tests.framework.types.typed import MESH, inferred, refused, split
 
 
@@ -176,25 +176,25 @@ ILLEGAL = {
     "a sum and a tensor": (
         tf.add,
         [U, "f32[4, 8]"],
-        "adds f32[4, 8@dp]{U:tp} and f32[4, 8]: a pending sum along tp and a "
+        "adds f32[4, 8@dp]{U:tp} and f32[4, 8]: a partial sum along tp and a "
         "replicated tensor; reshard the first to [_,dp], or the second to "
         "[_,_]{U:tp}",
     ),
     "a sum and a number": (
         lambda x: 1 + x,
         [U],
-        "a pending sum along tp and a constant other than zero; reshard the second to "
+        "a partial sum along tp and a constant other than zero; reshard the second to "
         "[_,dp]",
     ),
     "a sum and a split tensor": (
         tf.subtract,
         [U, "f32[4@tp, 8]"],
-        "a pending sum along tp and a split tensor; reshard the first to [_,dp]",
+        "a partial sum along tp and a split tensor; reshard the first to [_,dp]",
     ),
     "sums along other axes": (
         tf.add,
         ["f32[4, 8]{U:dp}", "f32[4, 8]{U:tp}"],
-        "a pending sum along dp and a replicated tensor; reshard the first to [_,_], "
+        "a partial sum along dp and a replicated tensor; reshard the first to [_,_], "
         "or the second to [_,_]{U:dp,tp}",
     ),
     "a sum of nobody's and a tensor": (
@@ -206,33 +206,33 @@ ILLEGAL = {
     "a product of sums": (
         tf.multiply,
         [U, "f32[4, 8]{U:tp}"],
-        "a product of sums pending along tp is not the sum of products; reshard it to "
-        "[_,_] before",
+        "a product of sums unreduced along tp is not the sum of products; reshard it "
+        "to [_,_] before",
     ),
     "a sum times a split tensor": (
         tf.multiply,
         [U, "f32[4@tp, 8]"],
-        "its result would be split by tp in dim 0 and a pending sum along tp",
+        "its result would be split by tp in dim 0 and a partial sum along tp",
     ),
     "by a sum": (
         tf.divide,
         [PLAIN, U],
         "divides f32[4, 8@dp] and f32[4, 8@dp]{U:tp}: it is not linear in a sum "
-        "pending along tp; reshard it to [_,dp] before",
+        "unreduced along tp; reshard it to [_,dp] before",
     ),
     "not linear": (tf.tanh, [U], "computes tanh of f32[4, 8@dp]{U:tp}: it is not"),
     "not linear in nobody's sum": (
         lambda x: tf.tanh(tf.reduce_sum(x, 0)),
         ["f32[4@tp, 8]"],
-        "computes tanh of f32[8]{sum?:tp}: it is not linear in a sum pending along tp; "
-        "mesh_split it to [_] before. The sum along tp is of op 'Sum'",
+        "computes tanh of f32[8]{sum?:tp}: it is not linear in a sum unreduced along "
+        "tp; mesh_split it to [_] before. The sum along tp is of op 'Sum'",
     ),
     "rounded": (lambda x: tf.cast(x, tf.int32), [U], "is not linear in a sum"),
     "whole numbers that may wrap around": (
         lambda x: tf.cast(x, tf.float32),
         ["s32[4, 8]{U:tp}"],
-        "it is not linear in a sum pending along tp, as a part may wrap around, or be "
-        "rounded, where their sum is not; reshard it to [_,_] before",
+        "it is not linear in a sum unreduced along tp, as a part may wrap around, or "
+        "be rounded, where their sum is not; reshard it to [_,_] before",
     ),
     "compared": (lambda x: x > 0, [U], "computes compare of f32[4, 8@dp]{U:tp}"),
     "a mask over other than zero": (
@@ -269,7 +269,7 @@ ILLEGAL = {
     "a contraction of a sum": (
         contract("mk,kn->mn"),
         ["f32[4, 8]{U:tp}", "f32[8@tp, 6]"],
-        "its result would be a pending sum along tp and a pending sum along tp",
+        "its result would be a partial sum along tp and a partial sum along tp",
     ),
     "reduced and replicated": (
         tf.multiply,
@@ -281,7 +281,7 @@ ILLEGAL = {
     "reduced and a sum added": (
         tf.add,
         [R, "f32[4, 8]{U:tp}"],
-        "a pending sum along tp and a replicated tensor",
+        "a partial sum along tp and a replicated tensor",
     ),
     "reduced, and its dim split": (
         contract("mk,kn->mn"),
@@ -315,7 +315,7 @@ ILLEGAL = {
     "padded with ones": (
         lambda x: tf.pad(x, [[1, 0], [0, 0]], constant_values=1),
         [U],
-        "it is not linear in a sum pending along tp",
+        "it is not linear in a sum unreduced along tp",
     ),
     "an uneven sum": (
         lambda x: split(tf.reduce_sum(x, 0), -1, unreduced=["tp"]),
@@ -330,10 +330,10 @@ ILLEGAL = {
         ["f32[4@tp, 8]", "f32[7@tp, 8]"],
         "it is not a sum over dims that tp splits evenly",
     ),
-    "a sum of pending sums": (
+    "a sum of partial sums": (
         lambda x: split(tf.reduce_sum(x, 1), -1, unreduced=["dp", "tp"]),
         [U],
-        "the sum along dp is one of sums pending along tp; mesh_split it to "
+        "the sum along dp is one of sums unreduced along tp; mesh_split it to "
         "[_]{U:tp}, which adds it up along dp",
     ),
     "a sum after a sum": (
@@ -344,7 +344,7 @@ ILLEGAL = {
     "a barrier": (
         lambda x: xla.optimization_barrier([x])[0],
         [U],
-        "a barrier is of tensors without a pending sum",
+        "a barrier is of tensors without a partial sum",
     ),
     "joined along a split dim": (
         lambda x: tf.concat([x, x], 1),
@@ -354,7 +354,7 @@ ILLEGAL = {
     "a sum joined to a tensor": (
         lambda x, y: tf.concat([x, y], 0),
         [U, PLAIN],
-        "a pending sum along tp and a replicated tensor",
+        "a partial sum along tp and a replicated tensor",
     ),
     "looked up in split rows": (
         tf.gather,
@@ -364,7 +364,7 @@ ILLEGAL = {
     "split rows added to a tensor": (
         updated,
         ["f32[4, 8]", "f32[2@dp, 8]"],
-        "scatters f32[4, 8] and s32[2, 1] and f32[2@dp, 8]: a pending sum along dp and "
+        "scatters f32[4, 8] and s32[2, 1] and f32[2@dp, 8]: a partial sum along dp and "
         "a replicated tensor",
     ),
     "rows of images, used": (
@@ -388,7 +388,7 @@ ANNOTATED = {
         ["f32[4, 8@tp]"],
         "f32[4@dp]",
     ),
-    "says that it is pending": (
+    "says that it is unreduced": (
         lambda x: split(tf.reduce_sum(x, 1), "dp", unreduced=["tp"]),
         ["f32[4, 8@tp]"],
         "f32[4@dp]{U:tp}",
@@ -434,13 +434,13 @@ NOT_ANNOTATED = {
     "drops a sum": (
         lambda x: split(x, None, "dp"),
         [U],
-        "takes f32[4, 8@dp]{U:tp}: it would drop the sum pending along tp; reshard "
+        "takes f32[4, 8@dp]{U:tp}: it would drop the sum unreduced along tp; reshard "
         "says where it is added up: reshard it to [_,dp]",
     ),
     "drops a sum for another": (
         lambda x: split(tf.reduce_sum(x, 0), None, unreduced=["dp"]),
         ["f32[4@dp, 8]{U:tp}"],
-        "it would drop the sum pending along tp",
+        "it would drop the sum unreduced along tp",
     ),
     "drops what is reduced": (
         lambda x: split(x, None, "dp"),
@@ -450,13 +450,13 @@ NOT_ANNOTATED = {
     "finds no sum": (
         lambda x: split(x, None, "dp", unreduced=["tp"]),
         [PLAIN],
-        "no sum is pending along tp, so it is not unreduced; reshard converts a "
+        "no sum is unreduced along tp, so it is not unreduced; reshard converts a "
         "replicated tensor to an unreduced one, [_,dp] to [_,dp]{U:tp}",
     ),
     "finds a maximum": (
         lambda x: split(tf.reduce_max(x, 0), None, unreduced=["dp"]),
         ["f32[4@dp, 8]"],
-        "no sum is pending along dp",
+        "no sum is unreduced along dp",
     ),
     "finds it split": (
         lambda x: split(x, None, None, reduced=["dp"]),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tests.framework.pending.pending_programs import MESH, RandomSteps, split, to
+from tests.framework.partial.partial_programs import MESH, RandomSteps, split, to
 
 AXES = MESH.axis_names
 SIZES = [4, 8]
@@ -84,7 +84,7 @@ class Program(RandomSteps):
         return self.converted(x, self.dims(len(x.shape), unreduced), unreduced)
 
     def begun(self, x: Value) -> Value:
-        """A product that is pending along some of the axes that split what it sums."""
+        """A product, unreduced along some of the axes that split what it sums."""
         summed = self.choose(
             *itertools.permutations(AXES, 1), *itertools.permutations(AXES)
         )
@@ -92,15 +92,15 @@ class Program(RandomSteps):
         right = [axis for axis in right if axis not in left]
         one = self.converted(x, [left, list(summed)])
         other = self.argument((x.shape[1], self.choose(*SIZES)), [list(summed), right])
-        pending = self.choose(*[(axis,) for axis in summed], tuple(sorted(summed)))
-        dims = self.dims(2, but=pending)
+        uncombined = self.choose(*[(axis,) for axis in summed], tuple(sorted(summed)))
+        dims = self.dims(2, but=uncombined)
         return self.step(
             "product",
-            lambda a, b: split(a @ b, *dims, unreduced=pending),
+            lambda a, b: split(a @ b, *dims, unreduced=uncombined),
             [one, other],
             (x.shape[0], other.shape[1]),
             dims,
-            pending,
+            uncombined,
         )
 
     def linear(self, x: Value) -> Value:

@@ -10,9 +10,9 @@ import tensorflow as tf
 from hypothesis import strategies
 
 from meshwright.framework.compiler.weight_update_sharding.decide import Machine
-from meshwright.framework.compiler.weight_update_sharding.formats import (
-    Format,
+from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
     Tiles,
+    UpdateLayout,
     formats_of,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -67,7 +67,7 @@ def batch(rank):
     return ("data", *[None] * rank)
 
 
-def stored(format_: Format, value) -> str:
+def stored(format_: UpdateLayout, value) -> str:
     """Such as `[9:data,64]`: the shape with dims combined, and what is split."""
     split = format_.sharding(value).dims
     sizes = zip(format_.shape(value), split, strict=True)

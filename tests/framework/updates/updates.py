@@ -10,6 +10,9 @@ from meshwright.framework.compiler.stablehlo.completed import (
     CompletedModule,
     completed_module,
 )
+from meshwright.framework.compiler.weight_update_sharding.carried_state import (
+    carried_of,
+)
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     Dims,
@@ -21,7 +24,6 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
     decide,
 )
-from meshwright.framework.compiler.weight_update_sharding.links import links_of
 from meshwright.framework.compiler.weight_update_sharding.redundancy import (
     Redundancy,
     analyze,
@@ -115,7 +117,7 @@ def analysed(fn, shapes, split, *, mesh=DATA, data_axes=("data",)):
         end = block.operations[len(block.operations) - 1]
         redundancy = analyze(completed, data_axes)
         carried = [(names.index(n), made.index(n)) for n in made if n in names]
-        links = links_of(completed, carried)
+        links = carried_of(completed, carried)
         clusters, dims = find_clusters(completed.main, redundancy, links)
         yield Analysed(
             completed,

@@ -56,8 +56,8 @@ def test_what_is_remembered_is_what_is_attended_to():
     whole = run(layer, theta, inputs(), memory=memory(), paddings=paddings)
     expected = reference(theta, inputs(), memory(), 1 - paddings[:, None].repeat(S, 1))
     np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5)
-    cache = layer.remember(Context(), theta, tf.constant(memory()))
-    y = layer.recall(Context(), theta, tf.constant(inputs()), cache, paddings)
+    cache = layer.encode_memory(Context(), theta, tf.constant(memory()))
+    y = layer.attend_memory(Context(), theta, tf.constant(inputs()), cache, paddings)
     np.testing.assert_allclose(y, whole, rtol=1e-5, atol=1e-6)
 
 
@@ -69,7 +69,7 @@ def test_token_by_token_equals_the_whole_sequence(positions, use_bias):
 
     @tf.function(jit_compile=True, autograph=False)
     def steps():
-        cache, out = layer.start_cache(Context(), B, S), []
+        cache, out = layer.init_cache(Context(), B, S), []
         for t in range(S):
             position = tf.constant(t)
             y, cache = layer.step(Context(), theta, x[:, t : t + 1], cache, position)

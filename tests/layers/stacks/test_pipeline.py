@@ -357,7 +357,7 @@ def test_decodes_token_by_token_as_its_stack():
     want = stack.fprop(Context(), theta, x)
     staged = layer.staged_weights(theta)
     np.testing.assert_allclose(layer.fprop(Context(), staged, x), want, atol=1e-5)
-    cache = layer.start_cache(Context(), B, S)
+    cache = layer.init_cache(Context(), B, S)
     for i in range(S):
         token = x[:, i : i + 1]
         y, cache = layer.step(Context(), staged, token, cache, tf.constant(i))

@@ -15,8 +15,8 @@ from meshwright.layers.convolutions import convolution  # noqa: F401  Known to g
 from meshwright.tasks.text.text_input import Split
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.tasks.speech.speech_files import install, sentences
 from tests.trainers.parity import initial_state
 
@@ -80,7 +80,7 @@ def batches(one: Experiment) -> list[NestedMap]:
     return [NestedMap(batch) for batch in found.take(one.num_steps)]
 
 
-def trained(p: Programs):
+def trained(p: StepPrograms):
     """Losses of each step, and weights after the last."""
     state = TrainState(p, initial_state(p.experiment))
     losses = []
@@ -96,7 +96,7 @@ def trained_by_tf(one: Experiment):
     one = on_one_device(one)
     state, losses = initial_state(one).map(tf.constant), []
     for batch in batches(one):
-        out = Programs(one).train_step(state, batch)
+        out = StepPrograms(one).train_step(state, batch)
         state = out.state
         losses.append(out.metrics.loss.numpy())
     return losses, state.theta.map(lambda t: t.numpy())
@@ -108,9 +108,9 @@ def trained_alone(manifest, buckets, backbone):
 
 
 @functools.cache
-def programs(manifest, buckets, backbone, partitioner) -> Programs:
+def programs(manifest, buckets, backbone, partitioner) -> StepPrograms:
     one = experiment(manifest, buckets, backbone=backbone)
-    return Programs(dataclasses.replace(one, partitioner=partitioner))
+    return StepPrograms(dataclasses.replace(one, partitioner=partitioner))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_program_has_a_part_for_each_bucket(manifest):
 def test_eight_devices_say_as_one(manifest, tmp_path):
     p = programs(manifest, BUCKETS, LIGHT, Partitioner.SHARDY)
     one, theta = p.experiment, initial_state(p.experiment).theta
-    alone = Programs(on_one_device(one))
+    alone = StepPrograms(on_one_device(one))
     together = []
     for batch in one.task.decode_batches(global_batch=one.global_batch):
         found = p.decode(theta, batch)
@@ -257,4 +257,4 @@ def test_what_is_said_of_the_data(manifest):
 )
 def test_wrong_configurations(manifest, params, message):
     with pytest.raises(ValueError, match=message):
-        Programs(experiment(manifest, WHOLE, *params)).activation_dims()
+        StepPrograms(experiment(manifest, WHOLE, *params)).activation_dims()

@@ -15,7 +15,7 @@ from meshwright.framework.testing import assert_layer_parity
 from meshwright.tasks.speech.speech_pretraining import MaskedPrediction
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.tasks.speech.speech_files import install, sentences
 from tests.tasks.speech.test_speech import LIGHT, SIZES, WHOLE, trained, trained_by_tf
 
@@ -143,7 +143,7 @@ def one(tmp_path_factory):
 
 def test_it_trains_on_eight_devices_as_on_one(one):
     losses, theta = trained_by_tf(one)
-    ours, ours_theta = trained(Programs(one))
+    ours, ours_theta = trained(StepPrograms(one))
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
 
     def compare(path, a, b):

@@ -16,8 +16,8 @@ from meshwright.tasks.text.decoding import BeamSearch, Sampling
 from meshwright.tasks.text.text_input import Split
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.tasks.text.parallel_files import install_all
 from tests.trainers.parity import initial_state
 
@@ -91,7 +91,7 @@ def sources(one: Experiment) -> NestedMap:
 def decoded(root, plan, search, change=on_one_device, see=None) -> NestedMap:
     one = change(experiment(root, plan))
     task = dataclasses.replace(one.task, search=search)
-    programs = Programs(dataclasses.replace(one, task=task))
+    programs = StepPrograms(dataclasses.replace(one, task=task))
     if see is not None:
         see(programs.decode)
     return programs.decode(initial_theta(root, plan), sources(one)).map(np.asarray)
@@ -165,7 +165,7 @@ def test_eight_devices_decode_as_one(root, plan, partitioner):
 
 def trained(one: Experiment):
     """Losses of each step, and weights after the last."""
-    p = Programs(one)
+    p = StepPrograms(one)
     state = TrainState(p, initial_state(one))
     losses = []
     batches = one.task.train_batches(
@@ -254,4 +254,4 @@ def test_references_said_word_for_word_score_100(root, tmp_path):
 def test_wrong_configurations(root, params, message):
     with pytest.raises(ValueError, match=message):
         one = experiment(root, "dense", *params)
-        Programs(one).activation_dims()
+        StepPrograms(one).activation_dims()

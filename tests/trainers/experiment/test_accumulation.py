@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.parity import (
     initial_state,
     random_batches,
@@ -93,18 +93,18 @@ def large_sums(program):
 
 def test_gradients_are_reduced_once_a_step():
     """All in one all-reduce after the loop over microbatches, whatever their number."""
-    weights = Programs(experiment()).weights
+    weights = StepPrograms(experiment()).weights
     numbers = sum(spec.size for spec in weights.leaves())
     for steps in (2, 1):
         one = experiment("Experiment.weight_update_sharding = 'off'", steps=steps)
-        found = large_sums(Programs(one).main)
+        found = large_sums(StepPrograms(one).main)
         # At once, those of layers are reduced in the loop over layers.
         assert (found == [("all-reduce", False, numbers)]) == (steps == 2)
 
 
 def test_gradients_are_reduced_onto_shards_of_the_update():
     one = experiment("Experiment.weight_update_sharding = 'all'", steps=2)
-    found = large_sums(Programs(one).main)
+    found = large_sums(StepPrograms(one).main)
     assert found and all(kind == "reduce-scatter" for kind, _, _ in found)
     assert not any(in_loop for _, in_loop, _ in found)
 
@@ -113,7 +113,7 @@ def test_rows_that_microbatches_do_not_divide_are_refused():
     one = experiment(steps=4)
     message = r"gradient_accumulation_steps is 4, but batch.\w+ has 16 rows on 8"
     with pytest.raises(ValueError, match=message):
-        Programs(one).traced_main  # noqa: B018
+        StepPrograms(one).traced_main  # noqa: B018
     with pytest.raises(ValueError, match="gradient_accumulation_steps is 0"):
         experiment(steps=0)
 
@@ -137,10 +137,10 @@ def test_experts_train_as_on_one_device():
 def test_a_plan_may_leave_gradients_of_a_batch_at_once_to_the_end():
     """Those of a stack's layers too: not in the loop over layers."""
     one = experiment(
-        "ShardingPlan.partial_axes = ('data',)",
+        "ShardingPlan.unreduced_gradient_axes = ('data',)",
         "Experiment.weight_update_sharding = 'off'",
     )
-    programs = Programs(one)
+    programs = StepPrograms(one)
     numbers = sum(spec.size for spec in programs.weights.leaves())
     # With the loss.
     assert large_sums(programs.main) == [("all-reduce", False, numbers + 1)]

@@ -175,6 +175,12 @@ def test_bad_binding_is_explained(params, line, message):
         config.load([], [line])
 
 
+def test_a_parameter_by_an_old_name_is_refused_with_its_new_one():
+    message = r"(?s)parameter .*'partial_axes'.*It is called 'unreduced_gradient_axes'"
+    with pytest.raises(config.ConfigError, match=message):
+        config.load([], ["ShardingPlan.partial_axes = ('data',)"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

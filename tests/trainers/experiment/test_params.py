@@ -5,10 +5,10 @@ import re
 import pytest
 
 from meshwright.framework.compiler.lowering.lower import lower
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.config import PARAMS
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.sharding_text import sharding_text
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.golden.refresh import experiment_files, golden_path
 
 # GSPMD's tables and GShard's count a layer's matrices; embeddings come on top. Tables 6
@@ -83,7 +83,7 @@ def test_weights_of_weight_update_shardings_models():
 def test_train_step_lowers_without_allocating(gin_file):
     """A trillion weights become a program of some megabytes, nothing baked in."""
     experiment, _ = build_experiment([gin_file], [])
-    programs = Programs(experiment)
+    programs = StepPrograms(experiment)
     lowered = lower(
         programs.train_loop,
         [programs.abstract_state(), programs.abstract_batches()],

@@ -11,16 +11,16 @@ from meshwright.framework.compiler.explaining.explain import (
 )
 from meshwright.framework.compiler.lowering.sources import Source
 from meshwright.trainers.experiment import replication
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.small_run import at, points, small_programs, train
 
 M, S, B = 16, 8, 8
 
 
-def changed(**changes) -> Programs:
+def changed(**changes) -> StepPrograms:
     experiment = small_programs().experiment
     plan = dataclasses.replace(experiment.plan, **changes.pop("plan", {}))
-    return Programs(dataclasses.replace(experiment, plan=plan, **changes))
+    return StepPrograms(dataclasses.replace(experiment, plan=plan, **changes))
 
 
 def test_state_and_batch_that_no_axis_splits_are_found_with_the_reason():

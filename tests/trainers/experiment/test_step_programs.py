@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.small_run import small_programs
 
 
@@ -46,7 +46,7 @@ def test_finite_names_the_leaf(value):
 
 def test_programs_for_devices_of_a_topology_are_not_run():
     experiment = small_programs("MESH_SHAPE = (2, 2)").experiment
-    programs = Programs(experiment, devices=jax.devices()[4:])
+    programs = StepPrograms(experiment, devices=jax.devices()[4:])
     assert programs.eval.collectives()
     state = programs.state_specs.map(lambda s: np.zeros(s.shape, s.dtype.name))
     with pytest.raises(ValueError, match="finite was compiled for a topology, whose"):

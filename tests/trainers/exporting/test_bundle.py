@@ -19,8 +19,8 @@ from meshwright.framework.compiler.program import Partitioner, trace_program
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.exporting import bundle, run_bundle
 from meshwright.trainers.exporting.bundle import BundleOptions, export_bundle
 from tests.trainers.runs.test_parity import STATE_TOLERANCE
@@ -39,7 +39,7 @@ def run(folder, *flags):
     return done.returncode, done.stdout, done.stderr
 
 
-def trained(programs: Programs, state: TrainState) -> list[float]:
+def trained(programs: StepPrograms, state: TrainState) -> list[float]:
     """The losses of as many calls as the bundle has batches for."""
     batches, _ = bundle._batches(programs.experiment, CALLS)
     losses = []

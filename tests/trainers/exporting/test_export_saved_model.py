@@ -13,8 +13,9 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.exporting.saved_model import (
     EVALUATE,
     SERVE,
@@ -22,7 +23,6 @@ from meshwright.trainers.exporting.saved_model import (
     export_saved_model,
     plain_graph,
 )
-from meshwright.trainers.mains import build_experiment
 from tests.tasks.speech import test_speech
 from tests.tasks.text import test_translation
 from tests.trainers.parity import initial_state, random_batches, small_experiment
@@ -130,14 +130,14 @@ def batch_of(case: str, experiment: Experiment) -> NestedMap:
 
 
 @functools.cache
-def trainer(case: str) -> tuple[Programs, NestedMap, NestedMap]:
+def trainer(case: str) -> tuple[StepPrograms, NestedMap, NestedMap]:
     """The programs, weights that are not those of the first step, and a batch."""
     experiment = CASES[case]()
     rng = np.random.default_rng(1)
     theta = initial_state(experiment).theta.map(
         lambda x: x + 0.1 * rng.standard_normal(x.shape).astype(x.dtype) * (x.ndim > 1)
     )
-    return Programs(experiment), theta, batch_of(case, experiment)
+    return StepPrograms(experiment), theta, batch_of(case, experiment)
 
 
 @pytest.fixture(scope="module")

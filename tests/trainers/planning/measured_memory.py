@@ -21,15 +21,15 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework import set_platform
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """To add to the environment."""
 STEPS = 3
 
 
-def measured(programs: Programs) -> int:
+def measured(programs: StepPrograms) -> int:
     """Bytes a device: the most of a step of the training program."""
     main = programs.main  # Compiling takes memory of its own.
     state = programs.shard(programs.init(programs.seed()))
@@ -73,4 +73,4 @@ if __name__ == "__main__":
     split = sys.argv.index("--")
     set_platform("cpu", 8)
     experiment, _ = build_experiment(sys.argv[1:split], sys.argv[split + 1 :])
-    print(measured(Programs(experiment)))
+    print(measured(StepPrograms(experiment)))

@@ -13,7 +13,7 @@ import pytest
 from meshwright.framework.compiler.hlo.hlo_text import HloModule, arrays_of
 from meshwright.framework.compiler.hlo.report import axis_groups, collectives_of
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.parity import small_experiment
 
 MESH = DeviceMesh(("X", "Y"), (2, 4))
@@ -41,7 +41,7 @@ def program(plan, partitioner):
         f"Experiment.partitioner = %Partitioner.{partitioner}",
         plan=plan,
     )
-    return Programs(experiment).main
+    return StepPrograms(experiment).main
 
 
 def collectives_at(plan, partitioner):

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.framework.compiler.hlo.step_time import Loop
 from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.planning import plan_html, plan_plots
 from meshwright.trainers.planning.plan_pipelines import planned_pipelines
 from meshwright.trainers.planning.plan_tensorboard import scalars

@@ -11,9 +11,9 @@ from absl import flags
 from absl.testing import flagsaver
 
 from meshwright.framework.compiler.hlo.memory import memory_timeline
-from meshwright.framework.compiler.hlo.refusal import (
+from meshwright.framework.compiler.hlo.out_of_memory import (
     REMEDY,
-    DoesNotFit,
+    OutOfMemoryError,
     Refusal,
     allocations_of,
 )
@@ -148,7 +148,7 @@ def refusing_compiler(monkeypatch, small_devices):
         needed = max(timeline.peak, limit) + GAPS
         refusal = Refusal(needed=needed, available=limit)
         largest = allocations_of(timeline, self.function)
-        raise DoesNotFit(self.name, refusal, largest, timeline)
+        raise OutOfMemoryError(self.name, refusal, largest, timeline)
 
     monkeypatch.setattr(MeshProgram, "compile", refuse)
 
@@ -202,7 +202,7 @@ def test_what_the_compiler_says_nothing_of_is_not_known(
     refusal = Refusal(needed=2**20, available=LIMIT)
 
     def refuse(self, options=None):
-        raise DoesNotFit(self.name, refusal)
+        raise OutOfMemoryError(self.name, refusal)
 
     monkeypatch.setattr(MeshProgram, "compile", refuse)
     status, out, found = planned(tmp_path, capsys, topology="cpu")

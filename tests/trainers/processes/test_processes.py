@@ -14,9 +14,9 @@ import nibabel
 import numpy as np
 import pytest
 
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.not_finite import NotFinite
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.processes import peers
 from meshwright.trainers.training import loop
 from tests.tasks.segmentation.volume_files_on_disk import install
@@ -215,7 +215,7 @@ def test_all_decode(start, tmp_path, task):
     experiment, _ = build_experiment(files, params)
     alone, folder = tmp_path / "alone", tmp_path / "run"
     run = loop.Run(model_dir=str(alone))
-    want = loop.train_and_evaluate(Programs(experiment), run).evaluation
+    want = loop.train_and_evaluate(StepPrograms(experiment), run).evaluation
     for mode in ("train", "eval"):
         flags = [f"--mode={mode}"]
         group = start(2, folder, job=(files, params), flags=flags)

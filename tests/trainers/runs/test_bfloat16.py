@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from meshwright.framework.nested_map import NestedMap
-from meshwright.trainers.experiment import programs
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment import step_programs
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.gradients import batch_gradients
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.parity import (
     Trained,
     initial_state,
@@ -75,7 +75,7 @@ def conformer(*params: str) -> Experiment:
 def sounds(experiment: Experiment, calls: int) -> list[NestedMap]:
     """Noise and labels, the same each time; rows of unequal length."""
     rng = np.random.default_rng(0)
-    spec = Programs(experiment).abstract_batches()
+    spec = StepPrograms(experiment).abstract_batches()
     batch = NestedMap(
         features=rng.standard_normal(spec.features.shape).astype(np.float32),
         frames=np.array([[48, 40, 44, 48, 36, 48, 20, 31]], np.int32),
@@ -161,7 +161,7 @@ def test_a_gradient_a_twentieth_too_large_is_noticed(path, monkeypatch):
         return dataclasses.replace(result, gradients=gradients)
 
     start, want = one_device("language_model", BFLOAT16)
-    monkeypatch.setattr(programs, "batch_gradients", wrong)
+    monkeypatch.setattr(step_programs, "batch_gradients", wrong)
     got = train(language_model("MESH_SHAPE = (2, 4)", BFLOAT16), start, STEPS)
     with pytest.raises(AssertionError, match=f"weight theta.{path}"):
         assert_within_the_format(got, want, start)

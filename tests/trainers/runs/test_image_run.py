@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import loop
 from tests.trainers.parity import Trained, initial_state, train
 from tests.trainers.runs.test_parity import assert_equal_training
@@ -38,7 +38,7 @@ def experiment(devices: int, *params: str) -> Experiment:
 def pictures(experiment: Experiment, calls: int) -> list[NestedMap]:
     """A batch of noise, brighter for later classes, the same each time; two unused."""
     rng = np.random.default_rng(0)
-    spec = Programs(experiment).abstract_batches()
+    spec = StepPrograms(experiment).abstract_batches()
     label = rng.integers(0, 8, spec.label.shape).astype(np.int32)
     shades = 25 * label[..., None, None, None]
     image = (shades + rng.integers(0, 80, spec.image.shape)).astype(np.uint8)
@@ -73,7 +73,7 @@ def test_a_run_is_evaluated_on_all_held_out_pictures(tmp_path):
         "Experiment.num_steps = 2",
     )
     run = loop.Run(model_dir=str(tmp_path / "model"))
-    found = loop.train_and_evaluate(Programs(one), run).evaluation
+    found = loop.train_and_evaluate(StepPrograms(one), run).evaluation
     assert {"loss", "cross_entropy", "top_1", "top_5"} <= set(found)
     right = found["top_1"] * 21
     np.testing.assert_allclose(right, round(right), atol=1e-5)

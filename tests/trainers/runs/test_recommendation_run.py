@@ -5,9 +5,9 @@ import functools
 import pytest
 
 from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import loop
 from tests.trainers.parity import Trained, initial_state, train
 from tests.trainers.runs.test_parity import assert_equal_training
@@ -63,7 +63,7 @@ def test_eight_devices_train_as_one(plan, partitioner):
 
 
 def test_a_run_ranks_what_was_held_out(tmp_path):
-    programs = Programs(experiment(8))
+    programs = StepPrograms(experiment(8))
     found = loop.train_and_evaluate(programs, loop.Run(model_dir=str(tmp_path)))
     scores = found.evaluation
     assert set(scores) == {"loss", "hit_rate@10", "ndcg@10"}

@@ -10,9 +10,9 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 )
 
 from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import loop
 from tests.tasks.segmentation.volume_files_on_disk import install
 from tests.trainers.parity import Trained, initial_state, train
@@ -47,7 +47,7 @@ def experiment(plan: str, *params: str) -> Experiment:
 def volumes(experiment: Experiment, calls: int) -> list[NestedMap]:
     """A batch of bright boxes and some voxels that do not count, the same each time."""
     rng = np.random.default_rng(0)
-    spec = Programs(experiment).abstract_batches()
+    spec = StepPrograms(experiment).abstract_batches()
     label = np.zeros(spec.label.shape, np.int32)
     label[:, :, 2:9, 2:6, 1:4] = 1
     label[:, :, 5:12, 3:5, 2:6] = 2
@@ -104,7 +104,7 @@ def test_a_run_writes_its_predictions_and_shows_them(tmp_path):
         "BatchNorm.decay = 0.5",
     )
     folder = tmp_path / "model"
-    found = loop.train_and_evaluate(Programs(one), loop.Run(model_dir=str(folder)))
+    found = loop.train_and_evaluate(StepPrograms(one), loop.Run(model_dir=str(folder)))
     scores = {"dice", "dice/liver", "volume_dice", "volume_dice/tumour"}
     assert scores <= set(found.evaluation)
     for step in (2, 4):

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.parity import initial_state, small_experiment, train
 from tests.trainers.runs.test_parity import assert_equal_training
 
@@ -65,7 +65,7 @@ def test_layers_send_shards_of_the_stream_and_no_sums_of_it(partitioner):
         f"Experiment.partitioner = %Partitioner.{partitioner}",
         plan="sequence_tensor",
     )
-    program = Programs(experiment).main
+    program = StepPrograms(experiment).main
     module = HloModule(program.hlo_text())
     found = [
         one.kind

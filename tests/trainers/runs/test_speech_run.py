@@ -5,8 +5,8 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator,
 )
 
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import loop
 from tests.tasks.speech.speech_files import install, sentences
 from tests.tasks.speech.test_speech import BUCKETS, LIGHT, SIZES
@@ -35,13 +35,13 @@ def test_a_run_writes_down_what_it_heard_and_resumes(tmp_path):
     experiment, text = build_experiment(files, params)
     folder = tmp_path / "model"
     run = loop.Run(model_dir=str(folder), config=text)
-    found = loop.train_and_evaluate(Programs(experiment), run)
+    found = loop.train_and_evaluate(StepPrograms(experiment), run)
     names = {"loss", "wer", "cer", "wer/greedy", "cer/greedy"}
     assert names <= set(found.evaluation)
     events = EventAccumulator(str(folder / "eval")).Reload()
     assert {*names, "samples"} <= set(events.Tags()["tensors"])
     more, text = build_experiment(files, [*params, "Experiment.num_steps = 6"])
     again = loop.train_and_evaluate(
-        Programs(more), loop.Run(model_dir=str(folder), config=text)
+        StepPrograms(more), loop.Run(model_dir=str(folder), config=text)
     )
     assert set(again.losses) == {5, 6}

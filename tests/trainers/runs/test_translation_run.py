@@ -5,8 +5,8 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator,
 )
 
-from meshwright.trainers.experiment.programs import Programs
-from meshwright.trainers.mains import build_experiment
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training import loop
 from tests.tasks.text.parallel_files import install_all
 from tests.tasks.text.test_translation import PLANS, SIZES
@@ -29,7 +29,7 @@ def test_a_run_translates_and_shows_the_load_of_experts(tmp_path):
     experiment, text = build_experiment([model, mesh], [*SIZES, *params, root, *RUN])
     folder = tmp_path / "model"
     found = loop.train_and_evaluate(
-        Programs(experiment), loop.Run(model_dir=str(folder), config=text)
+        StepPrograms(experiment), loop.Run(model_dir=str(folder), config=text)
     )
     metrics = found.evaluation
     assert {"loss", "perplexity", "bleu", "chrf"} <= set(metrics)
@@ -43,7 +43,7 @@ def test_a_run_translates_and_shows_the_load_of_experts(tmp_path):
         assert shape[:2] == [b"128", b"16"]  # Eight experts of one layer, enlarged.
     assert "samples" in " ".join(tags)
     again = loop.evaluate_latest(
-        Programs(experiment), loop.Run(model_dir=str(folder), config=text)
+        StepPrograms(experiment), loop.Run(model_dir=str(folder), config=text)
     )
     assert again == metrics
 

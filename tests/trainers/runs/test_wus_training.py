@@ -11,8 +11,8 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 )
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.checkpoints.checkpoints import Checkpoints
-from meshwright.trainers.experiment.programs import Programs
 from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.parity import initial_state, random_batches, small_experiment
 
 # Float32 sums in another order, after five steps; of a tensor's largest element.
@@ -30,10 +30,10 @@ PLANS = {"data": "MESH_SHAPE = (8,)", "finalized": "MESH_SHAPE = (4, 2)"}
 
 
 @functools.cache
-def programs(plan: str, mode: str, *params: str) -> Programs:
+def programs(plan: str, mode: str, *params: str) -> StepPrograms:
     sharding = f"Experiment.weight_update_sharding = '{mode}'"
     experiment = small_experiment(PLANS[plan], sharding, *SMALL, *params, plan=plan)
-    return Programs(experiment)
+    return StepPrograms(experiment)
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def host(tree: NestedMap) -> dict[str, np.ndarray]:
     return {path: np.asarray(leaf) for path, leaf in tree.items_by_path()}
 
 
-def steps(runs: Programs, state: TrainState, first: int, last: int) -> list[float]:
+def steps(runs: StepPrograms, state: TrainState, first: int, last: int) -> list[float]:
     """Trains from step `first` to `last`; losses."""
     losses = []
     for batch in batches()[first:last]:
@@ -167,7 +167,7 @@ def test_a_fresh_state_is_evaluated_as_it_is():
 class NoPrograms:
     """Programs of which none may be compiled."""
 
-    def __init__(self, real: Programs):
+    def __init__(self, real: StepPrograms):
         self._real = real
 
     def __getattr__(self, name):
@@ -187,7 +187,7 @@ def test_where_forms_are_the_same_nothing_is_compiled():
 def test_weights_that_stay_whole_are_evaluated_as_they_are():
     """Slots are split, but of the same shapes: to split them is all there is to do."""
     experiment = programs("data", "all", "VOCAB_SIZE = 264").experiment
-    runs = NoPrograms(Programs(dataclasses.replace(experiment, ema=None)))
+    runs = NoPrograms(StepPrograms(dataclasses.replace(experiment, ema=None)))
     forms = runs.stored_forms()
     assert forms.theta == runs.plan_forms().theta
     assert forms.slots != runs.plan_forms().slots
@@ -230,5 +230,5 @@ def test_modes_are_names_or_members(mode):
 
 def test_without_data_parallelism_nothing_is_asked():
     experiment = small_experiment("MESH_SHAPE = (1,)", *SMALL, plan="data")
-    assert Programs(experiment).data_axes == ()
-    assert Programs(experiment).traced_main.updates is None
+    assert StepPrograms(experiment).data_axes == ()
+    assert StepPrograms(experiment).traced_main.updates is None

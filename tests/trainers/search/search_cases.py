@@ -3,7 +3,13 @@
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers.search import search
-from meshwright.trainers.search.search import Found, Promising, Row, Screened, Space
+from meshwright.trainers.search.search import (
+    RankedCandidate,
+    ScoredCandidate,
+    Screened,
+    SearchResult,
+    SearchSpace,
+)
 from meshwright.trainers.search.search_result import Result
 from meshwright.trainers.search.search_space import (
     Candidate,
@@ -30,7 +36,7 @@ PLANS = ("plans/attempt1.gin", "plans/attempt2.gin", "plans/finalized.gin")
 def space(*params, name="v3:2x2", batches=(8,), files=GIN_FILES, plans=PLANS):
     params = ("MESH_SHAPE = (2, 4)", *params)
     experiment = built(files, params)
-    return Space(
+    return SearchSpace(
         experiment=experiment,
         gin_files=tuple(files),
         gin_params=params,
@@ -47,7 +53,7 @@ def candidate(where, mesh=(2, 4), plan="finalized", policy=EVERYTHING, batch=8):
 
 def promising(where, *, bound=1e9, seconds=1.0, **changes):
     one = candidate(where, **changes)
-    return Promising(
+    return ScoredCandidate(
         candidate=one,
         bound=bound,
         seconds=seconds,
@@ -58,7 +64,7 @@ def promising(where, *, bound=1e9, seconds=1.0, **changes):
 def found(where):
     """As if some candidates had been compiled."""
     rows = [
-        Row(
+        RankedCandidate(
             promising=promising(where, mesh=mesh, plan=plan, policy=policy),
             result=Result(seconds=s, peak=7 * 2**30, utilization=0.4),
         )
@@ -67,12 +73,12 @@ def found(where):
             ((2, 4), "finalized", ALL, 1.0),
         )
     ]
-    lost = Row(
+    lost = RankedCandidate(
         promising=promising(where, mesh=(8, 1), policy=NOTHING),
         result=Result(refusal="RESOURCE_EXHAUSTED: " + "so much too large " * 9),
     )
     left = promising(where, mesh=(2, 4))
-    return Found(
+    return SearchResult(
         ranked=tuple(rows),
         refused=(lost,),
         screened=Screened(

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from meshwright.trainers.mains import INTERRUPTED
+from meshwright.trainers.cli import INTERRUPTED
 from meshwright.trainers.plan import DOES_NOT_FIT
 from meshwright.trainers.search import search
 from meshwright.trainers.search.plan_cache import PlanCache

@@ -16,8 +16,8 @@ from absl import flags
 from absl.testing import flagsaver
 
 from meshwright.trainers import plan, train
+from meshwright.trainers.cli import INTERRUPTED
 from meshwright.trainers.experiment import config
-from meshwright.trainers.mains import INTERRUPTED
 from meshwright.trainers.plan import DOES_NOT_FIT
 from meshwright.trainers.search import search, search_main, search_worker
 from meshwright.trainers.search.search_space import built

@@ -11,11 +11,16 @@ from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.repair import check
 from meshwright.framework.compiler.repair.op_layout import even_layout
 from meshwright.framework.compiler.repair.table import faults
-from meshwright.trainers import mains
-from meshwright.trainers.experiment.programs import Programs
+from meshwright.trainers import cli
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.parity import small_experiment
 
 MESH, SMALL = "MESH_SHAPE = (2, 4)", "NUM_LAYERS = 1"
+
+
+def _replicated(layout):
+    splits = [s and max(s.splits(), default=1) > 1 for s in layout.shardings]
+    return even_layout(layout, keep=()) if any(splits) else None
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def faulty_products(monkeypatch):
         name="products",
         what="is a product",
         ops=("stablehlo.dot_general",),
-        choose=lambda layout: even_layout(layout, keep=()),
+        choose=_replicated,
         repair="nothing is split",
         smallest={"product": faults.Smallest(faults.Outcome.WRONG, "")},
     )
@@ -40,14 +45,14 @@ def test_the_programs_of_a_strict_experiment_are_strict(faulty_products):
         match=r"^train: the program is compiled strictly, and \d+ of its ops would be "
         r"laid out otherwise at a cost:\n  op '.*\.py:\d+\) is a product, which XLA",
     ):
-        _ = Programs(experiment).main
+        _ = StepPrograms(experiment).main
 
 
 def test_the_programs_of_an_experiment_are_compiled_in_a_child(monkeypatch):
     experiment = small_experiment(MESH, SMALL, "Experiment.compile_in_child = True")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="^train: a child process compiles for the"):
-        _ = Programs(experiment).main
+        _ = StepPrograms(experiment).main
 
 
 @pytest.mark.parametrize("field", ["strict", "compile_in_child"])
@@ -78,7 +83,7 @@ def test_the_flag_sets_the_field(field, flag, bound, wanted):
     if flag is not None:
         given[field] = flag
     with flagsaver.flagsaver(**given):
-        mains.call("meshwright", ["meshwright"], lambda *args: told.append(args))
+        cli.call("meshwright", ["meshwright"], lambda *args: told.append(args))
     ((experiment, config_text),) = told
     assert getattr(experiment, field) is wanted
     assert (f"Experiment.{field} = True" in config_text) == wanted

@@ -13,7 +13,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from meshwright.trainers import mains
+from meshwright.trainers import cli
 from meshwright.trainers import train as main_module
 from tests.trainers.small_run import (
     GIN_FILES,
@@ -58,7 +58,7 @@ def compiled(monkeypatch):
         other.experiment = experiment
         return other
 
-    monkeypatch.setattr(main_module, "Programs", programs)
+    monkeypatch.setattr(main_module, "StepPrograms", programs)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_replaced_optimizer_sets_its_bindings_aside(compiled, tmp_path, caplog):
     caplog.set_level("INFO", logger="absl")
     sgd = ["Experiment.optimizer = @SGD()", "SGD.learning_rate = @ConstantSchedule()"]
     error_of(tmp_path, *sgd, "Experiment.num_steps = 0")
-    mains.build_experiment(list(GIN_FILES), [*GIN_PARAMS, MESH, *sgd])
+    cli.build_experiment(list(GIN_FILES), [*GIN_PARAMS, MESH, *sgd])
     for name in ("Adam.learning_rate", "Adam.weight_decay", "LinearWarmup.steps"):
         assert re.search(f"without effect, as replaced: .*{name}", caplog.text)
     # What is bound afterwards must take effect.
@@ -165,7 +165,7 @@ def test_replaced_optimizer_sets_its_bindings_aside(compiled, tmp_path, caplog):
 def test_later_files_and_parameters_win(tmp_path):
     files = [*GIN_FILES, "plans/attempt1.gin"]
     params = [*GIN_PARAMS, MESH, "Experiment.seed = 1", "Experiment.seed = 2"]
-    experiment, text = mains.build_experiment(files, params)
+    experiment, text = cli.build_experiment(files, params)
     assert experiment.plan.activations["model"] == "X"  # Finalized has Y.
     assert "batch" not in experiment.plan.activations
     assert experiment.seed == 2
@@ -222,7 +222,7 @@ def test_interrupt_outside_of_the_loop(tmp_path, monkeypatch, capsys):
     def interrupt(experiment):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main_module, "Programs", interrupt)
+    monkeypatch.setattr(main_module, "StepPrograms", interrupt)
     assert call_main(tmp_path) == 130
     assert capsys.readouterr().err == "meshwright-train: interrupted\n"
 

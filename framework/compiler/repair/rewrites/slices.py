@@ -7,7 +7,7 @@ from jax.extend.mlir import ir
 from meshwright.framework.compiler.stablehlo.stable_hlo import walk
 
 
-def drop_idle_steps(module: ir.Module) -> None:
+def drop_noop_strides(module: ir.Module) -> None:
     """Gives slices a step of 1 along dims of which they take one element.
 
     The step is of no effect there, but where the dim is split the partitioner counts by
