@@ -1,4 +1,4 @@
-"""What the cli share: flags, building the experiment, telling errors."""
+"""What the binaries share: flags, building the experiment, printing errors."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Ending(enum.Enum):
     """How reading a case ended."""
 
     READ = "read"
-    REFUSED = "refused"  # By an error that the cli tell by its message.
+    REFUSED = "refused"  # By an error that the binaries print by its message.
     RAISED = "raised"  # By any other.
     DIED = "died"
     HUNG = "hung"

@@ -129,14 +129,14 @@ def _gin(folder: pathlib.Path) -> None:
 
 
 def _flags(folder: pathlib.Path) -> None:
-    """What the cli do with their flags before anything is compiled."""
+    """What the binaries do with their flags before anything is compiled."""
     words = os.fsdecode((folder / "flags").read_bytes()).split("\0")
     with flagsaver.flagsaver():
         try:
             # Which both cli require.
             left = flags.FLAGS(["meshwright", "--gin_file=lm/stdlib_tiny", *words])
             cli.call("meshwright", left, _use_flags)
-        # As absl tells them, and as the cli tell errors.
+        # As absl prints them, and as the binaries print errors.
         except (flags.Error, app.UsageError) as error:
             raise ValueError(f"flags: {error}") from error
         except SystemExit as told:

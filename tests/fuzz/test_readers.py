@@ -35,7 +35,7 @@ def complaint(reader: str, outcome: Outcome) -> str | None:
 
 
 def told_badly(reader: str, message: str) -> str | None:
-    """What is wrong with the message of an error, as the cli tell it."""
+    """What is wrong with the message of an error, as the binaries print it."""
     told, (hostile, *_) = printable(message), VALID[reader]
     # What gin makes of a file is named by class and parameter.
     if reader != "gin" and not re.search(

@@ -1,4 +1,4 @@
-"""What the cli say of errors cannot write to a terminal, nor fill it."""
+"""What the binaries print of errors cannot write to a terminal, nor fill it."""
 
 import pytest
 from absl import flags
