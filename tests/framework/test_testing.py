@@ -25,6 +25,7 @@ class Scaled(Layer):
 
     wrong_output: float = 0.0
     wrong_gradient: float = 0.0
+    wrong_small_output: float = 0.0
 
     def weights(self):
         w = WeightSpec(shape=(6, 7), dims=("model", "hidden"), initializer=FanIn())
@@ -32,10 +33,12 @@ class Scaled(Layer):
 
     def fprop(self, ctx, theta, x, *, row):
         h = ctx.split(tf.matmul(x, theta.w), ("batch", "hidden"))
+        small = 1e-5 * tf.reduce_mean(h * h)
         if ctx.plan.mesh.size > 1:
             h *= 1 + self.wrong_output
+            small *= 1 + self.wrong_small_output
             h += self.wrong_gradient * (h - tf.stop_gradient(h))
-        return [h * row[:, None], tf.reduce_mean(h)]
+        return [h * row[:, None], tf.reduce_mean(h), small]
 
 
 def check(layer):
@@ -50,7 +53,11 @@ def test_a_layer_that_agrees_passes():
 
 @pytest.mark.parametrize(
     ("wrong", "name"),
-    [({"wrong_output": 1e-4}, "output 0"), ({"wrong_gradient": 1e-4}, "gradient of")],
+    [
+        ({"wrong_output": 1e-4}, "output 0"),
+        ({"wrong_gradient": 1e-4}, "gradient of"),
+        ({"wrong_small_output": 0.1}, "output 2"),
+    ],
 )
 def test_a_layer_that_differs_on_the_mesh_is_told_where(wrong, name):
     with pytest.raises(AssertionError, match=f"\n{name}"):
