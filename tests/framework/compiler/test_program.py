@@ -104,6 +104,27 @@ def test_donated_arguments_are_taken_over(program):
         program(state, batch)
 
 
+def test_a_donated_buffer_is_no_other_argument():
+    mesh = DeviceMesh(("X",), (4,))
+    spec = tf.TensorSpec([8])
+    program = compile_program(
+        lambda a, b: (a + b["c"], b["c"] * 2), [spec, {"c": spec}], mesh, donate=[0]
+    )
+    host = np.ones(8, np.float32)
+    out = program(host, {"c": host})  # Host arrays are not taken over.
+    np.testing.assert_array_equal(out[1], 2 * host)
+    (a, _) = program.shard(host, {"c": host})
+    alias = jax.device_put(a, a.sharding)
+    for again in (a, alias):
+        with pytest.raises(
+            ValueError,
+            match=r"argument 1/c has the buffer of argument 0 too, and argument 0 is "
+            r"donated: pass a copy, such as array\.copy\(\), or do not donate it",
+        ):
+            program(a, {"c": again})
+    np.testing.assert_array_equal(program(a, {"c": a.copy()})[0], 2 * host)
+
+
 @over_partitioners
 def test_reports_memory_cost_and_collectives(program):
     memory = program.memory()
