@@ -41,10 +41,11 @@ class Scaled(Layer):
         return [h * row[:, None], tf.reduce_mean(h), small]
 
 
-def check(layer):
+def check(layer, **how):
     rng = np.random.default_rng(0)
     x = rng.standard_normal([4, 6], np.float32)
-    assert_layer_parity(layer, x, plan=PLAN, row=rng.standard_normal(4, np.float32))
+    row = rng.standard_normal(4, np.float32)
+    assert_layer_parity(layer, x, plan=PLAN, row=row, **how)
 
 
 def test_a_layer_that_agrees_passes():
@@ -62,3 +63,8 @@ def test_a_layer_that_agrees_passes():
 def test_a_layer_that_differs_on_the_mesh_is_told_where(wrong, name):
     with pytest.raises(AssertionError, match=f"\n{name}"):
         check(Scaled(**wrong))
+
+
+def test_the_tolerance_holds_whatever_the_activation_dtype():
+    with pytest.raises(AssertionError, match="\noutput 2"):
+        check(Scaled(wrong_small_output=10.0), activation_dtype=tf.bfloat16)
