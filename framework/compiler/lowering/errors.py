@@ -33,6 +33,17 @@ _REMEDIES = {
     ),
 }
 
+_INSTEAD = {
+    "FakeParam": (
+        "TF makes it for the gradient of a loop in a branch: put the tf.cond into the "
+        "loop's body, or run the loop in any case and choose by tf.where"
+    ),
+    "TensorListScatterIntoExistingList": (
+        "Put the elements in order by tf.gather, and use TensorArray.unstack in place "
+        "of scatter"
+    ),
+}
+
 
 class LoweringError(ValueError):
     """The function cannot become one XLA program; the message names the culprit."""
@@ -73,8 +84,9 @@ def _instead(op_type: str) -> str:
     if of := _SEGMENTS.fullmatch(op_type):
         reduction = f"tf.math.unsorted_segment_{of['reduction'].lower()}"
         return f"Use {reduction}, and give it num_segments"
-    return (
-        "Compute it on the host, before or after the program, or from ops that XLA has"
+    return _INSTEAD.get(
+        op_type,
+        "Compute it on the host, before or after the program, or from ops that XLA has",
     )
 
 
@@ -158,7 +170,8 @@ def unknown_size(name: str, where: str, *, what: str) -> LoweringError:
         f"{name}: {what} has a size that depends on values, made by {where}: on a mesh "
         "every tensor has one shape. Keep all of its elements and mask them, by "
         "tf.where(mask, x, 0) in place of tf.boolean_mask(x, mask), or x * (range < n) "
-        "in place of x[:n]; or compute it on the host"
+        "in place of x[:n]; give k of tf.math.top_k as a Python number; or compute it "
+        "on the host"
     )
 
 

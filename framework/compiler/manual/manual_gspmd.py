@@ -135,23 +135,17 @@ class _Region:
         return mark
 
     def _constant(self, value: ir.Value) -> ir.Value:
-        """Marks what depends on nothing; scalars, which loops count by, enter.
-
-        Larger tensors may be split along automatic axes: entered they would not be.
-        """
-        is_scalar = ir.RankedTensorType(value.type).rank == 0
-        if is_scalar or not self.has_automatic_axes:
-            return self._entered(value)
-        return self._marked(value)
-
-    def _entered(self, value: ir.Value) -> ir.Value:
         """A constant as if it came from outside, for all who use it.
 
-        XLA makes one of it and of equal ones outside, and a mark would hold for all.
+        XLA makes one of it and of equal ones outside, or in another region, and a mark
+        would hold for all.
         """
-        whole = sharding_call("Sharding", value, value.type, "{replicated}")
         rank = ir.RankedTensorType(value.type).rank
-        own = sharding_call("SPMDFullToShardShape", whole, value.type, self._text(rank))
+        open_dims = self._open_dims(rank)
+        whole = sharding_call("Sharding", value, value.type, "{replicated}", open_dims)
+        own = sharding_call(
+            "SPMDFullToShardShape", whole, value.type, self._text(rank), open_dims
+        )
         value.replace_all_uses_except(own, whole.owner.operation)
         return own
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -288,7 +287,7 @@ def _wrong(
             )
         return None  # XLA replaced it; its operands and results are replicated.
     if layout.manual and isinstance(choice, conv_layout.Layout):
-        raise _in_region(blame, layout, choice)
+        choice = even_layout(layout)  # A region within a region is not for XLA.
     choices = choice, even_layout(layout, keep=())
     return tuple((one, repair_of(layout, fault, one, blame.sources)) for one in choices)
 
@@ -303,17 +302,3 @@ def _choice(layout: OpLayout) -> tuple[Fault, Chosen] | None:
         if layout.op.name in fault.ops and (choice := fault.choose(layout)) is not None:
             return fault, choice
     return None
-
-
-def _in_region(
-    blame: Blame, layout: OpLayout, choice: conv_layout.Layout
-) -> LoweringError:
-    groups = itertools.chain(*(tensor.splitting() for tensor in layout.operands))
-    axes = " and ".join(choice.manual or dict.fromkeys(itertools.chain(*groups)))
-    operands = " and ".join(str(tensor.sharding) for tensor in layout.operands)
-    return blame.error(
-        layout.op,
-        f"is a convolution in a region manual along {', '.join(layout.manual)}, whose "
-        f"operands are split {operands}: XLA would add up its partial sums wrongly. "
-        f"Split the batch by {axes}, or make the region manual along {axes} too",
-    )

@@ -18,7 +18,11 @@ from meshwright.framework.compiler.lowering.errors import unknown_size
 from meshwright.framework.compiler.lowering.lower import LoweredFunction
 from meshwright.framework.compiler.manual.manual_regions import rewrite_manual_regions
 from meshwright.framework.compiler.repair.rewrites.crops import crop_images
-from meshwright.framework.compiler.repair.rewrites.fourier import keep_row_major
+from meshwright.framework.compiler.repair.rewrites.empties import fold_empties
+from meshwright.framework.compiler.repair.rewrites.fourier import (
+    keep_row_major,
+    replicate_in_regions,
+)
 from meshwright.framework.compiler.repair.rewrites.rolls import rotate
 from meshwright.framework.compiler.repair.rewrites.roundings import fold_roundings
 from meshwright.framework.compiler.repair.rewrites.slices import drop_noop_strides
@@ -69,6 +73,7 @@ def prepare(lowered: LoweredFunction, module, mesh: DeviceMesh) -> None:
     blame = Blame(lowered.name, lowered.sources)
     refuse_foreign(blame, module)
     untype_annotations(blame, module, mesh)
+    fold_empties(module)
     fold_roundings(module)
     drop_noop_strides(module)
     crop_images(module)
@@ -93,6 +98,8 @@ def write_for(
     keep_row_major(module)  # Next to transforms: what repairs add comes behind it.
     rewrite_manual_regions(blame, module, mesh, shardy=shardy)
     rewrite_annotations(blame, module, mesh, shardy=shardy)
+    if shardy:
+        replicate_in_regions(module, mesh)
 
 
 def write_borders(

@@ -90,6 +90,17 @@ def test_what_depends_on_no_argument_is_computed_in_the_program(fn):
             "SegmentMean",
             "Use tf.math.unsorted_segment_mean, and give it num_segments",
         ),
+        (
+            lambda x: tf.raw_ops.TensorListScatterIntoExistingList(
+                input_handle=tf.raw_ops.TensorListReserve(
+                    element_shape=[4], num_elements=4, element_dtype=tf.float32
+                ),
+                tensor=x,
+                indices=[0, 2, 1, 3],
+            ),
+            "TensorListScatterIntoExistingList",
+            "Put the elements in order by tf.gather, and use TensorArray.unstack",
+        ),
     ],
 )
 def test_an_op_that_xla_does_not_have_is_named(fn, op, remedy):

@@ -78,7 +78,7 @@ class Input:
         """Over (-2, 2), all different: evenly, or what bfloat16 has, ever finer."""
         order = rng.permutation(math.prod(self.shape)).reshape(self.shape)
         if self.dtype != "bfloat16":
-            return (order + 0.5) * (4 / order.size) - 2
+            return (order + 0.5) * (4 / max(1, order.size)) - 2
         sign, step = 1 - 2 * (order % 2), order // 2
         return sign * (255 - step % 128) * 2.0 ** -(7 + step // 128)
 

@@ -35,6 +35,7 @@ class Outcome(enum.Enum):
 
     RIGHT = "right"
     WRONG = "wrong"
+    DECLINED = "refused as documented"  # Before XLA, which would end the process.
     UNREPAIRED = "refused by us"  # A LoweringError; no drawn case should be refused.
     REFUSED = "refused by XLA"
     ENDED = "process ended"
@@ -43,7 +44,7 @@ class Outcome(enum.Enum):
 
     @property
     def is_fault(self) -> bool:
-        return self is not Outcome.RIGHT
+        return self not in (Outcome.RIGHT, Outcome.DECLINED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +78,13 @@ def judge(
     if len(cases) == 1:
         return [found]
     half = len(cases) // 2
-    return [
+    apart = [
         *judge(cases[:half], partitioner, repair=repair),
         *judge(cases[half:], partitioner, repair=repair),
     ]
+    if found.outcome.is_fault and not any(one.outcome.is_fault for one in apart):
+        apart[0] = found  # They are at fault together only.
+    return apart
 
 
 class _Judge:
@@ -156,8 +160,7 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
         program = compiled(cases, partitioner, values)
         found = program.unshard(program(*values))
     except LoweringError as e:
-        by_xla = e.__cause__ is not None
-        return Verdict(Outcome.REFUSED if by_xla else Outcome.UNREPAIRED, str(e))
+        return Verdict(_refusal(e), str(e))
     except Exception as e:
         refused = type(e).__name__ == "JaxRuntimeError"
         text = str(e).partition("Suspected Python Code Location")[0]
@@ -172,6 +175,13 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
         Verdict(Outcome.WRONG if said else Outcome.RIGHT, said or "", repairs=faults)
         for said, faults in itertools.zip_longest(complaints, repairs, fillvalue=())
     ]
+
+
+def _refusal(error: LoweringError) -> Outcome:
+    if error.__cause__ is not None:
+        return Outcome.REFUSED
+    documented = "in a manual subgroup, which GSPMD cannot partition" in str(error)
+    return Outcome.DECLINED if documented else Outcome.UNREPAIRED
 
 
 def _complaint(case: Case, got: dict, want: dict) -> str | None:

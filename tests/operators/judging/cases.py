@@ -14,6 +14,7 @@ from meshwright.framework.compiler.program import (
     compile_program,
 )
 from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.manual import manual_partition
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from tests.operators.definitions.use import HALVES, Use
@@ -60,6 +61,8 @@ class Case:
       result: the same for each of the operator's results.
       leaves: for each result its sharding at the border.
       inner: for each tensor that the expression lays out inside the same.
+      region: the axes of a manual region that the operator and its annotations are in;
+        all devices along them compute the same.
     """
 
     operator: str
@@ -70,12 +73,15 @@ class Case:
     result: tuple[Sharding | None, ...]
     leaves: tuple[Sharding, ...]
     inner: tuple[Sharding | None, ...] = ()
+    region: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """The text that `case_of` reads."""
         lines = [f"{self.operator}: {self.use.expression}  on mesh ({self.mesh})"]
         if flags := self.use.flags():
             lines.append(f"  with {flags}")
+        if self.region:
+            lines.append(f"  in a region manual along {', '.join(self.region)}")
         for (name, one), arrives, annotated in zip(
             self.use.inputs.items(), self.arrives, self.annotated, strict=True
         ):
@@ -115,16 +121,14 @@ class Case:
             result=(None,) * len(self.result),
             leaves=alone(self.leaves),
             inner=(None,) * len(self.inner),
+            region=(),
         )
 
     def compute(self, *inputs: tf.Tensor) -> dict[str, list[tf.Tensor]]:
         """The operator's results and the gradients of its float inputs."""
         with tf.GradientTape() as tape:
             tape.watch(_floats(inputs))
-            pairs = zip(inputs, self.annotated, strict=True)
-            laid = [_laid(x, s) for x, s in pairs]
-            results = tf.nest.flatten(self.use.fn(*laid, lay=self._lay))
-            results = [_laid(y, s) for y, s in zip(results, self.result, strict=True)]
+            results = self._results(inputs)
             loss = sum(map(_weighted_sum, _floats(results)), tf.zeros([]))
         gradients = []
         if self.use.differentiable:
@@ -134,6 +138,25 @@ class Case:
             "results": results,
             "gradients": [tf.convert_to_tensor(g) for g in gradients],
         }
+
+    def _results(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        def annotated(*inputs):
+            pairs = zip(inputs, self.annotated, strict=True)
+            laid = [_laid(x, s) for x, s in pairs]
+            results = tf.nest.flatten(self.use.fn(*laid, lay=self._lay))
+            return [_laid(y, s) for y, s in zip(results, self.result, strict=True)]
+
+        if not self.region:
+            return annotated(*inputs)
+        shapes = [x.shape for x in inputs], self.use.result_shapes
+        in_dims, out_dims = ([[None] * len(s) for s in of] for of in shapes)
+        return manual_partition(
+            annotated,
+            mesh=self.mesh,
+            in_dims=in_dims,
+            out_dims=out_dims,
+            manual_axes=self.region,
+        )(*inputs)
 
     def _lay(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
         return _laid(tensor, self.inner[number])

@@ -18,11 +18,17 @@ _SELDOM = st.sampled_from([False] * 5 + [True])
 
 
 @st.composite
-def shardings(draw, mesh: DeviceMesh, rank: int, *, whole=(), all_axes=False):
-    """Each axis splits one of the dims or none; several may split one, in any order."""
+def shardings(
+    draw, mesh: DeviceMesh, rank: int, *, whole=(), all_axes=False, manual=()
+):
+    """Each axis splits one of the dims or none; several may split one, in any order.
+
+    None of the `manual` axes of the region around it.
+    """
     dims: list[list[str]] = [[] for _ in range(rank)]
     free = [dim for dim in range(rank) if dim not in whole]
-    for axis in draw(st.permutations(mesh.axis_names)):
+    axes = [axis for axis in mesh.axis_names if axis not in manual]
+    for axis in draw(st.permutations(axes)):
         chosen = draw(st.sampled_from(free if all_axes else [None, *free]))
         if chosen is not None:
             dims[chosen].append(axis)
@@ -30,18 +36,26 @@ def shardings(draw, mesh: DeviceMesh, rank: int, *, whole=(), all_axes=False):
 
 
 @st.composite
-def annotations(draw, mesh: DeviceMesh, rank: int, several: bool):
+def annotations(draw, mesh: DeviceMesh, rank: int, several: bool, manual=()):
     """None, or a sharding; some with dims left open, some over another mesh."""
     if draw(BOOLEANS):
         return None
     if several:
         alike = [one for one in OTHER_MESHES if one.size == mesh.size]
         mesh = draw(st.sampled_from([mesh, *alike]))
-    sharding = draw(shardings(mesh, rank))
+    sharding = draw(shardings(mesh, rank, manual=manual))
     if rank and draw(_SELDOM):
         unspecified = draw(st.integers(0, rank - 1))
         sharding = dataclasses.replace(sharding, unspecified=(unspecified,))
     return sharding
+
+
+@st.composite
+def regions(draw, mesh: DeviceMesh) -> tuple[str, ...]:
+    """Now and then one of several axes, manual in a region around the operator."""
+    if len(mesh.shape) == 1 or not draw(_SELDOM):
+        return ()
+    return (draw(st.sampled_from(mesh.axis_names)),)
 
 
 @st.composite
@@ -58,13 +72,14 @@ def cases(draw, operator: str, mesh: DeviceMesh) -> Case:
     use = draw(uses(operator))
     inputs = [len(one.shape) for one in use.inputs.values()]
     results = [len(shape) for shape in use.result_shapes]
-    several = draw(_SELDOM)
+    region = draw(regions(mesh))
+    several = not region and draw(_SELDOM)
 
     def borders(ranks):
         return tuple(draw(shardings(mesh, rank)) for rank in ranks)
 
     def annotated(ranks):
-        return tuple(draw(annotations(mesh, rank, several)) for rank in ranks)
+        return tuple(draw(annotations(mesh, rank, several, region)) for rank in ranks)
 
     case = Case(
         operator=operator,
@@ -75,8 +90,9 @@ def cases(draw, operator: str, mesh: DeviceMesh) -> Case:
         result=annotated(results),
         leaves=borders(results),
         inner=annotated(use.inner),
+        region=region,
     )
-    if use.spatial and draw(BOOLEANS):
+    if use.spatial and not region and draw(BOOLEANS):
         case = draw(_with_halos(case))
     return case
 
@@ -87,9 +103,10 @@ def layouts(draw, name: str, mesh: DeviceMesh) -> Case:
     use = LAYOUTS[name]
     inputs = [len(one.shape) for one in use.inputs.values()]
     results = [len(shape) for shape in use.result_shapes]
+    region = draw(regions(mesh))
 
     def annotated(ranks):
-        return tuple(draw(shardings(mesh, rank)) for rank in ranks)
+        return tuple(draw(shardings(mesh, rank, manual=region)) for rank in ranks)
 
     def replicated(ranks):
         return tuple(Sharding.replicated(mesh, rank) for rank in ranks)
@@ -102,6 +119,7 @@ def layouts(draw, name: str, mesh: DeviceMesh) -> Case:
         annotated=annotated(inputs),
         result=annotated(results),
         leaves=replicated(results),
+        region=region,
     )
 
 

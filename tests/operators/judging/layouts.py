@@ -141,6 +141,17 @@ _OTHER = {
     "chosen": _of("tf.where(x > y, x, y)", _N, _N),
     "positions": _of("x + tf.range(8, dtype=tf.float32)[:, None]", _N),
 }
+_EMPTY = {
+    f"{expression} of nothing": _of(expression, *shapes, differentiable=True)
+    for expression, *shapes in [
+        ("tf.nn.conv2d(x, y, 1, 'SAME')", (0, 8, 8, 4), (3, 3, 4, 4)),
+        ("tf.nn.max_pool2d(x, 2, 1, 'SAME')", (0, 8, 8, 4)),
+        ("tf.matmul(x, y)", (0, 8), _N),
+        ("tf.einsum('ij,jk->ik', x, y)", (8, 0), (0, 8)),
+        ("tf.concat([x, y], 0)", (0, 8), _N),
+        ("tf.transpose(tf.reshape(x, [8, 2, 0]))", (0, 8, 2)),
+    ]
+}
 LAYOUTS: dict[str, Use] = {
     **_PRODUCTS,
     **_READING,
@@ -149,4 +160,5 @@ LAYOUTS: dict[str, Use] = {
     **_ALONG,
     **_WINDOWS,
     **_OTHER,
+    **_EMPTY,
 }

@@ -19,6 +19,7 @@ _RESULT = re.compile(
     r"result: \[.*?\], annotated (?P<annotated>.*), leaves (?P<leaves>.*)"
 )
 _INSIDE = re.compile(r"inside, \d+: annotated (?P<annotated>.*)")
+_REGION = "in a region manual along "
 _OVER = re.compile(
     r"(?P<sharding>\S+)(?: over \((?P<mesh>.*?)\)(?: of devices (?P<ids>\[.*\]))?)?"
 )
@@ -29,18 +30,13 @@ def case_of(text: str) -> Case:
     first, *lines = (line.strip() for line in text.strip().splitlines())
     head = _FIRST.fullmatch(first)
     mesh = _mesh(head["mesh"])
-    flags, inputs, arrives, annotated, result, leaves, inner = (
-        {},
-        {},
-        [],
-        [],
-        [],
-        [],
-        [],
-    )
+    flags, inputs, region = {}, {}, ()
+    arrives, annotated, result, leaves, inner = [], [], [], [], []
     for line in lines:
         if line.startswith("with "):
             flags = eval(f"dict({line.removeprefix('with ')})")
+        elif line.startswith(_REGION):
+            region = tuple(line.removeprefix(_REGION).split(", "))
         elif one := _INPUT.fullmatch(line):
             inputs[one["name"]] = Input(
                 tuple(ast.literal_eval(one["shape"])),
@@ -65,6 +61,7 @@ def case_of(text: str) -> Case:
         result=tuple(result),
         leaves=tuple(leaves),
         inner=tuple(inner),
+        region=region,
     )
 
 

@@ -2,33 +2,58 @@
 
 A transform's result otherwise takes the order that its reader would like, as a reshard
 does that exchanges dims, and the backend refuses the program (jaxlib 0.10.2, "RET_CHECK
-... fft_thunk.cc").
+... fft_thunk.cc"). XLA replicates the op that asks for that order. It replicates the
+transform too and so need not reshard between them; in a manual region it does all the
+same, and the transform is annotated as replicated there.
 """
 
 from __future__ import annotations
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
+from jaxlib.mlir.dialects import sdy
 
+from meshwright.framework.compiler.stablehlo.constraints import sdy_attribute
 from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
 
 
 def keep_row_major(module: ir.Module) -> None:
     """Asks for the results of Fourier transforms in row-major order."""
     for op in list(walk(module.operation)):
         if op.name == "stablehlo.fft":
-            result = op.results[0]
-            dims = reversed(range(len(shape_of(result))))
-            order = f"dense<[{', '.join(map(str, dims))}]>"
-            index = f"tensor<{len(shape_of(result))}xindex>"
-            layouts = ir.ArrayAttr.get([ir.Attribute.parse(f"{order} : {index}")])
             with ir.InsertionPoint.after(op), op.location:
-                kept = stablehlo.CustomCallOp(
-                    [result.type],
-                    [result],
-                    call_target_name="LayoutConstraint",
-                    backend_config=ir.StringAttr.get(""),
-                    operand_layouts=layouts,
-                    result_layouts=layouts,
-                )
-            result.replace_all_uses_except(kept.results[0], kept.operation)
+                kept = _in_row_major(op.results[0])
+            op.results[0].replace_all_uses_except(kept.results[0], kept.operation)
+
+
+def replicate_in_regions(module: ir.Module, mesh: DeviceMesh) -> None:
+    """Annotates results of transforms that are in Shardy's manual regions.
+
+    Args:
+      module: changed in place; its annotations and regions are Shardy's.
+      mesh: the program's.
+    """
+    for op in list(walk(module.operation)):
+        if op.name != "stablehlo.fft" or op.parent.name != "sdy.manual_computation":
+            continue
+        result = op.results[0]
+        sharding = Sharding.replicated(mesh, len(shape_of(result)))
+        with ir.InsertionPoint.after(op), op.location:
+            kept = sdy.ShardingConstraintOp(result, sdy_attribute(sharding, mesh))
+        result.replace_all_uses_except(kept.result, kept.operation)
+
+
+def _in_row_major(value):
+    rank = len(shape_of(value))
+    order = f"dense<[{', '.join(map(str, reversed(range(rank))))}]>"
+    layouts = ir.ArrayAttr.get([ir.Attribute.parse(f"{order} : tensor<{rank}xindex>")])
+    return stablehlo.CustomCallOp(
+        [value.type],
+        [value],
+        call_target_name="LayoutConstraint",
+        backend_config=ir.StringAttr.get(""),
+        operand_layouts=layouts,
+        result_layouts=layouts,
+    )

@@ -14,12 +14,17 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.stablehlo.known_values import KnownValues
-from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, zeros
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    call_target,
+    shape_of,
+    zeros,
+)
 from meshwright.framework.sharding.sharding import Sharding
 
 DYNAMIC_SLICE = "stablehlo.dynamic_slice"
 DYNAMIC_UPDATE_SLICE = "stablehlo.dynamic_update_slice"
 _CLAMP = "stablehlo.clamp"
+_MARKS = "Sharding", "SPMDFullToShardShape"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,15 +90,23 @@ def _lasts(op) -> list[int]:
 
 
 def _is_in_range(start: ir.Value, last: int, values: KnownValues) -> bool:
+    start = _unmarked(start)
     if (known := values.of(start)) is not None:
         return 0 <= int(known) <= last
     maker = start.owner
     if isinstance(maker, ir.Block) or maker.name != _CLAMP:
         return False
-    low, high = (values.of(maker.operands[number]) for number in (0, 2))
+    low, high = (values.of(_unmarked(maker.operands[number])) for number in (0, 2))
     if low is None or high is None:
         return False
     return 0 <= int(low) <= int(high) <= last
+
+
+def _unmarked(value: ir.Value) -> ir.Value:
+    """A scalar without the marks that it has in GSPMD's manual regions."""
+    while not isinstance(value.owner, ir.Block) and call_target(value.owner) in _MARKS:
+        value = value.owner.operands[0]
+    return value
 
 
 def _scalar(value: int, type_: ir.Type) -> ir.Value:

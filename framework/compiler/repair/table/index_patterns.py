@@ -1,0 +1,249 @@
+"""The layouts in which XLA gets an operation with computed indices wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
+
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.repair.op_layout import (
+    EvenLayout,
+    FactorKind,
+    OpLayout,
+    Tensor,
+    even_layout,
+)
+from meshwright.framework.compiler.repair.table.patterns import GATHER, SCATTER
+from meshwright.framework.sharding.sharding import Sharding
+
+
+def uneven_indices(layout: OpLayout) -> bool:
+    """A gather or scatter of indices, or rows for them, in shards of unequal size."""
+    return any(
+        not tensor.divides(dim)
+        for factor in index_factors(layout)
+        for tensor, dim, _ in layout.places(factor)
+    )
+
+
+def split_coordinates(layout: OpLayout) -> bool:
+    """A gather or scatter by indices of several coordinates, these split."""
+    indices = _indices(layout)
+    dim = _coordinates(layout)
+    return dim is not None and indices.may_split(dim)
+
+
+def regrouped(layout: OpLayout) -> bool:
+    """A gather whose tensors split dims of the indices, or columns, by unlike axes.
+
+    XLA takes a gather apart by one kind of dim after another, columns of the table and
+    dims of the indices among them, and reshards what the inner gather gives as if it
+    were the outer one's. Columns do harm only where others are split too, or rows are
+    and they come before the dims of the indices. Over two axes all that is
+    right but where one of them splits different dims. A tensor over other devices than
+    the mesh's, or in another order, is like none.
+    """
+    if None in layout.shardings:
+        return True
+    if not (_is_over_three_axes(layout) or _is_split_twice(layout)):
+        return False
+    unlike = {f for f in range(len(layout.kinds)) if len(layout.groups(f)) > 1}
+    rows, indices = _row_factors(layout), index_factors(layout)
+    columns = set(layout.operands[0].factors) - rows - {None}
+
+    def split(factors: set[int]) -> set[int]:
+        return {factor for factor in factors if layout.groups(factor) - {()}}
+
+    factors = layout.results[0].factors
+    last = max((d for d, f in enumerate(factors) if f in split(indices)), default=0)
+    first = unlike & columns & set(factors[:last])
+    return bool(
+        unlike & indices
+        or (unlike & columns and len(split(columns)) > 1)
+        or (first and split(rows))
+    )
+
+
+def _is_split_twice(layout: OpLayout) -> bool:
+    """Whether an axis splits different dims, and others some dim into more shards.
+
+    But for indices and rows, and dims of the indices that all tensors split alike, as
+    in an embedding of a batch.
+    """
+    indices = index_factors(layout)
+    alike = {factor for factor in indices if len(layout.groups(factor)) == 1}
+    harmless = alike | _row_factors(layout)
+    groups = {axes for t in layout.tensors for axes in t.splitting() if axes}
+    sizes = layout.mesh.axes_size
+    return any(
+        (len(factors) > 2 or not (factors & indices and factors & harmless))
+        and any(axis not in axes and sizes(axes) > sizes([axis]) for axes in groups)
+        for axis, factors in layout.by_axis(layout.tensors).items()
+        if len(factors) > 1
+    )
+
+
+def _is_over_three_axes(layout: OpLayout) -> bool:
+    """Whether three axes or more split its tensors, or two and it is replicated too."""
+    groups = (axes for tensor in layout.tensors for axes in tensor.splitting())
+    axes = set(itertools.chain.from_iterable(groups))
+    return len(axes) + (layout.mesh.axes_size(tuple(axes)) < layout.mesh.size) > 2
+
+
+def regrouped_in_region(layout: OpLayout) -> EvenLayout | None:
+    """Lays out a gather or scatter in a manual region as XLA can take it apart.
+
+    XLA groups the devices by one kind of dim after another, within the groups that the
+    region has made already, and a collective among these does not cover a group. There
+    is none where all tensors are split alike, each axis splits one dim, and no columns
+    before the rows of a gather are split beside them.
+    """
+    if not layout.manual:
+        return None
+    kept = (FactorKind.PARALLEL, FactorKind.REDUCED)
+    even = even_layout(layout, kept, agreed=True)
+    chosen = dataclasses.replace(
+        layout,
+        operands=_split_as(layout.operands, even.shardings),
+        results=_split_as(layout.results, even.shardings[len(layout.operands) :]),
+    )
+    if _is_split_in_front_of_rows(chosen):
+        return even_layout(layout, (FactorKind.PARALLEL,))
+    is_alike = all(len(layout.groups(f)) < 2 for f in range(len(layout.kinds)))
+    alone = all(len(fs) < 2 for fs in layout.by_axis(layout.tensors).values())
+    is_known = None not in layout.shardings
+    return None if is_known and is_alike and alone else even
+
+
+def _split_as(
+    tensors: Iterable[Tensor], shardings: Iterable[Sharding]
+) -> tuple[Tensor, ...]:
+    pairs = zip(tensors, shardings, strict=False)
+    return tuple(dataclasses.replace(t, sharding=sharding) for t, sharding in pairs)
+
+
+def _is_split_in_front_of_rows(layout: OpLayout) -> bool:
+    """A gather of split rows, with a dim of the table before them split too."""
+    table, rows = layout.operands[0], _row_factors(layout)
+    split = [f for d, f in enumerate(table.factors) if table.axes(d)]
+    return layout.op.name == GATHER and any(
+        f in rows and set(split[:number]) - rows for number, f in enumerate(split)
+    )
+
+
+def batches_split_apart(layout: OpLayout) -> bool:
+    """A gather whose operand and indices split a dim of one size otherwise.
+
+    XLA takes a coordinate that counts along a dim of the indices, as those of
+    `batch_dims` do, for a batch, and cuts the operand by both counts in turn. Where
+    one is a multiple of the other it aligns them first, but not over three axes or
+    more. Whether a coordinate counts is not looked at here: dims of one size are rare
+    otherwise.
+    """
+    table, indices = layout.operands
+    coordinates = _coordinates(layout)
+    sizes = layout.op.attributes["slice_sizes"]
+    counts = layout.mesh.axes_size
+    unknown = None in (table.sharding, indices.sharding)
+    three = _is_over_three_axes(layout)
+
+    def apart(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+        few, many = sorted(map(counts, (one, other)))
+        return bool(many % few) or (three and few > 1 and set(one) != set(other))
+
+    return any(
+        size == table.shape[row]
+        and (unknown or apart(table.axes(row), indices.axes(dim)))
+        for row in _indexed_dims(layout)
+        if sizes[row] == 1
+        for dim, size in enumerate(indices.shape)
+        if dim != coordinates
+    )
+
+
+def single_row(layout: OpLayout) -> bool:
+    """A gather along several split dims, one of which has a single element."""
+    table = layout.operands[0]
+    split = [dim for dim in _indexed_dims(layout) if table.may_split(dim)]
+    return len(split) > 1 and any(table.shape[dim] == 1 for dim in split)
+
+
+def single_index(layout: OpLayout) -> bool:
+    """A scatter of one index into a dim that is split.
+
+    Splits of the slice that is written do no harm: loops write a step's rows so.
+    """
+    indices, coordinates = _indices(layout), _coordinates(layout)
+    count = math.prod(n for d, n in enumerate(indices.shape) if d != coordinates)
+    return count == 1 and any(
+        tensor.may_split(dim)
+        for tensor in (*layout.operands[: len(layout.results)], *layout.results)
+        for dim in _indexed_dims(layout)
+    )
+
+
+def few_rows(layout: OpLayout) -> bool:
+    """A scatter into a table split by rows, whose indices are split too.
+
+    Of rows that take less to gather than the table's shard takes to add up: a ring does
+    that in two rounds.
+    """
+    if len(layout.results) > 1 or not layout.is_even:
+        return False
+    table, indices, updates = layout.operands
+    over = {f for f in index_factors(layout) if layout.groups(f) - {()}}
+    rows = (
+        d for d, factor in enumerate(table.factors) if factor not in updates.factors
+    )
+    if not over or not any(layout.results[0].axes(dim) for dim in rows):
+        return False
+    gathered = updates.bytes + indices.bytes
+    return gathered < 2 * layout.results[0].shard_bytes()
+
+
+def _indices(layout: OpLayout) -> Tensor:
+    return layout.operands[len(layout.results) if layout.op.name == SCATTER else 1]
+
+
+def _numbers(layout: OpLayout):
+    if layout.op.name == SCATTER:
+        return stablehlo.ScatterDimensionNumbers(
+            layout.op.attributes["scatter_dimension_numbers"]
+        )
+    return stablehlo.GatherDimensionNumbers(layout.op.attributes["dimension_numbers"])
+
+
+def _coordinates(layout: OpLayout) -> int | None:
+    """The dim of the indices that has the coordinates, None if there is none."""
+    dim = _numbers(layout).index_vector_dim
+    return dim if dim < len(_indices(layout).shape) else None
+
+
+def _indexed_dims(layout: OpLayout) -> list[int]:
+    """The dims of the table that indices have coordinates for."""
+    numbers = _numbers(layout)
+    if layout.op.name == SCATTER:
+        return numbers.scattered_dims_to_operand_dims
+    return numbers.start_index_map
+
+
+def _row_factors(layout: OpLayout) -> set[int | None]:
+    """The factors that only the table has, in dims that are indexed."""
+    table, count = layout.operands[0], len(layout.results)
+    is_scatter = layout.op.name == SCATTER
+    rows = layout.operands[-count:] if is_scatter else layout.results
+    elsewhere = {factor for tensor in rows for factor in tensor.factors}
+    return {table.factors[dim] for dim in _indexed_dims(layout)} - elsewhere - {None}
+
+
+def index_factors(layout: OpLayout) -> set[int]:
+    """The factors of the indices, but for the one of their coordinates."""
+    coordinates = _coordinates(layout)
+    return {
+        factor
+        for dim, factor in enumerate(_indices(layout).factors)
+        if dim != coordinates and factor is not None
+    }
