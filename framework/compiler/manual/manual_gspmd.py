@@ -39,7 +39,14 @@ from meshwright.framework.sharding.sharding import Sharding
 
 Axes = tuple[str, ...]
 # What GSPMD ends the process at where some axes are manual and others are not.
-_ABORT = ("stablehlo.fft", "stablehlo.cholesky", "stablehlo.triangular_solve")
+_ABORT = (
+    "stablehlo.fft",
+    "stablehlo.cholesky",
+    "stablehlo.triangular_solve",
+    "stablehlo.batch_norm_inference",
+    "stablehlo.batch_norm_training",
+    "stablehlo.batch_norm_grad",
+)
 
 
 def write_for_gspmd(
