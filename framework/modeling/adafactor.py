@@ -48,8 +48,9 @@ class Adafactor(Optimizer):
     weights get other updates there.
 
     Args:
-      learning_rate: by step; relative to the weight's scale with
-        `multiply_by_parameter_scale`. The paper's is min(0.01, 1 / sqrt(step + 1)).
+      learning_rate: a schedule by step, or a number; relative to the weight's scale
+        with `multiply_by_parameter_scale`. The paper's is
+        min(0.01, 1 / sqrt(step + 1)).
       clip_global_norm: limit of the gradients' global norm.
       beta1: decay of the mean of updates, in [0, 1); 0 keeps none, as in the paper.
       beta2: decay of V in (0, 1), constant but for Adam's bias correction, which makes

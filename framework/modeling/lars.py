@@ -44,7 +44,7 @@ class LARS(Optimizer):
     always, and no decay.
 
     Args:
-      learning_rate: by step.
+      learning_rate: a schedule by step, or a number.
       clip_global_norm: limit of the gradients' global norm.
       momentum: in [0, 1).
       momentum_of: `UPDATES` as in the paper, m = momentum * m + rate * along; or

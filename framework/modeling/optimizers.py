@@ -19,7 +19,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import WeightSpec
-from meshwright.framework.modeling.schedules import Schedule, check_schedule
+from meshwright.framework.modeling.schedules import Schedule, set_schedule
 from meshwright.framework.nested_map import NestedMap
 
 
@@ -60,19 +60,20 @@ class Optimizer:
     (`WeightSpec.statistic_decay`) have no slots and follow their own rule.
 
     Args:
-      learning_rate: by step.
+      learning_rate: a schedule by step, or a number.
       clip_global_norm: gradients are scaled by min(1, clip_global_norm / norm), where
         norm is the L2 norm of all of them together; None for no clipping.
 
     Raises:
-      ValueError: `learning_rate` is no schedule or `clip_global_norm` not positive.
+      ValueError: `learning_rate` is no schedule or number, or `clip_global_norm` is
+        not positive.
     """
 
-    learning_rate: Schedule
+    learning_rate: Schedule | float
     clip_global_norm: float | None = None
 
     def __post_init__(self):
-        check_schedule(self, "learning_rate")
+        set_schedule(self, "learning_rate")
         if self.clip_global_norm is not None:
             check_number(self, "clip_global_norm", above=0)
 
@@ -167,7 +168,7 @@ class SGD(Optimizer):
     """Stochastic gradient descent, with momentum m = momentum * m + grad if asked.
 
     Args:
-      learning_rate: by step.
+      learning_rate: a schedule by step, or a number.
       clip_global_norm: limit of the gradients' global norm.
       momentum: in [0, 1); 0 needs no slots.
       nesterov: step along momentum * m + grad, instead of along m.
@@ -209,7 +210,7 @@ class Adam(Optimizer):
     from biases and normalization scales.
 
     Args:
-      learning_rate: by step.
+      learning_rate: a schedule by step, or a number.
       clip_global_norm: limit of the gradients' global norm.
       beta1: decay of the mean of gradients, in [0, 1).
       beta2: decay of the mean of their squares, in [0, 1).

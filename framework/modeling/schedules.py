@@ -2,6 +2,7 @@
 
 A schedule maps the number of updates already made (an int32 scalar tensor, 0 at the
 first update) to a float32 scalar tensor. All are traceable and computed in float32.
+Wherever a schedule is expected a number stands for a constant one.
 
     LinearWarmup(steps=400, schedule=RsqrtDecay(peak=0.002, start_step=400))
     LinearWarmup(steps=100, schedule=CosineSchedule(
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 
 import gin
@@ -35,13 +37,20 @@ class Schedule:
         raise NotImplementedError(f"{type(self).__name__}.__call__")
 
 
-def check_schedule(config: object, field: str) -> None:
-    """Checks that `config.field` is a schedule, ValueError if it is not."""
+def set_schedule(config: object, field: str) -> None:
+    """Makes `config.field`, a schedule or a number for a constant one, a schedule.
+
+    Raises:
+      ValueError: it is neither, or a negative number.
+    """
     value = getattr(config, field)
-    if not isinstance(value, Schedule):
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        check_number(config, field, at_least=0)
+        object.__setattr__(config, field, ConstantSchedule(value=value))
+    elif not isinstance(value, Schedule):
         raise ValueError(
-            f"{type(config).__name__}.{field} is {value!r}; it must be a Schedule, "
-            "such as ConstantSchedule(value=...)"
+            f"{type(config).__name__}.{field} is {value!r}; it must be a number or a "
+            "Schedule, such as 0.001 or CosineSchedule(...), in gin @CosineSchedule()"
         )
 
 
@@ -80,17 +89,17 @@ class LinearWarmup(Schedule):
 
     Raises:
       ValueError: `steps` is not positive, `first_step` is negative, or `schedule` is
-        not one.
+        no schedule or number.
     """
 
     steps: int
-    schedule: Schedule
+    schedule: Schedule | float
     first_step: int = 1
 
     def __post_init__(self):
         check_number(self, "steps", above=0)
         check_number(self, "first_step", at_least=0)
-        check_schedule(self, "schedule")
+        set_schedule(self, "schedule")
 
     def __call__(self, step):
         count = tf.cast(step, tf.float32) + self.first_step
@@ -249,15 +258,15 @@ class StaircaseSchedule(Schedule):
     """`schedule`, looked up only at every `interval` steps and kept until the next.
 
     Raises:
-      ValueError: `interval` is not positive, or `schedule` is not one.
+      ValueError: `interval` is not positive, or `schedule` is no schedule or number.
     """
 
-    schedule: Schedule
+    schedule: Schedule | float
     interval: int
 
     def __post_init__(self):
         check_number(self, "interval", above=0)
-        check_schedule(self, "schedule")
+        set_schedule(self, "schedule")
 
     def __call__(self, step):
         step = tf.cast(step, tf.int32)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.framework.modeling.optimizers import SGD
 from meshwright.framework.modeling.schedules import (
     ConstantSchedule,
     CosineSchedule,
@@ -179,6 +180,14 @@ def test_constant():
     )
 
 
+def test_a_number_is_a_constant_schedule():
+    constant = ConstantSchedule(value=0.25)
+    assert LinearWarmup(steps=4, schedule=0.25).schedule == constant
+    assert SGD(learning_rate=0.25) == SGD(learning_rate=constant)
+    with pytest.raises(ValueError, match=r"SGD\.learning_rate is -1; it must be a num"):
+        SGD(learning_rate=-1)
+
+
 def test_warmup_to_constant_gives_the_first_update_a_rate():
     schedule = LinearWarmup(steps=4, schedule=ConstantSchedule(value=2.0))
     np.testing.assert_allclose(values(schedule, range(6)), [0.5, 1.0, 1.5, 2, 2, 2])
@@ -224,8 +233,8 @@ def test_composes_in_gin():
             r"LinearWarmup\.steps is 0; it must be a number above 0",
         ),
         (
-            lambda: LinearWarmup(steps=1, schedule=0.1),
-            r"LinearWarmup\.schedule is 0\.1; it must be a Schedule, such as Constant",
+            lambda: LinearWarmup(steps=1, schedule="a"),
+            r"LinearWarmup\.schedule is 'a'; it must be a number or a Schedule, such",
         ),
         (
             lambda: LinearWarmup(
