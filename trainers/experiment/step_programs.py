@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
+from meshwright.framework.compiler.lowering.captures import refusing_new_variables
 from meshwright.framework.compiler.program import (
     Program,
     TracedProgram,
@@ -160,10 +161,10 @@ class StepPrograms:
         plan = dataclasses.replace(self.experiment.plan, activations=table)
         programs = StepPrograms(dataclasses.replace(self.experiment, plan=plan))
         programs.batch_shardings()
-        tf.function(programs.eval_step, autograph=False).get_concrete_function(
-            self.abstract_state().theta,
-            NestedMap(self.experiment.task.batch_spec(self.experiment.global_batch)),
-        )
+        eval_step = tf.function(programs.eval_step, autograph=False)
+        batch = NestedMap(self.experiment.task.batch_spec(self.experiment.global_batch))
+        with refusing_new_variables("eval"):
+            eval_step.get_concrete_function(self.abstract_state().theta, batch)
         return table.names
 
     def seed(self) -> np.ndarray:

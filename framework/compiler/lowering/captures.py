@@ -6,8 +6,10 @@ function, and a variable would be baked in as it was when the function was trace
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import traceback
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -17,8 +19,10 @@ from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.lowering.sources import (
     Sources,
     called_graphs,
+    frame_text,
     inner_prefix,
 )
+from meshwright.framework.sharding.origins import noted_layer
 from meshwright.framework.sizes import bytes_text
 
 MAX_CONSTANT_BYTES = 1 << 20
@@ -61,6 +65,44 @@ def _is_small(tensor) -> bool:
 
 def _bytes(tensor: tf.Tensor) -> int:
     return tensor.shape.num_elements() * max(tensor.dtype.size, 1)
+
+
+@contextlib.contextmanager
+def refusing_new_variables(name: str) -> Iterator[None]:
+    """Refuses variables that are made while a function is traced.
+
+    Args:
+      name: the program's.
+
+    Raises:
+      LoweringError: there is one; names the layer that makes it, the line, and what to
+        do instead.
+    """
+
+    def refuse(make, **how):
+        where = filter(None, (_current_layer(), frame_text(traceback.extract_stack())))
+        raise LoweringError(
+            f"{name}: a tf.Variable is created while the program is traced, by "
+            f"{', '.join(where) or 'its function'}: programs are pure functions. "
+            "Describe a weight by a WeightSpec in the layer's weights() and read it "
+            "from theta in fprop; for what never changes use tf.constant"
+        )
+
+    with tf.variable_creator_scope(refuse):
+        yield
+
+
+def _current_layer() -> str:
+    """`layer 'stack.attention'`, or the name scopes; "" outside of any."""
+    graph = tf.compat.v1.get_default_graph()
+    scope = graph.get_name_scope()
+    while graph is not None:
+        if layer := noted_layer(graph, f"{scope}/variable"):
+            return f"layer {layer!r}"
+        # The body of a loop or a call is a graph in another.
+        graph = getattr(graph, "outer_graph", None)
+        scope = graph.get_name_scope() if graph is not None else ""
+    return ""
 
 
 def refuse_captures(name: str, concrete, sources: Sources) -> None:

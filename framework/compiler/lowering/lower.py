@@ -17,6 +17,7 @@ from meshwright.framework.compiler.lowering.captures import (
     MAX_CONSTANT_BYTES,
     keep_small_tensors,
     refuse_captures,
+    refusing_new_variables,
 )
 from meshwright.framework.compiler.lowering.constant_sizes import fold_clamps
 from meshwright.framework.compiler.lowering.dynamic_sizes import (
@@ -85,9 +86,9 @@ def lower(
       strict: whether checks that a program does not make are an error, not a warning.
 
     Raises:
-      LoweringError: a shape is not static; `fn` reads a variable or an array over 1 MiB
-        from outside, or holds a constant of that size; the size of a result depends on
-        values; or TF2XLA refuses an op of it.
+      LoweringError: a shape is not static; `fn` makes a variable, reads one or an array
+        over 1 MiB from outside, or holds a constant of that size; the size of a result
+        depends on values; or TF2XLA refuses an op of it.
     """
     name = name or getattr(fn, "__name__", "program")
     args = tuple(args)
@@ -98,7 +99,8 @@ def lower(
         nonlocal outputs
         graph = tf.compat.v1.get_default_graph()
         keep_small_tensors(graph)
-        outputs = fn(*tf.nest.pack_sequence_as(args, list(argument)))
+        with refusing_new_variables(name):
+            outputs = fn(*tf.nest.pack_sequence_as(args, list(argument)))
         fold_clamps(graph)
         return tf.nest.flatten(outputs)
 

@@ -9,7 +9,8 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 from tensorflow.compiler.xla import xla_data_pb2
@@ -101,11 +102,7 @@ class Source:
 
     def __str__(self) -> str:
         """`folder/file.py:12`; a layer's file with all folders of the package."""
-        file = pathlib.Path(self.file)
-        parts = file.parts[-2:]
-        if file.is_relative_to(_LAYERS):
-            parts = file.relative_to(_LAYERS.parent).parts
-        return f"{'/'.join(parts)}:{self.line}"
+        return _place_text(self.file, self.line)
 
 
 class Sources:
@@ -159,6 +156,20 @@ class Sources:
         for source in _Walk().visit(self._function.graph, _Place()):
             found.setdefault(source.op_name, []).append(source)
         return found
+
+
+def frame_text(frames: Iterable[traceback.FrameSummary]) -> str:
+    """`folder/file.py:12` of the innermost frame of the user's code; "" if none is."""
+    file, line = _user_frame(frames)
+    return _place_text(file, line) if file else ""
+
+
+def _place_text(file: str, line: int) -> str:
+    path = pathlib.Path(file)
+    parts = path.parts[-2:]
+    if path.is_relative_to(_LAYERS):
+        parts = path.relative_to(_LAYERS.parent).parts
+    return f"{'/'.join(parts)}:{line}"
 
 
 def program_name(op_name: str) -> str:
@@ -231,7 +242,8 @@ def inner_prefix(op: tf.Operation, prefix: str) -> str:
 
 def _source(op: tf.Operation, original: tf.Graph, place: _Place) -> Source:
     forward = _forward_op(original_op(op, original))
-    file, line = _user_frame(forward)
+    # The placeholders that TF adds to the conditions of loops have no call stack.
+    file, line = _user_frame(forward.traceback or ())
     return Source(
         op_name=place.prefix + op.name,
         op_type=op.type,
@@ -309,9 +321,8 @@ def _layer(op: tf.Operation, place: _Place) -> str:
     return ".".join(part for part in (place.layer, *scopes) if part)
 
 
-def _user_frame(op: tf.Operation) -> tuple[str, int]:
-    # The placeholders that TF adds to the conditions of loops have no call stack.
-    for frame in reversed(list(op.traceback or ())):
+def _user_frame(frames: Iterable[traceback.FrameSummary]) -> tuple[str, int]:
+    for frame in reversed(list(frames)):
         if not frame.filename.startswith(_LIBRARIES):
             return frame.filename, frame.lineno
     return "", 0

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import LoweringError, lower
 from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.modeling.layer import Context
 from meshwright.framework.sharding.annotations import mesh_split
 from tests.framework.compiler.programs import MESH
 
@@ -91,6 +92,33 @@ def test_a_large_tensor_from_outside_is_refused():
         r"1.00 MiB are over the 1.00 MiB of a constant, at op 'head/mul' \(head, "
         r"lowering/test_captures.py:\d+\): pass it as an argument or compute it "
         "inside the function",
+        refusal(fn),
+    )
+
+
+def makes_a_variable(x):
+    with Context().scope("head") as ctx, ctx.scope("scale"):
+        return x * tf.Variable(2.0)
+
+
+@pytest.mark.parametrize(
+    "fn,where",
+    [
+        (makes_a_variable, "layer 'head.scale', "),
+        (lambda x: x * tf.Variable(2.0), ""),
+        (
+            lambda x: tf.while_loop(
+                lambda i, x: i < 3, lambda i, x: (i + 1, makes_a_variable(x)), (0, x)
+            )[1],
+            "layer 'head.scale', ",
+        ),
+    ],
+)
+def test_a_variable_that_is_made_while_tracing_is_refused(fn, where):
+    assert re.match(
+        r"step: a tf.Variable is created while the program is traced, by "
+        rf"{where}lowering/test_captures.py:\d+: programs are pure functions. Describe "
+        r"a weight by a WeightSpec in the layer's weights\(\) and read it from theta",
         refusal(fn),
     )
 
