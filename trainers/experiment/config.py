@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
-import inspect
 import os
 import pathlib
-import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TextIO, TypeVar
 
 import gin
 import tensorflow as tf
 
+from meshwright.trainers.experiment.field_types import misfits
+from meshwright.trainers.experiment.gin_messages import (
+    MACRO,
+    Binding,
+    bindings,
+    did_you_mean,
+    message,
+    misfit_text,
+    misfits_on_the_way,
+    missing_parameters,
+    nearest,
+    references,
+    short_name,
+    split_scope,
+)
+
 PARAMS = pathlib.Path(__file__).parents[2] / "params"
 """The shipped gin files: beside this room in a checkout, and installed as well."""
 
-_MACRO = "gin.macro"
-_RENAMED = {"ShardingPlan.partial_axes": "unreduced_gradient_axes"}
-"""Parameters by the names that they had once."""
 # Of a configuration; ours have a hundred references and ten files at most. Where each
 # macro names the next one twice, or each file includes it twice, twenty make a million.
 _MOST_REFERENCES = 10_000
@@ -61,7 +70,7 @@ def find_gin_file(path: str | os.PathLike) -> pathlib.Path:
     )
     raise ConfigError(
         f"no gin file {path!r}, neither from {os.getcwd()} nor in {PARAMS}"
-        + _did_you_mean(names[-1], shipped)
+        + did_you_mean(names[-1], shipped)
     )
 
 
@@ -112,12 +121,16 @@ def build(cls: type[_T]) -> _T:
     """
     try:
         with _counting_references():
-            return gin.get_configurable(cls)()
-    except TypeError as error:
-        raise ConfigError(_missing_parameters(str(error))) from error
+            built = gin.get_configurable(cls)()
     # What classes run into that expect other values.
-    except (ArithmeticError, AttributeError, LookupError) as error:
-        raise ConfigError(str(error)) from error
+    except (TypeError, ArithmeticError, AttributeError, LookupError) as error:
+        text = missing_parameters(str(error))
+        if found := next(misfits_on_the_way(error), None):
+            text = misfit_text(found)
+        raise ConfigError(text) from error
+    if found := next(misfits(built), None):
+        raise ConfigError(misfit_text(found))
+    return built
 
 
 def load_and_build(
@@ -145,7 +158,7 @@ def check_all_operative() -> list[str]:
     Raises:
       ConfigError: lists each other binding without effect, why, and what to do.
     """
-    unused = [(one, why) for one in _bindings() if (why := _why_inoperative(one))]
+    unused = [(one, why) for one in bindings() if (why := _why_inoperative(one))]
     problems = [
         f"  {one}\n    {why}" for one, why in unused if one.key not in _set_aside
     ]
@@ -164,39 +177,10 @@ def operative_text() -> str:
     return gin.operative_config_str()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Binding:
-    """One parsed `scope/Class.parameter = value`, or a macro's `scope = value`."""
-
-    scope: tuple[str, ...]
-    selector: str
-    parameter: str
-    value: Any
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return "/".join(self.scope), self.selector, self.parameter
-
-    def __str__(self) -> str:
-        scope = "/".join(self.scope)
-        if self.selector == _MACRO:
-            return f"{scope} = {self.value!r}"
-        prefix = f"{scope}/" if scope else ""
-        return f"{prefix}{_short(self.selector)}.{self.parameter} = {self.value!r}"
-
-
-def _bindings() -> list[_Binding]:
-    return [
-        _Binding(scope=_split(scope), selector=selector, parameter=name, value=value)
-        for (scope, selector), values in gin.config._CONFIG.items()
-        for name, value in values.items()
-    ]
-
-
-def _why_inoperative(binding: _Binding) -> str | None:
+def _why_inoperative(binding: Binding) -> str | None:
     """Why no call got the binding's value, and the remedy; None if one did."""
     calls = {
-        _split(scope): values
+        split_scope(scope): values
         for (scope, selector), values in gin.config._OPERATIVE_CONFIG.items()
         if selector == binding.selector
     }
@@ -207,9 +191,17 @@ def _why_inoperative(binding: _Binding) -> str | None:
         for scope in inside
     ):
         return None
-    name = _short(binding.selector)
-    if binding.selector == _MACRO:
-        return f"nothing in use refers to %{'/'.join(binding.scope)}: remove it"
+    name = short_name(binding.selector)
+    if binding.selector == MACRO:
+        macro = "/".join(binding.scope)
+        referred = {
+            scope
+            for one in bindings()
+            for scope, selector in references(one.value)
+            if selector == MACRO
+        }
+        hint = nearest(macro, referred, prefix="%")
+        return f"nothing in use refers to %{macro}: remove it{hint}"
     if not calls:
         return f"gin built no {name}: refer to one as @{name}(), or remove the binding"
     if not inside:
@@ -217,7 +209,7 @@ def _why_inoperative(binding: _Binding) -> str | None:
         built_in = ["/".join(one) for one in calls if one]
         return (
             f"gin built no {name} in scope {scope!r}: refer to one as "
-            f"@{scope}/{name}(), or remove the binding" + _did_you_mean(scope, built_in)
+            f"@{scope}/{name}(), or remove the binding" + did_you_mean(scope, built_in)
         )
     return (
         f"every {name} got its {binding.parameter} from code or from the binding of an "
@@ -225,7 +217,7 @@ def _why_inoperative(binding: _Binding) -> str | None:
     )
 
 
-def _overridden(binding: _Binding, scope: tuple[str, ...]) -> bool:
+def _overridden(binding: Binding, scope: tuple[str, ...]) -> bool:
     """Whether, for a call in `scope`, a more deeply scoped binding wins."""
     return any(
         binding.parameter
@@ -242,32 +234,27 @@ def _noting_replaced_classes() -> Iterator[None]:
     def bind_and_note(key, value):
         parsed = gin.config.ParsedBindingKey.parse(key)
         key = (*parsed.config_key, parsed.arg_name)
-        before = {one.key: one for one in _bindings()}
+        before = {one.key: one for one in bindings()}
         bind(key, value)
         _set_aside.discard(key)
         if key in before:
-            replaced = _references(before[key].value) - _references(value)
+            replaced = references(before[key].value) - references(value)
             _put_aside(replaced, before.values())
 
     with _in_place(gin.config, "bind_parameter", bind_and_note):
         yield
 
 
-def _put_aside(replaced: set[tuple[str, str]], bindings: Collection[_Binding]) -> None:
-    """Puts those of `bindings` aside that serve references, directly or not."""
+def _put_aside(replaced: set[tuple[str, str]], known: Collection[Binding]) -> None:
+    """Puts those of `known` aside that serve references, directly or not."""
     while replaced:
         scope, selector = replaced.pop()
-        for one in bindings:
+        for one in known:
             # A macro is named by its scope; a class may be bound in any.
-            same = selector != _MACRO or "/".join(one.scope) == scope
+            same = selector != MACRO or "/".join(one.scope) == scope
             if one.selector == selector and same and one.key not in _set_aside:
                 _set_aside.add(one.key)
-                replaced |= _references(one.value)
-
-
-def _references(value: Any) -> set[tuple[str, str]]:
-    """(scope, selector) of each class and macro that a bound value refers to."""
-    return {one.config_key for one in gin.config.iterate_references({"": value})}
+                replaced |= references(one.value)
 
 
 @contextlib.contextmanager
@@ -359,77 +346,9 @@ def _explained(source: str) -> Iterator[None]:
     except SyntaxError as error:
         place = error.filename if error.filename not in (None, "<tokenize>") else source
         line = f"line {error.lineno}\n    {(error.text or '').strip()}"
-        raise ConfigError(f"{place}: {_message(error.msg)}\n  In {line}") from error
+        raise ConfigError(f"{place}: {message(error.msg)}\n  In {line}") from error
     except ConfigError:
         raise
     # An imported module may raise anything.
     except Exception as error:
-        raise ConfigError(f"{source}: {_message(str(error))}") from error
-
-
-def _message(text: str) -> str:
-    """Gin's message `text` with the nearest known name, where it is about a name."""
-    if match := re.match(
-        r"Configurable '(.+?)' doesn't have a parameter .*'(.+)'", text
-    ):
-        configurable = gin.config._REGISTRY.get_match(match[1])
-        if new := _RENAMED.get(f"{_short(configurable.selector)}.{match[2]}"):
-            return f"{text}\n  It is called {new!r} now."
-        parameters = inspect.signature(configurable.wrapped).parameters
-        return text + _did_you_mean(match[2], parameters)
-    if match := re.match(r"No configurable matching (?:reference )?'@?([\w./]+)", text):
-        name = match[1].rsplit("/", 1)[-1]
-        return text + _did_you_mean(name, _suffixes(gin.config._REGISTRY, like=name))
-    # Python's words for a bare name are of its own syntax tree.
-    if match := re.match(r"malformed node.*\s+Failed to parse token '(.+)'", text):
-        hint = f"{match[1]!r} is no value: quote a text, write %NAME for a macro or "
-        return hint + "constant, @NAME() for a class" + text[match.end() :]
-    if match := re.match(rf"No bindings specified for '(.+)/{_MACRO}'", text):
-        return _unknown_macro(match[1])
-    return text
-
-
-def _missing_parameters(text: str) -> str:
-    """What a `TypeError` with the message `text` says, in terms of bindings."""
-    missing = re.search(r"missing \d+ required .*arguments?: (.*)", text)
-    culprit = re.search(r"In call to configurable '(\S+)'", text)
-    if not missing or not culprit:
-        return text
-    names = [f"{culprit[1]}.{name}" for name in re.findall(r"'(\w+)'", missing[1])]
-    return (
-        f"{', '.join(names)} must be set: bind it in a gin file, or by "
-        f"--gin_param='{names[0]} = ...'"
-    )
-
-
-def _unknown_macro(name: str) -> str:
-    macros = ["/".join(one.scope) for one in _bindings() if one.selector == _MACRO]
-    known = macros + _suffixes(gin.config._CONSTANTS, like=name)
-    users = "".join(
-        f"\n    {one}" for one in _bindings() if f"%{name}" in repr(one.value)
-    )
-    hint = _did_you_mean(name, known, prefix="%")
-    return f"no macro or constant %{name}, used by{users}{hint}"
-
-
-def _suffixes(selectors: Any, *, like: str) -> list[str]:
-    """The ends of dotted selectors, as many parts of each as `like` has."""
-    parts = like.count(".") + 1
-    return [".".join(one.split(".")[-parts:]) for one, _ in selectors.items()]
-
-
-def _did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    known = sorted(set(known))
-    if near := difflib.get_close_matches(name, known, n=3, cutoff=0.5):
-        return f"\n  Did you mean {' or '.join(prefix + one for one in near)}?"
-    if 0 < len(known) <= 20:
-        return f"\n  Known are {', '.join(prefix + one for one in known)}."
-    return ""
-
-
-def _short(selector: str) -> str:
-    return gin.config._REGISTRY.minimal_selector(selector)
-
-
-def _split(scope: str) -> tuple[str, ...]:
-    return tuple(scope.split("/")) if scope else ()
+        raise ConfigError(f"{source}: {message(str(error))}") from error

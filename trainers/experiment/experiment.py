@@ -17,6 +17,7 @@ from meshwright.framework.modeling.optimizers import Optimizer
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.tasks.task import Task
 from meshwright.trainers.checkpoints.checkpoint_rules import InitializeFrom
+from meshwright.trainers.experiment.field_types import spelling
 from meshwright.trainers.experiment.not_finite import NotFinite
 
 
@@ -144,6 +145,10 @@ class Experiment:
                     members = ", ".join(f"%{wanted.__name__}.{m.name}" for m in wanted)
                     raise ValueError(
                         f"Experiment.{name} is {value!r}, must be one of {members}"
+                    )
+                if wanted is tf.DType:
+                    raise ValueError(
+                        f"Experiment.{name} is {value!r}, must be {spelling(wanted)}"
                     )
                 raise ValueError(
                     f"Experiment.{name} is {value!r}, must be of class "

@@ -2,6 +2,9 @@
 
 import dataclasses
 import enum
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import gin
 import pytest
@@ -34,7 +37,7 @@ class Inner:
 class Outer:
     """Holds other configurables."""
 
-    first: Inner
+    first: object
     second: Inner | None = None
     name: str = "outer"
 
@@ -152,6 +155,21 @@ def test_scopes_macros_enums_and_dtypes():
         ("Inner.width = %WIDTH", r"no macro.*%WIDTH.*\n.*Inner.width = %WIDTH"),
         ("WITDH = 1\nInner.width = %WIDTH", r"%WIDTH.*\n.*\n.*mean %WITDH\?"),
         ("Inner.kind = %Kind.CASUAL", r"%Kind.CASUAL.*\n.*\n.*mean %Kind.CAUSAL"),
+        (
+            "Inner.dtype = %DType.FLOAT17",
+            r"%DType.FLOAT17.*\n.*\n  It must be %float32, %bfloat16 or %float16\.",
+        ),
+        ("Outer.name = /data", r"Unable to parse value: quote a text or a path, as in"),
+        (
+            "Outer.first = @Classify()",
+            r"If Classify is a class of yours, the gin file must import the module "
+            r"that registers it:\n    import my_package.my_task",
+        ),
+        (
+            "import no.such.module",
+            r"installed or lie in a folder of PYTHONPATH,\n  which .*/cwd is not: set "
+            "PYTHONPATH=.",
+        ),
         ("Inner.width = %gin.REQUIRED", r"Inner.width.*REQUIRED.*not.*overridden"),
         ("Inner.width = [1,", "EOF in multi-line statement"),
         ("Inner.width = 'a", r"gin parameters: .*\n  In line 1\n    Inner.width = 'a"),
@@ -201,6 +219,7 @@ def test_bad_file_is_named_with_its_line(params, tmp_path, text, message):
     [
         ("one.Twin.size = 3", r"one.Twin.size = 3\n.*gin built no one.Twin: refer to"),
         ("DEPTH = 3", r"DEPTH = 3\n.*nothing in use refers to %DEPTH"),
+        ("WIDHT = 3", r"refers to %WIDHT: remove it\n  Did you mean %WIDTH\?"),
         ("DEPTH = 3\none.Twin.size = %DEPTH", r"2 gin.*DEPTH = 3\n.*\n  one.Twin.size"),
         ("corss/Inner.depth = 3", r"in scope 'corss'.*\n.*mean cross\?"),
         ("cross/x/Inner.depth = 3", "in scope 'cross/x'"),
@@ -211,7 +230,8 @@ def test_bad_file_is_named_with_its_line(params, tmp_path, text, message):
 def test_binding_without_effect_is_an_error(line, message):
     lines = [
         "Outer.first = @cross/Inner()",
-        "Inner.width = 1",
+        "WIDTH = 1",
+        "Inner.width = %WIDTH",
         "cross/Inner.kind = %Kind.CAUSAL",
     ]
     with pytest.raises(config.ConfigError, match=rf"(?s){message}"):
@@ -278,6 +298,81 @@ def test_what_a_class_runs_into_is_told():
     with pytest.raises(config.ConfigError, match="no attribute 'items'.*\n.*'Items'"):
         config.load([], ["Outer.first = @Items()", "Items.of = 3"])
         config.build(Outer)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Typed:
+    """Fields of all types; what it computes of some needs these."""
+
+    count: int = 2
+    rate: float = 0.5
+    name: str | None = None
+    flag: bool = False
+    sizes: Sequence[int] = ()
+    table: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    root: pathlib.Path = pathlib.Path()
+    kind: Kind = Kind.FULL
+    how: Literal["fast", "slow"] = "fast"
+    inner: Inner | None = None
+    call: Callable[[], Inner] | None = None
+    unlike: str = 3
+    anything: Any = None
+
+    def __post_init__(self):
+        range(self.count)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("count = 'two'", "count is 'two', must be a whole number, such as 2"),
+        ("count = 2.0", "count is 2.0, must be a whole number"),
+        ("count = True", "count is True, must be a whole number"),
+        ("rate = '1'", "rate is '1', must be a number, such as 0.1"),
+        ("name = 3", "name is 3, must be a text in quotes, such as 'abc' or None"),
+        ("flag = 1", "flag is 1, must be True or False"),
+        ("sizes = 3", r"sizes is 3, must be a sequence, such as \(2, 4\)"),
+        ("sizes = '34'", "sizes is '34', must be a sequence"),
+        ("table = 3", "table is 3, must be a dictionary, such as"),
+        ("root = 3", "root is 3, must be a path in quotes"),
+        ("kind = 'full'", "kind is 'full', must be %Kind.FULL or %Kind.CAUSAL"),
+        ("how = 'fsat'", "how is 'fsat', must be 'fast' or 'slow'"),
+        (
+            "inner = @Inner",
+            r"inner is .*, must be of class Inner, .*: write @Inner\(\)",
+        ),
+        ("call = 3", "call is 3, must be a function, such as @name or None"),
+    ],
+)
+def test_a_value_of_another_type_is_named(line, message):
+    config.load([], [f"Typed.{line}"])
+    with pytest.raises(config.ConfigError, match=f"Typed.{message}") as error:
+        config.build(Typed)
+    assert "\n  It is bound by `" in str(error.value)
+
+
+def test_values_of_the_right_types_pass():
+    lines = [
+        "WIDTH = 3",
+        "Outer.first = @Inner()",
+        "Inner.width = %WIDTH",
+        "Outer.second = @x/Inner()",
+        "x/Inner.dtype = %bfloat16",
+        "x/Inner.kind = %Kind.CAUSAL",
+    ]
+    config.load([], lines)
+    assert config.build(Outer).second.kind is Kind.CAUSAL
+    values = [
+        "rate = 1",
+        "sizes = [1]",
+        "root = '/data'",
+        "call = @Inner",
+        "name = 'a'",
+    ]
+    values += ["inner = @Inner()", "how = 'slow'", "table = {'a': 'b'}", "anything = 3"]
+    config.load([], [*(f"Typed.{value}" for value in values), "Inner.width = 1"])
+    assert config.build(Typed).inner == Inner(width=1)
 
 
 def test_bindings_of_a_replaced_class_are_set_aside(params, tmp_path):

@@ -73,12 +73,22 @@ def compiled(monkeypatch):
         (["Experiment.not_finite = %NotFinite.SKIPP"], "mean %NotFinite.SKIP"),
         (["Adafactor.beta1 = 0.5"], "Adafactor.beta1 = 0.5\n.*built no Adafactor"),
         (
+            ["NUM_LAYERS = 'two'"],
+            "Repeat.num_layers is 'two', must be a whole number, such as 2\n"
+            "  It is bound by `Repeat.num_layers = %NUM_LAYERS`",
+        ),
+        (["NUM_LAYER = 3"], r"to %NUM_LAYER: remove it\n  Did you mean %NUM_LAYERS"),
+        (
             ["Experiment.optimizer = @SGD()"],
             "SGD.learning_rate must be set: .*--gin_param='SGD.learning_rate = ...'",
         ),
         (
             ["Experiment.optimizer = @Adam"],
             r"must be of class Optimizer: write @Adam\(\)",
+        ),
+        (
+            ["Experiment.activation_dtype = 'float17'"],
+            "is 'float17', must be %float32, %bfloat16 or %float16",
         ),
         (["Experiment.plan = 3"], "Experiment.plan is 3, must be of class Shard"),
         (["Experiment.num_steps = '9'"], "num_steps is '9', must be a whole number"),
@@ -151,7 +161,7 @@ def test_checkpoint_of_another_model(straight, tmp_path):
 def test_replaced_optimizer_sets_its_bindings_aside(compiled, tmp_path, caplog):
     """The files bind Adam and its schedule; neither must be taken back by hand."""
     caplog.set_level("INFO", logger="absl")
-    sgd = ["Experiment.optimizer = @SGD()", "SGD.learning_rate = @ConstantSchedule()"]
+    sgd = ["Experiment.optimizer = @SGD()", "SGD.learning_rate = 0.1"]
     error_of(tmp_path, *sgd, "Experiment.num_steps = 0")
     cli.build_experiment(list(GIN_FILES), [*GIN_PARAMS, MESH, *sgd])
     for name in ("Adam.learning_rate", "Adam.weight_decay", "LinearWarmup.steps"):

@@ -1,0 +1,192 @@
+"""What is wrong with bindings, in terms of gin files, and the nearest known names."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import gin
+
+from meshwright.trainers.experiment.field_types import (
+    Misfit,
+    misfits_of,
+    spelling,
+    type_hints,
+)
+
+MACRO = "gin.macro"
+"""Gin's selector of macros; what a macro is called is the scope of its binding."""
+_RENAMED = {"ShardingPlan.partial_axes": "unreduced_gradient_axes"}
+"""Parameters by the names that they had once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Binding:
+    """One parsed `scope/Class.parameter = value`, or a macro's `scope = value`."""
+
+    scope: tuple[str, ...]
+    selector: str
+    parameter: str
+    value: Any
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return "/".join(self.scope), self.selector, self.parameter
+
+    def __str__(self) -> str:
+        scope = "/".join(self.scope)
+        if self.selector == MACRO:
+            return f"{scope} = {self.value!r}"
+        prefix = f"{scope}/" if scope else ""
+        return f"{prefix}{short_name(self.selector)}.{self.parameter} = {self.value!r}"
+
+
+def bindings() -> list[Binding]:
+    """All that gin has parsed."""
+    return [
+        Binding(
+            scope=split_scope(scope), selector=selector, parameter=name, value=value
+        )
+        for (scope, selector), values in gin.config._CONFIG.items()
+        for name, value in values.items()
+    ]
+
+
+def references(value: Any) -> set[tuple[str, str]]:
+    """(scope, selector) of each class and macro that a bound value refers to."""
+    return {one.config_key for one in gin.config.iterate_references({"": value})}
+
+
+def message(text: str) -> str:
+    """Gin's message `text` with the nearest known name, where it is about a name."""
+    if match := re.match(
+        r"Configurable '(.+?)' doesn't have a parameter .*'(.+)'", text
+    ):
+        configurable = gin.config._REGISTRY.get_match(match[1])
+        if new := _RENAMED.get(f"{short_name(configurable.selector)}.{match[2]}"):
+            return f"{text}\n  It is called {new!r} now."
+        parameters = inspect.signature(configurable.wrapped).parameters
+        return text + did_you_mean(match[2], parameters)
+    if match := re.match(r"No configurable matching (?:reference )?'@?([\w./]+)", text):
+        name = match[1].rsplit("/", 1)[-1]
+        known = _suffixes(gin.config._REGISTRY, like=name)
+        text += did_you_mean(name, known)
+        if difflib.get_close_matches(name, known, cutoff=0.8):
+            return text
+        return (
+            f"{text}\n  If {name} is a class of yours, the gin file must import the "
+            "module that registers it:\n    import my_package.my_task"
+        )
+    if text.startswith("No module named"):
+        return text + _where_modules_are()
+    if text == "Unable to parse value.":
+        return f"{text[:-1]}: quote a text or a path, as in '/data'"
+    # Python's words for a bare name are of its own syntax tree.
+    if match := re.match(r"malformed node.*\s+Failed to parse token '(.+)'", text):
+        hint = f"{match[1]!r} is no value: quote a text, write %NAME for a macro or "
+        return hint + "constant, @NAME() for a class" + text[match.end() :]
+    if match := re.match(rf"No bindings specified for '(.+)/{MACRO}'", text):
+        return _unknown_macro(match[1])
+    return text
+
+
+def missing_parameters(text: str) -> str:
+    """What a `TypeError` with the message `text` says, in terms of bindings."""
+    missing = re.search(r"missing \d+ required .*arguments?: (.*)", text)
+    culprit = re.search(r"In call to configurable '(\S+)'", text)
+    if not missing or not culprit:
+        return text
+    names = [f"{culprit[1]}.{name}" for name in re.findall(r"'(\w+)'", missing[1])]
+    return (
+        f"{', '.join(names)} must be set: bind it in a gin file, or by "
+        f"--gin_param='{names[0]} = ...'"
+    )
+
+
+def misfits_on_the_way(error: BaseException) -> Iterator[Misfit]:
+    """Those of the objects whose making an error ended, the innermost first."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        instance = frame.f_locals.get("self")
+        if dataclasses.is_dataclass(instance):
+            yield from misfits_of(instance)
+
+
+def misfit_text(misfit: Misfit) -> str:
+    """What is wrong with a field, and the bindings that can have given it its value."""
+    bound = [
+        f"\n  It is bound by `{one}`."
+        for one in bindings()
+        if one.parameter == misfit.field
+        and _wrapped(one.selector) in (misfit.owner, None)
+    ]
+    return f"{misfit}{''.join(bound)}"
+
+
+def _wrapped(selector: str) -> type | None:
+    """The class of a selector; None if it is a function's."""
+    wrapped = gin.config._REGISTRY[selector].wrapped
+    return wrapped if isinstance(wrapped, type) else None
+
+
+def _unknown_macro(name: str) -> str:
+    macros = ["/".join(one.scope) for one in bindings() if one.selector == MACRO]
+    known = macros + _suffixes(gin.config._CONSTANTS, like=name)
+    users = [one for one in bindings() if f"%{name}" in repr(one.value)]
+    hint = did_you_mean(name, known, prefix="%")
+    if not hint and users and users[0].selector != MACRO:
+        hints = type_hints(gin.config._REGISTRY[users[0].selector].wrapped)
+        if wanted := hints.get(users[0].parameter):
+            hint = f"\n  It must be {spelling(wanted)}."
+    listed = "".join(f"\n    {one}" for one in users)
+    return f"no macro or constant %{name}, used by{listed}{hint}"
+
+
+def _suffixes(selectors: Any, *, like: str) -> list[str]:
+    """The ends of dotted selectors, as many parts of each as `like` has."""
+    parts = like.count(".") + 1
+    return [".".join(one.split(".")[-parts:]) for one, _ in selectors.items()]
+
+
+def _where_modules_are() -> str:
+    """Where Python looks for the modules that gin files import."""
+    here = os.getcwd()
+    is_searched = not {"", here}.isdisjoint(sys.path)
+    return (
+        "\n  Python finds modules that are installed or lie in a folder of PYTHONPATH"
+        + ("." if is_searched else f",\n  which {here} is not: set PYTHONPATH=.")
+    )
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The nearest of `known`, or else all of them if they are few."""
+    known = sorted(set(known))
+    if near := nearest(name, known, prefix):
+        return near
+    if 0 < len(known) <= 20:
+        return f"\n  Known are {', '.join(prefix + one for one in known)}."
+    return ""
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Asks for up to three names of `known` that are spelled like `name`; or ""."""
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    names = " or ".join(prefix + one for one in near)
+    return f"\n  Did you mean {names}?" if near else ""
+
+
+def short_name(selector: str) -> str:
+    """The shortest name that a gin file may write for a selector."""
+    return gin.config._REGISTRY.minimal_selector(selector)
+
+
+def split_scope(scope: str) -> tuple[str, ...]:
+    """The parts of a scope such as `encoder/attention`."""
+    return tuple(scope.split("/")) if scope else ()
