@@ -9,6 +9,7 @@ memory.
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 from absl import flags
@@ -32,6 +33,18 @@ _EXPLAIN = flags.DEFINE_bool(
     False,
     "Compile the training program for virtual cpu devices and print the sharding, "
     "source and collectives of its tensors.",
+)
+_EXPLAIN_MATCH = flags.DEFINE_string(
+    "explain_match",
+    "",
+    "With --explain: a regular expression; show only, and all of, the tensors in whose "
+    "layer, name or source it occurs, such as attention.",
+)
+_EXPLAIN_AT_LEAST = flags.DEFINE_integer(
+    "explain_at_least",
+    0,
+    "With --explain: show only tensors of so many bytes.",
+    lower_bound=0,
 )
 _TOPOLOGY = flags.DEFINE_string(
     "topology",
@@ -60,6 +73,9 @@ def main(argv: list[str]) -> int | None:
 
 
 def _run(experiment: Experiment, config_text: str) -> int | None:
+    if not _EXPLAIN.value:
+        _refuse((_EXPLAIN_MATCH, _EXPLAIN_AT_LEAST), "needs --explain")
+    _check_pattern()
     if _TOPOLOGY.value is not None:
         _refuse(
             (cli.DEVICE_COUNT,),
@@ -79,11 +95,13 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
     programs, mesh = StepPrograms(experiment), experiment.plan.mesh
     set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
     jax_mesh(mesh)  # Too large a mesh is told of at once.
+    if _EXPLAIN.value:
+        shown = {"match": _EXPLAIN_MATCH.value, "at_least": _EXPLAIN_AT_LEAST.value}
+        print(explain(programs.main).text(**shown))
+        return None
     print(sharding_text(experiment))
     replicated = replication.replicated_state(programs)
     print("\n".join(replication.report_lines(programs, replicated)))
-    if _EXPLAIN.value:
-        print(f"\n{explain(programs.main)}")
     return None
 
 
@@ -91,6 +109,16 @@ def _refuse(given: tuple[flags.FlagHolder, ...], why: str) -> None:
     for flag in given:
         if flag.value != flag.default:
             raise ValueError(f"--{flag.name} {why}")
+
+
+def _check_pattern() -> None:
+    try:
+        re.compile(_EXPLAIN_MATCH.value)
+    except re.error as error:
+        raise ValueError(
+            f"--explain_match={_EXPLAIN_MATCH.value} is no regular expression ({error})"
+            ": write \\ before characters that have a meaning in one"
+        ) from None
 
 
 def _search(experiment: Experiment) -> int | None:

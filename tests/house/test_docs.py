@@ -48,7 +48,15 @@ def test_command_builds(command):
     words = re.findall(r"--(\w+)(?:=('[^']*'|\S+))?", command)
     flags = {"gin_file", "gin_param", "device_count", "strict", "compile_in_child"}
     if "meshwright-plan" in command:
-        flags |= {"explain", "topology", "json_out", "html_out", "log_dir"}
+        flags |= {
+            "explain",
+            "explain_match",
+            "explain_at_least",
+            "topology",
+            "json_out",
+            "html_out",
+            "log_dir",
+        }
     elif "meshwright-export" in command:
         flags |= {"model_dir", "output", "step", "what", "platforms", "noexpected"}
     else:

@@ -189,6 +189,10 @@ class Explanation:
         """
         return sorted(self._rematerialized, key=lambda one: -one.bytes)
 
+    def text(self, *, match: str = "", at_least: int = 0) -> str:
+        """A part of `str(self)`: see `explanation_text`."""
+        return explanation_text(self, match=match, at_least=at_least)
+
     def __str__(self) -> str:
         return explanation_text(self)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.framework.compiler.lowering.sources import PLACEHOLDER
@@ -18,23 +20,142 @@ if TYPE_CHECKING:
     from meshwright.framework.compiler.repair.repaired import Repair
 
 _LARGEST = 10
+_WIDTH = 80
+# Of a tensor's name, its type and its sharding; what is left is how it came about.
+_COLUMNS = (34, 17, 12)
 
 
-def explanation_text(explanation: Explanation) -> str:
-    """What `print(explanation)` shows."""
-    lines = [
-        f"{explanation.name} over {explanation.mesh}, completed by "
-        f"{explanation.partitioner}: {len(explanation.tensors)} tensors.",
-        "Shown are arguments, results, what is annotated, where collectives are, and",
-        f"the {_LARGEST} largest others. Bytes of a collective: one device, one run.",
-        "",
-        *_tensors(explanation),
-        *_elsewhere(explanation.elsewhere),
-        *_replicated(explanation.replicated()),
-        *_rematerialized(explanation.rematerialized()),
-        *_repaired(explanation.repairs),
+def explanation_text(
+    explanation: Explanation, *, match: str = "", at_least: int = 0
+) -> str:
+    """What `print(explanation)` shows, or a part of it; the summary is of all.
+
+    Args:
+      explanation: of a program.
+      match: regular expression; only tensors are shown in whose heading, name or source
+        it occurs, and all of these.
+      at_least: bytes; only tensors of as many are shown.
+    """
+    pattern = re.compile(match)
+
+    def is_shown(*names: object, size: int) -> bool:
+        found = any(pattern.search(str(name)) for name in names if name)
+        return size >= at_least and (found or not match)
+
+    tensors = [
+        one
+        for one in (explanation.tensors if match else _interesting(explanation.tensors))
+        if is_shown(_heading(one), one.op_name, one.source, size=one.bytes)
     ]
-    return "\n".join(lines)
+    replicated = [
+        one
+        for one in explanation.replicated(at_least)
+        if is_shown(_heading(one), one.op_name, one.source, size=one.bytes)
+    ]
+    whole = [
+        one
+        for one in explanation.rematerialized()
+        if is_shown(
+            *(one.tensor_name, one.tensor, one.tensor and one.tensor.layer),
+            *(one.at_name, one.at, one.at and one.at.layer),
+            size=one.bytes,
+        )
+    ]
+    repairs = [
+        one
+        for one in explanation.repairs
+        if is_shown(
+            *(one.op_name, one.source, one.source and one.source.layer), size=one.bytes
+        )
+    ]
+    is_filtered = bool(match or at_least)
+    lines = [
+        *_summary(explanation),
+        *_what_is_shown(len(tensors), match, at_least),
+        "",
+        *_tensors(tensors),
+        *([] if is_filtered else _elsewhere(explanation.elsewhere)),
+        *([] if is_filtered and not replicated else _replicated(replicated)),
+        *([] if is_filtered and not whole else _rematerialized(whole)),
+        *_repaired(repairs),
+    ]
+    return "\n".join(part for line in lines for part in _wrapped(line))
+
+
+def _summary(explanation: Explanation) -> Iterator[str]:
+    """A screen at most: how much there is of what is told below."""
+    tensors, replicated = explanation.tensors, explanation.replicated()
+    whole = explanation.rematerialized()
+    yield (
+        f"{explanation.name} over {explanation.mesh}, completed by "
+        f"{explanation.partitioner}: {len(tensors)} tensors, of which"
+    )
+    annotated = [one for one in tensors if one.annotated]
+    repaired = {bool(one.fault.is_slow): 0 for one in explanation.repairs}
+    for one in explanation.repairs:
+        repaired[bool(one.fault.is_slow)] += 1
+    rows = [
+        (f"{len(annotated)} annotated", ""),
+        (f"{len(replicated)} left replicated", _total(replicated)),
+        (f"{len(whole)} made whole with nobody asking for it", _total(whole)),
+    ]
+    rows += [
+        (f"{count} laid out otherwise, as XLA would be {how}", "")
+        for how, is_slow in (("wrong", False), ("slow", True))
+        if (count := repaired.get(is_slow))
+    ]
+    yield from (f"  {what:<45}{size:>11}".rstrip() for what, size in rows)
+    yield "Collectives, and what their results take on one device in one run:"
+    yield from _collective_rows(explanation) or ["  none"]
+
+
+def _collective_rows(explanation: Explanation) -> list[str]:
+    """Collectives by kind and axes, those that move most first."""
+    # One that XLA combined is at several tensors.
+    known = {id(one): one for t in explanation.tensors for one in t.collectives}
+    known |= {id(one): one for one in explanation.elsewhere}
+    groups: dict[str, list[InsertedCollective]] = {}
+    for one in known.values():
+        groups.setdefault(f"{one.kind} {_where(one)}", []).append(one)
+
+    def moved(found: list[InsertedCollective]) -> int:
+        return sum(one.bytes * (one.times or 1) for one in found)
+
+    return [
+        f"  {name:<38}{bytes_text(moved(found)):>11}, "
+        + ("at least " if any(one.times is None for one in found) else "")
+        + f"{sum(one.times or 1 for one in found)} times"
+        for name, found in sorted(groups.items(), key=lambda item: -moved(item[1]))
+    ]
+
+
+def _total(tensors: Sequence[TensorReport | RematerializedTensor]) -> str:
+    return bytes_text(sum(one.bytes for one in tensors)) if tensors else ""
+
+
+def _what_is_shown(count: int, match: str, at_least: int) -> Iterator[str]:
+    yield ""
+    if not match and not at_least:
+        yield "Shown are arguments, results, what is annotated, where collectives are,"
+        yield f"and the {_LARGEST} largest others. Bytes of a collective are of one"
+        yield "device each time it runs."
+        return
+    parts = [f"match {match!r}"] if match else []
+    parts += [f"take at least {bytes_text(at_least)}"] if at_least else []
+    yield f"Shown are the {count} tensors that {' and '.join(parts)}."
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line as several, indented deeper, where it is longer than the screen."""
+    if len(line) <= _WIDTH:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(
+        line,
+        _WIDTH,
+        subsequent_indent=f"{indent}    ",
+        break_on_hyphens=False,
+    )
 
 
 def tensor_name(one: TensorReport) -> str:
@@ -54,8 +175,7 @@ def replicated_line(one: TensorReport) -> str:
     return f"{bytes_text(one.bytes)} {_type(one)} {kind}{place}{where}"
 
 
-def _tensors(explanation: Explanation) -> Iterator[str]:
-    shown = _interesting(explanation.tensors)
+def _tensors(shown: Iterable[TensorReport]) -> Iterator[str]:
     groups: dict[str, list[TensorReport]] = {}
     for one in shown:
         groups.setdefault(_heading(one), []).append(one)
@@ -86,13 +206,7 @@ def _interesting(tensors: Iterable[TensorReport]) -> list[TensorReport]:
 def _tensor_lines(one: TensorReport) -> Iterator[str]:
     how = "annotated" if one.annotated else "inferred"
     how = how if one.asked is None else f"asked {one.asked}"
-    columns = [
-        f"  {tensor_name(one):<31}",
-        f"{_type(one):<19}",
-        f"{one.sharding!s:<12}",
-    ]
-    line = " ".join(columns) + " " + how
-    yield line if len(line) <= 80 else " ".join(c.rstrip() for c in (*columns, how))
+    yield from _row(tensor_name(one), _type(one), str(one.sharding), how)
     if one.source is not None:
         of = "gradient of " if one.source.is_gradient else ""
         yield f"      {of}{one.source}"
@@ -102,19 +216,40 @@ def _tensor_lines(one: TensorReport) -> Iterator[str]:
         yield f"      {collective_text(collective)}"
 
 
+def _row(*cells: str) -> Iterator[str]:
+    """Cells in columns; what follows one longer than its column has a new line.
+
+    The last cell stays where there is room for it: nothing stands below it.
+    """
+    *columns, last = cells
+    line, begin = "", 2
+    for cell, width in zip(columns, _COLUMNS, strict=True):
+        if line and len(line) >= begin:
+            yield line
+            line = ""
+        line = f"{line:<{begin}}{cell}"
+        begin += width + 1
+    if len(line) >= begin and len(line) + len(last) >= _WIDTH:
+        yield line
+        line = ""
+    yield f"{line:<{begin - 1}} {last}"
+
+
 def collective_text(one: InsertedCollective) -> str:
     """`all-gather along X, 33 kB, 40 times in a loop`."""
-    if one.axes is None:
-        where = "in groups that no axes make"
-    else:
-        where = f"along {', '.join(one.axes) or 'no axis'}"
-    text = f"{one.kind} {where}, {bytes_text(one.bytes)}"
+    text = f"{one.kind} {_where(one)}, {bytes_text(one.bytes)}"
     if one.in_loop:
         times = "unknown times" if one.times is None else f"{one.times} times"
         text += f", {times} in a loop"
     if one.shared_by > 1:
-        text += f", together with {one.shared_by - 1} other ops"
+        text += f", with {one.shared_by - 1} other ops"
     return text
+
+
+def _where(one: InsertedCollective) -> str:
+    if one.axes is None:
+        return "in groups that no axes make"
+    return f"along {', '.join(one.axes) or 'no axis'}"
 
 
 def _elsewhere(collectives: tuple[InsertedCollective, ...]) -> Iterator[str]:

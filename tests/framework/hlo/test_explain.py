@@ -1,7 +1,9 @@
 """The completion report: who, where, why, and what it costs."""
 
+import dataclasses
 import functools
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -11,9 +13,13 @@ from meshwright import framework as mw
 from meshwright.framework.compiler.explaining.explain import (
     InsertedCollective,
     Kind,
+    TensorReport,
     Why,
 )
-from meshwright.framework.compiler.explaining.explain_text import collective_text
+from meshwright.framework.compiler.explaining.explain_text import (
+    collective_text,
+    tensor_name,
+)
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.sharding.collectives import all_gather, all_reduce
 from tests.framework.hlo import reshards
@@ -314,8 +320,10 @@ def test_collectives_of_manual_regions_are_shown(partitioner):
     ]:
         row = next(i for i, one in enumerate(lines) if one.startswith(f"  {name} "))
         assert row > at
-        assert lines[row + 1] == f"      hlo/test_explain.py:{line('manual')}"
-        assert lines[row + 2].startswith(f"      {collective} along Y, ")
+        # HLO's words for the sharding leave no room for what comes after them.
+        assert lines[row + 1].split() == ["inferred"]
+        assert lines[row + 2] == f"      hlo/test_explain.py:{line('manual')}"
+        assert lines[row + 3].startswith(f"      {collective} along Y, ")
 
 
 @over_partitioners
@@ -368,6 +376,71 @@ def test_reads_well_at_80_columns(partitioner):
     assert lines[at + 3].startswith("      all-reduce along Y, ")
     assert lines[at + 3].endswith(", 5 times in a loop")
     assert "its plan names no axis for these dims" in text
+
+
+@over_partitioners
+def test_a_summary_is_first(partitioner):
+    explanation = explained(partitioner)[1]
+    text = str(explanation)
+    summary = text[: text.index("\nShown are")]
+    annotated = sum(one.annotated for one in explanation.tensors)
+    assert f"of which\n  {annotated} annotated\n" in summary
+    count = len(explanation.replicated())
+    assert re.search(rf"\n  {count} left replicated +[\d.]+ [KM]?i?B\n", summary)
+    assert "\n  0 made whole with nobody asking for it\n" in summary
+    rows = re.findall(r"  all-reduce along Y +([\d.]+) K?i?B, (\d+) times", summary)
+    assert len(rows) == 1 and int(rows[0][1]) >= 5
+
+
+@over_partitioners
+def test_a_part_is_chosen_by_a_pattern_and_by_size(partitioner):
+    explanation = explained(partitioner)[1]
+    text = explanation.text(match=r"^stack\.den")
+    assert text.startswith(str(explanation).split("\n")[0])
+    assert "arguments" not in text.split("\n")
+    inside = [one for one in explanation.tensors if one.layer == "stack.dense"]
+    assert f"Shown are the {len(inside)} tensors that match '^stack\\\\.den'." in text
+    assert all(re.search(rf"\n  {tensor_name(one)} ", text) for one in inside)
+    size = max(one.bytes for one in inside)
+    text = explanation.text(match=r"^stack\.den", at_least=size)
+    largest = [one for one in inside if one.bytes == size]
+    assert f"Shown are the {len(largest)} tensors that" in text
+    text = explanation.text(match="no such layer")
+    assert "Shown are the 0 tensors that match 'no such layer'." in text
+    assert "\n\n\n" not in text and "Left replicated:" not in text
+
+
+def test_long_names_do_not_break_columns():
+    name, long_type = "n" * 40, (1024, 1024, 1024, 4)
+    rows = [
+        TensorReport(
+            kind=Kind.ARGUMENT,
+            layer="",
+            op_name=op_name,
+            op_type="",
+            source=None,
+            shape=shape,
+            dtype="f32",
+            sharding=split("X", *[None] * (len(shape) - 1)),
+            annotated=True,
+            why_replicated=None,
+            bytes=1,
+            bytes_per_device=1,
+        )
+        for op_name, shape in (("w", (8,)), (name, (8,)), ("v", long_type))
+    ]
+    explanation = dataclasses.replace(
+        explained(mw.Partitioner.SHARDY)[1], tensors=tuple(rows)
+    )
+    lines = str(explanation).splitlines()
+    at = lines.index("arguments")
+    assert lines[at + 1 : at + 6] == [
+        f"  w{' ' * 34}f32[8]            [X]          annotated",
+        f"  {name}",
+        f"{' ' * 37}f32[8]            [X]          annotated",
+        f"  v{' ' * 34}f32[1024,1024,1024,4]",
+        f"{' ' * 55}[X,_,_,_]    annotated",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,47 @@ def test_explains_the_training_program(partitioner, capsys):
     assert "No tensor is made whole on every device with nobody asking for it." in out
 
 
+def test_explains_a_part_of_the_program(capsys):
+    call_main(explain="true", explain_match=r"^stack\.feed_forward$")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("train over X=2, Y=4, completed by shardy: ")
+    headings = [one for one in lines[1:] if re.match(r"\w[\w.]+$", one)]
+    assert headings == ["stack.feed_forward"]
+
+
+def the_docs_excerpts():
+    page = (pathlib.Path(__file__).parents[3] / "docs/explain.md").read_text()
+    blocks = re.findall(r"```\n(train over .*?)```", page, re.DOTALL)
+    return [part for block in blocks for part in block.strip().split("\n...\n")]
+
+
+@pytest.mark.slow  # Compiles the default job.
+def test_the_docs_have_what_is_printed_of_the_default_job(capsys):
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["meshwright-plan"])
+    match = r"^stack\.feed_forward$"
+    with flagsaver.as_parsed(
+        gin_file=["lm/stdlib_tiny.gin"],
+        device_count="8",
+        explain="true",
+        explain_match=match,
+    ):
+        main_module.main(["meshwright-plan"])
+    out, excerpts = capsys.readouterr().out, the_docs_excerpts()
+    assert len(excerpts) >= 2
+    assert all(f"{one}\n" in out for one in excerpts), out
+
+
 @pytest.mark.parametrize(
     ("params", "more_flags", "message"),
     [
+        ([], {"explain_match": "a"}, "--explain_match needs --explain"),
+        ([], {"explain_at_least": "1"}, "--explain_at_least needs --explain"),
+        (
+            [],
+            {"explain": "true", "explain_match": "(a"},
+            r"--explain_match=\(a is no regular expression \(missing \), unterm",
+        ),
         (["Experimnt.seed = 1"], {}, "Did you mean Exper"),
         ([], {"gin_files": ["lm/stdlib_tny"]}, "mean lm/stdlib_tiny"),
         (
