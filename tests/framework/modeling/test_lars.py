@@ -176,7 +176,7 @@ def test_the_schedule_of_mlperf_is_made_of_the_pieces_there_are():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("learning_rate", 0.1, "must be a Schedule"),
+        ("learning_rate", "a", "must be a number or a Schedule"),
         ("momentum", 1.0, "must be a number at least 0 and below 1"),
         (
             "momentum_of",

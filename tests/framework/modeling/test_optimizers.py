@@ -408,7 +408,7 @@ def test_refuses_nesterov_without_momentum():
 @pytest.mark.parametrize(
     ("optimizer", "field", "value"),
     [
-        (SGD, "learning_rate", 0.1),
+        (SGD, "learning_rate", "a"),
         (SGD, "clip_global_norm", 0.0),
         (SGD, "momentum", 1.0),
         (SGD, "momentum", -0.1),
