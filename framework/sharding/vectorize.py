@@ -7,9 +7,10 @@ which follows what the caller's own annotations say of it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 from tensorflow.python.ops.parallel_for import pfor
@@ -48,7 +49,10 @@ def vectorize(
     logger = tf.get_logger()
     logger.addFilter(_is_not_of_pfor)
     try:
-        return list(tf.vectorized_map(one, list(entries), fallback_to_while_loop=False))
+        with _rule_for_annotations():
+            return list(
+                tf.vectorized_map(one, list(entries), fallback_to_while_loop=False)
+            )
     except ValueError as error:
         if (missing := _NO_RULE.search(str(error))) is None:
             raise
@@ -76,5 +80,13 @@ def _convert_sharding(pfor_input):
     )
 
 
-# There is no public way to replace a rule.
-pfor._pfor_converter_registry["XlaSharding"] = _convert_sharding
+@contextlib.contextmanager
+def _rule_for_annotations() -> Iterator[None]:
+    """Puts our rule in the place of TF's while the context lasts."""
+    rules = pfor._pfor_converter_registry  # There is no public way to replace a rule.
+    before = rules["XlaSharding"]
+    rules["XlaSharding"] = _convert_sharding
+    try:
+        yield
+    finally:
+        rules["XlaSharding"] = before

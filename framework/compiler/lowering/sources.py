@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import os
 import pathlib
 import re
-import sys
 import traceback
 from collections.abc import Iterable, Iterator
 
@@ -31,11 +31,14 @@ PLACEHOLDER = "XlaCustomCallV2"
 
 _FRAMEWORK = pathlib.Path(__file__).parents[2]
 _LAYERS = _FRAMEWORK.with_name("layers")
-_KERAS = tf.keras.layers.Layer.__module__.partition(".")[0]
-# Frames of these are no user's.
+# Frames of these are no user's. The two packages that `tf.keras` may be are looked for
+# and not imported: that takes a second, and few programs use them.
 _LIBRARIES = (
-    os.path.dirname(tf.__file__) + os.sep,
-    os.path.dirname(sys.modules[_KERAS].__file__) + os.sep,
+    *(
+        os.path.dirname(spec.origin) + os.sep
+        for name in ("tensorflow", "keras", "tf_keras")
+        if (spec := importlib.util.find_spec(name)) is not None
+    ),
     f"{_FRAMEWORK}{os.sep}",
 )
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
