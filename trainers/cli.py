@@ -1,7 +1,12 @@
-"""What the binaries share: flags, building the experiment, printing errors."""
+"""What the binaries share: flags, building the experiment, printing errors.
+
+Neither this file nor `startup` imports TensorFlow or JAX before they are needed: what
+is wrong with flags or bindings is said at once.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging as python_logging
 import os
 import pathlib
@@ -10,15 +15,16 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import jax
 from absl import app, flags, logging
 
-import meshwright.layers
-import meshwright.tasks  # noqa: F401 (both register what gin files name)
 from meshwright.trainers.experiment import config
-from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.messages import printable
+from meshwright.trainers.startup import gin_check, quiet
+from meshwright.trainers.startup.messages import printable
+
+if TYPE_CHECKING:
+    from meshwright.trainers.experiment.experiment import Experiment
 
 GIN_FILE = flags.DEFINE_multi_string(
     "gin_file", None, "Gin file, by path or by its path under params/; may repeat."
@@ -44,15 +50,45 @@ DEVICE_COUNT = flags.DEFINE_integer(
 TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error was raised.")
 
 INTERRUPTED = 128 + signal.SIGINT
+DOES_NOT_FIT = 3
+"""Exit statuses."""
 
 
-def run(main: Callable[[list[str]], int | None], required: Sequence[str]) -> None:
-    """Runs a command.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """What a binary does once TensorFlow is imported.
 
     Args:
+      run: takes the experiment and its configuration, and what `start` returned;
+        returns the exit status.
+      errors: what is told by its message alone, beside ValueError and OSError.
+      start: called before anything is built.
+    """
+
+    run: Callable[..., int | None]
+    errors: tuple[type[Exception], ...] = ()
+    start: Callable[[], tuple] = tuple
+
+
+def run(
+    name: str, main: Callable[[list[str]], int | None], *, required: Sequence[str]
+) -> None:
+    """Runs a binary.
+
+    Args:
+      name: the binary's, for messages.
       main: takes what absl leaves of the arguments; returns the exit status.
       required: flags that must be given.
     """
+
+    def parse(argv: list[str]) -> list[str]:
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as error:
+            sys.exit(f"{name}: {printable(str(error))}\n(--help lists the flags)")
+        except SystemExit:  # By --help and its like, for which absl's status is 1.
+            sys.exit(0)
+
     # --help shows the text and flags of the main module, which for a console script is
     # a file that has neither: this package's are the command's own.
     sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
@@ -62,7 +98,7 @@ def run(main: Callable[[list[str]], int | None], required: Sequence[str]) -> Non
                 flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     flags.mark_flags_as_required(required)
     logging.set_verbosity(logging.INFO)
-    app.run(main)
+    app.run(main, flags_parser=parse)
 
 
 def output_file(flag: flags.FlagHolder) -> pathlib.Path | None:
@@ -114,6 +150,10 @@ def build_experiment(
       ConfigError: see `config.load_and_build`.
       ValueError: a class refuses its parameters.
     """
+    import meshwright.layers
+    import meshwright.tasks  # noqa: F401 (both register what gin files name)
+    from meshwright.trainers.experiment.experiment import Experiment
+
     experiment, unused = config.load_and_build(Experiment, gin_files, gin_params)
     if unused:
         logging.info("without effect, as replaced: %s", ", ".join(unused))
@@ -123,19 +163,17 @@ def build_experiment(
 def call(
     name: str,
     argv: list[str],
-    body: Callable[..., int | None],
-    errors: tuple[type[Exception], ...] = (),
-    start: Callable[[], tuple] = tuple,
+    load: Callable[[], Command],
+    *,
+    check: Callable[[], object] = tuple,
 ) -> int | None:
-    """Builds the experiment that the flags name and calls `body` with it.
+    """Builds the experiment that the flags name and runs a command with it.
 
     Args:
       name: the command's, for messages.
       argv: what absl left over; there must be no arguments.
-      body: takes the experiment and its configuration, and what `start` returned;
-        returns the exit status.
-      errors: what is told by its message alone, beside ValueError and OSError.
-      start: called before anything is built.
+      load: imports the command, and TensorFlow with it.
+      check: raises ValueError for flags that are wrong, before anything is imported.
     """
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
@@ -143,9 +181,17 @@ def call(
         "%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"
     )
     logging.get_absl_handler().setFormatter(style)
+    errors = ()
     try:
-        started = start()
-        return body(*build_experiment(GIN_FILE.value, gin_params()), *started)
+        check()
+        gin_check.check(GIN_FILE.value, gin_params())
+        with quiet.importing_tensorflow() as is_new:
+            command = load()
+        errors = command.errors
+        started = command.start()
+        if is_new:
+            quiet.look_for_devices()
+        return command.run(*build_experiment(GIN_FILE.value, gin_params()), *started)
     except (ValueError, OSError, *errors) as error:
         text = f"{name}: {printable(str(error))}\n(--traceback shows where)"
         if TRACEBACK.value:
@@ -170,7 +216,8 @@ def _leave_others(text: str, status: int) -> None:
 
     At exit JAX would wait for the others, which end too.
     """
-    if jax.distributed.is_initialized():
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
         print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(status)

@@ -1,164 +1,35 @@
-"""meshwright-train: trains and evaluates what a gin file describes."""
+"""meshwright-train: trains and evaluates what a gin file describes.
+
+Example:
+
+  meshwright-train --gin_file=lm/stdlib_tiny.gin --model_dir=logs/stdlib_tiny
+
+The same command goes on from the newest checkpoint in --model_dir, if there is one.
+--gin_param='Experiment.num_steps = 100' overrides a value of the file.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import signal
-import sys
-import time
-
-from absl import flags
-
-from meshwright.framework.compiler.xla.platforms import set_platform
-from meshwright.framework.compiler.xla.processes import (
-    check_takes_part,
-    is_first_process,
-)
-from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers import cli
-from meshwright.trainers.checkpoints.checkpoints import CheckpointError
-from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.processes import processes
-from meshwright.trainers.processes.peers import PeerError, Peers
-from meshwright.trainers.training import evaluation, loop
+from meshwright.trainers.startup import process_flags, train_flags  # noqa: F401
 
-_MODEL_DIR = flags.DEFINE_string(
-    "model_dir", None, "Folder of checkpoints and TensorBoard events."
-)
-_MODE = flags.DEFINE_enum(
-    "mode", "train_and_eval", ["train", "eval", "train_and_eval"], "What to do."
-)
-_PLATFORM = flags.DEFINE_enum(
-    "platform", "cpu", ["cpu", "cuda", "tpu"], "Which devices to run on."
-)
-_PROFILE_STEPS = flags.DEFINE_list(
-    "profile_steps", None, "FIRST,LAST step to trace into model_dir, for xprof."
-)
-_STANDSTILL = flags.DEFINE_float(
-    "standstill_seconds",
-    60.0,
-    "Seconds of CPU devices waiting for each other, while none of XLA's threads runs, "
-    "after which the process says so and ends; 0: never.",
-    lower_bound=0,
-)
-_STOPPED_STATUS = flags.DEFINE_integer(
-    "stopped_status",
-    0,
-    "Exit status of a training that SIGTERM stopped before its last step; one that is "
-    "not 0 makes schedulers start it again that leave alone what succeeded.",
-    lower_bound=0,
-    upper_bound=255,
-)
+NAME = "meshwright-train"
 
 
 def main(argv: list[str]) -> int | None:
     """Parses flags and calls; returns the exit status."""
-    errors = (CheckpointError, PeerError, loop.TrainingError, ImportError)
-    return cli.call("meshwright-train", argv, _run, errors, start=_start)
+    return cli.call(NAME, argv, _load, check=train_flags.profile_steps)
 
 
-def _start() -> tuple[processes.Membership | None]:
-    return (processes.start(_PLATFORM.value),)
+def _load() -> cli.Command:
+    from meshwright.trainers.training import training_main
 
-
-def _run(
-    experiment: Experiment,
-    config_text: str,
-    membership: processes.Membership | None,
-) -> int | None:
-    run = loop.Run(
-        model_dir=_MODEL_DIR.value,
-        config=config_text,
-        evaluate=_MODE.value == "train_and_eval",
-        profile_steps=_profile_steps(),
-    )
-    count = membership.group.count if membership else 1
-    devices = _devices_each(experiment.plan.mesh, count)
-    settings = "\n".join([_MODE.value, _PLATFORM.value, run.model_dir, config_text])
-    with processes.together(membership, settings) as peers:
-        still = _STANDSTILL.value or None
-        set_platform(_PLATFORM.value, devices, standstill_seconds=still)
-        check_takes_part(experiment.plan.mesh)
-        processes.check_shared(run.model_dir)
-        return _train_or_evaluate(experiment, run, peers)
-
-
-def _train_or_evaluate(
-    experiment: Experiment, run: loop.Run, peers: Peers | None
-) -> int | None:
-    if _MODE.value == "eval":
-        loop.check_is_saved(run)
-    programs = StepPrograms(experiment)
-    said = sys.stdout if is_first_process() else io.StringIO()
-    with contextlib.redirect_stdout(said):
-        mesh = experiment.plan.mesh
-        print(f"Mesh: {mesh} ({experiment.partitioner.value}). Logs: {run.model_dir}")
-        for name, value in experiment.task.describe_data().items():
-            number = f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
-            print(f"  {name}: {number}")
-        sys.stdout.flush()
-        if _MODE.value == "eval":
-            found = loop.evaluate_latest(programs, run, peers)
-            if found is None:
-                print("Stopped by a signal before the end of the evaluation.")
-                return cli.INTERRUPTED
-            print("Held-out:", evaluation.format_metrics(found))
-            return None
-        start = time.time()
-        result = loop.train_and_evaluate(programs, run, peers)
-        _print_result(result, time.time() - start)
-    if result.stop == signal.SIGINT:
-        return cli.INTERRUPTED
-    is_done = result.stop is None or result.step >= experiment.num_steps
-    return None if is_done else _STOPPED_STATUS.value
-
-
-def _print_result(result: loop.TrainResult, seconds: float) -> None:
-    how = "Trained"
-    if result.stop is not None:
-        saved = "saved training" if result.step else "no training"
-        how = f"Stopped by {signal.Signals(result.stop).name}: {saved}"
-    print(f"{how} to step {result.step} in {seconds:.0f} s.")
-    if result.step in result.losses:
-        print(f"Training loss: {result.losses[result.step]:.4f} nats")
-    if result.evaluation and result.stop is None:
-        print("Held-out:", evaluation.format_metrics(result.evaluation))
-    model_dir = _MODEL_DIR.value
-    print(f"Logs and checkpoints: {model_dir}\n  tensorboard --logdir {model_dir}")
-
-
-def _devices_each(mesh: DeviceMesh, processes: int) -> int | None:
-    """Virtual devices of each process; None: the platform brings its own."""
-    if cli.DEVICE_COUNT.value or _PLATFORM.value != "cpu":
-        return cli.DEVICE_COUNT.value
-    if mesh.size % processes:
-        raise ValueError(
-            f"{processes} processes cannot share the {mesh.size} devices of the mesh "
-            f"({mesh}) evenly: change --num_processes or the mesh's shape"
-        )
-    return mesh.size // processes
-
-
-def _profile_steps() -> tuple[int, int] | None:
-    if not _PROFILE_STEPS.value:
-        return None
-    try:
-        first, last = (int(step) for step in _PROFILE_STEPS.value)
-    except ValueError:
-        first, last = 1, 0
-    if not 1 <= first <= last:
-        raise ValueError(
-            f"--profile_steps={','.join(_PROFILE_STEPS.value)} must be FIRST,LAST: two "
-            "step numbers, from 1"
-        )
-    return first, last
+    return training_main.COMMAND
 
 
 def run() -> None:
     """The console script."""
-    cli.run(main, ["gin_file", "model_dir"])
+    cli.run(NAME, main, required=["gin_file", "model_dir"])
 
 
 if __name__ == "__main__":

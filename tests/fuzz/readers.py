@@ -33,6 +33,7 @@ from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.batches import readable
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.search import search_main
+from meshwright.trainers.startup import search_flags, train_flags
 
 Reader = Callable[[pathlib.Path], None]
 
@@ -135,7 +136,7 @@ def _flags(folder: pathlib.Path) -> None:
         try:
             # Which both cli require.
             left = flags.FLAGS(["meshwright", "--gin_file=lm/stdlib_tiny", *words])
-            cli.call("meshwright", left, _use_flags)
+            cli.call(train.NAME, left, _command, check=train_flags.profile_steps)
         # As absl prints them, and as the binaries print errors.
         except (flags.Error, app.UsageError) as error:
             raise ValueError(f"flags: {error}") from error
@@ -144,11 +145,14 @@ def _flags(folder: pathlib.Path) -> None:
             raise ValueError(f"flags: {told.code}") from told
 
 
+def _command() -> cli.Command:
+    return cli.Command(run=_use_flags)
+
+
 def _use_flags(experiment: Experiment, text: str) -> None:
     assert isinstance(experiment, Experiment) and text
-    train._profile_steps()
-    search_main._counts(search_main._BATCH)
-    search_main._counts(search_main._MICROBATCHES)
+    search_main._counts(search_flags.BATCH)
+    search_main._counts(search_flags.MICROBATCHES)
 
 
 READERS: dict[str, Reader] = {

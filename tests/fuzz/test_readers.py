@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from meshwright.trainers.messages import printable
+from meshwright.trainers.startup.messages import printable
 from tests.fuzz.child import Ending, Outcome, read
 from tests.fuzz.damage import cases
 from tests.fuzz.readers import READERS

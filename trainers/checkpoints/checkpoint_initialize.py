@@ -35,7 +35,7 @@ from meshwright.trainers.checkpoints.checkpoint_tf import (
     tf_checkpoint,
 )
 from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
-from meshwright.trainers.messages import log_line
+from meshwright.trainers.startup.messages import log_line
 
 
 def weights_from(source: InitializeFrom, theta: NestedMap) -> dict[str, jax.Array]:

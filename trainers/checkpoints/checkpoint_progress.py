@@ -9,7 +9,7 @@ from collections.abc import Callable
 import tensorstore as ts
 
 from meshwright.framework.compiler.xla.processes import is_first_process
-from meshwright.trainers.messages import log_line
+from meshwright.trainers.startup.messages import log_line
 
 
 class Transfer:

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TextIO, TypeVar
 
 import gin
-import tensorflow as tf
 
 from meshwright.trainers.experiment.field_types import misfits
 from meshwright.trainers.experiment.gin_messages import (
@@ -31,6 +30,8 @@ from meshwright.trainers.experiment.gin_messages import (
 PARAMS = pathlib.Path(__file__).parents[2] / "params"
 """The shipped gin files: beside this room in a checkout, and installed as well."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""TensorFlow's dtypes that are constants of gin files."""
 # Of a configuration; ours have a hundred references and ten files at most. Where each
 # macro names the next one twice, or each file includes it twice, twenty make a million.
 _MOST_REFERENCES = 10_000
@@ -39,10 +40,6 @@ _T = TypeVar("_T")
 
 # Keys of bindings that a later one put out of use on purpose: see `load`.
 _set_aside: set[tuple[str, str, str]] = set()
-
-# Under a module name of ours, so that `gin.tf`'s own constants can live beside them.
-for _dtype in (tf.float32, tf.bfloat16, tf.float16):
-    gin.constant(f"meshwright.{_dtype.name}", _dtype)
 
 
 class ConfigError(ValueError):
@@ -83,7 +80,7 @@ def load(
     `import` them: what a file can run is what is installed, at import, and classes that
     are registered; see docs/hostile_input.md. `include` in a file finds files as
     `find_gin_file` does. The constants `%float32`, `%bfloat16`
-    and `%float16` are TensorFlow's dtypes.
+    and `%float16`, TensorFlow's dtypes, come with the class `Experiment`.
 
     A later binding may refer to another class: `Experiment.optimizer = @SGD()` over a
     file that sets up Adam. What was bound until then for the class it replaces is set
@@ -241,7 +238,7 @@ def _noting_replaced_classes() -> Iterator[None]:
             replaced = references(before[key].value) - references(value)
             _put_aside(replaced, before.values())
 
-    with _in_place(gin.config, "bind_parameter", bind_and_note):
+    with in_place(gin.config, "bind_parameter", bind_and_note):
         yield
 
 
@@ -279,7 +276,7 @@ def _checking_imports() -> Iterator[None]:
             )
         process(context, statement)
 
-    with _in_place(gin.config.ParseContext, "process_import", check_and_process):
+    with in_place(gin.config.ParseContext, "process_import", check_and_process):
         yield
 
 
@@ -305,7 +302,7 @@ def _counting_references() -> Iterator[None]:
                 "something else"
             ) from None
 
-    with _in_place(gin.config.ConfigurableReference, "__deepcopy__", count_and_copy):
+    with in_place(gin.config.ConfigurableReference, "__deepcopy__", count_and_copy):
         yield
 
 
@@ -323,12 +320,12 @@ def _reading_gin_files() -> Iterator[None]:
 
     # gin.register_file_reader would append to gin's own readers, one of which logs an
     # error for each path that names no Python package.
-    with _in_place(gin.config, "_FILE_READERS", [(open_file, lambda path: True)]):
+    with in_place(gin.config, "_FILE_READERS", [(open_file, lambda path: True)]):
         yield
 
 
 @contextlib.contextmanager
-def _in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
+def in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Puts a value in the place of gin's own while the context lasts."""
     own = getattr(owner, name)
     setattr(owner, name, value)

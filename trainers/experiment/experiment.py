@@ -17,8 +17,13 @@ from meshwright.framework.modeling.optimizers import Optimizer
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.tasks.task import Task
 from meshwright.trainers.checkpoints.checkpoint_rules import InitializeFrom
+from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.field_types import spelling
 from meshwright.trainers.experiment.not_finite import NotFinite
+
+# Under a module name of ours, so that `gin.tf`'s own constants can live beside them.
+for _name in config.DTYPES:
+    gin.constant(f"meshwright.{_name}", tf.dtypes.as_dtype(_name))
 
 
 @gin.register

@@ -1,4 +1,4 @@
-"""Flags of a command that several processes run together, and their coming together."""
+"""The coming together of several processes that run a command, as its flags say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import jax
 import tensorflow as tf
-from absl import flags, logging
+from absl import logging
 from etils import epath
 
 from meshwright.framework.compiler.xla.processes import (
@@ -25,33 +25,11 @@ from meshwright.framework.compiler.xla.processes import (
 from meshwright.trainers.processes.peer_channel import Channel
 from meshwright.trainers.processes.peers import Peers
 from meshwright.trainers.processes.supervisor import split_address, start_supervised
+from meshwright.trainers.startup import process_flags
 
 AUTO = "auto"
 _SEEN_SECONDS = 60.0
 _GRACE_SECONDS = 15.0
-
-_COORDINATOR = flags.DEFINE_string(
-    "coordinator",
-    None,
-    "HOST:PORT of process 0, if several processes train together; or auto: from the "
-    "environment, of a TPU pod, SLURM, Kubernetes or Open MPI.",
-)
-_NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "How many processes train together.", lower_bound=1
-)
-_PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Which of them this is, from 0.", lower_bound=0
-)
-_START_TIMEOUT = flags.DEFINE_float(
-    "start_timeout", 600.0, "Seconds to wait for all processes to start.", lower_bound=1
-)
-_PEER_TIMEOUT = flags.DEFINE_float(
-    "peer_timeout",
-    300.0,
-    "Seconds after which a process that is silent, or keeps the others waiting, is "
-    "taken for lost, and all end.",
-    lower_bound=1,
-)
 
 
 def process_group(platform: str) -> ProcessGroup | None:
@@ -63,9 +41,17 @@ def process_group(platform: str) -> ProcessGroup | None:
     Raises:
       ValueError: the flags do not go together, or the environment says nothing.
     """
-    coordinator, count = _COORDINATOR.value, _NUM_PROCESSES.value
-    process = _PROCESS_ID.value
-    others = (_NUM_PROCESSES, _PROCESS_ID, _START_TIMEOUT, _PEER_TIMEOUT)
+    coordinator, count = (
+        process_flags.COORDINATOR.value,
+        process_flags.NUM_PROCESSES.value,
+    )
+    process = process_flags.PROCESS_ID.value
+    others = (
+        process_flags.NUM_PROCESSES,
+        process_flags.PROCESS_ID,
+        process_flags.START_TIMEOUT,
+        process_flags.PEER_TIMEOUT,
+    )
     given = [f"--{flag.name}" for flag in others if flag.value != flag.default]
     if coordinator is None and given and platform != "tpu":
         raise ValueError(
@@ -136,7 +122,9 @@ def start(platform: str) -> Membership | None:
     if group is None or group.count == 1:
         return None
     channel = start_supervised(
-        group, start_timeout=_START_TIMEOUT.value, timeout=_PEER_TIMEOUT.value
+        group,
+        start_timeout=process_flags.START_TIMEOUT.value,
+        timeout=process_flags.PEER_TIMEOUT.value,
     )
     if group.process != 0:
         # One of them says what all do.
@@ -168,17 +156,17 @@ def together(membership: Membership | None, settings: str) -> Iterator[Peers | N
         settings=settings,
         versions=f"jax {jax.__version__}, tensorflow {tf.__version__}",
         # The supervisor, which gives up first, knows what process 0 is like.
-        start_timeout=_START_TIMEOUT.value + _GRACE_SECONDS,
+        start_timeout=process_flags.START_TIMEOUT.value + _GRACE_SECONDS,
     )
     try:
-        join_processes(group, timeout=_PEER_TIMEOUT.value)
+        join_processes(group, timeout=process_flags.PEER_TIMEOUT.value)
         with telling_arrivals(peers.arrive):
             yield peers
     except BaseException as error:
         is_interrupt = isinstance(error, KeyboardInterrupt)
         peers.failed(f"{type(error).__name__}: {error}", at_once=is_interrupt)
         raise
-    peers.close(_PEER_TIMEOUT.value)
+    peers.close(process_flags.PEER_TIMEOUT.value)
 
 
 def check_shared(folder: str) -> None:

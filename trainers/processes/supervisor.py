@@ -21,10 +21,10 @@ import time
 from typing import NoReturn
 
 from meshwright.framework.compiler.xla.processes import ProcessGroup
-from meshwright.trainers.messages import printable
 from meshwright.trainers.processes.peer_channel import Channel, ChannelClosedError
 from meshwright.trainers.processes.peer_hub import Hub
 from meshwright.trainers.processes.peers import LOST, PeerError
+from meshwright.trainers.startup.messages import printable
 
 log = logging.getLogger("absl")
 

@@ -1,4 +1,4 @@
-"""Flags of a search, and what meshwright-plan calls for them."""
+"""What meshwright-plan does for a search, once TensorFlow is imported."""
 
 from __future__ import annotations
 
@@ -15,60 +15,13 @@ from meshwright.trainers.experiment.stacks import pipelines
 from meshwright.trainers.planning.planning import CPU
 from meshwright.trainers.search import search_text
 from meshwright.trainers.search.plan_cache import PlanCache, default_folder
-from meshwright.trainers.search.search import SearchSpace, search
+from meshwright.trainers.search.search import (
+    NothingFitsError,
+    SearchSpace,
+    search,
+)
 from meshwright.trainers.search.search_space import check_unscoped, named_plans
-
-SEARCH = flags.DEFINE_bool(
-    "search",
-    False,
-    "Search for the mesh shape, plan, recomputation and microbatches that train "
-    "fastest on --topology, and write them as a gin file.",
-)
-_PLANS = flags.DEFINE_list(
-    "search_plans",
-    [],
-    "Gin files of the plans to choose from; default: the configured one and those "
-    "under params/plans that have its mesh axes.",
-)
-_BATCH = flags.DEFINE_list(
-    "search_batch", [], "Global batches to choose from; default: the configured one."
-)
-_MICROBATCHES = flags.DEFINE_list(
-    "search_microbatches",
-    [],
-    "Counts of microbatches for pipelines to choose from; default: the configured one "
-    "and powers of two, 1 to 16 a stage.",
-)
-_BUDGET = flags.DEFINE_integer(
-    "search_budget", 16, "Candidates to compile at most.", lower_bound=1
-)
-_JOBS = flags.DEFINE_integer(
-    "search_jobs", 2, "Compilers at once; each takes some 2 GB.", lower_bound=1
-)
-_OUTPUT = flags.DEFINE_string(
-    "search_output", "winner.gin", "Where to write the best candidate."
-)
-_OVERWRITE = flags.DEFINE_bool(
-    "overwrite", False, "Write --search_output even if it is there."
-)
-_CACHE_DIR = flags.DEFINE_string(
-    "cache_dir",
-    None,
-    "What was compiled before; default: meshwright/plans in the user's cache.",
-)
-
-
-OPTIONS = (
-    _PLANS,
-    _BATCH,
-    _MICROBATCHES,
-    _BUDGET,
-    _JOBS,
-    _OUTPUT,
-    _OVERWRITE,
-    _CACHE_DIR,
-)
-"""Flags that say how to search."""
+from meshwright.trainers.startup import plan_flags, search_flags
 
 
 def search_main(experiment: Experiment, *, topology: str | None) -> None:
@@ -93,7 +46,7 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
     torus = topologies.topology(topology)
     output = _output()
     check_unscoped(cli.GIN_FILE.value, cli.gin_params())
-    microbatches = _counts(_MICROBATCHES)
+    microbatches = _counts(search_flags.MICROBATCHES)
     if microbatches and not pipelines(experiment.task):
         raise ValueError(
             "--search_microbatches is for pipelines, and the task has none: see "
@@ -105,14 +58,19 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
         gin_params=tuple(cli.gin_params()),
         torus=torus,
         plans=tuple(
-            named_plans(experiment, cli.GIN_FILE.value, cli.gin_params(), _PLANS.value)
+            named_plans(
+                experiment,
+                cli.GIN_FILE.value,
+                cli.gin_params(),
+                search_flags.PLANS.value,
+            )
         ),
-        batches=tuple(_counts(_BATCH)) or (experiment.global_batch,),
+        batches=tuple(_counts(search_flags.BATCH)) or (experiment.global_batch,),
         microbatches=tuple(microbatches),
     )
     set_platform("cpu")
     topologies.topology_devices(topology)  # Without libtpu nothing can be compiled.
-    folder = pathlib.Path(_CACHE_DIR.value or default_folder())
+    folder = pathlib.Path(search_flags.CACHE_DIR.value or default_folder())
     if reason := cli.writable(folder):
         raise ValueError(
             f"what is compiled cannot be kept in {folder} ({reason}): name another "
@@ -122,8 +80,8 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
         found = search(
             space,
             cache=PlanCache(folder=folder),
-            budget=_BUDGET.value,
-            jobs=_JOBS.value,
+            budget=search_flags.BUDGET.value,
+            jobs=search_flags.JOBS.value,
         )
     except KeyboardInterrupt:
         print(
@@ -139,8 +97,8 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
 
 def _output() -> pathlib.Path:
     """The file to write, in a folder that is there."""
-    output = cli.output_file(_OUTPUT)
-    if output.exists() and not _OVERWRITE.value:
+    output = cli.output_file(search_flags.OUTPUT)
+    if output.exists() and not search_flags.OVERWRITE.value:
         raise ValueError(
             f"{output} is there already: name another file with --search_output, or "
             "replace it with --overwrite"
@@ -154,3 +112,15 @@ def _counts(flag: flags.FlagHolder) -> list[int]:
         given = ",".join(texts)
         raise ValueError(f"--{flag.name}={given}: must be whole numbers >= 1")
     return sorted({int(text) for text in texts})
+
+
+def _run(experiment: Experiment, config_text: str) -> int | None:
+    try:
+        search_main(experiment, topology=plan_flags.TOPOLOGY.value)
+    except NothingFitsError as error:
+        print(f"meshwright-plan: {error}", file=sys.stderr)
+        return cli.DOES_NOT_FIT
+    return None
+
+
+COMMAND = cli.Command(run=_run, errors=(ImportError,))

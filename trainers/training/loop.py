@@ -33,8 +33,8 @@ from meshwright.trainers.experiment.batches import call_batches
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.messages import log_line
 from meshwright.trainers.processes.peers import Peers
+from meshwright.trainers.startup.messages import log_line
 from meshwright.trainers.training.evaluation import evaluate, format_metrics, summarize
 from meshwright.trainers.training.health import History
 from meshwright.trainers.training.progress import Progress

@@ -7,7 +7,7 @@ import logging
 
 import jax
 
-from meshwright.trainers.messages import log_line
+from meshwright.trainers.startup.messages import log_line
 
 log = logging.getLogger("absl")
 

@@ -19,7 +19,8 @@ from meshwright.framework.compiler.hlo.out_of_memory import (
 )
 from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
 from meshwright.framework.sizes import bytes_text
-from meshwright.trainers.plan import DOES_NOT_FIT, main
+from meshwright.trainers.cli import DOES_NOT_FIT
+from meshwright.trainers.plan import main
 from meshwright.trainers.planning import planning
 from tests import needs
 from tests.trainers.planning.test_plan_main import call_main

@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from meshwright.trainers.cli import INTERRUPTED
-from meshwright.trainers.plan import DOES_NOT_FIT
+from meshwright.trainers.cli import DOES_NOT_FIT, INTERRUPTED
 from meshwright.trainers.search import search
 from meshwright.trainers.search.plan_cache import PlanCache
 from meshwright.trainers.search.search_space import built

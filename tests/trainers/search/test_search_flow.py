@@ -16,9 +16,8 @@ from absl import flags
 from absl.testing import flagsaver
 
 from meshwright.trainers import plan, train
-from meshwright.trainers.cli import INTERRUPTED
+from meshwright.trainers.cli import DOES_NOT_FIT, INTERRUPTED
 from meshwright.trainers.experiment import config
-from meshwright.trainers.plan import DOES_NOT_FIT
 from meshwright.trainers.search import search, search_main, search_worker
 from meshwright.trainers.search.search_space import built
 from tests.trainers.planning.test_plan_main import call_main

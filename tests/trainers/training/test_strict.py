@@ -78,12 +78,16 @@ def test_the_flag_sets_the_field(field, flag, bound, wanted):
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["meshwright"])
     told = []
+
+    def note(*args):
+        told.append(args)
+
     binding = [] if bound is None else [f"Experiment.{field} = {bound}"]
     given = {"gin_file": ["lm/stdlib_tiny.gin"], "gin_param": binding}
     if flag is not None:
         given[field] = flag
     with flagsaver.flagsaver(**given):
-        cli.call("meshwright", ["meshwright"], lambda *args: told.append(args))
+        cli.call("meshwright", ["meshwright"], lambda: cli.Command(run=note))
     ((experiment, config_text),) = told
     assert getattr(experiment, field) is wanted
     assert (f"Experiment.{field} = True" in config_text) == wanted

@@ -5,7 +5,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from meshwright.trainers import cli
-from meshwright.trainers.messages import printable
+from meshwright.trainers.startup.messages import printable
 
 
 def test_what_does_not_print_is_escaped():
@@ -24,5 +24,5 @@ def test_an_error_is_told_so():
         flags.FLAGS(["meshwright"])
     given = {"gin_file": ["lm/stdlib_tiny"], "gin_param": ["\x1b[2J = 1"]}
     with flagsaver.flagsaver(**given), pytest.raises(SystemExit) as found:
-        cli.call("meshwright", ["meshwright"], lambda *_: None)
+        cli.call("meshwright", ["meshwright"], lambda: cli.Command(run=lambda *_: None))
     assert "    \\x1b[2J = 1\n" in found.value.code

@@ -1,0 +1,107 @@
+"""What binaries say before TensorFlow is imported, each in a process of its own."""
+
+import inspect
+import re
+import subprocess
+import sys
+
+import gin
+import pytest
+
+from meshwright.trainers.experiment import config
+from meshwright.trainers.startup import stand_ins
+
+# Calls a binary, and says what it has imported when it ends.
+CALL = """
+import sys
+from meshwright.trainers import {name}
+
+try:
+    {name}.run()
+finally:
+    heavy = {{"tensorflow", "jax", "numpy"}} & set(sys.modules)
+    print("imported:", *sorted(heavy))
+"""
+TINY = "--gin_file=lm/stdlib_tiny.gin"
+
+
+def call(name, *arguments):
+    command = [sys.executable, "-c", CALL.format(name=name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", ["train", "plan", "export"])
+def test_help_needs_no_tensorflow(name):
+    done = call(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    example = rf"Examples?:\n\n  meshwright-{name} {re.escape(TINY)}"
+    assert re.search(example, done.stdout)
+    assert "--gin_param: A gin binding" in done.stdout
+    assert done.stdout.endswith("imported:\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("train", ["--modle_dir=x"], "Unknown .* 'modle_dir'. Did you mean: model_dir"),
+        ("train", [TINY], "Flag --model_dir must have a value"),
+        ("train", [TINY, "--model_dir=x", "--profile_steps=3"], "must be FIRST,LAST"),
+        (
+            "train",
+            ["--gin_file=lm/stdlib_tny", "--model_dir=x"],
+            r"no gin file 'lm/stdlib_tny'.*\n  Did you mean lm/stdlib_tiny.gin",
+        ),
+        (
+            "train",
+            [TINY, "--model_dir=x", "--gin_param=Experiment.sed = 1"],
+            r"'Experiment' doesn't have .*'sed'(.|\n)*Did you mean seed\?",
+        ),
+        ("plan", [TINY, "--gin_param=Adm.beta1 = 0"], "'Adm'(.|\n)*Did you mean Adam"),
+        ("plan", [TINY, "--gin_param=Adam.beta1 = %B"], "no macro or constant %B"),
+        ("plan", [TINY, "--json_out=x"], "--json_out needs --topology"),
+        ("plan", [TINY, "--search_batch=8"], "--search_batch needs --search"),
+        ("export", [TINY, "--output=x", "--what=y"], "--what=y must be saved_model, b"),
+    ],
+)
+def test_what_is_mistyped_is_said_without_tensorflow(name, arguments, message):
+    done = call(name, *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"meshwright-{name}: ")
+    assert re.search(message, done.stderr)
+    assert done.stdout == "imported:\n"
+
+
+def test_a_file_that_imports_is_left_to_the_real_check(tmp_path):
+    (tmp_path / "mine.gin").write_text("import my_missing.module\nMine.width = 3\n")
+    done = call("plan", f"--gin_file={tmp_path / 'mine.gin'}")
+    assert done.returncode == 1
+    assert "No module named 'my_missing'" in done.stderr
+    assert done.stdout == "imported: jax numpy tensorflow\n"
+
+
+def names(registry):
+    ours = {name: one for name, one in registry.items() if name.startswith("meshwr")}
+    return {
+        name: sorted(inspect.signature(one.wrapped).parameters)
+        for name, one in ours.items()
+    }
+
+
+def test_stand_ins_have_the_names_of_what_they_stand_for(monkeypatch):
+    import meshwright.layers
+    import meshwright.tasks  # noqa: F401 (both register what gin files name)
+    from meshwright.trainers.experiment import experiment  # noqa: F401
+
+    wanted = names(dict(gin.config._REGISTRY.items()))
+    constants = {name for name, _ in gin.config._CONSTANTS.items()}
+    for name in ("_REGISTRY", "_CONSTANTS"):
+        empty = gin.config._REGISTRY.copy()
+        empty.clear()
+        monkeypatch.setattr(gin.config, name, empty)
+    monkeypatch.setattr(gin.config, "_INVERSE_REGISTRY", {})
+    stand_ins.register()
+    assert len(wanted) > 50
+    assert names(dict(gin.config._REGISTRY.items())) == wanted
+    ours = {name for name in constants if name.startswith("meshwright.")}
+    assert {name for name, _ in gin.config._CONSTANTS.items()} == ours
+    assert set(config.DTYPES) <= {name.rpartition(".")[2] for name in ours}

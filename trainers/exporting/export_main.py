@@ -1,0 +1,104 @@
+"""What meshwright-export does once TensorFlow is imported."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import tempfile
+import time
+
+import numpy as np
+
+from meshwright.framework.compiler.xla.jax_bridge import jax_mesh
+from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers import cli
+from meshwright.trainers.checkpoints.checkpoints import (
+    Access,
+    CheckpointError,
+    Checkpoints,
+)
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.exporting.bundle import BundleOptions, export_bundle
+from meshwright.trainers.exporting.saved_model import ExportError, export_saved_model
+from meshwright.trainers.startup import export_flags
+from meshwright.trainers.startup.export_flags import BUNDLE, SAVED_MODEL
+from meshwright.trainers.training import loop
+
+
+def _run(experiment: Experiment, config_text: str) -> None:
+    wanted, output = export_flags.wanted(), _output()
+    options = BundleOptions(
+        platforms=export_flags.PLATFORMS.value,
+        calls=export_flags.CALLS.value,
+        expected=export_flags.EXPECTED.value,
+        config=config_text,
+    )
+    mesh = experiment.plan.mesh
+    set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
+    jax_mesh(mesh)  # Too large a mesh is told of at once.
+    programs = StepPrograms(experiment)
+    state = None if export_flags.MODEL_DIR.value is None else _restored(programs)
+    # Whole or not at all: written elsewhere, then renamed.
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix=".export", dir=output.parent))
+    try:
+        if SAVED_MODEL in wanted:
+            start = time.time()
+            export_saved_model(experiment, _weights(state), scratch / SAVED_MODEL)
+            _tell(SAVED_MODEL, scratch, output, start)
+        if BUNDLE in wanted:
+            start = time.time()
+            (scratch / BUNDLE).mkdir()
+            export_bundle(programs, state, scratch / BUNDLE, options)
+            _tell(BUNDLE, scratch, output, start)
+        scratch.chmod(0o755)
+        os.rename(scratch, output)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if BUNDLE in wanted:
+        print(f"  python {output / BUNDLE / 'run_bundle.py'} --steps=10")
+
+
+def _output() -> pathlib.Path:
+    """The folder to make, in one that can be written.
+
+    Raises:
+      ValueError: it is there already, or cannot be made.
+    """
+    path = pathlib.Path(export_flags.OUTPUT.value).expanduser().absolute()
+    if path.exists():
+        raise ValueError(
+            f"--output={export_flags.OUTPUT.value} is there already: name another one"
+        )
+    if reason := cli.writable(path.parent):
+        raise ValueError(
+            f"--output={export_flags.OUTPUT.value} cannot be made ({reason}): name "
+            "another one"
+        )
+    return path
+
+
+def _restored(programs: StepPrograms) -> NestedMap:
+    """The state of the checkpoint that the flags name, in logical form."""
+    folder = loop.Run(model_dir=export_flags.MODEL_DIR.value).checkpoint_dir
+    with Checkpoints(folder, access=Access.READ) as checkpoints:
+        return checkpoints.restore(
+            export_flags.STEP.value, TrainState.abstract(programs)
+        )
+
+
+def _weights(state: NestedMap) -> NestedMap:
+    """Host arrays of the weights that evaluation reads."""
+    return (state.ema if "ema" in state else state.theta).map(np.asarray)
+
+
+def _tell(what: str, scratch: pathlib.Path, output: pathlib.Path, start: float) -> None:
+    files = [path for path in (scratch / what).rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 1e6
+    print(f"{output / what}: {size:,.1f} MB in {time.time() - start:.0f} s", flush=True)
+
+
+COMMAND = cli.Command(run=_run, errors=(CheckpointError, ExportError, ImportError))

@@ -1,0 +1,59 @@
+"""What meshwright-plan does once TensorFlow is imported, but for a search."""
+
+from __future__ import annotations
+
+import json
+
+from meshwright.framework.compiler.explaining.explain import explain
+from meshwright.framework.compiler.xla.jax_bridge import jax_mesh
+from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.trainers import cli
+from meshwright.trainers.experiment import replication
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.sharding_text import sharding_text
+from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.planning.plan_document import document
+from meshwright.trainers.planning.plan_text import plan_text
+from meshwright.trainers.planning.planning import plan
+from meshwright.trainers.startup import plan_flags
+
+
+def _run(experiment: Experiment, config_text: str) -> int | None:
+    if plan_flags.TOPOLOGY.value is not None:
+        return _plan(experiment, config_text)
+    programs, mesh = StepPrograms(experiment), experiment.plan.mesh
+    set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
+    jax_mesh(mesh)  # Too large a mesh is told of at once.
+    if plan_flags.EXPLAIN.value:
+        print(
+            explain(programs.main).text(
+                match=plan_flags.EXPLAIN_MATCH.value,
+                at_least=plan_flags.EXPLAIN_AT_LEAST.value,
+            )
+        )
+        return None
+    print(sharding_text(experiment))
+    replicated = replication.replicated_state(programs)
+    print("\n".join(replication.report_lines(programs, replicated)))
+    return None
+
+
+def _plan(experiment: Experiment, config_text: str) -> int | None:
+    if plan_flags.HTML.value or plan_flags.LOG_DIR.value:
+        # matplotlib is only there for planning; told before anything is compiled.
+        from meshwright.trainers.planning import plan_html, plan_tensorboard
+    json_out, html_out = map(cli.output_file, (plan_flags.JSON, plan_flags.HTML))
+    found = document(
+        plan(experiment, topology=plan_flags.TOPOLOGY.value), config_text=config_text
+    )
+    print(plan_text(found), end="", flush=True)
+    if json_out:
+        json_out.write_text(json.dumps(found, indent=2) + "\n")
+    if html_out:
+        html_out.write_text(plan_html.page(found))
+    if plan_flags.LOG_DIR.value:
+        plan_tensorboard.write(found, plan_flags.LOG_DIR.value)
+    return None if found["fits"] else cli.DOES_NOT_FIT
+
+
+COMMAND = cli.Command(run=_run, errors=(ImportError,))

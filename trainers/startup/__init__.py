@@ -1,0 +1,1 @@
+"""What runs before TensorFlow is imported, and what binaries say on the terminal."""

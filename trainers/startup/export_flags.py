@@ -1,0 +1,52 @@
+"""The flags of meshwright-export."""
+
+from __future__ import annotations
+
+from absl import flags
+
+SAVED_MODEL, BUNDLE = "saved_model", "bundle"
+
+MODEL_DIR = flags.DEFINE_string(
+    "model_dir",
+    None,
+    "Folder of the training whose checkpoint is exported; a bundle can do without.",
+    allow_override=True,  # meshwright-train has one too.
+)
+STEP = flags.DEFINE_integer("step", None, "Of the checkpoint; default: the newest.")
+OUTPUT = flags.DEFINE_string("output", None, "Folder to make and to write to.")
+WHAT = flags.DEFINE_list(
+    "what", [SAVED_MODEL, BUNDLE], "What to export: saved_model, bundle or both."
+)
+PLATFORMS = flags.DEFINE_list(
+    "platforms",
+    ["cpu", "cuda", "tpu"],
+    "Platforms that the bundle's programs are lowered for.",
+)
+CALLS = flags.DEFINE_integer(
+    "calls", 2, "How many calls of the main program the bundle has batches for."
+)
+EXPECTED = flags.DEFINE_bool(
+    "expected",
+    True,
+    "Train on the bundle's batches here, for the runner's --check to compare with.",
+)
+
+
+def wanted() -> list[str]:
+    """What to export.
+
+    Raises:
+      ValueError: something else, or no weights for it.
+    """
+    wanted, known = WHAT.value, (SAVED_MODEL, BUNDLE)
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        raise ValueError(
+            f"--what={','.join(wanted)} must be {SAVED_MODEL}, {BUNDLE} or both"
+        )
+    if SAVED_MODEL in wanted and MODEL_DIR.value is None:
+        raise ValueError(
+            "a SavedModel has weights: give the training's --model_dir, or "
+            f"--what={BUNDLE}, which can initialise them where it runs"
+        )
+    return wanted

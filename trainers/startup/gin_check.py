@@ -1,0 +1,47 @@
+"""Gin files and bindings are checked before anything that they name is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+
+import gin
+
+from meshwright.trainers.experiment import config
+from meshwright.trainers.startup import stand_ins
+
+
+class _ImportMet(BaseException):  # noqa: N818 (no error, and none to catch as such)
+    """A file imports a module, which may register anything."""
+
+
+def check(gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
+    """Finds files that are not there, and names that nothing has.
+
+    It takes a fraction of a second, where TensorFlow takes many to import. What it lets
+    through, `config.load` checks again. With a file that imports a module the check
+    ends there, and where TensorFlow is imported already there is none.
+
+    Raises:
+      ConfigError: as by `config.load`.
+    """
+    if "tensorflow" in sys.modules:
+        return
+    for path in gin_files:
+        config.find_gin_file(path)
+    with contextlib.ExitStack() as stack:
+        for name in ("_REGISTRY", "_INVERSE_REGISTRY", "_CONSTANTS"):
+            copy = getattr(gin.config, name).copy()
+            stack.enter_context(config.in_place(gin.config, name, copy))
+        stack.enter_context(
+            config.in_place(gin.config.ParseContext, "process_import", _stop)
+        )
+        stack.callback(gin.clear_config)
+        stand_ins.register()
+        with contextlib.suppress(_ImportMet):
+            config.load(gin_files, gin_params)
+
+
+def _stop(context, statement):
+    raise _ImportMet

@@ -1,0 +1,40 @@
+"""The flags of meshwright-plan, but for those of a search."""
+
+from __future__ import annotations
+
+from absl import flags
+
+EXPLAIN = flags.DEFINE_bool(
+    "explain",
+    False,
+    "Compile the training program for virtual cpu devices and print the sharding, "
+    "source and collectives of its tensors.",
+)
+EXPLAIN_MATCH = flags.DEFINE_string(
+    "explain_match",
+    "",
+    "With --explain: a regular expression; show only, and all of, the tensors in whose "
+    "layer, name or source it occurs, such as attention.",
+)
+EXPLAIN_AT_LEAST = flags.DEFINE_integer(
+    "explain_at_least",
+    0,
+    "With --explain: show only tensors of so many bytes.",
+    lower_bound=0,
+)
+TOPOLOGY = flags.DEFINE_string(
+    "topology",
+    None,
+    "Compile the training program for these devices, such as v3:32x32 or cpu, and "
+    "print what it needs and takes.",
+)
+JSON = flags.DEFINE_string("json_out", None, "With --topology: a file for it as JSON.")
+HTML = flags.DEFINE_string(
+    "html_out", None, "With --topology: a file for it as a page with pictures."
+)
+LOG_DIR = flags.DEFINE_string(
+    "log_dir",
+    None,
+    "With --topology: a folder to show it from in TensorBoard.",
+    allow_override=True,  # absl's own is for log files, which nobody here writes.
+)

@@ -1,0 +1,56 @@
+"""The flags of a search by meshwright-plan."""
+
+from __future__ import annotations
+
+from absl import flags
+
+SEARCH = flags.DEFINE_bool(
+    "search",
+    False,
+    "Search for the mesh shape, plan, recomputation and microbatches that train "
+    "fastest on --topology, and write them as a gin file.",
+)
+PLANS = flags.DEFINE_list(
+    "search_plans",
+    [],
+    "Gin files of the plans to choose from; default: the configured one and those "
+    "under params/plans that have its mesh axes.",
+)
+BATCH = flags.DEFINE_list(
+    "search_batch", [], "Global batches to choose from; default: the configured one."
+)
+MICROBATCHES = flags.DEFINE_list(
+    "search_microbatches",
+    [],
+    "Counts of microbatches for pipelines to choose from; default: the configured one "
+    "and powers of two, 1 to 16 a stage.",
+)
+BUDGET = flags.DEFINE_integer(
+    "search_budget", 16, "Candidates to compile at most.", lower_bound=1
+)
+JOBS = flags.DEFINE_integer(
+    "search_jobs", 2, "Compilers at once; each takes some 2 GB.", lower_bound=1
+)
+OUTPUT = flags.DEFINE_string(
+    "search_output", "winner.gin", "Where to write the best candidate."
+)
+OVERWRITE = flags.DEFINE_bool(
+    "overwrite", False, "Write --search_output even if it is there."
+)
+CACHE_DIR = flags.DEFINE_string(
+    "cache_dir",
+    None,
+    "What was compiled before; default: meshwright/plans in the user's cache.",
+)
+
+OPTIONS = (
+    PLANS,
+    BATCH,
+    MICROBATCHES,
+    BUDGET,
+    JOBS,
+    OUTPUT,
+    OVERWRITE,
+    CACHE_DIR,
+)
+"""Flags that say how to search."""

@@ -1,0 +1,53 @@
+"""The flags of meshwright-train."""
+
+from __future__ import annotations
+
+from absl import flags
+
+MODEL_DIR = flags.DEFINE_string(
+    "model_dir", None, "Folder of checkpoints and TensorBoard events."
+)
+MODE = flags.DEFINE_enum(
+    "mode", "train_and_eval", ["train", "eval", "train_and_eval"], "What to do."
+)
+PLATFORM = flags.DEFINE_enum(
+    "platform", "cpu", ["cpu", "cuda", "tpu"], "Which devices to run on."
+)
+PROFILE_STEPS = flags.DEFINE_list(
+    "profile_steps", None, "FIRST,LAST step to trace into model_dir, for xprof."
+)
+STANDSTILL = flags.DEFINE_float(
+    "standstill_seconds",
+    60.0,
+    "Seconds of CPU devices waiting for each other, while none of XLA's threads runs, "
+    "after which the process says so and ends; 0: never.",
+    lower_bound=0,
+)
+STOPPED_STATUS = flags.DEFINE_integer(
+    "stopped_status",
+    0,
+    "Exit status of a training that SIGTERM stopped before its last step; one that is "
+    "not 0 makes schedulers start it again that leave alone what succeeded.",
+    lower_bound=0,
+    upper_bound=255,
+)
+
+
+def profile_steps() -> tuple[int, int] | None:
+    """First and last step to trace, None for none.
+
+    Raises:
+      ValueError: the flag has no two step numbers.
+    """
+    if not PROFILE_STEPS.value:
+        return None
+    try:
+        first, last = (int(step) for step in PROFILE_STEPS.value)
+    except ValueError:
+        first, last = 1, 0
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"--profile_steps={','.join(PROFILE_STEPS.value)} must be FIRST,LAST: two "
+            "step numbers, from 1"
+        )
+    return first, last

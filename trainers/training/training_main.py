@@ -1,0 +1,114 @@
+"""What meshwright-train does once TensorFlow is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import signal
+import sys
+import time
+
+from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.framework.compiler.xla.processes import (
+    check_takes_part,
+    is_first_process,
+)
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.trainers import cli
+from meshwright.trainers.checkpoints.checkpoints import CheckpointError
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.processes import processes
+from meshwright.trainers.processes.peers import PeerError, Peers
+from meshwright.trainers.startup import train_flags
+from meshwright.trainers.training import evaluation, loop
+
+
+def _start() -> tuple[processes.Membership | None]:
+    return (processes.start(train_flags.PLATFORM.value),)
+
+
+def _run(
+    experiment: Experiment,
+    config_text: str,
+    membership: processes.Membership | None,
+) -> int | None:
+    run = loop.Run(
+        model_dir=train_flags.MODEL_DIR.value,
+        config=config_text,
+        evaluate=train_flags.MODE.value == "train_and_eval",
+        profile_steps=train_flags.profile_steps(),
+    )
+    count = membership.group.count if membership else 1
+    devices = _devices_each(experiment.plan.mesh, count)
+    mode, platform = train_flags.MODE.value, train_flags.PLATFORM.value
+    settings = "\n".join([mode, platform, run.model_dir, config_text])
+    with processes.together(membership, settings) as peers:
+        still = train_flags.STANDSTILL.value or None
+        set_platform(platform, devices, standstill_seconds=still)
+        check_takes_part(experiment.plan.mesh)
+        processes.check_shared(run.model_dir)
+        return _train_or_evaluate(experiment, run, peers)
+
+
+def _train_or_evaluate(
+    experiment: Experiment, run: loop.Run, peers: Peers | None
+) -> int | None:
+    if train_flags.MODE.value == "eval":
+        loop.check_is_saved(run)
+    programs = StepPrograms(experiment)
+    said = sys.stdout if is_first_process() else io.StringIO()
+    with contextlib.redirect_stdout(said):
+        mesh = experiment.plan.mesh
+        print(f"Mesh: {mesh} ({experiment.partitioner.value}). Logs: {run.model_dir}")
+        for name, value in experiment.task.describe_data().items():
+            number = f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+            print(f"  {name}: {number}")
+        sys.stdout.flush()
+        if train_flags.MODE.value == "eval":
+            found = loop.evaluate_latest(programs, run, peers)
+            if found is None:
+                print("Stopped by a signal before the end of the evaluation.")
+                return cli.INTERRUPTED
+            print("Held-out:", evaluation.format_metrics(found))
+            return None
+        start = time.time()
+        result = loop.train_and_evaluate(programs, run, peers)
+        _print_result(result, time.time() - start)
+    if result.stop == signal.SIGINT:
+        return cli.INTERRUPTED
+    is_done = result.stop is None or result.step >= experiment.num_steps
+    return None if is_done else train_flags.STOPPED_STATUS.value
+
+
+def _print_result(result: loop.TrainResult, seconds: float) -> None:
+    how = "Trained"
+    if result.stop is not None:
+        saved = "saved training" if result.step else "no training"
+        how = f"Stopped by {signal.Signals(result.stop).name}: {saved}"
+    print(f"{how} to step {result.step} in {seconds:.0f} s.")
+    if result.step in result.losses:
+        print(f"Training loss: {result.losses[result.step]:.4f} nats")
+    if result.evaluation and result.stop is None:
+        print("Held-out:", evaluation.format_metrics(result.evaluation))
+    model_dir = train_flags.MODEL_DIR.value
+    print(f"Logs and checkpoints: {model_dir}\n  tensorboard --logdir {model_dir}")
+
+
+def _devices_each(mesh: DeviceMesh, processes: int) -> int | None:
+    """Virtual devices of each process; None: the platform brings its own."""
+    if cli.DEVICE_COUNT.value or train_flags.PLATFORM.value != "cpu":
+        return cli.DEVICE_COUNT.value
+    if mesh.size % processes:
+        raise ValueError(
+            f"{processes} processes cannot share the {mesh.size} devices of the mesh "
+            f"({mesh}) evenly: change --num_processes or the mesh's shape"
+        )
+    return mesh.size // processes
+
+
+COMMAND = cli.Command(
+    run=_run,
+    errors=(CheckpointError, PeerError, loop.TrainingError, ImportError),
+    start=_start,
+)
