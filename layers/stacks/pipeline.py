@@ -173,20 +173,6 @@ class Pipeline(Layer):
         """Weights, or anything else by stage and layer, as the `Repeat` has them."""
         return theta.map(functools.partial(_by_layer, repeats=self.num_repeats))
 
-    def staged_weights(self, theta: NestedMap) -> NestedMap:
-        """The way back: a `Repeat`'s weights, or the like, by stage and layer."""
-
-        def staged(stack):
-            rest = stack.shape[1:]
-            in_a_row = self.layers_of_stage // self.num_repeats
-            lead = [self.num_repeats, self.num_stages, in_a_row]
-            stack = tf.reshape(stack, [*lead, *rest])
-            order = [1, 0, 2, *range(3, stack.shape.rank)]
-            lead = [self.num_stages, self.layers_of_stage]
-            return tf.reshape(tf.transpose(stack, order), [*lead, *rest])
-
-        return theta.map(staged)
-
 
 def _by_layer(stack: tf.Tensor, *, repeats: int) -> tf.Tensor:
     """[L, Q, ...] in the order of layer numbers, [L * Q, ...]."""

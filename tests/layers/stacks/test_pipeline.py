@@ -31,6 +31,7 @@ from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.stages import StageMode
 from meshwright.layers.transformer import transformer_layer
+from tests.layers.stacks.staged import by_stage
 
 B, S, M, H, LAYERS = 12, 2, 8, 8, 8
 RNG = np.random.default_rng(0)
@@ -165,7 +166,7 @@ def compiled(layer, plan, partitioner=Partitioner.SHARDY):
 
 
 def assert_parity(layer, program):
-    theta = layer.staged_weights(plain_theta()).map(lambda t: t.numpy())
+    theta = by_stage(layer, plain_theta()).map(lambda t: t.numpy())
     got = program.unshard(program(theta, INPUTS))
     got.theta = layer.plain_weights(got.theta.map(tf.constant))
     for path, want in wanted(layer.num_microbatches).items_by_path():
@@ -231,7 +232,7 @@ def test_evaluates_what_it_trains():
 
         return outputs
 
-    theta = layer.staged_weights(plain_theta())
+    theta = by_stage(layer, plain_theta())
     inputs = INPUTS.map(tf.constant)
     got, want = (run(mode)(theta, inputs) for mode in (Mode.EVAL, Mode.TRAIN))
     for path, value in want.items_by_path():
@@ -244,7 +245,7 @@ def test_statistics_of_bubbles_do_not_count():
     layer = pipeline(8, 1)
     want = wanted(1).theta.average
     ctx = Context(mode=Mode.TRAIN, key=key(), path="stack")
-    theta = layer.staged_weights(plain_theta())
+    theta = by_stage(layer, plain_theta())
     run = lambda theta, inputs: layer.fprop(ctx, theta, **inputs)  # noqa: E731
     found = outputs_and_gradients(run, theta, INPUTS.map(tf.constant)).theta
     got = layer.plain_weights(found).average
@@ -355,7 +356,7 @@ def test_decodes_token_by_token_as_its_stack():
     theta = initialize(stack.weights(), key())
     x = tf.constant(INPUTS.x)
     want = stack.fprop(Context(), theta, x)
-    staged = layer.staged_weights(theta)
+    staged = by_stage(layer, theta)
     np.testing.assert_allclose(layer.fprop(Context(), staged, x), want, atol=1e-5)
     cache = layer.init_cache(Context(), B, S)
     for i in range(S):

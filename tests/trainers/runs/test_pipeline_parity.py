@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.stacks.pipeline import Pipeline
+from tests.layers.stacks.staged import by_stage
 from tests.trainers.parity import (
     Trained,
     initial_state,
@@ -60,7 +61,7 @@ def staged(layer: Pipeline, start: NestedMap) -> NestedMap:
     def one(path, value):
         if ".stack." not in f".{path}.":
             return value
-        return layer.staged_weights(NestedMap(x=tf.constant(value))).x.numpy()
+        return by_stage(layer, NestedMap(x=tf.constant(value))).x.numpy()
 
     return start.map_with_path(one)
 
