@@ -24,6 +24,8 @@ _TAGGED = re.compile(r"saved\.(?P<name>\w+)\.(_\d+)?")
 _VIEWS = frozenset(
     {"Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze", "Unpack", "SplitV"}
 )
+# Ops that read nothing of a tensor but its shape, which is known before it is there.
+_STATIC = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
 
 
 @gin.constants_from_enum
@@ -85,12 +87,14 @@ class SplitFunction:
         [*input gradients, *weight gradients, *shared gradients].
       outputs: what `forward` returns first.
       saved: what it returns then.
+      reads: of inputs and saved tensors, which ones `backward` needs the values of.
     """
 
     forward: Callable[..., Sequence[tf.Tensor]]
     backward: Callable[..., Sequence[tf.Tensor]]
     outputs: tuple[Saved, ...]
     saved: tuple[Saved, ...]
+    reads: tuple[bool, ...]
 
 
 def split_function(
@@ -141,7 +145,8 @@ def split_function(
     ends = (len(inputs), len(inputs) + len(weights), n)
     saved = _cut(wrapped.graph, parts, ends, recompute, names)
     forward = wrapped.prune(args, [*outputs, *saved])
-    backward = wrapped.prune([*args, *saved, *parts["cotangents"]], parts["gradients"])
+    taken = [*args, *saved]
+    backward = wrapped.prune([*taken, *parts["cotangents"]], parts["gradients"])
     for part in (forward, backward):
         note_original(part.graph, wrapped)
     return SplitFunction(
@@ -149,6 +154,17 @@ def split_function(
         backward=_flat_call(backward),
         outputs=tuple(_saved(y) for y in outputs),
         saved=tuple(_saved(t) for t in saved),
+        reads=_reads(backward, [*range(len(inputs)), *range(len(args), len(taken))]),
+    )
+
+
+def _reads(function, numbers: Sequence[int]) -> tuple[bool, ...]:
+    """Whether a pruned function needs the values of its arguments of these numbers."""
+    returned = {t.ref() for t in function.outputs}
+    return tuple(
+        argument.ref() in returned
+        or any(op.type not in _STATIC for op in argument.consumers())
+        for argument in (function.inputs[number] for number in numbers)
     )
 
 

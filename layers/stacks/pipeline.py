@@ -35,6 +35,8 @@ from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.stacked_body import (
     Constants,
+    SavedForBackward,
+    SavedStack,
     StackedBody,
     check_stacked,
     divide,
@@ -137,13 +139,11 @@ class Pipeline(Layer):
         """
         if tf.nest.flatten(x)[0].shape[0] is None:  # Of any size: not to be divided.
             return self.stack.fprop(ctx, self.plain_weights(theta), x, **constants)
-        run = _Run(self, ctx, theta, x, constants)
+        check_stacked(ctx, self.weights(), theta)
+        run = _Run(self, ctx, x, constants)
         run.microbatches.check_split()
-        flat = [
-            *run.microbatches.divide(tf.nest.flatten(x)),
-            *theta.leaves(),
-            *run.shared,
-        ]
+        inputs = run.microbatches.divide(tf.nest.flatten(x))
+        flat = [*inputs, *theta.leaves(), *run.shared]
         if ctx.mode is Mode.EVAL:
             outputs = run.forward(flat, keep=False)[0]
         else:
@@ -173,6 +173,21 @@ class Pipeline(Layer):
         """Weights, or anything else by stage and layer, as the `Repeat` has them."""
         return theta.map(functools.partial(_by_layer, repeats=self.num_repeats))
 
+    def saved(self, ctx: Context, x: Any, **constants: Any) -> SavedForBackward:
+        """See `Repeat.saved`; with the gradients of the microbatches' inputs.
+
+        What each stage keeps in every iteration is kept in bubbles too.
+        """
+        run = _Run(self, ctx, x, constants)
+        each = self.schedule.iterations * run.in_a_row
+        kept = [(tensor, each) for tensor in run.body.read]
+        kept += [(tensor, self.schedule.slots) for tensor in run.body.outputs]
+        staged = {"stages": self.num_stages, "stage_axes": run.stages.axes}
+        return SavedForBackward(
+            stacks=tuple(SavedStack(tensor=t, count=n, **staged) for t, n in kept),
+            result=run.body.result_specs(specs_of(x), self.stack.count),
+        )
+
 
 def _by_layer(stack: tf.Tensor, *, repeats: int) -> tf.Tensor:
     """[L, Q, ...] in the order of layer numbers, [L * Q, ...]."""
@@ -189,8 +204,7 @@ class _Run:
     is [*x, by microbatch, *aux, by stage and layer].
     """
 
-    def __init__(self, pipeline: Pipeline, ctx: Context, theta, x, constants):
-        check_stacked(ctx, pipeline.weights(), theta)
+    def __init__(self, pipeline: Pipeline, ctx: Context, x, constants):
         self.pipeline, self.ctx, self.schedule = pipeline, ctx, pipeline.schedule
         self.stages = Stages(
             mesh=ctx.plan.mesh,
@@ -467,7 +481,7 @@ class _Run:
             self.stages.annotate(
                 tf.zeros([*lead, *saved.spec.shape], saved.spec.dtype), saved, before=1
             )
-            for saved in (*self.body.outputs, *self.split.saved)
+            for saved in self.body.kept
         ]
 
     def _zero_stacks(self) -> list[tf.Tensor]:

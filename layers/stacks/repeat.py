@@ -31,6 +31,8 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.layers.stacks.stacked_body import (
     Constants,
+    SavedForBackward,
+    SavedStack,
     StackedBody,
     check_depth,
     check_saved_names,
@@ -113,7 +115,8 @@ class Repeat(Layer):
           ValueError: weights are not stacked L times; the body's output is not like its
             input.
         """
-        stack = _Stack(self, ctx, theta, x, constants)
+        check_stacked(ctx, self.weights(), theta)
+        stack = _Stack(self, ctx, x, constants)
         flat = [*tf.nest.flatten(x), *theta.leaves(), *stack.shared]
         if ctx.mode is Mode.EVAL:
             outputs = stack.evaluate(flat)
@@ -123,6 +126,25 @@ class Repeat(Layer):
             outputs = tf.custom_gradient(stack.unrolled)(*flat)
         x, aux = divide(tf.nest.flatten(outputs), [stack.body.counts[0]])
         return stack.body.result(x, aux)
+
+    def saved(self, ctx: Context, x: Any, **constants: Any) -> SavedForBackward:
+        """What `fprop` keeps for the backward pass, found by tracing one layer.
+
+        Args:
+          ctx: as for `fprop`, in training.
+          x: the same, of which only shapes and dtypes matter.
+          **constants: the same.
+
+        Raises:
+          ValueError: the body's output is not like its input.
+        """
+        body = _Stack(self, ctx, x, constants).body
+        return SavedForBackward(
+            stacks=tuple(
+                SavedStack(tensor=tensor, count=self.count) for tensor in body.read
+            ),
+            result=body.result_specs(specs_of(x), self.count),
+        )
 
     def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
         """The body's, stacked along a leading dim L."""
@@ -206,8 +228,7 @@ class _Stack:
     [*x leaves, *aux leaves of all layers, stacked].
     """
 
-    def __init__(self, repeat: Repeat, ctx: Context, theta, x, constants):
-        check_stacked(ctx, repeat.weights(), theta)
+    def __init__(self, repeat: Repeat, ctx: Context, x, constants):
         self.repeat = repeat
         self.ctx = ctx
         self.count = repeat.count
@@ -264,7 +285,6 @@ class _Stack:
         """Outputs and gradient function, both with a loop inside."""
         x, stacks, shared = self._divide(flat)
         n, a = len(x), len(self.body.aux)
-        kept = [*self.body.outputs, *self.split.saved]
 
         def body(i, *state):
             x, aux_stores, stores = divide(state, [n, a])
@@ -275,7 +295,7 @@ class _Stack:
             stores = _writes(stores, [*x, *saved], i)
             return [i + 1, *self._annotated(y), *aux_stores, *stores]
 
-        stores = [_store(saved, self.count) for saved in kept]
+        stores = [_store(saved, self.count) for saved in self.body.kept]
         final = self._while(body, [*x, *self._aux_stores(), *stores])
         stores = final[n + a :]
 

@@ -23,6 +23,37 @@ from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedStack:
+    """A tensor that a stack keeps of each layer until the backward pass reads it.
+
+    Args:
+      tensor: that of one layer; in a pipeline of one stage and microbatch.
+      count: how many of them there are; in a pipeline in each stage.
+      stages: L of a pipeline, else 1.
+      stage_axes: the mesh axes that split the stages.
+    """
+
+    tensor: Saved
+    count: int
+    stages: int = 1
+    stage_axes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedForBackward:
+    """What a stack keeps in memory from its forward to its backward pass.
+
+    Args:
+      stacks: the tensors; compilers take out again those that nothing reads, and they
+        are not among these.
+      result: nest of specs of what `fprop` returns.
+    """
+
+    stacks: tuple[SavedStack, ...]
+    result: Any
+
+
 class Constants:
     """What every layer of a stack gets unchanged: nests of tensors by name.
 
@@ -126,6 +157,17 @@ class StackedBody:
         return list(self.split.outputs[: self.counts[0]])
 
     @property
+    def kept(self) -> list[Saved]:
+        """What a loop keeps of each layer: its input, like its output, and `saved`."""
+        return [*self.outputs, *self.split.saved]
+
+    @property
+    def read(self) -> list[Saved]:
+        """Those of `kept` that the backward part needs."""
+        pairs = zip(self.kept, self.split.reads, strict=True)
+        return [saved for saved, is_read in pairs if is_read]
+
+    @property
     def aux(self) -> list[tf.TensorSpec]:
         """Of the leaves of `aux`."""
         return [saved.spec for saved in self.split.outputs[self.counts[0] :]]
@@ -139,6 +181,11 @@ class StackedBody:
         """Leaves of x, of aux, and saved tensors, of what `split.forward` gives."""
         x, aux, saved = divide(flat, [self.counts[0], len(self.aux)])
         return x, aux, saved
+
+    def result_specs(self, x: Any, count: int) -> Any:
+        """Of what a stack of `count` layers returns, given the specs of its input."""
+        aux = [tf.TensorSpec([count, *spec.shape], spec.dtype) for spec in self.aux]
+        return self.result(tf.nest.flatten(x), aux)
 
     def result(self, x: Sequence[tf.Tensor], aux: Sequence[tf.Tensor]) -> Any:
         """What the stack returns, of its last layer's x and of all layers' aux."""

@@ -172,6 +172,22 @@ def test_what_is_saved():
     assert saved_shapes(cut(names_an_input, Recompute.ALL_BUT_NAMED)) == [hidden]
 
 
+def test_which_values_the_backward_part_reads():
+    """It needs no output of the last product, and of what is added only the shape."""
+
+    def body(x, z, w_in, w_out, mask):
+        h = save_name(tf.nn.relu(tf.matmul(x, w_in)), "hidden")
+        return [z + save_name(tf.matmul(h, w_out) * mask, "out")]
+
+    split = split_function(
+        body,
+        *map(specs, ([X, Z], [W_IN, W_OUT], [MASK])),
+        recompute=Recompute.ALL_BUT_NAMED,
+        names=("hidden", "out"),
+    )
+    assert split.reads == (True, False, True, False)
+
+
 @pytest.mark.parametrize("name", ["hidden", "h", "w_1", "layer2", "_x", "Q"])
 def test_names_may_be_any_identifiers_and_name_several_tensors(name):
     def body(x, w_in, w_out, mask):

@@ -240,6 +240,22 @@ def test_evaluates_what_it_trains():
         np.testing.assert_allclose(found, value, rtol=1e-6, err_msg=path)
 
 
+def test_says_what_it_saves():
+    """In every iteration, bubbles too; and the gradients of its input."""
+    layer, split = pipeline(2, 3, 2, **SAVED), plan(2, 2, 2)
+    ctx = Context(plan=split, mode=Mode.TRAIN, key=key(), path="stack")
+    with tf.Graph().as_default():
+        saved = layer.saved(ctx, **INPUTS.map(tf.constant))
+    rows = B // 3
+    each = layer.schedule.iterations * layer.layers_of_stage // 2
+    kept = [(rows, S, M, each), (rows, S, H, each), (rows, S, M, layer.schedule.slots)]
+    assert [(*one.tensor.spec.shape, one.count) for one in saved.stacks] == kept
+    assert {(one.stages, one.stage_axes) for one in saved.stacks} == {(2, ("stage",))}
+    by_layer = tf.TensorSpec([LAYERS])
+    aux = NestedMap(loss=by_layer, sums=NestedMap(tokens=by_layer))
+    assert saved.result == NestedMap(x=tf.TensorSpec(INPUTS.x.shape), aux=aux)
+
+
 def test_statistics_of_bubbles_do_not_count():
     """In most iterations of this one most stages have no microbatch."""
     layer = pipeline(8, 1)

@@ -406,6 +406,25 @@ def test_evaluation_saves_nothing(unroll):
     assert_close(np.asarray(program(*args)), want(*args_in).numpy())
 
 
+@pytest.mark.parametrize(
+    ("recompute", "kept"),
+    [
+        (Recompute.EVERYTHING, [(B, S, M)]),
+        (Recompute.ALL_BUT_NAMED, [(B, S, M), (B, S, H)]),
+    ],
+)
+@over_unroll
+def test_says_what_it_saves(recompute, kept, unroll):
+    layer = repeat(recompute=recompute, unroll=unroll)
+    ctx = Context(plan=plan_of((2, 4)), mode=Mode.TRAIN, key=KEY)
+    with tf.Graph().as_default():
+        saved = layer.saved(ctx, tf.TensorSpec(X.shape), mask=tf.constant(MASK))
+    assert [tuple(one.tensor.spec.shape) for one in saved.stacks] == kept
+    assert all(one.tensor.sharding for one in saved.stacks)
+    assert {(one.count, one.stages) for one in saved.stacks} == {(layer.count, 1)}
+    assert saved.result == tf.TensorSpec(X.shape)
+
+
 def test_no_key_is_needed_where_nothing_is_random():
     def fn(theta, x, mask):
         return repeat().fprop(Context(), theta, x, mask=mask, extra=None)
