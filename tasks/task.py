@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.input.batched_input import BatchedInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,8 @@ class Decoding:
 class Task:
     """Base of tasks: subclass as a frozen, keyword-only dataclass.
 
-    Everything but `train_batches` and `eval_batches` is abstract and cheap, so that a
-    task can be planned without its data.
+    Reading batches aside, everything is cheap, so that a task can be planned without
+    its data.
     """
 
     def weights(self) -> NestedMap:
@@ -67,9 +68,14 @@ class Task:
         """Matrices to show as pictures: how much of a row falls on each column."""
         return {}
 
-    def batch_spec(self, global_batch: int) -> NestedMap:
+    @property
+    def input(self) -> BatchedInput:
+        """Where batches come from."""
+        raise NotImplementedError(f"{type(self).__name__}.input")
+
+    def batch_spec(self, global_batch: int | None) -> NestedMap:
         """Nested map of `tf.TensorSpec`: one batch over all devices."""
-        raise NotImplementedError(f"{type(self).__name__}.batch_spec")
+        return self.input.element_spec(global_batch)
 
     def batch_dims(self) -> NestedMap:
         """For each leaf of a batch its logical dim names, for the sharding plan."""
@@ -78,24 +84,27 @@ class Task:
     def train_batches(
         self, start_step: int, *, global_batch: int, rows: range
     ) -> tf.data.Dataset:
-        """Training batches from `start_step` on, without end.
-
-        An element is a mapping like `batch_spec`, of the rows asked for. The state of
-        the input is the step number alone: starting anew at a step gives the batches
-        that going on would have given.
-
-        Args:
-          start_step: the first step to give a batch for.
-          global_batch: rows of a batch over all processes.
-          rows: the rows that this process reads.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.train_batches")
+        """Endless training batches like `batch_spec`; see `BatchedInput`."""
+        return self._like_spec(
+            self.input.train_batches(start_step, global_batch=global_batch, rows=rows)
+        )
 
     def eval_batches(
         self, *, global_batch: int, rows: range, max_batches: int | None = None
     ) -> tf.data.Dataset:
         """Held-out batches, each example once, the last one filled up with weight 0."""
-        raise NotImplementedError(f"{type(self).__name__}.eval_batches")
+        return self._like_spec(
+            self.input.held_out_batches(
+                global_batch=global_batch, rows=rows, max_batches=max_batches
+            )
+        )
+
+    def _like_spec(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """Batches without what the model does not read."""
+        names = self.batch_spec(None).keys()
+        if batches.element_spec.keys() == names:
+            return batches
+        return batches.map(lambda batch: NestedMap({n: batch[n] for n in names}))
 
     def decodes(self) -> bool:
         """Whether the task says something, such as a translation, of held-out examples.

@@ -17,8 +17,8 @@ from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolutions.resnet import ResNet
 from meshwright.tasks.images.image_input import CHANNELS, UNLABELLED, ImageInput
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import Task, TaskLoss
-from meshwright.tasks.text.text_input import Split
 
 # What of the input training batches follow from, beside the pictures.
 _DRAWN_BY = ("size", "area", "aspect", "mirrored", "seed")
@@ -107,26 +107,13 @@ class ImageClassification(Task):
         names["top_5"] = "among_five"
         return {name: float(sums[key]) / pictures for name, key in names.items()}
 
-    def batch_spec(self, global_batch: int) -> NestedMap:
-        return self.pictures.element_spec(global_batch)
+    @property
+    def input(self) -> ImageInput:
+        return self.pictures
 
     def batch_dims(self) -> NestedMap:
         image = ("batch", "height", "width", "channels")
         return NestedMap(image=image, label=("batch",))
-
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        return self.pictures.train_batches(
-            start_step, global_batch=global_batch, rows=rows
-        )
-
-    def eval_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        return self.pictures.held_out_batches(
-            global_batch=global_batch, rows=rows, max_batches=max_batches
-        )
 
     def describe_data(self) -> dict[str, float]:
         return {

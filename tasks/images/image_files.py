@@ -8,13 +8,14 @@ import functools
 import glob
 import hashlib
 import os
+from typing import Protocol, runtime_checkable
 
 import gin
 import numpy as np
 import tensorflow as tf
 
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.input.record_files import find_records, read_record
-from meshwright.tasks.text.text_input import Split
 
 # Files whose lengths are read at a time: it is their disks that take the time.
 _FILES_AT_A_TIME = 16
@@ -97,6 +98,14 @@ class Records:
         digest.update(self.first.tobytes())
         digest.update(self.sizes.tobytes())
         return digest.hexdigest()
+
+
+@runtime_checkable
+class PictureFiles(Protocol):
+    """What has labelled pictures, such as `ImageFiles` or `SyntheticImages`."""
+
+    def records(self, split: Split) -> Records:
+        """The pictures of a split."""
 
 
 @gin.register

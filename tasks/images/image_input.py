@@ -12,7 +12,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import gin
 import numpy as np
@@ -20,13 +19,9 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.nested_map import NestedMap
-from meshwright.tasks.images.image_files import Picture, Records, reason
-from meshwright.tasks.text.text_input import (
-    Split,
-    held_out_steps,
-    places,
-    shuffled_examples,
-)
+from meshwright.tasks.images.image_files import Picture, PictureFiles, Records, reason
+from meshwright.tasks.input.batched_input import BatchedInput, read_ahead
+from meshwright.tasks.input.example_order import BatchRows, Split, shuffled_examples
 
 CHANNELS = 3
 """Red, green and blue."""
@@ -44,7 +39,7 @@ Part = tuple[int, int, int, int]
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageInput:
+class ImageInput(BatchedInput):
     """Batches of pictures. Making one does not touch the file system.
 
     A batch is a nested map of tensors:
@@ -52,7 +47,7 @@ class ImageInput:
       label: int32 [rows], in [0, num_classes), or `UNLABELLED`.
 
     Args:
-      files: what has pictures, by `records(split)`: `ImageFiles` or `SyntheticImages`.
+      files: what has pictures: `ImageFiles` or `SyntheticImages`.
       size: H and W.
       num_classes: labels in files are from 1 to this.
       area: least and largest share of a picture that is trained on (Szegedy et al.
@@ -66,7 +61,7 @@ class ImageInput:
       ValueError: a number out of range, or no two ascending ones.
     """
 
-    files: Any
+    files: PictureFiles
     size: int
     num_classes: int
     area: Sequence[float] = (0.08, 1.0)
@@ -91,8 +86,7 @@ class ImageInput:
                 )
             object.__setattr__(self, name, tuple(given))
 
-    def element_spec(self, batch: int) -> NestedMap:
-        """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
+    def element_spec(self, batch: int | None) -> NestedMap:
         image = [batch, self.size, self.size, CHANNELS]
         return NestedMap(
             image=tf.TensorSpec(image, tf.uint8),
@@ -103,41 +97,25 @@ class ImageInput:
         """The pictures of a split; raises as `ImageFiles.records`."""
         return self.files.records(split)
 
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        """Endless batches from `start_step` on.
-
-        Args:
-          start_step: number of the first batch.
-          global_batch: rows of a step, over all processes.
-          rows: which of them to read here; processes may read the same ones.
-        """
-        records, place = self.records(Split.TRAIN), places(global_batch, rows)
+    def read_train(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
+        records = self.records(Split.TRAIN)
 
         def numbered(step):
-            at = place(step)
-            drawn = shuffled_examples(at, count=len(records), seed=self.seed)
-            return at, drawn % len(records)
+            index = rows.indices(step)
+            drawn = shuffled_examples(index, count=len(records), seed=self.seed)
+            return index, drawn % len(records)
 
-        def read(place: np.int64, number: np.int64):
+        def read(index: np.int64, number: np.int64):
             picture = records.picture(number)
-            return self._drawn(picture, int(place)), self._label(picture)
+            return self._drawn(picture, int(index)), self._label(picture)
 
-        steps = tf.data.Dataset.range(start_step, tf.int64.max)
         return self._dataset(steps.map(numbered), read, len(rows))
 
-    def held_out_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        """One pass over the held-out pictures, in order; rows without one fill it up.
+    def held_out_rows(self, global_batch: int) -> int:
+        return len(self.records(Split.HELD_OUT))
 
-        Args:
-          global_batch: rows of a step, over all processes.
-          rows: which of them to read here.
-          max_batches: read so many at most, spread evenly over all.
-        """
-        records, place = self.records(Split.HELD_OUT), places(global_batch, rows)
+    def read_held_out(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
+        records = self.records(Split.HELD_OUT)
 
         def read(number: np.int64):
             if number >= len(records):
@@ -147,8 +125,7 @@ class ImageInput:
             part = _middle(_size(picture), self.middle)
             return self._part(picture, part), self._label(picture)
 
-        steps = held_out_steps(len(records), global_batch, max_batches)
-        return self._dataset(steps.map(place), read, len(rows))
+        return self._dataset(steps.map(rows.indices), read, len(rows))
 
     def _dataset(
         self, numbers: tf.data.Dataset, read: Callable, rows: int
@@ -164,13 +141,11 @@ class ImageInput:
                 label=tf.ensure_shape(label, []),
             )
 
-        options = tf.data.Options()
-        options.autotune.enabled = False  # See `text_dataset`.
         pictures = numbers.unbatch().map(
             row, num_parallel_calls=os.cpu_count(), deterministic=True
         )
         batches = pictures.batch(rows, drop_remainder=True)
-        return batches.prefetch(_READY_BATCHES).with_options(options)
+        return read_ahead(batches, _READY_BATCHES)
 
     def _label(self, picture: Picture) -> np.int32:
         if not 1 <= picture.label <= self.num_classes:
@@ -181,9 +156,9 @@ class ImageInput:
             )
         return np.int32(picture.label - 1)
 
-    def _drawn(self, picture: Picture, place: int) -> np.ndarray:
+    def _drawn(self, picture: Picture, index: int) -> np.ndarray:
         """A training picture, uint8 [H, W, 3]."""
-        rng = np.random.Generator(np.random.Philox(key=[self.seed, place]))
+        rng = np.random.Generator(np.random.Philox(key=[self.seed, index]))
         part = _random_part(rng, _size(picture), self.area, self.aspect)
         image = self._part(picture, part)
         return image[:, ::-1] if rng.random() < self.mirrored else image

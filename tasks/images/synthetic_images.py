@@ -16,7 +16,7 @@ from absl import logging
 from meshwright.framework.modeling.checks import check_number
 from meshwright.tasks.images.image_files import ImageFiles, Records
 from meshwright.tasks.input.atomic_files import atomic_write
-from meshwright.tasks.text.text_input import Split
+from meshwright.tasks.input.example_order import Split
 
 _SHAPES = ("disc", "square", "triangle", "cross")
 _TEXTURES = ("plain", "striped")

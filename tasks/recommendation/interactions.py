@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import pathlib
+from typing import Protocol, runtime_checkable
 
 import gin
 import numpy as np
@@ -103,6 +104,14 @@ class Interactions:
 
     def _pair(self, user: np.ndarray, item: np.ndarray) -> np.ndarray:
         return user.astype(np.int64) * self.item_count + item
+
+
+@runtime_checkable
+class InteractionFiles(Protocol):
+    """What has interactions, such as `RatingsFile` or `SyntheticInteractions`."""
+
+    def read(self) -> Interactions:
+        """All of them, the same ones each time."""
 
 
 @gin.register

@@ -146,8 +146,9 @@ class Recommendation(Task):
             f"ndcg@{self.top}": float(np.mean(gains)),
         }
 
-    def batch_spec(self, global_batch: int) -> NestedMap:
-        return self.data.element_spec(global_batch)
+    @property
+    def input(self) -> RecommendationInput:
+        return self.data
 
     def batch_dims(self) -> NestedMap:
         return self.batch_spec(1).map(lambda _: ("batch",))
@@ -156,13 +157,13 @@ class Recommendation(Task):
         self, start_step: int, *, global_batch: int, rows: range
     ) -> tf.data.Dataset:
         self._interactions()
-        return self.data.train_batches(start_step, global_batch=global_batch, rows=rows)
+        return super().train_batches(start_step, global_batch=global_batch, rows=rows)
 
     def eval_batches(
         self, *, global_batch: int, rows: range, max_batches: int | None = None
     ) -> tf.data.Dataset:
         self._interactions()
-        return self.data.held_out_batches(
+        return super().eval_batches(
             global_batch=global_batch, rows=rows, max_batches=max_batches
         )
 

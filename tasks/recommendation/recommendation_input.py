@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import gin
 import numpy as np
@@ -19,13 +18,13 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.nested_map import NestedMap
-from meshwright.tasks.recommendation.interactions import Interactions
-from meshwright.tasks.text.text_input import (
-    held_out_steps,
-    places,
-    shuffled_examples,
-    text_dataset,
+from meshwright.tasks.input.batched_input import (
+    BatchedInput,
+    pass_steps,
+    read_batches,
 )
+from meshwright.tasks.input.example_order import BatchRows, shuffled_examples
+from meshwright.tasks.recommendation.interactions import InteractionFiles, Interactions
 
 # So that a step and a user of the same number have other draws.
 _TRAINED, _HELD_OUT = 0, 1
@@ -33,7 +32,7 @@ _TRAINED, _HELD_OUT = 0, 1
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecommendationInput:
+class RecommendationInput(BatchedInput):
     """Batches of pairs. Making one does not touch the file system.
 
     A batch is a nested map of tensors [rows]:
@@ -43,7 +42,7 @@ class RecommendationInput:
       weight: float32, 1, and 0 in rows that fill up a batch.
 
     Args:
-      files: what `read()`s interactions: `RatingsFile` or `SyntheticInteractions`.
+      files: what has interactions: `RatingsFile` or `SyntheticInteractions`.
       negatives: N; each is an item that the user did not take in training.
       held_out_negatives: K, at least N; distinct items that the user never took, the
         same ones in every evaluation.
@@ -53,7 +52,7 @@ class RecommendationInput:
       ValueError: a number out of range.
     """
 
-    files: Any
+    files: InteractionFiles
     negatives: int = 4
     held_out_negatives: int = 99
     seed: int = 0
@@ -63,8 +62,7 @@ class RecommendationInput:
         check_number(self, "held_out_negatives", at_least=self.negatives)
         check_number(self, "seed", at_least=0)
 
-    def element_spec(self, batch: int) -> NestedMap:
-        """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
+    def element_spec(self, batch: int | None) -> NestedMap:
         ids, numbers = tf.TensorSpec([batch], tf.int32), tf.TensorSpec([batch])
         return NestedMap(user=ids, item=ids, label=numbers, weight=numbers)
 
@@ -94,20 +92,10 @@ class RecommendationInput:
             )
         return found
 
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        """Endless batches from `start_step` on, reached without reading those before.
-
-        Each epoch reads every pair once, and N negatives of its user, in random order.
-
-        Args:
-          start_step: number of the first batch.
-          global_batch: rows of a step, over all processes.
-          rows: which of them to read here; processes may read the same ones.
-        """
-        found, place = self.interactions(), places(global_batch, rows)
-        numbers, count = np.array(rows), len(found.user) * (1 + self.negatives)
+    def read_train(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
+        """Each epoch reads every pair once, and N negatives of its user, shuffled."""
+        found = self.interactions()
+        count = len(found.user) * (1 + self.negatives)
 
         def read(step: np.ndarray, example: np.ndarray):
             example, weight = _within(example, count)
@@ -117,28 +105,26 @@ class RecommendationInput:
             todo = np.flatnonzero(slot)
             while len(todo):
                 # All processes draw for all rows, and so the same ones.
-                draws = rng.integers(found.item_count, size=global_batch, dtype="int32")
-                item[todo] = draws[numbers[todo]]
+                draws = rng.integers(
+                    found.item_count, size=rows.global_batch, dtype="int32"
+                )
+                item[todo] = draws[rows.within[todo]]
                 todo = todo[found.are_trained_on(user[todo], item[todo])]
             return _rows(user, item, slot, weight)
 
         def batch(step):
-            example = shuffled_examples(place(step), count=count, seed=self.seed)
+            index = rows.indices(step)
+            example = shuffled_examples(index, count=count, seed=self.seed)
             return _tensors(read, [step, example], self.element_spec(len(rows)))
 
-        return text_dataset(tf.data.Dataset.range(start_step, tf.int64.max), batch)
+        return read_batches(steps, batch)
 
-    def held_out_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        """Each user's held-out item, and the first N of the K negatives, once.
+    def held_out_rows(self, global_batch: int) -> int:
+        return self.interactions().user_count * (1 + self.negatives)
 
-        Args:
-          global_batch: rows of a step, over all processes.
-          rows: which of them to read here.
-          max_batches: read so many at most, spread evenly over all.
-        """
-        found, place = self.interactions(), places(global_batch, rows)
+    def read_held_out(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
+        """Each user's held-out item, and the first N of the K negatives, once."""
+        found = self.interactions()
         count = found.user_count * (1 + self.negatives)
 
         def read(example: np.ndarray):
@@ -149,9 +135,9 @@ class RecommendationInput:
             return _rows(user, item, slot, weight)
 
         def batch(step):
-            return _tensors(read, [place(step)], self.element_spec(len(rows)))
+            return _tensors(read, [rows.indices(step)], self.element_spec(len(rows)))
 
-        return text_dataset(held_out_steps(count, global_batch, max_batches), batch)
+        return read_batches(steps, batch)
 
     def ranked_batches(
         self, *, global_batch: int, max_batches: int | None = None
@@ -166,7 +152,7 @@ class RecommendationInput:
           `user` int32 [B], -1 in rows that fill up a batch, and `ranked` int32
           [B, 1 + K]: the held-out item and K negatives.
         """
-        found, place = self.interactions(), places(global_batch, range(global_batch))
+        found, rows = self.interactions(), BatchRows(global_batch, range(global_batch))
 
         def read(number: np.ndarray):
             user, weight = _within(number, found.user_count)
@@ -174,10 +160,10 @@ class RecommendationInput:
             return NestedMap(user=np.where(weight > 0, user, -1), ranked=ranked)
 
         def batch(step):
-            return _tensors(read, [place(step)], self.ranked_spec(global_batch))
+            return _tensors(read, [rows.indices(step)], self.ranked_spec(global_batch))
 
-        steps = held_out_steps(found.user_count, global_batch, max_batches)
-        return text_dataset(steps, batch)
+        steps = pass_steps(found.user_count, global_batch, max_batches)
+        return read_batches(steps, batch)
 
     def _ranked(self, found: Interactions, users: np.ndarray) -> np.ndarray:
         """int32 [users, 1 + K]: the held-out item, and items that each never took."""

@@ -18,6 +18,8 @@ from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolutions.unet3d import UNet3D
+from meshwright.tasks.input.example_order import Split
+from meshwright.tasks.segmentation.patches import Patches
 from meshwright.tasks.segmentation.segmentation_input import (
     SegmentationInput,
     Size,
@@ -32,7 +34,6 @@ from meshwright.tasks.segmentation.segmentation_tiles import (
 from meshwright.tasks.segmentation.segmentation_views import views
 from meshwright.tasks.segmentation.volume_files import save
 from meshwright.tasks.task import Decoding, Task, TaskLoss
-from meshwright.tasks.text.text_input import Split
 
 # Of the sums that soft Dice divides: a class that is nowhere has none.
 _SMOOTH = 1.0
@@ -137,8 +138,8 @@ class Segmentation(Task):
         return True
 
     def decode_spec(self, global_batch: int) -> NestedMap:
-        """An image, and `tile`, its number in `SegmentationInput.tiles` or -1."""
-        spec = self.volumes.element_spec(global_batch, self.labelled)
+        """An image, and `tile`, its number in `Patches.tiles` or -1."""
+        spec = self.input.element_spec(global_batch)
         return NestedMap(image=spec.image, tile=tf.TensorSpec([global_batch], tf.int32))
 
     def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
@@ -161,11 +162,8 @@ class Segmentation(Task):
     def decode_batches(
         self, *, global_batch: int, max_batches: int | None = None
     ) -> Iterator[NestedMap]:
-        batches = self.volumes.held_out_batches(
-            global_batch=global_batch,
-            rows=range(global_batch),
-            labelled=self.labelled,
-            overlap=self.volumes.overlap,
+        batches = self.overlapping.held_out_batches(
+            global_batch=global_batch, rows=range(global_batch)
         )
         # The first ones, not spread evenly: tiles of whole volumes.
         for batch in batches.take(-1 if max_batches is None else max_batches):
@@ -179,15 +177,15 @@ class Segmentation(Task):
         The metrics are means over volumes of which all tiles were read; a class that
         is neither in a volume nor found in it has none there.
         """
-        given = self.volumes
-        tiles = given.tiles(self.labelled, given.overlap)
+        given, patches = self.volumes, self.overlapping
         cases = given.cases(Split.HELD_OUT)
         scores, shown = [], {}
 
         def size_of(number: int) -> Size:
-            return given.size(cases[number], self.labelled)
+            return patches.size(cases[number])
 
-        for one in segmented_volumes(tiles, self._answers(batches), size_of):
+        answers = self._answers(batches)
+        for one in segmented_volumes(patches.tiles(), answers, size_of):
             case = cases[one.case]
             volume = given.volume(case)
             path = str(folder / f"{case.name}.nii.gz")
@@ -209,40 +207,28 @@ class Segmentation(Task):
                 if tile >= 0:
                     yield int(tile), np.moveaxis(one, 0, -1)
 
-    def batch_spec(self, global_batch: int) -> NestedMap:
-        return self.volumes.element_spec(global_batch, self.labelled)
+    @property
+    def input(self) -> Patches:
+        return Patches(volumes=self.volumes, labelled=self.labelled)
+
+    @property
+    def overlapping(self) -> Patches:
+        """Patches that whole volumes are put together from."""
+        return dataclasses.replace(self.input, overlap=self.volumes.overlap)
 
     def batch_dims(self) -> NestedMap:
         dims = ("batch", "x", "y", "z")
         return NestedMap(image=(*dims, "channels"), label=dims)
 
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        return self.volumes.train_batches(
-            start_step, global_batch=global_batch, rows=rows, labelled=self.labelled
-        )
-
-    def eval_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        batches = self.volumes.held_out_batches(
-            global_batch=global_batch,
-            rows=rows,
-            labelled=self.labelled,
-            max_batches=max_batches,
-        )
-        return batches.map(lambda one: NestedMap(image=one.image, label=one.label))
-
     def describe_data(self) -> dict[str, float]:
         given = self.volumes
         for split in Split:
             for case in given.cases(split):
-                given.size(case, self.labelled)  # What headers tell, before training.
+                self.input.size(case)  # What headers tell, before training.
         return {
             "training volumes": len(given.cases(Split.TRAIN)),
             "held-out volumes": len(given.cases(Split.HELD_OUT)),
-            "tiles of held-out volumes": len(given.tiles(self.labelled, 0.0)),
+            "tiles of held-out volumes": len(self.input.tiles()),
         }
 
     def data_fingerprint(self) -> dict[str, str | int]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from meshwright.tasks.segmentation.segmentation_input import Size, Tile
+from meshwright.tasks.segmentation.patches import Tile
+from meshwright.tasks.segmentation.segmentation_input import Size
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

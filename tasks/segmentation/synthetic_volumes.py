@@ -16,9 +16,9 @@ from absl import logging
 
 from meshwright.framework.modeling.checks import check_number, check_value
 from meshwright.tasks.input.atomic_files import atomic_write
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.segmentation.nifti import libraries, write_nifti
 from meshwright.tasks.segmentation.volume_files import Case, VolumeFiles
-from meshwright.tasks.text.text_input import Split
 
 _CLASSES = ("background", "ellipsoid", "tube")
 # Mean intensity of each class; they are one contrast apart.

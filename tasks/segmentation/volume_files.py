@@ -16,12 +16,13 @@ import math
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import gin
 import numpy as np
 
 from meshwright.framework.modeling.checks import check_number, check_value
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.segmentation.nifti import (
     MOST_VOXELS,
     libraries,
@@ -30,7 +31,6 @@ from meshwright.tasks.segmentation.nifti import (
     stem,
     write_nifti,
 )
-from meshwright.tasks.text.text_input import Split
 
 # How far apart, in voxels, an image's corner and its label's may lie: what rounding of
 # headers explains, and no more.
@@ -50,6 +50,17 @@ class Case:
     name: str
     image: str
     label: str | None = None
+
+
+@runtime_checkable
+class SegmentationFiles(Protocol):
+    """What names labelled volumes, such as `VolumeFiles` or `SyntheticVolumes`."""
+
+    def read(self, split: Split) -> Sequence[Case]:
+        """The volumes of a split, the same ones in the same order each time."""
+
+    def classes(self) -> tuple[str, ...]:
+        """What each label value means: value i is the name at i."""
 
 
 @gin.register

@@ -18,8 +18,9 @@ from absl import logging
 
 from meshwright.framework.modeling.checks import check_number
 from meshwright.tasks.input.atomic_files import atomic_write
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.speech.speech_manifest import Manifest, Utterance
-from meshwright.tasks.text.text_input import Split, TextFiles
+from meshwright.tasks.text.text_input import TextFiles
 
 # Words that can be said, alone: what is spelt out or left out in speech, such as
 # digits, abbreviations, code and brackets, makes no sentence.

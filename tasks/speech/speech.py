@@ -18,6 +18,7 @@ from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.embedding import Softmax
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.speech.speech_audio import SpecAugment
 from meshwright.tasks.speech.speech_task import SpeechTask
 from meshwright.tasks.speech.speech_text import (
@@ -29,7 +30,6 @@ from meshwright.tasks.speech.speech_text import (
     samples,
 )
 from meshwright.tasks.task import Decoding, TaskLoss
-from meshwright.tasks.text.text_input import Split
 
 
 def ctc_loss(

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import gin
 import numpy as np
@@ -24,19 +23,22 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.input.batched_input import BatchedInput, read_batches
+from meshwright.tasks.input.example_order import (
+    BatchRows,
+    Split,
+    shuffled_examples,
+)
 from meshwright.tasks.speech.speech_audio import (
     LogMel,
     Normalization,
     read_wav,
     wav_length,
 )
-from meshwright.tasks.speech.speech_manifest import Utterance
-from meshwright.tasks.text.text_input import (
-    Split,
-    held_out_steps,
-    places,
-    shuffled_examples,
-    text_dataset,
+from meshwright.tasks.speech.speech_manifest import SpeechFiles, Utterance
+from meshwright.tasks.speech.speech_text import (
+    TrainedVocabulary,
+    TranscriptVocabulary,
 )
 
 # Utterances whose statistics stand for those of all.
@@ -78,7 +80,7 @@ class Utterances:
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeechInput:
+class SpeechInput(BatchedInput):
     """Batches of utterances. Making one does not touch the file system.
 
     A batch is a nested map of tensors:
@@ -88,7 +90,7 @@ class SpeechInput:
       label_counts: int32 [rows].
 
     Args:
-      files: what lists utterances, by `read(split)`: `Manifest` or `EspeakSpeech`.
+      files: what lists utterances: `Manifest` or `EspeakSpeech`.
       vocabulary: of transcripts: `CharacterVocabulary` or `SentencePieceVocabulary`.
       label_length: L.
       bucket_frames: the lengths that utterances are padded to, ascending; the last is
@@ -102,8 +104,8 @@ class SpeechInput:
       ValueError: a number out of range; buckets that do not ascend.
     """
 
-    files: Any
-    vocabulary: Any
+    files: SpeechFiles
+    vocabulary: TranscriptVocabulary
     label_length: int
     bucket_frames: Sequence[int]
     log_mel: LogMel = LogMel()
@@ -131,8 +133,7 @@ class SpeechInput:
         """T."""
         return self.bucket_frames[-1]
 
-    def element_spec(self, batch: int) -> NestedMap:
-        """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
+    def element_spec(self, batch: int | None) -> NestedMap:
         return NestedMap(
             features=tf.TensorSpec([batch, self.max_frames, self.log_mel.bins]),
             frames=tf.TensorSpec([batch], tf.int32),
@@ -140,7 +141,7 @@ class SpeechInput:
             label_counts=tf.TensorSpec([batch], tf.int32),
         )
 
-    def trained_vocabulary(self):
+    def trained_vocabulary(self) -> TrainedVocabulary:
         """The vocabulary of the training transcripts, trained once in a process."""
         return _vocabulary(self.files, self.vocabulary)
 
@@ -153,42 +154,25 @@ class SpeechInput:
         """
         return _utterances(self, split)
 
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        """Endless batches from `start_step` on, reached without reading those before.
-
-        Args:
-          start_step: number of the first batch.
-          global_batch: rows of a step, over all processes.
-          rows: which of them to read here; processes may read the same ones.
-        """
+    def read_train(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
+        """Batches have `utterance` too, as those of `read_held_out`."""
         found = self.utterances(Split.TRAIN)
-        order = BucketOrder.of(found.bounds, global_batch, self.seed)
-        place = places(global_batch, rows)(tf.constant(0, tf.int64))
-        steps = tf.data.Dataset.range(start_step, tf.int64.max)
-        return self._dataset(found, steps, lambda step: order.rows(step, place))
+        order = BucketOrder.of(found.bounds, rows.global_batch, self.seed)
+        within = tf.constant(rows.within)
+        return self._dataset(found, steps, lambda step: order.rows(step, within))
 
-    def held_out_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        """One pass over the held-out utterances, bucket by bucket; padding fills up.
+    def held_out_rows(self, global_batch: int) -> int:
+        return _rows_in_order(self.utterances(Split.HELD_OUT).bounds, global_batch).size
 
-        An element has `utterance` too, int32 [rows]: the number of each in
+    def read_held_out(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
+        """Bucket by bucket; padding fills up the last batch of each.
+
+        A batch has `utterance` too, int32 [rows]: the number of each in
         `utterances(Split.HELD_OUT).listed`, -1 in padding.
-
-        Args:
-          global_batch: rows of a step, over all processes.
-          rows: which of them to read here.
-          max_batches: read so many at most, spread evenly over all.
         """
         found = self.utterances(Split.HELD_OUT)
-        all_rows = _rows_in_order(found.bounds, global_batch)
-        mine = places(global_batch, rows)(0)
-        steps = held_out_steps(len(all_rows), 1, max_batches)
-        return self._dataset(
-            found, steps, lambda step: tf.gather(all_rows[:, mine], step)
-        )
+        every = _rows_in_order(found.bounds, rows.global_batch)[:, rows.within]
+        return self._dataset(found, steps, lambda step: tf.gather(every, step))
 
     def _dataset(
         self,
@@ -231,7 +215,7 @@ class SpeechInput:
             out.utterance = tf.cast(index, tf.int32)
             return out
 
-        return text_dataset(steps, batch)
+        return read_batches(steps, batch)
 
     def _statistics(self) -> np.ndarray | None:
         is_global = self.log_mel.normalization is Normalization.GLOBAL
@@ -263,8 +247,8 @@ class BucketOrder:
         batches = np.concatenate([[0], np.cumsum(each)])
         return cls(bounds=bounds, batches=batches, global_batch=global_batch, seed=seed)
 
-    def rows(self, step: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
-        """Numbers of the utterances at int64 places of a step's batch; -1: padding."""
+    def rows(self, step: tf.Tensor, within: tf.Tensor) -> tf.Tensor:
+        """Numbers of the utterances at int64 indices in a step's batch; -1: padding."""
         cycle_length = int(self.batches[-1])
         slot = shuffled_examples(step[None], count=cycle_length, seed=self.seed)[0]
         slot = tf.minimum(slot, cycle_length - 1)
@@ -272,12 +256,12 @@ class BucketOrder:
         each = tf.gather(np.diff(self.batches), bucket)
         turn = step // cycle_length * each + slot - tf.gather(self.batches, bucket)
         count = tf.gather(np.diff(self.bounds), bucket)
-        within = shuffled_examples(
-            turn * self.global_batch + place,
-            count=tf.fill(place.shape, count),
+        number = shuffled_examples(
+            turn * self.global_batch + within,
+            count=tf.fill(within.shape, count),
             seed=self.seed + 1,
         )
-        return tf.where(within < count, tf.gather(self.bounds, bucket) + within, -1)
+        return tf.where(number < count, tf.gather(self.bounds, bucket) + number, -1)
 
 
 def _rows_in_order(bounds: np.ndarray, global_batch: int) -> np.ndarray:
@@ -291,7 +275,7 @@ def _rows_in_order(bounds: np.ndarray, global_batch: int) -> np.ndarray:
 
 
 @functools.cache
-def _vocabulary(files, spec):
+def _vocabulary(files: SpeechFiles, spec: TranscriptVocabulary) -> TrainedVocabulary:
     return spec.trained([one.transcript for one in files.read(Split.TRAIN)], ())
 
 
@@ -333,7 +317,7 @@ def _utterances(given: SpeechInput, split: Split) -> Utterances:
     )
 
 
-def _labels(vocabulary, utterance: Utterance) -> list[int]:
+def _labels(vocabulary: TrainedVocabulary, utterance: Utterance) -> list[int]:
     try:
         return vocabulary.encode([utterance.transcript])[0]
     except ValueError as e:

@@ -7,12 +7,13 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import gin
 
 from meshwright.framework.modeling.checks import check_number
-from meshwright.tasks.text.text_input import Split
+from meshwright.tasks.input.example_order import Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,14 @@ class Utterance:
     path: str
     transcript: str
     place: str
+
+
+@runtime_checkable
+class SpeechFiles(Protocol):
+    """What lists utterances, such as `Manifest` or `EspeakSpeech`."""
+
+    def read(self, split: Split) -> Sequence[Utterance]:
+        """The utterances of a split, the same ones in the same order each time."""
 
 
 @gin.register

@@ -12,11 +12,11 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.linear import BSM
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.speech.speech_audio import SAMPLE_RATE
 from meshwright.tasks.speech.speech_buckets import loss_by_length
 from meshwright.tasks.speech.speech_input import SpeechInput
 from meshwright.tasks.task import Task, TaskLoss
-from meshwright.tasks.text.text_input import Split
 
 _BATCH_DIMS = NestedMap(
     features=("batch", "time", "frequency"),
@@ -92,27 +92,12 @@ class SpeechTask(Task):
             x = self.backbone.fprop(c, theta.backbone, x, mask=mask)
         return ctx.split(x, BSM)
 
-    def batch_spec(self, global_batch: int) -> NestedMap:
-        return self.speech.element_spec(global_batch)
+    @property
+    def input(self) -> SpeechInput:
+        return self.speech
 
     def batch_dims(self) -> NestedMap:
         return _BATCH_DIMS
-
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        batches = self.speech.train_batches(
-            start_step, global_batch=global_batch, rows=rows
-        )
-        return batches.map(_without_number)
-
-    def eval_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        batches = self.speech.held_out_batches(
-            global_batch=global_batch, rows=rows, max_batches=max_batches
-        )
-        return batches.map(_without_number)
 
     def describe_data(self) -> dict[str, float]:
         found = {}
@@ -150,7 +135,3 @@ class SpeechTask(Task):
     def tokens(self, global_batch: int) -> int:
         """Frames, of a batch in the longest bucket."""
         return global_batch * self.speech.max_frames
-
-
-def _without_number(batch) -> NestedMap:
-    return NestedMap({name: batch[name] for name in _BATCH_DIMS})

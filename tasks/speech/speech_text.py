@@ -5,12 +5,46 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import gin
 import numpy as np
 import tensorflow as tf
 
 BLANK_ID = 0
+
+
+class TrainedVocabulary(Protocol):
+    """What spells transcripts as labels."""
+
+    @property
+    def sha256(self) -> str:
+        """Runs that resume must agree on it."""
+
+    def normalized(self, text: str) -> str:
+        """`text` as it is encoded."""
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The labels of each text, below `vocab_size`; none is `BLANK_ID`.
+
+        Raises:
+          ValueError: a text that cannot be spelled.
+        """
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of labels; what is no label of text is left out."""
+
+
+@runtime_checkable
+class TranscriptVocabulary(Protocol):
+    """What becomes a vocabulary: `CharacterVocabulary`, `SentencePieceVocabulary`."""
+
+    vocab_size: int
+
+    def trained(
+        self, texts: Sequence[str], languages: Iterable[str]
+    ) -> TrainedVocabulary:
+        """The vocabulary of `texts`, with a tag for each language."""
 
 
 @gin.register
@@ -50,7 +84,9 @@ class CharacterVocabulary:
                 f"{needed} or more, for {needed - 1} characters and the blank"
             )
 
-    def trained(self, texts: Sequence[str], languages: Iterable[str]):
+    def trained(
+        self, texts: Sequence[str], languages: Iterable[str]
+    ) -> CharacterVocabulary:
         """Itself."""
         del texts, languages
         return self

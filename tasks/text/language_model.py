@@ -17,8 +17,9 @@ from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.embedding import cross_entropy
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import TaskLoss
-from meshwright.tasks.text.text_input import Split, TextInput
+from meshwright.tasks.text.text_input import TextInput
 from meshwright.tasks.text.text_task import TextTask
 
 

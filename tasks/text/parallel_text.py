@@ -16,8 +16,8 @@ import gin
 import tensorflow as tf
 from absl import logging
 
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.input.record_files import find_records, read_record
-from meshwright.tasks.text.text_input import Split
 
 # Of a text or comment of a .po file; long ones of real programs have a few hundred.
 _MOST_LINES = 5000

@@ -1,8 +1,6 @@
 """Text files as language-model batches; the state of the input is the step number.
 
-Files become bytes, bytes one token stream, the stream rows of S tokens, and a stateless
-permutation orders the rows anew in every epoch. A batch is a function of the step
-alone: training resumes at any step, with any number of processes, from nothing saved.
+Files become bytes, bytes one token stream, and the stream rows of S tokens.
 
 B batch rows, S sequence, T tokens of the stream, D documents, N examples (rows of S).
 """
@@ -10,7 +8,6 @@ B batch rows, S sequence, T tokens of the stream, D documents, N examples (rows 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import errno
 import fnmatch
 import functools
@@ -26,9 +23,8 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
-
-_PARALLEL_BATCHES = 4
-_READY_BATCHES = 8
+from meshwright.tasks.input.batched_input import TokenInput, read_batches
+from meshwright.tasks.input.example_order import BatchRows, Split, shuffled_examples
 
 
 class ByteTokenizer:
@@ -50,20 +46,6 @@ class ByteTokenizer:
         """The bytes among `ids`; padding, start and unused ids are left out."""
         values = np.asarray(ids, np.int64).ravel() - self.first_byte_id
         return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes()
-
-
-class Split(enum.Enum):
-    """Which of the files: those trained on, or those kept for evaluation."""
-
-    TRAIN = "train"
-    HELD_OUT = "held_out"
-
-    @classmethod
-    def by_hash(cls, key: bytes, held_out_one_in: int) -> Split:
-        """Where what has this key belongs, whatever else there is."""
-        digest = hashlib.sha256(key).digest()
-        held_out = int.from_bytes(digest[:8], "big") % held_out_one_in == 0
-        return cls.HELD_OUT if held_out else cls.TRAIN
 
 
 @gin.register
@@ -265,7 +247,7 @@ class TextStatistics:
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextInput:
+class TextInput(TokenInput):
     """Batches of packed text. Making one does not touch the file system.
 
     A batch is a nested map of tensors [rows, S]:
@@ -297,51 +279,30 @@ class TextInput:
 
     @property
     def vocab_size(self) -> int:
-        """V, above every id."""
         return ByteTokenizer.vocab_size
 
-    def element_spec(self, batch: int) -> NestedMap:
-        """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
+    def element_spec(self, batch: int | None) -> NestedMap:
         shape = [batch, self.sequence_length]
         names = ("ids", "labels", "segment_ids", "segment_positions")
         spec = NestedMap({name: tf.TensorSpec(shape, tf.int32) for name in names})
         return NestedMap(spec, weights=tf.TensorSpec(shape, tf.float32))
 
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        """Endless batches from `start_step` on, reached without reading those before.
-
-        Args:
-          start_step: number of the first batch.
-          global_batch: examples of a step, over all processes.
-          rows: which of them to read here; processes may read the same ones.
-        """
-        place = places(global_batch, rows)
+    def read_train(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
         corpus = load_corpus(self.files, Split.TRAIN)
         count = corpus.example_count(self.sequence_length)
-        steps = tf.data.Dataset.range(start_step, tf.int64.max)
 
         def examples(step):
-            return shuffled_examples(place(step), count=count, seed=self.seed)
+            return shuffled_examples(rows.indices(step), count=count, seed=self.seed)
 
         return self._dataset(corpus, steps, examples)
 
-    def held_out_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        """One pass over the held-out files in order; padding fills the last batch.
-
-        Args:
-          global_batch: examples of a step, over all processes.
-          rows: which of them to read here.
-          max_batches: read so many at most, spread evenly over the files.
-        """
-        place = places(global_batch, rows)
+    def held_out_rows(self, global_batch: int) -> int:
         corpus = load_corpus(self.files, Split.HELD_OUT)
-        examples = corpus.example_count(self.sequence_length)
-        steps = held_out_steps(examples, global_batch, max_batches)
-        return self._dataset(corpus, steps, place)
+        return corpus.example_count(self.sequence_length)
+
+    def read_held_out(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
+        corpus = load_corpus(self.files, Split.HELD_OUT)
+        return self._dataset(corpus, steps, rows.indices)
 
     def statistics(self, split: Split = Split.TRAIN) -> TextStatistics:
         """What the files of `split` hold; reads them."""
@@ -374,75 +335,4 @@ class TextInput:
             S = self.sequence_length
             return pack_rows(stream, bounds, examples(step), sequence_length=S)
 
-        return text_dataset(steps, batch)
-
-
-def held_out_steps(
-    examples: int, global_batch: int, max_batches: int | None
-) -> tf.data.Dataset:
-    """Numbers of the batches of one pass, or of so many, spread evenly over it."""
-    total = -(-examples // global_batch)
-    count = total if max_batches is None else min(total, max_batches)
-    return tf.data.Dataset.range(count).map(lambda n: n * total // count)
-
-
-def text_dataset(
-    steps: tf.data.Dataset,
-    batch: Callable[[tf.Tensor], NestedMap],
-    *,
-    ready: int = _READY_BATCHES,
-) -> tf.data.Dataset:
-    """What `batch` makes of each of `steps`, in order; so many are `ready` ahead."""
-    options = tf.data.Options()
-    # On a busy machine an iterator waited up to a minute for its tuner to end.
-    options.autotune.enabled = False
-    batches = steps.map(
-        batch, num_parallel_calls=min(ready, _PARALLEL_BATCHES), deterministic=True
-    )
-    return batches.prefetch(ready).with_options(options)
-
-
-def shuffled_examples(
-    place: tf.Tensor, *, count: int | tf.Tensor, seed: int
-) -> tf.Tensor:
-    """Numbers of the examples at int64 [B] places in the endless training order.
-
-    Each epoch is a permutation of its own. `tf.random.experimental.index_shuffle` takes
-    one seed per call only, and its 4 rounds leave epochs alike: in half of the bits,
-    most examples differ by one constant.
-
-    Args:
-      place: int64 [B].
-      count: how many examples there are; int64 [B] if the places are of several orders.
-      seed: of the order.
-
-    Returns:
-      int64 [B], below `count`; equal to it at some places if there are 2^16 and more.
-    """
-    count = tf.convert_to_tensor(count, tf.int64)
-    # TF 2.21 repeats one example and skips another where the largest number is a power
-    # of 4 from 2^16 up: an example of padding more avoids that.
-    is_power = tf.equal(tf.bitwise.bitwise_and(count - 1, count - 2), 0)
-    count += tf.cast((count > 2**16) & is_power, tf.int64)
-    epoch = place // count
-    return tf.raw_ops.RandomIndexShuffle(
-        index=place % count,
-        # Of each of three words, the cipher uses the lowest 8 bits or more.
-        seed=tf.pad(epoch[:, None], [[0, 0], [2, 0]]) + [seed, seed >> 8, 0],
-        max_index=count - 1,
-        rounds=8,
-    )
-
-
-def places(global_batch: int, rows: range) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Maps a step to the int64 places of `rows` in the order of all examples.
-
-    Raises:
-      ValueError: the rows are not of a batch of so many.
-    """
-    if not rows or min(rows) < 0 or max(rows) >= global_batch:
-        raise ValueError(
-            f"rows {rows} are not part of a global batch of {global_batch} rows"
-        )
-    numbers = np.array(rows, np.int64)
-    return lambda step: step * global_batch + numbers
+        return read_batches(steps, batch)

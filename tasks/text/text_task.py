@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +16,7 @@ from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.embedding import Softmax, SoftmaxKind, TokenEmbedding
 from meshwright.layers.experts.moe import merge_aux, x_and_aux
+from meshwright.tasks.input.batched_input import TokenInput
 from meshwright.tasks.task import Task, TaskLoss
 from meshwright.tasks.text.expert_metrics import expert_heat_maps, expert_metrics
 
@@ -25,8 +26,7 @@ class TextTask(Task):
     """Base of tasks that read and say tokens of one vocabulary.
 
     Args:
-      text: the input: `vocab_size`, `element_spec`, `train_batches` and
-        `held_out_batches`; all its tensors are [B, S].
+      text: the input; all its tensors are [B, S].
       embedding: of tokens, V x M.
       softmax: output layer, or None if the embedding's table is shared with it.
 
@@ -38,7 +38,7 @@ class TextTask(Task):
     stacks: ClassVar[tuple[str, ...]]
     """The fields that are stacks of layers; any may hold mixtures of experts."""
 
-    text: Any
+    text: TokenInput
     embedding: TokenEmbedding
     softmax: Softmax | None = None
 
@@ -121,20 +121,9 @@ class TextTask(Task):
             total += global_batch * lengths[name] * (6.0 * size + 3.0 * extra)
         return total
 
-    def batch_spec(self, global_batch: int) -> NestedMap:
-        return self.text.element_spec(global_batch)
+    @property
+    def input(self) -> TokenInput:
+        return self.text
 
     def batch_dims(self) -> NestedMap:
         return self.batch_spec(1).map(lambda _: ("batch", "sequence"))
-
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        return self.text.train_batches(start_step, global_batch=global_batch, rows=rows)
-
-    def eval_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        return self.text.held_out_batches(
-            global_batch=global_batch, rows=rows, max_batches=max_batches
-        )

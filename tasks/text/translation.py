@@ -20,9 +20,9 @@ from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.embedding import cross_entropy
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import Decoding, TaskLoss
 from meshwright.tasks.text.decoding import BeamSearch, Decoded, Decoder, TokenModel
-from meshwright.tasks.text.text_input import Split
 from meshwright.tasks.text.text_task import TextTask
 from meshwright.tasks.text.translation_input import TranslationInput
 from meshwright.tasks.text.translation_scores import Translated, samples, scores

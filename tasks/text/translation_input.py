@@ -23,14 +23,13 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.checks import check_number
 from meshwright.framework.nested_map import NestedMap
-from meshwright.tasks.text.parallel_text import Pair, ParallelFiles
-from meshwright.tasks.text.text_input import (
+from meshwright.tasks.input.batched_input import TokenInput, read_batches
+from meshwright.tasks.input.example_order import (
+    BatchRows,
     Split,
-    held_out_steps,
-    places,
     shuffled_examples,
-    text_dataset,
 )
+from meshwright.tasks.text.parallel_text import Pair, ParallelFiles
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, Vocabulary
 
 # Rows that are being filled at a time: more fill better, and take longer.
@@ -77,7 +76,7 @@ class _Encoded:
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TranslationInput:
+class TranslationInput(TokenInput):
     """Batches of packed pairs. Making one does not touch the file system.
 
     A batch is a nested map of tensors, source_* [rows, S] and target_* [rows, T]:
@@ -116,11 +115,9 @@ class TranslationInput:
 
     @property
     def vocab_size(self) -> int:
-        """V, above every id."""
         return self.vocabulary.vocab_size
 
-    def element_spec(self, batch: int) -> NestedMap:
-        """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
+    def element_spec(self, batch: int | None) -> NestedMap:
         source, target = (
             [batch, self.source_length],
             [batch, self.target_length],
@@ -141,36 +138,16 @@ class TranslationInput:
             self.files, self.vocabulary, self.source_length, self.target_length, split
         )
 
-    def train_batches(
-        self, start_step: int, *, global_batch: int, rows: range
-    ) -> tf.data.Dataset:
-        """Endless batches from `start_step` on, reached without reading those before.
-
-        Args:
-          start_step: number of the first batch.
-          global_batch: rows of a step, over all processes.
-          rows: which of them to read here; processes may read the same ones.
-        """
-        place = places(global_batch, rows)
+    def read_train(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
         packed = self.rows(Split.TRAIN)
         order = SampledOrder.of(packed.bounds, self.temperature, self.seed)
-        steps = tf.data.Dataset.range(start_step, tf.int64.max)
-        return _dataset(packed, steps, lambda step: order.rows(place(step)))
+        return _dataset(packed, steps, lambda step: order.rows(rows.indices(step)))
 
-    def held_out_batches(
-        self, *, global_batch: int, rows: range, max_batches: int | None = None
-    ) -> tf.data.Dataset:
-        """One pass over the held-out rows in order; padding fills the last batch.
+    def held_out_rows(self, global_batch: int) -> int:
+        return int(self.rows(Split.HELD_OUT).bounds[-1])
 
-        Args:
-          global_batch: rows of a step, over all processes.
-          rows: which of them to read here.
-          max_batches: read so many at most, spread evenly over the directions.
-        """
-        place = places(global_batch, rows)
-        packed = self.rows(Split.HELD_OUT)
-        steps = held_out_steps(int(packed.bounds[-1]), global_batch, max_batches)
-        return _dataset(packed, steps, place)
+    def read_held_out(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
+        return _dataset(self.rows(Split.HELD_OUT), steps, rows.indices)
 
     def source_spec(self, batch: int) -> NestedMap:
         """The `tf.TensorSpec` of each tensor in a batch to translate."""
@@ -209,7 +186,7 @@ class TranslationInput:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class SampledOrder:
-    """Which row stands at each place of training.
+    """Which row each index of the training order stands for.
 
     Args:
       bounds: int64 [D + 1], as in `PackedPairs`.
@@ -231,14 +208,17 @@ class SampledOrder:
         shares = np.concatenate([[0], np.cumsum(np.maximum(wanted, 1))])
         return cls(bounds=bounds, shares=shares, seed=seed)
 
-    def rows(self, place: tf.Tensor) -> tf.Tensor:
-        """Numbers of the rows at int64 [B] places; from N on a row is padding."""
+    def rows(self, index: tf.Tensor) -> tf.Tensor:
+        """Numbers of the rows at indices int64 [B] of the endless training order.
+
+        From N on a row is padding.
+        """
         cycle_length = int(self.shares[-1])
-        slot = shuffled_examples(place, count=cycle_length, seed=self.seed)
+        slot = shuffled_examples(index, count=cycle_length, seed=self.seed)
         slot = tf.minimum(slot, cycle_length - 1)
         at = tf.searchsorted(self.shares, slot, side="right") - 1
         share = tf.gather(np.diff(self.shares), at)
-        turn = place // cycle_length * share + slot - tf.gather(self.shares, at)
+        turn = index // cycle_length * share + slot - tf.gather(self.shares, at)
         count = tf.gather(np.diff(self.bounds), at)
         within = shuffled_examples(turn, count=count, seed=self.seed + 1)
         return tf.gather(self.bounds, at) + within
@@ -376,4 +356,4 @@ def _dataset(packed: PackedPairs, steps: tf.data.Dataset, numbers) -> tf.data.Da
         found.target_weights = tf.cast(found.target_segment_ids > 0, tf.float32)
         return found
 
-    return text_dataset(steps, batch)
+    return read_batches(steps, batch)

@@ -15,6 +15,7 @@ from absl.testing import flagsaver
 
 from meshwright.tasks.images.image_files import ImageFiles
 from meshwright.tasks.images.image_input import ImageInput
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.recommendation.interactions import RatingsFile
 from meshwright.tasks.segmentation.volume_files import (
     Case,
@@ -26,7 +27,6 @@ from meshwright.tasks.segmentation.volume_files import (
 from meshwright.tasks.speech.speech_audio import read_wav, wav_length
 from meshwright.tasks.speech.speech_manifest import Manifest
 from meshwright.tasks.text import parallel_text
-from meshwright.tasks.text.text_input import Split
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
 from meshwright.trainers import cli, train
 from meshwright.trainers.experiment import config

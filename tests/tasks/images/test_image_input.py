@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from meshwright.tasks.images.image_files import ImageFiles
 from meshwright.tasks.images.image_input import ImageInput, _middle, _random_part
-from meshwright.tasks.text.text_input import Split
+from meshwright.tasks.input.example_order import Split
 from tests.tasks.images.image_records import (
     SHADES,
     example,

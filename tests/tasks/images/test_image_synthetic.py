@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from meshwright.tasks.images import synthetic_images
 from meshwright.tasks.images.synthetic_images import CLASSES, SyntheticImages, _inside
-from meshwright.tasks.text.text_input import Split
+from meshwright.tasks.input.example_order import Split
 
 
 @pytest.fixture

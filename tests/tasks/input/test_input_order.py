@@ -13,6 +13,7 @@ import pytest
 from meshwright.tasks.images.image_input import ImageInput
 from meshwright.tasks.recommendation.recommendation_input import RecommendationInput
 from meshwright.tasks.recommendation.synthetic_interactions import SyntheticInteractions
+from meshwright.tasks.segmentation.patches import Patches
 from meshwright.tasks.segmentation.segmentation_input import SegmentationInput
 from meshwright.tasks.segmentation.volume_files import VolumeFiles
 from meshwright.tasks.speech.speech_input import SpeechInput
@@ -77,7 +78,7 @@ def recommendation(folder):
 def segmentation(folder):
     files = VolumeFiles(path=str(volume_files_on_disk.install(folder)))
     given = SegmentationInput(files=files, patch=(5, 4, 3), num_classes=3, seed=3)
-    return given, lambda batch: batch.label
+    return Patches(volumes=given, labelled=given.patch), lambda batch: batch.label
 
 
 def digest(batches, read) -> str:
@@ -105,8 +106,6 @@ def test_the_order_of_examples_is_the_one_of_earlier_versions(
 ):
     given, read = make(tmp_path)
     rows = {"global_batch": 4, "rows": range(4)}
-    if make is segmentation:
-        rows["labelled"] = given.patch
     # The batches 10 to 14: of a later epoch, for most.
     assert digest(given.train_batches(10, **rows).take(5), read) == train
     assert digest(given.held_out_batches(**rows), read) == held_out

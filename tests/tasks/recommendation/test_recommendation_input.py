@@ -227,7 +227,7 @@ def test_all_negatives_are_equally_likely():
 def test_an_order_one_longer_than_the_data_has_a_row_without_weight(monkeypatch):
     """As `shuffled_examples` has for some numbers of examples from 2^16 up."""
     name = "meshwright.tasks.recommendation.recommendation_input.shuffled_examples"
-    monkeypatch.setattr(name, lambda place, count, seed: place % (count + 1))
+    monkeypatch.setattr(name, lambda index, count, seed: index % (count + 1))
     one = joined(trained_on(GIVEN, 16))
     assert np.flatnonzero(one["weight"] == 0).tolist() == [240]
 

@@ -12,11 +12,11 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolutions.convolution import Padding
 from meshwright.layers.convolutions.unet3d import UNet3D
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.segmentation.segmentation import Segmentation
 from meshwright.tasks.segmentation.segmentation_input import Crop, SegmentationInput
 from meshwright.tasks.segmentation.segmentation_loss import IGNORED, voxel_sums
 from meshwright.tasks.segmentation.volume_files import Intensities, VolumeFiles
-from meshwright.tasks.text.text_input import Split
 from tests.tasks.segmentation.volume_files_on_disk import (
     affine_of,
     boxes,
@@ -230,7 +230,7 @@ def test_metrics_are_of_all_batches_together(folder, monkeypatch):
 def what_the_image_shows(task, batch) -> NestedMap:
     """Chances of what a tile's middle has, told by its brightness alone."""
     given = task.volumes
-    tiles = given.tiles(task.labelled, given.overlap)
+    tiles = task.overlapping.tiles()
     sizes = zip(given.patch, task.labelled, strict=True)
     middle = tuple(slice((n - m) // 2, (n + m) // 2) for n, m in sizes)
     chances = []
@@ -291,7 +291,7 @@ def test_predictions_go_back_from_other_voxels(folder, tmp_path):
 def test_a_part_is_of_the_first_volumes(folder, tmp_path, caplog):
     """So that some are whole; if none is, it is said."""
     task = a_task(folder)
-    half = len(task.volumes.tiles(task.labelled, task.volumes.overlap)) // 4
+    half = len(task.overlapping.tiles()) // 4
     batches = list(task.decode_batches(global_batch=half, max_batches=2))
     assert [one.tile.tolist() for one in batches] == [
         list(range(half)),
@@ -306,7 +306,7 @@ def test_a_part_is_of_the_first_volumes(folder, tmp_path, caplog):
 
 def test_rows_that_fill_up_say_nothing(folder, tmp_path):
     task = a_task(folder)
-    B = len(task.volumes.tiles(task.labelled, task.volumes.overlap))
+    B = len(task.overlapping.tiles())
     batch = NestedMap(image=None, tile=np.full([B], -1))
     out = NestedMap(chances=np.ones([B, K, *task.labelled], np.float32))
     assert task.decoded([(batch, out)], tmp_path).metrics == {}
@@ -317,7 +317,7 @@ def test_rows_that_fill_up_say_nothing(folder, tmp_path):
 )
 def test_what_is_decoded(folder, network, patch):
     task = a_task(folder, network, patch=patch)
-    total = len(task.volumes.tiles(task.labelled, task.volumes.overlap))
+    total = len(task.overlapping.tiles())
     *_, last = task.decode_batches(global_batch=5)
     rest = total % 5 or 5
     assert last.tile.tolist() == [*range(total - rest, total), *[-1] * (5 - rest)]

@@ -8,11 +8,12 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.segmentation import segmentation_input
+from meshwright.tasks.segmentation.patches import Patches
 from meshwright.tasks.segmentation.segmentation_input import Crop, SegmentationInput
 from meshwright.tasks.segmentation.segmentation_loss import IGNORED
 from meshwright.tasks.segmentation.volume_files import Case, VolumeFiles
-from meshwright.tasks.text.text_input import Split
 from tests.tasks.segmentation.volume_files_on_disk import (
     CLASSES,
     boxes,
@@ -52,13 +53,14 @@ def an_input(files, **kwargs) -> SegmentationInput:
     )
 
 
+def patches(given, labelled=PATCH, overlap=0.0) -> Patches:
+    return Patches(volumes=given, labelled=labelled, overlap=overlap)
+
+
 def trained_on(given, count, start=0, B=4, rows=None, labelled=None):
     """Image and label of so many training batches, as arrays."""
-    batches = given.train_batches(
-        start,
-        global_batch=B,
-        rows=range(B) if rows is None else rows,
-        labelled=given.patch if labelled is None else labelled,
+    batches = patches(given, labelled or given.patch).train_batches(
+        start, global_batch=B, rows=range(B) if rows is None else rows
     )
     return [(one.image.numpy(), one.label.numpy()) for one in batches.take(count)]
 
@@ -101,7 +103,7 @@ def test_patches_are_parts_of_volumes_each_read_once_an_epoch(files):
     assert {tuple(sorted(epoch)) for epoch in epochs} == {("0", "1", "2", "3")}
     assert len(set(epochs)) > 1, "each epoch has an order of its own"
     assert len(starts) > 8, "and other places"
-    spec = given.element_spec(2, PATCH)
+    spec = patches(given).element_spec(2)
     assert spec.map(lambda s: (tuple(s.shape), s.dtype)) == NestedMap(
         image=((2, *PATCH, 1), tf.float32), label=((2, *PATCH), tf.int32)
     )
@@ -194,18 +196,16 @@ def test_whole_volumes_are_padded(files):
         case, at = found_in(given, image[own])
         assert at == (0, 0, 0) and inside.sum() == np.prod(size)
         np.testing.assert_array_equal(label[own], given.volume(case).label)
-    held_out = given.held_out_batches(
-        global_batch=3, rows=range(3), labelled=given.patch
-    )
-    label = next(iter(held_out)).label.numpy()
+    (batch,) = held_out(given, given.patch, B=3)
     voxels = [np.prod(shape) for shape in SHAPES[1:]]
-    assert (label != IGNORED).sum(axis=(1, 2, 3)).tolist() == [*voxels, 0]
+    assert (batch.label != IGNORED).sum(axis=(1, 2, 3)).tolist() == [*voxels, 0]
 
 
 def held_out(given, labelled, overlap=0.0, B=4, rows=None, **kwargs):
     rows = range(B) if rows is None else rows
-    kwargs |= {"labelled": labelled, "overlap": overlap}
-    batches = given.held_out_batches(global_batch=B, rows=rows, **kwargs)
+    batches = patches(given, labelled, overlap).held_out_batches(
+        global_batch=B, rows=rows, **kwargs
+    )
     return [one.map(lambda t: t.numpy()) for one in batches]
 
 
@@ -214,7 +214,7 @@ def held_out(given, labelled, overlap=0.0, B=4, rows=None, **kwargs):
 def test_tiles_count_each_voxel_once(files, labelled, overlap):
     given = an_input(files)
     volumes = [given.volume(case) for case in given.cases(Split.HELD_OUT)]
-    tiles = given.tiles(labelled, overlap)
+    tiles = patches(given, labelled, overlap).tiles()
     counted = [np.zeros(one.label.shape, int) for one in volumes]
     numbers = []
     for batch in held_out(given, labelled, overlap):
@@ -235,9 +235,9 @@ def test_tiles_count_each_voxel_once(files, labelled, overlap):
 
 
 def test_overlapping_tiles_have_that_share_in_common(files):
-    starts = {one.start[0] for one in an_input(files).tiles((4, 4, 3), 0.5)}
+    starts = {one.start[0] for one in patches(an_input(files), (4, 4, 3), 0.5).tiles()}
     assert starts == {0, 1, 3, 5}  # 2 apart at most, in 9 voxels; and in 5.
-    starts = {one.start[0] for one in an_input(files).tiles((4, 4, 3), 0.0)}
+    starts = {one.start[0] for one in patches(an_input(files), (4, 4, 3)).tiles()}
     assert starts == {0, 1, 2, 5}  # 4 apart at most.
 
 
@@ -264,7 +264,7 @@ def test_two_channels(tmp_path):
     assert image.shape == (4, *PATCH, 2)
     assert not np.array_equal(image[..., 0], image[..., 1])
     with pytest.raises(ValueError, match=r"1\.nii has 2 channels, but .*channels is 1"):
-        an_input(files).tiles(PATCH, 0.0)
+        patches(an_input(files)).tiles()
 
 
 def count_loads(monkeypatch) -> list[str]:
@@ -320,7 +320,7 @@ def test_volumes_too_small_for_a_patch(files):
         "spacing, or use Crop.WHOLE"
     )
     with pytest.raises(ValueError, match=message):
-        given.tiles((5, 5, 3), 0.0)
+        patches(given, (5, 5, 3)).tiles()
     with pytest.raises(tf.errors.OpError, match=message.replace("4", "1", 1)):
         trained_on(given, 1)
 
@@ -334,7 +334,7 @@ def test_volumes_too_large_to_be_whole(files):
     )
     with pytest.raises(tf.errors.OpError, match=message):
         trained_on(given, 1)
-    given.tiles((11, 10, 8), 0.0)  # Those held out are smaller.
+    patches(given, (11, 10, 8)).tiles()  # Those held out are smaller.
 
 
 def test_a_broken_file_is_named(tmp_path):
@@ -350,7 +350,7 @@ def test_a_broken_file_is_named(tmp_path):
 def test_other_classes_than_those_of_the_files(files):
     message = "num_classes is 4, but the files have 3 classes: background, liver, tum"
     with pytest.raises(ValueError, match=message):
-        an_input(files, num_classes=4).tiles(PATCH, 0.0)
+        patches(an_input(files, num_classes=4)).tiles()
 
 
 def test_a_volume_that_nobody_labelled(tmp_path):
@@ -362,7 +362,7 @@ def test_a_volume_that_nobody_labelled(tmp_path):
             return [Case("a", write(tmp_path / "a.nii", image_of(boxes((6, 6, 6)))))]
 
     with pytest.raises(ValueError, match=r"a\.nii has no label: name one"):
-        an_input(Files()).tiles(PATCH, 0.0)
+        patches(an_input(Files())).tiles()
 
 
 def test_rows_outside_the_batch(files):

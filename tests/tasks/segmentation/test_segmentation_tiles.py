@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.tasks.segmentation.segmentation_input import Tile
+from meshwright.tasks.segmentation.patches import Tile
 from meshwright.tasks.segmentation.segmentation_tiles import (
     counts_by_class,
     dice,

@@ -8,10 +8,10 @@ import nibabel
 import numpy as np
 import pytest
 
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.segmentation import synthetic_volumes
 from meshwright.tasks.segmentation.synthetic_volumes import SyntheticVolumes
 from meshwright.tasks.segmentation.volume_files import Intensities, load
-from meshwright.tasks.text.text_input import Split
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import nibabel
 import numpy as np
 import pytest
 
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.segmentation.volume_files import (
     Case,
     Intensities,
@@ -16,7 +17,6 @@ from meshwright.tasks.segmentation.volume_files import (
     load,
     save,
 )
-from meshwright.tasks.text.text_input import Split
 from tests.tasks.segmentation.volume_files_on_disk import (
     CLASSES,
     affine_of,

@@ -12,7 +12,7 @@ from meshwright.framework.compiler.program import Partitioner
 from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolutions import convolution  # noqa: F401  Known to gin.
-from meshwright.tasks.text.text_input import Split
+from meshwright.tasks.input.example_order import Split
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState

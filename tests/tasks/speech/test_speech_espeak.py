@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.speech import espeak
 from meshwright.tasks.speech.espeak import EspeakSpeech
 from meshwright.tasks.speech.speech_audio import SAMPLE_RATE, read_wav
-from meshwright.tasks.text.text_input import Split, TextFiles
+from meshwright.tasks.text.text_input import TextFiles
 
 SOURCE = '''"""Says hello to the world."""
 

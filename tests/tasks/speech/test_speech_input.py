@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.speech.speech_audio import LogMel, Normalization, read_wav
 from meshwright.tasks.speech.speech_input import BucketOrder, SpeechInput, frames_needed
 from meshwright.tasks.speech.speech_manifest import Manifest
 from meshwright.tasks.speech.speech_text import CharacterVocabulary
-from meshwright.tasks.text.text_input import Split
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
 from tests.tasks.speech.speech_files import install, sentences, sound, write_wav
 

@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.speech.speech_manifest import Manifest
-from meshwright.tasks.text.text_input import Split
 
 
 @pytest.fixture

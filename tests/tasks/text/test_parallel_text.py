@@ -6,6 +6,7 @@ import polib
 import pytest
 import tensorflow as tf
 
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.text.parallel_text import (
     Direction,
     GettextCatalogues,
@@ -13,7 +14,6 @@ from meshwright.tasks.text.parallel_text import (
     TFRecordFiles,
     TsvFiles,
 )
-from meshwright.tasks.text.text_input import Split
 from tests.fuzz.valid import mo
 from tests.tasks.text.parallel_files import catalogue, install, install_all, sentences
 

@@ -12,8 +12,8 @@ import tensorflow as tf
 from meshwright.framework.compiler.program import Partitioner
 from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.text.decoding import BeamSearch, Sampling
-from meshwright.tasks.text.text_input import Split
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState

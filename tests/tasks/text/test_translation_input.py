@@ -9,8 +9,8 @@ import pytest
 import sentencepiece
 import tensorflow as tf
 
+from meshwright.tasks.input.example_order import Split, shuffled_examples
 from meshwright.tasks.text.parallel_text import GettextCatalogues
-from meshwright.tasks.text.text_input import Split, shuffled_examples
 from meshwright.tasks.text.translation_input import SampledOrder, TranslationInput
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, Subwords
 from tests.tasks.text.parallel_files import install, install_all, sentences

@@ -1,0 +1,100 @@
+"""The order of examples: which of them a batch holds, from its number alone.
+
+A stateless permutation orders the examples of training anew in every epoch; held-out
+ones come in their own order. A run resumes at any step, with any number of processes,
+from nothing saved.
+
+B batch rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+
+import numpy as np
+import tensorflow as tf
+
+
+class Split(enum.Enum):
+    """Which of the examples: those trained on, or those kept for evaluation."""
+
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+
+    @classmethod
+    def by_hash(cls, key: bytes, held_out_one_in: int) -> Split:
+        """Where what has this key belongs, whatever else there is."""
+        digest = hashlib.sha256(key).digest()
+        held_out = int.from_bytes(digest[:8], "big") % held_out_one_in == 0
+        return cls.HELD_OUT if held_out else cls.TRAIN
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRows:
+    """Rows of a global batch, such as those that a process reads.
+
+    Args:
+      global_batch: rows of a batch over all processes.
+      rows: which of them; processes may read the same ones.
+
+    Raises:
+      ValueError: the rows are not of a batch of that size.
+    """
+
+    global_batch: int
+    rows: range
+
+    def __post_init__(self):
+        rows = self.rows
+        if not rows or min(rows) < 0 or max(rows) >= self.global_batch:
+            raise ValueError(
+                f"rows {rows} are not part of a global batch of {self.global_batch} "
+                "rows"
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def within(self) -> np.ndarray:
+        """int64 [B], the index of each row in the global batch."""
+        return np.array(self.rows, np.int64)
+
+    def indices(self, step: tf.Tensor) -> tf.Tensor:
+        """int64 [B], the index of each row of a step among those of all steps."""
+        return step * self.global_batch + self.within
+
+
+def shuffled_examples(
+    index: tf.Tensor, *, count: int | tf.Tensor, seed: int
+) -> tf.Tensor:
+    """Numbers of the examples at some indices of the endless training order.
+
+    Each epoch is a permutation of its own. `tf.random.experimental.index_shuffle` takes
+    one seed per call only, and its 4 rounds leave epochs alike: in half of the bits,
+    most examples differ by one constant.
+
+    Args:
+      index: int64 [B].
+      count: how many examples there are; int64 [B] if the indices are of several
+        orders.
+      seed: of the order.
+
+    Returns:
+      int64 [B], below `count`; some are equal to it if there are 2^16 and more.
+    """
+    count = tf.convert_to_tensor(count, tf.int64)
+    # TF 2.21 repeats one example and skips another where the largest number is a power
+    # of 4 from 2^16 up: an example of padding more avoids that.
+    is_power = tf.equal(tf.bitwise.bitwise_and(count - 1, count - 2), 0)
+    count += tf.cast((count > 2**16) & is_power, tf.int64)
+    epoch = index // count
+    return tf.raw_ops.RandomIndexShuffle(
+        index=index % count,
+        # Of each of three words, the cipher uses the lowest 8 bits or more.
+        seed=tf.pad(epoch[:, None], [[0, 0], [2, 0]]) + [seed, seed >> 8, 0],
+        max_index=count - 1,
+        rounds=8,
+    )
