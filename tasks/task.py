@@ -29,8 +29,8 @@ class TaskLoss:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """What a model said of held-out examples.
+class DecodeResult:
+    """How good what a model said of held-out examples is.
 
     Args:
       metrics: scores by name.
@@ -41,6 +41,57 @@ class Decoding:
     metrics: dict[str, float]
     samples: str = ""
     pictures: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+class Decoding:
+    """Base of what has a model say something, such as a translation, of examples.
+
+    An evaluation decodes held-out examples and scores what was said.
+    """
+
+    def spec(self, global_batch: int | None) -> NestedMap:
+        """Nested map of `tf.TensorSpec`: what `decode` reads, [B, ...] each.
+
+        What has a name of `Task.batch_dims` is split likewise, all else by rows alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.spec")
+
+    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What the model says of each row, a nested map of tensors [B, ...]."""
+        raise NotImplementedError(f"{type(self).__name__}.decode")
+
+    def batches(
+        self, *, global_batch: int, max_batches: int | None = None
+    ) -> Iterator[NestedMap]:
+        """Held-out examples like `spec`, as arrays; the last batch is padded."""
+        raise NotImplementedError(f"{type(self).__name__}.batches")
+
+    def score(
+        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
+    ) -> DecodeResult:
+        """Scores what was said.
+
+        Args:
+          batches: pairs of a batch and what `decode` made of it; decoded one by one,
+            as they are asked for.
+          folder: for files of what was said, if there are any; may not be there.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.score")
+
+
+class Serving:
+    """Base of what an exported model answers to requests."""
+
+    def spec(self, batch: int | None) -> NestedMap:
+        """Nested map of `tf.TensorSpec`: what `serve` reads, [B, ...] each."""
+        raise NotImplementedError(f"{type(self).__name__}.spec")
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """The answer by row, a nested map of tensors [B, ...].
+
+        B may be unknown, and there is no mesh: the ops are TF's own.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.serve")
 
 
 class Task:
@@ -106,56 +157,15 @@ class Task:
             return batches
         return batches.map(lambda batch: NestedMap({n: batch[n] for n in names}))
 
-    def decodes(self) -> bool:
-        """Whether the task says something, such as a translation, of held-out examples.
+    @property
+    def decoding(self) -> Decoding | None:
+        """How the model decodes held-out examples, if it does."""
+        return None
 
-        If so it has the four functions below, which the evaluation calls.
-        """
-        return False
-
-    def decode_spec(self, global_batch: int) -> NestedMap:
-        """Nested map of `tf.TensorSpec`: what `decode` reads, [B, ...] each.
-
-        What has a name of `batch_dims` is split likewise, all else by rows alone.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.decode_spec")
-
-    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """What the model says of each row, a nested map of tensors [B, ...]."""
-        raise NotImplementedError(f"{type(self).__name__}.decode")
-
-    def decode_batches(
-        self, *, global_batch: int, max_batches: int | None = None
-    ) -> Iterator[NestedMap]:
-        """Held-out examples like `decode_spec`, as arrays; the last batch is padded."""
-        raise NotImplementedError(f"{type(self).__name__}.decode_batches")
-
-    def decoded(
-        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
-    ) -> Decoding:
-        """Scores what was said.
-
-        Args:
-          batches: pairs of a batch and what `decode` made of it; decoded one by one,
-            as they are asked for.
-          folder: for files of what was said, if the task writes any; may not be there.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.decoded")
-
-    def serves(self) -> bool:
-        """Whether an exported model answers requests; if so it has the two below."""
-        return False
-
-    def serve_spec(self, batch: int | None) -> NestedMap:
-        """Nested map of `tf.TensorSpec`: what `serve` reads, [B, ...] each."""
-        raise NotImplementedError(f"{type(self).__name__}.serve_spec")
-
-    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """What an exported model answers, by row: a nested map of tensors [B, ...].
-
-        B may be unknown, and there is no mesh: the ops are TF's own.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.serve")
+    @property
+    def serving(self) -> Serving | None:
+        """How an exported model answers requests, if it does."""
+        return None
 
     def describe_data(self) -> dict[str, float]:
         """Facts on the data to print and log before training."""

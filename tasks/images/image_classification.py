@@ -18,7 +18,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolutions.resnet import ResNet
 from meshwright.tasks.images.image_input import CHANNELS, UNLABELLED, ImageInput
 from meshwright.tasks.input.example_order import Split
-from meshwright.tasks.task import Task, TaskLoss
+from meshwright.tasks.task import Serving, Task, TaskLoss
 
 # What of the input training batches follow from, beside the pictures.
 _DRAWN_BY = ("size", "area", "aspect", "mirrored", "seed")
@@ -87,18 +87,9 @@ class ImageClassification(Task):
             loss = sums.loss / tf.maximum(sums.pictures, 1.0)
         return TaskLoss(loss=loss, sums=sums)
 
-    def serves(self) -> bool:
-        return True
-
-    def serve_spec(self, batch: int | None) -> NestedMap:
-        """`image` uint8 [B, H, W, 3]: red, green and blue."""
-        return NestedMap(image=self.pictures.element_spec(batch).image)
-
-    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """`logits` float32 [B, K], and the likeliest `classes`, int32 [B]."""
-        logits = tf.cast(self.logits(ctx, theta, batch.image), tf.float32)
-        classes = tf.argmax(logits, axis=-1, output_type=tf.int32)
-        return NestedMap(logits=logits, classes=classes)
+    @property
+    def serving(self) -> PictureClasses:
+        return PictureClasses(self)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Means over pictures; top_5: how many have their label among the five best."""
@@ -136,6 +127,23 @@ class ImageClassification(Task):
     def tokens(self, global_batch: int) -> int:
         """Pictures."""
         return global_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureClasses(Serving):
+    """What pictures show."""
+
+    task: ImageClassification
+
+    def spec(self, batch: int | None) -> NestedMap:
+        """`image` uint8 [B, H, W, 3]: red, green and blue."""
+        return NestedMap(image=self.task.pictures.element_spec(batch).image)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`logits` float32 [B, K], and the likeliest `classes`, int32 [B]."""
+        logits = tf.cast(self.task.logits(ctx, theta, batch.image), tf.float32)
+        classes = tf.argmax(logits, axis=-1, output_type=tf.int32)
+        return NestedMap(logits=logits, classes=classes)
 
 
 def picture_sums(

@@ -19,7 +19,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.neumf import NeuMF
 from meshwright.tasks.recommendation.interactions import Interactions
 from meshwright.tasks.recommendation.recommendation_input import RecommendationInput
-from meshwright.tasks.task import Decoding, Task, TaskLoss
+from meshwright.tasks.task import DecodeResult, Decoding, Serving, Task, TaskLoss
 
 
 @gin.register
@@ -70,81 +70,16 @@ class Recommendation(Task):
             )
         return TaskLoss(loss=sums.nats / tf.maximum(sums.pairs, 1.0), sums=sums)
 
+    @property
+    def decoding(self) -> HeldOutRanking:
+        return HeldOutRanking(self)
+
+    @property
+    def serving(self) -> PairChances:
+        return PairChances(self)
+
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         return {"loss": float(sums["nats"] / max(sums["pairs"], 1.0))}
-
-    def serves(self) -> bool:
-        return True
-
-    def serve_spec(self, batch: int | None) -> NestedMap:
-        """`user` and `item`, int32 [B]: pairs."""
-        spec = self.data.element_spec(batch)
-        return NestedMap(user=spec.user, item=spec.item)
-
-    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """`chances` float32 [B], of the user taking the item."""
-        logits = tf.cast(self.logits(ctx, theta, batch), tf.float32)
-        return NestedMap(chances=tf.sigmoid(logits))
-
-    def decodes(self) -> bool:
-        return True
-
-    def decode_spec(self, global_batch: int) -> NestedMap:
-        """See `RecommendationInput.ranked_batches`."""
-        return self.data.ranked_spec(global_batch)
-
-    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """`before` int32 [B]: how many negatives rank before the held-out item.
-
-        Items are scored one after another, so that it takes no more memory than to
-        score as many pairs as there are users.
-        """
-        user = tf.maximum(batch.user, 0)
-        ranked = tf.transpose(batch.ranked)
-
-        def score(i):
-            with ctx.scope("network") as c:
-                item = c.split(ranked[i], ("batch",))
-                return self.network.fprop(c, theta.network, user, item=item)
-
-        held_out = score(0)
-
-        def count(i, before):
-            # Not >=: a score that is no number is not to make a hit.
-            is_behind = score(i) < held_out
-            return i + 1, before + 1 - tf.cast(is_behind, tf.int32)
-
-        before = ctx.split(tf.zeros_like(user), ("batch",))
-        last = self.data.held_out_negatives
-        _, before = tf.while_loop(
-            lambda i, _: i <= last, count, (tf.constant(1), before)
-        )
-        return NestedMap(before=before)
-
-    def decode_batches(
-        self, *, global_batch: int, max_batches: int | None = None
-    ) -> Iterator[NestedMap]:
-        self._interactions()
-        batches = self.data.ranked_batches(
-            global_batch=global_batch, max_batches=max_batches
-        )
-        for batch in batches:
-            yield NestedMap(batch).map(lambda t: t.numpy())
-
-    def decoded(
-        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
-    ) -> Decoding:
-        """Hit rate and NDCG of the first `top`."""
-        ranks = [np.asarray(out.before)[batch.user >= 0] for batch, out in batches]
-        return Decoding(metrics=self._scores(np.concatenate(ranks)))
-
-    def _scores(self, before: np.ndarray) -> dict[str, float]:
-        """Of how many negatives rank before each user's held-out item."""
-        gains = np.where(before < self.top, 1 / np.log2(before + 2.0), 0.0)
-        return {
-            f"hit_rate@{self.top}": float(np.mean(before < self.top)),
-            f"ndcg@{self.top}": float(np.mean(gains)),
-        }
 
     @property
     def input(self) -> RecommendationInput:
@@ -156,27 +91,27 @@ class Recommendation(Task):
     def train_batches(
         self, start_step: int, *, global_batch: int, rows: range
     ) -> tf.data.Dataset:
-        self._interactions()
+        self.interactions()
         return super().train_batches(start_step, global_batch=global_batch, rows=rows)
 
     def eval_batches(
         self, *, global_batch: int, rows: range, max_batches: int | None = None
     ) -> tf.data.Dataset:
-        self._interactions()
+        self.interactions()
         return super().eval_batches(
             global_batch=global_batch, rows=rows, max_batches=max_batches
         )
 
     def describe_data(self) -> dict[str, float]:
         """Sizes, and the scores of what ranks items by how often they were taken."""
-        found = self._interactions()
+        found = self.interactions()
         counts = np.bincount(found.item, minlength=found.item_count)
         before = [
             np.sum(taken[:, 1:] >= taken[:, :1], axis=1)[batch.user >= 0]
-            for batch in self.decode_batches(global_batch=1024)
+            for batch in self.decoding.batches(global_batch=1024)
             for taken in [counts[batch.ranked]]
         ]
-        by_popularity = self._scores(np.concatenate(before))
+        by_popularity = self.decoding.scores(np.concatenate(before))
         return {
             "users": found.user_count,
             "items": found.item_count,
@@ -186,7 +121,7 @@ class Recommendation(Task):
 
     def data_fingerprint(self) -> dict[str, str | int]:
         return {
-            "interactions": self._interactions().sha256(),
+            "interactions": self.interactions().sha256(),
             "RecommendationInput.negatives": self.data.negatives,
             "RecommendationInput.seed": self.data.seed,
         }
@@ -199,7 +134,7 @@ class Recommendation(Task):
         """Pairs."""
         return global_batch
 
-    def _interactions(self) -> Interactions:
+    def interactions(self) -> Interactions:
         """What there is, once the tables are known to have a row for each id."""
         found = self.data.interactions()
         for name in ("user", "item"):
@@ -213,3 +148,84 @@ class Recommendation(Task):
                     "raise it to that"
                 )
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutRanking(Decoding):
+    """Ranks each user's held-out item among negatives."""
+
+    task: Recommendation
+
+    def spec(self, global_batch: int) -> NestedMap:
+        """See `RecommendationInput.ranked_batches`."""
+        return self.task.data.ranked_spec(global_batch)
+
+    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`before` int32 [B]: how many negatives rank before the held-out item.
+
+        Items are scored one after another, so that it takes no more memory than to
+        score as many pairs as there are users.
+        """
+        user = tf.maximum(batch.user, 0)
+        ranked = tf.transpose(batch.ranked)
+
+        def score(i):
+            with ctx.scope("network") as c:
+                item = c.split(ranked[i], ("batch",))
+                return self.task.network.fprop(c, theta.network, user, item=item)
+
+        held_out = score(0)
+
+        def count(i, before):
+            # Not >=: a score that is no number is not to make a hit.
+            is_behind = score(i) < held_out
+            return i + 1, before + 1 - tf.cast(is_behind, tf.int32)
+
+        before = ctx.split(tf.zeros_like(user), ("batch",))
+        last = self.task.data.held_out_negatives
+        _, before = tf.while_loop(
+            lambda i, _: i <= last, count, (tf.constant(1), before)
+        )
+        return NestedMap(before=before)
+
+    def batches(
+        self, *, global_batch: int, max_batches: int | None = None
+    ) -> Iterator[NestedMap]:
+        self.task.interactions()
+        batches = self.task.data.ranked_batches(
+            global_batch=global_batch, max_batches=max_batches
+        )
+        for batch in batches:
+            yield NestedMap(batch).map(lambda t: t.numpy())
+
+    def score(
+        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
+    ) -> DecodeResult:
+        """Hit rate and NDCG of the first `top`."""
+        ranks = [np.asarray(out.before)[batch.user >= 0] for batch, out in batches]
+        return DecodeResult(metrics=self.scores(np.concatenate(ranks)))
+
+    def scores(self, before: np.ndarray) -> dict[str, float]:
+        """Of how many negatives rank before each user's held-out item."""
+        gains = np.where(before < self.task.top, 1 / np.log2(before + 2.0), 0.0)
+        return {
+            f"hit_rate@{self.task.top}": float(np.mean(before < self.task.top)),
+            f"ndcg@{self.task.top}": float(np.mean(gains)),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class PairChances(Serving):
+    """How likely users are to take items."""
+
+    task: Recommendation
+
+    def spec(self, batch: int | None) -> NestedMap:
+        """`user` and `item`, int32 [B]: pairs."""
+        spec = self.task.data.element_spec(batch)
+        return NestedMap(user=spec.user, item=spec.item)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`chances` float32 [B], of the user taking the item."""
+        logits = tf.cast(self.task.logits(ctx, theta, batch), tf.float32)
+        return NestedMap(chances=tf.sigmoid(logits))

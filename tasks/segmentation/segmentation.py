@@ -33,7 +33,7 @@ from meshwright.tasks.segmentation.segmentation_tiles import (
 )
 from meshwright.tasks.segmentation.segmentation_views import views
 from meshwright.tasks.segmentation.volume_files import save
-from meshwright.tasks.task import Decoding, Task, TaskLoss
+from meshwright.tasks.task import DecodeResult, Decoding, Serving, Task, TaskLoss
 
 # Of the sums that soft Dice divides: a class that is nowhere has none.
 _SMOOTH = 1.0
@@ -123,9 +123,9 @@ class Segmentation(Task):
             "loss": float(sums["loss"]) / voxels,
             "cross_entropy": float(sums["nats"]) / voxels,
         }
-        return found | self._means("dice", [scores])
+        return found | self.means("dice", [scores])
 
-    def _means(self, what: str, scores: Sequence[np.ndarray]) -> dict[str, float]:
+    def means(self, what: str, scores: Sequence[np.ndarray]) -> dict[str, float]:
         """Of each class but the background, where it has a score; and of classes."""
         found = {}
         for k, name in enumerate(self.volumes.classes()):
@@ -134,78 +134,13 @@ class Segmentation(Task):
                 found[f"{what}/{name}"] = float(np.mean(known))
         return {what: float(np.mean(list(found.values())))} | found if found else {}
 
-    def decodes(self) -> bool:
-        return True
+    @property
+    def decoding(self) -> SegmentationDecoding:
+        return SegmentationDecoding(self)
 
-    def decode_spec(self, global_batch: int) -> NestedMap:
-        """An image, and `tile`, its number in `Patches.tiles` or -1."""
-        spec = self.input.element_spec(global_batch)
-        return NestedMap(image=spec.image, tile=tf.TensorSpec([global_batch], tf.int32))
-
-    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """`chances` float32 [B, K, U, V, W] of each class."""
-        return NestedMap(chances=chances(self.logits(ctx, theta, batch.image)))
-
-    def serves(self) -> bool:
-        return True
-
-    def serve_spec(self, batch: int | None) -> NestedMap:
-        """`image` float32 [B, X, Y, Z, C], as the input's patches."""
-        return NestedMap(image=self.decode_spec(batch).image)
-
-    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """What `decode` says, and the likeliest `classes`, int32 [B, U, V, W]."""
-        said = self.decode(ctx, theta, batch)
-        said.classes = tf.argmax(said.chances, axis=1, output_type=tf.int32)
-        return said
-
-    def decode_batches(
-        self, *, global_batch: int, max_batches: int | None = None
-    ) -> Iterator[NestedMap]:
-        batches = self.overlapping.held_out_batches(
-            global_batch=global_batch, rows=range(global_batch)
-        )
-        # The first ones, not spread evenly: tiles of whole volumes.
-        for batch in batches.take(-1 if max_batches is None else max_batches):
-            yield NestedMap(image=batch.image.numpy(), tile=batch.tile.numpy())
-
-    def decoded(
-        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
-    ) -> Decoding:
-        """Whole volumes, put together from their tiles and written as NIfTI files.
-
-        The metrics are means over volumes of which all tiles were read; a class that
-        is neither in a volume nor found in it has none there.
-        """
-        given, patches = self.volumes, self.overlapping
-        cases = given.cases(Split.HELD_OUT)
-        scores, shown = [], {}
-
-        def size_of(number: int) -> Size:
-            return patches.size(cases[number])
-
-        answers = self._answers(batches)
-        for one in segmented_volumes(patches.tiles(), answers, size_of):
-            case = cases[one.case]
-            volume = given.volume(case)
-            path = str(folder / f"{case.name}.nii.gz")
-            save(path, one.found, like=case, volume=volume)
-            counts = counts_by_class(one.found, volume.label, given.num_classes)
-            scores.append(dice(*counts))
-            if len(shown) < self.pictures:
-                shown[case.name] = views(volume, one.found)
-        if not scores:
-            logging.warning(
-                "no held-out volume was decoded whole, so that none is scored: raise "
-                "Experiment.decode_batches, or set it to None"
-            )
-        return Decoding(metrics=self._means("volume_dice", scores), pictures=shown)
-
-    def _answers(self, batches) -> Iterator[tuple[int, np.ndarray]]:
-        for batch, out in batches:
-            for tile, one in zip(batch.tile, np.asarray(out.chances), strict=True):
-                if tile >= 0:
-                    yield int(tile), np.moveaxis(one, 0, -1)
+    @property
+    def serving(self) -> SegmentationServing:
+        return SegmentationServing(self)
 
     @property
     def input(self) -> Patches:
@@ -246,3 +181,86 @@ class Segmentation(Task):
     def tokens(self, global_batch: int) -> int:
         """Voxels that are labelled."""
         return global_batch * int(np.prod(self.labelled))
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentationDecoding(Decoding):
+    """Segments held-out volumes, tile by tile."""
+
+    task: Segmentation
+
+    def spec(self, global_batch: int) -> NestedMap:
+        """An image, and `tile`, its number in `Patches.tiles` or -1."""
+        spec = self.task.input.element_spec(global_batch)
+        return NestedMap(image=spec.image, tile=tf.TensorSpec([global_batch], tf.int32))
+
+    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`chances` float32 [B, K, U, V, W] of each class."""
+        return NestedMap(chances=chances(self.task.logits(ctx, theta, batch.image)))
+
+    def batches(
+        self, *, global_batch: int, max_batches: int | None = None
+    ) -> Iterator[NestedMap]:
+        batches = self.task.overlapping.held_out_batches(
+            global_batch=global_batch, rows=range(global_batch)
+        )
+        # The first ones, not spread evenly: tiles of whole volumes.
+        for batch in batches.take(-1 if max_batches is None else max_batches):
+            yield NestedMap(image=batch.image.numpy(), tile=batch.tile.numpy())
+
+    def score(
+        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
+    ) -> DecodeResult:
+        """Whole volumes, put together from their tiles and written as NIfTI files.
+
+        The metrics are means over volumes of which all tiles were read; a class that
+        is neither in a volume nor found in it has none there.
+        """
+        given, patches = self.task.volumes, self.task.overlapping
+        cases = given.cases(Split.HELD_OUT)
+        scores, shown = [], {}
+
+        def size_of(number: int) -> Size:
+            return patches.size(cases[number])
+
+        answers = self._answers(batches)
+        for one in segmented_volumes(patches.tiles(), answers, size_of):
+            case = cases[one.case]
+            volume = given.volume(case)
+            path = str(folder / f"{case.name}.nii.gz")
+            save(path, one.found, like=case, volume=volume)
+            counts = counts_by_class(one.found, volume.label, given.num_classes)
+            scores.append(dice(*counts))
+            if len(shown) < self.task.pictures:
+                shown[case.name] = views(volume, one.found)
+        if not scores:
+            logging.warning(
+                "no held-out volume was decoded whole, so that none is scored: raise "
+                "Experiment.decode_batches, or set it to None"
+            )
+        return DecodeResult(
+            metrics=self.task.means("volume_dice", scores), pictures=shown
+        )
+
+    def _answers(self, batches) -> Iterator[tuple[int, np.ndarray]]:
+        for batch, out in batches:
+            for tile, one in zip(batch.tile, np.asarray(out.chances), strict=True):
+                if tile >= 0:
+                    yield int(tile), np.moveaxis(one, 0, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentationServing(Serving):
+    """Segments patches."""
+
+    task: Segmentation
+
+    def spec(self, batch: int | None) -> NestedMap:
+        """`image` float32 [B, X, Y, Z, C], as the input's patches."""
+        return NestedMap(image=self.task.input.element_spec(batch).image)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`chances` of each class, and the likeliest `classes`, int32 [B, U, V, W]."""
+        said = self.task.decoding.decode(ctx, theta, batch)
+        said.classes = tf.argmax(said.chances, axis=1, output_type=tf.int32)
+        return said

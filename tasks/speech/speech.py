@@ -29,7 +29,7 @@ from meshwright.tasks.speech.speech_text import (
     greedy_search,
     samples,
 )
-from meshwright.tasks.task import Decoding, TaskLoss
+from meshwright.tasks.task import DecodeResult, Decoding, Serving, TaskLoss
 
 
 def ctc_loss(
@@ -116,12 +116,24 @@ class SpeechRecognition(SpeechTask):
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         return {"loss": float(sums["nats"] / max(sums["labels"], 1.0))}
 
-    def decodes(self) -> bool:
-        return True
+    @property
+    def decoding(self) -> SpeechDecoding:
+        return SpeechDecoding(self)
 
-    def decode_spec(self, global_batch: int) -> NestedMap:
+    @property
+    def serving(self) -> SpeechServing:
+        return SpeechServing(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeechDecoding(Decoding):
+    """Transcribes held-out utterances."""
+
+    task: SpeechRecognition
+
+    def spec(self, global_batch: int) -> NestedMap:
         """Features, their `frames`, and `utterance`, a held-out one's number or -1."""
-        spec = self.speech.element_spec(global_batch)
+        spec = self.task.speech.element_spec(global_batch)
         utterance = tf.TensorSpec([global_batch], tf.int32)
         return NestedMap(
             features=spec.features, frames=spec.frames, utterance=utterance
@@ -130,59 +142,38 @@ class SpeechRecognition(SpeechTask):
     def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """`log_probs` float32 [B, S, V], and how many `frames` of S count, int32 [B].
 
-        The search for transcripts is `decoded`'s, on the host.
+        The search for transcripts is `score`'s, on the host.
         """
-        logits, frames = self.logits(ctx, theta, batch.features, batch.frames)
+        logits, frames = self.task.logits(ctx, theta, batch.features, batch.frames)
         log_probs = tf.nn.log_softmax(tf.cast(logits, tf.float32))
         return NestedMap(log_probs=log_probs, frames=frames)
 
-    def decode_batches(
+    def batches(
         self, *, global_batch: int, max_batches: int | None = None
     ) -> Iterator[NestedMap]:
-        batches = self.speech.held_out_batches(
+        batches = self.task.speech.held_out_batches(
             global_batch=global_batch, rows=range(global_batch), max_batches=max_batches
         )
-        names = self.decode_spec(global_batch)
+        names = self.spec(global_batch)
         for batch in batches:
             yield NestedMap({name: batch[name].numpy() for name in names})
 
-    def serves(self) -> bool:
-        return True
-
-    def serve_spec(self, batch: int | None) -> NestedMap:
-        """`features` float32 [B, T, F] and `frames` int32 [B], how many of T count."""
-        spec = self.speech.element_spec(batch)
-        return NestedMap(features=spec.features, frames=spec.frames)
-
-    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """What `decode` says, and `ids` int32 [B, L], the greedy search's, then 0.
-
-        L is how many the longest row has.
-        """
-        said = self.decode(ctx, theta, batch)
-        by_frame = tf.transpose(said.log_probs, [1, 0, 2])
-        (found,), _ = tf.nn.ctc_greedy_decoder(
-            by_frame, said.frames, blank_index=BLANK_ID
-        )
-        said.ids = tf.cast(tf.sparse.to_dense(found, default_value=BLANK_ID), tf.int32)
-        return said
-
-    def decoded(
+    def score(
         self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
-    ) -> Decoding:
+    ) -> DecodeResult:
         """Word and character error rates, by prefix beam search and greedily.
 
         References are as the vocabulary spells them.
         """
-        listed = self.speech.utterances(Split.HELD_OUT).listed
-        vocabulary = self.speech.trained_vocabulary()
+        listed = self.task.speech.utterances(Split.HELD_OUT).listed
+        vocabulary = self.task.speech.trained_vocabulary()
         recognized = []
         for batch, out in batches:
             log_probs, frames = np.asarray(out.log_probs), np.asarray(out.frames)
             heard = zip(
                 batch.utterance,
                 greedy_search(log_probs, frames),
-                beam_search(log_probs, frames, self.beams),
+                beam_search(log_probs, frames, self.task.beams),
                 strict=True,
             )
             for number, *found in heard:
@@ -190,4 +181,31 @@ class SpeechRecognition(SpeechTask):
                     said = vocabulary.normalized(listed[number].transcript)
                     texts = map(vocabulary.decode, found)
                     recognized.append(Recognized(said, *texts))
-        return Decoding(metrics=error_rates(recognized), samples=samples(recognized))
+        return DecodeResult(
+            metrics=error_rates(recognized), samples=samples(recognized)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeechServing(Serving):
+    """Transcribes features."""
+
+    task: SpeechRecognition
+
+    def spec(self, batch: int | None) -> NestedMap:
+        """`features` float32 [B, T, F] and `frames` int32 [B], how many of T count."""
+        spec = self.task.speech.element_spec(batch)
+        return NestedMap(features=spec.features, frames=spec.frames)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """What `SpeechDecoding.decode` says, and `ids`, int32 [B, L].
+
+        These are the greedy search's, then 0; L is how many the longest row has.
+        """
+        said = self.task.decoding.decode(ctx, theta, batch)
+        by_frame = tf.transpose(said.log_probs, [1, 0, 2])
+        (found,), _ = tf.nn.ctc_greedy_decoder(
+            by_frame, said.frames, blank_index=BLANK_ID
+        )
+        said.ids = tf.cast(tf.sparse.to_dense(found, default_value=BLANK_ID), tf.int32)
+        return said

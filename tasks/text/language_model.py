@@ -18,7 +18,7 @@ from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.embedding import cross_entropy
 from meshwright.tasks.input.example_order import Split
-from meshwright.tasks.task import TaskLoss
+from meshwright.tasks.task import Serving, TaskLoss
 from meshwright.tasks.text.text_input import TextInput
 from meshwright.tasks.text.text_task import TextTask
 
@@ -75,23 +75,9 @@ class LanguageModel(TextTask):
             loss = total / tf.maximum(count, 1.0)
         return self.total_loss(loss, NestedMap(nats=total, tokens=count), aux)
 
-    def serves(self) -> bool:
-        return True
-
-    def serve_spec(self, batch: int | None) -> NestedMap:
-        """`ids` int32 [B, S], a text to a row from its start token on; then 0."""
-        return NestedMap(ids=self.text.element_spec(batch).ids)
-
-    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """`log_probs` float32 [B, S, V], in nats, of the token after each."""
-        places = tf.range(self.text.sequence_length)
-        rows = NestedMap(
-            ids=batch.ids,
-            segment_ids=tf.cast(batch.ids != 0, tf.int32),
-            segment_positions=tf.broadcast_to(places, shape_of(batch.ids)),
-        )
-        logits, _ = self.logits(ctx, theta, rows)
-        return NestedMap(log_probs=tf.nn.log_softmax(tf.cast(logits, tf.float32)))
+    @property
+    def serving(self) -> NextTokens:
+        return NextTokens(self)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         found = super().metrics(sums)
@@ -123,3 +109,25 @@ class LanguageModel(TextTask):
 
     def tokens(self, global_batch: int) -> int:
         return global_batch * self.text.sequence_length
+
+
+@dataclasses.dataclass(frozen=True)
+class NextTokens(Serving):
+    """What comes after each token of a text."""
+
+    task: LanguageModel
+
+    def spec(self, batch: int | None) -> NestedMap:
+        """`ids` int32 [B, S], a text to a row from its start token on; then 0."""
+        return NestedMap(ids=self.task.text.element_spec(batch).ids)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`log_probs` float32 [B, S, V], in nats, of the token after each."""
+        places = tf.range(self.task.text.sequence_length)
+        rows = NestedMap(
+            ids=batch.ids,
+            segment_ids=tf.cast(batch.ids != 0, tf.int32),
+            segment_positions=tf.broadcast_to(places, shape_of(batch.ids)),
+        )
+        logits, _ = self.task.logits(ctx, theta, rows)
+        return NestedMap(log_probs=tf.nn.log_softmax(tf.cast(logits, tf.float32)))

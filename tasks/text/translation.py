@@ -21,7 +21,7 @@ from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.embedding import cross_entropy
 from meshwright.tasks.input.example_order import Split
-from meshwright.tasks.task import Decoding, TaskLoss
+from meshwright.tasks.task import DecodeResult, Decoding, Serving, TaskLoss
 from meshwright.tasks.text.decoding import BeamSearch, Decoded, Decoder, TokenModel
 from meshwright.tasks.text.text_task import TextTask
 from meshwright.tasks.text.translation_input import TranslationInput
@@ -115,74 +115,8 @@ class Translation(TextTask):
             loss = total / tf.maximum(count, 1.0)
         return self.total_loss(loss, NestedMap(nats=nats, tokens=count), aux)
 
-    def decodes(self) -> bool:
-        return True
-
-    def decode_spec(self, global_batch: int) -> NestedMap:
-        """`pair`, the number of a held-out pair or -1, and the sources."""
-        return self.text.source_spec(global_batch)
-
-    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """`ids` int32 [B, K, T] and `scores` float32 [B, K] of translations.
-
-        The best first, up to an end and then 0; see `Decoded`.
-
-        Args:
-          ctx: context of `Mode.EVAL`.
-          theta: weights.
-          batch: as `decode_spec`, a source to a row.
-        """
-        found = self._search(ctx, theta, batch)
-        return NestedMap(ids=found.ids, scores=found.scores)
-
-    def decode_batches(
-        self, *, global_batch: int, max_batches: int | None = None
-    ) -> Iterator[NestedMap]:
-        return self.text.source_batches(global_batch, max_batches=max_batches)
-
-    def decoded(
-        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
-    ) -> Decoding:
-        """BLEU and chrF by direction, of the best translations.
-
-        References are as the vocabulary spells them, in Unicode's NFKC.
-        """
-        pairs = self.text.files.pairs(Split.HELD_OUT)
-        vocabulary = self.text.trained_vocabulary()
-        translated = [
-            Translated(
-                pairs[number].direction,
-                pairs[number].target_language,
-                pairs[number].source,
-                vocabulary.normalized(pairs[number].target),
-                vocabulary.decode(ids),
-            )
-            for batch, out in batches
-            for number, ids in zip(batch.pair, np.asarray(out.ids)[:, 0], strict=True)
-            if number >= 0
-        ]
-        return Decoding(metrics=scores(translated), samples=samples(translated))
-
-    def serves(self) -> bool:
-        return True
-
-    def serve_spec(self, batch: int | None) -> NestedMap:
-        """`source_ids` int32 [B, S], a source to a row as the input has it; then 0."""
-        return NestedMap(source_ids=self.text.source_spec(batch).source_ids)
-
-    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """See `decode`."""
-        ids = batch.source_ids
-        places = tf.range(self.text.source_length)
-        rows = NestedMap(
-            source_ids=ids,
-            source_segment_ids=tf.cast(ids != 0, tf.int32),
-            source_positions=tf.broadcast_to(places, shape_of(ids)),
-            pair=tf.zeros_like(ids[:, 0]),
-        )
-        return self.decode(ctx, theta, rows)
-
-    def _search(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> Decoded:
+    def translate(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> Decoded:
+        """The best translations of sources, a source to a row."""
         memory, _ = self.encode(ctx, theta, batch)
         paddings = tf.cast(batch.source_segment_ids == 0, tf.int32)
         with ctx.scope("decoder") as c:
@@ -230,6 +164,14 @@ class Translation(TextTask):
             x = self.decoder_norm.fprop(c, theta.decoder_norm, x)
         return self.to_logits(ctx, theta, x)
 
+    @property
+    def decoding(self) -> TranslationDecoding:
+        return TranslationDecoding(self)
+
+    @property
+    def serving(self) -> TranslationServing:
+        return TranslationServing(self)
+
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         found = super().metrics(sums)
         return {**found, "perplexity": math.exp(min(found["loss"], 700.0))}
@@ -264,3 +206,78 @@ class Translation(TextTask):
 
     def tokens(self, global_batch: int) -> int:
         return global_batch * (self.text.source_length + self.text.target_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class TranslationDecoding(Decoding):
+    """Translates held-out sources."""
+
+    task: Translation
+
+    def spec(self, global_batch: int) -> NestedMap:
+        """`pair`, the number of a held-out pair or -1, and the sources."""
+        return self.task.text.source_spec(global_batch)
+
+    def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """`ids` int32 [B, K, T] and `scores` float32 [B, K] of translations.
+
+        The best first, up to an end and then 0; see `Decoded`.
+
+        Args:
+          ctx: context of `Mode.EVAL`.
+          theta: weights.
+          batch: as `spec`, a source to a row.
+        """
+        found = self.task.translate(ctx, theta, batch)
+        return NestedMap(ids=found.ids, scores=found.scores)
+
+    def batches(
+        self, *, global_batch: int, max_batches: int | None = None
+    ) -> Iterator[NestedMap]:
+        return self.task.text.source_batches(global_batch, max_batches=max_batches)
+
+    def score(
+        self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
+    ) -> DecodeResult:
+        """BLEU and chrF by direction, of the best translations.
+
+        References are as the vocabulary spells them, in Unicode's NFKC.
+        """
+        pairs = self.task.text.files.pairs(Split.HELD_OUT)
+        vocabulary = self.task.text.trained_vocabulary()
+        translated = [
+            Translated(
+                pairs[number].direction,
+                pairs[number].target_language,
+                pairs[number].source,
+                vocabulary.normalized(pairs[number].target),
+                vocabulary.decode(ids),
+            )
+            for batch, out in batches
+            for number, ids in zip(batch.pair, np.asarray(out.ids)[:, 0], strict=True)
+            if number >= 0
+        ]
+        return DecodeResult(metrics=scores(translated), samples=samples(translated))
+
+
+@dataclasses.dataclass(frozen=True)
+class TranslationServing(Serving):
+    """Translates what it is given."""
+
+    task: Translation
+
+    def spec(self, batch: int | None) -> NestedMap:
+        """`source_ids` int32 [B, S], a source to a row as the input has it; then 0."""
+        return NestedMap(source_ids=self.task.text.source_spec(batch).source_ids)
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """As `TranslationDecoding.decode`."""
+        ids = batch.source_ids
+        places = tf.range(self.task.text.source_length)
+        rows = NestedMap(
+            source_ids=ids,
+            source_segment_ids=tf.cast(ids != 0, tf.int32),
+            source_positions=tf.broadcast_to(places, shape_of(ids)),
+            pair=tf.zeros_like(ids[:, 0]),
+        )
+        return self.task.decoding.decode(ctx, theta, rows)

@@ -194,7 +194,7 @@ class Experiment:
                     f"Experiment.{name} is {value!r}, must be a whole number >= "
                     f"{at_least}"
                 )
-        if self.decode_batches != 0 and not self.task.decodes():
+        if self.decode_batches != 0 and self.task.decoding is None:
             raise ValueError(
                 f"Experiment.decode_batches is {self.decode_batches}, but "
                 f"{type(self.task).__name__} decodes nothing: set it to 0"

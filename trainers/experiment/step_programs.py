@@ -267,12 +267,12 @@ class StepPrograms:
         return self.experiment.task.loss(ctx, theta, batch).sums
 
     def decode_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """What the task's model says of one batch of `Task.decode_spec`."""
-        return self._said(self.experiment.task.decode, theta, batch)
+        """What the task's model says of one batch of `Decoding.spec`."""
+        return self._said(self.experiment.task.decoding.decode, theta, batch)
 
     def serve_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """What an exported model answers to a batch of `Task.serve_spec`."""
-        return self._said(self.experiment.task.serve, theta, batch)
+        """What an exported model answers to a batch of `Serving.spec`."""
+        return self._said(self.experiment.task.serving.serve, theta, batch)
 
     def _said(self, decode, theta: NestedMap, batch: NestedMap) -> NestedMap:
         ctx, theta = self._to_evaluate(theta)
@@ -360,7 +360,7 @@ class StepPrograms:
     def decode(self) -> Program:
         """(theta in the plan's form, batch to decode) -> what is said of each row."""
         task, plan = self.experiment.task, self.experiment.plan
-        batch = task.decode_spec(self.experiment.global_batch)
+        batch = task.decoding.spec(self.experiment.global_batch)
         known = dict(NestedMap(task.batch_dims()).items_by_path())
 
         def sharding(path: str, spec: tf.TensorSpec) -> Sharding:

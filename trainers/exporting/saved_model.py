@@ -39,7 +39,7 @@ def export_saved_model(
 ) -> None:
     """Writes a SavedModel with two signatures, for batches of any size B.
 
-    `serving_default` answers as `Task.serve` does, and `evaluate` gives the sums of
+    `serving_default` answers as `Serving.serve` does, and `evaluate` gives the sums of
     `Task.loss`, which over batches make the trainer's metrics. Arguments and results go
     by their paths. The weights are `tf.Variable`s of logical shapes, in nested
     dictionaries as the model has them, under `weights`.
@@ -54,7 +54,8 @@ def export_saved_model(
       ValueError: a layer refuses a batch of unknown size.
     """
     task, programs = experiment.task, _on_one_device(experiment)
-    if not task.serves():
+    serving = task.serving
+    if serving is None:
         raise ExportError(
             f"{type(task).__name__} serves nothing, so that a SavedModel of it would "
             "be of no use: export the task that its weights are for, or --what=bundle"
@@ -63,7 +64,7 @@ def export_saved_model(
     variables = weights.map_with_path(_variable, programs.weights)
     module.weights = _plain_dict(variables)
     signatures = {
-        SERVE: _signature(programs.serve_step, variables, task.serve_spec(None)),
+        SERVE: _signature(programs.serve_step, variables, serving.spec(None)),
         EVALUATE: _signature(programs.eval_step, variables, task.batch_spec(None)),
     }
     tf.saved_model.save(module, os.fspath(folder), signatures)

@@ -13,7 +13,7 @@ from etils import epath
 
 from meshwright.framework.compiler.xla.processes import is_first_process, to_host
 from meshwright.framework.nested_map import NestedMap
-from meshwright.tasks.task import Decoding
+from meshwright.tasks.task import DecodeResult
 from meshwright.trainers.experiment.batches import arrays, readable
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
@@ -33,7 +33,7 @@ class Evaluation:
 
     metrics: dict[str, float]
     heat_maps: dict[str, np.ndarray]
-    decoding: Decoding
+    decoding: DecodeResult
 
 
 def evaluate(
@@ -51,7 +51,7 @@ def evaluate(
         rows=rows,
         max_batches=experiment.eval_batches,
     )
-    decoding = Decoding(metrics={})
+    decoding = DecodeResult(metrics={})
     try:
         totals = sums_over(programs, theta, _until_stopped(arrays(batches), stop), rows)
         if experiment.decode_batches != 0:
@@ -99,13 +99,14 @@ def _until_stopped(
 
 def _decode(
     programs: StepPrograms, theta: NestedMap, stop: StopRequest, folder: str
-) -> Decoding:
+) -> DecodeResult:
     """What the model says of held-out examples.
 
     The folder gets the task's files when all are there.
     """
     experiment = programs.experiment
-    batches = experiment.task.decode_batches(
+    decoding = experiment.task.decoding
+    batches = decoding.batches(
         global_batch=experiment.global_batch, max_batches=experiment.decode_batches
     )
     pairs = (
@@ -113,7 +114,7 @@ def _decode(
         for batch in _until_stopped(readable(batches), stop)
     )
     with tempfile.TemporaryDirectory(prefix="predictions") as scratch:
-        found = experiment.task.decoded(pairs, pathlib.Path(scratch))
+        found = decoding.score(pairs, pathlib.Path(scratch))
         if is_first_process():
             _copy(pathlib.Path(scratch), epath.Path(folder))
     return found

@@ -75,7 +75,9 @@ def ranked_by(scores) -> np.ndarray:
     task = dataclasses.replace(TASK, network=network)
     ranked = tf.constant([[3, *np.delete(np.arange(10), 3)]] * 2, tf.int32)
     batch = NestedMap(user=tf.constant([0, -1]), ranked=ranked)
-    found = task.decode(Context(), NestedMap(network=NestedMap()), batch).before
+    found = task.decoding.decode(
+        Context(), NestedMap(network=NestedMap()), batch
+    ).before
     assert found.dtype == tf.int32 and found[0] == found[1]
     return found[0]
 
@@ -100,12 +102,12 @@ def test_what_ranks_before_the_held_out_item(scores, before):
 
 def test_decoding_ranks_by_the_networks_scores():
     theta = THETA.map(lambda w: 100 * w)
-    (batch,) = TASK.decode_batches(global_batch=14)
-    spec = TASK.decode_spec(14)
+    (batch,) = TASK.decoding.batches(global_batch=14)
+    spec = TASK.decoding.spec(14)
     assert batch.map(lambda a: (tf.TensorShape(a.shape), tf.as_dtype(a.dtype))) == (
         spec.map(lambda s: (s.shape, s.dtype))
     )
-    before = TASK.decode(Context(), theta, batch.map(tf.constant)).before
+    before = TASK.decoding.decode(Context(), theta, batch.map(tf.constant)).before
     for user in range(U):
         scores = TASK.network.fprop(
             Context(),
@@ -121,19 +123,19 @@ def test_scores_are_of_all_users_and_not_of_rows_that_fill_up(tmp_path):
         (NestedMap(user=np.array([0, 1])), NestedMap(before=np.array([0, 2]))),
         (NestedMap(user=np.array([2, -1])), NestedMap(before=np.array([3, 0]))),
     ]
-    found = TASK.decoded(batches, tmp_path)
+    found = TASK.decoding.score(batches, tmp_path)
     assert found.metrics == {
         "hit_rate@3": pytest.approx(2 / 3),
         "ndcg@3": pytest.approx((1 + 1 / 2) / 3),
     }
-    assert TASK.decodes() and not list(tmp_path.iterdir())
+    assert TASK.decoding and not list(tmp_path.iterdir())
 
 
 def test_what_is_said_of_the_data():
     found = TASK.describe_data()
     assert (found["users"], found["items"], found["training pairs"]) == (12, 20, 60)
     counts = np.bincount(MADE.read().item, minlength=ITEMS)
-    (batch,) = TASK.decode_batches(global_batch=U)
+    (batch,) = TASK.decoding.batches(global_batch=U)
     taken = counts[batch.ranked]
     hits = [(row[1:] >= row[0]).sum() < 3 for row in taken]
     assert found["hit_rate@3 by popularity"] == np.mean(hits)
@@ -168,7 +170,7 @@ def test_tables_that_are_too_small(tables, message):
         task.describe_data,
         lambda: task.train_batches(0, **rows),
         lambda: task.eval_batches(**rows),
-        lambda: next(task.decode_batches(global_batch=4)),
+        lambda: next(task.decoding.batches(global_batch=4)),
     ):
         with pytest.raises(ValueError, match=message):
             read()

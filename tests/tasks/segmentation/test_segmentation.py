@@ -244,9 +244,9 @@ def what_the_image_shows(task, batch) -> NestedMap:
 
 
 def decoded(task, folder, max_batches=None, B=4):
-    batches = task.decode_batches(global_batch=B, max_batches=max_batches)
+    batches = task.decoding.batches(global_batch=B, max_batches=max_batches)
     pairs = ((batch, what_the_image_shows(task, batch)) for batch in batches)
-    return task.decoded(pairs, folder)
+    return task.decoding.score(pairs, folder)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_a_part_is_of_the_first_volumes(folder, tmp_path, caplog):
     """So that some are whole; if none is, it is said."""
     task = a_task(folder)
     half = len(task.overlapping.tiles()) // 4
-    batches = list(task.decode_batches(global_batch=half, max_batches=2))
+    batches = list(task.decoding.batches(global_batch=half, max_batches=2))
     assert [one.tile.tolist() for one in batches] == [
         list(range(half)),
         list(range(half, 2 * half)),
@@ -309,7 +309,7 @@ def test_rows_that_fill_up_say_nothing(folder, tmp_path):
     B = len(task.overlapping.tiles())
     batch = NestedMap(image=None, tile=np.full([B], -1))
     out = NestedMap(chances=np.ones([B, K, *task.labelled], np.float32))
-    assert task.decoded([(batch, out)], tmp_path).metrics == {}
+    assert task.decoding.score([(batch, out)], tmp_path).metrics == {}
 
 
 @pytest.mark.parametrize(
@@ -318,17 +318,17 @@ def test_rows_that_fill_up_say_nothing(folder, tmp_path):
 def test_what_is_decoded(folder, network, patch):
     task = a_task(folder, network, patch=patch)
     total = len(task.overlapping.tiles())
-    *_, last = task.decode_batches(global_batch=5)
+    *_, last = task.decoding.batches(global_batch=5)
     rest = total % 5 or 5
     assert last.tile.tolist() == [*range(total - rest, total), *[-1] * (5 - rest)]
-    spec = task.decode_spec(5)
+    spec = task.decoding.spec(5)
     assert last.map(lambda a: (tf.TensorShape(a.shape), tf.as_dtype(a.dtype))) == (
         spec.map(lambda s: (s.shape, s.dtype))
     )
-    out = task.decode(Context(), initial(task), last.map(tf.constant))
+    out = task.decoding.decode(Context(), initial(task), last.map(tf.constant))
     assert out.chances.shape == (5, K, *task.labelled)
     np.testing.assert_allclose(tf.reduce_sum(out.chances, 1), 1, rtol=1e-5)
-    assert task.decodes()
+    assert task.decoding
 
 
 def test_what_is_said_of_the_data(folder):

@@ -197,7 +197,7 @@ def test_eight_devices_say_as_one(manifest, tmp_path):
     one, theta = p.experiment, initial_state(p.experiment).theta
     alone = StepPrograms(on_one_device(one))
     together = []
-    for batch in one.task.decode_batches(global_batch=one.global_batch):
+    for batch in one.task.decoding.batches(global_batch=one.global_batch):
         found = p.decode(theta, batch)
         want = alone.decode_step(*(one.map(tf.constant) for one in (theta, batch)))
         np.testing.assert_array_equal(found.frames, want.frames)
@@ -208,7 +208,7 @@ def test_eight_devices_say_as_one(manifest, tmp_path):
     numbers = np.concatenate([batch.utterance for batch, _ in together])
     count = len(one.task.speech.utterances(Split.HELD_OUT).listed)
     assert sorted(numbers[numbers >= 0]) == list(range(count))
-    scored = one.task.decoded(together, tmp_path)
+    scored = one.task.decoding.score(together, tmp_path)
     assert set(scored.metrics) == {"wer", "cer", "wer/greedy", "cer/greedy"}
     assert scored.metrics["wer"] > 0.5, "it has not learned to write"
 
@@ -216,18 +216,18 @@ def test_eight_devices_say_as_one(manifest, tmp_path):
 def test_transcripts_said_frame_by_frame_have_no_errors(manifest, tmp_path):
     task = experiment(manifest).task
     listed = task.speech.utterances(Split.HELD_OUT).listed
-    batch = next(task.decode_batches(global_batch=8))
+    batch = next(task.decoding.batches(global_batch=8))
     log_probs = np.full([8, 60, 32], -9.0, np.float32)
     log_probs[:, :, 0] = -1.0
     for row, number in enumerate(batch.utterance):
         labels = task.speech.vocabulary.encode([listed[number].transcript])[0]
         log_probs[row, 2 * np.arange(len(labels)), labels] = 0.0
     out = NestedMap(log_probs=log_probs, frames=np.full([8], 60, np.int32))
-    found = task.decoded([(batch, out)], tmp_path)
+    found = task.decoding.score([(batch, out)], tmp_path)
     assert set(found.metrics.values()) == {0.0}
     assert listed[batch.utterance[0]].transcript in found.samples
     log_probs[0] = log_probs[1]
-    assert 0 < task.decoded([(batch, out)], tmp_path).metrics["wer"] < 1
+    assert 0 < task.decoding.score([(batch, out)], tmp_path).metrics["wer"] < 1
 
 
 def test_what_is_said_of_the_data(manifest):

@@ -157,7 +157,7 @@ def test_its_weights_have_the_paths_of_a_recognizer(one):
     assert set(one.task.weights()) == {"subsampling", "backbone", "prediction"}
     sums = {"nats": np.float32(30), "correct": np.float32(4), "frames": np.float32(10)}
     assert one.task.metrics(sums) == {"loss": 3.0, "accuracy": pytest.approx(0.4)}
-    assert not one.task.decodes()
+    assert one.task.decoding is None
 
 
 @pytest.mark.parametrize("field", ["span", "projected_dims"])

@@ -85,7 +85,7 @@ def initial_theta(root, plan) -> NestedMap:
 
 
 def sources(one: Experiment) -> NestedMap:
-    return next(one.task.decode_batches(global_batch=one.global_batch))
+    return next(one.task.decoding.batches(global_batch=one.global_batch))
 
 
 def decoded(root, plan, search, change=on_one_device, see=None) -> NestedMap:
@@ -205,15 +205,15 @@ def test_eight_devices_train_as_one(root, plan, partitioner):
 
 def test_every_held_out_source_is_decoded_once(root):
     one = experiment(root)
-    batches = list(one.task.decode_batches(global_batch=8))
+    batches = list(one.task.decoding.batches(global_batch=8))
     numbers = np.concatenate([batch.pair for batch in batches])
     pairs = one.task.text.files.pairs(Split.HELD_OUT)
     kept = numbers[numbers >= 0]
     assert len(set(kept)) == len(kept) and 0.5 * len(pairs) < len(kept) <= len(pairs)
     assert batches[0].map(lambda t: tf.TensorSpec(t.shape, t.dtype)) == (
-        one.task.decode_spec(8)
+        one.task.decoding.spec(8)
     )
-    few = list(one.task.decode_batches(global_batch=8, max_batches=1))
+    few = list(one.task.decoding.batches(global_batch=8, max_batches=1))
     assert len(few) == 1 and (few[0].pair >= 0).all()
 
 
@@ -221,18 +221,18 @@ def test_references_said_word_for_word_score_100(root, tmp_path):
     task = experiment(root).task
     pairs = task.text.files.pairs(Split.HELD_OUT)
     vocabulary = task.text.trained_vocabulary()
-    batch = next(task.decode_batches(global_batch=8))
+    batch = next(task.decoding.batches(global_batch=8))
     ids = np.zeros([8, 1, 40], np.int32)
     for row, number in enumerate(batch.pair):
         said = [*vocabulary.encode([pairs[number].target])[0], vocabulary.end_id, 7]
         ids[row, 0, : len(said)] = said
-    found = task.decoded([(batch, NestedMap(ids=ids))], tmp_path)
+    found = task.decoding.score([(batch, NestedMap(ids=ids))], tmp_path)
     assert found.metrics["bleu"] == pytest.approx(100)
     assert found.metrics["chrf"] == pytest.approx(100)
     assert any(name.startswith("bleu/en-") for name in found.metrics)
     assert pairs[batch.pair[0]].target in found.samples
     ids[0] = ids[1]
-    worse = task.decoded([(batch, NestedMap(ids=ids))], tmp_path).metrics
+    worse = task.decoding.score([(batch, NestedMap(ids=ids))], tmp_path).metrics
     assert 0 < worse["bleu"] < 100
 
 

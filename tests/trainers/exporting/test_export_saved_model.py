@@ -201,7 +201,7 @@ def test_sums_are_those_of_the_trainers_evaluation(client, case):
 def test_a_row_is_answered_alike_in_any_batch(client, case):
     programs, _, batch = trainer(case)
     task = programs.experiment.task
-    names = task.serve_spec(None).keys()
+    names = task.serving.spec(None).keys()
     asked = {name: batch[name] for name in names}
     want = client(case, SERVE, asked)
     for rows in (slice(0, 1), slice(0, 3)):
@@ -235,12 +235,12 @@ def test_what_a_language_model_serves_are_the_chances_in_its_loss(client):
 def test_answers_are_what_the_trainer_decodes(client, case):
     programs, theta, batch = trainer(case)
     task = programs.experiment.task
-    spec = task.decode_spec(programs.experiment.global_batch)
+    spec = task.decoding.spec(programs.experiment.global_batch)
     number = next(name for name in spec if name in ("tile", "utterance", "pair"))
     rows = np.arange(programs.experiment.global_batch, dtype=np.int32)
     given = NestedMap({n: rows if n == number else batch[n] for n in spec})
     want = programs.decode(theta, given)
-    got = client(case, SERVE, {name: batch[name] for name in task.serve_spec(None)})
+    got = client(case, SERVE, {name: batch[name] for name in task.serving.spec(None)})
     for path, value in want.items_by_path():
         np.testing.assert_allclose(
             got[path], np.asarray(value), rtol=1e-4, atol=1e-4, err_msg=path
