@@ -19,7 +19,7 @@ def shards(side):
     programs = compile_time.programs_for(side)
     pairs = zip(
         programs.weights.items_by_path(),
-        programs.state_shardings().theta.leaves(),
+        programs.plan_layout.shardings.theta.leaves(),
         strict=True,
     )
     found = {

@@ -60,7 +60,7 @@ def replicated_state(programs: StepPrograms) -> list[ReplicatedTensor]:
     found = [
         _tensor(path, spec.shape, spec.dtype, spec.dims, form.sharding, "weights")
         for (path, spec), form in zip(
-            weights, programs.stored_forms().leaves(), strict=True
+            weights, programs.step_layout.forms.leaves(), strict=True
         )
         if form.border.is_replicated()
     ]

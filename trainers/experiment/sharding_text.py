@@ -16,7 +16,7 @@ def sharding_text(experiment: Experiment) -> str:
         _line(path, spec.shape, spec.dtype.name, sharding)
         for (path, spec), sharding in zip(
             programs.state_specs.items_by_path(),
-            programs.state_shardings().leaves(),
+            programs.plan_layout.shardings.leaves(),
             strict=True,
         )
     ]

@@ -1,18 +1,17 @@
-"""The programs of an experiment: init, shard, main, unshard, eval.
+"""The programs of an experiment: init, main, eval, and conversions between them.
 
-    init -> shard -> [ main ]* -> unshard -> checkpoint, export
-                        |
-                     gather -> eval
+    init -> (step layout) -> [ main ]* -> (saved layout) -> checkpoint, export
+                                |
+                          (plan layout) -> eval
 
-Init and checkpoints hold the state in logical form, main in stored form: that is the
-plan's, or what weight-update sharding made of it. Evaluation reads weights as the plan
-has them. The trainer and the planner build the same main program here.
+Init and checkpoints hold the state in logical shapes, main in the step layout: that is
+the plan's, or what weight-update sharding made of it. Evaluation reads weights as the
+plan has them. The trainer and the planner build the same main program here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Sequence
 
@@ -42,20 +41,13 @@ from meshwright.framework.modeling.layer import (
 )
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
-from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.gradients import (
     accumulated_gradients,
     batch_gradients,
 )
 from meshwright.trainers.experiment.not_finite import NotFinite
-
-
-class Form(enum.Enum):
-    """How the state is held between two programs."""
-
-    LOGICAL = "logical"
-    STORED = "stored"
+from meshwright.trainers.experiment.state_layout import StateLayout
 
 
 class _Asked(dict):
@@ -92,7 +84,7 @@ class StepPrograms:
         self.experiment = experiment
         self.devices = devices
         self.weights = experiment.task.weights()
-        self._gathers: dict[tuple[str, Form], Program] = {}
+        self._conversions: dict[str, Program] = {}
         # What a plan gets wrong is said of weights, not of their slots.
         for path, spec in self.weights.items_by_path():
             spec.sharding(experiment.plan, path)
@@ -107,36 +99,25 @@ class StepPrograms:
             state.ema = self.weights
         return state
 
-    def state_shardings(self) -> NestedMap:
-        """Where the plan puts each leaf of the state."""
-        plan = self.experiment.plan
-        return self.state_specs.map_with_path(
-            lambda path, spec: spec.sharding(plan, path)
-        )
+    @functools.cached_property
+    def plan_layout(self) -> StateLayout:
+        """The state as the plan has it."""
+        return StateLayout.of_plan(self.state_specs, self.experiment.plan)
 
-    def plan_forms(self) -> NestedMap:
-        """The `StoredForm` of each leaf of the state as the plan has it."""
-        return self.state_shardings().map(
-            lambda sharding, spec: StoredForm(spec.shape, spec.dtype, sharding),
-            self.state_specs,
-        )
+    @functools.cached_property
+    def initial_layout(self) -> StateLayout:
+        """The state as `init` gives it, and as a checkpoint is restored."""
+        return self.plan_layout.even()
 
-    def stored_forms(self) -> NestedMap:
-        """The `StoredForm` of each leaf of the state between steps; traces `main`."""
-        return self.traced_main.forms(0)
+    @functools.cached_property
+    def step_layout(self) -> StateLayout:
+        """The state as `main` takes and gives it; traces `main`."""
+        return StateLayout("step", self.traced_main.forms(0))
 
-    def initial_shardings(self) -> NestedMap:
-        """The plan's, without axes that do not divide their dim: of logical shapes."""
-        return self.state_shardings().map(
-            lambda sharding, spec: sharding.even(spec.shape), self.state_specs
-        )
-
-    def logical_shardings(self) -> NestedMap:
-        """How what `unshard` gives lies: as it is stored, where shapes are logical."""
-        return self.stored_forms().map(
-            lambda form, sharding: form.border if form.is_logical else sharding,
-            self.initial_shardings(),
-        )
+    @functools.cached_property
+    def saved_layout(self) -> StateLayout:
+        """The state as it is saved after steps; traces `main`."""
+        return self.step_layout.saved()
 
     def abstract_state(self) -> NestedMap:
         """Nested map of `tf.TensorSpec` of the state, logical shapes."""
@@ -290,12 +271,12 @@ class StepPrograms:
 
     @functools.cached_property
     def init(self) -> Program:
-        """(seed) -> state in logical form."""
+        """(seed) -> state in the initial layout."""
         return self._compile(
             self.initial_state,
             [tf.TensorSpec([2], tf.uint32)],
             [None],
-            self.initial_shardings(),
+            self.initial_layout.forms,
             name="init",
         )
 
@@ -332,8 +313,8 @@ class StepPrograms:
         return self._trace(
             lambda state, batches: dict(self.train_loop(state, batches)),
             [self.abstract_state(), self.abstract_batches()],
-            [self.state_shardings(), shardings],
-            {"state": self.state_shardings(), "metrics": None},
+            [self.plan_layout.forms, shardings],
+            {"state": self.plan_layout.forms, "metrics": None},
             donate=(0,),
             update_sharding=updates,
             name="train",
@@ -341,24 +322,24 @@ class StepPrograms:
 
     @functools.cached_property
     def main(self) -> Program:
-        """(state, batches) -> {state, metrics}, in stored form; donates the state."""
+        """(state, batches) -> {state, metrics}, in step layout; donates the state."""
         return self.traced_main.compile()
 
     @functools.cached_property
     def eval(self) -> Program:
-        """(theta in the plan's form, batch) -> sums."""
+        """(theta in the plan's layout, batch) -> sums."""
         task, experiment = self.experiment.task, self.experiment
         return self._compile(
             self.eval_step,
             [self.abstract_state().theta, task.batch_spec(experiment.global_batch)],
-            [self.state_shardings().theta, self.batch_shardings()],
+            [self.plan_layout.forms.theta, self.batch_shardings()],
             None,
             name="eval",
         )
 
     @functools.cached_property
     def decode(self) -> Program:
-        """(theta in the plan's form, batch to decode) -> what is said of each row."""
+        """(theta in the plan's layout, batch to decode) -> what is said of each row."""
         task, plan = self.experiment.task, self.experiment.plan
         batch = task.decoding.spec(self.experiment.global_batch)
         known = dict(NestedMap(task.batch_dims()).items_by_path())
@@ -371,64 +352,51 @@ class StepPrograms:
         return self._compile(
             self.decode_step,
             [self.abstract_state().theta, batch],
-            [self.state_shardings().theta, rows],
+            [self.plan_layout.forms.theta, rows],
             None,
             name="decode",
         )
 
     @functools.cached_property
     def finite(self) -> Program:
-        """State in stored form -> bool [leaves]: whether all of each leaf is finite."""
+        """State in step layout -> bool [leaves]: whether all of each leaf is finite."""
 
         def all_finite(x):
             known = tf.math.is_finite(x) if x.dtype.is_floating else x == x
             return tf.reduce_all(known)
 
         # As it is stored, padding being zeros: nothing is gathered for it.
-        forms = self.stored_forms()
-        stored = forms.map(lambda form: tf.TensorSpec(form.stored_shape, form.dtype))
         return self._compile(
             lambda state: tf.stack([all_finite(x) for x in state.leaves()]),
-            [stored],
-            [forms.map(lambda form: form.border)],
+            [self.step_layout.stored_specs],
+            [self.step_layout.shardings],
             None,
             name="finite",
         )
 
-    @functools.cached_property
-    def shard(self) -> Program:
-        """State in logical form -> stored form."""
-        before, after = self.initial_shardings(), self.stored_forms()
-        return self._convert(self.abstract_state(), before, after, name="shard")
+    def convert(
+        self, state: NestedMap, before: StateLayout, after: StateLayout
+    ) -> NestedMap:
+        """The state, or a part of it, brought from one layout to another.
 
-    @functools.cached_property
-    def unshard(self) -> Program:
-        """State in stored form -> logical form."""
-        # What has its logical shape stays where it is.
-        before = self.stored_forms().map(
-            lambda form: form.border if form.is_logical else form
-        )
-        after = self.logical_shardings()
-        return self._convert(self.abstract_state(), before, after, name="unshard")
+        Where both are the same arrays it is `state` itself, and nothing is compiled.
+        """
+        if before.same_arrays(after):
+            return state
+        return self.conversion(before, after)(state)
 
-    def gather(self, part: str, form: Form) -> Program:
-        """Part "theta" or "ema", held in `form` -> the plan's form."""
-        if (part, form) not in self._gathers:
-            stored = form is Form.STORED
-            before = self.stored_forms() if stored else self.initial_shardings()
-            self._gathers[part, form] = self._convert(
-                self.abstract_state()[part],
-                before[part],
-                self.plan_forms()[part],
-                name="gather",
+    def conversion(self, before: StateLayout, after: StateLayout) -> Program:
+        """The program that `convert` runs; compiled once."""
+        name = f"{before.name}_to_{after.name}"
+        if name not in self._conversions:
+            self._conversions[name] = self._compile(
+                lambda state: state.map(tf.identity),
+                [before.logical_specs],
+                [before.onto(after)],
+                after.forms,
+                name=name,
             )
-        return self._gathers[part, form]
-
-    def _convert(self, abstract: NestedMap, before, after, *, name: str) -> Program:
-        def identity(state: NestedMap) -> NestedMap:
-            return state.map(tf.identity)
-
-        return self._compile(identity, [abstract], [before], after, name=name)
+        return self._conversions[name]
 
     def _compile(self, *args, **how) -> Program:
         return self._trace(*args, **how).compile()

@@ -38,7 +38,7 @@ from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.trainers.experiment.batches import arrays, call_batches
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
-from meshwright.trainers.experiment.step_programs import Form, StepPrograms
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.exporting import run_bundle
 from meshwright.trainers.training.evaluation import sums_over
 
@@ -136,25 +136,21 @@ def _export_programs(
     """Writes the programs; what the manifest says of them."""
     traced = _Traced(experiment)
     part = "ema" if "ema" in traced.state_specs else "theta"
+    initial, step = traced.initial_layout, traced.step_layout
+    gather = traced.conversion(step.part(part), traced.plan_layout.part(part))
     state, seed = ("state",), ("seed",)
     border = {
-        "init": (seed, state),
-        "shard": (state, state),
-        "main": (("state", "batches"), ("",)),
-        "unshard": (state, state),
-        "gather": ((f"state.{part}",), ("weights",)),
-        "eval": (("weights", "batch"), ("sums",)),
+        "init": (traced.init, seed, state),
+        "shard": (traced.conversion(initial, step), state, state),
+        "main": (traced.traced_main, ("state", "batches"), ("",)),
+        "unshard": (traced.conversion(step, traced.saved_layout), state, state),
+        "gather": (gather, (f"state.{part}",), ("weights",)),
+        "eval": (traced.eval, ("weights", "batch"), ("sums",)),
     }
     (folder / "programs").mkdir()
     found = {}
-    for name, (inputs, outputs) in border.items():
+    for name, (program, inputs, outputs) in border.items():
         start = time.perf_counter()
-        if name == "main":
-            program = traced.traced_main
-        elif name == "gather":
-            program = traced.gather(part, Form.STORED)
-        else:
-            program = getattr(traced, name)
         artifact = program.export(platforms)
         given = program.lowered
         found[name] = {

@@ -262,7 +262,7 @@ def _weight_updates(report: CompileReport) -> dict[str, Any] | None:
 def _weights(programs: StepPrograms) -> Iterator[dict[str, Any]]:
     for (path, spec), sharding in zip(
         programs.state_specs.theta.items_by_path(),
-        programs.state_shardings().theta.leaves(),
+        programs.plan_layout.shardings.theta.leaves(),
         strict=True,
     ):
         yield {
@@ -280,7 +280,7 @@ def _state_bytes(report: CompileReport, programs: StepPrograms) -> dict[str, int
     """Of weights, slots and moving averages; by the plan alone of what is refused."""
     if report.program is None:
         shapes = [spec.shape for spec in programs.state_specs.leaves()]
-        shardings = programs.state_shardings().leaves()
+        shardings = programs.plan_layout.shardings.leaves()
     else:  # In stored form, which weight-update sharding may have changed.
         shapes = [tuple(spec.shape) for spec in nest.flatten(report.program.inputs[0])]
         shardings = report.program.in_shardings[: len(shapes)]

@@ -101,7 +101,7 @@ class MemoryBound:
     def _state(self, plan: _ByName, mesh: tuple[int, ...]) -> float:
         placed = plan.plan.on(mesh)
         programs = StepPrograms(dataclasses.replace(self.experiment, plan=placed))
-        specs, shardings = programs.state_specs, programs.state_shardings()
+        specs, shardings = programs.state_specs, programs.plan_layout.shardings
         total = sum(map(WeightSpec.shard_bytes, specs.leaves(), shardings.leaves()))
         if all(one.unroll is Unroll.LOOP for one in repeats(self.experiment.task)):
             stacks = [spec for spec in specs.theta.leaves() if spec.stack_rank]

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from meshwright.framework import set_platform
 from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
 THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -32,7 +33,7 @@ STEPS = 3
 def measured(programs: StepPrograms) -> int:
     """Bytes a device: the most of a step of the training program."""
     main = programs.main  # Compiling takes memory of its own.
-    state = programs.shard(programs.init(programs.seed()))
+    state = TrainState.initial(programs).stored()
     batches = programs.abstract_batches().map(
         lambda spec: np.ones(tuple(spec.shape), spec.dtype.as_numpy_dtype)
     )

@@ -146,7 +146,7 @@ def test_a_checkpoint_of_one_goes_on_in_another(trained, before, after):
 def test_evaluation_reads_the_moving_average(trained, plan, mode):
     """In the plan's form: the dims that it pads are padded, those combined are not."""
     found = trained(plan, mode)
-    forms = dict(programs(plan, mode).plan_forms().ema.items_by_path())
+    forms = dict(programs(plan, mode).plan_layout.forms.ema.items_by_path())
     assert found.weights.keys() == forms.keys()
     for path, stored in found.weights.items():
         logical = found.state[f"ema.{path}"]
@@ -158,26 +158,22 @@ def test_evaluation_reads_the_moving_average(trained, plan, mode):
 def test_a_fresh_state_is_evaluated_as_it_is():
     runs = programs("finalized", "all")
     state = TrainState(runs, start())
-    forms = dict(runs.plan_forms().ema.items_by_path())
+    forms = dict(runs.plan_layout.forms.ema.items_by_path())
     for path, stored in host(state.weights()).items():
         want = forms[path].pad(start().ema.get_path(path))
         np.testing.assert_array_equal(stored, want, err_msg=path)
 
 
-class NoPrograms:
+class NoPrograms(StepPrograms):
     """Programs of which none may be compiled."""
 
-    def __init__(self, real: StepPrograms):
-        self._real = real
-
-    def __getattr__(self, name):
-        assert name not in ("shard", "unshard", "gather", "main", "init"), name
-        return getattr(self._real, name)
+    def _compile(self, *args, name, **how):
+        raise AssertionError(name)
 
 
 def test_where_forms_are_the_same_nothing_is_compiled():
     """Unsharded, the logical, the stored and the evaluated form are one."""
-    runs = NoPrograms(programs("data", "off"))
+    runs = NoPrograms(programs("data", "off").experiment)
     state = TrainState(runs, start())
     assert state.weights() is start().ema
     assert state.stored() is state.logical() is start()
@@ -187,14 +183,13 @@ def test_where_forms_are_the_same_nothing_is_compiled():
 def test_weights_that_stay_whole_are_evaluated_as_they_are():
     """Slots are split, but of the same shapes: to split them is all there is to do."""
     experiment = programs("data", "all", "VOCAB_SIZE = 264").experiment
-    runs = NoPrograms(StepPrograms(dataclasses.replace(experiment, ema=None)))
-    forms = runs.stored_forms()
-    assert forms.theta == runs.plan_forms().theta
-    assert forms.slots != runs.plan_forms().slots
+    runs = NoPrograms(dataclasses.replace(experiment, ema=None))
+    forms, planned = runs.step_layout.forms, runs.plan_layout.forms
+    assert forms.theta == planned.theta and forms.slots != planned.slots
     specs = runs.state_specs
     state = TrainState(runs, specs.map(lambda spec: spec.shape))
     assert state.weights() == specs.theta.map(lambda spec: spec.shape)
-    with pytest.raises(AssertionError, match="^shard"):
+    with pytest.raises(AssertionError, match="^initial_to_step"):
         state.stored()
     after = specs.map(lambda spec: -1)
     state.update(after)

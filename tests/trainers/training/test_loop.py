@@ -92,7 +92,7 @@ def test_checkpoints_are_exact_where_no_dim_divides_its_axes(straight, tmp_path)
     """Batch 8 and model 16 over an axis of 3: onto such a mesh, and back."""
     want, folder = straight()
     uneven, even = small_programs("MESH_SHAPE = (3, 2)"), small_programs()
-    assert uneven.initial_shardings() != uneven.state_shardings()
+    assert not uneven.initial_layout.same_arrays(uneven.plan_layout)
     resume_from(folder, 10, tmp_path)
     uneven.experiment = dataclasses.replace(uneven.experiment, num_steps=15)
     run = loop.Run(model_dir=str(tmp_path), evaluate=False)
