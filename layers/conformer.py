@@ -54,6 +54,7 @@ class ConvolutionModule(Layer):
     norm: Layer
 
     def __post_init__(self):
+        super().__post_init__()
         if self.depthwise.model_dims != self.model_dims:
             raise ValueError(
                 f"ConvolutionModule.model_dims is {self.model_dims} but its depthwise "

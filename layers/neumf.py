@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_kind, check_value
+from meshwright.framework.modeling.checks import bounded, check_value
 from meshwright.framework.modeling.initializers import FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.nested_map import NestedMap
@@ -48,19 +48,17 @@ class NeuMF(Layer):
         number.
     """
 
-    users: int
-    items: int
-    factors: int = 64
+    users: int = bounded(at_least=1)
+    items: int = bounded(at_least=1)
+    factors: int = bounded(64, at_least=1)
     mlp_dims: Sequence[int] = (256, 256, 128, 64)
     lookup: Lookup = Lookup.AUTO
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "mlp_dims", tuple(self.mlp_dims))
-        sizes = {name: getattr(self, name) for name in ("users", "items", "factors")}
-        sizes |= {f"mlp_dims[{i}]": size for i, size in enumerate(self.mlp_dims)}
-        for name, size in sizes.items():
-            check_value(f"NeuMF.{name}", size, at_least=1)
-        check_kind(self, "lookup", Lookup)
+        for i, size in enumerate(self.mlp_dims):
+            check_value(f"NeuMF.mlp_dims[{i}]", size, at_least=1)
         if len(self.mlp_dims) < 2 or self.mlp_dims[0] % 2:
             raise ValueError(
                 f"NeuMF.mlp_dims is {self.mlp_dims}: give how much the perceptron "

@@ -53,6 +53,7 @@ class TransformerLayer(Layer):
     cross_attention: MultiHeadAttention | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if (self.cross_attention is None) != (self.cross_attention_norm is None):
             raise ValueError(
                 "TransformerLayer.cross_attention and cross_attention_norm go "

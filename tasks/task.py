@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import tensorflow as tf
 
+from meshwright.framework.modeling.checks import Checked
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import BatchedInput
@@ -94,7 +95,7 @@ class Serving:
         raise NotImplementedError(f"{type(self).__name__}.serve")
 
 
-class Task:
+class Task(Checked):
     """Base of tasks: subclass as a frozen, keyword-only dataclass.
 
     Reading batches aside, everything is cheap, so that a task can be planned without

@@ -7,7 +7,7 @@ import dataclasses
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import WeightSpec
 from meshwright.framework.modeling.optimizers import (
     Optimizer,
@@ -70,25 +70,13 @@ class Adafactor(Optimizer):
       ValueError: a field is out of range.
     """
 
-    beta1: float = 0.0
-    beta2: float | None = None
-    decay_exponent: float = 0.8
-    decay_offset: int = 0
-    clipping_threshold: float | None = 1.0
+    beta1: float = bounded(0.0, at_least=0, below=1)
+    beta2: float | None = bounded(None, above=0, below=1)
+    decay_exponent: float = bounded(0.8, above=0)
+    decay_offset: int = bounded(0)
+    clipping_threshold: float | None = bounded(1.0, above=0)
     multiply_by_parameter_scale: bool = True
-    min_dim_size_to_factor: int | None = 128
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number(self, "beta1", at_least=0, below=1)
-        if self.beta2 is not None:
-            check_number(self, "beta2", above=0, below=1)
-        check_number(self, "decay_exponent", above=0)
-        check_number(self, "decay_offset")
-        if self.clipping_threshold is not None:
-            check_number(self, "clipping_threshold", above=0)
-        if self.min_dim_size_to_factor is not None:
-            check_number(self, "min_dim_size_to_factor", at_least=1)
+    min_dim_size_to_factor: int | None = bounded(128, at_least=1)
 
     def slots_of(self, spec):
         factored = self.factored_dims(spec)

@@ -7,13 +7,13 @@ import dataclasses
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.nested_map import NestedMap
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExponentialMovingAverage:
+class ExponentialMovingAverage(Checked):
     """average = d * average + (1 - d) * weight after every update.
 
     d is `decay`, or less in early steps, so that the average soon forgets the first
@@ -30,13 +30,8 @@ class ExponentialMovingAverage:
       ValueError: `decay` is not in [0, 1) or `warmup` is below 1.
     """
 
-    decay: float = 0.9999
-    warmup: float | None = 10.0
-
-    def __post_init__(self):
-        check_number(self, "decay", at_least=0, below=1)
-        if self.warmup is not None:
-            check_number(self, "warmup", at_least=1)
+    decay: float = bounded(0.9999, at_least=0, below=1)
+    warmup: float | None = bounded(10.0, at_least=1)
 
     def decay_at(self, step: tf.Tensor) -> tf.Tensor:
         """d, a float32 scalar, after `step` (an int32 scalar) earlier updates."""

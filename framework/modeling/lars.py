@@ -8,7 +8,7 @@ import enum
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import WeightSpec
 from meshwright.framework.modeling.optimizers import (
     Optimizer,
@@ -58,19 +58,11 @@ class LARS(Optimizer):
       ValueError: a field is out of range.
     """
 
-    momentum: float = 0.9
+    momentum: float = bounded(0.9, at_least=0, below=1)
     momentum_of: MomentumOf = MomentumOf.UPDATES
-    trust_coefficient: float = 0.001
-    weight_decay: float = 0.0
-    epsilon: float = 0.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number(self, "momentum", at_least=0, below=1)
-        check_kind(self, "momentum_of", MomentumOf)
-        check_number(self, "trust_coefficient", above=0)
-        check_number(self, "weight_decay", at_least=0)
-        check_number(self, "epsilon", at_least=0)
+    trust_coefficient: float = bounded(0.001, above=0)
+    weight_decay: float = bounded(0.0, at_least=0)
+    epsilon: float = bounded(0.0, at_least=0)
 
     def slots_of(self, spec):
         return NestedMap(m=slot_spec(spec))

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.modeling.initializers import Initializer
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
@@ -31,7 +31,7 @@ EXPERT_DIM = "experts"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightSpec:
+class WeightSpec(Checked):
     """One weight, described without allocating it.
 
     Args:
@@ -54,11 +54,10 @@ class WeightSpec:
     dims: tuple[str, ...]
     initializer: Initializer
     dtype: tf.DType = tf.float32
-    statistic_decay: float | None = None
+    statistic_decay: float | None = bounded(None, at_least=0, below=1)
 
     def __post_init__(self):
-        if self.statistic_decay is not None:
-            check_number(self, "statistic_decay", at_least=0, below=1)
+        super().__post_init__()
         if len(self.shape) != len(self.dims):
             raise ValueError(
                 f"weight spec has shape {self.shape} but names dims {self.dims}"
@@ -172,7 +171,7 @@ class Context:
         return random.fold_in(self.key, self.path)
 
 
-class Layer:
+class Layer(Checked):
     """Base of layers: subclass as a frozen, keyword-only dataclass.
 
     A layer holds hyperparameters only. `weights()` says what it needs, `fprop` is a

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import WeightSpec
 from meshwright.framework.modeling.schedules import Schedule, set_schedule
@@ -53,7 +53,7 @@ WeightRule = Callable[[tf.Tensor, tf.Tensor, NestedMap, WeightSpec], WeightUpdat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Checked):
     """Base of optimizers: subclasses say `slots_of` one weight and the `rule` for it.
 
     They are asked about what is trained only: running statistics
@@ -70,12 +70,11 @@ class Optimizer:
     """
 
     learning_rate: Schedule | float
-    clip_global_norm: float | None = None
+    clip_global_norm: float | None = bounded(None, above=0)
 
     def __post_init__(self):
+        super().__post_init__()
         set_schedule(self, "learning_rate")
-        if self.clip_global_norm is not None:
-            check_number(self, "clip_global_norm", above=0)
 
     def slots(self, specs: NestedMap) -> NestedMap:
         """Nested map with a `NestedMap` of slot specs under each weight's path."""
@@ -177,12 +176,11 @@ class SGD(Optimizer):
       ValueError: a field is out of range, or `nesterov` without momentum.
     """
 
-    momentum: float = 0.0
+    momentum: float = bounded(0.0, at_least=0, below=1)
     nesterov: bool = False
 
     def __post_init__(self):
         super().__post_init__()
-        check_number(self, "momentum", at_least=0, below=1)
         if self.nesterov and not self.momentum:
             raise ValueError("SGD.nesterov needs momentum; set SGD.momentum above 0")
 
@@ -221,17 +219,10 @@ class Adam(Optimizer):
       ValueError: a field is out of range.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number(self, "beta1", at_least=0, below=1)
-        check_number(self, "beta2", at_least=0, below=1)
-        check_number(self, "epsilon", above=0)
-        check_number(self, "weight_decay", at_least=0)
+    beta1: float = bounded(0.9, at_least=0, below=1)
+    beta2: float = bounded(0.999, at_least=0, below=1)
+    epsilon: float = bounded(1e-8, above=0)
+    weight_decay: float = bounded(0.0, at_least=0)
 
     def slots_of(self, spec):
         return NestedMap(m=slot_spec(spec), v=slot_spec(spec))

@@ -19,10 +19,15 @@ from collections.abc import Sequence
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number, check_value
+from meshwright.framework.modeling.checks import (
+    Checked,
+    bounded,
+    check_number,
+    check_value,
+)
 
 
-class Schedule:
+class Schedule(Checked):
     """Base of schedules: subclass as a frozen, keyword-only dataclass."""
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
@@ -63,10 +68,7 @@ class ConstantSchedule(Schedule):
       ValueError: `value` is negative.
     """
 
-    value: float
-
-    def __post_init__(self):
-        check_number(self, "value", at_least=0)
+    value: float = bounded(at_least=0)
 
     def __call__(self, step):
         return tf.constant(self.value, tf.float32)
@@ -92,13 +94,12 @@ class LinearWarmup(Schedule):
         no schedule or number.
     """
 
-    steps: int
+    steps: int = bounded(above=0)
     schedule: Schedule | float
-    first_step: int = 1
+    first_step: int = bounded(1, at_least=0)
 
     def __post_init__(self):
-        check_number(self, "steps", above=0)
-        check_number(self, "first_step", at_least=0)
+        super().__post_init__()
         set_schedule(self, "schedule")
 
     def __call__(self, step):
@@ -127,15 +128,13 @@ class RsqrtDecay(Schedule):
         `end_step` not above `start_step`.
     """
 
-    peak: float
-    start_step: int
+    peak: float = bounded(at_least=0)
+    start_step: int = bounded(above=0)
     end_step: int | None = None
-    first_step: int = 1
+    first_step: int = bounded(1, at_least=0)
 
     def __post_init__(self):
-        check_number(self, "peak", at_least=0)
-        check_number(self, "start_step", above=0)
-        check_number(self, "first_step", at_least=0)
+        super().__post_init__()
         if self.end_step is not None:
             check_number(self, "end_step", above=self.start_step)
 
@@ -161,15 +160,13 @@ class _Between(Schedule):
       ValueError: a value is negative, or `end_step` is not above `start_step`.
     """
 
-    start_value: float
-    end_value: float
+    start_value: float = bounded(at_least=0)
+    end_value: float = bounded(at_least=0)
     end_step: float
-    start_step: float = 0
+    start_step: float = bounded(0, at_least=0)
 
     def __post_init__(self):
-        check_number(self, "start_value", at_least=0)
-        check_number(self, "end_value", at_least=0)
-        check_number(self, "start_step", at_least=0)
+        super().__post_init__()
         check_number(self, "end_step", above=self.start_step)
 
     def __call__(self, step):
@@ -204,11 +201,7 @@ class PolynomialSchedule(_Between):
         is not positive.
     """
 
-    power: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number(self, "power", above=0)
+    power: float = bounded(1.0, above=0)
 
     def _at(self, fraction):
         low = min(self.start_value, self.end_value)
@@ -242,10 +235,8 @@ class ExponentialSchedule(_Between):
     Args and errors are those of `PolynomialSchedule`, without `power`.
     """
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_number(self, "start_value", above=0)
-        check_number(self, "end_value", above=0)
+    start_value: float = bounded(above=0)
+    end_value: float = bounded(above=0)
 
     def _at(self, fraction):
         ratio = math.log(self.end_value / self.start_value)
@@ -262,10 +253,10 @@ class StaircaseSchedule(Schedule):
     """
 
     schedule: Schedule | float
-    interval: int
+    interval: int = bounded(above=0)
 
     def __post_init__(self):
-        check_number(self, "interval", above=0)
+        super().__post_init__()
         set_schedule(self, "schedule")
 
     def __call__(self, step):
@@ -291,6 +282,7 @@ class PiecewiseConstantSchedule(Schedule):
     values: Sequence[float]
 
     def __post_init__(self):
+        super().__post_init__()
         if len(self.values) != len(self.boundaries) + 1:
             raise ValueError(
                 f"PiecewiseConstantSchedule.values has {len(self.values)} entries for "

@@ -11,7 +11,7 @@ import gin
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.initializers import Constant, FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
@@ -70,11 +70,11 @@ class MultiHeadAttention(Layer):
     rotary_base: float = 10000.0
     num_buckets: int = 32
     max_distance: int = 128
-    dropout_rate: float = 0.0
+    dropout_rate: float = bounded(0.0, at_least=0, below=1)
     use_bias: bool = False
 
     def __post_init__(self):
-        check_number(self, "dropout_rate", at_least=0, below=1)
+        super().__post_init__()
         if self.positions is PositionKind.ROTARY and self.head_dim % 2:
             raise ValueError(
                 f"rotary positions turn pairs of features, but head_dim is "

@@ -15,7 +15,7 @@ import math
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.initializers import Constant, FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
@@ -80,22 +80,16 @@ class RelativeAttention(Layer):
     """
 
     model_dims: int
-    num_heads: int
-    head_dim: int
-    left_context: int | None = None
-    right_context: int | None = None
-    max_timescale: float = 10000.0
-    dropout_rate: float = 0.0
+    num_heads: int = bounded(at_least=1)
+    head_dim: int = bounded(at_least=1)
+    left_context: int | None = bounded(None, at_least=0)
+    right_context: int | None = bounded(None, at_least=0)
+    max_timescale: float = bounded(10000.0, above=1)
+    dropout_rate: float = bounded(0.0, at_least=0, below=1)
     use_bias: bool = True
 
     def __post_init__(self):
-        check_number(self, "dropout_rate", at_least=0, below=1)
-        for field in ("num_heads", "head_dim"):
-            check_number(self, field, at_least=1)
-        check_number(self, "max_timescale", above=1)
-        for field in ("left_context", "right_context"):
-            if getattr(self, field) is not None:
-                check_number(self, field, at_least=0)
+        super().__post_init__()
         if self.model_dims % 2:
             raise ValueError(
                 f"relative positions are sines and cosines in pairs, but model_dims is "

@@ -8,7 +8,7 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context, Layer, Mode
 from meshwright.framework.nested_map import NestedMap
 
@@ -25,10 +25,7 @@ class Dropout(Layer):
       ValueError: the rate is out of range.
     """
 
-    rate: float = 0.0
-
-    def __post_init__(self):
-        check_number(self, "rate", at_least=0, below=1)
+    rate: float = bounded(0.0, at_least=0, below=1)
 
     def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """`x` of any static shape and float dtype, some of it dropped.

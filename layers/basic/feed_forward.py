@@ -11,7 +11,7 @@ import enum
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
@@ -73,11 +73,8 @@ class FeedForward(Layer):
     model_dims: int
     hidden_dims: int
     activation: Activation = Activation.RELU
-    dropout_rate: float = 0.0
+    dropout_rate: float = bounded(0.0, at_least=0, below=1)
     use_bias: bool = False
-
-    def __post_init__(self):
-        check_number(self, "dropout_rate", at_least=0, below=1)
 
     def weights(self) -> NestedMap:
         w_in = WeightSpec(

@@ -11,7 +11,7 @@ import math
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import (
     Context,
     Layer,
@@ -117,11 +117,11 @@ class GroupNorm(Layer):
     """
 
     model_dims: int
-    num_groups: int
+    num_groups: int = bounded(at_least=1)
     epsilon: float = 1e-6
 
     def __post_init__(self):
-        check_number(self, "num_groups", at_least=1)
+        super().__post_init__()
         if self.model_dims % self.num_groups:
             raise ValueError(
                 f"GroupNorm.num_groups is {self.num_groups}, which does not divide "
@@ -190,11 +190,8 @@ class BatchNorm(Layer):
     """
 
     model_dims: int
-    decay: float = 0.99
+    decay: float = bounded(0.99, at_least=0, below=1)
     epsilon: float = 1e-5
-
-    def __post_init__(self):
-        check_number(self, "decay", at_least=0, below=1)
 
     def weights(self) -> NestedMap:
         def running(value):

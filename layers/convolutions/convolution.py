@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.shapes import shape_of
@@ -71,7 +71,7 @@ class Convolution(Layer):
     use_bias: bool = True
 
     def __post_init__(self):
-        check_kind(self, "padding", Padding)
+        super().__post_init__()
         window, strides = tuple(self.window), tuple(self.strides)
         fits = [1 <= s <= k for s, k in zip(strides, window, strict=False)]
         if len(window) != len(strides) or not all(fits):
@@ -156,6 +156,7 @@ class TransposedConvolution(Layer):
     window: Sequence[int]
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.window or min(self.window) < 1:
             raise ValueError(
                 f"TransposedConvolution.window is {self.window}: give each dim of it "
@@ -216,13 +217,9 @@ class ConvSubsampling(Layer):
       ValueError: a size is below 1.
     """
 
-    num_bins: int
-    channels: int
-    model_dims: int
-
-    def __post_init__(self):
-        for field in ("num_bins", "channels", "model_dims"):
-            check_number(self, field, at_least=1)
+    num_bins: int = bounded(at_least=1)
+    channels: int = bounded(at_least=1)
+    model_dims: int = bounded(at_least=1)
 
     def weights(self) -> NestedMap:
         bins = _halved(_halved(self.num_bins))
@@ -307,12 +304,11 @@ class DepthwiseConv1D(Layer):
     """
 
     model_dims: int
-    window: int
+    window: int = bounded(at_least=1)
     is_causal: bool = False
 
     def __post_init__(self):
-        check_number(self, "window", at_least=1)
-        check_kind(self, "window", int, "31")
+        super().__post_init__()
         if not self.is_causal and self.window % 2 == 0:
             raise ValueError(
                 f"DepthwiseConv1D.window is {self.window}, which has no middle: make "

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.initializers import Constant, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.nested_map import NestedMap
@@ -153,16 +153,15 @@ class ResNet(Layer):
       ValueError: stages do not match or are empty; a number is out of range.
     """
 
-    num_classes: int
-    in_channels: int = 3
+    num_classes: int = bounded(at_least=2)
+    in_channels: int = bounded(3, at_least=1)
     blocks: Sequence[int] = (3, 4, 6, 3)
     widths: Sequence[int] = (64, 128, 256, 512)
     norm: Callable[..., Layer] = BatchNorm
     zero_last_scale: bool = True
 
     def __post_init__(self):
-        check_number(self, "num_classes", at_least=2)
-        check_number(self, "in_channels", at_least=1)
+        super().__post_init__()
         for name in ("blocks", "widths"):
             given = getattr(self, name)
             if not isinstance(given, Sequence) or not given or min(given) < 1:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
@@ -122,22 +122,18 @@ class UNet3D(Layer):
         of range.
     """
 
-    in_channels: int
-    num_classes: int
+    in_channels: int = bounded(at_least=1)
+    num_classes: int = bounded(at_least=2)
     analysis: Sequence[Sequence[int]]
     synthesis: Sequence[Sequence[int]]
     norm: Callable[..., Layer] | None = BatchNorm
-    window: int = 3
+    window: int = bounded(3, at_least=1)
     upsampling: Upsampling = Upsampling.TRANSPOSED
     padding: Padding = Padding.SAME
 
     def __post_init__(self):
-        check_number(self, "in_channels", at_least=1)
-        check_number(self, "num_classes", at_least=2)
-        check_kind(self, "window", int, "3")
-        check_kind(self, "upsampling", Upsampling)
-        check_kind(self, "padding", Padding)
-        if self.window < 1 or self.window % 2 == 0:
+        super().__post_init__()
+        if self.window % 2 == 0:
             raise ValueError(f"UNet3D.window is {self.window}: make it 1, 3, 5 or so")
         for way in ("analysis", "synthesis"):
             levels = getattr(self, way)

@@ -19,7 +19,7 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.checks import Checked, bounded, instance
 from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, Mode, WeightSpec
 from meshwright.framework.nested_map import NestedMap
@@ -40,7 +40,7 @@ class Rounding(enum.Enum):
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Capacity:
+class Capacity(Checked):
     """How many tokens of a group an expert takes: C = factor * S / E, made whole.
 
     Args:
@@ -54,19 +54,11 @@ class Capacity:
       ValueError: a factor is not above 0, or a count is out of range.
     """
 
-    factor: float = 2.0
-    eval_factor: float | None = None
+    factor: float = bounded(2.0, above=0)
+    eval_factor: float | None = bounded(None, above=0)
     rounding: Rounding = Rounding.UP
-    at_least: int = 0
-    multiple_of: int = 1
-
-    def __post_init__(self):
-        check_number(self, "factor", above=0)
-        if self.eval_factor is not None:
-            check_number(self, "eval_factor", above=0)
-        check_number(self, "at_least", at_least=0)
-        check_number(self, "multiple_of", at_least=1)
-        check_kind(self, "rounding", Rounding)
+    at_least: int = bounded(0, at_least=0)
+    multiple_of: int = bounded(1, at_least=1)
 
     def slots(self, tokens: int, experts: int, mode: Mode = Mode.TRAIN) -> int:
         """C, for groups of S `tokens` and E `experts`; never more than S."""
@@ -147,16 +139,10 @@ class Gating(Layer):
     needs_whole_groups: ClassVar[bool] = False
     """Whether later tokens of a group decide too, in evaluation as well."""
 
-    model_dims: int
-    num_experts: int
-    capacity: Capacity = Capacity()
-    jitter: float = 0.0
-
-    def __post_init__(self):
-        check_number(self, "num_experts", at_least=1)
-        check_number(self, "model_dims", at_least=1)
-        check_number(self, "jitter", at_least=0, below=1)
-        check_kind(self, "capacity", Capacity, "Capacity(factor=2.0)")
+    model_dims: int = bounded(at_least=1)
+    num_experts: int = bounded(at_least=1)
+    capacity: Capacity = instance(Capacity(), example="Capacity(factor=2.0)")
+    jitter: float = bounded(0.0, at_least=0, below=1)
 
     def weights(self) -> NestedMap:
         spec = WeightSpec(

@@ -16,7 +16,7 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.checks import bounded, instance
 from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.experts.gating import (
@@ -73,15 +73,12 @@ class Top2(Gating):
     """
 
     second_expert: SecondExpert = SecondExpert.IN_PROPORTION
-    threshold: float = 0.5
+    threshold: float = bounded(0.5, at_least=0, below=1)
     gate_scale: GateScale = GateScale.CHOSEN
 
     def __post_init__(self):
         super().__post_init__()
         _check_enough_experts(self, 2)
-        check_kind(self, "second_expert", SecondExpert)
-        check_kind(self, "gate_scale", GateScale)
-        check_number(self, "threshold", at_least=0, below=1)
 
     def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
         probs = probabilities(ctx, logits)
@@ -122,7 +119,7 @@ class Switch(Gating):
       capacity: its factor is 1.25 by default.
     """
 
-    capacity: Capacity = Capacity(factor=1.25)
+    capacity: Capacity = instance(Capacity(factor=1.25), example="Capacity(factor=2.0)")
 
     def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
         probs = probabilities(ctx, logits)
@@ -147,14 +144,12 @@ class TopK(Gating):
         by their sum; see `Gating`.
     """
 
-    k: int
+    k: int = bounded(at_least=1)
     gate_scale: GateScale = GateScale.CHOSEN
 
     def __post_init__(self):
         super().__post_init__()
-        check_number(self, "k", at_least=1)
         _check_enough_experts(self, self.k)
-        check_kind(self, "gate_scale", GateScale)
         if self.k == 1 and self.gate_scale is not GateScale.RAW:
             raise ValueError(
                 f"TopK.k is 1 and TopK.gate_scale {self.gate_scale}: a gate divided by "
@@ -254,12 +249,8 @@ class Sinkhorn(Gating):
       ValueError: `iterations` < 1; see `Gating`.
     """
 
-    capacity: Capacity = Capacity(factor=1.25)
-    iterations: int = 8
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number(self, "iterations", at_least=1)
+    capacity: Capacity = instance(Capacity(factor=1.25), example="Capacity(factor=2.0)")
+    iterations: int = bounded(8, at_least=1)
 
     def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
         probs = probabilities(ctx, logits)

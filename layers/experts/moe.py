@@ -22,7 +22,7 @@ import dataclasses
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.checks import bounded, instance
 from meshwright.framework.modeling.initializers import Normal
 from meshwright.framework.modeling.layer import (
     EXPERT_DIM,
@@ -62,16 +62,11 @@ class ExpertFeedForward(Layer):
       ValueError: a size below 1, or the rate is out of range.
     """
 
-    num_experts: int
-    model_dims: int
-    hidden_dims: int
+    num_experts: int = bounded(at_least=1)
+    model_dims: int = bounded(at_least=1)
+    hidden_dims: int = bounded(at_least=1)
     activation: Activation = Activation.RELU
-    dropout_rate: float = 0.0
-
-    def __post_init__(self):
-        for field in ("num_experts", "model_dims", "hidden_dims"):
-            check_number(self, field, at_least=1)
-        check_number(self, "dropout_rate", at_least=0, below=1)
+    dropout_rate: float = bounded(0.0, at_least=0, below=1)
 
     def weights(self) -> NestedMap:
         E, M, H = self.num_experts, self.model_dims, self.hidden_dims
@@ -143,19 +138,14 @@ class MoE(Layer):
         of range.
     """
 
-    gating: Gating
-    experts: ExpertFeedForward
-    group_size: int | None = None
-    balance_weight: float = 0.01
-    z_weight: float = 0.0
+    gating: Gating = instance(example="Top2(...)")
+    experts: ExpertFeedForward = instance(example="ExpertFeedForward(...)")
+    group_size: int | None = bounded(None, at_least=1)
+    balance_weight: float = bounded(0.01, at_least=0)
+    z_weight: float = bounded(0.0, at_least=0)
 
     def __post_init__(self):
-        check_number(self, "balance_weight", at_least=0)
-        check_number(self, "z_weight", at_least=0)
-        if self.group_size is not None:
-            check_number(self, "group_size", at_least=1)
-        check_kind(self, "gating", Gating, "Top2(...)")
-        check_kind(self, "experts", ExpertFeedForward, "ExpertFeedForward(...)")
+        super().__post_init__()
         for field in ("num_experts", "model_dims"):
             ours, theirs = getattr(self.gating, field), getattr(self.experts, field)
             if ours != theirs:

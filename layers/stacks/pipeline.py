@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_kind
+from meshwright.framework.modeling.checks import instance
 from meshwright.framework.modeling.layer import STAGE_DIM, Context, Layer, Mode
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
@@ -69,15 +69,14 @@ class Pipeline(Layer):
         stack that is unrolled.
     """
 
-    stack: Repeat
+    stack: Repeat = instance(example="@Repeat()")
     num_stages: int
     num_microbatches: int
     num_repeats: int = 1
     stage_mode: StageMode = StageMode.VECTORIZED
 
     def __post_init__(self):
-        check_kind(self, "stack", Repeat, "@Repeat()")
-        check_kind(self, "stage_mode", StageMode)
+        super().__post_init__()
         parts = self.schedule.num_stages * self.num_repeats
         if self.stack.count % parts:
             depth = self.stack.body.depth

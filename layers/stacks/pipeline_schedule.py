@@ -7,9 +7,11 @@ import functools
 
 import numpy as np
 
+from meshwright.framework.modeling.checks import Checked, bounded
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PipelineSchedule:
+class PipelineSchedule(Checked):
     """GPipe's schedule, or with repeats the circular one.
 
     A microbatch goes through all stages, one an iteration, `num_repeats` times. The
@@ -26,17 +28,9 @@ class PipelineSchedule:
       ValueError: no whole number, or one below 1.
     """
 
-    num_stages: int
-    num_microbatches: int
-    num_repeats: int = 1
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"pipeline: {field.name} is {value!r}, must be a whole number >= 1"
-                )
+    num_stages: int = bounded(at_least=1)
+    num_microbatches: int = bounded(at_least=1)
+    num_repeats: int = bounded(1, at_least=1)
 
     @property
     def slots(self) -> int:

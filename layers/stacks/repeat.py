@@ -82,6 +82,7 @@ class Repeat(Layer):
     unroll: Unroll = Unroll.LOOP
 
     def __post_init__(self):
+        super().__post_init__()
         check_depth("Repeat", self.num_layers, self.body)
         check_saved_names("Repeat", self.recompute, self.saved_names)
 

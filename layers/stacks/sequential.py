@@ -36,6 +36,7 @@ class Sequential(Layer):
     layers: Sequence[TransformerLayer]
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.layers:
             raise ValueError("Sequential.layers is empty: give one layer or more")
         parts = [getattr(layer, "feed_forward", None) for layer in self.layers]

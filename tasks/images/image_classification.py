@@ -12,7 +12,7 @@ import gin
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolutions.resnet import ResNet
@@ -48,12 +48,12 @@ class ImageClassification(Task):
 
     pictures: ImageInput
     network: ResNet
-    label_smoothing: float = 0.0
+    label_smoothing: float = bounded(0.0, at_least=0, below=1)
     mean: Sequence[float] = (123.68, 116.78, 103.94)
     deviation: Sequence[float] = (58.4, 57.12, 57.38)
 
     def __post_init__(self):
-        check_number(self, "label_smoothing", at_least=0, below=1)
+        super().__post_init__()
         wanted = {"num_classes": self.pictures.num_classes, "in_channels": CHANNELS}
         for name, value in wanted.items():
             given = getattr(self.network, name)

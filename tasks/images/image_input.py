@@ -17,7 +17,7 @@ import gin
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded, instance
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.images.image_files import Picture, PictureFiles, Records, reason
 from meshwright.tasks.input.batched_input import BatchedInput, read_ahead
@@ -61,21 +61,17 @@ class ImageInput(BatchedInput):
       ValueError: a number out of range, or no two ascending ones.
     """
 
-    files: PictureFiles
-    size: int
-    num_classes: int
+    files: PictureFiles = instance(example="@ImageFiles()")
+    size: int = bounded(at_least=1)
+    num_classes: int = bounded(at_least=2)
     area: Sequence[float] = (0.08, 1.0)
     aspect: Sequence[float] = (3 / 4, 4 / 3)
-    mirrored: float = 0.5
-    middle: float = 0.875
-    seed: int = 0
+    mirrored: float = bounded(0.5, at_least=0, at_most=1)
+    middle: float = bounded(0.875, above=0, at_most=1)
+    seed: int = bounded(0, at_least=0)
 
     def __post_init__(self):
-        check_number(self, "size", at_least=1)
-        check_number(self, "num_classes", at_least=2)
-        check_number(self, "mirrored", at_least=0, at_most=1)
-        check_number(self, "middle", above=0, at_most=1)
-        check_number(self, "seed", at_least=0)
+        super().__post_init__()
         for name, most in (("area", 1.0), ("aspect", math.inf)):
             given = getattr(self, name)
             two = isinstance(given, Sequence) and len(given) == 2

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.tasks.images.image_files import ImageFiles, Records
 from meshwright.tasks.input.atomic_files import atomic_write
 from meshwright.tasks.input.example_order import Split
@@ -32,7 +32,7 @@ _CONTRAST = 0.5
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SyntheticImages:
+class SyntheticImages(Checked):
     """Pictures of eight classes: a disc, square, triangle or cross, plain or striped.
 
     Colours, places, sizes, angles and the light are random, so that only shape and
@@ -53,18 +53,11 @@ class SyntheticImages:
     """
 
     folder: str = "~/.cache/meshwright/images"
-    train: int = 4096
-    held_out: int = 1000
-    size: int = 64
-    noise: float = 0.1
-    seed: int = 0
-
-    def __post_init__(self):
-        check_number(self, "train", at_least=1)
-        check_number(self, "held_out", at_least=1)
-        check_number(self, "size", at_least=8)
-        check_number(self, "noise", at_least=0)
-        check_number(self, "seed", at_least=0)
+    train: int = bounded(4096, at_least=1)
+    held_out: int = bounded(1000, at_least=1)
+    size: int = bounded(64, at_least=8)
+    noise: float = bounded(0.1, at_least=0)
+    seed: int = bounded(0, at_least=0)
 
     def records(self, split: Split) -> Records:
         """As `ImageFiles.records`, after what is missing was made.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from meshwright.framework.modeling.checks import Checked
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.example_order import BatchRows
 
@@ -13,7 +14,7 @@ _PARALLEL_BATCHES = 4
 _READY_BATCHES = 8
 
 
-class BatchedInput:
+class BatchedInput(Checked):
     """Base of inputs: subclass as a frozen, keyword-only dataclass.
 
     The state of an input is the step number alone. A subclass says what its batches

@@ -46,6 +46,7 @@ class Recommendation(Task):
     top: int = 10
 
     def __post_init__(self):
+        super().__post_init__()
         check_number(self, "top", at_least=1, at_most=self.data.held_out_negatives)
 
     def logits(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> tf.Tensor:

@@ -16,7 +16,7 @@ import gin
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded, check_number, instance
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import (
     BatchedInput,
@@ -52,15 +52,14 @@ class RecommendationInput(BatchedInput):
       ValueError: a number out of range.
     """
 
-    files: InteractionFiles
-    negatives: int = 4
+    files: InteractionFiles = instance(example="@RatingsFile()")
+    negatives: int = bounded(4, at_least=1)
     held_out_negatives: int = 99
-    seed: int = 0
+    seed: int = bounded(0, at_least=0)
 
     def __post_init__(self):
-        check_number(self, "negatives", at_least=1)
+        super().__post_init__()
         check_number(self, "held_out_negatives", at_least=self.negatives)
-        check_number(self, "seed", at_least=0)
 
     def element_spec(self, batch: int | None) -> NestedMap:
         ids, numbers = tf.TensorSpec([batch], tf.int32), tf.TensorSpec([batch])

@@ -8,13 +8,13 @@ import functools
 import gin
 import numpy as np
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import Checked, bounded, check_number
 from meshwright.tasks.recommendation.interactions import Interactions
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SyntheticInteractions:
+class SyntheticInteractions(Checked):
     """Each user takes some items, one by one, by taste and popularity.
 
     Users and items have random vectors. A user takes an item next with a probability
@@ -35,21 +35,17 @@ class SyntheticInteractions:
       ValueError: a number out of range.
     """
 
-    users: int = 2000
-    items: int = 500
+    users: int = bounded(2000, at_least=1)
+    items: int = bounded(500, at_least=1)
     per_user: int = 30
-    tastes: int = 8
-    taste: float = 3.0
-    popularity: float = 0.5
-    seed: int = 0
+    tastes: int = bounded(8, at_least=1)
+    taste: float = bounded(3.0, at_least=0)
+    popularity: float = bounded(0.5, at_least=0)
+    seed: int = bounded(0, at_least=0)
 
     def __post_init__(self):
-        for name in ("users", "items", "tastes"):
-            check_number(self, name, at_least=1)
+        super().__post_init__()
         check_number(self, "per_user", at_least=2, at_most=self.items)
-        check_number(self, "taste", at_least=0)
-        check_number(self, "popularity", at_least=0)
-        check_number(self, "seed", at_least=0)
 
     def read(self) -> Interactions:
         """The interactions; made once in a process, the same ones always.

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolutions.unet3d import UNet3D
@@ -74,13 +74,12 @@ class Segmentation(Task):
 
     volumes: SegmentationInput
     network: UNet3D
-    cross_entropy_weight: float = 1.0
-    dice_weight: float = 1.0
-    pictures: int = 4
+    cross_entropy_weight: float = bounded(1.0, at_least=0)
+    dice_weight: float = bounded(1.0, at_least=0)
+    pictures: int = bounded(4, at_least=0)
 
     def __post_init__(self):
-        for name in ("cross_entropy_weight", "dice_weight", "pictures"):
-            check_number(self, name, at_least=0)
+        super().__post_init__()
         pairs = (("in_channels", "channels"), ("num_classes", "num_classes"))
         for ours, theirs in pairs:
             wanted, given = getattr(self.volumes, theirs), getattr(self.network, ours)

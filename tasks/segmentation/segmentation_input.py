@@ -19,7 +19,7 @@ from typing import Any
 
 import gin
 
-from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.checks import Checked, bounded, instance
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.segmentation.volume_cache import KeptVolume, VolumeCache
 from meshwright.tasks.segmentation.volume_files import (
@@ -43,7 +43,7 @@ class Crop(enum.Enum):
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SegmentationInput:
+class SegmentationInput(Checked):
     """Volumes to cut patches from. Making one does not touch the file system.
 
     A batch of `Patches` is a nested map of tensors:
@@ -72,20 +72,21 @@ class SegmentationInput:
       ValueError: a number out of range, or other than three of them.
     """
 
-    files: SegmentationFiles
+    files: SegmentationFiles = instance(example="@VolumeFiles()")
     patch: Sequence[int]
-    num_classes: int
-    channels: int = 1
+    num_classes: int = bounded(at_least=2)
+    channels: int = bounded(1, at_least=1)
     crop: Crop = Crop.PATCHES
     spacing: Sequence[float] | None = None
     intensities: Intensities = Intensities()
     flips: Sequence[int] = (0, 1, 2)
-    foreground: float = 1 / 3
-    overlap: float = 0.25
-    cache_bytes: int = 2**31
-    seed: int = 0
+    foreground: float = bounded(1 / 3, at_least=0, at_most=1)
+    overlap: float = bounded(0.25, at_least=0, below=1)
+    cache_bytes: int = bounded(2**31, at_least=0)
+    seed: int = bounded(0, at_least=0)
 
     def __post_init__(self):
+        super().__post_init__()
         for name, good, wanted in (
             ("patch", _is_size(self.patch, int), "three whole numbers above 0"),
             (
@@ -102,13 +103,6 @@ class SegmentationInput:
                 )
             if given is not None:
                 object.__setattr__(self, name, tuple(given))
-        check_number(self, "num_classes", at_least=2)
-        check_number(self, "channels", at_least=1)
-        check_number(self, "foreground", at_least=0, at_most=1)
-        check_number(self, "overlap", at_least=0, below=1)
-        check_number(self, "cache_bytes", at_least=0)
-        check_number(self, "seed", at_least=0)
-        check_kind(self, "crop", Crop)
 
     def classes(self) -> tuple[str, ...]:
         """Their names, the background's first.

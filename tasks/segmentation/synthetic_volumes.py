@@ -14,7 +14,7 @@ import gin
 import numpy as np
 from absl import logging
 
-from meshwright.framework.modeling.checks import check_number, check_value
+from meshwright.framework.modeling.checks import Checked, bounded, check_value
 from meshwright.tasks.input.atomic_files import atomic_write
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.segmentation.nifti import libraries, write_nifti
@@ -31,7 +31,7 @@ _CURVE_POINTS = 256
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SyntheticVolumes:
+class SyntheticVolumes(Checked):
     """Volumes with two to four ellipsoids, and one to three curved tubes over them.
 
     What is missing is made when cases are asked for, and kept; each is a function of
@@ -54,19 +54,16 @@ class SyntheticVolumes:
     """
 
     folder: str = "~/.cache/meshwright/volumes"
-    volumes: int = 40
+    volumes: int = bounded(40, at_least=2)
     size: tuple[int, int, int] = (48, 48, 32)
     spacing: tuple[float, float, float] = (1.0, 1.0, 1.5)
-    noise: float = 0.35
-    bias_field: float = 0.3
+    noise: float = bounded(0.35, at_least=0)
+    bias_field: float = bounded(0.3, at_least=0, below=1)
     seed: int = 0
-    held_out_one_in: int = 5
+    held_out_one_in: int = bounded(5, at_least=2)
 
     def __post_init__(self):
-        check_number(self, "volumes", at_least=2)
-        check_number(self, "noise", at_least=0)
-        check_number(self, "bias_field", at_least=0, below=1)
-        check_number(self, "held_out_one_in", at_least=2)
+        super().__post_init__()
         for name, bound in (("size", {"at_least": 8}), ("spacing", {"above": 0})):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import gin
 import numpy as np
 
-from meshwright.framework.modeling.checks import check_number, check_value
+from meshwright.framework.modeling.checks import Checked, bounded, check_value
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.segmentation.nifti import (
     MOST_VOXELS,
@@ -65,7 +65,7 @@ class SegmentationFiles(Protocol):
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VolumeFiles:
+class VolumeFiles(Checked):
     """Cases that a dataset.json lists. Making one reads nothing.
 
     The file is as in the Medical Segmentation Decathlon (Antonelli et al. 2022): an
@@ -83,10 +83,7 @@ class VolumeFiles:
     """
 
     path: str
-    held_out_one_in: int = 5
-
-    def __post_init__(self):
-        check_number(self, "held_out_one_in", at_least=2)
+    held_out_one_in: int = bounded(5, at_least=2)
 
     def read(self, split: Split) -> list[Case]:
         """The cases of a split, in the file's order; read once in a process.

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import gin
 from absl import logging
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.tasks.input.atomic_files import atomic_write
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.speech.speech_manifest import Manifest, Utterance
@@ -31,7 +31,7 @@ _TIMEOUT_SECONDS = 60
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EspeakSpeech:
+class EspeakSpeech(Checked):
     """Sentences of Python docstrings, each spoken once, by one of several voices.
 
     What is missing is made when utterances are asked for, a file at a time, several at
@@ -53,16 +53,14 @@ class EspeakSpeech:
 
     folder: str = "~/.cache/meshwright/espeak"
     text: TextFiles = TextFiles()
-    utterances: int = 3000
+    utterances: int = bounded(3000, at_least=1)
     voices: tuple[str, ...] = ("en-us", "en-gb", "en-us+f2", "en-gb+m3")
     speeds: tuple[int, ...] = (170, 200)
-    max_chars: int = 48
-    held_out_one_in: int = 10
+    max_chars: int = bounded(48, at_least=1)
+    held_out_one_in: int = bounded(10, at_least=2)
 
     def __post_init__(self):
-        for name in ("utterances", "max_chars"):
-            check_number(self, name, at_least=1)
-        check_number(self, "held_out_one_in", at_least=2)
+        super().__post_init__()
         for name in ("voices", "speeds"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if not getattr(self, name):

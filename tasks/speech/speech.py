@@ -14,7 +14,7 @@ import gin
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.embedding import Softmax
@@ -71,10 +71,10 @@ class SpeechRecognition(SpeechTask):
 
     softmax: Softmax
     spec_augment: SpecAugment = SpecAugment()
-    beams: int = 16
+    beams: int = bounded(16, at_least=1)
 
     def __post_init__(self):
-        check_number(self, "beams", at_least=1)
+        super().__post_init__()
         ours, needed = self.softmax.vocab_size, self.speech.vocab_size
         if ours < needed:
             raise ValueError(

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_kind, check_number
+from meshwright.framework.modeling.checks import Checked, bounded, check_number
 from meshwright.framework.modeling.layer import Context, Layer, Mode
 from meshwright.framework.nested_map import NestedMap
 
@@ -140,7 +140,7 @@ class Normalization(enum.Enum):
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogMel:
+class LogMel(Checked):
     """Log energies in mel bins of overlapping windows.
 
     Args:
@@ -155,19 +155,16 @@ class LogMel:
       ValueError: a size below 1, or frequencies out of order.
     """
 
-    bins: int = 80
-    window: int = 400
-    hop: int = 160
+    bins: int = bounded(80, at_least=1)
+    window: int = bounded(400, at_least=1)
+    hop: int = bounded(160, at_least=1)
     low_hz: float = 20.0
-    high_hz: float = 8000.0
+    high_hz: float = bounded(8000.0, at_least=1, below=SAMPLE_RATE / 2 + 1)
     normalization: Normalization = Normalization.UTTERANCE
 
     def __post_init__(self):
-        for name in ("bins", "window", "hop"):
-            check_number(self, name, at_least=1)
+        super().__post_init__()
         check_number(self, "low_hz", at_least=0, below=self.high_hz)
-        check_number(self, "high_hz", at_least=1, below=SAMPLE_RATE / 2 + 1)
-        check_kind(self, "normalization", Normalization)
 
     def frames(self, samples: int) -> int:
         """T of a sound: only whole windows make a frame."""
@@ -230,16 +227,11 @@ class SpecAugment(Layer):
       ValueError: a number below 0, or a share above 1.
     """
 
-    bin_masks: int = 2
-    bin_width: int = 27
-    time_masks: int = 2
-    time_width: int = 100
-    time_share: float = 0.2
-
-    def __post_init__(self):
-        for name in ("bin_masks", "bin_width", "time_masks", "time_width"):
-            check_number(self, name, at_least=0)
-        check_number(self, "time_share", at_least=0, below=1 + 1e-9)
+    bin_masks: int = bounded(2, at_least=0)
+    bin_width: int = bounded(27, at_least=0)
+    time_masks: int = bounded(2, at_least=0)
+    time_width: int = bounded(100, at_least=0)
+    time_share: float = bounded(0.2, at_least=0, at_most=1)
 
     def fprop(
         self, ctx: Context, theta: NestedMap, x: tf.Tensor, *, frames: tf.Tensor

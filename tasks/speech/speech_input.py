@@ -21,7 +21,7 @@ import gin
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded, instance
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import BatchedInput, read_batches
 from meshwright.tasks.input.example_order import (
@@ -104,17 +104,16 @@ class SpeechInput(BatchedInput):
       ValueError: a number out of range; buckets that do not ascend.
     """
 
-    files: SpeechFiles
-    vocabulary: TranscriptVocabulary
-    label_length: int
+    files: SpeechFiles = instance(example="@Manifest()")
+    vocabulary: TranscriptVocabulary = instance(example="@CharacterVocabulary()")
+    label_length: int = bounded(at_least=1)
     bucket_frames: Sequence[int]
     log_mel: LogMel = LogMel()
-    subsampling: int = 4
+    subsampling: int = bounded(4, at_least=1)
     seed: int = 0
 
     def __post_init__(self):
-        check_number(self, "label_length", at_least=1)
-        check_number(self, "subsampling", at_least=1)
+        super().__post_init__()
         buckets = tuple(self.bucket_frames)
         object.__setattr__(self, "bucket_frames", buckets)
         if not buckets or list(buckets) != sorted({*buckets}) or buckets[0] < 1:

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import gin
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.tasks.input.example_order import Split
 
 
@@ -41,7 +41,7 @@ class SpeechFiles(Protocol):
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(Checked):
     """Utterances that a file lists, one a line; UTF-8. Making one reads nothing.
 
     Of two columns parted by a tab, path of a wav file and transcript; or, in a file
@@ -58,10 +58,7 @@ class Manifest:
     """
 
     path: str
-    held_out_one_in: int = 20
-
-    def __post_init__(self):
-        check_number(self, "held_out_one_in", at_least=2)
+    held_out_one_in: int = bounded(20, at_least=2)
 
     def read(self, split: Split) -> list[Utterance]:
         """The utterances of a split, in the file's order; read once in a process.

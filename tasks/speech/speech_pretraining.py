@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.initializers import FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, Mode, WeightSpec
 from meshwright.framework.nested_map import NestedMap
@@ -44,17 +44,11 @@ class MaskedPrediction(Layer):
       ValueError: a number out of range.
     """
 
-    model_dims: int
-    projected_dims: int = 256
-    start_share: float = 0.065
-    span: int = 10
-    temperature: float = 0.1
-
-    def __post_init__(self):
-        for name in ("model_dims", "projected_dims", "span"):
-            check_number(self, name, at_least=1)
-        check_number(self, "start_share", above=0, below=1)
-        check_number(self, "temperature", above=0)
+    model_dims: int = bounded(at_least=1)
+    projected_dims: int = bounded(256, at_least=1)
+    start_share: float = bounded(0.065, above=0, below=1)
+    span: int = bounded(10, at_least=1)
+    temperature: float = bounded(0.1, above=0)
 
     def weights(self) -> NestedMap:
         projection = WeightSpec(

@@ -16,7 +16,7 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
@@ -67,7 +67,7 @@ class Decoded:
     scores: tf.Tensor
 
 
-class Decoder:
+class Decoder(Checked):
     """Base of searches: subclass as a frozen, keyword-only dataclass."""
 
     beams: int
@@ -95,12 +95,9 @@ class Sampling(Decoder):
       ValueError: a temperature below 0.
     """
 
-    temperature: float = 1.0
+    temperature: float = bounded(1.0, at_least=0)
 
     beams: ClassVar[int] = 1
-
-    def __post_init__(self):
-        check_number(self, "temperature", at_least=0)
 
     def decode(self, ctx: Context, model: TokenModel) -> Decoded:
         def say(position, state, logits):
@@ -157,12 +154,8 @@ class BeamSearch(Decoder):
       ValueError: K below 1 or alpha below 0.
     """
 
-    beams: int = 4
-    alpha: float = 0.6
-
-    def __post_init__(self):
-        check_number(self, "beams", at_least=1)
-        check_number(self, "alpha", at_least=0)
+    beams: int = bounded(4, at_least=1)
+    alpha: float = bounded(0.6, at_least=0)
 
     def decode(self, ctx: Context, model: TokenModel) -> Decoded:
         batch, K = model.batch, self.beams

@@ -16,6 +16,7 @@ import gin
 import tensorflow as tf
 from absl import logging
 
+from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.input.record_files import find_records, read_record
 
@@ -61,7 +62,7 @@ class Direction(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParallelFiles:
+class ParallelFiles(Checked):
     """Base of where pairs come from. Making one does not touch the file system.
 
     Args:
@@ -82,19 +83,15 @@ class ParallelFiles:
     languages: tuple[str, ...] = ()
     source_language: str = "en"
     direction: Direction = Direction.FORWARD
-    held_out_one_in: int = 20
+    held_out_one_in: int = bounded(20, at_least=2)
 
     hint: ClassVar[str] = ""
     """Where files may come from, the end of a sentence."""
 
     def __post_init__(self):
+        super().__post_init__()
         name = type(self).__name__
         object.__setattr__(self, "languages", tuple(self.languages))
-        if self.held_out_one_in < 2:
-            raise ValueError(
-                f"{name}.held_out_one_in is {self.held_out_one_in}: below 2 no pair is "
-                "left to train on"
-            )
         listed = [*self.languages, self.source_language]
         twice = sorted({one for one in listed if listed.count(one) > 1})
         if twice:

@@ -22,6 +22,7 @@ import gin
 import numpy as np
 import tensorflow as tf
 
+from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import TokenInput, read_batches
 from meshwright.tasks.input.example_order import BatchRows, Split, shuffled_examples
@@ -50,7 +51,7 @@ class ByteTokenizer:
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextFiles:
+class TextFiles(Checked):
     """Files of a folder, each a document. Making one does not touch the file system.
 
     Args:
@@ -64,15 +65,11 @@ class TextFiles:
     root: str | None = None
     pattern: str = "*.py"
     excluded_dirs: tuple[str, ...] = ("site-packages", "dist-packages", "__pycache__")
-    held_out_one_in: int = 20
+    held_out_one_in: int = bounded(20, at_least=2)
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "excluded_dirs", tuple(self.excluded_dirs))
-        if self.held_out_one_in < 2:
-            raise ValueError(
-                f"TextFiles.held_out_one_in is {self.held_out_one_in}: below 2 no file "
-                "is left to train on"
-            )
 
     @property
     def folder(self) -> pathlib.Path:
@@ -268,14 +265,8 @@ class TextInput(TokenInput):
     """
 
     files: TextFiles = TextFiles()
-    sequence_length: int
+    sequence_length: int = bounded(at_least=1)
     seed: int = 0
-
-    def __post_init__(self):
-        if self.sequence_length < 1:
-            raise ValueError(
-                f"TextInput.sequence_length is {self.sequence_length}: make it positive"
-            )
 
     @property
     def vocab_size(self) -> int:

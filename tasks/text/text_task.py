@@ -43,6 +43,7 @@ class TextTask(Task):
     softmax: Softmax | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         ours, needed = self.embedding.vocab_size, self.text.vocab_size
         if ours < needed:
             raise ValueError(

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
@@ -55,12 +55,8 @@ class Translation(TextTask):
     encoder_norm: Layer
     decoder: Layer
     decoder_norm: Layer
-    label_smoothing: float = 0.1
+    label_smoothing: float = bounded(0.1, at_least=0, below=1)
     search: Decoder = BeamSearch()
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number(self, "label_smoothing", at_least=0, below=1)
 
     def encode(
         self, ctx: Context, theta: NestedMap, batch: NestedMap

@@ -21,7 +21,7 @@ import gin
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.modeling.checks import check_number
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import TokenInput, read_batches
 from meshwright.tasks.input.example_order import (
@@ -103,15 +103,10 @@ class TranslationInput(TokenInput):
 
     files: ParallelFiles
     vocabulary: SentencePieceVocabulary
-    source_length: int
-    target_length: int
-    temperature: float = 1.0
+    source_length: int = bounded(at_least=2)
+    target_length: int = bounded(at_least=2)
+    temperature: float = bounded(1.0, at_least=1)
     seed: int = 0
-
-    def __post_init__(self):
-        check_number(self, "source_length", at_least=2)
-        check_number(self, "target_length", at_least=2)
-        check_number(self, "temperature", at_least=1)
 
     @property
     def vocab_size(self) -> int:

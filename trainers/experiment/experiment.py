@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 
 import gin
 import tensorflow as tf
@@ -12,13 +11,13 @@ from meshwright.framework.compiler.program import Partitioner
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
+from meshwright.framework.modeling.checks import Checked, bounded, instance
 from meshwright.framework.modeling.ema import ExponentialMovingAverage
 from meshwright.framework.modeling.optimizers import Optimizer
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.tasks.task import Task
 from meshwright.trainers.checkpoints.checkpoint_rules import InitializeFrom
 from meshwright.trainers.experiment import config
-from meshwright.trainers.experiment.field_types import spelling
 from meshwright.trainers.experiment.not_finite import NotFinite
 
 # Under a module name of ours, so that `gin.tf`'s own constants can live beside them.
@@ -28,7 +27,7 @@ for _name in config.DTYPES:
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Experiment(Checked):
     """One training experiment.
 
     Args:
@@ -76,36 +75,42 @@ class Experiment:
         no multiple of `steps_per_loop`.
     """
 
-    task: Task
-    plan: ShardingPlan
-    optimizer: Optimizer
-    ema: ExponentialMovingAverage | None = None
-    global_batch: int
-    num_steps: int
-    steps_per_loop: int = 1
-    gradient_accumulation_steps: int = 1
-    initialize_from: InitializeFrom | None = None
-    seed: int = 0
-    activation_dtype: tf.DType = tf.float32
+    task: Task = instance(example="@LanguageModel()")
+    plan: ShardingPlan = instance(example="@ShardingPlan()")
+    optimizer: Optimizer = instance(example="@Adam()")
+    ema: ExponentialMovingAverage | None = instance(
+        None, example="@ExponentialMovingAverage()"
+    )
+    global_batch: int = bounded(at_least=1)
+    num_steps: int = bounded(at_least=1)
+    steps_per_loop: int = bounded(1, at_least=1)
+    gradient_accumulation_steps: int = bounded(1, at_least=1)
+    initialize_from: InitializeFrom | None = instance(None, example="@InitializeFrom()")
+    seed: int = bounded(0, at_least=0, below=2**64)
+    activation_dtype: tf.DType = instance(tf.float32, example="%bfloat16")
     partitioner: Partitioner = Partitioner.SHARDY
     weight_update_sharding: WeightUpdateSharding | str = WeightUpdateSharding.AUTO
-    eval_interval: int = 0
-    eval_batches: int | None = None
-    decode_batches: int | None = 0
-    checkpoint_interval: int = 1000
-    summary_interval: int = 10
-    keep_checkpoints: int | None = 2
+    eval_interval: int = bounded(0, at_least=0)
+    eval_batches: int | None = bounded(None, at_least=1)
+    decode_batches: int | None = bounded(0, at_least=0)
+    checkpoint_interval: int = bounded(1000, at_least=1)
+    summary_interval: int = bounded(10, at_least=1)
+    keep_checkpoints: int | None = bounded(2, at_least=1)
     not_finite: NotFinite = NotFinite.STOP
-    not_finite_limit: int = 10
-    slow_step_factor: int | None = 20
+    not_finite_limit: int = bounded(10, at_least=0)
+    slow_step_factor: int | None = bounded(20, at_least=2)
     strict: bool = False
     compile_in_child: bool = False
-    replicated_budget: int | None = None
+    replicated_budget: int | None = bounded(None, at_least=0)
 
     def __post_init__(self):
+        super().__post_init__()
         self._check_weight_update_sharding()
-        self._check_types()
-        self._check_counts()
+        if self.decode_batches != 0 and self.task.decoding is None:
+            raise ValueError(
+                f"Experiment.decode_batches is {self.decode_batches}, but "
+                f"{type(self.task).__name__} decodes nothing: set it to 0"
+            )
         intervals = ("eval_interval", "checkpoint_interval", "summary_interval")
         for name in ("num_steps", *intervals):
             if getattr(self, name) % self.steps_per_loop:
@@ -125,85 +130,6 @@ class Experiment:
                 f"{self.weight_update_sharding!r}, must be one of {known}"
             ) from None
         object.__setattr__(self, "weight_update_sharding", mode)
-
-    def _check_types(self) -> None:
-        types = {
-            "task": Task,
-            "plan": ShardingPlan,
-            "optimizer": Optimizer,
-            "ema": ExponentialMovingAverage,
-            "initialize_from": InitializeFrom,
-            "partitioner": Partitioner,
-            "not_finite": NotFinite,
-            "strict": bool,
-            "compile_in_child": bool,
-            "activation_dtype": tf.DType,
-        }
-        optional = ("ema", "initialize_from")
-        for name, wanted in types.items():
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if not isinstance(value, wanted):
-                # In gin, @Adam is the class and @Adam() an instance.
-                if issubclass(wanted, enum.Enum):
-                    members = ", ".join(f"%{wanted.__name__}.{m.name}" for m in wanted)
-                    raise ValueError(
-                        f"Experiment.{name} is {value!r}, must be one of {members}"
-                    )
-                if wanted is tf.DType:
-                    raise ValueError(
-                        f"Experiment.{name} is {value!r}, must be {spelling(wanted)}"
-                    )
-                raise ValueError(
-                    f"Experiment.{name} is {value!r}, must be of class "
-                    f"{wanted.__name__}"
-                    + (f": write @{value.__name__}()" if callable(value) else "")
-                )
-
-    def _check_counts(self) -> None:
-        least = {
-            "global_batch": 1,
-            "num_steps": 1,
-            "steps_per_loop": 1,
-            "gradient_accumulation_steps": 1,
-            "seed": 0,
-            "eval_interval": 0,
-            "eval_batches": 1,
-            "decode_batches": 0,
-            "checkpoint_interval": 1,
-            "summary_interval": 1,
-            "keep_checkpoints": 1,
-            "not_finite_limit": 0,
-            "slow_step_factor": 2,
-            "replicated_budget": 0,
-        }
-        optional = (
-            "eval_batches",
-            "decode_batches",
-            "keep_checkpoints",
-            "slow_step_factor",
-            "replicated_budget",
-        )
-        for name, at_least in least.items():
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if not isinstance(value, int) or value < at_least:
-                raise ValueError(
-                    f"Experiment.{name} is {value!r}, must be a whole number >= "
-                    f"{at_least}"
-                )
-        if self.decode_batches != 0 and self.task.decoding is None:
-            raise ValueError(
-                f"Experiment.decode_batches is {self.decode_batches}, but "
-                f"{type(self.task).__name__} decodes nothing: set it to 0"
-            )
-        if self.seed >= 2**64:
-            raise ValueError(
-                f"Experiment.seed is {self.seed}, must be below 2**64: a random key "
-                "has no more bits"
-            )
 
     def is_due(self, step: int, interval: int) -> bool:
         """Whether the call that ends with `step` made a multiple of `interval` steps.

@@ -33,6 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.compiler.program import TracedProgram
+from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.stored_form import StoredForm
 from meshwright.trainers.experiment.batches import arrays, call_batches
@@ -48,7 +49,7 @@ log = logging.getLogger("absl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BundleOptions:
+class BundleOptions(Checked):
     """What goes into a bundle.
 
     Args:
@@ -59,18 +60,17 @@ class BundleOptions:
     """
 
     platforms: Sequence[str] = PLATFORMS
-    calls: int = 2
+    calls: int = bounded(2, at_least=1)
     expected: bool = True
     config: str = ""
 
     def __post_init__(self):
+        super().__post_init__()
         unknown = [name for name in self.platforms if name not in PLATFORMS]
         if unknown or not self.platforms:
             raise ValueError(
                 f"platforms {list(self.platforms)}: some of {', '.join(PLATFORMS)}"
             )
-        if self.calls < 1:
-            raise ValueError(f"calls is {self.calls}: a bundle has batches for some")
 
 
 class _Traced(StepPrograms):

@@ -230,7 +230,7 @@ def test_composes_in_gin():
         (lambda: ConstantSchedule(value="big"), r"ConstantSchedule\.value is 'big'"),
         (
             lambda: LinearWarmup(steps=0, schedule=ConstantSchedule(value=1.0)),
-            r"LinearWarmup\.steps is 0; it must be a number above 0",
+            r"LinearWarmup\.steps is 0; it must be a whole number above 0",
         ),
         (
             lambda: LinearWarmup(steps=1, schedule="a"),

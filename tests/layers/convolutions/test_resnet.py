@@ -239,10 +239,13 @@ def run_on(shape):
             r"ResNet\.blocks is \(1, 0, 1, 1\): give each stage",
         ),
         (lambda: ResNet(num_classes=5, widths=64), r"ResNet\.widths is 64: give each"),
-        (lambda: ResNet(num_classes=1), r"ResNet\.num_classes is 1; it must be a num"),
+        (
+            lambda: ResNet(num_classes=1),
+            r"ResNet\.num_classes is 1; it must be a whole num",
+        ),
         (
             lambda: ResNet(num_classes=5, in_channels=0),
-            r"ResNet\.in_channels is 0; it must be a number at least 1",
+            r"ResNet\.in_channels is 0; it must be a whole number at least 1",
         ),
         (
             lambda: run_on([1, 8, 8, 1]),

@@ -83,5 +83,5 @@ def test_what_goes_in_comes_out():
 @pytest.mark.parametrize("name", ["num_stages", "num_microbatches", "num_repeats"])
 def test_numbers_below_one_are_refused(name):
     sizes = {"num_stages": 2, "num_microbatches": 2, "num_repeats": 2, name: 0}
-    with pytest.raises(ValueError, match=f"{name} is 0, must be a whole number"):
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be a whole number"):
         PipelineSchedule(**sizes)

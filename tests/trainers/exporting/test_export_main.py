@@ -64,7 +64,10 @@ def test_a_training_is_exported_whole(straight, tmp_path, capsys):
             {"what": "bundle", "platforms": "gpu"},
             r"platforms \['gpu'\]: some of cpu",
         ),
-        ({"what": "bundle", "calls": "0"}, "calls is 0: a bundle has batches for some"),
+        (
+            {"what": "bundle", "calls": "0"},
+            "calls is 0; it must be a whole number at least 1",
+        ),
         ({"model_dir": "/none"}, "there is no checkpoint in /none/checkpoints"),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_programs_of_an_experiment_are_compiled_in_a_child(monkeypatch):
 @pytest.mark.parametrize("field", ["strict", "compile_in_child"])
 @pytest.mark.parametrize("value", ["1", "'yes'", "None"])
 def test_it_is_true_or_false(field, value):
-    told = re.escape(f"Experiment.{field} is {value}, must be of class bool")
+    told = re.escape(f"Experiment.{field} is {value}; it must be True or False")
     with pytest.raises(ValueError, match=told):
         small_experiment(MESH, f"Experiment.{field} = {value}")
 
