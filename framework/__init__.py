@@ -6,7 +6,6 @@ from meshwright.framework.compiler.explaining.explain import (
 )
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.program import (
-    Partitioner,
     Program,
     compile_program,
 )
@@ -24,6 +23,7 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 from meshwright.framework.compiler.weight_update_sharding.shard import (
     UpdateSharding,
 )
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.modeling import schedules
 from meshwright.framework.modeling.adafactor import Adafactor

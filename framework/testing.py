@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.layer import (
     Context,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import gin
 import jax
 import tensorflow as tf
 
@@ -35,26 +33,13 @@ from meshwright.framework.compiler.weight_update_sharding.shard import (
     UpdateSharding,
     shard_weight_updates,
 )
-from meshwright.framework.compiler.xla import jax_bridge, standstill
+from meshwright.framework.compiler.xla import standstill
+from meshwright.framework.compiler.xla.mesh_program import MeshProgram
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child, to_host
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
-
-
-@gin.constants_from_enum
-class Partitioner(enum.Enum):
-    """Which of XLA's partitioners completes the shardings."""
-
-    SHARDY = "shardy"
-    GSPMD = "gspmd"
-
-    @classmethod
-    def _missing_(cls, value: object) -> None:
-        raise ValueError(
-            f"there is no partitioner {value!r}: use Partitioner.SHARDY or "
-            "Partitioner.GSPMD"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +77,7 @@ class Program:
         self,
         *,
         lowered: LoweredFunction,
-        unpartitioned: jax_bridge.MeshProgram,
+        unpartitioned: MeshProgram,
         compiled: jax.stages.Compiled,
         partitioner: Partitioner,
         in_forms: Sequence[StoredForm | None],
@@ -294,14 +279,14 @@ class TracedProgram:
         """The program, unpartitioned, for other machines; see `MeshProgram.export`."""
         return self._for_mesh().export(platforms)
 
-    def _for_mesh(self) -> jax_bridge.MeshProgram:
+    def _for_mesh(self) -> MeshProgram:
         return check.lower_for_mesh(
             self.lowered,
             self.mesh,
             in_shardings=[form and form.border for form in self.in_forms],
             out_shardings=[form and form.border for form in self.out_forms],
             donate=self.donate,
-            shardy=self.partitioner is Partitioner.SHARDY,
+            partitioner=self.partitioner,
             devices=self.devices,
             strict=self.strict,
             in_child=self.in_child,

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import operator_costs
 from benchmarks.operator_costs import OPERATORS
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 
 COUNTS = (2, 8)
 # Collectives of a row, and the float32 elements of their results on one of D devices.

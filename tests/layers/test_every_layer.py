@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
 
 from meshwright.framework.compiler.lowering.lower import lower
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.sharding.plan import ShardingPlan

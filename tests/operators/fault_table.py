@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 from meshwright.framework import set_platform
-from meshwright.framework.compiler.program import Partitioner
 from meshwright.framework.compiler.repair.table.fault import Fault, Smallest
 from meshwright.framework.compiler.repair.table.faults import FAULTS
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.sharding import Sharding
 from tests.operators.judging.cases import Case, compiled
 from tests.operators.judging.printed import case_of

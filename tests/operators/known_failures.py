@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshwright.framework.compiler.program import Partitioner
 from meshwright.framework.compiler.repair.table.fault import Fault, Smallest
 from meshwright.framework.compiler.repair.table.fault import Outcome as Expected
 from meshwright.framework.compiler.repair.table.faults import FAULTS
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.judging.apart import Outcome
 from tests.operators.judging.cases import Case
 from tests.operators.judging.printed import case_of

@@ -5,7 +5,7 @@ They are as it printed them; the table's own programs are smaller.
 
 import pytest
 
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.judging.apart import Outcome, judge
 from tests.operators.judging.printed import case_of
 

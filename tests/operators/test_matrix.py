@@ -4,7 +4,7 @@ import zlib
 
 import pytest
 
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.definitions.operators import OPERATORS
 from tests.operators.judging.apart import Outcome, judge
 from tests.operators.judging.cases import MESHES

@@ -7,10 +7,10 @@ import dataclasses
 import gin
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import Partitioner
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.checks import Checked, bounded, instance
 from meshwright.framework.modeling.ema import ExponentialMovingAverage
 from meshwright.framework.modeling.optimizers import Optimizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.framework.compiler.xla.jax_bridge import abstract_array
+from meshwright.framework.compiler.xla.jax_mesh import abstract_array
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.experiment.step_programs import StepPrograms
 

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from meshwright.framework.compiler.xla.jax_bridge import jax_mesh
+from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers import cli

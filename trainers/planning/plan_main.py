@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from meshwright.framework.compiler.explaining.explain import explain
-from meshwright.framework.compiler.xla.jax_bridge import jax_mesh
+from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.trainers import cli
 from meshwright.trainers.experiment import replication

@@ -33,12 +33,14 @@ from meshwright.framework.compiler.hlo.rematerialization import (
 )
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.stablehlo.constraints import logical
-from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
+from meshwright.framework.compiler.xla.mesh_program import MeshProgram
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.xla_form import place_along
 
 _SHARDY, _GSPMD = "shardy-xla", "sharding-propagation"
+_PASSES = {Partitioner.SHARDY: _SHARDY, Partitioner.GSPMD: _GSPMD}
 # TPU's compiler, which libtpu brings, calls its own "tpu-spmd-partitioning".
 _PARTITIONER = r"[\w-]*spmd[-_]partition\w+"
 _GSPMD_PARTITIONS = "spmd-partitioning"
@@ -284,7 +286,7 @@ def _not_cached() -> Iterator[None]:
 def _completing_pass(program: MeshProgram, folder: str) -> str:
     """The pass that completed the program; an error if it is not what was asked for."""
     used = [one for one in (_SHARDY, _GSPMD) if _paths(folder, one)]
-    asked = _SHARDY if program.shardy else _GSPMD
+    asked = _PASSES[program.partitioner]
     if used != [asked]:
         raise LoweringError(
             f"{program.name}: XLA completed the program by "

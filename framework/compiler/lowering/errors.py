@@ -9,6 +9,7 @@ from typing import Any
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lowering.sources import Sources
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 
 _NOT_CONSTANT = re.compile(
     r"Input (?P<input>\d+) to node `(?P<op>[^`]+)` with op (?P<type>\w+) must be a "
@@ -123,14 +124,14 @@ def _arguments_of(concrete, op_name: str, number: int) -> list[int]:
 
 
 def of_xla(
-    name: str, error: Exception, *, shardy: bool, sources: Sources | None
+    name: str, error: Exception, *, partitioner: Partitioner, sources: Sources | None
 ) -> LoweringError:
     """What XLA refuses while it partitions or compiles a program.
 
     Args:
       name: the program's.
       error: JAX's.
-      shardy: whether Shardy was to complete it, or GSPMD.
+      partitioner: which one was to complete it.
       sources: where the program's ops come from, if known.
     """
     text = str(error)
@@ -138,28 +139,28 @@ def of_xla(
     where = ""
     if (named := _HLO_NAME.search(text)) and sources and sources.find(named["op"]):
         where = f" at {sources.text(named['op'])}"
-    partitioner, other = ("Shardy", "GSPMD") if shardy else ("GSPMD", "SHARDY")
-    remedy = _LAY_OUT.format(other=other)
+    remedy = _LAY_OUT.format(other=partitioner.other.name)
     for pattern, own in _REMEDIES.items():
         if re.search(pattern, text):
             remedy = own
     return LoweringError(
-        f"{name}: XLA cannot compile it with {partitioner}{where}: {first}. {remedy}"
+        f"{name}: XLA cannot compile it with {partitioner.title}{where}: {first}. "
+        f"{remedy}"
     )
 
 
-def of_child(name: str, how: str, *, shardy: bool) -> LoweringError:
+def of_child(name: str, how: str, *, partitioner: Partitioner) -> LoweringError:
     """What ended the child process in which XLA compiled a program.
 
     Args:
       name: the program's.
       how: by which signal or with which status, and what the child wrote last.
-      shardy: whether Shardy was to complete the program, or GSPMD.
+      partitioner: which one was to complete the program.
     """
-    partitioner, other = ("Shardy", "GSPMD") if shardy else ("GSPMD", "SHARDY")
+    remedy = _LAY_OUT.format(other=partitioner.other.name)
     return LoweringError(
-        f"{name}: the child process in which XLA compiled it with {partitioner} ended "
-        f"{how.rstrip('. ')}. {_LAY_OUT.format(other=other)}. For a report of the "
+        f"{name}: the child process in which XLA compiled it with {partitioner.title} "
+        f"ended {how.rstrip('. ')}. {remedy}. For a report of the "
         "fault, JAX_DUMP_IR_TO=folder in the environment keeps the module"
     )
 

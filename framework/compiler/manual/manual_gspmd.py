@@ -34,6 +34,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     sharding_call,
     tensor_type,
 )
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -117,7 +118,7 @@ class _Region:
         if is_annotation(op):
             return [
                 rewrite_annotation(
-                    self.blame, op, self.mesh, shardy=False, manual=self.axes
+                    self.blame, op, self.mesh, Partitioner.GSPMD, manual=self.axes
                 )
             ]
         with ir.InsertionPoint.after(op), op.location:

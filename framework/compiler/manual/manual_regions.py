@@ -26,6 +26,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     placeholder_of,
     walk,
 )
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import mesh_text
 
@@ -46,6 +47,10 @@ class _Kind:
 
 
 _AUTO = _Kind()
+_WRITERS = {
+    Partitioner.SHARDY: write_for_shardy,
+    Partitioner.GSPMD: write_for_gspmd,
+}
 _RECOMPUTE = (
     "; if TF keeps it for the gradient of a loop or branch, recompute the region "
     "(tf.recompute_grad, or in Repeat Recompute.EVERYTHING)"
@@ -53,7 +58,7 @@ _RECOMPUTE = (
 
 
 def rewrite_manual_regions(
-    blame: Blame, module: ir.Module, mesh: DeviceMesh, *, shardy: bool
+    blame: Blame, module: ir.Module, mesh: DeviceMesh, partitioner: Partitioner
 ) -> None:
     """Replaces the placeholders of manual regions in `module`.
 
@@ -72,16 +77,16 @@ def rewrite_manual_regions(
     if any(found for _, found in placeholders):
         # A call may not cut a region in two.
         PassManager.parse("builtin.module(inline,symbol-dce)").run(module.operation)
-        _rewrite_blocks(_Rewriting(blame, mesh, shardy), module.operation)
+        _rewrite_blocks(_Rewriting(blame, mesh, partitioner), module.operation)
 
 
 class _Rewriting:
     """What all blocks share."""
 
-    def __init__(self, blame: Blame, mesh: DeviceMesh, shardy: bool):
+    def __init__(self, blame: Blame, mesh: DeviceMesh, partitioner: Partitioner):
         self.blame = blame
         self.mesh = mesh
-        self.write = write_for_shardy if shardy else write_for_gspmd
+        self.write = _WRITERS[partitioner]
         self.kinds: dict[ir.Value, _Kind] = {}
 
     def of(self, value: ir.Value) -> _Kind:

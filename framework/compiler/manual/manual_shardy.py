@@ -32,6 +32,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     tensor_type,
     walk,
 )
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -253,7 +254,7 @@ class _Region:
                     ).results[0]
             if is_annotation(inner):
                 new = rewrite_annotation(
-                    self.blame, inner, self.mesh, shardy=True, manual=self.axes
+                    self.blame, inner, self.mesh, Partitioner.SHARDY, manual=self.axes
                 )
             elif new is not None:
                 inner.results[0].replace_all_uses_with(new)

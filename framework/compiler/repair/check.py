@@ -10,16 +10,16 @@ choose otherwise for others: hence the rounds. JAX lowers the last module.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
+import jax
+import tensorflow as tf
 from absl import logging
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler.hlo.completion import ending_early
+from meshwright.framework.compiler.hlo.out_of_memory import check_arguments_fit
 from meshwright.framework.compiler.lowering.lower import LoweredFunction, LoweringError
 from meshwright.framework.compiler.repair import looks
 from meshwright.framework.compiler.repair.convolutions import conv_layout
@@ -70,7 +70,9 @@ from meshwright.framework.compiler.stablehlo.modules import (
 from meshwright.framework.compiler.stablehlo.propagation import Propagated
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame, shape_of
 from meshwright.framework.compiler.xla import jax_bridge
-from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
+from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
+from meshwright.framework.compiler.xla.mesh_program import MeshProgram
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -89,17 +91,21 @@ def lower_for_mesh(
     *,
     in_shardings: Sequence[Sharding | None],
     out_shardings: Sequence[Sharding | None],
-    shardy: bool,
+    donate: Sequence[int],
+    partitioner: Partitioner,
+    devices: Sequence[jax.Device] | None = None,
     strict: bool = False,
-    **how: Any,
+    in_child: bool = False,
 ) -> MeshProgram:
     """`jax_bridge.lower_for_mesh`, laid out so that XLA gets each operation right.
 
     Args:
       lowered: the function.
       mesh: the device mesh.
-      in_shardings, out_shardings, shardy, **how: see `jax_bridge.lower_for_mesh`.
+      in_shardings, out_shardings, donate, partitioner, devices: see
+        `jax_bridge.lower_for_mesh`.
       strict: refuse a program rather than repair it at a cost.
+      in_child: have XLA compile it in a child process.
 
     Returns:
       The program; its `repairs` say what was laid out otherwise.
@@ -107,20 +113,43 @@ def lower_for_mesh(
     Raises:
       LoweringError: as there; an operation cannot be laid out, such as a convolution in
         a manual region; or a repair costs communication and `strict` forbids it.
+      OutOfMemoryError: the arguments alone do not fit into the devices' memory.
     """
     borders = {"in_shardings": in_shardings, "out_shardings": out_shardings}
-    put = functools.partial(
-        jax_bridge.lower_for_mesh, lowered, mesh, **borders, shardy=shardy, **how
-    )
-    jax_bridge.check_fits(lowered, mesh, in_shardings, how.get("devices"))
+    device = jax_mesh(mesh, devices).devices.flat[0]
+    check_arguments_fit(lowered, mesh, in_shardings, device)
+
+    def put(module: bytes, repairs: Iterable[Repair] = ()) -> MeshProgram:
+        ready, call = jax_bridge.lower_for_mesh(
+            lowered.name,
+            module,
+            mesh,
+            inputs=tf.nest.flatten(lowered.inputs),
+            outputs=tf.nest.flatten(lowered.outputs),
+            **borders,
+            donate=donate,
+            partitioner=partitioner,
+            devices=devices,
+        )
+        return MeshProgram(
+            lowered.name,
+            mesh,
+            ready,
+            partitioner,
+            function=lowered,
+            call=call,
+            repairs=tuple(repairs),
+            in_child=in_child,
+        )
+
     if mesh.size == 1:
-        return put(module=stable_hlo(lowered, mesh, shardy=shardy))
+        return put(stable_hlo(lowered, mesh, partitioner))
 
     def look(module: ir.Operation) -> Iterator[tuple[int, OpLayout]]:
-        write_for(lowered, module, mesh, shardy=shardy)
-        if not shardy:
-            with ending_early(module, how.get("devices")):
-                program = put(module=bytecode(module))
+        write_for(lowered, module, mesh, partitioner)
+        if partitioner is Partitioner.GSPMD:
+            with ending_early(module, devices):
+                program = put(bytecode(module))
             return looks.by_gspmd(program, module)
         write_borders(module, mesh, **borders)
         return looks.by_shardy(Propagated(blame, module, mesh))
@@ -134,11 +163,12 @@ def lower_for_mesh(
         if looks.number(module, _is_guarded):
             chosen, right, repairs = decided(blame, module, mesh, look)
             _report(lowered.name, list(repairs.values()), strict)
-            _lay_out(module, mesh, chosen, right if shardy else {})
+            pinned = right if partitioner is Partitioner.SHARDY else {}
+            _lay_out(module, mesh, chosen, pinned)
             looks.drop_numbers(module)
-        write_for(lowered, module, mesh, shardy=shardy)
+        write_for(lowered, module, mesh, partitioner)
         ready = bytecode(module)
-    return dataclasses.replace(put(module=ready), repairs=tuple(repairs.values()))
+    return put(ready, repairs.values())
 
 
 def decided(

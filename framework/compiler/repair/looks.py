@@ -33,7 +33,7 @@ from meshwright.framework.compiler.repair.table.patterns import (
 )
 from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
-from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
+from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 
 TAG = "meshwright_op"
 """XLA's frontend attribute that tells which operation is which."""

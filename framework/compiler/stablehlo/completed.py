@@ -24,6 +24,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     walk,
 )
 from meshwright.framework.compiler.stablehlo.tidy import tidy
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -97,7 +98,7 @@ def completed_module(
         for op in ops:
             del op.attributes[NUMBER]
         prepare(lowered, copy, mesh)
-        write_for(lowered, copy, mesh, shardy=True)
+        write_for(lowered, copy, mesh, Partitioner.SHARDY)
         write_borders(copy, mesh, in_shardings, out_shardings)
         blame = Blame(lowered.name, lowered.sources)
         by_number = _by_number(Propagated(blame, copy, mesh))

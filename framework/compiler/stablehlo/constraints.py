@@ -21,6 +21,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     sharding_call,
     walk,
 )
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import TYPED
 from meshwright.framework.sharding.mesh import DeviceMesh, places_in
 from meshwright.framework.sharding.placeholders import mesh_text
@@ -70,7 +71,7 @@ def untype_annotations(blame: Blame, module: ir.Module, mesh: DeviceMesh) -> Non
 
 
 def rewrite_annotations(
-    blame: Blame, module: ir.Module, mesh: DeviceMesh, *, shardy: bool
+    blame: Blame, module: ir.Module, mesh: DeviceMesh, partitioner: Partitioner
 ) -> None:
     """Makes all annotations outside of manual regions ready for a partitioner.
 
@@ -81,7 +82,7 @@ def rewrite_annotations(
         if op.name in BRANCHES and mesh.size > 1:
             _free_ends(op)
         elif is_annotation(op) and not is_of_region(op):
-            rewrite_annotation(blame, op, mesh, shardy=shardy)
+            rewrite_annotation(blame, op, mesh, partitioner)
 
 
 def _free_ends(op) -> None:
@@ -110,7 +111,12 @@ def _keeps_shape(value: ir.Value) -> bool:
 
 
 def rewrite_annotation(
-    blame: Blame, op, mesh: DeviceMesh, *, shardy: bool, manual: tuple[str, ...] = ()
+    blame: Blame,
+    op,
+    mesh: DeviceMesh,
+    partitioner: Partitioner,
+    *,
+    manual: tuple[str, ...] = (),
 ) -> ir.Value:
     """Rewrites a `@Sharding` custom call, or keeps it in the program's device numbers.
 
@@ -118,7 +124,8 @@ def rewrite_annotation(
       blame: for messages.
       op: the custom call.
       mesh: the program's mesh.
-      shardy: to an `sdy.sharding_constraint`; else the call stays, for GSPMD.
+      partitioner: for Shardy it becomes an `sdy.sharding_constraint`; for GSPMD the
+        call stays.
       manual: the manual axes of the region that it is in.
 
     Returns:
@@ -138,7 +145,7 @@ def rewrite_annotation(
             f"splits a tensor by mesh axis {clash[0]!r}, which is manual there: in a "
             "manual region annotate by the other axes",
         )
-    if mesh.size > 1 and not shardy:
+    if mesh.size > 1 and partitioner is Partitioner.GSPMD:
         in_region = dataclasses.replace(sharding, manual=manual)
         text = logical(in_region, mesh).to_hlo()
         op.attributes["mhlo.sharding"] = ir.StringAttr.get(text)

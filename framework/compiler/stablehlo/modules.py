@@ -35,6 +35,7 @@ from meshwright.framework.compiler.stablehlo.constraints import (
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from meshwright.framework.compiler.xla.jax_bridge import ir_context, stable_hlo_of
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -81,7 +82,7 @@ def prepare(lowered: LoweredFunction, module, mesh: DeviceMesh) -> None:
 
 
 def write_for(
-    lowered: LoweredFunction, module, mesh: DeviceMesh, *, shardy: bool
+    lowered: LoweredFunction, module, mesh: DeviceMesh, partitioner: Partitioner
 ) -> None:
     """Makes annotations and manual regions a partitioner's, and keeps layouts.
 
@@ -89,16 +90,16 @@ def write_for(
       lowered: what the module was made of.
       module: a prepared one; changed in place.
       mesh: the device mesh.
-      shardy: for Shardy, or for GSPMD.
+      partitioner: Shardy or GSPMD.
 
     Raises:
       LoweringError: an annotation or a manual region cannot be honoured on `mesh`.
     """
     blame = Blame(lowered.name, lowered.sources)
     keep_row_major(module)  # Next to transforms: what repairs add comes behind it.
-    rewrite_manual_regions(blame, module, mesh, shardy=shardy)
-    rewrite_annotations(blame, module, mesh, shardy=shardy)
-    if shardy:
+    rewrite_manual_regions(blame, module, mesh, partitioner)
+    rewrite_annotations(blame, module, mesh, partitioner)
+    if partitioner is Partitioner.SHARDY:
         replicate_in_regions(module, mesh)
 
 
@@ -131,7 +132,9 @@ def write_borders(
         main.attributes[name] = ir.ArrayAttr.get([*map(ir.DictAttr.get, given)])
 
 
-def stable_hlo(lowered: LoweredFunction, mesh: DeviceMesh, *, shardy: bool) -> bytes:
+def stable_hlo(
+    lowered: LoweredFunction, mesh: DeviceMesh, partitioner: Partitioner
+) -> bytes:
     """The StableHLO module of a lowered function, ready for a partitioner.
 
     Returns:
@@ -142,7 +145,7 @@ def stable_hlo(lowered: LoweredFunction, mesh: DeviceMesh, *, shardy: bool) -> b
     """
     with neutral_module(lowered) as module:
         prepare(lowered, module, mesh)
-        write_for(lowered, module, mesh, shardy=shardy)
+        write_for(lowered, module, mesh, partitioner)
         return bytecode(module)
 
 

@@ -14,6 +14,7 @@ from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler.lowering.errors import of_xla
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -40,7 +41,8 @@ class Propagated:
         try:
             passes.run(module)
         except ir.MLIRError as e:
-            raise of_xla(blame.program, e, shardy=True, sources=blame.sources) from e
+            name, by = blame.program, Partitioner.SHARDY
+            raise of_xla(name, e, partitioner=by, sources=blame.sources) from e
         self._meshes = _names_of(mesh, module)
 
     def sharding(

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
-import pathlib
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jaxlib
-import numpy as np
 import tensorflow as tf
 from jax._src import compiler as jax_compiler
 from jax._src.clusters import ClusterEnv
@@ -31,22 +27,10 @@ from jax.interpreters import mlir
 from jaxlib import _jax
 
 from meshwright.framework.compiler.boundary.wide_elements import wide_elements
-from meshwright.framework.compiler.hlo.memory import MemoryTimeline, memory_timeline
-from meshwright.framework.compiler.hlo.out_of_memory import (
-    OutOfMemoryError,
-    allocations_of,
-    check_arguments_fit,
-    parse_refusal,
-)
-from meshwright.framework.compiler.lowering.errors import (
-    LoweringError,
-    of_child,
-    of_xla,
-)
-from meshwright.framework.compiler.lowering.lower import LoweredFunction
-from meshwright.framework.compiler.xla.child import ChildEnded, ChildRefused, child
-from meshwright.framework.devices.device_order import device_order
-from meshwright.framework.devices.topology import place_on_torus, topology_of
+from meshwright.framework.compiler.lowering.errors import LoweringError
+from meshwright.framework.compiler.xla.child import ChildRefused, child
+from meshwright.framework.compiler.xla.jax_mesh import jax_mesh, named_sharding
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -58,10 +42,6 @@ _IN_CHILD = contextvars.ContextVar("in_child", default=False)
 _NAMING = contextvars.ContextVar("naming", default=False)
 # JAX has a program call the process that it was lowered in, by an address there.
 _CALLS_BACK = b"python_cpu_callback"
-# What XLA takes for a program of GSPMD's, whatever partitioner it is asked for.
-_GSPMD_MARK = re.compile(
-    r"mhlo\.sharding|@(?:Sharding|SPMDFullToShardShape|SPMDShardToFullShape)\b"
-)
 
 
 def detected_cluster() -> tuple[str | None, int | None, int | None, list[int] | None]:
@@ -73,59 +53,6 @@ def detected_cluster() -> tuple[str | None, int | None, int | None, list[int] | 
     """
     return ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, _DETECTION_SECONDS
-    )
-
-
-def jax_mesh(
-    mesh: DeviceMesh, devices: Sequence[jax.Device] | None = None
-) -> jax.sharding.Mesh:
-    """The devices of `mesh`, in its order; without one, along the links of a TPU torus.
-
-    Args:
-      mesh: the device mesh; its ids are places in `devices`.
-      devices: those of a topology to compile for; by default all that this program's
-        processes have, `jax.devices()`, whatever numbers they go by.
-
-    Raises:
-      ValueError: it has more devices than there are, or ids that none has.
-    """
-    here = devices is None
-    devices = jax.devices() if here else list(devices)
-    missing = [i for i in mesh.ids.flat if not 0 <= i < len(devices)]
-    if missing and not here:
-        raise ValueError(
-            f"device mesh ({mesh}) needs {mesh.size} devices but the topology has "
-            f"{len(devices)} (no device {missing[0]}); name a larger one"
-        )
-    if missing:
-        raise ValueError(
-            f"device mesh ({mesh}) needs {mesh.size} devices but {len(devices)} "
-            f"{jax.default_backend()} devices exist (no device {missing[0]}); use a "
-            "smaller mesh or, on CPU, ask for more virtual devices (--device_count)"
-        )
-    ids, torus = mesh.ids, topology_of(devices)
-    if mesh.device_ids is None and torus is not None and torus.size == mesh.size:
-        devices = sorted(devices, key=place_on_torus)
-        ids = device_order(mesh.shape, torus).ids
-    grid = np.vectorize(devices.__getitem__, otypes=[object])(ids)
-    auto = (jax.sharding.AxisType.Auto,) * len(mesh.shape)
-    return jax.sharding.Mesh(grid, mesh.axis_names, axis_types=auto)
-
-
-def named_sharding(
-    sharding: Sharding, mesh: jax.sharding.Mesh | None = None
-) -> jax.sharding.NamedSharding:
-    """`sharding` over real devices."""
-    spec = jax.sharding.PartitionSpec(*(axes or None for axes in sharding.dims))
-    return jax.sharding.NamedSharding(mesh or jax_mesh(sharding.mesh), spec)
-
-
-def abstract_array(
-    shape: Sequence[int], dtype: tf.DType, sharding: Sharding
-) -> jax.ShapeDtypeStruct:
-    """A described device array, for a checkpoint to be restored into."""
-    return jax.ShapeDtypeStruct(
-        tuple(shape), dtype.as_numpy_dtype, sharding=named_sharding(sharding)
     )
 
 
@@ -153,11 +80,6 @@ _TF_PROGRAM.def_abstract_eval(_abstract)
 mlir.register_lowering(_TF_PROGRAM, _lowering)
 
 
-def flat_specs(nest) -> list:
-    """The leaves of a nest of `tf.TensorSpec`."""
-    return tf.nest.flatten(nest)
-
-
 def ir_context() -> contextlib.AbstractContextManager:
     """An MLIR context that knows the dialects of JAX's programs, to be entered."""
     return mlir.make_ir_context()
@@ -168,175 +90,111 @@ def stable_hlo_of(hlo: bytes) -> bytes:
     return _jax.mlir.hlo_to_stablehlo(hlo)
 
 
-def check_fits(
-    lowered: LoweredFunction,
-    mesh: DeviceMesh,
-    in_shardings: Sequence[Sharding | None],
-    devices: Sequence[jax.Device] | None = None,
-) -> None:
-    """Refuses a mesh that the devices cannot make, and arguments too large for them.
-
-    Raises:
-      ValueError: see `jax_mesh`.
-      OutOfMemoryError: the arguments alone do not fit into the devices' memory.
-    """
-    device = jax_mesh(mesh, devices).devices.flat[0]
-    check_arguments_fit(lowered, mesh, in_shardings, device)
-
-
 def lower_for_mesh(
-    lowered: LoweredFunction,
+    name: str,
+    module: bytes,
     mesh: DeviceMesh,
     *,
+    inputs: Sequence[tf.TensorSpec],
+    outputs: Sequence[tf.TensorSpec],
     in_shardings: Sequence[Sharding | None],
     out_shardings: Sequence[Sharding | None],
     donate: Sequence[int],
-    shardy: bool,
-    module: bytes,
+    partitioner: Partitioner,
     devices: Sequence[jax.Device] | None = None,
-    in_child: bool = False,
-) -> MeshProgram:
-    """Puts a program on the devices of `mesh`, unpartitioned; all sequences are flat.
+) -> tuple[jax.stages.Lowered, tuple]:
+    """Puts a module on the devices of `mesh`, unpartitioned.
 
-    A None sharding is left to completion. `module` is the function's own, as MLIR
-    bytecode, written for the partitioner (`modules`). What is `in_child` is compiled in
-    a child process.
+    Args:
+      name: the program's.
+      module: MLIR bytecode, written for the partitioner.
+      mesh: the device mesh.
+      inputs, outputs: of its arguments and its results.
+      in_shardings, out_shardings: of the same; None: left to completion.
+      donate: numbers of the arguments whose buffers the results may take over.
+      partitioner: Shardy or GSPMD.
+      devices: those of a topology, or None.
+
+    Returns:
+      The program as JAX lowered it; the function that it was lowered from, and its
+      abstract arguments, for `export`.
     """
     grid = jax_mesh(mesh, devices)
 
     def border(shardings):
         return tuple(None if s is None else named_sharding(s, grid) for s in shardings)
 
-    results = tuple(
-        jax.core.ShapedArray(tuple(spec.shape), spec.dtype.as_numpy_dtype)
-        for spec in flat_specs(lowered.outputs)
-    )
+    def types(specs, kind):
+        return tuple(kind(tuple(s.shape), s.dtype.as_numpy_dtype) for s in specs)
+
+    results = types(outputs, jax.core.ShapedArray)
 
     def program(*flat):
-        bound = {"name": lowered.name, "module": module, "results": results}
+        bound = {"name": name, "module": module, "results": results}
         return tuple(_TF_PROGRAM.bind(*flat, **bound))
 
-    program.__name__ = lowered.name
-    avals = [
-        jax.ShapeDtypeStruct(tuple(spec.shape), spec.dtype.as_numpy_dtype)
-        for spec in flat_specs(lowered.inputs)
-    ]
-    jitted = jax.jit(
-        program,
-        in_shardings=border(in_shardings),
-        out_shardings=border(out_shardings),
-        donate_argnums=tuple(donate),
-        keep_unused=True,
+    program.__name__ = name
+    call = (
+        jax.jit(
+            program,
+            in_shardings=border(in_shardings),
+            out_shardings=border(out_shardings),
+            donate_argnums=tuple(donate),
+            keep_unused=True,
+        ),
+        *types(inputs, jax.ShapeDtypeStruct),
     )
-    with _partitioner(shardy), jax.set_mesh(grid), wide_elements():
-        ready = jitted.lower(*avals)
-    call = (jitted, *avals)
-    return MeshProgram(
-        lowered.name, mesh, ready, shardy, lowered, call, in_child=in_child
-    )
+    jitted, *arguments = call
+    with _asking_for(partitioner), jax.set_mesh(grid), wide_elements():
+        return jitted.lower(*arguments), call
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class MeshProgram:
-    """A program on a mesh, not partitioned yet.
+def compile_lowered(
+    lowered: jax.stages.Lowered,
+    partitioner: Partitioner,
+    options: Mapping[str, Any] | None = None,
+    *,
+    in_child: bool = False,
+) -> jax.stages.Compiled:
+    """Has XLA partition and compile a program, as JAX lowered it.
 
     Args:
-      name: for messages.
-      mesh: the device mesh.
-      lowered: as JAX lowered it.
-      shardy: whether Shardy is to complete its shardings, or GSPMD.
-      function: what it was lowered from, to name its arguments and ops.
-      call: the jitted function, and its abstract arguments.
-      repairs: what was laid out otherwise than completion chose (`repair.repaired`).
-      in_child: whether XLA compiles it in a child process.
+      lowered: the program.
+      partitioner: Shardy or GSPMD.
+      options: XLA's, for this compilation.
+      in_child: in a child process.
+
+    Raises:
+      JaxRuntimeError: XLA refuses it.
+      ChildEnded: XLA ended the child process.
+      LoweringError: it calls back into Python and is to be compiled in a child.
     """
+    with _asking_for(partitioner), _compiling_in_child(in_child), _naming_axes():
+        return lowered.compile(compiler_options=options)
 
-    name: str
-    mesh: DeviceMesh
-    lowered: jax.stages.Lowered
-    shardy: bool
-    function: LoweredFunction | None = None
-    call: tuple = ()
-    repairs: tuple = ()
-    in_child: bool = False
 
-    def export(self, platforms: Sequence[str]) -> bytes:
-        """The program for other machines, as `jax.export.deserialize` reads it.
+def export(
+    call: tuple, mesh: DeviceMesh, partitioner: Partitioner, platforms: Sequence[str]
+) -> bytes:
+    """A program for other machines, as `jax.export.deserialize` reads it.
 
-        Args:
-          platforms: "cpu", "cuda", "tpu": it is lowered for each.
-
-        Raises:
-          LoweringError: see `compile`.
-        """
-        if self.shardy:
-            self._check_no_fallback()
-        jitted, *arguments = self.call
-        grid = jax_mesh(self.mesh)
-        with _partitioner(self.shardy), jax.set_mesh(grid), wide_elements():
-            exported = jax.export.export(jitted, platforms=platforms)(*arguments)
-        return bytes(exported.serialize())
-
-    def compile(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-        """Partitions and compiles.
-
-        Args:
-          options: XLA's, for this compilation.
-
-        Raises:
-          LoweringError: the module would make XLA fall back to GSPMD; XLA refuses the
-            program, or ends the child process that compiles it.
-          OutOfMemoryError: it needs more memory than a device has.
-        """
-        if self.shardy:
-            self._check_no_fallback()
-        try:
-            in_child = _compiling_in_child(self.in_child)
-            with _partitioner(self.shardy), in_child, _naming_what_axes_can():
-                return self.lowered.compile(compiler_options=options)
-        except ChildEnded as e:
-            raise of_child(self.name, str(e), shardy=self.shardy) from e
-        except jax.errors.JaxRuntimeError as e:
-            refusal = parse_refusal(str(e))
-            if refusal is None:
-                sources = self.function.sources if self.function else None
-                raise of_xla(self.name, e, shardy=self.shardy, sources=sources) from e
-            timeline = self._refused(options)
-            largest = allocations_of(timeline, self.function) if timeline else ()
-            raise OutOfMemoryError(self.name, refusal, largest, timeline) from e
-
-    def _refused(self, options: Mapping[str, Any] | None) -> MemoryTimeline | None:
-        """What would be alive when in a program that the compiler refuses.
-
-        It writes down such a program if it is told where to. None if it does not.
-        """
-        if self.function is None:
-            return None
-        with tempfile.TemporaryDirectory() as folder:
-            dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-            refused = contextlib.suppress(jax.errors.JaxRuntimeError, ChildEnded)
-            in_child = _compiling_in_child(self.in_child)
-            with _partitioner(self.shardy), in_child, refused:
-                self.lowered.compile(compiler_options={**(options or {}), **dump})
-            found = list(pathlib.Path(folder).rglob("*.oom_intermediate_module.txt"))
-            if not found:
-                return None
-            return memory_timeline(found[0].read_text(), self.function.sources)
-
-    def _check_no_fallback(self) -> None:
-        for line in self.lowered.as_text().splitlines():
-            if found := _GSPMD_MARK.search(line):
-                raise LoweringError(
-                    f"{self.name}: {found[0]} is left in the program, for which XLA "
-                    "would give up Shardy for all of it; compile it for "
-                    f"Partitioner.GSPMD, or take out: {line.strip()[:200]}"
-                )
+    Args:
+      call: from `lower_for_mesh`.
+      mesh: the device mesh.
+      partitioner: Shardy or GSPMD.
+      platforms: "cpu", "cuda", "tpu": it is lowered for each.
+    """
+    jitted, *arguments = call
+    with _asking_for(partitioner), jax.set_mesh(jax_mesh(mesh)), wide_elements():
+        exported = jax.export.export(jitted, platforms=platforms)(*arguments)
+    return bytes(exported.serialize())
 
 
 @contextlib.contextmanager
-def _partitioner(shardy: bool) -> Iterator[None]:
-    """Both lowering and compiling ask JAX's configuration which one to use."""
+def _asking_for(partitioner: Partitioner) -> Iterator[None]:
+    """Both lowering and compiling read in JAX's configuration which one to use."""
     before = jax.config.jax_use_shardy_partitioner
+    shardy = partitioner is Partitioner.SHARDY
     jax.config.update("jax_use_shardy_partitioner", shardy)
     try:
         yield
@@ -345,7 +203,7 @@ def _partitioner(shardy: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _naming_what_axes_can() -> Iterator[None]:
+def _naming_axes() -> Iterator[None]:
     """What mesh axes cannot name, of what XLA chose, this thread's JAX leaves as it is.
 
     An argument or a result that is left to completion may be split by part of an axis,

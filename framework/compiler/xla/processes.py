@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from meshwright.framework.compiler.xla import jax_bridge
+from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.sharding.mesh import DeviceMesh
 
 # When all are done, they leave together.
@@ -93,7 +94,7 @@ def check_takes_part(mesh: DeviceMesh) -> None:
     Raises:
       ValueError: they do not, or one has none.
     """
-    used = {device.process_index for device in jax_bridge.jax_mesh(mesh).devices.flat}
+    used = {device.process_index for device in jax_mesh(mesh).devices.flat}
     idle = sorted(set(range(jax.process_count())) - used)
     if idle:
         raise ValueError(

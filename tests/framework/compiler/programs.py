@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 

@@ -16,11 +16,12 @@ from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright.framework.compiler.explaining.explain import explain
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair import check
 from meshwright.framework.compiler.xla import child as child_module
 from meshwright.framework.compiler.xla.child import Child, ChildEnded, child
-from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
+from meshwright.framework.compiler.xla.mesh_program import MeshProgram
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from tests.framework.compiler.programs import MESH, over_partitioners, split
 
@@ -257,6 +258,6 @@ def test_calls_back_into_python_are_refused():
         return jax.pure_callback(np.sin, x, x)
 
     lowered = jax.jit(fn).lower(jax.ShapeDtypeStruct([8], np.float32))
-    program = MeshProgram("fn", MESH, lowered, shardy=True, in_child=True)
+    program = MeshProgram("fn", MESH, lowered, Partitioner.SHARDY, in_child=True)
     with pytest.raises(LoweringError, match="calls back into Python .* do not set"):
         program.compile()

@@ -12,7 +12,9 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.program import compile_program
-from meshwright.framework.compiler.xla import jax_bridge
+from meshwright.framework.compiler.xla.jax_mesh import abstract_array
+from meshwright.framework.compiler.xla.mesh_program import MeshProgram
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from tests.framework.compiler.programs import MESH, split
 
@@ -67,7 +69,7 @@ def test_a_mesh_of_devices_that_do_not_exist_is_refused(mesh, message):
 
 
 def test_describes_arrays_for_a_checkpoint():
-    array = jax_bridge.abstract_array([8, 8], tf.bfloat16, split(("X", "Y"), None))
+    array = abstract_array([8, 8], tf.bfloat16, split(("X", "Y"), None))
     assert array.shape == (8, 8) and array.dtype == jax.numpy.bfloat16
     assert array.sharding.shard_shape(array.shape) == (1, 8)
 
@@ -78,7 +80,7 @@ def test_what_else_fails_in_the_compiler_is_not_taken_for_a_sharding(error):
         def compile(self, compiler_options):
             raise error("out of luck")
 
-    program = jax_bridge.MeshProgram("fn", MESH, Lowered(), shardy=False)
+    program = MeshProgram("fn", MESH, Lowered(), Partitioner.GSPMD)
     with pytest.raises(error, match="out of luck") as raised:
         program.compile()
     assert not isinstance(raised.value, LoweringError)

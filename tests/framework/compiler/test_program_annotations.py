@@ -9,8 +9,9 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.compiler.xla.experimental import xla_sharding
 
 from meshwright.framework.compiler.lowering.lower import LoweringError, lower
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.stablehlo.modules import stable_hlo
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split, replicate, shard
 from meshwright.framework.sharding.annotations import split as split_dim
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -180,12 +181,13 @@ def test_unspecified_dims_are_left_to_completion(partitioner):
 def test_every_annotation_goes_to_the_partitioner_asked_for():
     lowered = lower(lambda x: mesh_split(x, MESH, ["X", "Y"]), [tf.TensorSpec([8, 8])])
 
-    def text(shardy):
+    def text(partitioner):
         with jax.interpreters.mlir.make_ir_context():
-            return str(ir.Module.parse(stable_hlo(lowered, MESH, shardy=shardy)))
+            return str(ir.Module.parse(stable_hlo(lowered, MESH, partitioner)))
 
-    assert "sdy.sharding_constraint" in text(True) and "@Sharding" not in text(True)
-    assert "@Sharding" in text(False) and "sdy" not in text(False)
+    shardy, gspmd = map(text, Partitioner)
+    assert "sdy.sharding_constraint" in shardy and "@Sharding" not in shardy
+    assert "@Sharding" in gspmd and "sdy" not in gspmd
 
 
 def test_partitioners_do_not_disturb_each_other():

@@ -6,7 +6,8 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.explaining.explain import explain
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh

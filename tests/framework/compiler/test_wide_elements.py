@@ -12,7 +12,7 @@ import tensorflow as tf
 from meshwright.framework.compiler.explaining.explain import explain
 from meshwright.framework.compiler.program import compile_program, trace_program
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
-from meshwright.framework.compiler.xla import jax_bridge
+from meshwright.framework.compiler.xla.jax_mesh import named_sharding
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.collectives import all_reduce, collective_permute
@@ -361,7 +361,7 @@ def test_arrays_that_jax_cut_are_refused():
     result = program(given)
     np.testing.assert_array_equal(result, x)
     # JAX 0.10 calls this one int64 all the same.
-    cut = jax.device_put(result, jax_bridge.named_sharding(split(None)))
+    cut = jax.device_put(result, named_sharding(split(None)))
     assert cut.dtype == np.int64
     with pytest.raises(ValueError, match="called int64, but its elements are int32. J"):
         program(cut)

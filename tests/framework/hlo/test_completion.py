@@ -13,9 +13,10 @@ import tensorflow as tf
 from meshwright.framework.compiler.hlo.completion import Completion, complete
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.stablehlo.constraints import logical
-from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
+from meshwright.framework.compiler.xla.mesh_program import MeshProgram
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -134,7 +135,7 @@ def test_xla_warns_of_the_same_ones(tmp_path):
 
 def test_what_makes_xla_fall_back_to_gspmd_is_an_error(monkeypatch):
     gspmd = program(MESH, Partitioner.GSPMD, name="step").unpartitioned
-    asked_shardy = dataclasses.replace(gspmd, shardy=True)
+    asked_shardy = dataclasses.replace(gspmd, partitioner=Partitioner.SHARDY)
     with pytest.raises(LoweringError, match="step: .* is left in the program, for whi"):
         asked_shardy.compile()
     monkeypatch.setattr(MeshProgram, "_check_no_fallback", lambda self: None)

@@ -18,7 +18,8 @@ from meshwright.framework.compiler.hlo.out_of_memory import (
 )
 from meshwright.framework.compiler.lowering.lower import LoweringError, lower
 from meshwright.framework.compiler.program import compile_program
-from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
+from meshwright.framework.compiler.xla.mesh_program import MeshProgram
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -86,7 +87,7 @@ def refused(message):
     )
     text = STRAIGHT.lstrip().replace("wide", "jit(two_layers)/tf_program/first/MatMul")
     lowered = Refused(message, text)
-    return MeshProgram("train", MESH, lowered, False, function)
+    return MeshProgram("train", MESH, lowered, Partitioner.GSPMD, function)
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_takes_it():

@@ -6,8 +6,9 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright.framework.compiler.lowering.lower import LoweringError, lower
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair import check
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from tests.framework.compiler.programs import MESH, split

@@ -9,7 +9,8 @@ import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
 
 from meshwright.framework.compiler.lowering.lower import lower
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling import random
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from meshwright import framework as mw
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
-from meshwright.framework.compiler.program import Partitioner, trace_program
+from meshwright.framework.compiler.program import trace_program
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 
 MESH = mw.DeviceMesh(("dp", "tp"), (2, 2))
 _DTYPES = {"": tf.float32, "s32": tf.int32, "pred": tf.bool}

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.framework.partial.partial_programs import (
     MESH,
     RandomSteps,

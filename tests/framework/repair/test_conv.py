@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from meshwright import framework as mw
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair import check, looks
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import Context, Layer, Mode, WeightSpec

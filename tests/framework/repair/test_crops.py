@@ -5,8 +5,9 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import lower
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.stablehlo.modules import neutral_module, prepare
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from tests.framework.compiler.programs import MESH, specs

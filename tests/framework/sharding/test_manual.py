@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.collectives import (
     Reduction,

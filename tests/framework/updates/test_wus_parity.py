@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import (
-    Partitioner,
-    TracedProgram,
-    trace_program,
-)
+from meshwright.framework.compiler.program import TracedProgram, trace_program
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.adafactor import Adafactor
 from meshwright.framework.modeling.lars import LARS
 from meshwright.framework.modeling.layer import STACK_DIM, WeightSpec

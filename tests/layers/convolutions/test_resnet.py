@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.layer import Context, Layer, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap

@@ -5,7 +5,8 @@ import collections
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import Partitioner, compile_program
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.modeling.layer import Context, Mode, annotate_weights
 from meshwright.framework.sharding.plan import ShardingPlan

@@ -20,8 +20,8 @@ from tensorflow.python.framework import ops
 
 from meshwright.framework import set_platform
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.program import Partitioner
 from meshwright.framework.compiler.repair import check
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.judging.cases import Case, compiled, run, wanted
 
 # A program of some cases takes a second or two.

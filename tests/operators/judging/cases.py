@@ -8,11 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import (
-    Partitioner,
-    Program,
-    compile_program,
-)
+from meshwright.framework.compiler.program import Program, compile_program
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.manual import manual_partition
 from meshwright.framework.sharding.mesh import DeviceMesh

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.judging.apart import Verdict, judge
 from tests.operators.judging.cases import MESHES, Case
 from tests.operators.judging.draws import cases, layouts

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.definitions.operators import OPERATORS
 from tests.operators.judging.apart import Outcome, judge
 from tests.operators.judging.groups import Group

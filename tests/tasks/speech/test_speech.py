@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.convolutions import convolution  # noqa: F401  Known to gin.

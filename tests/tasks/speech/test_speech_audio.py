@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from scipy.io import wavfile
 
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap

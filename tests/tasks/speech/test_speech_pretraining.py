@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import Partitioner
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap

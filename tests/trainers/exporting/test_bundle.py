@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.program import Partitioner, trace_program
+from meshwright.framework.compiler.program import trace_program
+from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding

@@ -17,7 +17,7 @@ from meshwright.framework.compiler.hlo.out_of_memory import (
     Refusal,
     allocations_of,
 )
-from meshwright.framework.compiler.xla.jax_bridge import MeshProgram
+from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.cli import DOES_NOT_FIT
 from meshwright.trainers.plan import main

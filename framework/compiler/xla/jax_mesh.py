@@ -1,0 +1,67 @@
+"""Device meshes and shardings as JAX has them, over real devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import tensorflow as tf
+
+from meshwright.framework.devices.device_order import device_order
+from meshwright.framework.devices.topology import place_on_torus, topology_of
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+
+def jax_mesh(
+    mesh: DeviceMesh, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+    """The devices of `mesh`, in its order; without one, along the links of a TPU torus.
+
+    Args:
+      mesh: the device mesh; its ids are places in `devices`.
+      devices: those of a topology to compile for; by default all that this program's
+        processes have, `jax.devices()`, whatever numbers they go by.
+
+    Raises:
+      ValueError: it has more devices than there are, or ids that none has.
+    """
+    here = devices is None
+    devices = jax.devices() if here else list(devices)
+    missing = [i for i in mesh.ids.flat if not 0 <= i < len(devices)]
+    if missing and not here:
+        raise ValueError(
+            f"device mesh ({mesh}) needs {mesh.size} devices but the topology has "
+            f"{len(devices)} (no device {missing[0]}); name a larger one"
+        )
+    if missing:
+        raise ValueError(
+            f"device mesh ({mesh}) needs {mesh.size} devices but {len(devices)} "
+            f"{jax.default_backend()} devices exist (no device {missing[0]}); use a "
+            "smaller mesh or, on CPU, ask for more virtual devices (--device_count)"
+        )
+    ids, torus = mesh.ids, topology_of(devices)
+    if mesh.device_ids is None and torus is not None and torus.size == mesh.size:
+        devices = sorted(devices, key=place_on_torus)
+        ids = device_order(mesh.shape, torus).ids
+    grid = np.vectorize(devices.__getitem__, otypes=[object])(ids)
+    auto = (jax.sharding.AxisType.Auto,) * len(mesh.shape)
+    return jax.sharding.Mesh(grid, mesh.axis_names, axis_types=auto)
+
+
+def named_sharding(
+    sharding: Sharding, mesh: jax.sharding.Mesh | None = None
+) -> jax.sharding.NamedSharding:
+    """`sharding` over real devices."""
+    spec = jax.sharding.PartitionSpec(*(axes or None for axes in sharding.dims))
+    return jax.sharding.NamedSharding(mesh or jax_mesh(sharding.mesh), spec)
+
+
+def abstract_array(
+    shape: Sequence[int], dtype: tf.DType, sharding: Sharding
+) -> jax.ShapeDtypeStruct:
+    """A described device array, for a checkpoint to be restored into."""
+    return jax.ShapeDtypeStruct(
+        tuple(shape), dtype.as_numpy_dtype, sharding=named_sharding(sharding)
+    )

@@ -1,0 +1,131 @@
+"""A program on a mesh, as JAX lowered it, on its way through XLA."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from meshwright.framework.compiler.hlo.memory import MemoryTimeline, memory_timeline
+from meshwright.framework.compiler.hlo.out_of_memory import (
+    OutOfMemoryError,
+    allocations_of,
+    parse_refusal,
+)
+from meshwright.framework.compiler.lowering.errors import (
+    LoweringError,
+    of_child,
+    of_xla,
+)
+from meshwright.framework.compiler.lowering.lower import LoweredFunction
+from meshwright.framework.compiler.xla import jax_bridge
+from meshwright.framework.compiler.xla.child import ChildEnded
+from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.sharding.mesh import DeviceMesh
+
+# What XLA takes for a program of GSPMD's, whatever partitioner it is asked for.
+_GSPMD_MARK = re.compile(
+    r"mhlo\.sharding|@(?:Sharding|SPMDFullToShardShape|SPMDShardToFullShape)\b"
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MeshProgram:
+    """A program on a mesh, not partitioned yet.
+
+    Args:
+      name: for messages.
+      mesh: the device mesh.
+      lowered: as JAX lowered it.
+      partitioner: which one completes its shardings.
+      function: what it was lowered from, to name its arguments and ops.
+      call: the jitted function, and its abstract arguments.
+      repairs: what was laid out otherwise than completion chose (`repair.repaired`).
+      in_child: whether XLA compiles it in a child process.
+    """
+
+    name: str
+    mesh: DeviceMesh
+    lowered: jax.stages.Lowered
+    partitioner: Partitioner
+    function: LoweredFunction | None = None
+    call: tuple = ()
+    repairs: tuple = ()
+    in_child: bool = False
+
+    def export(self, platforms: Sequence[str]) -> bytes:
+        """The program for other machines, as `jax.export.deserialize` reads it.
+
+        Args:
+          platforms: "cpu", "cuda", "tpu": it is lowered for each.
+
+        Raises:
+          LoweringError: see `compile`.
+        """
+        self._check_no_fallback()
+        return jax_bridge.export(self.call, self.mesh, self.partitioner, platforms)
+
+    def compile(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+        """Partitions and compiles.
+
+        Args:
+          options: XLA's, for this compilation.
+
+        Raises:
+          LoweringError: the module would make XLA fall back to GSPMD; XLA refuses the
+            program, or ends the child process that compiles it.
+          OutOfMemoryError: it needs more memory than a device has.
+        """
+        self._check_no_fallback()
+        try:
+            return self._compile(options)
+        except ChildEnded as e:
+            raise of_child(self.name, str(e), partitioner=self.partitioner) from e
+        except jax.errors.JaxRuntimeError as e:
+            refusal = parse_refusal(str(e))
+            if refusal is None:
+                sources = self.function.sources if self.function else None
+                by = self.partitioner
+                raise of_xla(self.name, e, partitioner=by, sources=sources) from e
+            timeline = self._refused(options)
+            largest = allocations_of(timeline, self.function) if timeline else ()
+            raise OutOfMemoryError(self.name, refusal, largest, timeline) from e
+
+    def _compile(self, options: Mapping[str, Any] | None) -> jax.stages.Compiled:
+        return jax_bridge.compile_lowered(
+            self.lowered, self.partitioner, options, in_child=self.in_child
+        )
+
+    def _refused(self, options: Mapping[str, Any] | None) -> MemoryTimeline | None:
+        """What would be alive when in a program that the compiler refuses.
+
+        It writes down such a program if it is told where to. None if it does not.
+        """
+        if self.function is None:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            with contextlib.suppress(jax.errors.JaxRuntimeError, ChildEnded):
+                self._compile({**(options or {}), **dump})
+            found = list(pathlib.Path(folder).rglob("*.oom_intermediate_module.txt"))
+            if not found:
+                return None
+            return memory_timeline(found[0].read_text(), self.function.sources)
+
+    def _check_no_fallback(self) -> None:
+        """Refuses what would make XLA give up Shardy for all of the program."""
+        if self.partitioner is not Partitioner.SHARDY:
+            return
+        for line in self.lowered.as_text().splitlines():
+            if found := _GSPMD_MARK.search(line):
+                raise LoweringError(
+                    f"{self.name}: {found[0]} is left in the program, for which XLA "
+                    "would give up Shardy for all of it; compile it for "
+                    f"Partitioner.GSPMD, or take out: {line.strip()[:200]}"
+                )
