@@ -11,8 +11,8 @@ from typing import Any, TextIO, TypeVar
 
 import gin
 
-from meshwright.trainers.experiment.field_types import misfits
-from meshwright.trainers.experiment.gin_messages import (
+from meshwright.trainers.experiment.bindings.field_types import misfits
+from meshwright.trainers.experiment.bindings.gin_messages import (
     MACRO,
     Binding,
     bindings,

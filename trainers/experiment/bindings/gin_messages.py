@@ -14,7 +14,7 @@ from typing import Any
 
 import gin
 
-from meshwright.trainers.experiment.field_types import (
+from meshwright.trainers.experiment.bindings.field_types import (
     Misfit,
     misfits_of,
     spelling,

@@ -1,0 +1,1 @@
+"""What gin files bind, held against what the classes take."""
