@@ -18,7 +18,7 @@ from meshwright.trainers.experiment.batches import arrays, readable
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training.stop_signals import StopRequest
-from meshwright.trainers.training.summaries import Summaries
+from meshwright.trainers.training.summaries import Summaries, metric_tags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def _copy(files: pathlib.Path, folder: epath.Path) -> None:
 
 
 def summarize(summaries: Summaries, step: int, found: Evaluation) -> None:
-    summaries.scalars(step, found.metrics)
+    summaries.scalars(step, metric_tags(found.metrics))
     summaries.heat_maps(step, found.heat_maps)
     summaries.pictures(step, found.decoding.pictures)
     if found.decoding.samples:

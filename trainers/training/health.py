@@ -64,12 +64,12 @@ class History:
         return self.productive / elapsed
 
     def scalars(self, policy: NotFinite) -> dict[str, float]:
-        """For TensorBoard."""
-        found = {"goodput": self.goodput()}
+        """For TensorBoard, by tag."""
+        found = {"run/goodput": self.goodput()}
         if policy is NotFinite.SKIP:
-            found["skipped_steps"] = self.skipped_steps
+            found["run/skipped_steps"] = self.skipped_steps
         if policy is NotFinite.ROLL_BACK:
-            found["roll_backs"] = self.roll_backs
+            found["run/roll_backs"] = self.roll_backs
         return found
 
 

@@ -38,9 +38,11 @@ from meshwright.trainers.startup.messages import log_line
 from meshwright.trainers.training.evaluation import evaluate, format_metrics, summarize
 from meshwright.trainers.training.health import History
 from meshwright.trainers.training.progress import Progress
+from meshwright.trainers.training.saved_config import changes
+from meshwright.trainers.training.start_notes import start_notes
 from meshwright.trainers.training.step_profile import StepProfile
 from meshwright.trainers.training.stop_signals import StopRequest, stop_on_signals
-from meshwright.trainers.training.summaries import Summaries
+from meshwright.trainers.training.summaries import Summaries, write_hyperparameters
 from meshwright.trainers.training.watchdog import Watchdog
 
 log = logging.getLogger("absl")
@@ -187,10 +189,14 @@ class _Loop:
 
     def run_to_end(self) -> TrainResult:
         _warn_of_unknown_dims(self.programs)
+        for line in start_notes(self.programs):
+            log_line("%s", line)
         replicated = self._replicated()
         state = self._restored_or_initial()
         step = state.step
         self.summaries.gin_config(step, self.run.config)
+        if self.run.config:
+            write_hyperparameters(self.run.model_dir, self.run.config)
         table = replication.report_text(replicated)
         self.summaries.text(step, "left replicated", table)
         self._report_updates(step)
@@ -330,6 +336,7 @@ class _Loop:
         state = TrainState(self.programs, restored)
         metadata = self.checkpoints.metadata(state.step)
         self._warn_of_other_data(state.step, metadata)
+        self._note_other_configuration(state.step, metadata)
         self.history = History.of(metadata)
         return state
 
@@ -354,6 +361,19 @@ class _Loop:
                 step,
                 ", ".join(changed),
             )
+
+    def _note_other_configuration(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Says what differs from the configuration that `step` was saved with."""
+        saved = metadata.get("config")
+        if not self.run.config or not saved:
+            return  # Not built by gin.
+        try:
+            found = changes(saved, self.run.config)
+        except (ValueError, TypeError):
+            log.warning("the configuration in checkpoint step %d cannot be read", step)
+            return
+        if found:
+            log_line("configured otherwise than checkpoint step %d: %s", step, found)
 
     def _save(self, step: int, state: TrainState) -> None:
         """Saves in the background what is fit to be trained on."""

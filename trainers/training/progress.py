@@ -18,7 +18,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
 from meshwright.trainers.training.health import History
-from meshwright.trainers.training.summaries import Summaries
+from meshwright.trainers.training.summaries import Summaries, metric_tags
 from meshwright.trainers.training.watchdog import Watchdog
 
 log = logging.getLogger("absl")
@@ -147,14 +147,15 @@ class Progress(contextlib.AbstractContextManager):
 
     def _write_scalars(self, step: int, metrics: NestedMap, seconds: float) -> None:
         task, batch = self._experiment.task, self._experiment.global_batch
-        scalars = {k: float(v[-1]) for k, v in metrics.items() if k != "sums"}
         sums = {path: v[-1] for path, v in metrics.sums.items_by_path()}
-        scalars |= task.metrics(sums)
+        scalars = metric_tags({"loss": float(metrics.loss[-1])} | task.metrics(sums))
+        others = {k: v for k, v in metrics.items() if k not in ("sums", "loss")}
+        scalars |= {f"optimizer/{k}": float(v[-1]) for k, v in others.items()}
         scalars |= self._history.scalars(self._experiment.not_finite)
-        scalars["step_time_s"] = seconds
-        scalars["tokens_per_s"] = task.tokens(batch) / seconds
+        scalars["speed/step_time_s"] = seconds
+        scalars["speed/tokens_per_s"] = task.tokens(batch) / seconds
         if self._peak_flops:
             rate = task.train_flops(batch) / seconds
-            scalars["model_flops_utilization"] = rate / self._peak_flops
+            scalars["speed/model_flops_utilization"] = rate / self._peak_flops
         self._summaries.scalars(step, scalars)
         self._summaries.heat_maps(step, task.heat_maps(sums))

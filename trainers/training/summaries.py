@@ -12,11 +12,13 @@ import gin
 import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.plugins.hparams import api as hparams
 
 from meshwright.framework.compiler.xla.processes import (
     gather_from_processes,
     is_first_process,
 )
+from meshwright.trainers.training.saved_config import hyperparameters
 
 log = logging.getLogger("absl")
 
@@ -93,6 +95,11 @@ class Summaries:
         with self._writing(step):
             tf.summary.text(name, markdown)
 
+    def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
+        """The run's row in the HParams tab."""
+        with self._writing(0):
+            hparams.hparams(dict(values))
+
     def images(self, step: int, values: Mapping[str, bytes]) -> None:
         """PNG files, each in the images tab by its name."""
         decoded = {n: tf.io.decode_png(png, channels=3) for n, png in values.items()}
@@ -138,6 +145,26 @@ class Summaries:
             writer=self._writer._resource, event=event.SerializeToString()
         )
         self._is_new = False
+
+
+def metric_tags(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A task's metrics by tag: the loss, which is first, and the group `metrics`."""
+    return {
+        name if name == "loss" else f"metrics/{name}": value
+        for name, value in metrics.items()
+    }
+
+
+def write_hyperparameters(model_dir: str, config: str) -> None:
+    """Writes a run's row of the HParams tab, from its operative gin configuration.
+
+    It is of the folder above "train" and "eval", whose curves the tab shows beside it.
+    The first row that a folder has stays the one that is shown.
+    """
+    # A folder's empty name makes it the run itself.
+    summaries = Summaries(model_dir, "")
+    with contextlib.closing(summaries):
+        summaries.hyperparameters(hyperparameters(config))
 
 
 def _heat_map(matrix: np.ndarray) -> np.ndarray:

@@ -116,4 +116,5 @@ def test_a_run_writes_its_predictions_and_shows_them(tmp_path):
     np.testing.assert_array_equal(made.affine, truth.affine)
     assert set(np.unique(made.dataobj)) <= {0, 1, 2}
     events = EventAccumulator(str(folder / "eval")).Reload()
-    assert {*scores, "3", "4"} <= set(events.Tags()["tensors"])
+    tags = {f"metrics/{score}" for score in scores}
+    assert {*tags, "3", "4"} <= set(events.Tags()["tensors"])

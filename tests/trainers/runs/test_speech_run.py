@@ -39,7 +39,8 @@ def test_a_run_writes_down_what_it_heard_and_resumes(tmp_path):
     names = {"loss", "wer", "cer", "wer/greedy", "cer/greedy"}
     assert names <= set(found.evaluation)
     events = EventAccumulator(str(folder / "eval")).Reload()
-    assert {*names, "samples"} <= set(events.Tags()["tensors"])
+    tags = {name if name == "loss" else f"metrics/{name}" for name in names}
+    assert {*tags, "samples"} <= set(events.Tags()["tensors"])
     more, text = build_experiment(files, [*params, "Experiment.num_steps = 6"])
     again = loop.train_and_evaluate(
         StepPrograms(more), loop.Run(model_dir=str(folder), config=text)

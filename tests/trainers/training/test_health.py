@@ -64,7 +64,7 @@ def test_skipped_steps_change_no_weight(change_batches, tmp_path, caplog):
     moved = {p for p, leaf in after.items() if not np.array_equal(leaf, skipped[p])}
     assert "theta.final_norm.scale" in moved
     assert "loss is nan at step 3: skipped" in caplog.text
-    curve = points(tmp_path, "train")["skipped_steps"]
+    curve = points(tmp_path, "train")["run/skipped_steps"]
     assert curve == [(1, 0), (2, 0), (3, 1), (4, 2), (5, 2), (6, 2)]
 
 
@@ -95,7 +95,7 @@ def test_rolls_back_and_on_with_later_batches(
     assert first.losses | second.losses == whole.losses
     same = [step for step in plain if whole.losses[step] == plain[step]]
     assert same == [1, 2, 3, 4, 5]
-    curve = points(tmp_path / "whole", "train")["roll_backs"]
+    curve = points(tmp_path / "whole", "train")["run/roll_backs"]
     assert curve == [(5, 0), (10, 1), (15, 1), (20, 1)]
 
 

@@ -11,6 +11,10 @@ import jax
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorboard.backend.event_processing.plugin_event_accumulator import (
+    EventAccumulator,
+)
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from meshwright.trainers.training import loop, summaries
@@ -43,38 +47,49 @@ def test_training_curves(straight):
     assert "| theta.final_norm.scale | [16] | left alone: " in text
     assert curves.keys() == {
         "loss",
-        "bits_per_byte",
-        "learning_rate",
-        "grad_norm",
-        "weight_norm",
-        "step_time_s",
-        "goodput",
-        "tokens_per_s",
-        "model_flops_utilization",
+        "metrics/bits_per_byte",
+        "optimizer/learning_rate",
+        "optimizer/grad_norm",
+        "optimizer/weight_norm",
+        "speed/step_time_s",
+        "run/goodput",
+        "speed/tokens_per_s",
+        "speed/model_flops_utilization",
     }
-    assert all(0 < value < 1 for _, value in curves["goodput"])
+    assert all(0 < value < 1 for _, value in curves["run/goodput"])
     for tag, curve in curves.items():
         assert [step for step, _ in curve] == STEPS, tag
     values = {tag: np.array([v for _, v in curve]) for tag, curve in curves.items()}
     np.testing.assert_allclose(
         values["loss"], [result.losses[step] for step in STEPS], rtol=1e-6
     )
-    np.testing.assert_allclose(values["bits_per_byte"] * np.log(2), values["loss"])
-    np.testing.assert_allclose(values["learning_rate"], 0.01)
-    assert (values["grad_norm"] > 0).all()
-    assert (values["weight_norm"] > 0).all()
-    utilization = values["model_flops_utilization"]
+    bits = values["metrics/bits_per_byte"]
+    np.testing.assert_allclose(bits * np.log(2), values["loss"])
+    np.testing.assert_allclose(values["optimizer/learning_rate"], 0.01)
+    assert (values["optimizer/grad_norm"] > 0).all()
+    assert (values["optimizer/weight_norm"] > 0).all()
+    utilization = values["speed/model_flops_utilization"]
     assert (utilization > 0).all()
     assert (utilization < 1.2).all()
     np.testing.assert_allclose(
-        values["tokens_per_s"] * values["step_time_s"], 8 * 8, rtol=1e-5
+        values["speed/tokens_per_s"] * values["speed/step_time_s"], 8 * 8, rtol=1e-5
     )
+
+
+def test_a_row_of_hyperparameters(tmp_path):
+    config = "Experiment.seed = 7\nAdam.learning_rate = @LinearWarmup()\n"
+    summaries.write_hyperparameters(str(tmp_path), config)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    content = events.SummaryMetadata("_hparams_/session_start_info")
+    row = HParamsPluginData.FromString(content.plugin_data.content).session_start_info
+    assert row.hparams["Experiment.seed"].number_value == 7
+    assert row.hparams["Adam.learning_rate"].string_value == "@LinearWarmup()"
 
 
 def test_evaluation_curves(straight):
     result, folder = straight()
     curves = points(folder, "eval")
-    assert curves.keys() == {"loss", "bits_per_byte"}
+    assert curves.keys() == {"loss", "metrics/bits_per_byte"}
     assert steps_of(curves, "loss") == [10, 20]
     assert curves["loss"][-1][1] == pytest.approx(result.evaluation["loss"])
 
@@ -88,7 +103,8 @@ def test_resumed_run_goes_on_where_it_was(straight, tmp_path):
     want = points(straight()[1], "train")
     curves = points(tmp_path, "train")
     assert steps_of(curves, "gin config") == [0, 10, 20]
-    for tag in ("loss", "grad_norm", "weight_norm", "learning_rate"):
+    norms = ("optimizer/grad_norm", "optimizer/weight_norm")
+    for tag in ("loss", *norms, "optimizer/learning_rate"):
         assert curves[tag] == want[tag]
     assert points(tmp_path, "eval") == points(straight()[1], "eval")
 

@@ -1,0 +1,81 @@
+"""What a run says at its start: padding, schedules, and a changed configuration."""
+
+import logging
+
+import pytest
+
+from meshwright.trainers.training import loop
+from meshwright.trainers.training.saved_config import changes, hyperparameters
+from meshwright.trainers.training.start_notes import start_notes
+from tests.trainers.small_run import at, small_programs
+
+CONFIG = """
+# Macros:
+RATE = 0.004
+
+Adam.learning_rate = @x/CosineSchedule()
+x/CosineSchedule.start_value = %RATE
+CosineSchedule.end_step = 600
+Experiment.seed = 1
+Experiment.strict = False
+ShardingPlan.weights = \\
+    {'heads': 'Y'}
+TextFiles.root = '/data'
+"""
+
+
+def test_what_is_padded_is_said():
+    params = ["NUM_HEADS = 3", "Experiment.global_batch = 3"]
+    (line,) = start_notes(small_programs(*params))
+    assert line.startswith("padded, as the mesh axes do not divide them (devices ")
+    assert line.endswith(": batch 3 to 4 over X, heads 3 to 4 over Y")
+    assert start_notes(small_programs()) == []
+
+
+def test_a_schedule_that_does_not_come_to_its_end_is_said():
+    params = ["Adam.learning_rate = @CosineSchedule()", "CosineSchedule.end_step = 50"]
+    params += ["CosineSchedule.start_value = 1.0", "CosineSchedule.end_value = 0.0"]
+    assert start_notes(small_programs(*params)) == [
+        "Experiment.num_steps = 20 ends the training before CosineSchedule.end_step = "
+        "50: the schedule does not come to its end"
+    ]
+
+
+def test_hyperparameters_are_numbers_and_texts():
+    assert hyperparameters(CONFIG) == {
+        "Adam.learning_rate": "@x/CosineSchedule()",
+        "x/CosineSchedule.start_value": 0.004,
+        "CosineSchedule.end_step": 600,
+        "Experiment.seed": 1,
+        "Experiment.strict": False,
+        "ShardingPlan.weights": "{'heads': 'Y'}",
+        "TextFiles.root": "/data",
+    }
+
+
+def test_changes_between_configurations():
+    assert changes(CONFIG, CONFIG) == ""
+    other = CONFIG.replace("0.004", "0.01").replace("Experiment.strict = False\n", "")
+    assert changes(CONFIG, other) == (
+        "Experiment.strict: False -> not used; x/CosineSchedule.start_value: 0.004 -> "
+        "0.01"
+    )
+    many = "".join(f"A.p{i} = 1\n" for i in range(13))
+    assert changes("", many).endswith("; and 3 more")
+    with pytest.raises(ValueError, match="no configuration"):
+        changes("A.b = (1,", "")
+
+
+def test_a_run_that_resumes_says_what_was_configured_otherwise(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="absl")
+    programs = at(small_programs(), num_steps=5)
+    for config in (CONFIG, CONFIG, CONFIG.replace("0.004", "0.01")):
+        run = loop.Run(model_dir=str(tmp_path), config=config, evaluate=False)
+        loop.train_and_evaluate(programs, run)
+    (line,) = [
+        one.getMessage() for one in caplog.records if "otherwise" in one.getMessage()
+    ]
+    assert line == (
+        "configured otherwise than checkpoint step 5: x/CosineSchedule.start_value: "
+        "0.004 -> 0.01"
+    )

@@ -1,0 +1,85 @@
+"""What the text of a configuration says: to compare two, and for tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import tokenize
+from typing import Any
+
+from gin import config_parser
+
+_MOST_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+    """`@name`, `@name()` or `%NAME`, which are not looked up."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class _AsText(config_parser.ParserDelegate):
+    def configurable_reference(self, scoped_configurable_name, evaluate):
+        return _Reference(f"@{scoped_configurable_name}{'()' if evaluate else ''}")
+
+    def macro(self, scoped_name):
+        return _Reference(f"%{scoped_name}")
+
+
+def parameters(text: str) -> dict[str, Any]:
+    """The value of each class's parameter in an operative configuration.
+
+    Macros are replaced by their values; references to classes are no values, but `repr`
+    gives what the text has.
+
+    Raises:
+      ValueError: it is no text of a configuration.
+    """
+    found, macros = {}, {}
+    try:
+        for statement in config_parser.ConfigParser(text, _AsText()):
+            if isinstance(statement, config_parser.BindingStatement):
+                scope = f"{statement.scope}/" if statement.scope else ""
+                if statement.arg_name:
+                    name = f"{scope}{statement.selector}.{statement.arg_name}"
+                    found[name] = statement.value
+                else:
+                    macros[f"%{scope}{statement.selector}"] = statement.value
+    # Checkpoints may be damaged.
+    except (SyntaxError, tokenize.TokenError, RecursionError) as error:
+        raise ValueError(f"no configuration: {error}") from error
+    for name, value in found.items():
+        seen = set()
+        while isinstance(value, _Reference) and value.text not in seen:
+            seen.add(value.text)
+            value = macros.get(value.text, value)
+        found[name] = value
+    return found
+
+
+def hyperparameters(text: str) -> dict[str, bool | float | str]:
+    """The parameters as TensorBoard's table of them takes them: numbers and texts."""
+    return {
+        name: value if isinstance(value, (bool, int, float, str)) else repr(value)
+        for name, value in parameters(text).items()
+    }
+
+
+def changes(before: str, now: str) -> str:
+    """What differs between two configurations, on one line; "" if nothing does."""
+    old, new = parameters(before), parameters(now)
+    differ = [
+        f"{name}: {_shown(old, name)} -> {_shown(new, name)}"
+        for name in sorted(old.keys() | new.keys())
+        if _shown(old, name) != _shown(new, name)
+    ]
+    more = len(differ) - _MOST_SHOWN
+    rest = [f"and {more} more"] if more > 0 else []
+    return "; ".join([*differ[:_MOST_SHOWN], *rest])
+
+
+def _shown(parameters: dict[str, Any], name: str) -> str:
+    return repr(parameters[name]) if name in parameters else "not used"

@@ -1,0 +1,61 @@
+"""What is said once at the start of a run, as nothing else would say it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.trainers.experiment.step_programs import StepPrograms
+
+
+def start_notes(programs: StepPrograms) -> list[str]:
+    """Lines about padding, and about schedules that go on after the last step."""
+    notes = []
+    if padded := list(dict.fromkeys(_padded_dims(programs))):
+        notes.append(
+            "padded, as the mesh axes do not divide them (devices compute on the "
+            f"padding too): {', '.join(padded)}"
+        )
+    experiment = programs.experiment
+    for name, end in _ends(experiment.optimizer):
+        if end > experiment.num_steps:
+            notes.append(
+                f"Experiment.num_steps = {experiment.num_steps} ends the training "
+                f"before {name} = {end}: the schedule does not come to its end"
+            )
+    return notes
+
+
+def _padded_dims(programs: StepPrograms) -> Iterator[str]:
+    """`heads 3 to 4 over Y`, for each dim of batch and weights that is padded."""
+    experiment = programs.experiment
+    batch = NestedMap(experiment.task.batch_spec(experiment.global_batch))
+    dims = NestedMap(experiment.task.batch_dims())
+    shardings = programs.batch_shardings()
+    for path, spec in batch.items_by_path():
+        names, sharding = dims.get_path(path), shardings.get_path(path)
+        yield from _padded(names, tuple(spec.shape), sharding)
+    shardings = programs.state_shardings()
+    for path, spec in programs.state_specs.items_by_path():
+        yield from _padded(spec.dims, spec.shape, shardings.get_path(path))
+
+
+def _padded(dims, shape: tuple[int, ...], sharding: Sharding) -> Iterator[str]:
+    stored = sharding.padded_shape(shape)
+    for name, size, padded, axes in zip(
+        dims, shape, stored, sharding.dims, strict=True
+    ):
+        if size != padded:
+            yield f"{name} {size} to {padded} over {', '.join(axes)}"
+
+
+def _ends(config: object) -> Iterator[tuple[str, float]]:
+    """Name and value of each `end_step` of the schedules that an optimizer has."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _ends(value)
+        elif field.name == "end_step" and value is not None:
+            yield f"{type(config).__name__}.{field.name}", value
