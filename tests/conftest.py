@@ -9,6 +9,8 @@ import sys
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # For the processes that tests start.
+# Binaries that tests start would otherwise share the user's compiled programs.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 # Programs are compiled for one short run each; what partitions them comes before LLVM.
 _QUICK = "--xla_backend_optimization_level=0"
 if _QUICK not in os.environ.get("XLA_FLAGS", ""):

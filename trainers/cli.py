@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import logging as python_logging
 import os
-import pathlib
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -46,6 +44,12 @@ COMPILE_IN_CHILD = flags.DEFINE_bool(
 )
 DEVICE_COUNT = flags.DEFINE_integer(
     "device_count", None, "Virtual devices on cpu; default: as many as the mesh has."
+)
+COMPILE_CACHE = flags.DEFINE_string(
+    "compile_cache",
+    None,
+    "Folder to keep compiled programs in for the next start; off: nowhere. Default: "
+    "meshwright/compiled in the user's cache, if one process runs by itself.",
 )
 TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error was raised.")
 
@@ -99,36 +103,6 @@ def run(
     flags.mark_flags_as_required(required)
     logging.set_verbosity(logging.INFO)
     app.run(main, flags_parser=parse)
-
-
-def output_file(flag: flags.FlagHolder) -> pathlib.Path | None:
-    """The file that a flag names, in a folder that is there; None if it names none.
-
-    To be called before the work whose result the file is for.
-
-    Raises:
-      ValueError: it cannot be written.
-    """
-    if flag.value is None:
-        return None
-    path = pathlib.Path(flag.value).expanduser()
-    reason = "it is a folder" if path.is_dir() else writable(path.parent)
-    if reason:
-        raise ValueError(
-            f"--{flag.name}={flag.value} cannot be written ({reason}): name another "
-            "file"
-        )
-    return path
-
-
-def writable(folder: pathlib.Path) -> str:
-    """Makes a folder; why files cannot be written there, "" if they can."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
 
 
 def gin_params() -> list[str]:

@@ -24,7 +24,7 @@ from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.exporting.bundle import BundleOptions, export_bundle
 from meshwright.trainers.exporting.saved_model import ExportError, export_saved_model
-from meshwright.trainers.startup import export_flags
+from meshwright.trainers.startup import compile_cache, export_flags, files
 from meshwright.trainers.startup.export_flags import BUNDLE, SAVED_MODEL
 from meshwright.trainers.training import loop
 
@@ -38,6 +38,7 @@ def _run(experiment: Experiment, config_text: str) -> None:
         config=config_text,
     )
     mesh = experiment.plan.mesh
+    compile_cache.use(cli.COMPILE_CACHE.value)
     set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
     jax_mesh(mesh)  # Too large a mesh is told of at once.
     programs = StepPrograms(experiment)
@@ -73,7 +74,7 @@ def _output() -> pathlib.Path:
         raise ValueError(
             f"--output={export_flags.OUTPUT.value} is there already: name another one"
         )
-    if reason := cli.writable(path.parent):
+    if reason := files.writable(path.parent):
         raise ValueError(
             f"--output={export_flags.OUTPUT.value} cannot be made ({reason}): name "
             "another one"

@@ -15,13 +15,14 @@ from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.plan_document import document
 from meshwright.trainers.planning.plan_text import plan_text
 from meshwright.trainers.planning.planning import plan
-from meshwright.trainers.startup import plan_flags
+from meshwright.trainers.startup import compile_cache, files, plan_flags
 
 
 def _run(experiment: Experiment, config_text: str) -> int | None:
     if plan_flags.TOPOLOGY.value is not None:
         return _plan(experiment, config_text)
     programs, mesh = StepPrograms(experiment), experiment.plan.mesh
+    compile_cache.use(cli.COMPILE_CACHE.value)
     set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
     jax_mesh(mesh)  # Too large a mesh is told of at once.
     if plan_flags.EXPLAIN.value:
@@ -42,7 +43,7 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
     if plan_flags.HTML.value or plan_flags.LOG_DIR.value:
         # matplotlib is only there for planning; told before anything is compiled.
         from meshwright.trainers.planning import plan_html, plan_tensorboard
-    json_out, html_out = map(cli.output_file, (plan_flags.JSON, plan_flags.HTML))
+    json_out, html_out = map(files.output_file, (plan_flags.JSON, plan_flags.HTML))
     found = document(
         plan(experiment, topology=plan_flags.TOPOLOGY.value), config_text=config_text
     )

@@ -21,7 +21,7 @@ from meshwright.trainers.search.search import (
     search,
 )
 from meshwright.trainers.search.search_space import check_unscoped, named_plans
-from meshwright.trainers.startup import plan_flags, search_flags
+from meshwright.trainers.startup import files, plan_flags, search_flags
 
 
 def search_main(experiment: Experiment, *, topology: str | None) -> None:
@@ -71,7 +71,7 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
     set_platform("cpu")
     topologies.topology_devices(topology)  # Without libtpu nothing can be compiled.
     folder = pathlib.Path(search_flags.CACHE_DIR.value or default_folder())
-    if reason := cli.writable(folder):
+    if reason := files.writable(folder):
         raise ValueError(
             f"what is compiled cannot be kept in {folder} ({reason}): name another "
             "folder with --cache_dir"
@@ -97,7 +97,7 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
 
 def _output() -> pathlib.Path:
     """The file to write, in a folder that is there."""
-    output = cli.output_file(search_flags.OUTPUT)
+    output = files.output_file(search_flags.OUTPUT)
     if output.exists() and not search_flags.OVERWRITE.value:
         raise ValueError(
             f"{output} is there already: name another file with --search_output, or "

@@ -37,9 +37,9 @@ def _padded_dims(programs: StepPrograms) -> Iterator[str]:
     for path, spec in batch.items_by_path():
         names, sharding = dims.get_path(path), shardings.get_path(path)
         yield from _padded(names, tuple(spec.shape), sharding)
-    shardings = programs.state_shardings()
+    forms = programs.plan_layout.forms
     for path, spec in programs.state_specs.items_by_path():
-        yield from _padded(spec.dims, spec.shape, shardings.get_path(path))
+        yield from _padded(spec.dims, spec.shape, forms.get_path(path).sharding)
 
 
 def _padded(dims, shape: tuple[int, ...], sharding: Sharding) -> Iterator[str]:

@@ -20,7 +20,7 @@ from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.processes import processes
 from meshwright.trainers.processes.peers import PeerError, Peers
-from meshwright.trainers.startup import train_flags
+from meshwright.trainers.startup import compile_cache, train_flags
 from meshwright.trainers.training import evaluation, loop
 
 
@@ -45,6 +45,7 @@ def _run(
     settings = "\n".join([mode, platform, run.model_dir, config_text])
     with processes.together(membership, settings) as peers:
         still = train_flags.STANDSTILL.value or None
+        compile_cache.use(cli.COMPILE_CACHE.value, is_alone=membership is None)
         set_platform(platform, devices, standstill_seconds=still)
         check_takes_part(experiment.plan.mesh)
         processes.check_shared(run.model_dir)

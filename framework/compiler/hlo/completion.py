@@ -33,6 +33,7 @@ from meshwright.framework.compiler.hlo.rematerialization import (
 )
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.stablehlo.constraints import logical
+from meshwright.framework.compiler.xla.jax_bridge import not_cached
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -203,7 +204,7 @@ def complete(program: MeshProgram) -> Completion:
             f"{program.name}: the mesh ({program.mesh}) has one device, so no "
             "tensor is split and there is nothing to explain"
         )
-    with tempfile.TemporaryDirectory() as folder, _not_cached():
+    with tempfile.TemporaryDirectory() as folder, not_cached():
         program.compile(_dump_options(folder))
         completed = _dumped(folder, _completing_pass(program, folder))
         partitioned = _dumped(folder, _PARTITIONER)
@@ -247,7 +248,7 @@ def completed_by_gspmd(program: MeshProgram) -> Completion:
     Raises:
       LoweringError: XLA used another partitioner than asked, or came to no completion.
     """
-    with tempfile.TemporaryDirectory() as folder, _not_cached():
+    with tempfile.TemporaryDirectory() as folder, not_cached():
         options = {**_dump_options(folder), "xla_disable_hlo_passes": _GSPMD_PARTITIONS}
         try:
             program.compile(options)
@@ -270,17 +271,6 @@ def _dump_options(folder: str) -> dict[str, Any]:
         options["xla_backend_optimization_level"] = 0
         options["xla_llvm_disable_expensive_passes"] = True
     return options
-
-
-@contextlib.contextmanager
-def _not_cached() -> Iterator[None]:
-    """Keeps what is compiled only to be looked at out of JAX's persistent cache."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def _completing_pass(program: MeshProgram, folder: str) -> str:

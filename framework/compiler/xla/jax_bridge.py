@@ -238,13 +238,29 @@ def _leave_unnamed() -> None:
 
 
 @contextlib.contextmanager
+def not_cached() -> Iterator[None]:
+    """Keeps what is compiled out of JAX's persistent cache, which may still answer."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+@contextlib.contextmanager
 def _compiling_in_child(wanted: bool) -> Iterator[None]:
-    """What this thread compiles is compiled in a child process, if `wanted`."""
+    """What this thread compiles is compiled in a child process, if `wanted`.
+
+    It is not cached: what was serialized once and is again lacks functions when it is
+    read (jaxlib 0.10.2).
+    """
     if wanted:
         _let_children_compile()
     token = _IN_CHILD.set(wanted)
     try:
-        yield
+        with not_cached() if wanted else contextlib.nullcontext():
+            yield
     finally:
         _IN_CHILD.reset(token)
 

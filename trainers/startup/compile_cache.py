@@ -1,0 +1,90 @@
+"""Compiled programs are kept, so that the next start need not compile them.
+
+The cache is JAX's persistent one, in a folder of the user's. It never stops a run: what
+cannot be read or written is compiled anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import platform
+
+from absl import logging
+
+from meshwright.trainers.startup.files import writable
+
+OFF = "off"
+# As XLA's programs for CPUs take from milliseconds to minutes.
+_LEAST_SECONDS = 0.1
+_MOST_BYTES = 4 << 30
+
+
+def default_folder() -> pathlib.Path:
+    """`meshwright/compiled` in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(cache) / "meshwright" / "compiled"
+
+
+def use(wanted: str | None, *, is_alone: bool = True) -> None:
+    """Has what JAX compiles in this process from now on kept, and taken from there.
+
+    Args:
+      wanted: a folder, or "off"; None for the user's cache folder, unless JAX has been
+        given another or none, or several processes run together: theirs may differ,
+        and processes must not wait in vain for one that has nothing to compile.
+      is_alone: whether this process runs the program by itself.
+    """
+    import jax
+
+    given = jax.config.jax_compilation_cache_dir
+    is_on = jax.config.jax_enable_compilation_cache
+    if wanted == OFF:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if wanted is None and (given is not None or not is_on or not is_alone):
+        return
+    folder = pathlib.Path(wanted).expanduser() if wanted else default_folder()
+    # XLA compiles for this very processor, and JAX's keys do not say which one it is.
+    folder = folder / _processor()
+    if reason := writable(folder):
+        logging.warning(
+            "compiled programs are not kept: %s cannot be written (%s); name another "
+            "folder with --compile_cache, or switch it off with --compile_cache=off",
+            folder,
+            reason,
+        )
+        return
+    _make_room(folder)
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+    # Else a program could name the layers and source lines of another that is equal.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
+def _processor() -> str:
+    """A short name for the kind of processor of this machine."""
+    text = platform.machine() + platform.processor()
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        kinds = ("model name", "flags", "Features", "CPU part")
+        text += "".join(sorted({one for one in lines if one.startswith(kinds)}))
+    except OSError:
+        pass  # No Linux.
+    return f"{platform.machine()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _make_room(folder: pathlib.Path) -> None:
+    """Removes what was not used for the longest time, if there is too much."""
+    try:
+        found = [(path, path.stat()) for path in folder.glob("*-cache")]
+        found.sort(key=lambda one: max(one[1].st_atime, one[1].st_mtime), reverse=True)
+        total = 0
+        for path, status in found:
+            total += status.st_size
+            if total > _MOST_BYTES:
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        logging.warning("compiled programs are kept beyond %s: %s", folder, error)

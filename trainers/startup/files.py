@@ -1,0 +1,38 @@
+"""Files to write, found to be writable before the work that they are for."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+
+from absl import flags
+
+
+def output_file(flag: flags.FlagHolder) -> pathlib.Path | None:
+    """The file that a flag names, in a folder that is there; None if it names none.
+
+    To be called before the work whose result the file is for.
+
+    Raises:
+      ValueError: it cannot be written.
+    """
+    if flag.value is None:
+        return None
+    path = pathlib.Path(flag.value).expanduser()
+    reason = "it is a folder" if path.is_dir() else writable(path.parent)
+    if reason:
+        raise ValueError(
+            f"--{flag.name}={flag.value} cannot be written ({reason}): name another "
+            "file"
+        )
+    return path
+
+
+def writable(folder: pathlib.Path) -> str:
+    """Makes a folder; why files cannot be written there, "" if they can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
