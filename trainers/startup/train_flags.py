@@ -10,6 +10,12 @@ MODEL_DIR = flags.DEFINE_string(
 MODE = flags.DEFINE_enum(
     "mode", "train_and_eval", ["train", "eval", "train_and_eval"], "What to do."
 )
+DRY_RUN = flags.DEFINE_bool(
+    "dry_run",
+    False,
+    "Build the model and trace its training program for the mesh, say what there is, "
+    "and end: nothing is read, compiled or written.",
+)
 PLATFORM = flags.DEFINE_enum(
     "platform", "cpu", ["cpu", "cuda", "tpu"], "Which devices to run on."
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from meshwright.trainers.processes import processes
 from meshwright.trainers.processes.peers import PeerError, Peers
 from meshwright.trainers.startup import compile_cache, train_flags
 from meshwright.trainers.training import evaluation, loop
+from meshwright.trainers.training.start_notes import start_notes
 
 
 def _start() -> tuple[processes.Membership | None]:
@@ -42,6 +44,9 @@ def _run(
     count = membership.group.count if membership else 1
     devices = _devices_each(experiment.plan.mesh, count)
     mode, platform = train_flags.MODE.value, train_flags.PLATFORM.value
+    if train_flags.DRY_RUN.value:
+        set_platform(platform, devices)
+        return _dry_run(experiment)
     settings = "\n".join([mode, platform, run.model_dir, config_text])
     with processes.together(membership, settings) as peers:
         still = train_flags.STANDSTILL.value or None
@@ -50,6 +55,23 @@ def _run(
         check_takes_part(experiment.plan.mesh)
         processes.check_shared(run.model_dir)
         return _train_or_evaluate(experiment, run, peers)
+
+
+def _dry_run(experiment: Experiment) -> None:
+    check_takes_part(experiment.plan.mesh)
+    programs = StepPrograms(experiment)
+    programs.traced_main  # noqa: B018  Traces, and raises what is wrong.
+    weights = programs.state_specs.theta.leaves()
+    count = sum(math.prod(spec.shape) for spec in weights)
+    print(f"Mesh: {experiment.plan.mesh} ({experiment.partitioner.value}).")
+    task = type(experiment.task).__name__
+    print(f"  {task}: {len(weights)} weights, {count:,} numbers")
+    batch = experiment.task.batch_spec(experiment.global_batch)
+    for path, spec in batch.items_by_path():
+        print(f"  batch.{path}: {spec.dtype.name} {list(spec.shape)}")
+    for line in start_notes(programs):
+        print(line)
+    print("The training program was traced. Nothing was read, compiled or written.")
 
 
 def _train_or_evaluate(

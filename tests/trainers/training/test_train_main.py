@@ -13,6 +13,9 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+from meshwright.framework.compiler.program import TracedProgram
+from meshwright.tasks.text.language_model import LanguageModel
+from meshwright.tasks.text.text_input import TextFiles
 from meshwright.trainers import cli
 from meshwright.trainers import train as main_module
 from meshwright.trainers.training import training_main
@@ -236,6 +239,26 @@ def test_interrupt_outside_of_the_loop(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training_main, "StepPrograms", interrupt)
     assert call_main(tmp_path) == 130
     assert capsys.readouterr().err == "meshwright-train: interrupted\n"
+
+
+def test_a_dry_run_reads_compiles_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    def never(*args, **kwargs):
+        raise AssertionError("a dry run does not do that")
+
+    monkeypatch.setattr(TracedProgram, "compile", never)
+    monkeypatch.setattr(TextFiles, "read", never)
+    monkeypatch.setattr(LanguageModel, "describe_data", never)
+    assert call_main(tmp_path / "run", dry_run="true") is None
+    out = capsys.readouterr().out
+    assert out.startswith("Mesh: X=2, Y=4 (shardy).\n  LanguageModel: ")
+    assert "batch.ids: int32 [" in out
+    assert out.endswith("Nothing was read, compiled or written.\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_says_what_is_wrong(tmp_path):
+    too_large = error_of(tmp_path, "MESH_SHAPE = (4, 4)", dry_run="true")
+    assert "needs 16 devices but 8 cpu devices exist" in too_large
 
 
 def start(model_dir, *params, device_count):

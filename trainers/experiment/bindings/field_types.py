@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gin
-import tensorflow as tf
 
 _MOST_EXAMPLES = 3
 
@@ -130,14 +129,11 @@ def spelling(hint: Any) -> str:
         str: "a text in quotes, such as 'abc'",
         type(None): "None",
         None: "None",
-        tf.DType: _either(_constants(tf.DType)),
     }
     if kind in simple:
         return simple[kind]
     if not isinstance(kind, type):
         return f"of type {hint}"
-    if issubclass(kind, enum.Enum):
-        return _either(_constants(kind)) or f"one of {', '.join(map(str, kind))}"
     if issubclass(kind, os.PathLike):
         return "a path in quotes, such as '/data'"
     if _is_sequence(kind):
@@ -146,6 +142,10 @@ def spelling(hint: Any) -> str:
         return "a dictionary, such as {'batch': 'X'}"
     if _is_callable(hint):
         return "a function, such as @name"
+    if constants := _constants(kind):  # Of enums, and TensorFlow's dtypes.
+        return _either(constants)
+    if issubclass(kind, enum.Enum):
+        return f"one of {', '.join(map(str, kind))}"
     examples = [
         f"@{gin.config._REGISTRY.minimal_selector(selector)}()"
         for selector, one in gin.config._REGISTRY.items()
