@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Left behind when .venv holds what setup.py and constraints.txt ask for.
 INSTALLED := .venv/installed
 
-.PHONY: install train lint test test-slow matrix fuzz golden constraints clean
+.PHONY: install train lint test test-all test-slow matrix fuzz golden constraints clean
 
 install: $(INSTALLED)
 
@@ -39,10 +39,16 @@ lint: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-# What CI runs: all checks, then all tests but the slow ones.
+# What is run before every commit: all checks, and the tests that `tests/some_cases.txt`
+# leaves, which run at least 95% of the lines that all tests run.
 test: lint
+	$(BIN)/pytest -n $(WORKERS) -m 'not slow and not more'
+
+# What CI runs: all checks, then all tests but the slow ones.
+test-all: lint
 	$(BIN)/pytest -n $(WORKERS) -m 'not slow'
 
+# Tests that take minutes each.
 test-slow: install
 	$(BIN)/pytest -n $(WORKERS) -m slow
 
@@ -63,7 +69,7 @@ golden: install
 	$(BIN)/python tests/golden/refresh.py
 
 # Repins everything to the newest versions that go together, all extras included.
-# It installs nothing: run `make test test-slow` after it.
+# It installs nothing: run `make test-all test-slow` after it.
 define PINS
 import json, sys
 found = json.load(sys.stdin)["install"]

@@ -30,6 +30,24 @@ from meshwright.framework import set_platform  # noqa: E402
 set_platform("cpu", 8)
 
 
+SOME_CASES = pathlib.Path(__file__).with_name("some_cases.txt")
+
+
+def kept_cases() -> dict[str, list[str]]:
+    """Of tests that `make test` does not run in all cases: those that it runs."""
+    lines = (line.split("\t") for line in SOME_CASES.read_text().splitlines())
+    return {name: cases for name, *cases in lines if not name.startswith("#")}
+
+
+def pytest_collection_modifyitems(items):
+    """Marks what `make test` leaves to `make test-all`."""
+    kept = kept_cases()
+    for item in items:
+        name, _, case = item.nodeid.partition("[")
+        if name in kept and case.removesuffix("]") not in kept[name]:
+            item.add_marker("more")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget(request):
     """Frees half of what a module's traced programs hold, some 17 MB each.
