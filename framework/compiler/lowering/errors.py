@@ -37,7 +37,7 @@ _REMEDIES = {
 _INSTEAD = {
     "FakeParam": (
         "TF makes it for the gradient of a loop in a branch: put the tf.cond into the "
-        "loop's body, or run the loop in any case and choose by tf.where"
+        "loop's body, or always run the loop and choose by tf.where"
     ),
     "TensorListScatterIntoExistingList": (
         "Put the elements in order by tf.gather, and use TensorArray.unstack in place "

@@ -145,8 +145,8 @@ class _Region:
     def _constant(self, value: ir.Value) -> ir.Value:
         """A constant as if it came from outside, for all who use it.
 
-        XLA makes one of it and of equal ones outside, or in another region, and a mark
-        would hold for all.
+        XLA merges equal constants of several regions and of none, and a mark would hold
+        for all of them.
         """
         rank = ir.RankedTensorType(value.type).rank
         open_dims = self._open_dims(rank)

@@ -149,6 +149,17 @@ class OpLayout:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.operands + self.results
 
+    def with_shardings(self, shardings: Sequence[Sharding | None]) -> OpLayout:
+        """The same with other shardings, of the operands and then the results."""
+        tensors = tuple(
+            dataclasses.replace(tensor, sharding=sharding)
+            for tensor, sharding in zip(self.tensors, shardings, strict=True)
+        )
+        count = len(self.operands)
+        return dataclasses.replace(
+            self, operands=tensors[:count], results=tensors[count:]
+        )
+
     @property
     def shardings(self) -> list[Sharding | None]:
         """Of the operands, then of the results."""

@@ -17,6 +17,9 @@ from jax.extend.mlir import ir
 from meshwright.framework.compiler.lowering.errors import unknown_size
 from meshwright.framework.compiler.lowering.lower import LoweredFunction
 from meshwright.framework.compiler.manual.manual_regions import rewrite_manual_regions
+from meshwright.framework.compiler.repair.rewrites.branches import (
+    open_results_in_regions,
+)
 from meshwright.framework.compiler.repair.rewrites.crops import crop_images
 from meshwright.framework.compiler.repair.rewrites.empties import fold_empties
 from meshwright.framework.compiler.repair.rewrites.fourier import (
@@ -101,6 +104,7 @@ def write_for(
     rewrite_annotations(blame, module, mesh, partitioner)
     if partitioner is Partitioner.SHARDY:
         replicate_in_regions(module, mesh)
+        open_results_in_regions(module, mesh)
 
 
 def write_borders(

@@ -180,13 +180,13 @@ def _text(program: Program, seconds: float) -> str:
         f"{program.name}: a call stands still: for {seconds:.0f} s none of XLA's "
         f"threads has run. Devices {devices} of mesh ({program.mesh}) wait for each "
         f"other in some of these collectives:\n{lines}\n"
-        "Either some never reach it: a branch or a loop of a manual region that has a "
-        "collective needs a predicate that is the same on all devices. Or threads are "
-        "short: a device that waits holds one, and what it waits for wants one; XLA "
-        f"has PJRT_NPROC = {os.environ.get('PJRT_NPROC')} of them in each pool. Leave "
-        "PJRT_NPROC to set_platform, or raise it, or wait for results before more "
-        "calls are made. The process ends here, since such a call cannot be "
-        "interrupted; set_platform(..., standstill_seconds=None) lets it wait."
+        "Either some devices never reach a collective: a branch or a loop of a manual "
+        "region that has one needs a predicate that is the same on all devices. Or "
+        "threads are short: a device that waits holds one, and what it waits for wants "
+        f"one; XLA has PJRT_NPROC = {os.environ.get('PJRT_NPROC')} of them in each "
+        "pool. Leave PJRT_NPROC to set_platform, or raise it, or wait for results "
+        "before more calls are made. The process ends here, since such a call cannot "
+        "be interrupted; set_platform(..., standstill_seconds=None) lets it wait."
     )
 
 

@@ -83,7 +83,9 @@ def judge(
         *judge(cases[half:], partitioner, repair=repair),
     ]
     if found.outcome.is_fault and not any(one.outcome.is_fault for one in apart):
-        apart[0] = found  # They are at fault together only.
+        listed = "\n".join(map(str, cases))
+        text = f"{found.text}\nOnly these together:\n{listed}"
+        apart[0] = dataclasses.replace(apart[0], outcome=found.outcome, text=text)
     return apart
 
 
@@ -160,7 +162,8 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
         program = compiled(cases, partitioner, values)
         found = program.unshard(program(*values))
     except LoweringError as e:
-        return Verdict(_refusal(e), str(e))
+        declined = partitioner is Partitioner.GSPMD and any(c.region for c in cases)
+        return Verdict(_refusal(e, may_decline=declined), str(e))
     except Exception as e:
         refused = type(e).__name__ == "JaxRuntimeError"
         text = str(e).partition("Suspected Python Code Location")[0]
@@ -177,11 +180,11 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
     ]
 
 
-def _refusal(error: LoweringError) -> Outcome:
+def _refusal(error: LoweringError, may_decline: bool) -> Outcome:
     if error.__cause__ is not None:
         return Outcome.REFUSED
     documented = "in a manual subgroup, which GSPMD cannot partition" in str(error)
-    return Outcome.DECLINED if documented else Outcome.UNREPAIRED
+    return Outcome.DECLINED if may_decline and documented else Outcome.UNREPAIRED
 
 
 def _complaint(case: Case, got: dict, want: dict) -> str | None:

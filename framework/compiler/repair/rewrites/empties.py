@@ -1,14 +1,19 @@
 """Tensors of no elements, made constants before XLA partitions a program.
 
 XLA's partitioner ends the process at some products and convolutions of no elements, and
-its own clean-up takes the operands of Shardy's manual regions away (jaxlib 0.10.2).
+its own clean-up removes the operands of Shardy's manual regions (jaxlib 0.10.2).
 """
 
 from __future__ import annotations
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk, zeros
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    has_side_effect,
+    shape_of,
+    walk,
+    zeros,
+)
 
 _SUMS = "stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution"
 _KEPT = "stablehlo.while", "stablehlo.case", "stablehlo.if", "stablehlo.constant"
@@ -27,9 +32,8 @@ def fold_empties(module: ir.Module) -> None:
 def _is_folded(op) -> bool:
     if not op.name.startswith("stablehlo.") or op.name in _KEPT or not op.results:
         return False
-    if "has_side_effect" in op.attributes and op.attributes["has_side_effect"].value:
-        return False
-    if not all(isinstance(r.type, ir.RankedTensorType) for r in op.results):
+    arrays = all(isinstance(r.type, ir.RankedTensorType) for r in op.results)
+    if has_side_effect(op) or not arrays:
         return False
     if op.name in _SUMS:
         return any(0 in shape_of(value) for value in op.operands)

@@ -2,9 +2,9 @@
 
 A transform's result otherwise takes the order that its reader would like, as a reshard
 does that exchanges dims, and the backend refuses the program (jaxlib 0.10.2, "RET_CHECK
-... fft_thunk.cc"). XLA replicates the op that asks for that order. It replicates the
-transform too and so need not reshard between them; in a manual region it does all the
-same, and the transform is annotated as replicated there.
+... fft_thunk.cc"). XLA replicates the LayoutConstraint and, outside of manual regions,
+the transform before it. In a region it reshards between them, so that the transform is
+annotated there as replicated.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jaxlib.mlir.dialects import sdy
 
 from meshwright.framework.compiler.stablehlo.constraints import sdy_attribute
+from meshwright.framework.compiler.stablehlo.propagation import manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -36,7 +37,7 @@ def replicate_in_regions(module: ir.Module, mesh: DeviceMesh) -> None:
       mesh: the program's.
     """
     for op in list(walk(module.operation)):
-        if op.name != "stablehlo.fft" or op.parent.name != "sdy.manual_computation":
+        if op.name != "stablehlo.fft" or not manual_axes(op):
             continue
         result = op.results[0]
         sharding = Sharding.replicated(mesh, len(shape_of(result)))

@@ -106,7 +106,7 @@ INDEX_FAULTS = (
         name="regrouped in a region",
         what="is a gather or scatter in a manual region, whose tensors split a dim "
         "differently, or several dims by one axis",
-        more="or a gather by split rows, with columns before them split",
+        more="or a gather of whose table a dim of rows is split after another dim",
         ops=_INDEXED,
         choose=regrouped_in_region,
         repair="its tensors are split alike, each dim by other axes",
@@ -133,6 +133,28 @@ INDEX_FAULTS = (
                 """,
                 gspmd=False,
             ),
+            "gather_of_uneven_columns_before_rows_in_a_region": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.gather(x, i, axis=1)  on mesh (X=2, Y=2, Z=2)
+                  in a region manual along X
+                  x: float32 [3, 2], arrives [_,_], annotated [Y,Z]
+                  i: index int32 [2] below 2, arrives [_], annotated [_]
+                  result: [3, 2], annotated [Y,_], leaves [_,_]
+                """,
+                gspmd=False,
+            ),
+            "gather_of_a_split_batch_in_a_region": Smallest(
+                Outcome.ABORTED,
+                """
+                program: tf.gather(x, i, batch_dims=1)  on mesh (X=2, Y=2, Z=2)
+                  in a region manual along X
+                  x: float32 [2, 2], arrives [_,_], annotated [Y,Z]
+                  i: index int32 [2, 2] below 2, arrives [_,_], annotated [_,_]
+                  result: [2, 2], annotated [_,_], leaves [_,_]
+                """,
+                gspmd=False,
+            ),
             "scatter_of_indices_split_as_columns_in_a_region": Smallest(
                 Outcome.ABORTED,
                 """
@@ -151,7 +173,8 @@ INDEX_FAULTS = (
         what="is a gather whose tensors split a dim of the indices, or of columns, by "
         "different axes",
         more="over three axes or more, where an axis splits several dims, or over "
-        "devices in another order than the mesh's; of several split dims of columns",
+        "devices in another order than the mesh's; or a gather several of whose column "
+        "dims are split",
         ops=(GATHER,),
         choose=evenly(regrouped, _PARALLEL, _REDUCED, agreed=True),
         repair="its tensors are split alike",

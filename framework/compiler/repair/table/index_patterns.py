@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
 
 from jax.extend.mlir.dialects import stablehlo
 
@@ -16,8 +14,7 @@ from meshwright.framework.compiler.repair.op_layout import (
     Tensor,
     even_layout,
 )
-from meshwright.framework.compiler.repair.table.patterns import GATHER, SCATTER
-from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.compiler.repair.table.patterns import SCATTER
 
 
 def uneven_indices(layout: OpLayout) -> bool:
@@ -98,40 +95,34 @@ def regrouped_in_region(layout: OpLayout) -> EvenLayout | None:
 
     XLA groups the devices by one kind of dim after another, within the groups that the
     region has made already, and a collective among these does not cover a group. There
-    is none where all tensors are split alike, each axis splits one dim, and no columns
-    before the rows of a gather are split beside them.
+    is none where all tensors are split alike, each axis splits one dim, and a gather's
+    rows are split alone or before all other dims of the table.
     """
-    if not layout.manual:
+    if not layout.manual or _is_simple_in_region(layout):
         return None
-    kept = (FactorKind.PARALLEL, FactorKind.REDUCED)
-    even = even_layout(layout, kept, agreed=True)
-    chosen = dataclasses.replace(
-        layout,
-        operands=_split_as(layout.operands, even.shardings),
-        results=_split_as(layout.results, even.shardings[len(layout.operands) :]),
+    even = even_layout(layout, (FactorKind.PARALLEL, FactorKind.REDUCED), agreed=True)
+    if _is_simple_in_region(layout.with_shardings(even.shardings)):
+        return even
+    return even_layout(layout, (FactorKind.PARALLEL,))
+
+
+def _is_simple_in_region(layout: OpLayout) -> bool:
+    return (
+        None not in layout.shardings
+        and all(len(layout.groups(f)) < 2 for f in range(len(layout.kinds)))
+        and all(len(fs) < 2 for fs in layout.by_axis(layout.tensors).values())
+        and (layout.op.name == SCATTER or _has_rows_first(layout))
     )
-    if _is_split_in_front_of_rows(chosen):
-        return even_layout(layout, (FactorKind.PARALLEL,))
-    is_alike = all(len(layout.groups(f)) < 2 for f in range(len(layout.kinds)))
-    alone = all(len(fs) < 2 for fs in layout.by_axis(layout.tensors).values())
-    is_known = None not in layout.shardings
-    return None if is_known and is_alike and alone else even
 
 
-def _split_as(
-    tensors: Iterable[Tensor], shardings: Iterable[Sharding]
-) -> tuple[Tensor, ...]:
-    pairs = zip(tensors, shardings, strict=False)
-    return tuple(dataclasses.replace(t, sharding=sharding) for t, sharding in pairs)
+def _has_rows_first(layout: OpLayout) -> bool:
+    """Whether a gather's table has one dim of rows split at most, the first that is.
 
-
-def _is_split_in_front_of_rows(layout: OpLayout) -> bool:
-    """A gather of split rows, with a dim of the table before them split too."""
+    Of two one may be a batch, which XLA groups by.
+    """
     table, rows = layout.operands[0], _row_factors(layout)
-    split = [f for d, f in enumerate(table.factors) if table.axes(d)]
-    return layout.op.name == GATHER and any(
-        f in rows and set(split[:number]) - rows for number, f in enumerate(split)
-    )
+    split = [factor for dim, factor in enumerate(table.factors) if table.axes(dim)]
+    return not any(factor in rows for factor in split[1:])
 
 
 def batches_split_apart(layout: OpLayout) -> bool:
