@@ -5,7 +5,9 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import LoweringError, lower
+from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.mesh import DeviceMesh
 
 X = tf.TensorSpec([4, 2])
 
@@ -70,6 +72,37 @@ def test_a_smaller_constant_is_none_of_our_business():
 def test_what_depends_on_no_argument_is_computed_in_the_program(fn):
     hlo = lower(fn, [tf.TensorSpec([600, 600])]).hlo
     assert len(hlo) < 40_000
+
+
+def gradient_of_a_loop_in_a_branch(x):
+    def loop():
+        return tf.while_loop(
+            lambda i, _: i < 2,
+            lambda i, x: (i + 1, tf.sin(x) * x),
+            (0, x),
+            maximum_iterations=2,
+        )[1]
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.cond(tf.reduce_sum(x) > 0, loop, lambda: x)
+    return tf.convert_to_tensor(tape.gradient(y, x))
+
+
+@pytest.mark.parametrize(
+    "fn,message",
+    [
+        (gradient_of_a_loop_in_a_branch, "put the tf.cond into the loop's body, or"),
+        (
+            lambda x: tf.math.top_k(x, tf.cast(x[0, 0], tf.int32))[0],
+            "give k of tf.math.top_k as a Python number",
+        ),
+    ],
+)
+def test_what_tf_makes_has_a_remedy(fn, message):
+    mesh = DeviceMesh(("X",), (8,))
+    with pytest.raises(LoweringError, match=message):
+        compile_program(fn, [tf.TensorSpec([4, 4])], mesh)
 
 
 @pytest.mark.parametrize(
