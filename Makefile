@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Left behind when .venv holds what setup.py and constraints.txt ask for.
 INSTALLED := .venv/installed
 
-.PHONY: install train lint test test-all test-slow matrix fuzz golden constraints clean
+.PHONY: install train lint test test-all cases test-slow matrix fuzz golden constraints clean
 
 install: $(INSTALLED)
 
@@ -47,6 +47,10 @@ test: lint
 # What CI runs: all checks, then all tests but the slow ones.
 test-all: lint
 	$(BIN)/pytest -n $(WORKERS) -m 'not slow'
+
+# Chooses anew which cases `make test` runs; look at the diff.
+cases: install
+	$(BIN)/python -m tests.house.choose_cases
 
 # Tests that take minutes each.
 test-slow: install

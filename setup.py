@@ -45,7 +45,7 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "test": ["hypothesis", "pytest", "pytest-xdist", "ruff", "xprof"],
+        "test": ["hypothesis", "pytest", "pytest-cov", "pytest-xdist", "ruff", "xprof"],
         "plan": ["libtpu", "matplotlib"],
         "mt": ["polib", "sacrebleu", "sentencepiece"],
         "asr": ["jiwer", "scipy"],

@@ -1,0 +1,46 @@
+"""The cases that `make test` runs: they exist, and are chosen by lines and cost."""
+
+import ast
+import functools
+import pathlib
+
+from tests.conftest import kept_cases
+from tests.house import choose_cases
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@functools.cache
+def functions_in(path):
+    nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_listed_test_exists():
+    """Rename or remove it there too, or run `make cases`."""
+    missing = []
+    for name in kept_cases():
+        path, *_, test = name.split("::")
+        if not (ROOT / path).is_file() or test not in functions_in(path):
+            missing.append(name)
+    assert not missing
+
+
+SECONDS = {"a[0]": 1.0, "a[1]": 0.1, "b": 50.0, "c[x]": 0.2, "c[y]": 700.0}
+LINES = {
+    "a[0]": {(1, line) for line in range(100)},
+    "a[1]": {(1, 0)},
+    "b": {(1, 5), (2, 1)},
+    "c[x]": set(),
+    "c[y]": set(),
+}
+
+
+def test_lines_come_first_then_a_case_of_every_test_then_what_time_is_left_for():
+    kept = choose_cases.chosen(SECONDS, LINES)
+    assert kept == {"a[0]", "a[1]", "b", "c[x]"}
+
+
+def test_what_runs_in_all_cases_is_not_listed():
+    text = choose_cases.text(SECONDS, {"a[0]", "a[1]", "c[x]"})
+    assert [line for line in text.splitlines() if line[0] != "#"] == ["b", "c\tx"]
