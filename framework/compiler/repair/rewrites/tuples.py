@@ -15,8 +15,10 @@ def flatten_tuples(module: ir.Module) -> None:
 
     TF2XLA makes such of QR, LU and eigenvalue decompositions.
     """
-    for op in list(walk(module.operation)):
-        if op.name != _CUSTOM_CALL or len(op.results) != 1:
+    # Chosen first: elements are erased below, and what was erased has no name to read.
+    calls = [op for op in walk(module.operation) if op.name == _CUSTOM_CALL]
+    for op in calls:
+        if len(op.results) != 1:
             continue
         uses = [use.owner.operation for use in op.results[0].uses]
         if not isinstance(op.results[0].type, ir.TupleType) or any(
