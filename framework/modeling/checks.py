@@ -81,15 +81,12 @@ def _kinds(cls: type) -> Mapping[str, tuple[type, ...]]:
     found = {}
     for field in dataclasses.fields(cls):
         owner = next(c for c in cls.__mro__ if field.name in _annotated(c))
-        kind = field.type
-        if isinstance(kind, str):
-            try:
-                kind = eval(kind, vars(sys.modules[owner.__module__]))
-            except (
-                KeyError,
-                NameError,
-            ):  # Of a class in a function, or for types only.
-                kind = None
+        holder = types.SimpleNamespace(__annotations__={field.name: field.type})
+        names = vars(sys.modules.get(owner.__module__, types))
+        try:
+            kind = typing.get_type_hints(holder, names)[field.name]
+        except NameError:  # Of a class in a function, or for types only.
+            kind = None
         union = (
             isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
         )

@@ -104,11 +104,11 @@ def _measured() -> tuple[dict[str, float], dict[str, Lines]]:
     data = coverage.CoverageData(str(FOLDER / "coverage"))
     data.read()
     lines: dict[str, Lines] = {case: set() for case in seconds}
-    with data._connect() as database:
-        found = database.execute(
-            "select context, file_id, numbits from line_bits "
-            "join context on context.id = context_id"
-        )
+    query = (
+        "select context, file_id, numbits from line_bits "
+        "join context on context.id = context_id"
+    )
+    with data._connect() as database, database.execute(query) as found:
         for context, file, numbits in found:
             if (case := context.rpartition("|")[0]) in lines:
                 lines[case] |= {(file, line) for line in numbits_to_nums(numbits)}

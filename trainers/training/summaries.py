@@ -12,7 +12,7 @@ import gin
 import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.plugins.hparams import summary_v2 as hparams  # `api` imports Keras.
+from tensorboard.plugins.hparams import summary_v2 as hparams  # Their api has Keras.
 
 from meshwright.framework.compiler.xla.processes import (
     gather_from_processes,
