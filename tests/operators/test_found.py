@@ -10,6 +10,13 @@ from tests.operators.judging.apart import Outcome, judge
 from tests.operators.judging.printed import case_of
 
 FOUND = {
+    "indices_of_a_batch_split_beside_rows_in_a_region": """
+        shardy: gather_batched: tf.gather(x, i, axis=2, batch_dims=1)  on mesh (X=2, Y=2, Z=2)
+          in a region manual along Y
+          x: float32 [4, 4, 8, 4], arrives [_,_,_,_], annotated [_,_,X,_]
+          i: index int32 [4, 8] below 8, arrives [_,_], annotated [Z.X,_]
+          result: [4, 4, 8, 4], annotated [_,X.Z,_,_], leaves [_,_,_,_]
+    """,  # noqa: E501
     "rows_of_a_table_over_devices_in_another_order": """
         shardy: stitch: tf.dynamic_stitch([[3, 2, 9, 4, 8, 7, 6, 5], [1, 0]], [x, y])  on mesh (X=2, Y=4)
           x: float32 [8, 2], arrives [X,Y], annotated [X,Y.Z] over (X=2, Y=2, Z=2)

@@ -120,7 +120,11 @@ def test_xla_warns_of_the_same_ones(tmp_path):
         capture_output=True,
         text=True,
         cwd=pathlib.Path(__file__).parents[3],
-        env={**os.environ, "PYTHONPATH": "."},
+        env={
+            **os.environ,
+            "PYTHONPATH": ".",
+            "JAX_ENABLE_COMPILATION_CACHE": "true",
+        },
     )
     assert ran.returncode == 0, ran.stderr
     pattern = r"BEGIN (\w+) (.*)\n((?:.*\n)*?)FOUND (\d+)\n"

@@ -118,11 +118,17 @@ def _is_simple_in_region(layout: OpLayout) -> bool:
 def _has_rows_first(layout: OpLayout) -> bool:
     """Whether a gather's table has one dim of rows split at most, the first that is.
 
-    Of two one may be a batch, which XLA groups by.
+    By several coordinates, of which one may count along a batch, which XLA groups by,
+    indices may not be split beside rows either.
     """
     table, rows = layout.operands[0], _row_factors(layout)
     split = [factor for dim, factor in enumerate(table.factors) if table.axes(dim)]
-    return not any(factor in rows for factor in split[1:])
+    if any(factor in rows for factor in split[1:]):
+        return False
+    several = len(_indexed_dims(layout)) > 1 and rows & set(split)
+    return not several or all(
+        layout.groups(factor) == {()} for factor in index_factors(layout)
+    )
 
 
 def batches_split_apart(layout: OpLayout) -> bool:
