@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.trainers.startup.files import user_cache
+
 log = logging.getLogger("absl")
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
@@ -72,8 +74,7 @@ class PlanCache:
 
 def default_folder() -> pathlib.Path:
     """`meshwright/plans` in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(cache) / "meshwright" / "plans"
+    return user_cache("plans")
 
 
 def key_parts(config_text: str, topology: str) -> dict[str, str]:

@@ -7,24 +7,17 @@ cannot be read or written is compiled anew.
 from __future__ import annotations
 
 import hashlib
-import os
 import pathlib
 import platform
 
 from absl import logging
 
-from meshwright.trainers.startup.files import writable
+from meshwright.trainers.startup.files import user_cache, writable
 
 OFF = "off"
 # As XLA's programs for CPUs take from milliseconds to minutes.
 _LEAST_SECONDS = 0.1
 _MOST_BYTES = 4 << 30
-
-
-def default_folder() -> pathlib.Path:
-    """`meshwright/compiled` in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(cache) / "meshwright" / "compiled"
 
 
 def use(wanted: str | None, *, is_alone: bool = True) -> None:
@@ -45,7 +38,7 @@ def use(wanted: str | None, *, is_alone: bool = True) -> None:
         return
     if wanted is None and (given is not None or not is_on or not is_alone):
         return
-    folder = pathlib.Path(wanted).expanduser() if wanted else default_folder()
+    folder = pathlib.Path(wanted).expanduser() if wanted else user_cache("compiled")
     # XLA compiles for this very processor, and JAX's keys do not say which one it is.
     folder = folder / _processor()
     if reason := writable(folder):

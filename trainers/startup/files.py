@@ -1,7 +1,8 @@
-"""Files to write, found to be writable before the work that they are for."""
+"""Files to write, found to be writable before the work they are for, and caches."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import tempfile
 
@@ -26,6 +27,12 @@ def output_file(flag: flags.FlagHolder) -> pathlib.Path | None:
             "file"
         )
     return path
+
+
+def user_cache(name: str) -> pathlib.Path:
+    """`meshwright/NAME` in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(cache) / "meshwright" / name
 
 
 def writable(folder: pathlib.Path) -> str:

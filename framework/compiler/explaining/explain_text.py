@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,9 +92,7 @@ def _summary(explanation: Explanation) -> Iterator[str]:
         f"{explanation.partitioner}: {len(tensors)} tensors, of which"
     )
     annotated = [one for one in tensors if one.annotated]
-    repaired = {bool(one.fault.is_slow): 0 for one in explanation.repairs}
-    for one in explanation.repairs:
-        repaired[bool(one.fault.is_slow)] += 1
+    repaired = collections.Counter(one.fault.is_slow for one in explanation.repairs)
     rows = [
         (f"{len(annotated)} annotated", ""),
         (f"{len(replicated)} left replicated", _total(replicated)),
@@ -102,7 +101,7 @@ def _summary(explanation: Explanation) -> Iterator[str]:
     rows += [
         (f"{count} laid out otherwise, as XLA would be {how}", "")
         for how, is_slow in (("wrong", False), ("slow", True))
-        if (count := repaired.get(is_slow))
+        if (count := repaired[is_slow])
     ]
     yield from (f"  {what:<45}{size:>11}".rstrip() for what, size in rows)
     yield "Collectives, and what their results take on one device in one run:"

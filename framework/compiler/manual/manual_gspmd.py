@@ -148,14 +148,21 @@ class _Region:
         XLA merges equal constants of several regions and of none, and a mark would hold
         for all of them.
         """
+        annotation, entered = self._entered(value, "{replicated}", value.type)
+        value.replace_all_uses_except(entered, annotation.owner.operation)
+        return entered
+
+    def _entered(
+        self, value: ir.Value, text: str, type_: ir.Type
+    ) -> tuple[ir.Value, ir.Value]:
+        """`value` annotated by `text`, and a device's shard of it, of type `type_`."""
         rank = ir.RankedTensorType(value.type).rank
-        open_dims = self._open_dims(rank)
-        whole = sharding_call("Sharding", value, value.type, "{replicated}", open_dims)
-        own = sharding_call(
-            "SPMDFullToShardShape", whole, value.type, self._text(rank), open_dims
+        dims = self._open_dims(rank)
+        annotation = sharding_call("Sharding", value, value.type, text, dims)
+        shard = sharding_call(
+            "SPMDFullToShardShape", annotation, type_, self._text(rank), dims
         )
-        value.replace_all_uses_except(own, whole.owner.operation)
-        return own
+        return annotation, shard
 
     def _manual(self, value: ir.Value) -> ir.Value:
         rank = ir.RankedTensorType(value.type).rank
@@ -171,19 +178,9 @@ class _Region:
         return tuple(range(rank)) if self.has_automatic_axes else ()
 
     def _enter(self, op, dims: Sequence) -> ir.Value:
-        rank, operand = len(dims), op.operands[0]
         # Not in the program's device numbers yet, as all annotations outside.
         text = Sharding(self.mesh, tuple(map(tuple, dims))).to_hlo()
-        whole = sharding_call(
-            "Sharding", operand, operand.type, text, self._open_dims(rank)
-        )
-        return sharding_call(
-            "SPMDFullToShardShape",
-            whole,
-            op.results[0].type,
-            self._text(rank),
-            self._open_dims(rank),
-        )
+        return self._entered(op.operands[0], text, op.results[0].type)[1]
 
     def _leave(self, op, dims: Sequence) -> ir.Value:
         sharding = logical(Sharding(self.mesh, tuple(map(tuple, dims))), self.mesh)
