@@ -148,8 +148,9 @@ class Program:
             pairs = zip(one["shape"], value.shape, strict=True)
             value = np.pad(value, [(0, stored - size) for stored, size in pairs])
         # Else jax makes 32 bits of 64; and of an array that it has seen it keeps them.
+        # A copy: on CPUs jax computes with the caller's own memory.
         with self.jax.enable_x64(True):
-            return self.jax.device_put(value.view(), self._sharding(one))
+            return self.jax.device_put(value.copy(), self._sharding(one))
 
     def _sharding(self, one):
         dims = one["dims"] or ()

@@ -206,15 +206,20 @@ class Arguments:
         form, shape = self._forms[index], self._logical_shape(index)
         if value is None:
             raise ValueError(f"{self._named(index)} is None; pass an array")
-        value = np.asarray(value)
-        if value.shape != shape:
+        given = np.asarray(value)
+        if given.shape != shape:
             raise ValueError(
-                f"{self._named(index)} has shape {value.shape}, the program was "
+                f"{self._named(index)} has shape {given.shape}, the program was "
                 f"compiled for {shape}"
             )
-        value = self._converted(index, value)
+        value = self._converted(index, given)
         if form is not None:
             value = form.pad(value)
+        # On CPUs JAX uses an aligned host array's memory as the device's, whatever its
+        # `may_alias` says: what the caller wrote there later, before or while the
+        # program ran, would be computed with.
+        if np.may_share_memory(value, given):
+            value = value.copy()
         sharding = self.shardings[index]
         if sharding.is_fully_addressable:
             return put(value, sharding)

@@ -125,6 +125,19 @@ def test_a_donated_buffer_is_no_other_argument():
     np.testing.assert_array_equal(program(a, {"c": a.copy()})[0], 2 * host)
 
 
+def test_host_arrays_are_the_callers_again():
+    mesh = DeviceMesh(("X",), (4,))
+    spec = tf.TensorSpec([4, 256])
+    program = compile_program(lambda a, b: a + b, [spec, spec], mesh, donate=[0])
+    memory = np.zeros(4 * 256 * 4 + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # JAX shares what is aligned to 64 bytes.
+    host = memory[start:][: 4 * 256 * 4].view(np.float32).reshape(4, 256)
+    host[:] = 1.0
+    a, b = program.shard(host, host)
+    host[:] = 7.0
+    np.testing.assert_array_equal(program(a, b), np.full([4, 256], 2.0))
+
+
 @over_partitioners
 def test_reports_memory_cost_and_collectives(program):
     memory = program.memory()

@@ -364,7 +364,14 @@ def test_slow_transfers_say_how_far_they_are(saved, monkeypatch, caplog):
         saver.restore(None, make_abstract())
     # What other tests left behind may be logged meanwhile, by other loggers.
     assert not [record for record in caplog.records if record.name == "absl"]
-    monkeypatch.setattr(digests.Transfer, "interval", 1e-4)
+    end = digests.Transfer.end
+
+    def end_late(transfer):
+        time.sleep(0.1)
+        end(transfer)
+
+    monkeypatch.setattr(digests.Transfer, "interval", 1e-2)
+    monkeypatch.setattr(digests.Transfer, "end", end_late)
     with Checkpoints(saved) as saver:
         saver.save(4, make_state(seed=4))
         saver.restore(None, make_abstract())
