@@ -11,6 +11,7 @@ import dataclasses
 import importlib.metadata
 import itertools
 import math
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,19 +34,26 @@ _LARGEST = 20
 _MOMENTS = 400
 
 
-def document(report: CompileReport, *, config_text: str = "") -> dict[str, Any]:
+def document(
+    report: CompileReport, *, config_text: str = "", gin_files: Sequence[str] = ()
+) -> dict[str, Any]:
     """What a plan says, as values that JSON has.
 
     Args:
       report: of `plan`.
       config_text: the configuration in effect, to be kept with it.
+      gin_files: those that it was read from; the plan is called by them.
 
     Returns:
       The document: docs/planning.md has a table of its keys.
     """
     mesh = report.experiment.plan.mesh
     programs = StepPrograms(report.experiment)
+    model = type(report.experiment.task).__name__
     return {
+        "name": " + ".join(pathlib.PurePath(file).stem for file in gin_files) or model,
+        "model": model,
+        "num_weights": sum(spec.size for spec in programs.state_specs.theta.leaves()),
         "topology": report.topology,
         "devices": mesh.size,
         "mesh": dict(zip(mesh.axis_names, mesh.shape, strict=True)),
@@ -53,17 +61,7 @@ def document(report: CompileReport, *, config_text: str = "") -> dict[str, Any]:
         **_memory(report, programs),
         **_time(report),
         "pipelines": list(_pipelines(report)),
-        "collectives": [
-            {
-                "kind": one.kind,
-                "axis": one.axis,
-                "layer": one.layer,
-                "count": one.count,
-                "bytes": one.bytes,
-                "seconds": one.seconds,
-            }
-            for one in report.collectives
-        ],
+        "collectives": list(map(dataclasses.asdict, report.collectives)),
         "device_order": _device_order(report),
         "weight_updates": _weight_updates(report),
         "weights": list(_weights(programs)),

@@ -44,17 +44,19 @@ def _plan(experiment: Experiment, config_text: str) -> int | None:
         # matplotlib is only there for planning; told before anything is compiled.
         from meshwright.trainers.planning import plan_html, plan_tensorboard
     json_out, html_out = map(files.output_file, (plan_flags.JSON, plan_flags.HTML))
-    found = document(
-        plan(experiment, topology=plan_flags.TOPOLOGY.value), config_text=config_text
+    report = document(
+        plan(experiment, topology=plan_flags.TOPOLOGY.value),
+        config_text=config_text,
+        gin_files=cli.GIN_FILE.value,
     )
-    print(plan_text(found), end="", flush=True)
+    print(plan_text(report), end="", flush=True)
     if json_out:
-        json_out.write_text(json.dumps(found, indent=2) + "\n")
+        json_out.write_text(json.dumps(report, indent=2) + "\n")
     if html_out:
-        html_out.write_text(plan_html.page(found))
+        html_out.write_text(plan_html.page(report))
     if plan_flags.LOG_DIR.value:
-        plan_tensorboard.write(found, plan_flags.LOG_DIR.value)
-    return None if found["fits"] else cli.DOES_NOT_FIT
+        plan_tensorboard.write(report, plan_flags.LOG_DIR.value)
+    return None if report["fits"] else cli.DOES_NOT_FIT
 
 
 COMMAND = cli.Command(run=_run, errors=(ImportError,))

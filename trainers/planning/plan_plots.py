@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import html
 import io
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 try:
@@ -19,32 +18,28 @@ except ImportError as error:
     ) from error
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from meshwright.framework.sizes import bytes_text
 from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
-from meshwright.trainers.planning.plan_text import (
-    bubbles_text,
-    by_size,
-    schedule_text,
-    seconds_text,
-    share_text,
-)
+from meshwright.trainers.planning.plan_parts import Plot
+from meshwright.trainers.planning.plan_units import seconds_text
 
 # Okabe and Ito's colours, which most eyes tell apart.
-_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#777777")
-_MAIN, _SENT, _LIMIT, _WHOLE = _COLORS[0], _COLORS[1], _COLORS[5], _COLORS[6]
+_COLORS = ("#0072B2", "#E69F00", "#777777", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_MAIN, _LIMIT = _COLORS[0], _COLORS[6]
 # In inches at SVG's 72 points: letters stay legible on a phone.
 _WIDTH = 4.4
 _ROW = 0.31
-_MOST_WEIGHTS = 60
 _NAME = 46
 # Of a schedule; more would be wider than their numbers.
 _MOST_NUMBERED = 20
 _SMALL = 8.5
+_TICKS = 4
 _STYLE = {
     "font.size": 10.5,
     "axes.spines.top": False,
@@ -58,267 +53,154 @@ _STYLE = {
 _IDS = re.compile(r'(\bid="|href="#|url\(#)')
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Picture:
-    """One picture.
-
-    Args:
-      name: short, for ids and tags.
-      title: what it shows.
-      text: what can be seen in it, for who cannot see it.
-      figure: matplotlib's.
-    """
-
-    name: str
-    title: str
-    text: str
-    figure: Figure
-
-    def svg(self) -> str:
-        """An `<svg>` element that scales, with its title and text; no scripts."""
-        file = io.StringIO()
-        with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name}):
-            nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            self.figure.savefig(file, format="svg", metadata=nothing)
-        code = file.getvalue()
-        code = code[code.index("<svg") :]
-        code = re.sub(r"<metadata>.*?</metadata>", "", code, flags=re.DOTALL)
-        # One page has several: their ids must differ.
-        code = _IDS.sub(rf"\g<1>{self.name}-", code)
-        head, rest = code.split(">", 1)
-        head = re.sub(r' (width|height)="[^"]*"', "", head)
-        label = f"{self.name}-title {self.name}-text"
-        return (
-            f'{head} role="img" aria-labelledby="{label}">'
-            f'<title id="{self.name}-title">{html.escape(self.title)}</title>'
-            f'<desc id="{self.name}-text">{html.escape(self.text)}</desc>{rest}'
-        )
-
-    def png(self) -> bytes:
-        """The same as a PNG file."""
-        file = io.BytesIO()
-        with matplotlib.rc_context(_STYLE):
-            self.figure.savefig(file, format="png", dpi=144, facecolor="white")
-        return file.getvalue()
-
-
-def pictures(document: Mapping[str, Any]) -> list[Picture]:
-    """Those that a plan's document has figures for."""
-    makers: tuple[Callable[[Mapping[str, Any]], Picture | None], ...] = (
-        _timeline,
-        _breakdown,
-        _step_time,
-        _collectives,
-        _weights,
+def svg(plot: Plot) -> str:
+    """An `<svg>` element that scales, with the plot's title and text; no scripts."""
+    file = io.StringIO()
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": plot.name}):
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure(plot).savefig(file, format="svg", metadata=nothing)
+    code = file.getvalue()
+    code = code[code.index("<svg") :]
+    code = re.sub(r"<metadata>.*?</metadata>", "", code, flags=re.DOTALL)
+    # One page has several: their ids must differ.
+    code = _IDS.sub(rf"\g<1>{plot.name}-", code)
+    head, rest = code.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    label = f"{plot.name}-title {plot.name}-text"
+    return (
+        f'{head} role="img" aria-labelledby="{label}">'
+        f'<title id="{plot.name}-title">{html.escape(plot.title)}</title>'
+        f'<desc id="{plot.name}-text">{html.escape(plot.text)}</desc>{rest}'
     )
+
+
+def png(plot: Plot) -> bytes:
+    """The same as a PNG file."""
+    file = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
-        made = [make(document) for make in makers]
-        made += [_schedule(*pair) for pair in enumerate(document["pipelines"], 1)]
-    return [one for one in made if one is not None]
+        figure(plot).savefig(file, format="png", dpi=144, facecolor="white")
+    return file.getvalue()
 
 
-def _timeline(document: Mapping[str, Any]) -> Picture | None:
-    alive = document["timeline"]
-    if not alive:
-        return None
-    limit, peak = document["memory_limit"], max(alive)
+def figure(plot: Plot) -> Figure:
+    """The plot, drawn."""
+    with matplotlib.rc_context(_STYLE):
+        drawn = Figure(layout="constrained")
+        rows = _KINDS[plot.kind](drawn.subplots(), **plot.figures)
+        drawn.set_size_inches(_WIDTH, 0.8 + _ROW * rows)
+    return drawn
+
+
+def _curve(axes: Axes, *, alive: Sequence[int], limit: int) -> float:
+    """Bytes over the run of a program, and what a device has."""
+    peak = max(alive)
     at = alive.index(peak)
-    with _picture(7) as (figure, axes):
-        axes.fill_between(range(len(alive)), alive, color=_MAIN, alpha=0.25)
-        axes.plot(alive, color=_MAIN, linewidth=1.3)
-        axes.plot([at], [peak], marker="o", color=_MAIN)
-        side = "left" if at < len(alive) / 2 else "right"
-        axes.annotate(
-            f"peak {bytes_text(peak)}",
-            (at, peak),
-            (0, 6),
-            textcoords="offset points",
-            ha=side,
-        )
-        axes.set_xlim(0, max(1, len(alive) - 1))
-        axes.set_ylim(0, 1.2 * peak)
-        if peak > limit / 5:
-            axes.set_ylim(0, 1.15 * max(limit, peak))
-            axes.axhline(limit, color=_LIMIT, linewidth=1.5)
-            axes.set_title(_limit_text(limit), color=_LIMIT, fontsize=10.5)
-        axes.set_xticks([])
-        axes.set_xlabel("instructions as they run, a loop's once")
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        axes.yaxis.set_major_formatter(_bytes_ticks())
-    return Picture(
-        name="timeline",
-        title="What is alive on a device while a step runs",
-        text=(
-            f"{bytes_text(alive[0])} at first; {bytes_text(peak)} at the peak, after "
-            f"{share_text(at, len(alive))} of the points; {bytes_text(alive[-1])} at "
-            f"last; the device has {bytes_text(limit)}."
-        ),
-        figure=figure,
-    )
+    axes.fill_between(range(len(alive)), alive, color=_MAIN, alpha=0.25)
+    axes.plot(alive, color=_MAIN, linewidth=1.3)
+    axes.plot([at], [peak], marker="o", color=_MAIN)
+    side = "left" if at < len(alive) / 2 else "right"
+    _behind(axes, f"peak {bytes_text(peak)}", (at, peak), shift=(0, 6), ha=side)
+    axes.set_xlim(0, max(1, len(alive) - 1))
+    axes.set_ylim(0, 1.2 * peak)
+    if peak > limit / 5:
+        axes.set_ylim(0, 1.15 * max(limit, peak))
+        axes.axhline(limit, color=_LIMIT, linewidth=1.5)
+        what = f"a device has {bytes_text(limit)}"
+        axes.set_title(what, color=_LIMIT, fontsize=10.5)
+    axes.set_xticks([])
+    axes.set_xlabel("instructions as they run, a loop's once")
+    _bytes_ticks(axes.yaxis)
+    return 7
 
 
-def _breakdown(document: Mapping[str, Any]) -> Picture | None:
-    parts = by_size({one["part"]: one["bytes"] for one in document["breakdown"]})
-    if not parts:
-        return None
-    limit = document["memory_limit"]
-    with _picture(len(parts)) as (figure, axes):
-        _bars(axes, parts, text=bytes_text)
-        axes.set_xlabel("bytes of a device at the peak")
-    return Picture(
-        name="breakdown",
-        title="What a device's memory is for at the peak",
-        text=_sentence(parts, bytes_text) + f"; the device has {bytes_text(limit)}.",
-        figure=figure,
-    )
+def _bars(
+    axes: Axes,
+    *,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    labels: Sequence[str],
+    unit: str,
+    axis: str,
+    error: float | None,
+) -> float:
+    """The first on top, each with its label behind it."""
+    ends = np.zeros(len(names))
+    for number, (name, sizes) in enumerate(series.items()):
+        color = _COLORS[number % len(_COLORS)]
+        axes.barh(names, sizes, left=ends, color=color, label=name, height=0.6)
+        ends = ends + sizes
+    if error:
+        axes.errorbar(ends[0], 0, xerr=error, color="#222222", capsize=4)
+        ends[0] += error
+    for row, end in enumerate(ends):
+        _behind(axes, labels[row], (end, row), shift=(4, 0), va="center")
+    axes.set_xlim(0, 1.5 * max(ends))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(axis)
+    if unit == "bytes":
+        _bytes_ticks(axes.xaxis)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(_TICKS))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: seconds_text(x)))
+    if len(series) == 1:
+        return len(names)
+    axes.figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return len(names) + 0.8 * len(series)
 
 
-def _step_time(document: Mapping[str, Any]) -> Picture | None:
-    if not document["parts"]:
-        return None
-    parts, step = by_size(document["parts"]), document["step_seconds"]
-    sent = {one["kind"] for one in document["collectives"]}
-
-    def text(seconds: float) -> str:
-        if seconds == step:
-            return seconds_text(step)
-        return f"{seconds_text(seconds)}, {share_text(seconds, step)}"
-
-    rows = [("whole step", step), *parts]
-    with _picture(len(rows)) as (figure, axes):
-        colors = [_WHOLE, *(_SENT if part in sent else _MAIN for part, _ in parts)]
-        _bars(axes, rows, text=text, colors=colors)
-        if error := document["step_error"]:
-            reach = step * error["worst"]
-            axes.errorbar(step, 0, xerr=reach, color="#222222", capsize=4)
-            axes.texts[0].xy = (step + reach, 0)  # Behind the error bar.
-            axes.texts[0].set_text(
-                f"{seconds_text(step)} \u00b1 {share_text(error['worst'], 1)}"
-            )
-        axes.xaxis.set_major_formatter(
-            FuncFormatter(lambda x, _: seconds_text(x) if x else "0")
-        )
-        axes.set_xlabel("time; orange: sending")
-    return Picture(
-        name="time",
-        title="Where the time of a step goes",
-        text=_sentence(parts, text) + f"; {seconds_text(step)} in all.",
-        figure=figure,
-    )
+def _behind(axes: Axes, text: str, at, *, shift: tuple[int, int], **aligned) -> None:
+    axes.annotate(text, at, shift, textcoords="offset points", **aligned)
 
 
-def _collectives(document: Mapping[str, Any]) -> Picture | None:
-    found = [one for one in document["collectives"] if one["bytes"]]
-    if not found:
-        return None
-    kinds = list(dict.fromkeys(one["kind"] for one in found))
-    sums: dict[str, dict[str, float]] = {}
-    for one in found:
-        along = sums.setdefault(one["axis"] or "no axis", dict.fromkeys(kinds, 0.0))
-        along[one["kind"]] += one["bytes"]
-    totals = by_size({axis: sum(along.values()) for axis, along in sums.items()})
-    names = [axis for axis, _ in totals]
-    with _picture(len(totals) + 0.8 * len(kinds)) as (figure, axes):
-        left = [0.0] * len(totals)
-        for number, kind in enumerate(kinds):
-            widths = [sums[axis][kind] for axis in names]
-            color = _COLORS[number % len(_COLORS)]
-            axes.barh(names, widths, left=left, color=color, label=kind, height=0.6)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        _finish_bars(axes, [total for _, total in totals], text=bytes_text)
-        axes.set_xlabel("bytes of whole tensors, a step")
-        figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    return Picture(
-        name="collectives",
-        title="What collectives send along each mesh axis",
-        text=_sentence(totals, bytes_text) + f"; kinds: {', '.join(kinds)}.",
-        figure=figure,
-    )
+def _grid(
+    axes: Axes, *, weights: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]
+) -> float:
+    """For each weight and mesh axis the dim that the axis splits."""
+    for row, one in enumerate(weights):
+        # A line for the name: a mesh may have many axes, a name many letters. It is
+        # known by its end.
+        name = one["path"]
+        tail = name if len(name) <= _NAME else "\u2026" + name[-_NAME:]
+        axes.annotate(tail, (0, row - 0.27), va="center")
+        for column, axis in enumerate(mesh):
+            split = zip(one["dims"], one["axes"], strict=True)
+            dim = next((dim for dim, split_by in split if axis in split_by), "")
+            color = (_COLORS[column % len(_COLORS)], 0.35) if dim else "#f1f1f1"
+            axes.add_patch(Rectangle((column, row), 0.97, 0.42, facecolor=color))
+            if dim:
+                middle = (column + 0.48, row + 0.2)
+                axes.annotate(dim, middle, ha="center", va="center", fontsize=9.5)
+        middle = (len(mesh) + 0.5, row + 0.2)
+        axes.annotate(bytes_text(one["bytes"]), middle, ha="center", va="center")
+    axes.set_xlim(0, len(mesh) + 1)
+    axes.set_ylim(len(weights) - 0.5, -0.5)
+    heads = [f"{axis}={size}" for axis, size in mesh.items()]
+    axes.set_xticks([n + 0.5 for n in range(len(mesh) + 1)], [*heads, "a device"])
+    axes.set_yticks([])
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
+    return 1.4 * len(weights)
 
 
-def _weights(document: Mapping[str, Any]) -> Picture | None:
-    """For each weight and axis: the dim that the axis splits."""
-    weights = sorted(document["weights"], key=lambda one: -one["bytes"])[:_MOST_WEIGHTS]
-    if not weights:
-        return None
-    mesh = list(document["mesh"])
-    with _picture(1.4 * len(weights)) as (figure, axes):
-        for row, one in enumerate(weights):
-            # A line for the name: a mesh may have many axes, a name many letters.
-            axes.annotate(_tail(one["path"]), (0, row - 0.27), va="center")
-            for column, axis in enumerate(mesh):
-                color = _COLORS[column % len(_COLORS)]
-                _cell(axes, column, row, dim=_split_dim(one, axis), color=color)
-            size = bytes_text(one["bytes"])
-            axes.annotate(size, (len(mesh) + 0.5, row + 0.2), ha="center", va="center")
-        axes.set_xlim(0, len(mesh) + 1)
-        axes.set_ylim(len(weights) - 0.5, -0.5)
-        heads = [f"{axis}={size}" for axis, size in document["mesh"].items()]
-        axes.set_xticks([n + 0.5 for n in range(len(mesh) + 1)], [*heads, "a device"])
-        axes.set_yticks([])
-        axes.tick_params(length=0, labeltop=True, labelbottom=False)
-        axes.spines[:].set_visible(False)
-    left = len(document["weights"]) - len(weights)
-    return Picture(
-        name="weights",
-        title="The dim of each weight that each mesh axis splits"
-        + (f"; without the {left} smallest" if left else ""),
-        text="; ".join(f"{one['path']} {one['sharding']}" for one in weights) + ".",
-        figure=figure,
-    )
-
-
-def _tail(name: str) -> str:
-    """A weight's name is known by its end."""
-    return name if len(name) <= _NAME else "\u2026" + name[-_NAME:]
-
-
-def _split_dim(weight: Mapping[str, Any], axis: str) -> str:
-    """The name of the dim that an axis splits; "" if it splits none."""
-    split = zip(weight["dims"], weight["axes"], strict=True)
-    return next((dim for dim, axes in split if axis in axes), "")
-
-
-def _cell(axes: Axes, column: int, row: int, *, dim: str, color: str) -> None:
-    fill = (color, 0.35) if dim else "#f1f1f1"
-    axes.add_patch(Rectangle((column, row), 0.97, 0.42, facecolor=fill))
-    if dim:
-        middle = (column + 0.48, row + 0.2)
-        axes.annotate(dim, middle, ha="center", va="center", fontsize=9.5)
-
-
-def _schedule(number: int, pipeline: Mapping[str, Any]) -> Picture:
+def _timetable(axes: Axes, *, schedule: PipelineSchedule) -> float:
     """Stages as rows, iterations as columns, coloured by microbatch."""
-    sizes = ("num_stages", "num_microbatches", "num_repeats")
-    schedule = PipelineSchedule(**{name: pipeline[name] for name in sizes})
     iterations, stages = schedule.valid.shape
     is_numbered = iterations <= _MOST_NUMBERED
-    height = stages * (0.8 if is_numbered else 0.35)
-    with _picture(min(9.0, max(2.5, height))) as (figure, axes):
-        axes.patch.set(facecolor="#f4f4f4", edgecolor="#bbbbbb", hatch="/////")
-        # One image: a path for each cell of a wide one would be half a megabyte.
-        cells = _cell_colors(schedule, is_numbered).transpose(1, 0, 2)
-        axes.imshow(cells, aspect="auto", interpolation="none")
-        if is_numbered:
-            _number_cells(axes, schedule)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
-        axes.tick_params(which="both", length=0)
-        axes.spines[:].set_visible(False)
-        axes.set_ylabel("stage")
-        rounds = "; paler: later rounds" if schedule.num_repeats > 1 else ""
-        axes.set_xlabel(f"iteration; hatched: bubbles{rounds}")
-    waits = iterations - int(schedule.valid[:, 0].sum())
-    return Picture(
-        name=f"pipeline{number}",
-        title=f"Schedule of the pipeline {pipeline['path']}: {bubbles_text(pipeline)} "
-        "bubbles",
-        text=(
-            f"{schedule_text(pipeline)}: {iterations} iterations, in {waits} of which "
-            "a stage works on no microbatch."
-        ),
-        figure=figure,
-    )
+    axes.patch.set(facecolor="#f4f4f4", edgecolor="#bbbbbb", hatch="/////")
+    # One image: a path for each cell of a wide one would be half a megabyte.
+    cells = _cell_colors(schedule, is_numbered).transpose(1, 0, 2)
+    axes.imshow(cells, aspect="auto", interpolation="none")
+    if is_numbered:
+        _number_cells(axes, schedule)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    axes.tick_params(which="both", length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_ylabel("stage")
+    rounds = "; paler: later rounds" if schedule.num_repeats > 1 else ""
+    axes.set_xlabel(f"iteration; hatched: bubbles{rounds}")
+    return min(9.0, max(2.5, stages * (0.8 if is_numbered else 0.35)))
 
 
 def _cell_colors(schedule: PipelineSchedule, is_numbered: bool) -> np.ndarray:
@@ -345,46 +227,18 @@ def _number_cells(axes: Axes, schedule: PipelineSchedule) -> None:
         axes.annotate(microbatch, at, ha="center", va="center", fontsize=_SMALL)
 
 
-@contextlib.contextmanager
-def _picture(rows: float) -> Iterator[tuple[Figure, Axes]]:
-    figure = Figure(figsize=(_WIDTH, 0.8 + _ROW * rows), layout="constrained")
-    yield figure, figure.subplots()
+def _bytes_ticks(axis: Axis) -> None:
+    """At multiples of a power of two, which is what bytes are counted in."""
+    most = axis.get_view_interval()[1]
+    axis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(most / _TICKS))))
+    axis.set_major_formatter(FuncFormatter(lambda size, _: _short(bytes_text(size))))
 
 
-def _bars(
-    axes: Axes,
-    parts: Sequence[tuple[str, float]],
-    *,
-    text: Callable[[float], str],
-    colors: str | Sequence[str] = _MAIN,
-) -> None:
-    names, sizes = zip(*parts, strict=True)
-    axes.barh(names, sizes, color=colors, height=0.6)
-    _finish_bars(axes, sizes, text=text)
+def _short(text: str) -> str:
+    """`1.50 MiB` as `1.5 MiB`."""
+    number, unit = text.split()
+    return f"{float(number):g} {unit}"
 
 
-def _finish_bars(
-    axes: Axes, sizes: Sequence[float], *, text: Callable[[float], str]
-) -> None:
-    """The largest on top, each with its size behind it."""
-    for row, size in enumerate(sizes):
-        axes.annotate(
-            text(size), (size, row), (4, 0), textcoords="offset points", va="center"
-        )
-    axes.set_xlim(0, 1.5 * max(sizes))
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter(_bytes_ticks())
-
-
-def _bytes_ticks() -> FuncFormatter:
-    return FuncFormatter(lambda size, _: bytes_text(round(size)) if size else "0")
-
-
-def _limit_text(limit: int) -> str:
-    return f"a device has {bytes_text(limit)}"
-
-
-def _sentence(parts: Sequence[tuple[str, float]], text: Callable[[float], str]) -> str:
-    return "; ".join(f"{name} {text(size)}" for name, size in parts)
+# Each returns how many rows of text it is high.
+_KINDS = {"curve": _curve, "bars": _bars, "grid": _grid, "timetable": _timetable}

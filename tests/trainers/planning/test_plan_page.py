@@ -13,6 +13,7 @@ import pytest
 
 from meshwright.framework.compiler.hlo.step_time import MEAN_ERROR, WORST_ERROR
 from meshwright.trainers.planning import plan_html, plan_plots
+from meshwright.trainers.planning.plan_sections import sections
 from meshwright.trainers.planning.plan_text import plan_text
 from tests import needs
 from tests.trainers.planning.browser import look_at, needs_chromium
@@ -82,7 +83,9 @@ def test_in_a_browser(planned, tmp_path, topology):
     for view in look.views:
         check_view(view)
         assert len(view.pictures) == 4 + (topology != "cpu")
-        assert view.headings[0].startswith(f"Plan for {topology} as X=2, Y=4")
+        assert view.headings[0] == (
+            f"Plan of small_lm + finalized + small_adam on {topology} as X=2, Y=4"
+        )
     labels = " ".join(one["label"] for one in look.views[0].pictures)
     for weight in document["weights"]:
         assert f"{weight['path']} {weight['sharding']}" in labels
@@ -127,21 +130,37 @@ def test_is_one_file_without_scripts(planned, topology):
 @pytest.mark.parametrize("topology", ["cpu", POD])
 def test_says_what_the_document_says(planned, topology):
     document, page = planned(topology).document, planned(topology).page
-    for one in document["buffers"]:
-        assert f"<td>{one['name']}</td><td>{one['source']}</td>" in page
-    for one in document["weights"]:
-        assert f"<td>{one['path']}</td><td>{one['type']}</td>" in page
-        assert f"<td>{one['sharding']}</td><td>{one['shard_shape']}</td>" in page
+    for buffer in document["buffers"]:
+        assert f"<td>{buffer['name']}</td><td>{buffer['source']}</td>" in page
+    for weight in document["weights"]:
+        assert f"<td>{weight['path']}</td><td>{weight['type']}</td>" in page
+        cells = f"<td>{weight['sharding']}</td><td>{weight['shard_shape']}</td>"
+        assert cells in page
     updates = document["weight_updates"]["lines"]
-    for one in updates:
-        assert f'<td>{one["shape"]}</td><td class="long">{one["why"]}</td>' in page
+    for line in updates:
+        assert f'<td>{line["shape"]}</td><td class="long">{line["why"]}</td>' in page
     assert len(updates) == 3  # Of norms: the plan splits all other weights.
+    # Each kind of buffer has a row, and their sum at the peak.
+    breakdown = len(document["breakdown"]) + 1
     tables = ("buffers", "collectives", "weights", "replicated")
-    rows = sum(len(document[name]) for name in tables) + len(updates)
-    rows += len((document["device_order"] or {}).get("axes", ()))
-    heads = len(tables) + 1 + (document["device_order"] is not None)
+    rows = sum(len(document[name]) for name in tables) + len(updates) + breakdown
+    heads = len(tables) + 2
+    if document["parts"]:
+        rows += sum(map(bool, document["parts"].values())) + len(document["of_which"])
+        heads += 1
+    if document["device_order"]:
+        rows += len(document["device_order"]["axes"])
+        heads += 1
     assert page.count("<tr>") == rows + heads
     assert "Experiment.global_batch" in page
+
+
+def plots(document):
+    return {plot.name: plot for part in sections(document) for plot in part.plots}
+
+
+def axes_of(plot):
+    return plan_plots.figure(plot).axes[0]
 
 
 def words(axes):
@@ -151,7 +170,7 @@ def words(axes):
 @pytest.mark.parametrize("topology", ["cpu", POD])
 def test_pictures_are_of_the_documents_figures(planned, topology):
     document = planned(topology).document
-    drawn = {p.name: p.figure.axes[0] for p in plan_plots.pictures(document)}
+    drawn = {name: axes_of(plot) for name, plot in plots(document).items()}
     curve, _ = drawn["timeline"].lines[:2]
     assert curve.get_ydata().tolist() == document["timeline"]
     bars = sorted(bar.get_width() for bar in drawn["breakdown"].patches)
@@ -160,8 +179,10 @@ def test_pictures_are_of_the_documents_figures(planned, topology):
         pytest.approx(sum(one["bytes"] for one in document["collectives"]))
     )
     if topology != "cpu":
-        whole, *parts = [bar.get_width() for bar in drawn["time"].patches]
-        assert whole == document["step_seconds"] == pytest.approx(sum(parts))
+        # A bar in three colours for the whole step, and one for each of its parts.
+        widths = [bar.get_width() for bar in drawn["time"].patches]
+        bars = np.reshape(widths, (3, -1)).sum(axis=0)
+        assert bars[0] == document["step_seconds"] == pytest.approx(sum(bars[1:]))
     weights = document["weights"]
     shown = words(drawn["weights"])
     assert len(drawn["weights"].patches) == 2 * len(weights)  # Axes X and Y.
@@ -175,8 +196,7 @@ def test_a_dim_that_several_axes_split(planned):
     (first, *_) = planned("cpu").document["weights"]
     weight = first | {"dims": ["a", "b"], "axes": [["X", "Y"], []]}
     document = planned("cpu").document | {"weights": [weight]}
-    (picture,) = [p for p in plan_plots.pictures(document) if p.name == "weights"]
-    assert words(picture.figure.axes[0])[1:3] == ["a", "a"]
+    assert words(axes_of(plots(document)["weights"]))[1:3] == ["a", "a"]
 
 
 def test_what_does_not_fit_has_no_curves(planned):
@@ -186,8 +206,7 @@ def test_what_does_not_fit_has_no_curves(planned):
         "timeline": None,
         "collectives": [],
     }
-    names = [one.name for one in plan_plots.pictures(document)]
-    assert names == ["breakdown", "weights"]
+    assert list(plots(document)) == ["breakdown", "weights"]
     page = plan_html.page(document)
     assert "does not fit: 1.91 MiB more than the" in page
     assert "what does not fit has no time" in page
@@ -206,8 +225,8 @@ def test_collectives_that_send_nothing_have_no_picture(planned):
     document = planned("cpu").document
     empty = [one | {"bytes": 0} for one in document["collectives"]]
     assert empty
-    drawn = plan_plots.pictures(document | {"collectives": empty})
-    assert [one.name for one in drawn] == [n for n in PICTURES if n != "collectives"]
+    names = list(plots(document | {"collectives": empty}))
+    assert names == [name for name in PICTURES if name != "collectives"]
     assert "collectives" in plan_html.page(document | {"collectives": empty})
 
 
@@ -215,9 +234,9 @@ def test_of_very_many_weights_the_largest_are_drawn(planned):
     (first, *_) = planned("cpu").document["weights"]
     many = [first | {"path": f"w{n}.", "bytes": 1000 + n} for n in range(70)]
     document = planned("cpu").document | {"weights": many}
-    (picture,) = [p for p in plan_plots.pictures(document) if p.name == "weights"]
-    assert picture.title.endswith("; without the 10 smallest")
-    assert "w10. " in picture.text and "w9. " not in picture.text
+    plot = plots(document)["weights"]
+    assert plot.title.endswith("; without the 10 smallest")
+    assert "w10. " in plot.text and "w9. " not in plot.text
     assert "<td>w0.</td>" in plan_html.page(document)
 
 
@@ -238,13 +257,13 @@ def test_the_error_bar_of_the_step_time(planned):
         "920 ms to 1.08 s, if no further off than the 13 published TPU v3 steps "
         "compared (8.0% at worst, 4.5% on average; dense Transformers only)"
     )
-    assert f"Error bar: {told}." in page
-    assert page.count("1.00 s ± 8.0%") == 2  # The head, and the picture.
+    assert f"1.00 s by estimate: {told}." in page
+    assert page.count("1.00 s ± 8.0%") == 3  # The head, the plot, and its text.
     assert told in " ".join(plan_text(document).split())
     unknown = document | {"step_error": None}
-    told = "error unknown: no measured step of such devices was compared"
+    told = "error unknown, as no measured step of such devices was compared"
     assert told in plan_html.page(unknown) and "±" not in plan_html.page(unknown)
-    assert told in plan_text(unknown)
+    assert told in " ".join(plan_text(unknown).split())
 
 
 @needs.libtpu
@@ -317,20 +336,28 @@ def left_alone(number):
 
 
 UPDATES = """\
-weight updates (all): some of 11 sharded over X, Y, 1.23 GiB less state on each
-  device
-  state saved  gathered est. gain  weight
-     2.00 MiB  1.00 MiB    200 us  theta.stack.w_0 [6.1000:X.Y,16]
-     2.00 MiB  1.00 MiB  -19.8 us  theta.stack.w_1 [6.1001:X.Y,16]
-     2.00 MiB  1.00 MiB    200 us  theta.stack.w_2 [6.1002:X.Y,16]
-     2.00 MiB  1.00 MiB    200 us  theta.stack.w_3 [6.1003:X.Y,16]
-     2.00 MiB  1.00 MiB    200 us  theta.stack.w_4_of_a_very_long_name
-                                   [6.1004:X.Y,16]
-     4.00 MiB  2.00 MiB    400 us  2 more
-  left alone: theta.stack.w_903 [6, 1903, 16], as it would cost 903 us a step
-  left alone: theta.stack.w_902 [6, 1902, 16], as it would cost 902 us a step
-  left alone: theta.stack.w_901 [6, 1901, 16], as it would cost 901 us a step
-  left alone: 1 more
+Weight updates on shards
+  weight updates (all): some of 11 sharded over X, Y, 1.23 GiB less state on
+  each device.
+  state saved  gathered  est. gain  weight  shape  format
+     2.00 MiB  1.00 MiB     200 us  theta.stack.w_0  [6, 1000, 16]
+                                    [6.1000:X.Y,16]
+     2.00 MiB  1.00 MiB   -19.8 us  theta.stack.w_1  [6, 1001, 16]
+                                    [6.1001:X.Y,16]
+     2.00 MiB  1.00 MiB     200 us  theta.stack.w_2  [6, 1002, 16]
+                                    [6.1002:X.Y,16]
+     2.00 MiB  1.00 MiB     200 us  theta.stack.w_3  [6, 1003, 16]
+                                    [6.1003:X.Y,16]
+     2.00 MiB  1.00 MiB     200 us  theta.stack.w_4_of_a_very_long_name
+                                    [6, 1004, 16]  [6.1004:X.Y,16]
+     4.00 MiB  2.00 MiB     400 us  2 more
+
+Weight updates left alone
+  weight             shape          why
+  theta.stack.w_903  [6, 1903, 16]  it would cost 903 us a step
+  theta.stack.w_902  [6, 1902, 16]  it would cost 902 us a step
+  theta.stack.w_901  [6, 1901, 16]  it would cost 901 us a step
+  1 more
 """
 
 
@@ -344,12 +371,12 @@ def test_weight_updates(planned):
     assert f"\n\n{UPDATES}\n" in plan_text(document)
     page = plan_html.page(document)
     assert f"<p>{document['weight_updates']['summary']}.</p>" in page
-    for one in sharded:
-        cells = f"<td>{one['names'][0]}</td><td>{one['shape']}</td>"
-        assert f'{cells}<td class="long">{one["format"]}</td>' in page
+    for line in sharded:
+        cells = (line["names"][0], line["shape"], line["format"])
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in page
     assert '<td class="number">-19.8 us</td>' in page
-    for one in left:
-        assert f'<td>{one["shape"]}</td><td class="long">{one["why"]}</td>' in page
+    for line in left:
+        assert f'<td>{line["shape"]}</td><td class="long">{line["why"]}</td>' in page
     nothing = document | {"weight_updates": None}
     assert 'id="updates"' not in plan_html.page(nothing)
     assert "weight updates" not in plan_text(nothing)

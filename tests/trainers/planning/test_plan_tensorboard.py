@@ -13,6 +13,7 @@ from tests.trainers.planning.test_plan_page import (
     POD,
     left_alone,
     planned,  # noqa: F401 (a fixture)
+    plots,
     update,
     with_updates,
 )
@@ -62,12 +63,12 @@ def test_figures_and_pictures(planned, topology):  # noqa: F811
         sum(one["bytes"] for one in document["collectives"]), rel=1e-6
     )
     assert ("step_seconds" in scalars) == (topology != "cpu")
-    drawn = plan_plots.pictures(document)
-    assert list(images) == [f"plan/{one.name}" for one in drawn]
+    drawn = plots(document)
+    assert list(images) == [f"plan/{name}" for name in drawn]
     assert len(drawn) == 4 + (topology != "cpu")
-    for picture in drawn:
-        pixels = images[f"plan/{picture.name}"]
-        np.testing.assert_array_equal(pixels, tf.io.decode_png(picture.png(), 3))
+    for name, plot in drawn.items():
+        pixels = images[f"plan/{name}"]
+        np.testing.assert_array_equal(pixels, tf.io.decode_png(plan_plots.png(plot), 3))
         assert pixels.shape[1] > 500 and pixels.std() > 10
 
 

@@ -1,0 +1,429 @@
+"""A plan as a list of sections, which its text, its page and TensorBoard loop over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from meshwright.framework.compiler.hlo.out_of_memory import REMEDY
+from meshwright.framework.sizes import bytes_text
+from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
+from meshwright.trainers.planning.plan_parts import Plot, Section
+from meshwright.trainers.planning.plan_units import (
+    mesh_text,
+    prefixed,
+    schedule_text,
+    seconds_text,
+    share_text,
+    torus_text,
+)
+
+Document = Mapping[str, Any]
+
+_MOST_WEIGHTS = 60
+
+
+def sections(document: Document) -> list[Section]:
+    """The report's sections, the summary first.
+
+    Args:
+      document: of `plan_document.document`.
+    """
+    makers: Sequence[Callable[[Document], Iterator[Section]]] = (
+        _summary,
+        _memory,
+        _time,
+        _pipelines,
+        _collectives,
+        _device_order,
+        _weight_updates,
+        _weights,
+        _replicated,
+        _configuration,
+    )
+    return [section for make in makers for section in make(document)]
+
+
+def _verdict(document: Document) -> str:
+    """Whether it fits, and by how much."""
+    limit, peak = document["memory_limit"], document["peak_bytes"]
+    of = f"of {bytes_text(limit)} a device"
+    if document["fits"]:
+        return f"fits: {bytes_text(peak)} {of}, {bytes_text(limit - peak)} to spare"
+    over = bytes_text(document["over_bytes"])
+    return f"does not fit: {over} more than the {bytes_text(limit)} of a device"
+
+
+def _summary(document: Document) -> Iterator[Section]:
+    scalars = ("peak_bytes", "memory_limit", "step_seconds", "flops_utilization")
+    peak, limit, step, utilization = (document[name] for name in scalars)
+    weights = prefixed(document["num_weights"], " weights")
+    facts = {
+        "model": f"{document['model']}, {weights}",
+        "devices": f"{document['devices']}, partitioned by {document['partitioner']}",
+        "peak of a device": f"{bytes_text(peak)} ({share_text(peak, limit)})",
+        "model, a step": prefixed(document["model_flops"], "FLOP"),
+    }
+    if step is not None:
+        facts["step, estimated"] = seconds_text(step) + _error_bar(document)
+        facts["FLOPS utilization"] = share_text(utilization)
+    if document["fits"]:
+        facts["compiling"] = f"{document['compile_seconds']:.1f} s"
+    yield Section(
+        name="summary",
+        title=f"Plan of {document['name']} on {document['topology']} as "
+        f"{mesh_text(document['mesh'])}",
+        notes=[_verdict(document)],
+        facts=facts,
+        scalars={name: document[name] for name in scalars},
+    )
+
+
+def _memory(document: Document) -> Iterator[Section]:
+    limit, peak = document["memory_limit"], document["peak_bytes"]
+    parts = {one["part"]: one["bytes"] for one in document["breakdown"]}
+    sizes = parts | {"in all, at the peak": peak}
+    if peak <= limit and document["over_bytes"]:
+        sizes["with gaps between buffers"] = limit + document["over_bytes"]
+    notes = [
+        "These parts are what is alive when most is, padded to the tiles of the "
+        "device's layout. By their elements alone weights take "
+        f"{bytes_text(document['weights_bytes'])} between steps, and slots "
+        f"{bytes_text(document['slots_bytes'])}."
+    ]
+    if not document["fits"]:
+        notes.append(f"To make it fit: {REMEDY}.")
+    yield Section(
+        name="memory",
+        title=f"Memory of a device, which has {bytes_text(limit)}",
+        notes=notes,
+        fields=("bytes", "share", "part"),
+        rows=_shares(sizes, limit, "bytes"),
+        plots=[
+            *_timeline(document),
+            *_bars(
+                "breakdown",
+                "What a device's memory is for at the peak",
+                _by_size(parts),
+                axis="bytes of a device at the peak",
+            ),
+        ],
+        scalars={f"memory/{part}": size for part, size in parts.items()},
+    )
+    if document["buffers"]:
+        yield Section(
+            name="buffers",
+            title="What takes most at the peak",
+            fields=("bytes", "count", "kind", "type", "name", "source"),
+            rows=document["buffers"],
+            brief=5,
+        )
+
+
+def _timeline(document: Document) -> Iterator[Plot]:
+    alive, limit = document["timeline"], document["memory_limit"]
+    if alive:
+        peak = max(alive)
+        yield Plot(
+            name="timeline",
+            title="What is alive on a device while a step runs",
+            text=f"{bytes_text(alive[0])} at first; {bytes_text(peak)} at the peak, "
+            f"after {share_text(alive.index(peak), len(alive))} of the points; "
+            f"{bytes_text(alive[-1])} at last; the device has {bytes_text(limit)}.",
+            kind="curve",
+            figures={"alive": alive, "limit": limit},
+        )
+
+
+def _time(document: Document) -> Iterator[Section]:
+    parts, step = document["parts"], document["step_seconds"]
+    if parts is None:
+        why = "it is made for TPU topologies"
+        if not document["fits"]:
+            why = "what does not fit has no time"
+        note = f"There is no estimate: {why}."
+        yield Section(name="time", title="Time of a step", notes=[note])
+        return
+    of_which = document["of_which"]
+    shares = dict(_by_size(parts))
+    shares |= {f"of all this {what}": took for what, took in of_which.items()}
+    yield Section(
+        name="time",
+        title="Time of a step",
+        notes=[
+            f"{seconds_text(step)} by estimate: {_error_text(document)}.",
+            f"The model's {prefixed(document['model_flops'], 'FLOP')} use "
+            f"{share_text(document['flops_utilization'])} of what the devices can do, "
+            f"{prefixed(document['peak_flops'], 'FLOP')}/s.",
+        ],
+        fields=("seconds", "share", "part"),
+        rows=_shares(shares, step, "seconds"),
+        plots=list(_step_time(document)),
+        scalars={
+            **{f"time/{part}": took for part, took in parts.items()},
+            **{f"time_of_which/{what}": took for what, took in of_which.items()},
+        },
+    )
+
+
+def _step_time(document: Document) -> Iterator[Plot]:
+    step, error = document["step_seconds"], document["step_error"]
+    kinds = {one["kind"] for one in document["collectives"]}
+    parts = _by_size(document["parts"])
+    sent = [0.0, *(took if part in kinds else 0.0 for part, took in parts)]
+    computed = [0.0, *(0.0 if part in kinds else took for part, took in parts)]
+    labels = [f"{seconds_text(took)}, {share_text(took, step)}" for _, took in parts]
+    return _bars(
+        "time",
+        "Where the time of a step goes",
+        [("whole step", step), *parts],
+        series={
+            "computing": computed,
+            "sending": sent,
+            "all": [step, *(0.0 for _ in parts)],
+        },
+        labels=[seconds_text(step) + _error_bar(document), *labels],
+        axis="time of a step",
+        error=step * error["worst"] if error else None,
+    )
+
+
+def _error_bar(document: Document) -> str:
+    error = document["step_error"]
+    return f" \u00b1 {share_text(error['worst'])}" if error else ""
+
+
+def _error_text(document: Document) -> str:
+    """How far off the step time may be, by what it was compared with."""
+    error, step = document["step_error"], document["step_seconds"]
+    if error is None:
+        return "error unknown, as no measured step of such devices was compared"
+    least, most = (step * (1 + sign * error["worst"]) for sign in (-1, 1))
+    return (
+        f"{seconds_text(least)} to {seconds_text(most)}, if no further off than the 13 "
+        f"published TPU v3 steps compared ({share_text(error['worst'])} at worst, "
+        f"{share_text(error['mean'])} on average; dense Transformers only)"
+    )
+
+
+def _pipelines(document: Document) -> Iterator[Section]:
+    found = document["pipelines"]
+    if found:
+        yield Section(
+            name="pipelines",
+            title="Pipelines",
+            fields=(
+                *("iterations", "bubble_fraction", "seconds_in_bubbles"),
+                *("path", "schedule"),
+            ),
+            rows=[one | {"schedule": schedule_text(one)} for one in found],
+            plots=[_schedule(*pair) for pair in enumerate(found, start=1)],
+            scalars={
+                f"bubble_fraction/{one['path']}": one["bubble_fraction"]
+                for one in found
+            },
+        )
+
+
+def _schedule(number: int, pipeline: Mapping[str, Any]) -> Plot:
+    sizes = ("num_stages", "num_microbatches", "num_repeats")
+    schedule = PipelineSchedule(**{name: pipeline[name] for name in sizes})
+    waits = schedule.iterations - int(schedule.valid[:, 0].sum())
+    return Plot(
+        name=f"pipeline{number}",
+        title=f"Schedule of the pipeline {pipeline['path']}: "
+        f"{share_text(pipeline['bubble_fraction'])} bubbles",
+        text=f"{schedule_text(pipeline)}: {schedule.iterations} iterations, in {waits} "
+        "of which a stage works on no microbatch.",
+        kind="timetable",
+        figures={"schedule": schedule},
+    )
+
+
+def _collectives(document: Document) -> Iterator[Section]:
+    found = document["collectives"]
+    notes = ["There are none." if document["fits"] else "Not known of what is refused."]
+    if found:
+        total = bytes_text(sum(one["bytes"] for one in found))
+        notes = [f"{total} in all; bytes are those of whole tensors of a group."]
+    if any(one["seconds"] == 0 and one["bytes"] for one in found):
+        notes.append(
+            "What takes no time stays within a chip: its cores exchange data through "
+            "no link, and links alone are counted."
+        )
+    sums: dict[tuple[str, str], float] = {}
+    for one in found:
+        key = (one["kind"], one["axis"] or "no axis")
+        sums[key] = sums.get(key, 0.0) + one["bytes"]
+    kinds = list(dict.fromkeys(kind for kind, _ in sums))
+    by_axis: dict[str, float] = {}
+    for (_, axis), size in sums.items():
+        by_axis[axis] = by_axis.get(axis, 0.0) + size
+    totals = _by_size(by_axis)
+    yield Section(
+        name="collectives",
+        title="Collectives of a step",
+        notes=notes,
+        fields=("count", "bytes", "seconds", "kind", "axis", "layer"),
+        rows=found,
+        brief=8,
+        plots=list(
+            _bars(
+                "collectives",
+                "What collectives send along each mesh axis",
+                totals,
+                series={
+                    kind: [sums.get((kind, axis), 0.0) for axis, _ in totals]
+                    for kind in kinds
+                },
+                axis="bytes of whole tensors, a step",
+            )
+        ),
+        scalars={
+            f"collective_bytes/{kind} along {axis}": size
+            for (kind, axis), size in sums.items()
+        },
+    )
+
+
+def _device_order(document: Document) -> Iterator[Section]:
+    order = document["device_order"]
+    if order is not None:
+        yield Section(
+            name="order",
+            title="Where the mesh lies on the torus",
+            notes=[f"Device order on {torus_text(order)}."],
+            fields=("load", "axis", "size", "box"),
+            rows=order["axes"],
+        )
+
+
+def _weight_updates(document: Document) -> Iterator[Section]:
+    updates = document["weight_updates"]
+    if updates is None:
+        return
+    sharded = [one for one in updates["lines"] if not one["why"]]
+    left = [one for one in updates["lines"] if one["why"]]
+    sums = ("state_saved_bytes", "gathered_bytes", "gain_seconds")
+    yield Section(
+        name="updates",
+        title="Weight updates on shards",
+        notes=[f"{updates['summary']}."],
+        fields=(*sums, "names", "shape", "format"),
+        rows=sharded,
+        brief=5,
+        scalars={
+            "weight_updates/sharded": len(sharded),
+            **{f"weight_updates/{x}": sum(one[x] for one in sharded) for x in sums},
+        },
+    )
+    if left:
+        yield Section(
+            name="left",
+            title="Weight updates left alone",
+            fields=("names", "shape", "why"),
+            rows=sorted(left, key=lambda one: -math.prod(one["shape"])),
+            brief=3,
+        )
+
+
+def _weights(document: Document) -> Iterator[Section]:
+    weights, notes = document["weights"], []
+    if document["weights_bytes"] < sum(one["bytes"] for one in weights):
+        notes.append(
+            "This is the plan's part, which a step computes with. Between steps a "
+            "device has less of weights that are updated on shards: "
+            f"{bytes_text(document['weights_bytes'])} in all."
+        )
+    ordered = sorted(weights, key=lambda one: -one["bytes"])
+    drawn, rest = ordered[:_MOST_WEIGHTS], len(ordered[_MOST_WEIGHTS:])
+    plot = Plot(
+        name="weights",
+        title="The dim of each weight that each mesh axis splits"
+        + (f"; without the {rest} smallest" if rest else ""),
+        text="; ".join(f"{one['path']} {one['sharding']}" for one in drawn) + ".",
+        kind="grid",
+        figures={"weights": drawn, "mesh": document["mesh"]},
+    )
+    yield Section(
+        name="weights",
+        title="Weights and what a device has of them",
+        notes=notes,
+        fields=("bytes", "path", "type", "dims", "sharding", "shard_shape"),
+        rows=weights,
+        plots=[plot] if drawn else [],
+        in_text=False,
+    )
+
+
+def _replicated(document: Document) -> Iterator[Section]:
+    found = document["replicated"]
+    total = bytes_text(sum(one["bytes"] for one in found))
+    note = f"{len(found)} tensors of state and batch, {total}."
+    yield Section(
+        name="replicated",
+        title="What every device has in full",
+        notes=[note if found else "Nothing of state and batch."],
+        fields=("bytes", "name", "type", "why"),
+        rows=found,
+        brief=3,
+    )
+
+
+def _configuration(document: Document) -> Iterator[Section]:
+    versions, config = document["versions"].items(), document["config"]
+    yield Section(
+        name="configuration",
+        title="Configuration",
+        notes=[", ".join(f"{name} {version}" for name, version in versions)],
+        details=("Everything in effect, as a gin file", config) if config else None,
+        in_text=False,
+    )
+
+
+def _bars(
+    name: str,
+    title: str,
+    sizes: Sequence[tuple[str, float]],
+    *,
+    axis: str,
+    series: Mapping[str, Sequence[float]] | None = None,
+    labels: Sequence[str] = (),
+    error: float | None = None,
+) -> Iterator[Plot]:
+    """A bar for each name, of what each series adds to it; bytes if unlabelled."""
+    if not sizes:
+        return
+    unit = "seconds" if labels else "bytes"
+    labels = labels or [bytes_text(size) for _, size in sizes]
+    series = series or {"": [size for _, size in sizes]}
+    names = [name for name, _ in sizes]
+    told = "; ".join(f"{bar} {label}" for bar, label in zip(names, labels, strict=True))
+    yield Plot(
+        name=name,
+        title=title,
+        text=told + (f". Of {', '.join(series)}." if len(series) > 1 else "."),
+        kind="bars",
+        figures={
+            "names": names,
+            "series": series,
+            "labels": labels,
+            "unit": unit,
+            "axis": axis,
+            "error": error,
+        },
+    )
+
+
+def _shares(sizes: Mapping[str, float], whole: float, field: str) -> list[dict]:
+    return [
+        {field: size, "share": size / whole, "part": part}
+        for part, size in sizes.items()
+    ]
+
+
+def _by_size(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Those that are not 0, largest first."""
+    ordered = sorted(parts.items(), key=lambda one: -one[1])
+    return [(name, size) for name, size in ordered if size > 0]

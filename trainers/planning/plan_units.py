@@ -1,0 +1,71 @@
+"""Figures of a plan in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+_PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+def seconds_text(seconds: float | None) -> str:
+    """`1.23 ms`; `-` for what is not known."""
+    if seconds is None:
+        return "-"
+    if not seconds:
+        return "0"
+    size = abs(seconds)
+    unit, scale = next(((u, s) for u, s in _UNITS if size >= 0.9995 * s), _UNITS[-1])
+    value = size / scale
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{'-' if seconds < 0 else ''}{value:.{digits}f} {unit}"
+
+
+def prefixed(number: float, unit: str) -> str:
+    """`12 GFLOP`."""
+    for prefix, scale in _PREFIXES:
+        if number >= scale:
+            return f"{number / scale:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit.strip()}"
+
+
+def share_text(part: float, whole: float = 1.0) -> str:
+    """`12.3%`."""
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def count_text(count: float) -> str:
+    """`20`, or `0.1` for what a call of several steps does once."""
+    return f"{count:g}" if count < 100 else f"{count:.0f}"
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """`X=2, Y=4`."""
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def box_text(box: Sequence[int] | None) -> str:
+    """Where the devices along an axis are: `4 along x, both cores`."""
+    if box is None:
+        return "as the mesh's device_ids say"
+    *chips, cores = box
+    along = [f"{n} along {dim}" for n, dim in zip(chips, "xyz", strict=False) if n > 1]
+    along += ["both cores"] if cores > 1 else []
+    return ", ".join(along) or "one device"
+
+
+def torus_text(order: Mapping[str, Any]) -> str:
+    """`2 x 2 chips of 2 cores, no ends linked`."""
+    chips = " x ".join(map(str, order["chips"]))
+    cores = f" of {order['cores']} cores" if order["cores"] > 1 else ""
+    dims = [dim for dim, wraps in zip("xyz", order["wraps"], strict=False) if wraps]
+    ends = f"ends linked along {' and '.join(dims)}" if dims else "no ends linked"
+    return f"{chips} chips{cores}, {ends}"
+
+
+def schedule_text(pipeline: Mapping[str, Any]) -> str:
+    """`8 stages x 32 microbatches`, `4 stages x 8 microbatches x 2 repeats`."""
+    counts = ("stages", "microbatches", "repeats")
+    sizes = [(pipeline[f"num_{what}"], what) for what in counts]
+    return " x ".join(f"{n} {what}" for n, what in sizes if n > 1 or what != "repeats")
