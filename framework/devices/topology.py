@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from meshwright.framework.devices.tpu import TPU_KINDS, TpuKind, kind_of
+from meshwright.framework.devices.hardware import TPU_KINDS, TpuKind, tpu_kind_of
 
 # libtpu asks the network what machine this is, and locks itself for one process.
 _NO_TPU_HERE = {
@@ -149,7 +149,7 @@ def topology_of(devices: Sequence[jax.Device]) -> Topology | None:
     Args:
       devices: in any order.
     """
-    kind = kind_of(devices[0])
+    kind = tpu_kind_of(devices[0])
     if kind is None:
         return None
     coords = np.array([d.coords for d in devices])

@@ -13,7 +13,7 @@ import numpy as np
 import tqdm
 
 from meshwright.framework.compiler.xla.processes import is_first_process, to_host
-from meshwright.framework.devices.devices import peak_flops
+from meshwright.framework.devices.hardware import peak_flops
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError

@@ -215,9 +215,9 @@ class Arguments:
         value = self._converted(index, given)
         if form is not None:
             value = form.pad(value)
-        # On CPUs JAX uses an aligned host array's memory as the device's, whatever its
-        # `may_alias` says: what the caller wrote there later, before or while the
-        # program ran, would be computed with.
+        # On CPUs JAX uses an aligned host array's memory as the device's, even if told
+        # not to alias: the program would compute with what the caller writes there
+        # before it has run.
         if np.may_share_memory(value, given):
             value = value.copy()
         sharding = self.shardings[index]

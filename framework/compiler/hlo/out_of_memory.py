@@ -17,7 +17,7 @@ from meshwright.framework.compiler.hlo.memory import (
     MemoryTimeline,
 )
 from meshwright.framework.compiler.lowering.lower import LoweredFunction, LoweringError
-from meshwright.framework.devices.tpu import kind_of
+from meshwright.framework.devices.hardware import tpu_kind_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sizes import bytes_text
@@ -157,7 +157,7 @@ def check_arguments_fit(
     Raises:
       OutOfMemoryError: they do not.
     """
-    kind = kind_of(device)
+    kind = tpu_kind_of(device)
     if kind is None:
         return
     specs = tf.nest.flatten(function.inputs)

@@ -29,16 +29,9 @@ from meshwright.framework.compiler.weight_update_sharding.decisions import (
 from meshwright.framework.compiler.weight_update_sharding.redundancy import analyze
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import Tiles
-from meshwright.framework.devices.tpu import kind_of
+from meshwright.framework.devices.hardware import TpuKind, hardware_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.stored_form import StoredForm
-
-# Of one of eight busy virtual devices on two cores, which share one memory, measured:
-# Adam's update, an all-gather's whole tensor, the smallest collective.
-_CPU = Machine(memory_bandwidth=4e9, link_bandwidth=2e9, latency=200e-6)
-# Of an H100 as published, half of its links' 900 GB/s each way; latency is a guess.
-_GPU = Machine(memory_bandwidth=3.35e12, link_bandwidth=4.5e11, latency=20e-6)
-_TPU_LATENCY = 2e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,13 +223,11 @@ def _stored(structure, forms):
 
 def machine_of(devices: Sequence[jax.Device] | None) -> Machine:
     """What the cost model takes devices for, by default those here."""
-    device = (devices or jax.devices())[0]
-    kind = kind_of(device)
-    if kind is None:
-        return _CPU if device.platform == "cpu" else _GPU
+    hardware = hardware_of((devices or jax.devices())[0])
+    is_tpu = isinstance(hardware, TpuKind)
     return Machine(
-        memory_bandwidth=kind.memory_bandwidth,
-        link_bandwidth=kind.link_bandwidth,
-        latency=_TPU_LATENCY,
-        tiles=Tiles(rows=8, columns=128),
+        memory_bandwidth=hardware.memory_bandwidth,
+        link_bandwidth=hardware.link_bandwidth,
+        latency=hardware.latency,
+        tiles=Tiles(rows=8, columns=128) if is_tpu else Tiles(),
     )

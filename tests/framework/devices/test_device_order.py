@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from meshwright.framework.devices.device_order import device_order, order_of
+from meshwright.framework.devices.hardware import TPU_KINDS
 from meshwright.framework.devices.topology import of_size, topology, topology_of
 from meshwright.framework.devices.torus import (
     all_to_all_load,
     link_load,
     ring_load,
 )
-from meshwright.framework.devices.tpu import TPU_KINDS
 from meshwright.framework.sharding.mesh import DeviceMesh
 
 

@@ -1,0 +1,285 @@
+"""What is known of each kind of device: the one table that estimates rest on.
+
+Of TPUs peaks, memory and links are as published; cycles are the compiler's. What it
+takes a cycle for was checked by compiling an 8192-cube bfloat16 product for each kind:
+the `flops_per_cycle` here is the next multiple of one 128 x 128 matrix unit above what
+the compiler's `estimated_cycles` gave (32219, 63497, 117756, 115044, 236349, 369231,
+422142), and clock x flops_per_cycle is the published peak within 2%.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A kind of device. A device is what JAX calls one.
+
+    Args:
+      jax_name: what the `device_kind` of its devices begins with.
+      memory_bandwidth: bytes a second of a device.
+      link_bandwidth: bytes a second that it sends to others; of a TPU, through one link
+        in each direction.
+      latency: seconds that a collective takes at least.
+      source: where the figures are published.
+    """
+
+    jax_name: str
+    memory_bandwidth: float
+    link_bandwidth: float
+    latency: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuKind(Hardware):
+    """One kind of GPU.
+
+    Args:
+      peak_flops: bfloat16 FLOPs a second, dense.
+    """
+
+    peak_flops: float
+    latency: float = 20e-6  # A guess: no GPU was measured.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuKind(Hardware):
+    """One kind of TPU. A device is a core, or a whole chip.
+
+    Args:
+      name: as in names of topologies.
+      cores: devices on a chip.
+      clock: cycles a second.
+      flops_per_cycle: bfloat16 FLOPs a cycle on a device.
+      memory: bytes that the compiler lets a program have on a device; a little less
+        than is built in.
+      largest: chips along the dims of the largest pod.
+      wraps_from: chips along a dim from which its ends are linked.
+      cubes: whether ends are linked in every dim, if all come in such multiples.
+      is_merged: whether a machine, unlike a topology, has both cores as one device.
+    """
+
+    name: str
+    cores: int
+    clock: float
+    flops_per_cycle: int
+    memory: int
+    largest: tuple[int, ...]
+    wraps_from: int
+    cubes: bool = False
+    is_merged: bool = False
+    latency: float = 2e-6  # A guess: no TPU was measured.
+
+    @property
+    def peak_flops(self) -> float:
+        """bfloat16 FLOPs a second of a device."""
+        return self.clock * self.flops_per_cycle
+
+    def wraps(self, chips: tuple[int, ...]) -> tuple[bool, ...]:
+        """Which dims of a slice of this size have their ends linked."""
+        if self.cubes:
+            are_linked = all(n % self.wraps_from == 0 for n in chips)
+            return (are_linked,) * len(chips)
+        return tuple(n >= self.wraps_from for n in chips)
+
+
+_CACM = "Jouppi et al., CACM 63(7), 2020, table 3"
+_ISCA = "Jouppi et al., ISCA 2023, table 4"
+_CLOUD = "docs.cloud.google.com/tpu/docs/"
+
+TPU_KINDS = {
+    kind.name: kind
+    for kind in (
+        TpuKind(
+            name="v2",
+            jax_name="TPU v2",
+            cores=2,
+            clock=0.70e9,
+            flops_per_cycle=2 * 128 * 128,
+            memory=int(7.48 * _GIB),
+            memory_bandwidth=350e9,
+            link_bandwidth=62e9,
+            largest=(16, 16),
+            wraps_from=16,
+            source=_CACM,
+        ),
+        TpuKind(
+            name="v3",
+            jax_name="TPU v3",
+            cores=2,
+            clock=0.94e9,
+            flops_per_cycle=2 * 2 * 128 * 128,
+            memory=int(15.48 * _GIB),
+            memory_bandwidth=450e9,
+            link_bandwidth=82e9,
+            largest=(32, 32),
+            wraps_from=32,
+            source=_CACM,
+        ),
+        # libtpu describes the two cores of a chip as two devices.
+        TpuKind(
+            name="v4",
+            jax_name="TPU v4",
+            cores=2,
+            clock=1.05e9,
+            flops_per_cycle=4 * 2 * 128 * 128,
+            memory=int(15.25 * _GIB),
+            memory_bandwidth=600e9,
+            link_bandwidth=50e9,
+            largest=(16, 16, 16),
+            wraps_from=4,
+            cubes=True,
+            is_merged=True,
+            source=_ISCA,
+        ),
+        TpuKind(
+            name="v5e",
+            jax_name="TPU v5 lite",
+            cores=1,
+            clock=1.50e9,
+            flops_per_cycle=4 * 2 * 128 * 128,
+            memory=int(15.75 * _GIB),
+            memory_bandwidth=819e9,
+            link_bandwidth=50e9,
+            largest=(16, 16),
+            wraps_from=16,
+            source=_CLOUD + "v5e",
+        ),
+        TpuKind(
+            name="v5p",
+            jax_name="TPU v5",
+            cores=1,
+            clock=1.75e9,
+            flops_per_cycle=8 * 2 * 128 * 128,
+            memory=int(95.74 * _GIB),
+            memory_bandwidth=2765e9,
+            link_bandwidth=100e9,
+            largest=(16, 20, 28),
+            wraps_from=4,
+            cubes=True,
+            source=_CLOUD + "v5p",
+        ),
+        TpuKind(
+            name="v6e",
+            jax_name="TPU v6 lite",
+            cores=1,
+            clock=1.75e9,
+            flops_per_cycle=4 * 2 * 256 * 256,
+            memory=int(31.25 * _GIB),
+            memory_bandwidth=1638e9,
+            link_bandwidth=100e9,
+            largest=(16, 16),
+            wraps_from=16,
+            source=_CLOUD + "v6e",
+        ),
+        TpuKind(
+            name="tpu7x",
+            jax_name="TPU7x",
+            cores=2,
+            clock=2.20e9,
+            flops_per_cycle=4 * 2 * 256 * 256,
+            memory=int(94.75 * _GIB),
+            memory_bandwidth=3690e9,
+            link_bandwidth=100e9,
+            largest=(16, 24, 24),
+            wraps_from=4,
+            cubes=True,
+            source=_CLOUD + "tpu7x",
+        ),
+    )
+}
+
+_NVIDIA = "www.nvidia.com/en-us/data-center/"
+# Links are NVLink's one way: half of what is published.
+_H100 = GpuKind(
+    jax_name="NVIDIA H100",
+    peak_flops=989e12,
+    memory_bandwidth=3.35e12,
+    link_bandwidth=450e9,
+    source=_NVIDIA + "h100",
+)
+GPU_KINDS = (
+    GpuKind(
+        jax_name="NVIDIA A100",
+        peak_flops=312e12,
+        memory_bandwidth=2.04e12,
+        link_bandwidth=300e9,
+        source=_NVIDIA + "a100",
+    ),
+    _H100,
+    GpuKind(
+        jax_name="NVIDIA H200",
+        peak_flops=989e12,
+        memory_bandwidth=4.8e12,
+        link_bandwidth=450e9,
+        source=_NVIDIA + "h200",
+    ),
+)
+# Of one of eight busy virtual devices on two cores, which share one memory: Adam's
+# update, an all-gather's tensor, the smallest collective.
+CPU = Hardware(
+    jax_name="cpu",
+    memory_bandwidth=4e9,
+    link_bandwidth=2e9,
+    latency=200e-6,
+    source="measured",
+)
+
+_TPU_BY_JAX_NAME = {kind.jax_name: kind for kind in TPU_KINDS.values()}
+
+
+def tpu_kind_of(device: jax.Device) -> TpuKind | None:
+    """The kind of a TPU; None for other devices."""
+    return _TPU_BY_JAX_NAME.get(getattr(device, "device_kind", None))
+
+
+def hardware_of(device: jax.Device) -> Hardware:
+    """What to take a device for: an accelerator of no known kind for an H100."""
+    if device.platform == "cpu":
+        return CPU
+    return tpu_kind_of(device) or _gpu_kind_of(device) or _H100
+
+
+def peak_flops(device_count: int) -> float | None:
+    """bfloat16 FLOPs a second of the devices in use; None for an unknown kind.
+
+    The virtual devices of one CPU share it, so there the rate is that of the machine,
+    measured: the best of a few float32 matrix products.
+    """
+    device = jax.devices()[0]
+    if jax.default_backend() == "cpu":
+        return _measured_cpu_flops()
+    tpu = tpu_kind_of(device)
+    if tpu is not None:
+        return tpu.peak_flops * (tpu.cores if tpu.is_merged else 1) * device_count
+    gpu = _gpu_kind_of(device)
+    return None if gpu is None else gpu.peak_flops * device_count
+
+
+def _gpu_kind_of(device: jax.Device) -> GpuKind | None:
+    name = device.device_kind
+    kinds = (kind for kind in GPU_KINDS if name.startswith(kind.jax_name))
+    return next(kinds, None)
+
+
+_SIZE = 1024
+_TRIALS = 5
+
+
+def _measured_cpu_flops() -> float:
+    a = np.ones((_SIZE, _SIZE), np.float32)
+    a @ a
+    best = float("inf")
+    for _ in range(_TRIALS):
+        start = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * _SIZE**3 / best
