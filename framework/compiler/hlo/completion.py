@@ -1,9 +1,9 @@
 """What XLA's completion and partitioner did to a program (GSPMD 3.5, 4.5).
 
-One mechanism serves both partitioners: the program is compiled once more with XLA
-asked to write its module down between passes, and HLO text is read. So it is the
-compiler's own word on every tensor. Shardy's propagation can be run from Python too and
-would give named axes, but for Shardy only, and on a module before XLA's own clean-up.
+One mechanism serves both partitioners: the program is compiled once more, XLA dumps its
+module between passes, and the HLO text is read. So every tensor has the sharding that
+the compiler itself gave it. Shardy's propagation can be run from Python too and would
+give named axes, but for Shardy only, and on a module before XLA's own clean-up.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from meshwright.framework.sharding.xla_form import place_along
 
 _SHARDY, _GSPMD = "shardy-xla", "sharding-propagation"
 _PASSES = {Partitioner.SHARDY: _SHARDY, Partitioner.GSPMD: _GSPMD}
-# TPU's compiler, which libtpu brings, calls its own "tpu-spmd-partitioning".
+# The TPU compiler, which libtpu brings, calls its pass "tpu-spmd-partitioning".
 _PARTITIONER = r"[\w-]*spmd[-_]partition\w+"
 _GSPMD_PARTITIONS = "spmd-partitioning"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdjacentTensor:
-    """An array that reads another, or that another is made of.
+    """An array that is made from another, or from which another is made.
 
     Args:
       shape: logical.
-      sharding: completed; HLO's text where mesh axes cannot say it.
+      sharding: completed; HLO's text where mesh axes cannot express it.
     """
 
     shape: tuple[int, ...]
@@ -67,25 +67,25 @@ class Completion:
     Args:
       mesh: the program's.
       completed: the module at logical shapes, every tensor's sharding decided.
-      partitioned: the module of one device, as the partitioner left it.
+      partitioned: the module of one device, right after the partitioner.
     """
 
     mesh: DeviceMesh
     completed: HloModule
     partitioned: HloModule
 
-    def sharding(self, one: Instruction) -> Sharding | str:
-        """Of an array of `completed`; HLO's text where mesh axes cannot say it."""
-        return self._read(one.sharding, len(one.shape))
+    def sharding(self, array: Instruction) -> Sharding | str:
+        """Of an array of `completed`; HLO's text where mesh axes cannot express it."""
+        return self._read(array.sharding, len(array.shape))
 
     def results_of(
-        self, one: Instruction
+        self, instruction: Instruction
     ) -> list[tuple[tuple[int, ...], Sharding | str]]:
         """The shapes of an instruction's results, and their shardings."""
-        if one.dtype:
-            return [(one.shape, self.sharding(one))]
-        shapes = [shape for _, shape in arrays_of(one.type)]
-        texts = elements(one.sharding) or [one.sharding] * len(shapes)
+        if instruction.dtype:
+            return [(instruction.shape, self.sharding(instruction))]
+        shapes = [shape for _, shape in arrays_of(instruction.type)]
+        texts = elements(instruction.sharding) or [instruction.sharding] * len(shapes)
         pairs = zip(shapes, texts, strict=True)
         return [(shape, self._read(text, len(shape))) for shape, text in pairs]
 
@@ -96,64 +96,66 @@ class Completion:
         pairs = zip(texts, ranks, strict=True)
         return [self._read(text, rank) for text, rank in pairs]
 
-    def _leaves(self, one: Instruction) -> list[str]:
+    def _leaves(self, instruction: Instruction) -> list[str]:
         """The shardings of a tuple's elements."""
-        if one.sharding:
-            return elements(one.sharding)
-        return [operand.sharding for operand in self.completed.operands(one)]
+        if instruction.sharding:
+            return elements(instruction.sharding)
+        return [operand.sharding for operand in self.completed.operands(instruction)]
 
-    def around(self, one: Instruction) -> list[AdjacentTensor]:
-        """The arrays that an array of `completed` is made of, and its readers.
+    def around(self, array: Instruction) -> list[AdjacentTensor]:
+        """The arrays that an array of `completed` is made from, and its readers.
 
-        Tuples, which loops take and give, are looked through.
+        Tuples, which loops take and return, are looked through.
         """
-        inner = self.unpacked(one)
-        makers = self.completed.operands(one) if inner is one else [inner]
-        readers = self.completed.users.get(one.name, [])
-        near = [self.as_neighbour(other) for other in makers + readers if other.dtype]
-        if one.opcode == "get-tuple-element" and makers[0].opcode == "while":
+        inner = self.unpacked(array)
+        makers = self.completed.operands(array) if inner is array else [inner]
+        readers = self.completed.users.get(array.name, [])
+        near = [self.as_neighbour(near) for near in makers + readers if near.dtype]
+        if array.opcode == "get-tuple-element" and makers[0].opcode == "while":
             leaves = elements(makers[0].sharding)
-            near += [self._neighbour(one.shape, leaves[one.number])] if leaves else []
+            near += (
+                [self._neighbour(array.shape, leaves[array.number])] if leaves else []
+            )
         for reader in readers:
             for number, name in enumerate(reader.operands):
-                if reader.opcode == "tuple" and name == one.name:
+                if reader.opcode == "tuple" and name == array.name:
                     text = self._leaves(reader)[number]
-                    near.append(self._neighbour(one.shape, text))
-        return [other for other in near if other.shape]
+                    near.append(self._neighbour(array.shape, text))
+        return [tensor for tensor in near if tensor.shape]
 
-    def as_neighbour(self, one: Instruction) -> AdjacentTensor:
-        """An array of `completed` as what is next to another."""
-        return self._neighbour(one.shape, one.sharding)
+    def as_neighbour(self, array: Instruction) -> AdjacentTensor:
+        """An array of `completed` as the neighbour of another."""
+        return self._neighbour(array.shape, array.sharding)
 
     def _neighbour(self, shape: tuple[int, ...], text: str) -> AdjacentTensor:
         return AdjacentTensor(shape=shape, sharding=self._read(text, len(shape)))
 
-    def unpacked(self, one: Instruction) -> Instruction:
-        """What an array is, past a tuple that it was only put into."""
-        while one.opcode == "get-tuple-element":
-            packed = self.completed.by_name[one.operands[0]]
+    def unpacked(self, array: Instruction) -> Instruction:
+        """The array itself, if it was only put into a tuple and taken out."""
+        while array.opcode == "get-tuple-element":
+            packed = self.completed.by_name[array.operands[0]]
             if packed.opcode != "tuple":
-                return one
-            one = self.completed.by_name[packed.operands[one.number]]
-        return one
+                return array
+            array = self.completed.by_name[packed.operands[array.number]]
+        return array
 
-    def follows(self, completed: Sharding | str, asked: Sharding) -> bool:
-        """Whether each device holds the shard that was asked for.
+    def follows(self, completed: Sharding | str, requested: Sharding) -> bool:
+        """Whether each device holds the shard that was requested.
 
-        Of a dim that was left open, that or a part of it.
+        Of an unspecified dim a device may hold a part of that shard's.
         """
         try:
             if isinstance(completed, str):
-                ours = self._over_places(completed, asked.rank)
+                ours = self._over_places(completed, requested.rank)
             else:
                 ours = logical(completed, self.mesh)
         except ValueError:
             return False
-        theirs = logical(asked, self.mesh)
+        theirs = logical(requested, self.mesh)
         counts = zip(ours.splits(), theirs.splits(), strict=True)
         for dim, (count, wanted) in enumerate(counts):
             parts = count // wanted
-            if count % wanted or (parts > 1 and dim not in asked.unspecified):
+            if count % wanted or (parts > 1 and dim not in requested.unspecified):
                 return False
             places = _by_device(ours, dim) // parts
             if not np.array_equal(places, _by_device(theirs, dim)):
@@ -170,20 +172,20 @@ class Completion:
         return dataclasses.replace(read, mesh=self.mesh)
 
     def _over_places(self, text: str, rank: int) -> Sharding:
-        """As XLA counts devices: by their place in the mesh."""
+        """Over a mesh that counts devices as XLA does: by their place in the mesh."""
         places = DeviceMesh(self.mesh.axis_names, self.mesh.shape)
-        # No sharding is replicated.
+        # An array without a sharding is replicated.
         return Sharding.from_hlo(places, text or "{replicated}", rank)
 
     def rematerializations(self) -> list[Rematerialization]:
-        """The tensors that are made whole on every device with nobody asking."""
+        """The tensors gathered on every device without an annotation for it."""
         return rematerializations(
             self.mesh, self.completed, self.partitioned, self._read
         )
 
 
 def _by_device(sharding: Sharding, dim: int) -> np.ndarray:
-    """Which shard along `dim` each device has, by its number."""
+    """The index along `dim` of each device's shard, by the device's number."""
     order = np.argsort(sharding.mesh.ids.flatten())
     return place_along(sharding.mesh, sharding.dims[dim]).flatten()[order]
 
@@ -196,7 +198,7 @@ def complete(program: MeshProgram) -> Completion:
 
     Raises:
       LoweringError: see `MeshProgram.compile`; or XLA used another partitioner than
-        asked.
+        requested.
       ValueError: the mesh has one device: there is nothing to partition.
     """
     if program.mesh.size == 1:
@@ -215,13 +217,13 @@ def complete(program: MeshProgram) -> Completion:
 def ending_early(
     module: ir.Operation, devices: Sequence[jax.Device] | None
 ) -> Iterator[None]:
-    """What is made of the module within it XLA gives up soon after completing it.
+    """Within this context XLA gives up on the module soon after completing it.
 
-    What it would do next takes most of a compile's time. The CPU backend refuses to
-    decompose an array that is no matrix; other backends might before completion.
+    The passes after that take most of a compile's time. The CPU backend refuses to
+    decompose an array that is no matrix; other backends might do so before completion.
 
     Args:
-      module: written for GSPMD, to be looked at.
+      module: written for GSPMD, whose completion is to be looked at.
       devices: those of a topology, or None.
     """
     if devices is not None or jax.default_backend() != "cpu":
@@ -235,18 +237,19 @@ def ending_early(
             [scalar.type], [scalar], call_target_name="Qr", has_side_effect=True
         )
     yield
-    # Shardy's rules, of which this breaks one, are for the module without it.
+    # The call breaks one of Shardy's rules, which the module is to follow afterwards.
     call.owner.erase()
 
 
 def completed_by_gspmd(program: MeshProgram) -> Completion:
-    """How GSPMD completes a program, which is not partitioned.
+    """How GSPMD completes a program, without partitioning it.
 
-    So that what the partitioner would refuse, or end the process over, can be looked
-    at. What the backend makes of the program that is left, if anything, is of no use.
+    So a program can be looked at that the partitioner would refuse, or that would make
+    it end the process. What the backend compiles from it, if anything, is of no use.
 
     Raises:
-      LoweringError: XLA used another partitioner than asked, or came to no completion.
+      LoweringError: XLA used another partitioner than requested, or did not complete
+        the program.
     """
     with tempfile.TemporaryDirectory() as folder, not_cached():
         options = {**_dump_options(folder), "xla_disable_hlo_passes": _GSPMD_PARTITIONS}
@@ -263,8 +266,8 @@ def _dump_options(folder: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "xla_dump_to": folder,
         "xla_dump_hlo_pass_re": f"{_SHARDY}|{_GSPMD}|{_PARTITIONER}",
-        # Limits what does not concern us; by the folder's name it also keeps JAX's
-        # persistent cache, which does not look at where dumps go, from answering.
+        # Limits dumps that are not read here. The folder's name also keeps JAX's
+        # persistent cache, whose keys leave out where dumps go, from answering.
         "xla_dump_emitter_re": folder,
     }
     if jax.default_backend() == "cpu":
@@ -274,15 +277,15 @@ def _dump_options(folder: str) -> dict[str, Any]:
 
 
 def _completing_pass(program: MeshProgram, folder: str) -> str:
-    """The pass that completed the program; an error if it is not what was asked for."""
-    used = [one for one in (_SHARDY, _GSPMD) if _paths(folder, one)]
-    asked = _PASSES[program.partitioner]
-    if used != [asked]:
+    """The pass that completed the program; an error if another was requested."""
+    used = [name for name in (_SHARDY, _GSPMD) if _paths(folder, name)]
+    requested = _PASSES[program.partitioner]
+    if used != [requested]:
         raise LoweringError(
             f"{program.name}: XLA completed the program by "
-            f"{' and '.join(used) or 'other passes'}, but {asked} was asked for"
+            f"{' and '.join(used) or 'other passes'}, but {requested} was requested"
         )
-    return asked
+    return requested
 
 
 def _dumped(folder: str, name: str) -> HloModule:
@@ -291,5 +294,5 @@ def _dumped(folder: str, name: str) -> HloModule:
 
 
 def _paths(folder: str, name: str) -> list[pathlib.Path]:
-    found = pathlib.Path(folder).glob("*.txt")
-    return sorted(one for one in found if re.search(rf"\.after_{name}\.", one.name))
+    paths = pathlib.Path(folder).glob("*.txt")
+    return sorted(p for p in paths if re.search(rf"\.after_{name}\.", p.name))

@@ -1,8 +1,8 @@
-"""Reading HLO text: instructions, their shardings, and who calls whom.
+"""Reads HLO text: instructions, their shardings, and the computations they call.
 
-The text of a program for a whole pod can take hundreds of MB, nearly all of it device
-groups written out. They are set aside by `str.find`, unread, before anything else looks
-at a line.
+The text of a program for a full pod can take hundreds of MB, nearly all of it device
+groups written out. They are cut out by `str.find`, unparsed, before anything else reads
+a line.
 """
 
 from __future__ import annotations
@@ -43,21 +43,20 @@ class Instruction:
       opcode: such as "dot".
       computation: name of the computation that it is in.
       type: of its result, as text: "f32[8,16]{1,0}", "(f32[8]{0}, s32[])".
-      operands: names of its operands; what a parameter or constant has in their place
-        is in `number`.
+      operands: names of its operands; a parameter or constant has `number` instead.
       number: of a parameter, or of the tuple's element that a get-tuple-element takes;
         the value of a scalar constant that is an integer from 0 up; else None.
       groups: of a collective, the devices that take part together: the text of its
         replica_groups or source_target_pairs; else "".
       sharding: as text; "" if it has none.
-      op_name: metadata: what it was lowered from.
+      op_name: metadata: the op that it was lowered from.
       called: names of the computations that it calls: a loop's condition and body, a
         conditional's branches, what a fusion calls or a reduction applies.
-      trips: of a loop, if the compiler says; TPU's does not.
-      backend_config: text of the backend's own, such as the "estimated_cycles" of a TPU
+      trips: of a loop, if the compiler states it; the TPU compiler does not.
+      backend_config: the backend's own text, such as the "estimated_cycles" of a TPU
         program; "" if there is none.
       is_root: whether it is its computation's result.
-      tag: the number that `repair.looks` gave the operation, None without one.
+      tag: the number that `repair.looks` gave the operation, else None.
     """
 
     name: str
@@ -87,7 +86,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Size of an array of this type; 0 for tuples and what holds no data."""
+        """Size of an array of this type; 0 for tuples and types without data."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @functools.cached_property
@@ -101,31 +100,31 @@ class HloModule:
     def __init__(self, text: str):
         self.instructions: list[Instruction] = list(_instructions(text))
         self.entry: str = re.search(r"^ENTRY %?([\w.-]+)", text, re.MULTILINE)[1]
-        self.by_name = {one.name: one for one in self.instructions}
+        self.by_name = {i.name: i for i in self.instructions}
 
-    def operands(self, one: Instruction) -> list[Instruction]:
-        return [self.by_name[name] for name in one.operands]
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        return [self.by_name[name] for name in instruction.operands]
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """The instructions that read an instruction, by its name."""
         users: dict[str, list[Instruction]] = {}
-        for one in self.instructions:
-            for name in one.operands:
-                users.setdefault(name, []).append(one)
+        for instruction in self.instructions:
+            for name in instruction.operands:
+                users.setdefault(name, []).append(instruction)
         return users
 
     @functools.cached_property
     def inside(self) -> dict[str, list[Instruction]]:
         """The instructions of each computation, in textual order."""
         inside: dict[str, list[Instruction]] = {}
-        for one in self.instructions:
-            inside.setdefault(one.computation, []).append(one)
+        for instruction in self.instructions:
+            inside.setdefault(instruction.computation, []).append(instruction)
         return inside
 
     def root(self) -> Instruction:
         """The module's result."""
-        return next(one for one in self.inside[self.entry] if one.is_root)
+        return next(i for i in self.inside[self.entry] if i.is_root)
 
     def loops_around(self, computation: str) -> list[Instruction]:
         """The loops whose bodies a computation runs in, innermost first."""
@@ -137,7 +136,7 @@ class HloModule:
 
     @functools.cached_property
     def _callers(self) -> dict[str, Instruction]:
-        return {name: one for one in self.instructions for name in one.called}
+        return {name: i for i in self.instructions for name in i.called}
 
 
 def itemsize(dtype: str) -> int:
@@ -157,20 +156,20 @@ def arrays_of(type_: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def elements(text: str) -> list[str]:
-    """Those of a tuple's type or sharding: `(f32[2]{0}, s32[])`, `{{manual}, {...}}`.
+    """The elements of a tuple's type or sharding; none of a text that is no tuple's.
 
-    None of what is no tuple.
+    Such texts are `(f32[2]{0}, s32[])` and `{{manual}, {...}}`.
     """
     if not text.startswith(("(", "{{")):
         return []
-    found, depth, start = [], 0, 1
+    texts, depth, start = [], 0, 1
     for mark in _MARK.finditer(text):
         depth += (mark[0] in "([{") - (mark[0] in "}])")
-        if depth == (mark[0] == ","):  # Between two elements, or behind the last one.
-            found.append(text[start : mark.start()])
+        if depth == (mark[0] == ","):  # Between two elements, or after the last one.
+            texts.append(text[start : mark.start()])
             start = mark.end()
-    plain = (_COMMENT.sub("", one).strip() for one in found)
-    return [one for one in plain if one]
+    plain = (_COMMENT.sub("", element).strip() for element in texts)
+    return [element for element in plain if element]
 
 
 def _instructions(text: str) -> Iterator[Instruction]:
@@ -192,7 +191,7 @@ def _instruction(match: re.Match, line: str, computation: str) -> Instruction:
     groups, rest = _without_groups(line[end:])
     sharding, rest = _without_sharding(rest)
     attributes, _, backend_config = rest.partition(", backend_config=")
-    if _ORDERED in attributes:  # No op but for the order of elements in memory.
+    if _ORDERED in attributes:  # It changes only the order of elements in memory.
         opcode = "bitcast"
     op_name = _OP_NAME.search(attributes)
     trips = _TRIPS.search(backend_config) if opcode == "while" else None
@@ -239,7 +238,7 @@ def _without_groups(text: str) -> tuple[str, str]:
             closing = "}"
         end = text.find(closing or ", ", start)
         end = len(text) if end < 0 else end + len(closing)
-        # Few of a program's differ.
+        # A program has few different groups.
         return sys.intern(text[start:end]), text[:at] + text[end:]
     return "", text
 
@@ -254,7 +253,7 @@ def _without_sharding(text: str) -> tuple[str, str]:
 
 
 def _close(text: str, start: int) -> int:
-    """Where what a bracket at `start` encloses ends, behind the one that closes it."""
+    """The index just after the bracket that closes the one at `start`."""
     opening, depth = text[start], 0
     for bracket in _BRACKETS[opening].finditer(text, start):
         depth += 1 if bracket[0] == opening else -1

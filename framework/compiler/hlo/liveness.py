@@ -1,9 +1,9 @@
 """Which values of a scheduled program share memory, and when that memory is in use.
 
-Read from the text of optimized HLO. Values that a loop carries have one buffer: before
-it, in its body and behind it. What is written in place TPU's compiler says in
-attributes of its own. For other backends it is slices of stacks, and elementwise ops on
-what nobody reads again.
+It is read from the text of optimized HLO. A value that a loop carries has one buffer:
+before the loop, in its body and after it. The TPU compiler states in attributes of its
+own what is written in place. On other backends these are slices of stacks, and
+elementwise ops on operands that no op reads again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.framework.compiler.hlo.hlo_text import (
 _ALIAS = re.compile(r"\{(?P<result>[\d, ]*)\}: \((?P<argument>\d+), \{[\d, ]*\}")
 _ALIASING = '"aliasing_operands":'
 _INDICES = re.compile(r'"indices":\[(?P<indices>[^]]*)\]')
-# Other names for what they are given.
+# Ops whose result is their operand under another name.
 _VIEWS = frozenset({"bitcast", "optimization-barrier"})
 _UPDATE = "dynamic-update-slice"
 _ELEMENTWISE_OPS = """
@@ -44,8 +44,8 @@ class BufferValue:
       type: as text.
       start: when it is made.
       end: when it is last read.
-      written: of a stack that is updated in place what is written to it, else None.
-      passed_by: loops that carry it and leave it as it is.
+      written: what is written to it, if it is a stack updated in place; else None.
+      passed_by: loops that carry it unchanged.
     """
 
     maker: Instruction
@@ -58,13 +58,13 @@ class BufferValue:
 
     @property
     def root(self) -> BufferValue:
-        """The one value that stands for all that share its buffer."""
-        one = self
-        while one.same is not None:
-            one = one.same
-        if one is not self:
-            self.same = one
-        return one
+        """The value that stands for all that share its buffer."""
+        value = self
+        while value.same is not None:
+            value = value.same
+        if value is not self:
+            self.same = value
+        return value
 
 
 Tree = BufferValue | list["Tree"]
@@ -72,7 +72,7 @@ Tree = BufferValue | list["Tree"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedBuffer:
-    """Values that have one buffer, in order of time.
+    """Values that share a buffer, in order of time.
 
     Args:
       values: the values.
@@ -87,19 +87,19 @@ class SharedBuffer:
     reads: tuple[int, ...]
 
     def spans(self) -> list[tuple[int, int]]:
-        """When it is in use, each span with its last moment; they do not overlap."""
-        found: list[tuple[int, int]] = []
-        for one in self.values:
-            if found and one.start <= found[-1][1]:
-                found[-1] = (found[-1][0], max(found[-1][1], one.end))
+        """When it is in use, each span with its last moment; spans do not overlap."""
+        spans: list[tuple[int, int]] = []
+        for value in self.values:
+            if spans and value.start <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(spans[-1][1], value.end))
             else:
-                found.append((one.start, one.end))
-        return found
+                spans.append((value.start, value.end))
+        return spans
 
     def is_saved(self) -> bool:
-        """Whether one loop writes it by slices and another only reads it."""
-        loops = {name for one in self.values for name in one.passed_by}
-        return bool(loops) and any(one.written is not None for one in self.values)
+        """Whether one loop writes it slice by slice and another only reads it."""
+        loops = {name for value in self.values for name in value.passed_by}
+        return bool(loops) and any(value.written is not None for value in self.values)
 
 
 class Liveness:
@@ -120,24 +120,27 @@ class Liveness:
         self._reads: dict[Instruction, list[BufferValue]] = {}
         self._arguments: dict[int, Tree] = {}
         self._may_reuse: list[tuple[BufferValue, list[BufferValue]]] = []
-        self._told = any(_ALIASING in one.backend_config for one in module.instructions)
+        self._states_aliasing = any(
+            _ALIASING in instruction.backend_config
+            for instruction in module.instructions
+        )
         result = self._run(module.entry, None)
         results = result if isinstance(result, list) else [result]
         self._read(results)
         aliases = {
-            int(one["result"].split(",")[0] or 0): int(one["argument"])
-            for one in _ALIAS.finditer(header)
+            int(alias["result"].split(",")[0] or 0): int(alias["argument"])
+            for alias in _ALIAS.finditer(header)
         }
         for number, argument in aliases.items():
             _share(self._arguments[argument], results[number])
         self._reuse()
-        self._results = {one.root for one in _leaves(results)}
+        self._results = {value.root for value in _leaves(results)}
 
     def buffers(self) -> list[SharedBuffer]:
         """All buffers of the program."""
         sharing: dict[BufferValue, list[BufferValue]] = {}
-        for one in self._values:
-            sharing.setdefault(one.root, []).append(one)
+        for value in self._values:
+            sharing.setdefault(value.root, []).append(value)
         arguments = {
             value.root: number
             for number, tree in self._arguments.items()
@@ -145,7 +148,7 @@ class Liveness:
         }
         return [
             SharedBuffer(
-                values=tuple(sorted(values, key=lambda one: one.start)),
+                values=tuple(sorted(values, key=lambda value: value.start)),
                 argument=arguments.get(root),
                 is_result=root in self._results,
                 reads=tuple(
@@ -162,68 +165,70 @@ class Liveness:
         return len(self.names)
 
     def _run(self, computation: str, given: Sequence[Tree] | None) -> Tree:
-        """Runs a computation; `given` are its arguments, None of the entry's own."""
+        """Runs a computation; `given` are its arguments, None at the entry."""
         known: dict[str, Tree] = {}
         result: Tree = []
-        for one in self._module.inside[computation]:
-            if one.opcode == "parameter":
+        for instruction in self._module.inside[computation]:
+            if instruction.opcode == "parameter":
                 if given is None:
-                    self._arguments[one.number] = self._make(one, one.type)
-                    known[one.name] = self._arguments[one.number]
+                    self._arguments[instruction.number] = self._make(
+                        instruction, instruction.type
+                    )
+                    known[instruction.name] = self._arguments[instruction.number]
                 else:
-                    known[one.name] = given[one.number]
+                    known[instruction.name] = given[instruction.number]
             else:
-                operands = [known[name] for name in one.operands]
-                known[one.name] = self._step(one, operands)
-            if one.is_root:
-                result = known[one.name]
+                operands = [known[name] for name in instruction.operands]
+                known[instruction.name] = self._step(instruction, operands)
+            if instruction.is_root:
+                result = known[instruction.name]
         return result
 
-    def _step(self, one: Instruction, operands: list[Tree]) -> Tree:
-        if one.opcode == "get-tuple-element":
-            return operands[0][one.number]
-        if one.opcode == "tuple":
+    def _step(self, instruction: Instruction, operands: list[Tree]) -> Tree:
+        if instruction.opcode == "get-tuple-element":
+            return operands[0][instruction.number]
+        if instruction.opcode == "tuple":
             return operands
-        if one.opcode in _VIEWS:
+        if instruction.opcode in _VIEWS:
             return operands[0]
         self._read(operands)
-        if one.opcode == "while":
-            made = self._loop(one, operands[0])
-        elif one.opcode == "conditional":
-            made = self._branches(one, operands)
-        elif one.opcode == "call":
-            made = self._run(one.called[0], operands)
-        elif one.opcode.endswith("-done"):
-            made = _done(one, operands[0])
-        elif one.opcode.endswith("-start"):
-            made = self._start(one, operands)
+        if instruction.opcode == "while":
+            made = self._loop(instruction, operands[0])
+        elif instruction.opcode == "conditional":
+            made = self._branches(instruction, operands)
+        elif instruction.opcode == "call":
+            made = self._run(instruction.called[0], operands)
+        elif instruction.opcode.endswith("-done"):
+            made = _done(instruction, operands[0])
+        elif instruction.opcode.endswith("-start"):
+            made = self._start(instruction, operands)
         else:
-            made = self._make(one, one.type)
-            self._reads[one] = list(_leaves(operands))
-            self._in_place(one, operands, made)
-        self.names.append(one.name)
+            made = self._make(instruction, instruction.type)
+            self._reads[instruction] = list(_leaves(operands))
+            self._in_place(instruction, operands, made)
+        self.names.append(instruction.name)
         return made
 
-    def _loop(self, one: Instruction, carried: Tree) -> Tree:
-        condition, body = one.called
-        self.names.append(one.name)
-        inside = self._make(one, one.type)
+    def _loop(self, loop: Instruction, carried: Tree) -> Tree:
+        condition, body = loop.called
+        self.names.append(loop.name)
+        inside = self._make(loop, loop.type)
         _share(carried, inside)
         self._run(condition, [inside])
         after = self._run(body, [inside])
         self._read(after)
         for before, value in zip(_leaves(inside), _leaves(after), strict=True):
             if before is value:
-                before.passed_by.append(one.name)
+                before.passed_by.append(loop.name)
         _share(inside, after)
-        self.names.append(one.name)
-        made = self._make(one, one.type)
+        self.names.append(loop.name)
+        made = self._make(loop, loop.type)
         _share(inside, made)
         return made
 
-    def _branches(self, one: Instruction, operands: list[Tree]) -> Tree:
-        made = self._make(one, one.type)
-        for branch, given in zip(one.called, operands[1:], strict=True):
+    def _branches(self, conditional: Instruction, operands: list[Tree]) -> Tree:
+        made = self._make(conditional, conditional.type)
+        for branch, given in zip(conditional.called, operands[1:], strict=True):
             result = self._run(branch, [given])
             self._read(result)
             _share(made, result)
@@ -231,80 +236,86 @@ class Liveness:
             value.start = value.end = self._now
         return made
 
-    def _start(self, one: Instruction, operands: list[Tree]) -> Tree:
-        """What starts an asynchronous op: a tuple of its operands and its result."""
-        if one.opcode == "all-reduce-start":
-            return self._make(one, one.type)
-        source = 1 if one.opcode == "copy-start" else 0
-        parts = elements(one.type)
+    def _start(self, instruction: Instruction, operands: list[Tree]) -> Tree:
+        """The start of an asynchronous op: a tuple of its operands and its result."""
+        if instruction.opcode == "all-reduce-start":
+            return self._make(instruction, instruction.type)
+        source = 1 if instruction.opcode == "copy-start" else 0
+        parts = elements(instruction.type)
         given = operands if parts[source].startswith("(") else operands[0]
         return [
-            given if number == source else self._make(one, part)
+            given if number == source else self._make(instruction, part)
             for number, part in enumerate(parts)
         ]
 
-    def _in_place(self, one: Instruction, operands: list[Tree], made: Tree) -> None:
+    def _in_place(
+        self, instruction: Instruction, operands: list[Tree], made: Tree
+    ) -> None:
         """Lets the result have the buffers of operands that it takes over."""
         results = list(_leaves(made))
-        for number, (operand, written) in enumerate(self._updates(one)):
+        for number, (operand, written) in enumerate(self._updates(instruction)):
             if operand is not None:
                 _share(operands[operand], results[number])
                 results[number].written = written
-        _, _, aliasing = one.backend_config.partition(_ALIASING)
+        _, _, aliasing = instruction.backend_config.partition(_ALIASING)
         if "indices" in aliasing:
             places = [*_leaves(operands), *results]
             for match in _INDICES.finditer(aliasing):
                 first, *rest = re.findall(r"\d+", match["indices"])
-                for other in rest:
-                    _share(places[int(first)], places[int(other)])
-        elif not self._told and isinstance(made, BufferValue):
-            given = [operands[number] for number in self._elementwise(one)]
+                for place in rest:
+                    _share(places[int(first)], places[int(place)])
+        elif not self._states_aliasing and isinstance(made, BufferValue):
+            given = [operands[number] for number in self._elementwise(instruction)]
             self._may_reuse.append(
                 (made, [v for v in given if isinstance(v, BufferValue)])
             )
 
     def _reuse(self) -> None:
-        """Lets elementwise ops write over operands that nobody reads again."""
+        """Lets elementwise ops write over operands that no op reads again."""
         end: dict[BufferValue, int] = {}
-        for one in self._values:
-            end[one.root] = max(end.get(one.root, 0), one.end)
+        for value in self._values:
+            end[value.root] = max(end.get(value.root, 0), value.end)
         kept = {v.root for tree in self._arguments.values() for v in _leaves(tree)}
         for made, operands in self._may_reuse:
             if any(
-                one.root not in kept | {made.root}
-                and end[one.root] == made.start
-                and _extent(one) == _extent(made)
-                for one in operands
+                operand.root not in kept | {made.root}
+                and end[operand.root] == made.start
+                and _extent(operand) == _extent(made)
+                for operand in operands
             ):
                 made.start += 1
                 made.end = max(made.start, made.end)
 
-    def _elementwise(self, one: Instruction) -> list[int]:
-        """The operands that an op only needs element by element."""
-        if one.opcode in _ELEMENTWISE:
-            return list(range(len(one.operands)))
-        if one.opcode != "fusion":
+    def _elementwise(self, instruction: Instruction) -> list[int]:
+        """The operands that an op reads element by element only."""
+        if instruction.opcode in _ELEMENTWISE:
+            return list(range(len(instruction.operands)))
+        if instruction.opcode != "fusion":
             return []
-        needs: dict[str, set[int]] = {}  # The operands that each op rests on.
+        needs: dict[str, set[int]] = {}  # The operands that each op depends on.
         otherwise: set[int] = set()
-        for part in self._module.inside[one.called[0]]:
+        for part in self._module.inside[instruction.called[0]]:
             on = set().union(*(needs[name] for name in part.operands))
             if part.opcode == "parameter":
                 on = {part.number}
             elif part.opcode not in _ELEMENTWISE and part.opcode != "bitcast":
                 otherwise |= on
             needs[part.name] = on
-        return [n for n in range(len(one.operands)) if n not in otherwise]
+        return [n for n in range(len(instruction.operands)) if n not in otherwise]
 
     def _updates(
-        self, one: Instruction
+        self, instruction: Instruction
     ) -> Iterator[tuple[int | None, Instruction | None]]:
-        """For each result the number of the operand that it updates, and with what."""
-        if one.opcode == _UPDATE:
-            yield 0, self._module.by_name[one.operands[1]]
-        if one.opcode != "fusion":
+        """For each result the operand that it updates, by number, and with what."""
+        if instruction.opcode == _UPDATE:
+            yield 0, self._module.by_name[instruction.operands[1]]
+        if instruction.opcode != "fusion":
             return
-        (root,) = (x for x in self._module.inside[one.called[0]] if x.is_root)
+        (root,) = (
+            inner
+            for inner in self._module.inside[instruction.called[0]]
+            if inner.is_root
+        )
         parts = self._module.operands(root) if root.opcode == "tuple" else [root]
         for part in map(self._viewed, parts):
             updated = written = None
@@ -313,19 +324,19 @@ class Liveness:
                 if stack.opcode == "parameter":
                     updated, written = stack.number, slice_
                 if slice_.opcode == "parameter":
-                    written = self._module.by_name[one.operands[slice_.number]]
+                    written = self._module.by_name[instruction.operands[slice_.number]]
             yield updated, written
 
-    def _viewed(self, one: Instruction) -> Instruction:
-        """What a chain of bitcasts is of."""
-        while one.opcode == "bitcast":
-            (one,) = self._module.operands(one)
-        return one
+    def _viewed(self, instruction: Instruction) -> Instruction:
+        """The instruction at the start of a chain of bitcasts."""
+        while instruction.opcode == "bitcast":
+            (instruction,) = self._module.operands(instruction)
+        return instruction
 
-    def _make(self, one: Instruction, type_: str) -> Tree:
+    def _make(self, maker: Instruction, type_: str) -> Tree:
         if type_.startswith("("):
-            return [self._make(one, part) for part in elements(type_)]
-        value = BufferValue(maker=one, type=type_, start=self._now, end=self._now)
+            return [self._make(maker, part) for part in elements(type_)]
+        value = BufferValue(maker=maker, type=type_, start=self._now, end=self._now)
         self._values.append(value)
         return value
 
@@ -334,10 +345,10 @@ class Liveness:
             value.end = max(value.end, self._now)
 
 
-def _done(one: Instruction, started: Tree) -> Tree:
-    if one.opcode == "all-reduce-done" or not isinstance(started, list):
+def _done(instruction: Instruction, started: Tree) -> Tree:
+    if instruction.opcode == "all-reduce-done" or not isinstance(started, list):
         return started
-    return started[0 if one.opcode == "copy-done" else 1]
+    return started[0 if instruction.opcode == "copy-done" else 1]
 
 
 def _leaves(tree: Tree) -> Iterator[BufferValue]:
@@ -352,6 +363,6 @@ def _extent(value: BufferValue) -> tuple[str, tuple[int, ...]]:
 
 
 def _share(first: Tree, second: Tree) -> None:
-    for one, other in zip(_leaves(first), _leaves(second), strict=True):
-        if one.root is not other.root:
-            other.root.same = one.root
+    for value, sharer in zip(_leaves(first), _leaves(second), strict=True):
+        if value.root is not sharer.root:
+            sharer.root.same = value.root

@@ -1,12 +1,12 @@
 """Where one device's memory goes in a compiled program.
 
-XLA says how much a program needs, not what for: the compiler for TPUs gives no
-assignment of buffers. But the text of an optimized program is in the order in which it
-runs, with the layouts of its arrays, so what is alive when can be read from it.
+XLA reports how much a program needs, not what for: the TPU compiler gives no buffer
+assignment. But the text of an optimized program is in the order in which it runs, with
+the layouts of its arrays, so it shows which values are alive when.
 
 A loop counts as one pass through its body. Its carried values keep their buffers, which
-the body updates in place; what is temporary in the body adds to what is alive around
-the loop.
+the body updates in place; the body's temporaries add to the values alive around the
+loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshwright.framework.compiler.lowering.sources import Source, Sources
 _LAYOUT = re.compile(r"\]\{(?P<order>[\d,]*)(?::(?P<rest>[^}]*))?\}")
 _TILE = re.compile(r"T\((?P<dims>[\d,]+)\)")
 _OTHER_SPACE = re.compile(r"S\([1-9]\d*\)")
-# What is part of the program, or of no size.
+# Values that are part of the program, or have no size.
 _NO_BUFFER = frozenset({"constant", "partition-id", "replica-id", "after-all"})
 
 
@@ -50,7 +50,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """Memory of a value, or of several that follow each other in it.
+    """Memory of a value, or of several values that use it in turn.
 
     Args:
       name: of the HLO instruction that first writes it.
@@ -60,8 +60,8 @@ class Buffer:
         another reads.
       argument: number of the argument that it is, else None.
       reads: numbers of the arguments that the instruction reads.
-      op_name: what it was lowered from; of a stack what is written to it.
-      source: where that was made; None if unknown.
+      op_name: the op that it was lowered from; for a stack, of what is written to it.
+      source: where that op was made; None if unknown.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPoint:
-    """What is alive while an instruction runs: its name, and bytes."""
+    """The instruction that runs, by name, and the bytes alive meanwhile."""
 
     name: str
     bytes: int
@@ -93,11 +93,11 @@ class MemoryPoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryTimeline:
-    """What is alive when, on one device.
+    """The memory alive over time, on one device.
 
     Args:
-      points: for each instruction that runs, in order; bodies of loops in place of
-        the loop, which itself follows.
+      points: for each instruction that runs, in order; the body of a loop comes in its
+        place, and the loop itself after it.
       at_peak: the buffers that are alive at the peak, largest first.
     """
 
@@ -106,8 +106,8 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> int:
-        """Bytes that are alive at most. An allocator may need more, for gaps."""
-        return sum(one.bytes for one in self.at_peak)
+        """The most bytes alive at once. An allocator may need more, for gaps."""
+        return sum(buffer.bytes for buffer in self.at_peak)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Breakdown:
 
     Args:
       arguments: by name of their group.
-      results: that are not arguments' buffers.
+      results: those outside arguments' buffers.
       saved: activations that the forward part saves for the backward part.
       gradients: temporaries of the shape of a weight's shard.
       weight_copies: such temporaries that are made from an argument: weights in
@@ -148,10 +148,10 @@ def padded_bytes(type_: str) -> int:
 
     Args:
       type_: HLO's text, such as "bf16[1000,100]{1,0:T(8,128)(2,1)}": each tile holds 8
-        by 128 elements of the two minor dims, which are padded to whole ones.
+        by 128 elements of the two minor dims, which are padded to full tiles.
 
     Returns:
-      The bytes; 0 of what lies in another memory, such as `S(1)`.
+      The bytes; 0 for an array in another memory, such as `S(1)`.
     """
     (dtype, shape), layout = arrays_of(type_)[0], _LAYOUT.search(type_)
     rest = (layout and layout["rest"]) or ""
@@ -162,10 +162,10 @@ def padded_bytes(type_: str) -> int:
         sizes = [int(n) for n in tile["dims"].split(",")]
         shape = [shape[dim] for dim in reversed(order)]
         shape = [1] * (len(sizes) - len(shape)) + shape
-        whole = len(shape) - len(sizes)
-        shape[whole:] = [
+        untiled = len(shape) - len(sizes)
+        shape[untiled:] = [
             math.ceil(size / by) * by
-            for size, by in zip(shape[whole:], sizes, strict=True)
+            for size, by in zip(shape[untiled:], sizes, strict=True)
         ]
     return math.prod(shape) * itemsize(dtype)
 
@@ -173,12 +173,12 @@ def padded_bytes(type_: str) -> int:
 def memory_timeline(
     text: str, sources: Sources | None = None, module: HloModule | None = None
 ) -> MemoryTimeline:
-    """What is alive when in an optimized program.
+    """The memory alive over time in an optimized program.
 
     Args:
-      text: of its HLO, scheduled: what a compiled program gives.
+      text: its HLO, scheduled: that of a compiled program.
       sources: where its ops come from, to name layers.
-      module: the text, read already.
+      module: the text, if read already.
 
     Raises:
       ValueError: the program is not scheduled, as before the backend's passes.
@@ -186,7 +186,7 @@ def memory_timeline(
     header = text.partition("\n")[0]
     if "is_scheduled=true" not in header:
         raise ValueError(
-            "HLO text without is_scheduled=true says nothing about when its ops run: "
+            "HLO text without is_scheduled=true does not tell when its ops run: "
             "pass that of a compiled program (Program.hlo_text)"
         )
     module = module or HloModule(text)
@@ -202,22 +202,22 @@ def breakdown(
 
     Args:
       timeline: of the program.
-      groups: numbers of its arguments' leaves, by name of the group that each is
-        counted for; the rest is "other arguments".
+      groups: numbers of its arguments' leaves, by name of the group in which each is
+        counted; the rest is "other arguments".
       weights: the group whose shards' shapes gradients have.
     """
     group_of = {number: name for name, numbers in groups.items() for number in numbers}
     arguments = dict.fromkeys(groups, 0)
     sizes: dict[str, int] = collections.defaultdict(int)
     shapes = set()
-    for one in timeline.at_peak:
-        if one.kind is Kind.ARGUMENT:
-            name = group_of.get(one.argument, "other arguments")
-            arguments[name] = arguments.get(name, 0) + one.bytes
+    for buffer in timeline.at_peak:
+        if buffer.kind is Kind.ARGUMENT:
+            name = group_of.get(buffer.argument, "other arguments")
+            arguments[name] = arguments.get(name, 0) + buffer.bytes
             if name == weights:
-                shapes.add(_without_ones(one.shape))
-    for one in timeline.at_peak:
-        sizes[_part(one, shapes)] += one.bytes
+                shapes.add(_without_ones(buffer.shape))
+    for buffer in timeline.at_peak:
+        sizes[_part(buffer, shapes)] += buffer.bytes
     return Breakdown(
         arguments=arguments,
         results=sizes["results"],
@@ -228,13 +228,15 @@ def breakdown(
     )
 
 
-def _part(one: Buffer, weights: set[tuple[int, ...]]) -> str:
-    if one.kind is not Kind.TEMPORARY:
-        return {Kind.RESULT: "results", Kind.SAVED: "saved"}.get(one.kind, "arguments")
-    # A number or a vector may have the shape of some weight by chance.
-    if len(one.shape) < 2 or _without_ones(one.shape) not in weights:
+def _part(buffer: Buffer, weights: set[tuple[int, ...]]) -> str:
+    if buffer.kind is not Kind.TEMPORARY:
+        return {Kind.RESULT: "results", Kind.SAVED: "saved"}.get(
+            buffer.kind, "arguments"
+        )
+    # A scalar or a vector may have the shape of some weight by chance.
+    if len(buffer.shape) < 2 or _without_ones(buffer.shape) not in weights:
         return "other"
-    return "weight_copies" if one.reads else "gradients"
+    return "weight_copies" if buffer.reads else "gradients"
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
@@ -246,10 +248,10 @@ def _timeline(liveness: Liveness, module, sources: Sources | None) -> MemoryTime
     change = [0] * (end + 2)
     held: list[tuple[SharedBuffer, int, list[tuple[int, int]]]] = []
     for shared in liveness.buffers():
-        size = max(_bytes(one) for one in shared.values)
+        size = max(_bytes(value) for value in shared.values)
         if not size:
             continue
-        # The caller keeps its arguments; donated ones are free until they get results.
+        # The caller keeps its arguments; donated ones are free until a result is made.
         kept = shared.argument is not None and not shared.is_result
         spans = [(0, end)] if kept else shared.spans()
         held.append((shared, size, spans))
@@ -268,7 +270,7 @@ def _timeline(liveness: Liveness, module, sources: Sources | None) -> MemoryTime
             MemoryPoint(name=name, bytes=bytes_)
             for name, bytes_ in zip(liveness.names, alive, strict=False)
         ),
-        at_peak=tuple(sorted(at_peak, key=lambda one: -one.bytes)),
+        at_peak=tuple(sorted(at_peak, key=lambda buffer: -buffer.bytes)),
     )
 
 
@@ -281,10 +283,10 @@ def _buffer(
 ) -> Buffer:
     first = shared.values[0]
     op_names = [
-        _meaning(one, module)
+        _meaning(instruction, module)
         for value in shared.values
         if value.written
-        for one in (value.written, value.maker)
+        for instruction in (value.written, value.maker)
     ]
     op_name = next(filter(None, op_names), _meaning(first.maker, module))
     return Buffer(
@@ -307,8 +309,8 @@ def _kind(shared: SharedBuffer) -> Kind:
     return Kind.SAVED if shared.is_saved() else Kind.TEMPORARY
 
 
-def _meaning(one: Instruction, module: HloModule) -> str:
-    """What an instruction was lowered from; of a mere copy what it copies."""
-    while not one.op_name and one.operands:
-        one = module.by_name[one.operands[0]]
-    return one.op_name
+def _meaning(instruction: Instruction, module: HloModule) -> str:
+    """The op that an instruction was lowered from; of a copy, that of its operand."""
+    while not instruction.op_name and instruction.operands:
+        instruction = module.by_name[instruction.operands[0]]
+    return instruction.op_name

@@ -1,4 +1,4 @@
-"""Programs that do not fit into a device's memory: by how much, and what takes it."""
+"""Programs that do not fit into a device's memory: by how much, and what fills it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sizes import bytes_text
 
 _SIZE = r"([\d.]+)([KMGT]?)"
-# What libtpu says, on its way through the compiler and at its end. Arguments count in
-# all three, also in what it calls temporaries.
+# The messages of libtpu, from inside the compiler and at its end. Arguments count in
+# all three, even in what it calls temporaries.
 _REFUSALS = (
     re.compile(rf"required for HLO temporaries \({_SIZE}\) exceeds .*? \({_SIZE}\)"),
     re.compile(rf"Used {_SIZE} of {_SIZE} \w+\. Exceeded"),
@@ -40,11 +40,11 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """What the compiler says of a program that does not fit. Bytes are of one device.
+    """The compiler's refusal of a program that does not fit. Bytes are of one device.
 
     Args:
-      needed: what the program needs, arguments included.
-      available: what a device has for it.
+      needed: by the program, arguments included.
+      available: on a device.
     """
 
     needed: int
@@ -57,12 +57,12 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What takes memory of a device.
+    """Memory of a device, and what it is for.
 
     Args:
       bytes: of one device.
       what: what it is for, such as "saved activation".
-      name: of an argument its path; else the op that it was lowered from.
+      name: an argument's path; otherwise the op that it was lowered from.
       type: element type and shape of the shard, as HLO writes them.
       layer: dotted path; "" if unknown.
       source: file and line of the user's code; "" if unknown.
@@ -86,9 +86,9 @@ class OutOfMemoryError(LoweringError):
     Args:
       name: the program's.
       refusal: by how much.
-      allocations: what takes the memory, largest first; of the arguments alone if they
-        alone do not fit, () if the compiler does not let it be known.
-      timeline: what would be alive when; None if it does not come to that.
+      allocations: what fills the memory, largest first: the arguments if they alone do
+        not fit; () if the compiler does not reveal it.
+      timeline: the memory that would be alive over time; None if it is not known.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class OutOfMemoryError(LoweringError):
 
 
 def parse_refusal(message: str) -> Refusal | None:
-    """Reads a TPU compiler's RESOURCE_EXHAUSTED message; None if it is no such one."""
+    """Reads a TPU compiler's RESOURCE_EXHAUSTED message; None for other messages."""
     for pattern in _REFUSALS:
-        if found := pattern.search(message):
-            needed, available = _bytes(*found.groups()[:2]), _bytes(*found.groups()[2:])
+        if match := pattern.search(message):
+            needed, available = _bytes(*match.groups()[:2]), _bytes(*match.groups()[2:])
             return Refusal(needed=needed, available=available)
     return None
 
@@ -134,7 +134,7 @@ def allocations_of(
 ) -> list[Allocation]:
     """What is alive at the peak of a program, largest first."""
     paths = _paths(function)
-    return [_allocation(one, paths) for one in timeline.at_peak]
+    return [_allocation(buffer, paths) for buffer in timeline.at_peak]
 
 
 def check_arguments_fit(
@@ -143,33 +143,33 @@ def check_arguments_fit(
     shardings: Sequence[Sharding | None],
     device: jax.Device,
 ) -> None:
-    """Refuses what cannot fit before it is compiled: by its arguments alone.
+    """Refuses, before compiling it, a program whose arguments alone do not fit.
 
-    What no sharding is given for counts as if split over all devices, and padding by
-    the compiler not at all: what this refuses, the compiler would.
+    An argument without a sharding counts as split over all devices, and padding by the
+    compiler does not count: the compiler would refuse every program that this does.
 
     Args:
       function: the program; its arguments in stored form.
       mesh: the device mesh.
       shardings: of the arguments' leaves; None if left to completion.
-      device: one of those that it is for; all but TPUs are taken to be large enough.
+      device: one that the program is for; all but TPUs are taken to be large enough.
 
     Raises:
-      OutOfMemoryError: they do not.
+      OutOfMemoryError: the arguments do not fit.
     """
     kind = tpu_kind_of(device)
     if kind is None:
         return
     specs = tf.nest.flatten(function.inputs)
-    found = [
+    arguments = [
         _argument(path, spec, sharding, mesh)
         for path, spec, sharding in zip(_paths(function), specs, shardings, strict=True)
     ]
-    needed = sum(one.bytes for one in found)
+    needed = sum(argument.bytes for argument in arguments)
     if needed > kind.memory:
-        found.sort(key=lambda one: -one.bytes)
+        arguments.sort(key=lambda argument: -argument.bytes)
         refusal = Refusal(needed=needed, available=kind.memory)
-        raise OutOfMemoryError(function.name, refusal, found)
+        raise OutOfMemoryError(function.name, refusal, arguments)
 
 
 def _argument(
@@ -189,14 +189,14 @@ def _argument(
     )
 
 
-def _allocation(one: Buffer, paths: Sequence[str]) -> Allocation:
+def _allocation(buffer: Buffer, paths: Sequence[str]) -> Allocation:
     return Allocation(
-        bytes=one.bytes,
-        what=one.kind.value,
-        name=one.op_name if one.argument is None else paths[one.argument],
-        type=one.type.partition("{")[0],
-        layer=one.layer,
-        source=str(one.source) if one.source and one.source.file else "",
+        bytes=buffer.bytes,
+        what=buffer.kind.value,
+        name=buffer.op_name if buffer.argument is None else paths[buffer.argument],
+        type=buffer.type.partition("{")[0],
+        layer=buffer.layer,
+        source=str(buffer.source) if buffer.source and buffer.source.file else "",
     )
 
 

@@ -1,13 +1,13 @@
-"""Which instructions of a program compute again what its forward pass had.
+"""Which instructions of a program compute again what its forward pass computed.
 
-A stack's backward loop calls the backward part of its layer. Names tell what that does:
+A stack's backward loop calls the backward part of its layer. Names show what that does:
 
   while/PartitionedCall/gradients/attention/...   gradients
   while/PartitionedCall/attention/...             what they need, computed again
   while/XlaDynamicSlice                           the loop's own: reads, writes, sums
 
-The same layer in the forward loop has names like the second line's, so what counts is
-the loop that an instruction is in.
+The same layer in the forward loop has names like those on the second line, so what
+counts is the loop that an instruction is in.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NO_SOURCE = frozenset({"parameter", "constant", "get-tuple-element"})
 
 
 def recomputed(module: HloModule) -> frozenset[str]:
-    """Names of the instructions that do, in the backward loops of stacks.
+    """Names of the recomputing instructions in the backward loops of stacks.
 
-    Of layers that are no loop in the program nothing is told.
+    Instructions of layers that are no loop in the program are left out.
     """
-    return frozenset(_Finder(module).found())
+    return frozenset(_Finder(module).recomputing())
 
 
 class _Finder:
@@ -39,16 +39,16 @@ class _Finder:
         self.inside = module.inside
         self.names: dict[str, str] = {}
 
-    def found(self) -> Iterator[str]:
+    def recomputing(self) -> Iterator[str]:
         in_loops = [
-            (one.name, _scopes(self.name(one)), loops)
+            (instruction.name, _scopes(self.name(instruction)), loops)
             for computation, loops in self.loops().items()
-            for one in self.inside[computation]
+            for instruction in self.inside[computation]
         ]
         of_loop: dict[str, set[str]] = {}
         for _, scopes, loops in in_loops:
             of_loop.setdefault(loops[0], set()).update(scopes)
-        # The loop over steps has gradients too, that a tape makes.
+        # The loop over steps has gradients too, which a tape makes.
         backward = {
             loop
             for loop, scopes in of_loop.items()
@@ -57,52 +57,52 @@ class _Finder:
         for name, scopes, loops in in_loops:
             if backward.isdisjoint(loops) or not {"", _GRADIENTS}.isdisjoint(scopes):
                 continue
-            # A loop of the layer's own lies below the call.
+            # A loop of the layer's own is below the call.
             if loops[0] not in backward or _is_called(scopes):
                 yield name
 
     def loops(self) -> dict[str, list[str]]:
-        """Names of the loops around what runs in one, innermost first."""
+        """By computation that runs in a loop the loops around it, innermost first."""
         fused = {
             called
-            for one in self.module.instructions
-            if one.opcode not in _RUNS
-            for called in one.called
+            for instruction in self.module.instructions
+            if instruction.opcode not in _RUNS
+            for called in instruction.called
         }
-        found = {
-            name: [one.name for one in self.module.loops_around(name)]
+        loops_around = {
+            name: [loop.name for loop in self.module.loops_around(name)]
             for name in self.inside
             if name not in fused
         }
-        return {name: loops for name, loops in found.items() if loops}
+        return {name: loops for name, loops in loops_around.items() if loops}
 
-    def name(self, one: Instruction) -> str:
-        """What it was lowered from; of a product with all around it, the product.
+    def name(self, instruction: Instruction) -> str:
+        """The op that it was lowered from; for a fusion around a product, the product.
 
-        What the compiler gives no name has that of what it is made from.
+        An instruction that the compiler gave no name has the name of an operand.
         """
-        if one.name not in self.names:
-            self.names[one.name] = ""
-            named = (name for name in self.candidates(one) if "/" in name)
-            self.names[one.name] = next(named, "")
-        return self.names[one.name]
+        if instruction.name not in self.names:
+            self.names[instruction.name] = ""
+            named = (name for name in self.candidates(instruction) if "/" in name)
+            self.names[instruction.name] = next(named, "")
+        return self.names[instruction.name]
 
-    def candidates(self, one: Instruction) -> Iterator[str]:
-        inner = list(self.fused(one))
-        products = [each for each in inner if each.opcode in ("convolution", "dot")]
-        for each in (*products, one, *reversed(inner)):
-            yield program_name(each.op_name)
-        if one.opcode not in {*_RUNS, "tuple"}:
-            for given in self.module.operands(one):
-                if given.opcode not in _NO_SOURCE:
-                    yield self.name(given)
+    def candidates(self, instruction: Instruction) -> Iterator[str]:
+        inner = list(self.fused(instruction))
+        products = [part for part in inner if part.opcode in ("convolution", "dot")]
+        for part in (*products, instruction, *reversed(inner)):
+            yield program_name(part.op_name)
+        if instruction.opcode not in {*_RUNS, "tuple"}:
+            for operand in self.module.operands(instruction):
+                if operand.opcode not in _NO_SOURCE:
+                    yield self.name(operand)
 
-    def fused(self, one: Instruction) -> Iterator[Instruction]:
-        """What a fusion computes."""
-        if one.opcode == "fusion":
-            for each in self.inside[one.called[0]]:
-                yield each
-                yield from self.fused(each)
+    def fused(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The instructions inside a fusion, and inside fusions in it."""
+        if instruction.opcode == "fusion":
+            for inner in self.inside[instruction.called[0]]:
+                yield inner
+                yield from self.fused(inner)
 
 
 def _scopes(name: str) -> list[str]:
@@ -111,6 +111,6 @@ def _scopes(name: str) -> list[str]:
 
 
 def _is_called(scopes: list[str]) -> bool:
-    """Whether they go on below a call within the innermost loop."""
+    """Whether there is a call among the scopes in the innermost loop."""
     loops = [i for i, scope in enumerate(scopes) if _LOOP.fullmatch(scope)]
     return any(map(_CALL.fullmatch, scopes[max(loops, default=0) :]))

@@ -1,4 +1,4 @@
-"""Reading a compiled program: its collectives and the mesh axes they span."""
+"""Reads a compiled program: its collectives and the mesh axes they span."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Collective:
       name: HLO name.
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or
         "collective-permute".
-      axes: the mesh axes its groups span, in mesh order, or parts of them such as
-        `Y:(1)2`; None if no such parts make these groups. For permutes the axes along
-        which any source and target differ.
+      axes: the mesh axes that its groups span, in mesh order, or parts of them such as
+        `Y:(1)2`; None if no axes or parts make these groups. For permutes the axes
+        along which any source and target differ.
       groups: device numbers, counted by place in the mesh; for permutes the pairs.
       dtypes: element types of its results.
       shapes: shapes of its results on one device.
@@ -65,7 +65,7 @@ def collectives_of(module: HloModule, mesh: DeviceMesh) -> list[Collective]:
     """All collectives of an optimized module for `mesh`, in textual order.
 
     Raises:
-      ValueError: one has device groups of a form that is not known here.
+      ValueError: a collective has device groups of an unknown form.
     """
 
     @functools.cache  # Thousands of collectives have few different groups.
@@ -74,45 +74,45 @@ def collectives_of(module: HloModule, mesh: DeviceMesh) -> list[Collective]:
         return groups, (_axes_between if moves else _axes_of)(groups, mesh)
 
     return [
-        _collective(one, kind, *read(one.groups, kind == _PERMUTE))
-        for one in module.instructions
-        if (kind := one.opcode.removesuffix("-start")) in _KINDS
+        _collective(instruction, kind, *read(instruction.groups, kind == _PERMUTE))
+        for instruction in module.instructions
+        if (kind := instruction.opcode.removesuffix("-start")) in _KINDS
     ]
 
 
-def _collective(one: Instruction, kind: str, groups, axes) -> Collective:
-    arrays = arrays_of(_result_type(one, kind))
+def _collective(instruction: Instruction, kind: str, groups, axes) -> Collective:
+    arrays = arrays_of(_result_type(instruction, kind))
     return Collective(
-        name=one.name,
+        name=instruction.name,
         kind=kind,
         axes=axes,
         groups=groups,
         dtypes=tuple(dtype for dtype, _ in arrays),
         shapes=tuple(shape for _, shape in arrays),
         bytes=sum(math.prod(shape) * itemsize(dtype) for dtype, shape in arrays),
-        op_name=one.op_name,
+        op_name=instruction.op_name,
     )
 
 
-def _result_type(one: Instruction, kind: str) -> str:
-    """The text of the result's type; a start's is its operand's, its result's, ..."""
-    if one.opcode == kind or kind == "all-reduce":
-        return one.type
-    return elements(one.type)[1]
+def _result_type(instruction: Instruction, kind: str) -> str:
+    """The text of the result's type; the type of a start is (operand, result, ...)."""
+    if instruction.opcode == kind or kind == "all-reduce":
+        return instruction.type
+    return elements(instruction.type)[1]
 
 
 def _groups(
     text: str, none: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """The device groups, or pairs, of a collective; `none` where none are named.
+    """The device groups, or pairs, of a collective; `none` if its text has none.
 
     Raises:
-      ValueError: HLO has a form that is not known here.
+      ValueError: the text has an unknown form.
     """
     if text == "{}":
         return none
     if _LISTS.fullmatch(text):
-        return tuple(tuple(ints(one)) for one in re.findall(r"\{([\d,]*)\}", text))
+        return tuple(tuple(ints(group)) for group in re.findall(r"\{([\d,]*)\}", text))
     if match := _IOTA_GROUPS.fullmatch(text):
         return _rows(_device_order(match).reshape(ints(match["dims"])))
     if match := _MESH_GROUPS.fullmatch(text):
@@ -149,24 +149,24 @@ def _device_order(match: re.Match) -> np.ndarray:
 
 
 def _axes_of(groups, mesh: DeviceMesh) -> tuple[str, ...] | None:
-    """The axes along which devices of a group differ, if groups are whole in them."""
+    """The axes along which devices of a group differ, if groups span them in full."""
     places = np.unravel_index(groups[0], mesh.shape)
     axes = tuple(
         mesh.name(part)
         for axis, along in zip(mesh.axis_names, places, strict=True)
         for part in _parts(mesh, axis, along)
     )
-    whole = _partition(axis_groups(mesh, axes)) >= _partition(groups)
-    return axes if whole else None
+    spans_all = _partition(axis_groups(mesh, axes)) >= _partition(groups)
+    return axes if spans_all else None
 
 
 def _parts(mesh: DeviceMesh, axis: str, places: np.ndarray) -> list[SubAxis]:
-    """The parts of an axis along which one gets to these places, if parts do it."""
+    """The parts of an axis that together make these places; none if no parts do."""
     parts, size = [], mesh.axis_size(axis)
     steps = np.unique(places) - places.min()
     while steps.size > 1:
         stride = int(steps[1])
-        # The finest part's steps are the first ones, and then come around again.
+        # The finest part's steps come first, and then repeat.
         in_a_row = steps == stride * np.arange(steps.size)
         count = int(in_a_row.argmin()) or steps.size
         if size % (stride * count):
@@ -192,7 +192,7 @@ def axis_groups(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[tuple[int, ...],
 
     In a group devices come in the order of their places along `axes`, major first.
     """
-    # Devices of one place along the axes come group by group.
+    # Devices of the same place along the axes come in the order of their groups.
     order = np.argsort(place_along(mesh, axes), axis=None, kind="stable")
     return _rows(order.reshape(mesh.axes_size(axes), -1).T)
 

@@ -1,10 +1,10 @@
 """How long a step of a TPU program takes, without a TPU.
 
 Ops take the cycles that the compiler itself estimated for them, times the trips of the
-loops around them. Collectives, which it gives no estimate for, take the bytes that the
-busiest link has to carry (`torus.py`) over what a link is good for. XLA for TPU v3 and
-before runs one after the other; where a collective is started and awaited, the
-ops between hide it.
+loops around them. For collectives it gives no estimate: they take the bytes that the
+busiest link has to carry (`torus.py`) over the bandwidth that a link reaches. XLA for
+TPU v3 and before runs ops one after the other; where a collective has a start and an
+end, the ops between them hide it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from meshwright.framework.devices.torus import (
 from meshwright.framework.sharding.mesh import DeviceMesh
 
 LINK_EFFICIENCY = 0.80
-"""What share of a link's bandwidth collectives reach: the one calibrated constant, the
-least-squares fit to the 13 step times of GSPMD's Tables 2 and 3 (docs/planning.md)."""
+"""The share of a link's bandwidth that collectives reach: the only calibrated constant,
+the least-squares fit to the 13 step times of GSPMD's Tables 2 and 3 (docs/planning.md).
+"""
 CALIBRATED_KIND = "v3"
-"""The kind of TPU that those were measured on, and the only one."""
+"""The only kind of TPU on which these step times were measured."""
 MEAN_ERROR = 0.045
-"""Mean relative error of those 13 estimates, each row left out of the calibration."""
+"""Mean relative error of the 13 estimates, each row left out of its calibration."""
 WORST_ERROR = 0.080
-"""The largest of the 13."""
+"""The largest of the 13 errors."""
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # An op whose operands and results alone take this share of its time waits for memory.
@@ -49,7 +50,7 @@ _MEMORY_BOUND = 0.6
 
 
 class TimePart(enum.Enum):
-    """What an op's time goes to."""
+    """What an op spends its time on."""
 
     MATRIX = "matrix"
     VECTOR = "vector"
@@ -58,7 +59,7 @@ class TimePart(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A loop of a program: its HLO name, and its trips each time that it runs."""
+    """A loop of a program: its HLO name, and its trips each time it runs."""
 
     name: str
     trips: int
@@ -71,8 +72,8 @@ class OpTime:
     Args:
       name: HLO name.
       op_name: the TF op it came from.
-      part: what its time goes to.
-      loops: those around it, outermost first.
+      part: what it spends its time on.
+      loops: the loops around it, outermost first.
       count: trips.
       seconds: of all trips.
     """
@@ -86,7 +87,7 @@ class OpTime:
 
     @property
     def exposed(self) -> float:
-        """The same: ops hide, and are not hidden."""
+        """Equal to `seconds`: ops hide collectives, and nothing hides ops."""
         return self.seconds
 
 
@@ -95,15 +96,15 @@ class CollectiveTime:
     """One collective, over all trips of the loops around it.
 
     Args:
-      name: HLO name of what sends it; of an all-reduce in a fusion the fusion's.
-      collective: what is sent, once.
+      name: HLO name of the instruction; for an all-reduce in a fusion the fusion's.
+      collective: what is sent in one trip.
       kind: its kind; an all-reduce of which each device keeps its slice is a
-        "reduce-scatter", as the compiler makes one of the two.
-      bytes: of the whole tensor of one group, once.
-      loops: those around it, outermost first.
+        "reduce-scatter", as the compiler fuses the two.
+      bytes: of one group's full tensor, in one trip.
+      loops: the loops around it, outermost first.
       count: trips.
       seconds: of all trips.
-      exposed: what ops between its start and its end do not hide of `seconds`.
+      exposed: the part of `seconds` that ops between its start and end do not hide.
     """
 
     name: str
@@ -123,11 +124,11 @@ class CollectiveTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Where the time of one call of a program goes, on every device alike.
+    """Where the time of one call of a program goes; all devices take the same.
 
     Args:
-      ops: those that compute.
-      collectives: those that communicate.
+      ops: the ops that compute.
+      collectives: the ops that communicate.
     """
 
     ops: tuple[OpTime, ...]
@@ -135,7 +136,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """The time of one call."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
@@ -143,12 +144,12 @@ class StepTime:
         parts: dict[str, float] = {part.value: 0.0 for part in TimePart}
         for op in self.ops:
             parts[op.part.value] += op.seconds
-        for one in self.collectives:
-            parts[one.kind] = parts.get(one.kind, 0.0) + one.exposed
+        for c in self.collectives:
+            parts[c.kind] = parts.get(c.kind, 0.0) + c.exposed
         return parts
 
     def all(self) -> Iterator[OpTime | CollectiveTime]:
-        """Ops and collectives; what they take adds up as `exposed`."""
+        """Ops and collectives; their `exposed` times add up to the call's."""
         yield from self.ops
         yield from self.collectives
 
@@ -176,7 +177,7 @@ class _Walk:
         self.module = module
         self.kind = order.topology.kind
         self.price = functools.partial(_seconds, mesh=mesh, order=order)
-        self.sent = {one.name: one for one in collectives_of(module, mesh)}
+        self.sent = {c.name: c for c in collectives_of(module, mesh)}
         self.ops: list[OpTime] = []
         self.collectives: list[CollectiveTime] = []
         self.inside = module.inside
@@ -184,31 +185,36 @@ class _Walk:
     def computation(self, name: str, loops: tuple[Loop, ...]) -> None:
         clock, started = 0.0, {}
         trips = math.prod(loop.trips for loop in loops)
-        for one in self.inside[name]:
-            if one.opcode == "while":
-                condition, body = _loop(one)
-                loop = Loop(name=one.name, trips=self.trips(one, condition))
+        for instruction in self.inside[name]:
+            if instruction.opcode == "while":
+                condition, body = _loop(instruction)
+                loop = Loop(
+                    name=instruction.name, trips=self.trips(instruction, condition)
+                )
                 self.computation(body, (*loops, loop))
-            elif one.opcode in ("call", "conditional"):
-                for called in one.called:
+            elif instruction.opcode in ("call", "conditional"):
+                for called in instruction.called:
                     self.computation(called, loops)
-            elif found := self.collective(one, loops):
-                if one.opcode.endswith("-start"):
-                    started[one.name] = (len(self.collectives), clock)
-                self.collectives.append(found)
-            elif one.opcode.endswith("-done") and one.operands[0] in started:
-                number, since = started.pop(one.operands[0])
-                found = self.collectives[number]
-                exposed = max(0.0, found.seconds - (clock - since))
-                self.collectives[number] = dataclasses.replace(found, exposed=exposed)
-            elif cycles := _CYCLES.search(one.backend_config):
+            elif timed := self.collective(instruction, loops):
+                if instruction.opcode.endswith("-start"):
+                    started[instruction.name] = (len(self.collectives), clock)
+                self.collectives.append(timed)
+            elif (
+                instruction.opcode.endswith("-done")
+                and instruction.operands[0] in started
+            ):
+                number, since = started.pop(instruction.operands[0])
+                timed = self.collectives[number]
+                exposed = max(0.0, timed.seconds - (clock - since))
+                self.collectives[number] = dataclasses.replace(timed, exposed=exposed)
+            elif cycles := _CYCLES.search(instruction.backend_config):
                 seconds = int(cycles[1]) * trips / self.kind.clock
                 clock += seconds
                 self.ops.append(
                     OpTime(
-                        name=one.name,
-                        op_name=one.op_name,
-                        part=self.part(one, int(cycles[1]), trips),
+                        name=instruction.name,
+                        op_name=instruction.op_name,
+                        part=self.part(instruction, int(cycles[1]), trips),
                         loops=loops,
                         count=trips,
                         seconds=seconds,
@@ -216,26 +222,26 @@ class _Walk:
                 )
 
     def trips(self, loop: Instruction, condition: str) -> int:
-        """From the bound in the loop's condition; TPU programs do not say it."""
+        """From the bound in the loop's condition: TPU programs do not state trips."""
         if loop.trips is not None:
             return loop.trips
-        root = next(one for one in self.inside[condition] if one.is_root)
+        root = next(i for i in self.inside[condition] if i.is_root)
         bounds = self.bounds(root)
         if not bounds:
             raise ValueError(
                 f"loop {loop.name} ({loop.op_name}) has no bound that can be read, so "
-                "that its time cannot be estimated"
+                "its time cannot be estimated"
             )
         return min(bounds)
 
     def bounds(self, condition: Instruction) -> list[int]:
-        """Of the counters in a condition; `tf.scan` has two that go together."""
+        """The bounds of counters in a condition; `tf.scan` has two, joined by `and`."""
         if condition.opcode == "and":
             parts = self.module.operands(condition)
             return [bound for part in parts for bound in self.bounds(part)]
         if condition.opcode == "fusion":
             (called,) = condition.called
-            return self.bounds(next(o for o in self.inside[called] if o.is_root))
+            return self.bounds(next(i for i in self.inside[called] if i.is_root))
         if condition.opcode == "compare":
             counter, bound = self.module.operands(condition)
             counts = counter.opcode in ("get-tuple-element", "parameter")
@@ -243,23 +249,25 @@ class _Walk:
         return []
 
     def collective(
-        self, one: Instruction, loops: tuple[Loop, ...]
+        self, instruction: Instruction, loops: tuple[Loop, ...]
     ) -> CollectiveTime | None:
-        found = self.sent.get(one.name)
-        kind = found.kind if found else ""
-        if one.opcode == "fusion" and (inner := self.scattered(one)):
-            # The compiler fuses an all-reduce with the slice that is kept of it.
-            found, kind = self.sent[inner.name], "reduce-scatter"
-        if found is None:
+        collective = self.sent.get(instruction.name)
+        kind = collective.kind if collective else ""
+        if instruction.opcode == "fusion" and (inner := self.scattered(instruction)):
+            # The compiler fuses an all-reduce with the slice of it that is kept.
+            collective, kind = self.sent[inner.name], "reduce-scatter"
+        if collective is None:
             return None
-        size = found.bytes
-        if found.kind == "reduce-scatter":
-            size *= len(found.groups[0])
+        size = collective.bytes
+        if collective.kind == "reduce-scatter":
+            size *= len(collective.groups[0])
         trips = math.prod(loop.trips for loop in loops)
-        seconds = trips * self.price(found, kind=kind, size=size)
+        seconds = trips * self.price(collective, kind=kind, size=size)
         return CollectiveTime(
-            name=one.name,
-            collective=dataclasses.replace(found, op_name=found.op_name or one.op_name),
+            name=instruction.name,
+            collective=dataclasses.replace(
+                collective, op_name=collective.op_name or instruction.op_name
+            ),
             kind=kind,
             bytes=size,
             loops=loops,
@@ -270,25 +278,30 @@ class _Walk:
 
     def scattered(self, fusion: Instruction) -> Instruction | None:
         for called in fusion.called:
-            for one in self.inside[called]:
-                if one.opcode == "all-reduce":
-                    return one
+            for instruction in self.inside[called]:
+                if instruction.opcode == "all-reduce":
+                    return instruction
         return None
 
-    def part(self, one: Instruction, cycles: int, trips: int) -> TimePart:
-        if self.has_product(one):
+    def part(self, instruction: Instruction, cycles: int, trips: int) -> TimePart:
+        if self.has_product(instruction):
             return TimePart.MATRIX
-        types = [one.type, *(each.type for each in self.module.operands(one))]
+        types = [
+            instruction.type,
+            *(operand.type for operand in self.module.operands(instruction)),
+        ]
         moved = sum(_moved(type_, trips) for type_ in types)
         waits = moved / self.kind.memory_bandwidth
         bound = waits > _MEMORY_BOUND * cycles / self.kind.clock
         return TimePart.MEMORY if bound else TimePart.VECTOR
 
-    def has_product(self, one: Instruction) -> bool:
-        if one.opcode in ("convolution", "dot"):
+    def has_product(self, instruction: Instruction) -> bool:
+        if instruction.opcode in ("convolution", "dot"):
             return True
         return any(
-            self.has_product(each) for name in one.called for each in self.inside[name]
+            self.has_product(inner)
+            for name in instruction.called
+            for inner in self.inside[name]
         )
 
 
@@ -298,7 +311,7 @@ def _loop(loop: Instruction) -> tuple[str, str]:
 
 
 def _moved(type_: str, trips: int) -> int:
-    """Bytes of the arrays of a type; of stacks over a loop's trips, one trip's."""
+    """Bytes of the arrays of a type; of a stack over a loop's trips, one trip's."""
     return sum(
         math.prod(shape) * itemsize(dtype) // (trips if shape[:1] == (trips,) else 1)
         for dtype, shape in arrays_of(type_)
@@ -306,32 +319,37 @@ def _moved(type_: str, trips: int) -> int:
 
 
 def _seconds(
-    found: Collective, *, kind: str, size: int, mesh: DeviceMesh, order: DeviceOrder
+    collective: Collective,
+    *,
+    kind: str,
+    size: int,
+    mesh: DeviceMesh,
+    order: DeviceOrder,
 ) -> float:
-    """How long a collective takes that has the links to itself."""
+    """How long a collective takes if it has the links to itself."""
     torus = order.topology
     speed = torus.kind.link_bandwidth * LINK_EFFICIENCY
     if kind == "collective-permute":
-        return size * _permute_load(order, found.groups) / speed
+        return size * _permute_load(order, collective.groups) / speed
     if kind == "all-to-all":
-        sent = size / len(found.groups[0])
-        return sent * _all_to_all_load(order, found.groups) / speed
+        sent = size / len(collective.groups[0])
+        return sent * _all_to_all_load(order, collective.groups) / speed
     seconds = 0.0
-    for share, load in _rings(found, mesh, order):
+    for share, load in _rings(collective, mesh, order):
         passes = 2 if kind == "all-reduce" else 1
         seconds += passes * size * share / 2 * load / speed
     return seconds
 
 
 def _rings(
-    found: Collective, mesh: DeviceMesh, order: DeviceOrder
+    collective: Collective, mesh: DeviceMesh, order: DeviceOrder
 ) -> Iterator[tuple[float, int]]:
-    """What share of the bytes goes through rings, and their load.
+    """The share of the bytes that goes through rings, and the rings' load.
 
-    Over several axes: first along the last of them, then what each device has of the
-    result along the next.
+    Over several axes the rings are along the last axis first, then along the next for
+    the part of the result that each device has.
     """
-    axes = found.axes
+    axes = collective.axes
     if axes and len(axes) > 1 and set(axes) <= set(mesh.axis_names):
         done = 1
         for axis in reversed(axes):
@@ -339,8 +357,8 @@ def _rings(
             yield (size - 1) / size / done, order.loads[mesh.axis_names.index(axis)]
             done *= size
         return
-    count = len(found.groups[0])
-    yield (count - 1) / count, _ring_load(order, found.groups)
+    count = len(collective.groups[0])
+    yield (count - 1) / count, _ring_load(order, collective.groups)
 
 
 @functools.lru_cache(maxsize=256)
