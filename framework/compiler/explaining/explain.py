@@ -1,4 +1,4 @@
-"""The completion report: where every tensor lies, why, and what it costs."""
+"""The completion report: every tensor's sharding, the reason, and what it costs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-# What holds no data of its own.
+# Ops whose results have no data of their own.
 _NO_TENSOR = frozenset(
     {"parameter", "tuple", "get-tuple-element", "constant", "while", "conditional"}
 )
@@ -68,12 +68,12 @@ class InsertedCollective:
 
     Args:
       kind: "all-reduce", "all-gather", ...
-      axes: mesh axes, or parts, that it spans; None if those make no such groups.
+      axes: mesh axes, or parts, that it spans; None if no axes make its groups.
       bytes: of its result on one device, each time it runs.
       times: how often one call of the program runs it: trips of the loops around it
         multiplied; None if a loop's are not known.
       in_loop: whether it is in the body of a loop.
-      shared_by: how many ops XLA combined it for; `bytes` is of all of them.
+      shared_by: for how many ops XLA combined it; `bytes` is for all of them.
     """
 
     kind: str
@@ -90,19 +90,19 @@ class TensorReport:
 
     Args:
       kind: argument, result, or inside.
-      layer: dotted path of its layer; "" for arguments, results, and what is in none.
-      op_name: of the TF op that makes it; of arguments and results the path in the
+      layer: dotted path of its layer; "" for arguments, results, and ops in no layer.
+      op_name: of the TF op that makes it; for arguments and results the path in the
         nest.
       op_type: TF's type of the op, "" if unknown.
       source: where the op was made, None if unknown.
-      shape: logical (of arguments and results: stored) shape.
+      shape: logical shape; for arguments and results the stored shape.
       dtype: element type in HLO's words: "f32", "bf16", ...
-      sharding: completed; HLO's text where mesh axes cannot say it.
-      annotated: whether the program asked for it; otherwise completion inferred it.
-      asked: what the program asked for if that is another sharding, else None.
+      sharding: completed; HLO's text where mesh axes cannot express it.
+      annotated: whether the program annotates it; else its sharding is inferred.
+      asked: the annotated sharding if it is another one, else None.
       resharded_from: sharding of the annotated tensor that this one annotates again,
-        differently; None of others. Two annotations in a row are a reshard, as of an
-        AllToAll that is wanted there (GShard 3.2).
+        differently; None for others. Two annotations in a row are a reshard, for
+        instance where an AllToAll is wanted (GShard 3.2).
       why_replicated: the reason if no axis splits it, else None.
       bytes: of the whole tensor.
       bytes_per_device: of one device's shard.
@@ -128,15 +128,15 @@ class TensorReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematerializedTensor:
-    """A tensor made whole on every device with nobody asking for it.
+    """A tensor gathered on every device without an annotation for it.
 
     Args:
       tensor: source of the tensor.
-      at: source of what wanted it in another sharding, or is done alike by all.
+      at: source of the op that needs it in another sharding, or that all do alike.
       tensor_name, at_name: the names of both ops.
-      shape, dtype, bytes: what each device holds for it.
-      alike: whether all devices do the op at `at` alike, for want of a way to do their
-        parts; else it is split again there.
+      shape, dtype, bytes: of what each device holds.
+      alike: whether all devices do the op at `at` alike, as XLA has no way to do it in
+        parts; else the tensor is split again there.
     """
 
     tensor: Source | None
@@ -151,14 +151,14 @@ class RematerializedTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What was decided about a program; `str` of it is meant to be read.
+    """What was decided about a program; its `str` is a report to read.
 
     Args:
       name: the program's.
       mesh: its device mesh.
       partitioner: "shardy" or "gspmd".
       tensors: of all its ops; arguments and results first, then in program order.
-      elsewhere: collectives at no tensor of the program's.
+      elsewhere: collectives that belong to no tensor of the program.
       repairs: ops that XLA's partitioner would get wrong, laid out otherwise.
     """
 
@@ -171,23 +171,23 @@ class Explanation:
     repairs: tuple[Repair, ...] = ()
 
     def replicated(self, at_least: int = 0) -> list[TensorReport]:
-        """The tensors of at least so many bytes that no axis splits, largest first."""
-        found = [
-            one
-            for one in self.tensors
-            if one.why_replicated is not None and one.bytes >= at_least
+        """The tensors of `at_least` bytes that no axis splits, largest first."""
+        tensors = [
+            tensor
+            for tensor in self.tensors
+            if tensor.why_replicated is not None and tensor.bytes >= at_least
         ]
-        return sorted(found, key=lambda one: -one.bytes)
+        return sorted(tensors, key=lambda tensor: -tensor.bytes)
 
     def rematerialized(self) -> list[RematerializedTensor]:
-        """The tensors made whole with nobody asking for it, largest first.
+        """The tensors gathered without an annotation for it, largest first.
 
-        By a reshard: what XLA warns of as "involuntary full rematerialization" (GSPMD
-        4.5: resharding in several steps, the last resort of which is to replicate). Or
-        for an op that the partitioner cannot split, of which XLA says nothing. Results
-        and tensors that completion itself leaves whole are `replicated`.
+        Gathered for a reshard, XLA warns of it as "involuntary full rematerialization"
+        (GSPMD 4.5: resharding in several steps, the last resort of which is to
+        replicate); for an op that the partitioner cannot split, XLA says nothing.
+        Results and tensors that completion itself leaves unsharded are `replicated`.
         """
-        return sorted(self._rematerialized, key=lambda one: -one.bytes)
+        return sorted(self._rematerialized, key=lambda tensor: -tensor.bytes)
 
     def text(self, *, match: str = "", at_least: int = 0) -> str:
         """A part of `str(self)`: see `explanation_text`."""
@@ -198,20 +198,20 @@ class Explanation:
 
 
 def explain(program: Program) -> Explanation:
-    """Says what completion and the partitioner decided about a program.
+    """Reports what completion and the partitioner decided about a program.
 
-    The program is compiled once more, without the backend's own optimizations where
-    that can be (the default job: 3 s). Collectives are those of the compiled program.
+    The program is compiled once more, if possible without the backend's own
+    optimizations (the default job: 3 s). Collectives are those of the compiled program.
 
     Raises:
-      LoweringError: XLA used another partitioner than asked.
+      LoweringError: XLA used another partitioner than requested.
       ValueError: the mesh has one device.
     """
     completion = complete(program.unpartitioned)
     at, elsewhere = _inserted(program)
     arguments, results = _arguments(program, completion), _results(program, completion)
     root = completion.completed.root()
-    # The root of several results is a tuple, no op's own tensor.
+    # With several results the root is a tuple, and no op's own tensor.
     root_why = {root.name: results[0].why_replicated} if root.dtype else {}
     report = _Report(completion, program.sources, at, root_why)
     return Explanation(
@@ -221,8 +221,8 @@ def explain(program: Program) -> Explanation:
         tensors=(*arguments, *results, *report.tensors()),
         elsewhere=tuple(elsewhere + report.unclaimed()),
         _rematerialized=tuple(
-            _rematerialized(one, program.sources)
-            for one in completion.rematerializations()
+            _rematerialized(tensor, program.sources)
+            for tensor in completion.rematerializations()
         ),
         repairs=program.repairs,
     )
@@ -230,14 +230,14 @@ def explain(program: Program) -> Explanation:
 
 def _arguments(program: Program, completion: Completion) -> list[TensorReport]:
     module = completion.completed
-    found = [
-        one
-        for one in module.instructions
-        if one.opcode == "parameter" and one.computation == module.entry
+    parameters = [
+        instruction
+        for instruction in module.instructions
+        if instruction.opcode == "parameter" and instruction.computation == module.entry
     ]
-    found.sort(key=lambda one: one.number)
-    shardings = [completion.sharding(one) for one in found]
-    whys = [_why_border(completion.around(one), one.shape) for one in found]
+    parameters.sort(key=lambda parameter: parameter.number)
+    shardings = [completion.sharding(parameter) for parameter in parameters]
+    whys = [_why_border(completion.around(p), p.shape) for p in parameters]
     return _leaves(Kind.ARGUMENT, program.inputs, shardings, program.in_shardings, whys)
 
 
@@ -249,12 +249,12 @@ def _results(program: Program, completion: Completion) -> list[TensorReport]:
         whys = [_why_border(completion.around(root), root.shape)]
     else:
         makers = completion.completed.operands(root)
-        whys = [_why_element(completion, one) for one in makers]
+        whys = [_why_element(completion, maker) for maker in makers]
     return _leaves(Kind.RESULT, program.outputs, shardings, program.out_shardings, whys)
 
 
 def _why_element(completion: Completion, maker: Instruction) -> Why:
-    """Why the result that `maker` makes is left whole."""
+    """Why the result that `maker` makes is left unsharded."""
     why = _why_border([completion.as_neighbour(maker)], maker.shape)
     if why is not Why.NOTHING_SPLIT:
         return why
@@ -262,33 +262,33 @@ def _why_element(completion: Completion, maker: Instruction) -> Why:
 
 
 def _why_border(near: Sequence[AdjacentTensor], shape: tuple[int, ...]) -> Why:
-    """Why an argument or a result of `shape` next to these is left whole.
+    """Why an argument or a result of `shape` next to these is left unsharded.
 
-    JAX splits arrays between programs evenly. What has no sharding of its own it
-    therefore leaves whole where a dim does not divide.
+    JAX splits arrays between programs evenly. It therefore leaves an array without a
+    sharding of its own unsharded where a dim does not divide.
     """
-    for one in near:
-        if not isinstance(one.sharding, Sharding):
+    for tensor in near:
+        if not isinstance(tensor.sharding, Sharding):
             continue
-        pairs = zip(one.shape, one.sharding.splits(), strict=True)
+        pairs = zip(tensor.shape, tensor.sharding.splits(), strict=True)
         if any(size % count and size in shape for size, count in pairs):
             return Why.UNEVEN
     return _why_inside(near)
 
 
 def _why_inside(near: Sequence[AdjacentTensor]) -> Why:
-    """Why a tensor next to these is left whole."""
-    if all(_is_replicated(one.sharding) for one in near):
+    """Why a tensor next to these is left unsharded."""
+    if all(_is_replicated(tensor.sharding) for tensor in near):
         return Why.NOTHING_SPLIT
     return Why.UNDECIDED
 
 
-def _leaves(kind: Kind, specs, shardings, asked, whys) -> list[TensorReport]:
-    """The arguments or results; `whys` are of those that completion left whole."""
+def _leaves(kind: Kind, specs, shardings, requested, whys) -> list[TensorReport]:
+    """The arguments or results; `whys` are for those that completion left unsharded."""
     paths = nest.flatten_with_joined_string_paths(specs, separator=".")
     reports = []
     for (path, spec), sharding, wanted, why in zip(
-        paths, shardings, asked, whys, strict=True
+        paths, shardings, requested, whys, strict=True
     ):
         shape = tuple(spec.shape)
         why = why if wanted is None else Why.PLAN
@@ -312,7 +312,7 @@ def _leaves(kind: Kind, specs, shardings, asked, whys) -> list[TensorReport]:
 
 
 class _Report:
-    """The tensors inside of a program, one for each TF op."""
+    """The tensors inside a program, one for each TF op."""
 
     def __init__(
         self,
@@ -328,9 +328,9 @@ class _Report:
         self.root_why = root_why
         self.by_op: dict[str, list[Instruction]] = collections.defaultdict(list)
         inside = _running(self.module)
-        for one in self.module.instructions:
-            if one.opcode not in _NO_TENSOR and one.computation in inside:
-                self.by_op[_innermost(one.op_name)].append(one)
+        for part in self.module.instructions:
+            if part.opcode not in _NO_TENSOR and part.computation in inside:
+                self.by_op[_innermost(part.op_name)].append(part)
 
     def tensors(self) -> list[TensorReport]:
         return [self._tensor(name, parts) for name, parts in self.by_op.items() if name]
@@ -338,70 +338,73 @@ class _Report:
     def unclaimed(self) -> list[InsertedCollective]:
         """The collectives at ops that have no tensor of their own."""
         return [
-            one
-            for name, found in self.collectives.items()
+            collective
+            for name, inserted in self.collectives.items()
             if name not in self.by_op
-            for one in found
+            for collective in inserted
         ]
 
     def _tensor(self, name: str, parts: Sequence[Instruction]) -> TensorReport:
-        one = max(parts, key=lambda part: part.bytes)
-        source = self.sources.find(name, one.shape)
-        # An op lowers to several instructions; its own value has its own shape.
-        own = [p for p in parts if source is not None and p.shape in source.shapes]
-        one = own[-1] if own else one
-        sharding = self.completion.sharding(one)
+        instruction = max(parts, key=lambda part: part.bytes)
+        source = self.sources.find(name, instruction.shape)
+        # An op lowers to several instructions; those of its value have its shape.
+        of_value = [p for p in parts if source is not None and p.shape in source.shapes]
+        instruction = of_value[-1] if of_value else instruction
+        sharding = self.completion.sharding(instruction)
         annotated = source is not None and source.annotation is not None
-        asked = None
-        if annotated and own:
-            asked = source.annotation.sharding(self.completion.mesh, len(one.shape))
-        followed = asked is None or self.completion.follows(sharding, asked)
+        requested = None
+        if annotated and of_value:
+            requested = source.annotation.sharding(
+                self.completion.mesh, len(instruction.shape)
+            )
+        followed = requested is None or self.completion.follows(sharding, requested)
         return TensorReport(
             kind=Kind.INSIDE,
             layer=source.layer if source else "",
             op_name=name,
             op_type=source.op_type if source else "",
             source=source,
-            shape=one.shape,
-            dtype=one.dtype,
+            shape=instruction.shape,
+            dtype=instruction.dtype,
             sharding=sharding,
             annotated=annotated,
-            why_replicated=self._why(parts, sharding, asked),
+            why_replicated=self._why(parts, sharding, requested),
             collectives=tuple(self.collectives.get(name, ())),
-            asked=None if followed else asked,
-            resharded_from=self._resharded_from(one) if annotated else None,
-            **_sizes(sharding, one.shape, itemsize(one.dtype)),
+            asked=None if followed else requested,
+            resharded_from=self._resharded_from(instruction) if annotated else None,
+            **_sizes(sharding, instruction.shape, itemsize(instruction.dtype)),
         )
 
-    def _why(self, parts, sharding, asked: Sharding | None) -> Why | None:
+    def _why(self, parts, sharding, requested: Sharding | None) -> Why | None:
         if not _is_replicated(sharding):
             return None
-        if asked is not None and asked.is_replicated():
+        if requested is not None and requested.is_replicated():
             return Why.ANNOTATED
-        for one in parts:
-            if why := self.root_why.get(one.name):
+        for part in parts:
+            if why := self.root_why.get(part.name):
                 return why
         return _why_inside(
-            [near for one in parts for near in self.completion.around(one)]
+            [near for part in parts for near in self.completion.around(part)]
         )
 
-    def _resharded_from(self, one: Instruction) -> Sharding | str | None:
-        """The sharding of what an annotation annotates again, if that is another."""
-        for annotated in self.module.operands(one):
+    def _resharded_from(self, instruction: Instruction) -> Sharding | str | None:
+        """The sharding of the tensor that is annotated again, if it is another one."""
+        for annotated in self.module.operands(instruction):
             source = self.sources.find(annotated.op_name, annotated.shape)
             if source is not None and source.annotation is not None:
                 before = self.completion.sharding(annotated)
-                return before if before != self.completion.sharding(one) else None
+                after = self.completion.sharding(instruction)
+                return before if before != after else None
         return None
 
 
 def _running(module: HloModule) -> set[str]:
-    """The computations that run as such: not the scalar ones inside of reduces."""
-    found = {module.entry}
-    for one in module.instructions:
-        if one.opcode in ("while", "conditional", "call"):
-            found.update(one.called)
-    return found
+    """The computations that run as such, without the scalar ones inside reduces."""
+    names = {module.entry}
+    for instruction in module.instructions:
+        if instruction.opcode in ("while", "conditional", "call"):
+            names.update(instruction.called)
+    return names
 
 
 def _inserted(
@@ -413,7 +416,7 @@ def _inserted(
     for collective in collectives_of(module, program.mesh):
         loops = module.loops_around(module.by_name[collective.name].computation)
         names = _combined_names(collective.op_name)
-        one = InsertedCollective(
+        inserted = InsertedCollective(
             kind=collective.kind,
             axes=collective.axes,
             bytes=collective.bytes,
@@ -422,8 +425,8 @@ def _inserted(
             shared_by=max(1, len(names)),
         )
         for name in names:
-            by_op[name].append(one)
-        nameless += [] if names else [one]
+            by_op[name].append(inserted)
+        nameless += [] if names else [inserted]
     return dict(by_op), nameless
 
 
@@ -437,7 +440,7 @@ def _combined_names(op_name: str) -> list[str]:
 
 
 def _innermost(op_name: str) -> str:
-    """The TF op; of ops that XLA merged the last, which is the innermost."""
+    """The TF op; of ops that XLA merged the last one, which is the innermost."""
     return program_name(op_name.split(";")[-1])
 
 
@@ -450,16 +453,18 @@ def _product(trips: Sequence[int | None]) -> int | None:
     return product
 
 
-def _rematerialized(one: Rematerialization, sources: Sources) -> RematerializedTensor:
+def _rematerialized(
+    tensor: Rematerialization, sources: Sources
+) -> RematerializedTensor:
     return RematerializedTensor(
-        tensor=sources.find(one.tensor),
-        at=sources.find(one.at),
-        tensor_name=program_name(one.tensor),
-        at_name=program_name(one.at),
-        shape=one.shape,
-        dtype=one.dtype,
-        bytes=one.bytes,
-        alike=one.alike,
+        tensor=sources.find(tensor.tensor),
+        at=sources.find(tensor.at),
+        tensor_name=program_name(tensor.tensor),
+        at_name=program_name(tensor.at),
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        bytes=tensor.bytes,
+        alike=tensor.alike,
     )
 
 
@@ -468,7 +473,7 @@ def _is_replicated(sharding: Sharding | str) -> bool:
 
 
 def _sizes(sharding, shape: tuple[int, ...], size: int) -> dict[str, int]:
-    # What cannot be written over mesh axes is split somehow: by how much is not known.
+    # A sharding that mesh axes cannot express splits the tensor by an unknown factor.
     shard = sharding.shard_shape(shape) if isinstance(sharding, Sharding) else shape
     return {"bytes": _count(shape) * size, "bytes_per_device": _count(shard) * size}
 

@@ -22,52 +22,50 @@ if TYPE_CHECKING:
 
 _LARGEST = 10
 _WIDTH = 80
-# Of a tensor's name, its type and its sharding; what is left is how it came about.
+# Widths for a tensor's name, type and sharding; the rest says where it comes from.
 _COLUMNS = (34, 17, 12)
 
 
 def explanation_text(
     explanation: Explanation, *, match: str = "", at_least: int = 0
 ) -> str:
-    """What `print(explanation)` shows, or a part of it; the summary is of all.
+    """What `print(explanation)` shows, or a part of it; the summary covers all tensors.
 
     Args:
       explanation: of a program.
-      match: regular expression; only tensors are shown in whose heading, name or source
-        it occurs, and all of these.
-      at_least: bytes; only tensors of as many are shown.
+      match: regular expression; all tensors in whose heading, name or source it occurs
+        are shown, and no others.
+      at_least: bytes; only tensors of at least this size are shown.
     """
     pattern = re.compile(match)
 
     def is_shown(*names: object, size: int) -> bool:
-        found = any(pattern.search(str(name)) for name in names if name)
-        return size >= at_least and (found or not match)
+        matches = any(pattern.search(str(name)) for name in names if name)
+        return size >= at_least and (matches or not match)
 
     tensors = [
-        one
-        for one in (explanation.tensors if match else _interesting(explanation.tensors))
-        if is_shown(_heading(one), one.op_name, one.source, size=one.bytes)
+        t
+        for t in (explanation.tensors if match else _interesting(explanation.tensors))
+        if is_shown(_heading(t), t.op_name, t.source, size=t.bytes)
     ]
     replicated = [
-        one
-        for one in explanation.replicated(at_least)
-        if is_shown(_heading(one), one.op_name, one.source, size=one.bytes)
+        t
+        for t in explanation.replicated(at_least)
+        if is_shown(_heading(t), t.op_name, t.source, size=t.bytes)
     ]
-    whole = [
-        one
-        for one in explanation.rematerialized()
+    rematerialized = [
+        t
+        for t in explanation.rematerialized()
         if is_shown(
-            *(one.tensor_name, one.tensor, one.tensor and one.tensor.layer),
-            *(one.at_name, one.at, one.at and one.at.layer),
-            size=one.bytes,
+            *(t.tensor_name, t.tensor, t.tensor and t.tensor.layer),
+            *(t.at_name, t.at, t.at and t.at.layer),
+            size=t.bytes,
         )
     ]
     repairs = [
-        one
-        for one in explanation.repairs
-        if is_shown(
-            *(one.op_name, one.source, one.source and one.source.layer), size=one.bytes
-        )
+        r
+        for r in explanation.repairs
+        if is_shown(*(r.op_name, r.source, r.source and r.source.layer), size=r.bytes)
     ]
     is_filtered = bool(match or at_least)
     lines = [
@@ -77,26 +75,33 @@ def explanation_text(
         *_tensors(tensors),
         *([] if is_filtered else _elsewhere(explanation.elsewhere)),
         *([] if is_filtered and not replicated else _replicated(replicated)),
-        *([] if is_filtered and not whole else _rematerialized(whole)),
+        *(
+            []
+            if is_filtered and not rematerialized
+            else _rematerialized(rematerialized)
+        ),
         *_repaired(repairs),
     ]
     return "\n".join(part for line in lines for part in _wrapped(line))
 
 
 def _summary(explanation: Explanation) -> Iterator[str]:
-    """A screen at most: how much there is of what is told below."""
+    """At most a screen: how much there is of what the lists below show."""
     tensors, replicated = explanation.tensors, explanation.replicated()
-    whole = explanation.rematerialized()
+    rematerialized = explanation.rematerialized()
     yield (
         f"{explanation.name} over {explanation.mesh}, completed by "
         f"{explanation.partitioner}: {len(tensors)} tensors, of which"
     )
-    annotated = [one for one in tensors if one.annotated]
-    repaired = collections.Counter(one.fault.is_slow for one in explanation.repairs)
+    annotated = [tensor for tensor in tensors if tensor.annotated]
+    repaired = collections.Counter(r.fault.is_slow for r in explanation.repairs)
     rows = [
         (f"{len(annotated)} annotated", ""),
         (f"{len(replicated)} left replicated", _total(replicated)),
-        (f"{len(whole)} made whole with nobody asking for it", _total(whole)),
+        (
+            f"{len(rematerialized)} made whole with nobody asking for it",
+            _total(rematerialized),
+        ),
     ]
     rows += [
         (f"{count} laid out otherwise, as XLA would be {how}", "")
@@ -110,26 +115,26 @@ def _summary(explanation: Explanation) -> Iterator[str]:
 
 def _collective_rows(explanation: Explanation) -> list[str]:
     """Collectives by kind and axes, those that move most first."""
-    # One that XLA combined is at several tensors.
-    known = {id(one): one for t in explanation.tensors for one in t.collectives}
-    known |= {id(one): one for one in explanation.elsewhere}
+    # A collective that XLA combined is at several tensors.
+    known = {id(c): c for tensor in explanation.tensors for c in tensor.collectives}
+    known |= {id(c): c for c in explanation.elsewhere}
     groups: dict[str, list[InsertedCollective]] = {}
-    for one in known.values():
-        groups.setdefault(f"{one.kind} {_where(one)}", []).append(one)
+    for c in known.values():
+        groups.setdefault(f"{c.kind} {_where(c)}", []).append(c)
 
-    def moved(found: list[InsertedCollective]) -> int:
-        return sum(one.bytes * (one.times or 1) for one in found)
+    def moved(group: list[InsertedCollective]) -> int:
+        return sum(c.bytes * (c.times or 1) for c in group)
 
     return [
-        f"  {name:<38}{bytes_text(moved(found)):>11}, "
-        + ("at least " if any(one.times is None for one in found) else "")
-        + f"{sum(one.times or 1 for one in found)} times"
-        for name, found in sorted(groups.items(), key=lambda item: -moved(item[1]))
+        f"  {name:<38}{bytes_text(moved(group)):>11}, "
+        + ("at least " if any(c.times is None for c in group) else "")
+        + f"{sum(c.times or 1 for c in group)} times"
+        for name, group in sorted(groups.items(), key=lambda item: -moved(item[1]))
     ]
 
 
 def _total(tensors: Sequence[TensorReport | RematerializedTensor]) -> str:
-    return bytes_text(sum(one.bytes for one in tensors)) if tensors else ""
+    return bytes_text(sum(tensor.bytes for tensor in tensors)) if tensors else ""
 
 
 def _what_is_shown(count: int, match: str, at_least: int) -> Iterator[str]:
@@ -145,7 +150,7 @@ def _what_is_shown(count: int, match: str, at_least: int) -> Iterator[str]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """A line as several, indented deeper, where it is longer than the screen."""
+    """A line, broken into several with a hanging indent if wider than the screen."""
     if len(line) <= _WIDTH:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
@@ -157,68 +162,69 @@ def _wrapped(line: str) -> list[str]:
     )
 
 
-def tensor_name(one: TensorReport) -> str:
-    """The tensor's own name in its layer; of a gradient's op with the op it is of."""
-    if not one.layer and one.source is None:
-        return one.op_name
-    # What TF has no op for has a scope of its name.
-    parts = one.op_name.removesuffix(f"/{PLACEHOLDER}").split("/")
-    return "/".join(parts[-2:] if one.source and one.source.is_gradient else parts[-1:])
+def tensor_name(tensor: TensorReport) -> str:
+    """The tensor's own name in its layer; a gradient's follows the name of its op."""
+    if not tensor.layer and tensor.source is None:
+        return tensor.op_name
+    # What TF has no op for has a scope with its name.
+    parts = tensor.op_name.removesuffix(f"/{PLACEHOLDER}").split("/")
+    return "/".join(
+        parts[-2:] if tensor.source and tensor.source.is_gradient else parts[-1:]
+    )
 
 
-def replicated_line(one: TensorReport) -> str:
+def replicated_line(tensor: TensorReport) -> str:
     """`1.5 MB f32[600,600] argument state.w`."""
-    place = ".".join(part for part in (one.layer, tensor_name(one)) if part)
-    where = f" ({one.source})" if one.source else ""
-    kind = "" if one.kind.value == "inside" else f"{one.kind.value} "
-    return f"{bytes_text(one.bytes)} {_type(one)} {kind}{place}{where}"
+    place = ".".join(part for part in (tensor.layer, tensor_name(tensor)) if part)
+    where = f" ({tensor.source})" if tensor.source else ""
+    kind = "" if tensor.kind.value == "inside" else f"{tensor.kind.value} "
+    return f"{bytes_text(tensor.bytes)} {_type(tensor)} {kind}{place}{where}"
 
 
 def _tensors(shown: Iterable[TensorReport]) -> Iterator[str]:
     groups: dict[str, list[TensorReport]] = {}
-    for one in shown:
-        groups.setdefault(_heading(one), []).append(one)
+    for tensor in shown:
+        groups.setdefault(_heading(tensor), []).append(tensor)
     for heading, tensors in groups.items():
         yield heading
-        for one in tensors:
-            yield from _tensor_lines(one)
+        for tensor in tensors:
+            yield from _tensor_lines(tensor)
         yield ""
 
 
-def _heading(one: TensorReport) -> str:
-    if one.kind.value == "inside":
-        return one.layer or "in no layer"
-    return f"{one.kind.value}s"
+def _heading(tensor: TensorReport) -> str:
+    if tensor.kind.value == "inside":
+        return tensor.layer or "in no layer"
+    return f"{tensor.kind.value}s"
 
 
 def _interesting(tensors: Iterable[TensorReport]) -> list[TensorReport]:
-    def is_named(one: TensorReport) -> bool:
-        return one.kind.value != "inside" or one.annotated or bool(one.collectives)
+    def is_named(t: TensorReport) -> bool:
+        return t.kind.value != "inside" or t.annotated or bool(t.collectives)
 
-    others = sorted(
-        (one for one in tensors if not is_named(one)), key=lambda one: -one.bytes
-    )
-    largest = {id(one) for one in others[:_LARGEST]}
-    return [one for one in tensors if is_named(one) or id(one) in largest]
+    others = sorted((t for t in tensors if not is_named(t)), key=lambda t: -t.bytes)
+    largest = {id(tensor) for tensor in others[:_LARGEST]}
+    return [t for t in tensors if is_named(t) or id(t) in largest]
 
 
-def _tensor_lines(one: TensorReport) -> Iterator[str]:
-    how = "annotated" if one.annotated else "inferred"
-    how = how if one.asked is None else f"asked {one.asked}"
-    yield from _row(tensor_name(one), _type(one), str(one.sharding), how)
-    if one.source is not None:
-        of = "gradient of " if one.source.is_gradient else ""
-        yield f"      {of}{one.source}"
-    if one.resharded_from is not None:
-        yield f"      annotated again, differently: resharded from {one.resharded_from}"
-    for collective in one.collectives:
+def _tensor_lines(tensor: TensorReport) -> Iterator[str]:
+    how = "annotated" if tensor.annotated else "inferred"
+    how = how if tensor.asked is None else f"asked {tensor.asked}"
+    yield from _row(tensor_name(tensor), _type(tensor), str(tensor.sharding), how)
+    if tensor.source is not None:
+        of = "gradient of " if tensor.source.is_gradient else ""
+        yield f"      {of}{tensor.source}"
+    if tensor.resharded_from is not None:
+        before = tensor.resharded_from
+        yield f"      annotated again, differently: resharded from {before}"
+    for collective in tensor.collectives:
         yield f"      {collective_text(collective)}"
 
 
 def _row(*cells: str) -> Iterator[str]:
-    """Cells in columns; what follows one longer than its column has a new line.
+    """Cells in columns; after a cell wider than its column a new line begins.
 
-    The last cell stays where there is room for it: nothing stands below it.
+    The last cell stays on the line if there is room for it: it has no column.
     """
     *columns, last = cells
     line, begin = "", 2
@@ -234,28 +240,30 @@ def _row(*cells: str) -> Iterator[str]:
     yield f"{line:<{begin - 1}} {last}"
 
 
-def collective_text(one: InsertedCollective) -> str:
+def collective_text(collective: InsertedCollective) -> str:
     """`all-gather along X, 33 kB, 40 times in a loop`."""
-    text = f"{one.kind} {_where(one)}, {bytes_text(one.bytes)}"
-    if one.in_loop:
-        times = "unknown times" if one.times is None else f"{one.times} times"
+    text = f"{collective.kind} {_where(collective)}, {bytes_text(collective.bytes)}"
+    if collective.in_loop:
+        times = (
+            "unknown times" if collective.times is None else f"{collective.times} times"
+        )
         text += f", {times} in a loop"
-    if one.shared_by > 1:
-        text += f", with {one.shared_by - 1} other ops"
+    if collective.shared_by > 1:
+        text += f", with {collective.shared_by - 1} other ops"
     return text
 
 
-def _where(one: InsertedCollective) -> str:
-    if one.axes is None:
+def _where(collective: InsertedCollective) -> str:
+    if collective.axes is None:
         return "in groups that no axes make"
-    return f"along {', '.join(one.axes) or 'no axis'}"
+    return f"along {', '.join(collective.axes) or 'no axis'}"
 
 
 def _elsewhere(collectives: tuple[InsertedCollective, ...]) -> Iterator[str]:
     if collectives:
         yield "collectives at no tensor of the program's"
-        for one in collectives:
-            yield f"      {collective_text(one)}"
+        for collective in collectives:
+            yield f"      {collective_text(collective)}"
         yield ""
 
 
@@ -263,29 +271,29 @@ def _replicated(tensors: list[TensorReport]) -> Iterator[str]:
     if not tensors:
         yield from ("No tensor is left replicated.", "")
         return
-    total = bytes_text(sum(one.bytes for one in tensors))
+    total = bytes_text(sum(tensor.bytes for tensor in tensors))
     yield f"Left replicated: {len(tensors)} tensors, {total}; the largest:"
-    for one in tensors[:_LARGEST]:
-        yield f"  {replicated_line(one)}"
-        yield f"      {one.why_replicated.value}"
+    for tensor in tensors[:_LARGEST]:
+        yield f"  {replicated_line(tensor)}"
+        yield f"      {tensor.why_replicated.value}"
     yield ""
 
 
-def _rematerialized(found: list[RematerializedTensor]) -> Iterator[str]:
-    if not found:
+def _rematerialized(tensors: list[RematerializedTensor]) -> Iterator[str]:
+    if not tensors:
         yield "No tensor is made whole on every device with nobody asking for it."
         return
     yield "Made whole on every device, for which nobody asked:"
-    for one in found:
-        yield from rematerialized_lines(one)
+    for tensor in tensors:
+        yield from rematerialized_lines(tensor)
 
 
-def rematerialized_lines(one: RematerializedTensor) -> Iterator[str]:
-    """What, where and what to do."""
-    origin = _origin(one.tensor, one.tensor_name)
-    yield f"  {bytes_text(one.bytes)} {_type(one)} {origin}"
-    at = _origin(one.at, one.at_name)
-    if one.alike:
+def rematerialized_lines(tensor: RematerializedTensor) -> Iterator[str]:
+    """Which tensor, where, and what to do about it."""
+    origin = _origin(tensor.tensor, tensor.tensor_name)
+    yield f"  {bytes_text(tensor.bytes)} {_type(tensor)} {origin}"
+    at = _origin(tensor.at, tensor.at_name)
+    if tensor.alike:
         yield f"      every device does all of {at}"
         yield "      split what it reads along other dims, or do it in a manual region"
         return
@@ -295,15 +303,15 @@ def rematerialized_lines(one: RematerializedTensor) -> Iterator[str]:
 
 def _repaired(repairs: Iterable[Repair]) -> Iterator[str]:
     for slow, would in ((False, "get them wrong"), (True, "be slow at them")):
-        alike = [one for one in repairs if one.fault.is_slow == slow]
-        if alike:
+        of_kind = [repair for repair in repairs if repair.fault.is_slow == slow]
+        if of_kind:
             yield ""
             yield f"Ops laid out otherwise, as XLA would {would}:"
-        for one in alike:
-            origin = _origin(one.source, one.op_name)
-            yield f"  {bytes_text(one.bytes)} to each device: {origin}"
-            yield f"      {one.fault.name}; {one.fault.repair}"
-            for name, before, after in one.changes():
+        for repair in of_kind:
+            origin = _origin(repair.source, repair.op_name)
+            yield f"  {bytes_text(repair.bytes)} to each device: {origin}"
+            yield f"      {repair.fault.name}; {repair.fault.repair}"
+            for name, before, after in repair.changes():
                 yield f"      {name}: {before or 'unknown'} -> {after}"
 
 
@@ -314,5 +322,5 @@ def _origin(source, name: str) -> str:
     return f"{layer}{name.split('/')[-1]} ({source})"
 
 
-def _type(one: TensorReport | RematerializedTensor) -> str:
-    return f"{one.dtype}[{','.join(map(str, one.shape))}]"
+def _type(tensor: TensorReport | RematerializedTensor) -> str:
+    return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
