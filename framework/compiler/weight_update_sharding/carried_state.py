@@ -1,7 +1,7 @@
-"""Values that control flow ties together: they take one form or none.
+"""Values that control flow ties together: all of them take a form, or none does.
 
-A loop's input and output, a program's argument and the result that replaces it, the
-branches of a conditional and what they give (weight-update sharding 3.2).
+They are a loop's input and output, a program's argument and the result that replaces
+it, the results of a conditional's branches (weight-update sharding 3.2).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SAME_TRUTH = ("stablehlo.not", "stablehlo.convert", "stablehlo.reshape")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Carried:
-    """Values and uses of one form.
+    """Values and uses that have the same form.
 
     Args:
       values: block arguments and results.
-      uses: where values enter it.
-      argument: number of the program's argument that it is, None if of a loop or a
-        conditional.
+      uses: where other values enter.
+      argument: number of the program's argument that it is, None for a loop's or a
+        conditional's.
     """
 
     values: tuple[ir.Value, ...]
@@ -43,36 +43,36 @@ class Carried:
     argument: int | None = None
 
     def entering(self) -> list[ir.Value]:
-        """What enters it."""
+        """The values that enter it."""
         return [op.operands[number] for op, number in self.uses]
 
 
 def carried_of(
     completed: CompletedModule, carried: Sequence[tuple[int, int]]
 ) -> list[Carried]:
-    """All links of tensors that are no scalars.
+    """All links of tensors that are not scalars.
 
     Args:
       completed: the module.
-      carried: pairs of the numbers of an argument and of the result that is the same
-        argument in the next call.
+      carried: pairs of numbers, of an argument and of the result that replaces it in
+        the next call.
     """
     block = completed.main.regions[0].blocks[0]
     end = end_of(block)
-    found = [
+    links = [
         Carried((block.arguments[argument],), ((end, result),), argument)
         for argument, result in carried
     ]
     for op in walk(completed.main):
         if op.name == WHILE:
-            found += _of_loop(op)
+            links += _of_loop(op)
         elif op.name in BRANCHES:
-            found += _of_branches(op)
-    return [link for link in found if shape_of(link.values[0])]
+            links += _of_branches(op)
+    return [link for link in links if shape_of(link.values[0])]
 
 
 def _of_loop(op) -> Iterator[Carried]:
-    """Of what changes: what a loop only reads it uses as any op does."""
+    """The links of values that a loop changes; others it only uses, as any op does."""
     condition, body = (region.blocks[0] for region in op.regions)
     for i, result in enumerate(op.results):
         if end_of(body).operands[i] != body.arguments[i]:
@@ -87,10 +87,10 @@ def _of_branches(op) -> Iterator[Carried]:
 
 
 def frequency(op, region: int) -> float:
-    """How often a branch of a conditional is entered: 1 / k if every k steps, else 1.
+    """How often a branch of a conditional is taken: 1 / k if every k steps, else 1.
 
-    As in the paper, by its predicate's use of a counter: something's remainder by k is
-    compared with a number.
+    As in the paper, this is read from the predicate's use of a counter: a remainder by
+    k is compared with a number.
     """
     equal = op.name == "stablehlo.if" and _compared(op.operands[0])
     if not equal:
@@ -101,7 +101,7 @@ def frequency(op, region: int) -> float:
 
 
 def _compared(value: ir.Value) -> tuple[ir.Operation, int] | None:
-    """The comparison that a predicate is; which branch is for what is equal."""
+    """The comparison behind a predicate, and which branch is taken if it is equal."""
     turned = False
     while not isinstance(value.owner, ir.Block):
         maker = value.owner
@@ -119,7 +119,7 @@ def _compared(value: ir.Value) -> tuple[ir.Operation, int] | None:
 
 
 def _divisor(op) -> float | None:
-    """The constant by which scalars behind an op are divided for their remainder."""
+    """The divisor, a constant, of a remainder of scalars from which an op is made."""
     pending, most = list(op.operands), 64
     while pending and most:
         value, most = pending.pop(0), most - 1
@@ -133,13 +133,13 @@ def _divisor(op) -> float | None:
 
 
 def trips(op) -> int:
-    """How often a loop runs, by constants that its condition compares with; or 1."""
+    """How often a loop runs, by the constants in its condition; 1 if it has none."""
     condition = op.regions[0].blocks[0]
     bounds = []
     for inner in condition.operations:
         if inner.operation.name == "stablehlo.compare":
-            found = [_bound(op, condition, value) for value in inner.operation.operands]
-            bounds += [bound for bound in found if bound]
+            read = [_bound(op, condition, v) for v in inner.operation.operands]
+            bounds += [bound for bound in read if bound]
     return int(min(bounds, default=1))
 
 
@@ -155,16 +155,16 @@ def _bound(op, condition, value: ir.Value) -> float | None:
 
 
 def joined(links: Sequence[Carried]) -> list[list[Carried]]:
-    """Links that pass one tensor on to each other, together."""
-    found: list[list[Carried]] = []
+    """Links in groups, in which they pass a tensor on to each other."""
+    groups: list[list[Carried]] = []
     for link in links:
-        near = [group for group in found if any(_passes(link, one) for one in group)]
-        found = [group for group in found if group not in near]
-        found.append([link, *(one for group in near for one in group)])
-    return found
+        near = [group for group in groups if any(_passes(link, c) for c in group)]
+        groups = [group for group in groups if group not in near]
+        groups.append([link, *(c for group in near for c in group)])
+    return groups
 
 
-def _passes(one: Carried, other: Carried) -> bool:
-    return any(v in other.values for v in one.entering()) or any(
-        v in one.values for v in other.entering()
+def _passes(a: Carried, b: Carried) -> bool:
+    return any(v in b.values for v in a.entering()) or any(
+        v in a.values for v in b.entering()
     )

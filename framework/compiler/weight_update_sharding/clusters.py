@@ -1,7 +1,7 @@
 """Finds the weight updates of a program (weight-update sharding 3.2).
 
-A cluster is what is computed alike on all replicas around one or more gradient
-reductions, and could be computed on shards instead: elementwise ops mostly, followed
+A cluster is a set of ops around one or more gradient reductions that all replicas
+compute alike, and could compute on shards instead: mostly elementwise ops, followed
 from the reductions through loops to the state that the step returns.
 """
 
@@ -44,21 +44,21 @@ class Groups:
     def __init__(self):
         self._parent: dict = {}
 
-    def find(self, one):
-        root = one
+    def find(self, item):
+        root = item
         while self._parent.get(root, root) != root:
             root = self._parent[root]
-        while self._parent.get(one, one) != root:
-            self._parent[one], one = root, self._parent[one]
+        while self._parent.get(item, item) != root:
+            self._parent[item], item = root, self._parent[item]
         self._parent.setdefault(root, root)
         return root
 
-    def join(self, one, other) -> None:
-        self._parent[self.find(one)] = self.find(other)
+    def join(self, a, b) -> None:
+        self._parent[self.find(a)] = self.find(b)
 
 
 def bytes_of(value: ir.Value) -> int:
-    """Bytes of a tensor, whole."""
+    """Bytes of the full tensor."""
     type_ = ir.RankedTensorType(value.type)
     return math.prod(type_.shape) * itemsize(dtype_of(value))
 
@@ -68,10 +68,10 @@ class Cluster:
     """One weight update.
 
     Args:
-      links: the state that it updates and what loops carry of it.
-      ops: those to compute on shards.
-      values: tensors that they read or make, and those of the links.
-      steps: the loops over steps: those that carry the state.
+      links: the state that it updates, and the links of loops that carry it.
+      ops: the ops to compute on shards.
+      values: tensors that the ops read or make, and those of the links.
+      steps: the loops over steps, which carry the state.
     """
 
     links: list[Carried]
@@ -90,11 +90,11 @@ class Cluster:
         return by_op or any(value in link.values for link in self.links)
 
     def inside(self, use: Use) -> bool:
-        """Whether an op or a link of it is what uses a value."""
+        """Whether one of its ops or links makes this use of a value."""
         return use[0] in self.ops or any(use in link.uses for link in self.links)
 
     def grow(self, op: ir.Operation) -> None:
-        """Takes in another op."""
+        """Adds an op."""
         self.ops.add(op)
         new = [v for v in (*op.operands, *op.results) if shape_of(v)]
         self.values += [value for value in new if value not in self.values]
@@ -108,14 +108,14 @@ class Cluster:
         ]
 
     def exits(self) -> dict[ir.Value, list[Use]]:
-        """Tensors of it that others read, with what reads them."""
-        found = {}
+        """Its tensors that ops outside read, with these uses."""
+        exits = {}
         for value in self.values:
             if self.made_inside(value):
                 outside = [use for use in uses_of(value) if not self.inside(use)]
                 if outside:
-                    found[value] = outside
-        return found
+                    exits[value] = outside
+        return exits
 
 
 def uses_of(value: ir.Value) -> list[Use]:
@@ -127,8 +127,8 @@ class Dims:
     """Which dims of the values of a program are split alike or not at all.
 
     Args:
-      ops: those that may be computed on shards.
-      links: those whose values are.
+      ops: the ops that may be computed on shards.
+      links: the links whose values are.
     """
 
     def __init__(self, ops: Sequence[ir.Operation], links: Sequence[Carried]):
@@ -143,20 +143,20 @@ class Dims:
                     self._join((link.values[0], dim), (value, dim))
 
     def add(self, op: ir.Operation) -> None:
-        """Another op that is computed on shards."""
-        found = dim_map(op)
-        for one, other in found.same:
-            self._join(one, other)
-        self.whole.update(found.whole)
-        if found.keeps_shape:
+        """Adds an op that is computed on shards."""
+        dims = dim_map(op)
+        for place, same in dims.same:
+            self._join(place, same)
+        self.whole.update(dims.whole)
+        if dims.keeps_shape:
             values = (*op.operands, *op.results)
             self.keeps_shape.update(
                 (value, dim) for value in values for dim in range(len(shape_of(value)))
             )
 
-    def _join(self, one: Place, other: Place) -> None:
-        self.places.join(one, other)
-        self.values.join(one[0], other[0])
+    def _join(self, place: Place, same: Place) -> None:
+        self.places.join(place, same)
+        self.values.join(place[0], same[0])
 
 
 def find_clusters(
@@ -170,7 +170,7 @@ def find_clusters(
     updated = {
         link
         for group in joined(alike)
-        if any(_is_updated(one, redundancy, updating) for one in group)
+        if any(_is_updated(c, redundancy, updating) for c in group)
         for link in group
     }
     tied = [link for link in alike if link in updated]
@@ -187,21 +187,21 @@ def _updating(ops, redundancy: Redundancy) -> Iterator[ir.Operation]:
 
 
 def _feeding(ops, redundancy: Redundancy, updating, links) -> set[ir.Operation]:
-    """Ops that only weight updates use, such as a slot's decay; sums to scalars too."""
+    """Ops that only weight updates use, such as a slot's decay, and sums to scalars."""
     ends = {use for link in links for use in link.uses}
-    found: set[ir.Operation] = set()
+    feeding: set[ir.Operation] = set()
     for op in reversed(ops):
         if op in updating or not _can_shard(op, redundancy):
             continue
         ranked = [result for result in op.results if shape_of(result)]
         uses = [use for result in ranked for use in uses_of(result)]
-        if all(use[0] in updating or use[0] in found or use in ends for use in uses):
-            found.add(op)
-    return found
+        if all(use[0] in updating or use[0] in feeding or use in ends for use in uses):
+            feeding.add(op)
+    return feeding
 
 
 def _can_shard(op, redundancy: Redundancy) -> bool:
-    """Whether replicas compute an op alike that could be computed on shards."""
+    """Whether an op that replicas compute alike could be computed on shards."""
     values = [*op.operands, *op.results]
     ranked = any(shape_of(value) for value in values)
     alike = ranked and all(redundancy.alike.get(value) for value in values)
@@ -217,7 +217,7 @@ def _is_alike(link: Carried, redundancy: Redundancy) -> bool:
 
 
 def _is_updated(link: Carried, redundancy: Redundancy, updating) -> bool:
-    """Whether what it ties depends on gradients, or is made of what does."""
+    """Whether the values that a link ties depend on gradients."""
     return any(
         value in redundancy.updates
         or (not isinstance(value.owner, ir.Block) and value.owner in updating)
@@ -240,10 +240,10 @@ def _grouped(ops, links, dims: Dims) -> list[Cluster]:
             clusters[root].ops.add(op)
     for value in seen:
         clusters[dims.values.find(value)].values.append(value)
-    found = [one for one in clusters.values() if one.arguments()]
-    for one in found:
-        one.steps.update(_steps(one.links))
-    return found
+    updates = [cluster for cluster in clusters.values() if cluster.arguments()]
+    for cluster in updates:
+        cluster.steps.update(_steps(cluster.links))
+    return updates
 
 
 def _steps(links: Sequence[Carried]) -> Iterator[ir.Operation]:
@@ -254,7 +254,7 @@ def _steps(links: Sequence[Carried]) -> Iterator[ir.Operation]:
 
 
 def how_often(cluster: Cluster, ops: Sequence[ir.Operation]) -> float:
-    """How often in a step one of some ops runs: less than once if in rare branches."""
+    """How often in a step the most frequent op runs; below 1 if in rare branches."""
     return max(_runs(op, cluster.steps) for op in ops)
 
 

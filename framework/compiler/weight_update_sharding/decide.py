@@ -1,9 +1,9 @@
 """Whether a weight update is worth sharding, and how (weight-update sharding 3.2).
 
-The cost model is small: what a device need not read and write, at the speed of its
-memory, against what it has to send besides, at the speed of its links, and the time
-that another collective takes to begin. An all-reduce sends a tensor twice, once to
-reduce and once to gather; sharded, the second time is the gather of what others read.
+The cost model is small: the bytes that a device need not read and write, at the speed
+of its memory, against the bytes that it has to send in addition, at the speed of its
+links, and the latency of another collective. An all-reduce sends a tensor twice, once
+to reduce and once to gather; sharded, the second time gathers the result of the update.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class WeightUpdateSharding(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the cost model knows of a device.
+    """What the cost model knows about a device.
 
     Args:
       memory_bandwidth: bytes a second.
       link_bandwidth: bytes a second that it sends to others.
-      latency: seconds that a collective takes at least.
+      latency: the least seconds that a collective takes.
       tiles: of its memory's layout.
     """
 
@@ -64,14 +64,14 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What becomes of one weight update.
+    """The decision on a weight update.
 
     Args:
       cluster: the update.
       state: numbers of the program's arguments that it updates.
       format: how it is divided, None if it is left alone.
-      why: it is left alone; "" if it is not.
-      gathers: bytes a step of what is gathered for others to read.
+      why: the reason if it is left alone, else "".
+      gathers: bytes a step that are gathered for ops outside.
       reduced: bytes of its gradients' reductions.
       saved: bytes a step that a device need not read or write.
       kept: bytes of state that a device need not hold.
@@ -116,18 +116,18 @@ class _Judge:
             return Decision(cluster=cluster, state=state, why="switched off")
         self.place_gathers(cluster)
         reach = self.reach(cluster, state)
-        found = [
-            self.judged(cluster, reach, one)
+        options = [
+            self.judged(cluster, reach, format_)
             for axes in self.choices_of_axes(cluster)
-            for one in self.formats(cluster, axes)
+            for format_ in self.formats(cluster, axes)
         ]
         why = "no dim of it can be split in all that its update computes"
-        if found:
+        if options:
             why = "its tensors are too small to be split, or are split already"
-        found = [one for one in found if one.saved > 0]
-        if not found:
+        options = [option for option in options if option.saved > 0]
+        if not options:
             return Decision(cluster=cluster, state=state, why=why)
-        best = max(found, key=lambda one: (one.gain, -one.format.count))
+        best = max(options, key=lambda option: (option.gain, -option.format.count))
         if mode is WeightUpdateSharding.AUTO and best.gain <= 0:
             why = f"it would cost {-best.gain * 1e6:.1f} us a step"
             return dataclasses.replace(best, format=None, why=why, kept=0)
@@ -151,24 +151,24 @@ class _Judge:
             yield from itertools.combinations(axes, count)
 
     def place_gathers(self, cluster: Cluster) -> None:
-        """Keeps weights whole between steps where that gathers no more (4.2).
+        """Keeps weights unsharded between steps where that gathers no more (4.2).
 
-        Else what reads them computes on shards as far as that makes tensors smaller,
-        such as a conversion to bfloat16, and they are gathered after it.
+        Elsewhere ops that read them, such as a conversion to bfloat16, compute on
+        shards as long as that makes tensors smaller, and the results are gathered.
         """
         for links in joined(cluster.links):
             values = [value for link in links for value in link.values]
             reads = {v: uses for v, uses in cluster.exits().items() if v in values}
             if not reads:
                 continue
-            found = [self.reads(cluster, *read) for read in reads.items()]
-            whole = max(self.gathered(cluster, *read) for read in reads.items())
-            if sum(one.bytes for one in found) < whole:
-                for op in (op for one in found for op in one.ops):
+            costs = [self.reads(cluster, *read) for read in reads.items()]
+            unsharded = max(self.gathered(cluster, *read) for read in reads.items())
+            if sum(cost.bytes for cost in costs) < unsharded:
+                for op in (op for cost in costs for op in cost.ops):
                     self.dims.add(op)
                     cluster.grow(op)
             else:
-                cluster.links = [one for one in cluster.links if one not in links]
+                cluster.links = [link for link in cluster.links if link not in links]
 
     def gathered(self, cluster: Cluster, value: ir.Value, uses) -> float:
         """Bytes a step to gather a value for some uses."""
@@ -177,18 +177,18 @@ class _Judge:
     def reads(self, cluster: Cluster, value: ir.Value, uses) -> _GatherCost:
         """The fewest bytes to gather for some uses of a value."""
         total, ops = 0.0, []
-        whole = self.gathered(cluster, value, uses) if uses else 0.0
+        direct = self.gathered(cluster, value, uses) if uses else 0.0
         for op, _ in uses:
             if not self.narrows(op):
-                return _GatherCost(whole)
+                return _GatherCost(direct)
             result = op.results[0]
             after = self.reads(cluster, result, uses_of(result))
             total += after.bytes
             ops += [op, *after.ops]
-        return _GatherCost(total, ops) if total < whole else _GatherCost(whole)
+        return _GatherCost(total, ops) if total < direct else _GatherCost(direct)
 
     def narrows(self, op) -> bool:
-        """Whether an op of one tensor makes one of no more bytes, on shards too."""
+        """Whether an op makes a tensor of no more bytes than its operand, on shards."""
         if len(op.operands) != 1 or len(op.results) != 1 or dim_map(op) is None:
             return False
         alike = self.redundancy.alike.get(op.results[0])
@@ -219,7 +219,7 @@ class _Judge:
         share = (format_.shards - 1) / format_.shards
         gain = saved / machine.memory_bandwidth
         gain -= sent * share / machine.link_bandwidth
-        # One all-reduce becomes these, and a backend may combine fewer of them.
+        # They replace one all-reduce, and a backend may combine fewer of them.
         started = len(gathers) + len(sizes) - bool(sizes)
         gain -= started * machine.latency
         copied = self.copied([*sizes, *reach.exits], format_)
@@ -231,7 +231,7 @@ class _Judge:
             gathers=int(sum(gathers)),
             reduced=int(sum(sizes.values())),
             saved=saved,
-            # As the compiler counts arguments; tiles are for what is moved.
+            # As the compiler counts arguments; tiles matter for what is moved.
             kept=sum(format_.spared_bytes(value, Tiles()) for value in stored),
             gain=gain,
         )
@@ -241,23 +241,23 @@ class _Judge:
         gradients = [v for v in entries if v in self.redundancy.updates]
         sums = [find_sum(self.completed, self.redundancy.reduced, v) for v in gradients]
         gradients = {
-            value: found.axes
-            if found and all(map(cluster.inside, uses_of(value)))
+            value: summed.axes
+            if summed and all(map(cluster.inside, uses_of(value)))
             else ()
-            for value, found in zip(gradients, sums, strict=True)
+            for value, summed in zip(gradients, sums, strict=True)
         }
         return _ClusterInterface(state, entries, cluster.exits(), gradients)
 
     def is_scattered(
         self, value, reach: _ClusterInterface, format_: UpdateLayout
     ) -> bool:
-        """Whether a gradient is reduced right onto its shards, and not whole first."""
+        """Whether a gradient is reduced right onto its shards, not in full first."""
         known = set(format_.axes) <= set(reach.gradients[value])
         taken = self.completed.sharding(value).dims[format_.first(value)]
         return known and not taken and format_.can_scatter(value)
 
     def copied(self, passing: Sequence[ir.Value], format_: UpdateLayout) -> int:
-        """Bytes of whole tensors that are copied on the way into shards or back."""
+        """Bytes of full tensors that are copied on the way into shards or back."""
         return sum(
             bytes_of(value)
             for value in passing
@@ -267,14 +267,14 @@ class _Judge:
 
 @dataclasses.dataclass(frozen=True)
 class _ClusterInterface:
-    """What a cluster has to do with others.
+    """What a cluster exchanges with ops outside.
 
     Args:
       state: numbers of the program's arguments that it updates.
-      entries: what it reads from outside.
-      exits: what others read of it, with what reads it.
-      gradients: entries that are sums over the batch; the axes that a reduce-scatter of
-        them may be along.
+      entries: tensors that it reads from outside.
+      exits: its tensors that ops outside read, with these uses.
+      gradients: entries that are sums over the batch, with the axes along which they
+        may be reduce-scattered.
     """
 
     state: Sequence[int]

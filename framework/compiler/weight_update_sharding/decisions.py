@@ -1,4 +1,4 @@
-"""What was decided on each weight update, to read."""
+"""The decisions on weight updates, as a report to read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshwright.framework.sizes import bytes_text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateLine:
-    """On one weight update.
+    """The line of a weight update.
 
     Args:
-      names: the state that it updates, paths; the weight first.
+      names: paths of the state that it updates; the weight first.
       shape: of the weight.
       ops: how many ops are computed on shards.
       format: how the weight is divided, such as `[3.3.64:data,64]`; "" if it is not.
-      why: it was left alone; "" if it was not.
+      why: the reason if it is left alone, else "".
       kept: bytes of state that a device need not hold.
       saved: bytes a step that a device need not read or write.
       moved: bytes a step that are gathered.
@@ -42,12 +42,12 @@ class UpdateLine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateReport:
-    """On all weight updates of a program.
+    """The report on all weight updates of a program.
 
     Args:
-      mode: what was asked for: auto, off or all.
+      mode: the requested mode: auto, off or all.
       data_axes: the mesh axes that split the batch.
-      lines: one for each update, those that save most memory first.
+      lines: a line for each update, those that save most memory first.
     """
 
     mode: str
@@ -56,11 +56,11 @@ class UpdateReport:
 
     @property
     def sharded(self) -> list[UpdateLine]:
-        """Of the updates that are sharded."""
+        """The lines of the updates that are sharded."""
         return [line for line in self.lines if not line.why]
 
     def summary(self) -> str:
-        """One line."""
+        """The report in one line."""
         axes = ", ".join(self.data_axes)
         kept = bytes_text(sum(line.kept for line in self.sharded))
         what = f"weight updates ({self.mode}):"
@@ -97,13 +97,13 @@ def update_report(
     decisions: Sequence[Decision],
     names: Mapping[int, str],
     completed: CompletedModule,
-    asked,
+    requested,
 ) -> UpdateReport:
-    """Before the module is changed."""
+    """The report on decisions, made before the module is changed."""
     lines = [_line(decision, names, completed) for decision in decisions]
     return UpdateReport(
-        mode=asked.mode.value,
-        data_axes=tuple(asked.data_axes),
+        mode=requested.mode.value,
+        data_axes=tuple(requested.data_axes),
         lines=tuple(sorted(lines, key=lambda line: (-line.kept, line.names))),
     )
 
@@ -112,8 +112,8 @@ def _line(
     decision: Decision, names: Mapping[int, str], completed: CompletedModule
 ) -> UpdateLine:
     arguments = completed.main.regions[0].blocks[0].arguments
-    mine = decision.state
-    weight_first = sorted(mine, key=lambda i: (not names[i].startswith("theta"), i))
+    state = decision.state
+    weight_first = sorted(state, key=lambda i: (not names[i].startswith("theta"), i))
     return UpdateLine(
         names=tuple(names[i] for i in weight_first),
         shape=shape_of(arguments[weight_first[0]]),

@@ -1,9 +1,9 @@
 """What all data-parallel replicas compute alike (weight-update sharding 3.1).
 
-The paper's program is one replica's, with all-reduces in it. Ours is of one giant
-device, where the same question reads: which values does no data axis split, and are
-they made of such values, of constants and of reductions over the data axes alone? In a
-manual region, where each device has its own values, the paper's rules hold as they are.
+The paper's program is that of one replica, with all-reduces in it. Ours is that of one
+giant device, where the same question reads: which values does no data axis split, and
+are they made from such values, from constants and from reductions over the data axes
+alone? In a manual region, where devices have different values, the paper's rules hold.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NEVER_ALIKE = (
     "stablehlo.partition_id",
     "stablehlo.replica_id",
 )
-# Collectives of manual regions that give each device something else.
+# Collectives of manual regions whose results differ between devices.
 _EACH_ITS_OWN = ("axis_index", "reduce_scatter", "all_to_all", "collective_permute")
 _SUMS_ALL = (
     "stablehlo.convolution",
@@ -50,8 +50,8 @@ class Redundancy:
 
     Args:
       alike: by value the data axes along which all replicas compute it alike.
-      reduced: by value the data axes over which the op that makes it sums: it is the
-        result of a gradient reduction, or of one like it.
+      reduced: by value the data axes over which the op that makes it sums: the value is
+        the result of a gradient reduction, or of a similar one.
       updates: values that depend on a reduction.
     """
 
@@ -105,7 +105,7 @@ class _Analysis:
                     self.alike[argument] = carried[i]
                     self.mark(argument, op.operands[i] in self.updates)
                 self.visit(block)
-            # Replicas that loop otherwise share nothing.
+            # Replicas whose loops run differently share no value.
             (goes_on,) = end_of(condition).operands
             after = [
                 before & self.alike[value] & self.alike[goes_on]
@@ -124,7 +124,7 @@ class _Analysis:
         yields = [end_of(region.blocks[0]).operands for region in op.regions]
         chooses = self.alike[op.operands[0]]
         for i, result in enumerate(op.results):
-            values = [each[i] for each in yields]
+            values = [operands[i] for operands in yields]
             alike = [self.alike[value] for value in values]
             self.alike[result] = self.unsplit(result).intersection(chooses, *alike)
             self.mark(result, any(value in self.updates for value in values))
@@ -144,24 +144,24 @@ class _Analysis:
             self.mark(result, updates or bool(gained & free))
 
     def mark(self, value: ir.Value, updates: bool) -> None:
-        # What a pass over a loop took for one may be none in the next.
+        # A later pass over a loop may find that a value is no update after all.
         (self.updates.add if updates else self.updates.discard)(value)
 
     def own_axes(self, op) -> frozenset[str]:
         """The axes along which an op of a manual region makes replicas differ."""
-        found = placeholder_of(op)
-        if found is None:
+        placeholder = placeholder_of(op)
+        if placeholder is None:
             return frozenset()
-        if found.kind == INTO_MANUAL:
-            return frozenset(axis for dim in found.config["dims"] for axis in dim)
-        return frozenset(found.axes if found.kind in _EACH_ITS_OWN else ())
+        if placeholder.kind == INTO_MANUAL:
+            return frozenset(axis for dim in placeholder.config["dims"] for axis in dim)
+        return frozenset(placeholder.axes if placeholder.kind in _EACH_ITS_OWN else ())
 
     def gained(self, op) -> frozenset[str]:
-        """The data axes over which an op sums up what replicas have each."""
-        found = placeholder_of(op)
-        if found is not None:
-            is_sum = found.kind == "all_reduce"
-            return self.data_axes & frozenset(found.axes if is_sum else ())
+        """The data axes over which an op sums values that differ between replicas."""
+        placeholder = placeholder_of(op)
+        if placeholder is not None:
+            is_sum = placeholder.kind == "all_reduce"
+            return self.data_axes & frozenset(placeholder.axes if is_sum else ())
         differs = [v for v in op.operands if self.data_axes - self.alike[v]]
         if not differs:
             return frozenset()

@@ -1,9 +1,9 @@
 """Rewrites a program so that weight updates are computed on shards (4.2).
 
 Gradients are reduced onto their shards (`scatter`); where the op that sums them is not
-known there, they are sliced once they are reduced. What others read of an update is
-gathered just before, in their precision. All else is said by annotations, so that
-either partitioner does the work.
+known there, they are sliced once they are reduced. Results of an update are gathered
+just before ops outside read them, in the precision that these read. The rest is left to
+annotations, so that either partitioner does the work.
 """
 
 from __future__ import annotations
@@ -61,26 +61,26 @@ def rewrite(
 
     Args:
       completed: the module.
-      redundancy: what is summed over which axes.
-      decisions: what becomes of each update.
+      redundancy: which values are summed over which axes.
+      decisions: on each update.
       forms: of the program's arguments, before.
 
     Returns:
       The new forms of arguments, and of the results that replace them, by number of the
       argument.
     """
-    found: dict[int, StoredForm] = {}
+    new_forms: dict[int, StoredForm] = {}
     for decision in decisions:
         if decision.format is not None:
             update, format_ = decision.cluster, decision.format
-            one = _Rewriting(completed, redundancy.reduced, update, format_)
-            found.update(one.run(forms))
+            rewriting = _Rewriting(completed, redundancy.reduced, update, format_)
+            new_forms.update(rewriting.run(forms))
     _retype_function(completed.main)
-    return found
+    return new_forms
 
 
 class _Rewriting:
-    """Of one cluster."""
+    """The rewriting of a cluster."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class _Rewriting:
     def run(self, forms) -> dict[int, StoredForm]:
         values = [v for v in self.cluster.values if self.format.first(v) is not None]
         inside = [v for v in values if self.cluster.made_inside(v)]
-        # All is planned before anything changes: it is the types that tell dims apart.
+        # All is planned before anything changes, as dims are told apart by the types.
         entries = [v for v in self.cluster.entries() if v in values]
         exits = {v: u for v, u in self.cluster.exits().items() if v in values}
         types = {v: tensor_type(v.type, self.format.shape(v)) for v in values}
         split = {v: self.format.sharding(v) for v in values}
-        whole = {v: self.format.sharding(v, split=False) for v in exits}
+        unsplit = {v: self.format.sharding(v, split=False) for v in exits}
         enter = {v: [u for u in uses_of(v) if self.cluster.inside(u)] for v in entries}
         marks = [op for op in self.cluster.ops if is_annotation(op)]
         marks = [(op, split[op.results[0]]) for op in marks if op.results[0] in split]
@@ -118,7 +118,7 @@ class _Rewriting:
             if link.argument is not None and link.values[0] in values
         }
         for value, uses in exits.items():
-            self._leave(value, uses, types[value], whole[value])
+            self._leave(value, uses, types[value], unsplit[value])
         for value in entries:
             self._enter(value, enter[value], types[value], split[value])
         for op, sharding in marks:
@@ -144,25 +144,25 @@ class _Rewriting:
             combined=combined if self.format.count > 1 else None,
         )
 
-    def _leave(self, value, uses: Sequence[Use], type_, whole: Sharding) -> None:
-        """Gathers a tensor for those outside that read it, in rare branches there."""
+    def _leave(self, value, uses: Sequence[Use], type_, unsplit: Sharding) -> None:
+        """Gathers a tensor for uses outside; inside rare branches for those in them."""
         for point, users in _by_place(value, uses):
             with point, location_of(value):
-                gathered = sharding_call("Sharding", value, type_, whole.to_hlo())
+                gathered = sharding_call("Sharding", value, type_, unsplit.to_hlo())
                 if type_ != value.type:
                     gathered = stablehlo.reshape(value.type, gathered)
             for op, number in users:
                 op.operands[number] = gathered
 
     def _enter(self, value, uses: Sequence[Use], type_, split: Sharding) -> None:
-        found = find_sum(self.completed, self.reduced, value)
+        summed = find_sum(self.completed, self.reduced, value)
         with after(value), location_of(value):
             shard = None
-            if found is not None and len(uses) == len(uses_of(value)):
-                shard = reduce_scattered(self.completed, found, value, self.format)
+            if summed is not None and len(uses) == len(uses_of(value)):
+                shard = reduce_scattered(self.completed, summed, value, self.format)
             if shard is None:
-                # Whole first: else the split would reach what is summed, such as a
-                # convolution's images, which would be gathered to be split anew.
+                # Unsplit first: else the split would propagate to what is summed, such
+                # as a convolution's images, which would be gathered to be split anew.
                 shard = _annotate(value, self.completed.sharding(value))
                 if type_ != value.type:
                     shard = stablehlo.reshape(type_, shard)
@@ -186,7 +186,7 @@ class _Rewriting:
             _reduce_all(user, value)
 
     def _pad(self, link: Carried, form: StoredForm) -> None:
-        """Between an argument that is stored padded and what the program computes."""
+        """Cuts the padding off an argument, and pads the result that replaces it."""
         (argument,), ((end, number),) = link.values, link.uses
         shape, stored = shape_of(argument), form.stored_shape
         if shape == stored:
@@ -204,7 +204,7 @@ class _Rewriting:
 
 
 def _reduce_all(op, value: ir.Value) -> None:
-    """Renumbers dims: where some are combined, a reduction is over all."""
+    """Renumbers a reduction's dims: where dims are combined, it is over all dims."""
     if op.name == "stablehlo.reduce":
         dims = list(range(len(shape_of(value))))
         op.attributes["dimensions"] = ir.DenseI64ArrayAttr.get(dims)
@@ -215,7 +215,7 @@ def _annotate(value: ir.Value, sharding: Sharding) -> ir.Value:
 
 
 def _by_place(value: ir.Value, uses: Sequence[Use]):
-    """Where to gather for which uses: once, but in branches apart."""
+    """Insertion points to gather at, with their uses: one, and one in each branch."""
     home, places = block_of(value), {}
     for op, number in uses:
         block, inner = None, op

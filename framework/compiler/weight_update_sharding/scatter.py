@@ -1,9 +1,9 @@
 """Reduces gradients right onto their shards (weight-update sharding 5.1).
 
-Left to itself XLA all-reduces a gradient and slices the result; the CPU's compiler
-leaves it so, a TPU's makes a reduce-scatter of it only where it recognizes one. Here
-the op that sums over the batch is put into a region that is manual along the data axes:
-each device sums up its own part, and a reduce-scatter follows, one axis after the
+By default XLA all-reduces a gradient and slices the result; the CPU compiler keeps
+that, and the TPU compiler makes a reduce-scatter of it only where it recognizes one.
+Here the op that sums over the batch is put into a region that is manual along the data
+axes: each device sums up its own part, and a reduce-scatter follows, one axis after the
 other, as rings are. Over axes that do not split the update the shards are then
 all-reduced.
 """
@@ -42,7 +42,7 @@ _AFTER = (_CONVERT, "stablehlo.reshape", "stablehlo.transpose")
 
 
 def find_sum(completed: CompletedModule, reduced, value: ir.Value) -> Summed | None:
-    """How a value was summed over the batch; None if not by an op that is known here.
+    """How a value is summed over the batch; None if not by an op that is known here.
 
     Args:
       completed: the module.
@@ -53,8 +53,8 @@ def find_sum(completed: CompletedModule, reduced, value: ir.Value) -> Summed | N
     while not isinstance(value.owner, ir.Block):
         op = value.owner.operation
         if value in reduced:
-            found = frozenset(reduced[value])
-            summed = sum_of(completed, op, found)
+            axes = frozenset(reduced[value])
+            summed = sum_of(completed, op, axes)
             return summed and dataclasses.replace(summed, after=after)
         if not _keeps_sums(op) or len(list(op.operands[0].uses)) > 1:
             return None
@@ -64,49 +64,49 @@ def find_sum(completed: CompletedModule, reduced, value: ir.Value) -> Summed | N
 
 
 def _keeps_sums(op) -> bool:
-    """Whether a sum of an op's results is just the op's result of the sum."""
+    """Whether an op of a sum gives the sum of the op's results."""
     if op.name not in _AFTER or not choices(op):
         return False
     return op.name != _CONVERT or converts_exactly(op)
 
 
 def reduce_scattered(
-    completed: CompletedModule, found: Summed, value: ir.Value, format_: UpdateLayout
+    completed: CompletedModule, summed: Summed, value: ir.Value, format_: UpdateLayout
 ) -> ir.Value | None:
     """The shards of a gradient, at the current insertion point; None if not possible.
 
     Args:
       completed: the module.
-      found: how it was summed up.
+      summed: how it is summed up.
       value: the gradient.
       format_: how it is divided.
     """
     mesh, first = completed.mesh, format_.first(value)
     taken = completed.sharding(value).dims[first]
-    if taken or not set(format_.axes) <= set(found.axes):
+    if taken or not set(format_.axes) <= set(summed.axes):
         return None
     shape = format_.shape(value)
     most = format_.sharding(value).padded_shape(shape)[first]
     padded = (*shape[:first], most, *shape[first + 1 :])
-    local = local_sum(completed, found)
+    local = local_sum(completed, summed)
     if format_.count > 1:
         local = stablehlo.reshape(tensor_type(value.type, shape), local)
     if padded != shape and not _grow(local, padded):
         local = pad_end(local, padded)
     local = scattered_along(local, mesh, format_.axes, first)
-    if left := [axis for axis in found.axes if axis not in format_.axes]:
+    if left := [axis for axis in summed.axes if axis not in format_.axes]:
         config = {"mesh": mesh_text(mesh), "axes": left, "reduction": "add"}
         local = placeholder_call("all_reduce", local, local.type, config)
     split = [format_.axes if dim == first else () for dim in range(len(shape))]
-    border = border_config(mesh, found.axes, split)
-    whole = placeholder_call(
+    border = border_config(mesh, summed.axes, split)
+    padded_value = placeholder_call(
         OUT_OF_MANUAL, local, tensor_type(value.type, padded), border
     )
-    return cut_end(whole, shape)
+    return cut_end(padded_value, shape)
 
 
 def _grow(local: ir.Value, shape: Sequence[int]) -> bool:
-    """Makes a scatter's sum with zeros at its ends, which are not copied then."""
+    """Makes a scatter pad its sum with zeros at the ends, so that it is not copied."""
     made = [local.owner.operation]
     while made[-1].name == _CONVERT:
         made.append(made[-1].operands[0].owner.operation)
@@ -120,7 +120,7 @@ def _grow(local: ir.Value, shape: Sequence[int]) -> bool:
 
 
 def cut_end(value: ir.Value, shape: Sequence[int]) -> ir.Value:
-    """The begin of a tensor's dims, at the current insertion point."""
+    """A tensor cut to `shape` at its dims' ends, at the current insertion point."""
     if shape_of(value) == tuple(shape):
         return value
     return stablehlo.slice(value, [0] * len(shape), list(shape), [1] * len(shape))

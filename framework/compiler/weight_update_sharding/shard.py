@@ -36,7 +36,7 @@ from meshwright.framework.sharding.stored_form import StoredForm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateSharding:
-    """What a program is to have its weight updates sharded by.
+    """How a program's weight updates are to be sharded.
 
     Args:
       mode: which updates.
@@ -53,7 +53,7 @@ class UpdateSharding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedUpdates:
-    """What the pass makes.
+    """The result of the pass.
 
     Args:
       lowered: the function, rewritten if any update is sharded.
@@ -73,31 +73,31 @@ def shard_weight_updates(
     mesh: DeviceMesh,
     in_forms: Sequence[StoredForm | None],
     out_forms: Sequence[StoredForm | None],
-    asked: UpdateSharding,
+    requested: UpdateSharding,
     devices: Sequence[jax.Device] | None = None,
 ) -> ShardedUpdates:
     """Shards the weight updates of a training program (Xu et al. 2020).
 
     Args:
       lowered: the function.
-      mesh: what it is to be compiled for.
+      mesh: the device mesh that it is compiled for.
       in_forms: forms of the leaves of its arguments; those of the state are not None.
       out_forms: the same for its result.
-      asked: which updates, over which axes.
+      requested: which updates, over which axes.
       devices: those of a topology, or None.
 
     Raises:
       LoweringError: as when the function is compiled.
-      ValueError: what was asked for does not fit the function or the mesh.
+      ValueError: `requested` does not fit the function or the mesh.
     """
-    _check(lowered, mesh, in_forms, asked)
-    carried = _carried(lowered, asked)
+    _check(lowered, mesh, in_forms, requested)
+    carried = _carried(lowered, requested)
     border = [form and form.border for form in in_forms]
     results = [form and form.border for form in out_forms]
     with completed_module(
         lowered, mesh, in_shardings=border, out_shardings=results
     ) as completed:
-        redundancy = analyze(completed, asked.data_axes)
+        redundancy = analyze(completed, requested.data_axes)
         links = carried_of(completed, [(c.argument, c.result) for c in carried])
         clusters, dims = find_clusters(completed.main, redundancy, links)
         decisions = decide(
@@ -106,18 +106,18 @@ def shard_weight_updates(
             completed,
             redundancy,
             machine=machine_of(devices),
-            mode=asked.mode,
+            mode=requested.mode,
         )
-        names = {one.argument: one.name for one in carried}
-        report = update_report(decisions, names, completed, asked)
+        names = {leaf.argument: leaf.name for leaf in carried}
+        report = update_report(decisions, names, completed, requested)
         forms = rewrite(completed, redundancy, decisions, in_forms)
         if all(decision.format is None for decision in decisions):
             return ShardedUpdates(lowered, [*in_forms], [*out_forms], report)
         lowered = dataclasses.replace(lowered, rewritten=bytecode(completed.module))
     into, out = [*in_forms], [*out_forms]
-    for one in carried:
-        if one.argument in forms:
-            into[one.argument] = out[one.result] = forms[one.argument]
+    for leaf in carried:
+        if leaf.argument in forms:
+            into[leaf.argument] = out[leaf.result] = forms[leaf.argument]
     lowered = dataclasses.replace(
         lowered,
         inputs=_stored(lowered.inputs, into),
@@ -126,74 +126,79 @@ def shard_weight_updates(
     return ShardedUpdates(lowered, into, out, report)
 
 
-def _check(lowered: LoweredFunction, mesh: DeviceMesh, in_forms, asked) -> None:
+def _check(lowered: LoweredFunction, mesh: DeviceMesh, in_forms, requested) -> None:
     name, count = lowered.name, len(lowered.inputs)
-    if not isinstance(asked, UpdateSharding):
+    if not isinstance(requested, UpdateSharding):
         raise ValueError(
-            f"{name}: update_sharding is {asked!r}, must be an UpdateSharding, such as "
-            "UpdateSharding(mode=WeightUpdateSharding.AUTO, data_axes=('data',))"
+            f"{name}: update_sharding is {requested!r}, must be an UpdateSharding, "
+            "such as UpdateSharding(mode=WeightUpdateSharding.AUTO, "
+            "data_axes=('data',))"
         )
-    if not isinstance(asked.mode, WeightUpdateSharding):
+    if not isinstance(requested.mode, WeightUpdateSharding):
         raise ValueError(
-            f"{name}: UpdateSharding.mode is {asked.mode!r}, must be a "
+            f"{name}: UpdateSharding.mode is {requested.mode!r}, must be a "
             f"WeightUpdateSharding, such as WeightUpdateSharding('auto')"
         )
-    if isinstance(asked.data_axes, str) or not asked.data_axes:
+    if isinstance(requested.data_axes, str) or not requested.data_axes:
         raise ValueError(
-            f"{name}: UpdateSharding.data_axes is {asked.data_axes!r}, must be a "
+            f"{name}: UpdateSharding.data_axes is {requested.data_axes!r}, must be a "
             "sequence of the mesh axes that split the batch, such as ('data',)"
         )
-    unknown = [axis for axis in asked.data_axes if axis not in mesh.axis_names]
+    unknown = [axis for axis in requested.data_axes if axis not in mesh.axis_names]
     if unknown:
         raise ValueError(
             f"{name}: UpdateSharding.data_axes names {unknown[0]!r}, but the mesh has "
             f"{mesh.axis_names}"
         )
-    if not isinstance(asked.argument, int) or not 0 <= asked.argument < count:
+    if not isinstance(requested.argument, int) or not 0 <= requested.argument < count:
         raise ValueError(
-            f"{name}: UpdateSharding.argument is {asked.argument!r}, but the program "
-            f"has {count} arguments"
+            f"{name}: UpdateSharding.argument is {requested.argument!r}, but the "
+            f"program has {count} arguments"
         )
     results = lowered.outputs
-    if not isinstance(results, Mapping) or asked.result not in results:
+    if not isinstance(results, Mapping) or requested.result not in results:
         raise ValueError(
-            f"{name}: UpdateSharding.result is {asked.result!r}, but the program's "
+            f"{name}: UpdateSharding.result is {requested.result!r}, but the program's "
             f"results are {sorted(results) if isinstance(results, Mapping) else 'one'}"
         )
-    _check_state(name, asked, lowered.inputs[asked.argument], results[asked.result])
-    first = len(tf.nest.flatten(lowered.inputs[: asked.argument]))
-    own = in_forms[first : first + len(tf.nest.flatten(results[asked.result]))]
-    if any(form is None for form in own):
+    _check_state(
+        name, requested, lowered.inputs[requested.argument], results[requested.result]
+    )
+    first = len(tf.nest.flatten(lowered.inputs[: requested.argument]))
+    state_forms = in_forms[
+        first : first + len(tf.nest.flatten(results[requested.result]))
+    ]
+    if any(form is None for form in state_forms):
         raise ValueError(
-            f"{name}: the state, argument {asked.argument}, has leaves without a "
+            f"{name}: the state, argument {requested.argument}, has leaves without a "
             "sharding: give its in_shardings, to have its weight updates sharded"
         )
 
 
-def _check_state(name: str, asked: UpdateSharding, before, after) -> None:
+def _check_state(name: str, requested: UpdateSharding, before, after) -> None:
     """Refuses a result that cannot be the state of the next step."""
     try:
         tf.nest.assert_same_structure(before, after)
     except (TypeError, ValueError) as e:
-        own, other = set(_paths(before)), set(_paths(after))
+        given, returned = set(_paths(before)), set(_paths(after))
         raise ValueError(
-            f"{name}: UpdateSharding.result is {asked.result!r}, which has another "
-            f"structure than argument {asked.argument}, the state: missing "
-            f"{sorted(own - other)[:3]}, unknown {sorted(other - own)[:3]}"
+            f"{name}: UpdateSharding.result is {requested.result!r}, which has another "
+            f"structure than argument {requested.argument}, the state: missing "
+            f"{sorted(given - returned)[:3]}, unknown {sorted(returned - given)[:3]}"
         ) from e
     pairs = zip(tf.nest.flatten(before), tf.nest.flatten(after), strict=True)
-    for path, (own, other) in zip(_paths(before), pairs, strict=True):
-        if (own.shape, own.dtype) != (other.shape, other.dtype):
+    for path, (old, new) in zip(_paths(before), pairs, strict=True):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise ValueError(
-                f"{name}: {path} of the state is {own.dtype.name}{own.shape}, but in "
-                f"result {asked.result!r} it is {other.dtype.name}{other.shape}: return"
+                f"{name}: {path} of the state is {old.dtype.name}{old.shape}, but in "
+                f"result {requested.result!r} it is {new.dtype.name}{new.shape}: return"
                 " it as it came, with out_shardings like its in_shardings"
             )
 
 
 def _paths(structure) -> list[str]:
-    found = nest.flatten_with_joined_string_paths(structure)
-    return [path.replace("/", ".") for path, _ in found]
+    paths = nest.flatten_with_joined_string_paths(structure)
+    return [path.replace("/", ".") for path, _ in paths]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,12 +208,12 @@ class _Carried:
     result: int
 
 
-def _carried(lowered: LoweredFunction, asked: UpdateSharding) -> list[_Carried]:
-    """The leaves of the state as numbers of arguments and results."""
-    before = len(tf.nest.flatten(lowered.inputs[: asked.argument]))
-    state = _paths(lowered.inputs[asked.argument])
+def _carried(lowered: LoweredFunction, requested: UpdateSharding) -> list[_Carried]:
+    """The leaves of the state, with their numbers among arguments and results."""
+    before = len(tf.nest.flatten(lowered.inputs[: requested.argument]))
+    state = _paths(lowered.inputs[requested.argument])
     numbers = list(range(len(tf.nest.flatten(lowered.outputs))))
-    results = tf.nest.pack_sequence_as(lowered.outputs, numbers)[asked.result]
+    results = tf.nest.pack_sequence_as(lowered.outputs, numbers)[requested.result]
     pairs = zip(state, tf.nest.flatten(results), strict=True)
     return [
         _Carried(path, before + i, result) for i, (path, result) in enumerate(pairs)
@@ -222,7 +227,7 @@ def _stored(structure, forms):
 
 
 def machine_of(devices: Sequence[jax.Device] | None) -> Machine:
-    """What the cost model takes devices for, by default those here."""
+    """The cost model's figures for devices, by default for those of this process."""
     hardware = hardware_of((devices or jax.devices())[0])
     is_tpu = isinstance(hardware, TpuKind)
     return Machine(

@@ -1,6 +1,6 @@
 """Ops that can be computed on shards: how dims of operands and results correspond.
 
-The pass follows a dim from op to op, to split it everywhere alike. XLA's partitioner
+The pass follows a dim from op to op, to split it alike everywhere. XLA's partitioner
 does the rest: it masks padding before reductions and adds up their partial results.
 """
 
@@ -35,10 +35,10 @@ class DimMap:
     """How dims of an op's operands and results correspond.
 
     Args:
-      same: places that are split alike or not at all.
-      whole: places that cannot be split there.
-      keeps_shape: the op's attributes name sizes or numbers that combining dims would
-        change: dims that pass it are not combined.
+      same: pairs of places that are split alike or not at all.
+      whole: places that cannot be split.
+      keeps_shape: whether the op's attributes name sizes or numbers of dims, which
+        combining dims would change: then its dims are not combined.
     """
 
     same: Sequence[tuple[Place, Place]] = ()
@@ -47,7 +47,7 @@ class DimMap:
 
 
 def dim_map(op) -> DimMap | None:
-    """The dims of an op that can be computed on shards; None for others."""
+    """The dims of an op that can be computed on shards; None for other ops."""
     if op.name in _ELEMENTWISE:
         return _elementwise(op)
     if is_annotation(op):
@@ -56,8 +56,8 @@ def dim_map(op) -> DimMap | None:
     return rule(op) if rule else None
 
 
-def _all(one: ir.Value, other: ir.Value) -> list[tuple[Place, Place]]:
-    return [((one, dim), (other, dim)) for dim in range(len(shape_of(one)))]
+def _all(a: ir.Value, b: ir.Value) -> list[tuple[Place, Place]]:
+    return [((a, dim), (b, dim)) for dim in range(len(shape_of(a)))]
 
 
 def _elementwise(op) -> DimMap:
@@ -99,7 +99,7 @@ def _broadcast(op) -> DimMap:
         for i, dim in enumerate(dims)
         if sizes[i] == wide[dim] and sizes[i] > 1
     ]
-    # Numbers of dims would have to follow; of a scalar there are none.
+    # Numbers of dims would have to follow; a scalar has none.
     return DimMap(same=same, keeps_shape=bool(list(dims)))
 
 
@@ -110,7 +110,7 @@ def _reduce(op) -> DimMap | None:
     reduced = reduced_dims(op)
     kept = [dim for dim in range(len(shape_of(operand))) if dim not in reduced]
     same = [((operand, dim), (result, i)) for i, dim in enumerate(kept)]
-    # Of dims that are all reduced any may be combined; else numbers would change.
+    # If all dims are reduced, any may be combined; else numbers of dims would change.
     return DimMap(same=same, keeps_shape=bool(kept))
 
 
@@ -118,24 +118,24 @@ def _window(op) -> DimMap:
     """Slices, updates of slices, padding, concatenation: dims of equal size."""
     result = op.results[0]
     operands = [value for value in op.operands if shape_of(value)]
-    same, whole = [], []
+    same, unsplit = [], []
     for dim, size in enumerate(shape_of(result)):
         if all(shape_of(value)[dim] == size for value in operands):
             same += [((value, dim), (result, dim)) for value in operands]
         else:
-            whole += [(value, dim) for value in (*operands, result)]
-    return DimMap(same=same, whole=whole, keeps_shape=True)
+            unsplit += [(value, dim) for value in (*operands, result)]
+    return DimMap(same=same, whole=unsplit, keeps_shape=True)
 
 
 def _update_slice(op) -> DimMap:
-    """The stack and the result correspond in all dims, the slice where it is whole."""
+    """Stack and result correspond in all dims, the update in those of equal size."""
     stack, part, result = op.operands[0], op.operands[1], op.results[0]
     window = zip(shape_of(stack), shape_of(part), strict=True)
-    sliced = [dim for dim, (size, own) in enumerate(window) if size != own]
+    sliced = [dim for dim, (size, new) in enumerate(window) if size != new]
     same = _all(stack, result)
     same += [((part, d), (result, d)) for (_, d), _ in same if d not in sliced]
-    whole = [(value, dim) for value in (stack, part, result) for dim in sliced]
-    return DimMap(same=same, whole=whole, keeps_shape=True)
+    unsplit = [(value, dim) for value in (stack, part, result) for dim in sliced]
+    return DimMap(same=same, whole=unsplit, keeps_shape=True)
 
 
 def _constant(op) -> DimMap | None:

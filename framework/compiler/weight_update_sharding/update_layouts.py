@@ -1,8 +1,8 @@
 """How the tensors of a weight update are divided (weight-update sharding 4.1).
 
 A format splits one dim, or several dims combined into one, of every tensor of a cluster
-that has them. What a device then holds and moves is counted in whole tiles of its
-memory's layout.
+that has them. The bytes that a device then holds and moves are counted in full tiles of
+its memory's layout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tiles:
     columns: int = 1
 
     def can_combine(self, shape: Sequence[int], first: int, count: int) -> bool:
-        """Whether dims of an array are combined without moving its elements."""
+        """Whether dims of an array can be combined without moving its elements."""
         after = len(shape) - first - count
         if count == 1 or after > 1:
             return True
@@ -46,13 +46,13 @@ class Tiles:
         return self.columns == 1
 
     def bytes(self, shape: Sequence[int], dtype: str) -> int:
-        """What an array takes, in whole tiles; either of two dims may be the columns.
+        """Bytes of an array in full tiles; either of its last dims may be the columns.
 
-        Of few rows a tile has fewer: compilers lay out small dims compactly.
+        With few rows the tiles have fewer too: compilers lay out small dims compactly.
         """
-        *major, one, other = (1, 1, *shape)
+        *major, rows, columns = (1, 1, *shape)
         size = itemsize(dtype)
-        tiled = min(self._tiled(one, other, size), self._tiled(other, one, size))
+        tiled = min(self._tiled(rows, columns, size), self._tiled(columns, rows, size))
         return math.prod(major) * tiled * size
 
     def _tiled(self, rows: int, columns: int, size: int) -> int:
@@ -68,8 +68,8 @@ class UpdateLayout:
     Args:
       dims: groups of corresponding dims, in a row, that are combined and split.
       axes: the mesh axes that split them, besides those that do already.
-      cluster_dims: all the dims' groups.
-      completed: the module, for how its tensors lie otherwise.
+      cluster_dims: the groups of all dims.
+      completed: the module, for the shardings of its tensors without the format.
       tiles: of the devices' memory.
     """
 
@@ -89,7 +89,7 @@ class UpdateLayout:
         return self.completed.mesh.axes_size(self.axes)
 
     def first(self, value: ir.Value) -> int | None:
-        """The first dim of a tensor that is split; None if it has no such."""
+        """The first dim of a tensor that is combined or split; None if it has none."""
         for dim in range(len(shape_of(value))):
             if self.cluster_dims.places.find((value, dim)) == self.dims[0]:
                 return dim
@@ -104,12 +104,12 @@ class UpdateLayout:
         return (*shape[:first], math.prod(shape[first:last]), *shape[last:])
 
     def sharding(self, value: ir.Value, *, split: bool = True) -> Sharding:
-        """Where a tensor lies, its dims combined: split by the axes too, or not."""
-        own, first = self.completed.sharding(value), self.first(value)
-        dims = [*own.dims[:first], *own.dims[first + self.count - 1 :]]
+        """The sharding of a tensor with dims combined; `split` adds the axes."""
+        before, first = self.completed.sharding(value), self.first(value)
+        dims = [*before.dims[:first], *before.dims[first + self.count - 1 :]]
         if split:
             dims[first] = (*dims[first], *self.axes)
-        return Sharding(own.mesh, tuple(dims))
+        return Sharding(before.mesh, tuple(dims))
 
     def is_even(self, value: ir.Value) -> bool:
         """Whether a tensor is divided without padding."""
@@ -125,18 +125,18 @@ class UpdateLayout:
         return self.tiles.columns == 1 or not last
 
     def spared_bytes(self, value: ir.Value, tiles: Tiles | None = None) -> int:
-        """What a device has less of a tensor than without the format, in whole tiles.
+        """The bytes of a tensor that the format spares a device, in full tiles.
 
-        Negative where padding takes more than is spared. `tiles` are the devices', if
-        no others are given.
+        Negative where padding takes more than is spared. `tiles` are the devices' by
+        default.
         """
         tiles = tiles or self.tiles
         if self.first(value) is None:
             return 0
-        own = self.completed.sharding(value).shard_shape(shape_of(value))
+        before = self.completed.sharding(value).shard_shape(shape_of(value))
         shard = self.sharding(value).shard_shape(self.shape(value))
         dtype = dtype_of(value)
-        return tiles.bytes(own, dtype) - tiles.bytes(shard, dtype)
+        return tiles.bytes(before, dtype) - tiles.bytes(shard, dtype)
 
 
 def formats_of(
@@ -146,7 +146,7 @@ def formats_of(
     axes: tuple[str, ...],
     tiles: Tiles,
 ) -> Iterator[UpdateLayout]:
-    """All ways to divide a cluster's tensors by some axes, the plainest first."""
+    """All ways to divide a cluster's tensors by some axes, the simplest first."""
     groups = _Groups(cluster, dims, completed)
     for value in cluster.values:
         shape = shape_of(value)
@@ -179,7 +179,7 @@ class _Groups:
         self.seen: set[tuple] = set()
 
     def chain(self, value: ir.Value, first: int, count: int) -> tuple | None:
-        """Groups that may be split as one, each only once."""
+        """Groups that may be split as one; None if not, or if given before."""
         chain = tuple(self.rows[value][first : first + count])
         if chain in self.seen or self.whole & {*chain}:
             return None
@@ -191,10 +191,10 @@ class _Groups:
         return chain
 
     def _together(self, chain: tuple) -> bool:
-        """Whether every tensor has all of a chain in a row, or nothing of it."""
+        """Whether every tensor has all groups of a chain in a row, or none of them."""
         for row in self.rows.values():
-            own = [group for group in row if group in chain]
-            if own and (tuple(own) != chain or not _in_a_row(row, chain)):
+            shared = [group for group in row if group in chain]
+            if shared and (tuple(shared) != chain or not _in_a_row(row, chain)):
                 return False
         return True
 
