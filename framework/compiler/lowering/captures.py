@@ -1,7 +1,7 @@
-"""What a traced function reads from outside of itself.
+"""Tensors and state that a traced function reads from outside.
 
 Small tensors become constants, as in TF's own jit. State does not: a program is a pure
-function, and a variable would be baked in as it was when the function was traced.
+function, and a variable would be baked in with its value at tracing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _BY_ARGUMENT = "pass its value as an argument, and return its new value as a res
 
 
 def keep_small_tensors(graph) -> None:
-    """Has tensors of up to 1 MiB that a function reads from outside become constants.
+    """Makes constants of tensors of up to 1 MiB that a function reads from outside.
 
     Args:
-      graph: the function's, which is about to be traced. TF would make an argument of
-        what is captured, where shapes and axes must be constants.
+      graph: the function's, which is about to be traced. TF would make arguments of
+        captured tensors, where shapes and axes must be constants.
     """
     capture = graph.capture
     constants: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
@@ -75,8 +75,8 @@ def refusing_new_variables(name: str) -> Iterator[None]:
       name: the program's.
 
     Raises:
-      LoweringError: there is one; names the layer that makes it, the line, and what to
-        do instead.
+      LoweringError: there is one; the message names the layer that makes it, the line,
+        and what to do instead.
     """
 
     def refuse(make, **how):
@@ -85,7 +85,7 @@ def refusing_new_variables(name: str) -> Iterator[None]:
             f"{name}: a tf.Variable is created while the program is traced, by "
             f"{', '.join(where) or 'its function'}: programs are pure functions. "
             "Describe a weight by a WeightSpec in the layer's weights() and read it "
-            "from theta in fprop; for what never changes use tf.constant"
+            "from theta in fprop; for values that never change use tf.constant"
         )
 
     with tf.variable_creator_scope(refuse):
@@ -93,23 +93,23 @@ def refusing_new_variables(name: str) -> Iterator[None]:
 
 
 def _current_layer() -> str:
-    """`layer 'stack.attention'`, or the name scopes; "" outside of any."""
+    """`layer 'stack.attention'`, or the name scopes; "" outside any."""
     graph = tf.compat.v1.get_default_graph()
     scope = graph.get_name_scope()
     while graph is not None:
         if layer := noted_layer(graph, f"{scope}/variable"):
             return f"layer {layer!r}"
-        # The body of a loop or a call is a graph in another.
+        # The body of a loop or a call is a graph inside another.
         graph = getattr(graph, "outer_graph", None)
         scope = graph.get_name_scope() if graph is not None else ""
     return ""
 
 
 def refuse_captures(name: str, concrete, sources: Sources) -> None:
-    """Refuses what a traced function reads from outside, if it reads anything.
+    """Refuses a traced function that reads anything from outside.
 
     Raises:
-      LoweringError: it does; the message says what, where, and what to do.
+      LoweringError: it does; the message names what, where, and what to do.
     """
     for outside, inside in concrete.graph.captures:
         reader = _reader(inside)
@@ -135,16 +135,16 @@ def _described(outside: tf.Tensor, concrete) -> tuple[str, str]:
         if isinstance(owner, CapturableResource):
             return (
                 f"a {type(owner).__name__} from outside",
-                "look up on the host, such as in the input pipeline, and pass what is "
-                "found as an argument",
+                "look up on the host, such as in the input pipeline, and pass the "
+                "results as an argument",
             )
     return f"a {outside.dtype.name} from outside", _BY_ARGUMENT
 
 
 def _owners(handle) -> Iterator:
-    """The Python objects that hold a resource; TF does not note what it belongs to."""
+    """The Python objects that hold a resource, of which TF keeps no record."""
     for holder in gc.get_referrers(handle):
-        if isinstance(holder, dict):  # Of attributes, where Python has made one.
+        if isinstance(holder, dict):  # Of an object's attributes, if Python has it.
             yield from (o for o in gc.get_referrers(holder) if _is_held(o, handle))
         elif _is_held(holder, handle):
             yield holder
@@ -162,10 +162,10 @@ def _reader(tensor: tf.Tensor) -> str | None:
     prefix = ""
     while consumers := tensor.consumers():
         op = consumers[0]
-        number = next(i for i, one in enumerate(op.inputs) if one is tensor)
+        number = next(i for i, operand in enumerate(op.inputs) if operand is tensor)
         called = called_graphs(op)
         inner = (g.inputs[number - first] for g, first in called if number >= first)
-        tensor_inside = next((one for one in inner if one.consumers()), None)
+        tensor_inside = next((t for t in inner if t.consumers()), None)
         if tensor_inside is None:
             return prefix + op.name
         tensor, prefix = tensor_inside, inner_prefix(op, prefix)

@@ -1,8 +1,9 @@
-"""Sizes that are constant whatever the values are, which TF does not see.
+"""Sizes that are constant whatever the values are, which TF does not recognize.
 
-`tf.math.bincount` and what is built on it, such as Keras's CategoryEncoding, clamp the
-number of bins between `minlength` and `maxlength`. Where these are one number TF's own
-jit computes it from the arguments of each call; a program has none when it is compiled.
+`tf.math.bincount` and functions built on it, such as Keras's CategoryEncoding, clamp
+the number of bins between `minlength` and `maxlength`. Where these are the same number,
+TF's own jit still computes it from the arguments of each call; a program has none when
+it is compiled.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def _is_number(tensor: tf.Tensor) -> bool:
 
 
 def _constant_and_other(op: tf.Operation) -> tuple[np.ndarray | None, tf.Tensor | None]:
-    for value, other in (op.inputs, reversed(op.inputs)):
+    for value, rest in (op.inputs, reversed(op.inputs)):
         if (constant := tf.get_static_value(value)) is not None:
-            return constant, other
+            return constant, rest
     return None, None
 
 
@@ -38,6 +39,6 @@ def _replace(tensor: tf.Tensor, value: np.ndarray) -> None:
     with tf.control_dependencies(None):
         constant = tf.constant(value, tensor.dtype)
     for op in tensor.consumers():
-        for number, one in enumerate(op.inputs):
-            if one is tensor:
+        for number, operand in enumerate(op.inputs):
+            if operand is tensor:
                 op._update_input(number, constant)

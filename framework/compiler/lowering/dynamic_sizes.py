@@ -1,7 +1,7 @@
 """Tensors whose size depends on values, in HLO as TF2XLA makes it.
 
-TF's own jit runs them padded to a bound. Shardy refuses a program with one in it, and
-GSPMD refuses it or ends the process once such a tensor is split.
+TF's own jit runs them padded to a bound. Shardy refuses a program with such a tensor,
+and GSPMD refuses it or ends the process once the tensor is split.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ def result_shapes(module: hlo_pb2.HloModuleProto) -> list[xla_data_pb2.ShapeProt
 
 
 def is_dynamic(shape: xla_data_pb2.ShapeProto) -> bool:
-    """Whether a size of an array is not known, but for a bound."""
+    """Whether only a bound is known for some size of an array."""
     return any(shape.is_dynamic_dimension)
 
 
 def maker_of_result(module: hlo_pb2.HloModuleProto, number: int) -> str:
     """The name of the op that makes the unknown size of a result."""
     entry = _by_id(module)[module.entry_computation_id]
-    by_id = {one.id: one for one in entry.instructions}
-    one = by_id[entry.root_id]
-    while one.opcode in ("tuple", "get-tuple-element"):
-        picked = number if one.opcode == "tuple" else 0
-        one = by_id[one.operand_ids[picked]]
-    return _maker(one, by_id)
+    by_id = {i.id: i for i in entry.instructions}
+    instruction = by_id[entry.root_id]
+    while instruction.opcode in ("tuple", "get-tuple-element"):
+        picked = number if instruction.opcode == "tuple" else 0
+        instruction = by_id[instruction.operand_ids[picked]]
+    return _maker(instruction, by_id)
 
 
 def first_maker(module: hlo_pb2.HloModuleProto) -> str | None:
-    """The name of an op that makes an unknown size which the results depend on."""
+    """The name of an op that makes an unknown size on which the results depend."""
     for computation in _used(module):
-        by_id = {one.id: one for one in computation.instructions}
-        for one in _alive(computation, by_id):
-            if is_dynamic(one.shape):
-                return _maker(one, by_id)
+        by_id = {i.id: i for i in computation.instructions}
+        for instruction in _alive(computation, by_id):
+            if is_dynamic(instruction.shape):
+                return _maker(instruction, by_id)
     return None
 
 
-def _maker(one: hlo_pb2.HloInstructionProto, by_id) -> str:
+def _maker(instruction: hlo_pb2.HloInstructionProto, by_id) -> str:
     while True:
-        operands = (by_id[number] for number in one.operand_ids)
+        operands = (by_id[number] for number in instruction.operand_ids)
         before = next((op for op in operands if is_dynamic(op.shape)), None)
         if before is None:
-            return one.metadata.op_name or one.name
-        one = before
+            return instruction.metadata.op_name or instruction.name
+        instruction = before
 
 
 def _alive(computation, by_id) -> Iterator[hlo_pb2.HloInstructionProto]:
@@ -78,10 +78,10 @@ def _used(module: hlo_pb2.HloModuleProto) -> Iterator[hlo_pb2.HloComputationProt
         seen.add(number)
         computation = by_id[number]
         yield computation
-        inside = {one.id: one for one in computation.instructions}
-        for one in _alive(computation, inside):
-            pending += one.called_computation_ids
+        inside = {i.id: i for i in computation.instructions}
+        for instruction in _alive(computation, inside):
+            pending += instruction.called_computation_ids
 
 
 def _by_id(module: hlo_pb2.HloModuleProto) -> dict[int, hlo_pb2.HloComputationProto]:
-    return {one.id: one for one in module.computations}
+    return {computation.id: computation for computation in module.computations}

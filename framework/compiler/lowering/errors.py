@@ -1,4 +1,4 @@
-"""What TF2XLA and XLA say of a program that they refuse, told in its own terms."""
+"""Errors of TF2XLA and XLA, in terms of the program that they refuse."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _STATUS = re.compile(r"^[A-Z_]+: (?:\S+\.py:\d+:\d+: error: )?")
 _LENGTH = 300
 _LAY_OUT = (
     "Try Partitioner.{other}, or annotate the op's operands and result by mesh_split, "
-    "whole along the dims that it works on"
+    "unsharded along the dims that it works on"
 )
-# What has another reason than where tensors lie.
+# Remedies for errors that shardings do not cause.
 _REMEDIES = {
     "No such compile option": "Give compiler_options that this XLA has, by flag name",
     "No registered implementation": (
@@ -51,14 +51,14 @@ class LoweringError(ValueError):
 
 
 def needs_constant(error: Exception) -> bool:
-    """Whether TF2XLA refuses because a shape, or the like, is none yet."""
+    """Whether TF2XLA refuses because a shape, or the like, is no constant yet."""
     return _NOT_CONSTANT.search(str(error)) is not None
 
 
 def of_tf2xla(
     name: str, error: Exception, args: Sequence, concrete, sources: Sources
 ) -> LoweringError:
-    """What TF2XLA refuses, with the op and its line.
+    """TF2XLA's refusal, with the op and its line.
 
     Args:
       name: the program's.
@@ -71,13 +71,13 @@ def of_tf2xla(
     if match := _NOT_CONSTANT.search(text):
         return _of_no_constant(name, match, args, concrete, sources)
     nodes = [match["op"] for match in _NODE.finditer(text)]
-    known = next((one for one in nodes if sources.find(one)), None)
+    known = next((node for node in nodes if sources.find(node)), None)
     where = f"{sources.text(known)}: " if known else ""
     if match := _NO_KERNEL.search(text):
-        said = f"it has no kernel for {match['type']}. {_instead(match['type'])}"
+        reason = f"it has no kernel for {match['type']}. {_instead(match['type'])}"
     else:
-        said = _TF2XLA_PREFIX.sub("", text).strip().split("\n")[0]
-    return LoweringError(f"{name}: TF2XLA cannot compile it: {where}{said}")
+        reason = _TF2XLA_PREFIX.sub("", text).strip().split("\n")[0]
+    return LoweringError(f"{name}: TF2XLA cannot compile it: {where}{reason}")
 
 
 def _instead(op_type: str) -> str:
@@ -100,7 +100,7 @@ def _of_no_constant(name, match, args, concrete, sources) -> LoweringError:
         f"{name}: {where} takes a size, shape or axis from the "
         f"values of {f'argument {given}' if given else 'tensors'}, but one program has "
         "one shape for each tensor: give it as a Python number, such as a field of the "
-        "model, or give the op a bound that is one (maxlength=, num=, depth=)"
+        "model, or give the op such a number as a bound (maxlength=, num=, depth=)"
     )
 
 
@@ -111,27 +111,27 @@ def _arguments_of(concrete, op_name: str, number: int) -> list[int]:
     except (KeyError, ValueError):
         return []  # It is in a function that this one calls.
     inputs = {id(tensor): n for n, tensor in enumerate(concrete.inputs)}
-    pending, seen, found = [op.inputs[number]], set(), set()
+    pending, seen, numbers = [op.inputs[number]], set(), set()
     while pending:
         tensor = pending.pop()
         if tensor.ref() in seen:
             continue
         seen.add(tensor.ref())
         if id(tensor) in inputs:
-            found.add(inputs[id(tensor)])
+            numbers.add(inputs[id(tensor)])
         pending += tensor.op.inputs
-    return sorted(found)
+    return sorted(numbers)
 
 
 def of_xla(
     name: str, error: Exception, *, partitioner: Partitioner, sources: Sources | None
 ) -> LoweringError:
-    """What XLA refuses while it partitions or compiles a program.
+    """XLA's refusal to partition or compile a program.
 
     Args:
       name: the program's.
       error: JAX's.
-      partitioner: which one was to complete it.
+      partitioner: the one that was to complete it.
       sources: where the program's ops come from, if known.
     """
     text = str(error)
@@ -140,9 +140,9 @@ def of_xla(
     if (named := _HLO_NAME.search(text)) and sources and sources.find(named["op"]):
         where = f" at {sources.text(named['op'])}"
     remedy = _LAY_OUT.format(other=partitioner.other.name)
-    for pattern, own in _REMEDIES.items():
+    for pattern, other_remedy in _REMEDIES.items():
         if re.search(pattern, text):
-            remedy = own
+            remedy = other_remedy
     return LoweringError(
         f"{name}: XLA cannot compile it with {partitioner.title}{where}: {first}. "
         f"{remedy}"
@@ -150,12 +150,12 @@ def of_xla(
 
 
 def of_child(name: str, how: str, *, partitioner: Partitioner) -> LoweringError:
-    """What ended the child process in which XLA compiled a program.
+    """The end of the child process in which XLA compiled a program.
 
     Args:
       name: the program's.
       how: by which signal or with which status, and what the child wrote last.
-      partitioner: which one was to complete the program.
+      partitioner: the one that was to complete the program.
     """
     remedy = _LAY_OUT.format(other=partitioner.other.name)
     return LoweringError(
@@ -166,7 +166,7 @@ def of_child(name: str, how: str, *, partitioner: Partitioner) -> LoweringError:
 
 
 def unknown_size(name: str, where: str, *, what: str) -> LoweringError:
-    """Of a tensor whose size depends on the values of others."""
+    """The error for a tensor whose size depends on the values of others."""
     return LoweringError(
         f"{name}: {what} has a size that depends on values, made by {where}: on a mesh "
         "every tensor has one shape. Keep all of its elements and mask them, by "

@@ -55,9 +55,8 @@ class LoweredFunction:
       inputs: the arguments, a tuple of nests of `tf.TensorSpec`.
       outputs: the result, a nest of `tf.TensorSpec`.
       sources: where its ops come from.
-      rewritten: what took the place of `hlo`, as StableHLO bytecode; None: nothing.
-      unknown_size: name of an op that makes a size which depends on values; None: there
-        is none.
+      rewritten: the StableHLO bytecode that took the place of `hlo`, or None.
+      unknown_size: name of an op that makes a size which depends on values, or None.
     """
 
     name: str
@@ -80,8 +79,8 @@ def lower(
 
     Args:
       fn: a pure function of tensors; it returns a nest of tensors.
-      args: one nest (lists, tuples, dicts, nested maps) of `tf.TensorSpec` with static
-        shapes for each argument.
+      args: for each argument a nest (lists, tuples, dicts, nested maps) of
+        `tf.TensorSpec` with static shapes.
       name: for messages; the function's own by default.
       strict: whether checks that a program does not make are an error, not a warning.
 
@@ -104,8 +103,8 @@ def lower(
         fold_clamps(graph)
         return tf.nest.flatten(outputs)
 
-    # TF2XLA compiles for the CPU platform here whatever will run it: the module that
-    # comes out is plain HLO, and later PJRT compiles it for its own target.
+    # TF2XLA compiles for the CPU platform here whatever will run the program: the
+    # result is plain HLO, and later PJRT compiles it for its own target.
     compiled = tf.function(flat_fn, jit_compile=True, autograph=False)
     concrete = compiled.get_concrete_function(*flat_specs)
     sources = Sources(concrete)
@@ -128,7 +127,7 @@ def lower(
 
 
 def _hlo(ir: Callable[..., bytes]) -> bytes:
-    """The HLO of a traced function, at best without what TF would fold."""
+    """The HLO of a traced function, if possible without TF's constant folding."""
     try:
         with _without_constant_folding():
             return ir(stage="hlo_serialized")
@@ -140,8 +139,8 @@ def _hlo(ir: Callable[..., bytes]) -> bytes:
 
 
 def _tell_unchecked(name: str, concrete, sources: Sources, strict: bool) -> None:
-    if found := unchecked_assertions(concrete, sources):
-        text = unchecked_text(name, found)
+    if checks := unchecked_assertions(concrete, sources):
+        text = unchecked_text(name, checks)
         if strict:
             raise LoweringError(text)
         logging.warning("%s", text)
@@ -150,7 +149,7 @@ def _tell_unchecked(name: str, concrete, sources: Sources, strict: bool) -> None
 def _result_specs(
     name: str, concrete, outputs: Any, module, sources: Sources
 ) -> list[tf.TensorSpec]:
-    """The results' shapes. HLO knows some that TF does not."""
+    """The results' shapes, some of which HLO knows and TF does not."""
     specs = []
     leaves = zip(leaves_of(outputs), concrete.outputs, strict=True)
     for number, (((path, _), out), shape) in enumerate(
@@ -170,7 +169,7 @@ def argument_specs(name: str, args: Sequence[Any]) -> list[tf.TensorSpec]:
     """The leaves of a program's arguments.
 
     Raises:
-      LoweringError: one is no `tf.TensorSpec`, or its shape is not static.
+      LoweringError: a leaf is no `tf.TensorSpec`, or its shape is not static.
     """
     leaves = tf.nest.flatten(args)
     for leaf in leaves:
@@ -194,8 +193,8 @@ def _check_no_attributes(
 ) -> None:
     """Refuses annotations as TF's own functions make them by default: as attributes.
 
-    TF2XLA puts one on all that the op becomes, of whatever shape, or on nothing at all;
-    and XLA heeds what is left under GSPMD alone.
+    TF2XLA puts the attribute on all ops that an op becomes, of whatever shape, or on
+    none; and XLA heeds the rest under GSPMD alone.
     """
     for node in nodes:
         if _SHARDING_ATTRIBUTE in node.attr and node.op != "XlaSharding":
@@ -209,7 +208,7 @@ def _check_no_attributes(
 def _check_no_growing_lists(
     name: str, nodes: Sequence[node_def_pb2.NodeDef], sources: Sources
 ) -> None:
-    """Refuses lists that grow: what is written behind the end, TF2XLA drops."""
+    """Refuses lists that grow: TF2XLA drops writes past the end."""
     for node in nodes:
         if node.op == _LIST_WRITE and node.attr[_GROWS].b:
             raise LoweringError(
@@ -233,8 +232,8 @@ def _check_no_large_constants(name: str, module: hlo_pb2.HloModuleProto) -> None
 
 @contextlib.contextmanager
 def _without_constant_folding() -> Iterator[None]:
-    """Else TF computes beforehand what depends on no argument, such as masks and index
-    tables, and bakes up to 10 MiB of each into the program.
+    """Keeps TF from computing beforehand tensors that depend on no argument, such as
+    masks and index tables, and baking up to 10 MiB of each into the program.
     """
     before = pywrap_tf_session.TF_GetXlaConstantFoldingDisabled()
     pywrap_tf_session.TF_SetXlaConstantFoldingDisabled(True)

@@ -27,12 +27,12 @@ from meshwright.framework.sharding.sharding import Sharding
 ANNOTATION = "XlaSharding"
 """Type of the TF op that carries an annotation."""
 PLACEHOLDER = "XlaCustomCallV2"
-"""Type of the TF op that stands for what TF has none for, in a scope of its name."""
+"""Type of the TF op that stands for an op that TF lacks, in a scope of its name."""
 
 _FRAMEWORK = pathlib.Path(__file__).parents[2]
 _LAYERS = _FRAMEWORK.with_name("layers")
-# Frames of these are no user's. The two packages that `tf.keras` may be are looked for
-# and not imported: that takes a second, and few programs use them.
+# Frames of these are not the user's. The two packages that `tf.keras` may be are looked
+# for and not imported: an import takes a second, and few programs use them.
 _LIBRARIES = (
     *(
         os.path.dirname(spec.origin) + os.sep
@@ -42,7 +42,7 @@ _LIBRARIES = (
     f"{_FRAMEWORK}{os.sep}",
 )
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-# Ops whose first input is not the functions' that they call.
+# Ops whose first inputs are not passed to the functions that they call: how many.
 _FIRST_INPUTS = dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), 1)
 # JAX's scope, and the name of a called computation that XLA puts before it.
 _PREFIX = re.compile(r"^(?:jit\([^)]*\)/)?(?:tf_program/?)?(?:call\.\d+/)?")
@@ -61,7 +61,7 @@ _TAPE_GRADIENT = re.compile(r"(?:.*/)?gradient_tape/(?P<scope>.+)/[^/]+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Annotation:
-    """What an annotation asks for, as its TF op says it.
+    """The sharding that an annotation requests, as its TF op holds it.
 
     Args:
       op_sharding: a serialized OpSharding.
@@ -72,7 +72,7 @@ class Annotation:
     unspecified_dims: tuple[int, ...]
 
     def sharding(self, mesh: DeviceMesh, rank: int) -> Sharding:
-        """Over the axes of the program's mesh; see `Sharding.from_op_sharding`."""
+        """The sharding over a program's mesh; see `Sharding.from_op_sharding`."""
         proto = xla_data_pb2.OpSharding.FromString(self.op_sharding)
         sharding = Sharding.from_op_sharding(mesh, proto, rank)
         return dataclasses.replace(sharding, unspecified=self.unspecified_dims)
@@ -85,13 +85,13 @@ class Source:
     Args:
       op_name: the op's name in the program: calls around it, then scopes, then its own.
       op_type: TF's, such as "MatMul".
-      layer: dotted path of the layer it lies in, or of its name scopes outside of any;
-        of a weight's annotation the weight's path.
-      file: of the user's code; "" if no frame of it is.
+      layer: dotted path of the layer it is in, or of its name scopes outside any layer;
+        for a weight's annotation the weight's path.
+      file: of the user's code; "" if no frame is the user's.
       line: in the file.
-      is_gradient: whether the op belongs to the gradient of what the line says.
+      is_gradient: whether the op belongs to the gradient of the line's code.
       shapes: of its outputs, None for those that are not static.
-      annotation: what it asks for if it is an annotation, else None.
+      annotation: the requested sharding if it is an annotation, else None.
     """
 
     op_name: str
@@ -111,9 +111,9 @@ class Source:
 class Sources:
     """The sources of a traced function's ops.
 
-    The function is only kept, and read when first asked: reading the call stacks of the
-    default job's 2,900 ops takes 0.16 s, a tenth of what tracing takes. The graphs that
-    stay are 18 MB for all of its programs.
+    The function is only kept, and read at the first lookup: reading the call stacks of
+    the default job's 2,900 ops takes 0.16 s, a tenth of what tracing takes. The graphs
+    that stay are 18 MB for all of its programs.
 
     Args:
       function: the traced function; with it its graphs stay alive.
@@ -123,7 +123,7 @@ class Sources:
         self._function = function
 
     def find(self, op_name: str, shape: tuple[int, ...] | None = None) -> Source | None:
-        """The source of an op by the name that compiled programs know it by.
+        """The source of an op, by its name in compiled programs.
 
         Args:
           op_name: `op_name` of HLO metadata, or a StableHLO location. The bodies of
@@ -132,9 +132,9 @@ class Sources:
         """
         # XLA joins the names of ops that it merges; the last is the innermost.
         for part in reversed(op_name.split(";")):
-            if found := self._by_name.get(program_name(part)):
-                exact = (one for one in found if shape in one.shapes)
-                return next(exact, found[0])
+            if sources := self._by_name.get(program_name(part)):
+                exact = (source for source in sources if shape in source.shapes)
+                return next(exact, sources[0])
         return None
 
     def text(self, op_name: str) -> str:
@@ -147,22 +147,22 @@ class Sources:
 
     @functools.cached_property
     def order(self) -> dict[str, int]:
-        """By an op's `Source.op_name` its number in the order in which it was traced.
+        """By an op's `Source.op_name` its number in the order of tracing.
 
-        Ops of a gradient come after those that it is of.
+        Ops of a gradient come after the ops that it is the gradient of.
         """
         return {name: number for number, name in enumerate(self._by_name)}
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[Source]]:
-        found: dict[str, list[Source]] = {}
+        by_name: dict[str, list[Source]] = {}
         for source in _Walk().visit(self._function.graph, _Place()):
-            found.setdefault(source.op_name, []).append(source)
-        return found
+            by_name.setdefault(source.op_name, []).append(source)
+        return by_name
 
 
 def frame_text(frames: Iterable[traceback.FrameSummary]) -> str:
-    """`folder/file.py:12` of the innermost frame of the user's code; "" if none is."""
+    """`folder/file.py:12` of the innermost frame of the user's code; "" without one."""
     file, line = _user_frame(frames)
     return _place_text(file, line) if file else ""
 
@@ -185,8 +185,8 @@ class _Place:
     """Where a graph is called.
 
     Args:
-      prefix: that TF2XLA puts before the names of its ops.
-      scope: name scope that TF put around them to say the same.
+      prefix: what TF2XLA puts before the names of its ops.
+      scope: the name scope that TF put around them for the same purpose.
       layer: of the call.
     """
 
@@ -203,8 +203,8 @@ class _Walk:
 
     def visit(self, graph: tf.Graph, place: _Place) -> Iterator[Source]:
         original = original_of(graph)
-        # A backward part lies outside of the layer's scope, and its forward part comes
-        # first: both are cut from one graph.
+        # A backward part is outside the layer's scope, and its forward part comes
+        # first: both are cut from the same graph.
         layer = self._layers.setdefault(id(original), place.layer) or place.layer
         place = dataclasses.replace(place, layer=layer)
         for op in graph.get_operations():
@@ -235,7 +235,7 @@ def called_graphs(op: tf.Operation) -> list[tuple[tf.Graph, int]]:
 
 
 def inner_prefix(op: tf.Operation, prefix: str) -> str:
-    """What stands before the names of ops in the graphs that `op` calls.
+    """The prefix of the names of ops in the graphs that `op` calls.
 
     TF2XLA compiles calls in place, and gives loops and branches computations of their
     own, where names start anew.
@@ -275,29 +275,29 @@ def _is_gradient(op_name: str) -> bool:
 
 
 def _forward_op(op: tf.Operation) -> tf.Operation:
-    """For an op of a gradient the op that it is the gradient of, as far as can be told.
+    """For an op of a gradient the op that it is the gradient of, if known.
 
-    By its name, or by what it reads.
+    It is known by its name, or by a tensor that it reads.
     """
     if match := _TF_GRADIENT.fullmatch(op.name):
         candidates = [match["op"]]
     elif match := _TAPE_GRADIENT.fullmatch(op.name):
-        # The tape names the scope in which the op was made: its own, for most.
+        # The tape names the scope in which the op was made: for most, the op's own.
         candidates = [match["scope"], f"{match['scope']}/{op.type}"]
     else:
         candidates = []
     for name in candidates:
         with contextlib.suppress(KeyError):
-            found = op.graph.get_operation_by_name(name)
-            # An annotation is made in no scope: this one only has the number of a
-            # gradient's.
-            if found.type != ANNOTATION:
-                return found
+            forward = op.graph.get_operation_by_name(name)
+            # An annotation is made in no scope: this one only has a gradient's number
+            # by chance.
+            if forward.type != ANNOTATION:
+                return forward
     return _forward_reader(op) if _is_gradient(op.name) else op
 
 
 def _forward_reader(op: tf.Operation) -> tf.Operation:
-    """For some ops of gradients the only op of the kind that reads the same tensor."""
+    """For some ops of gradients the only op of its kind that reads the same tensor."""
     number, kind = _READERS.get(op.type, (None, ""))
     if number is None:
         return op

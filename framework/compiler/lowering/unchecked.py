@@ -1,7 +1,7 @@
 """Checks of a TF function that its program does not make.
 
-TF2XLA leaves out assertions and checks of numerics. What TF itself decides while it
-traces needs no program: it raises there.
+TF2XLA leaves out assertions and checks of numerics. Checks that TF itself decides while
+it traces need no program: they raise there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.framework.compiler.lowering.sources import (
 )
 
 CHECKS = frozenset({"Assert", "CheckNumerics", "CheckNumericsV2"})
-"""Types of the TF ops that check and do nothing else."""
+"""Types of the TF ops that only check."""
 _LOOPS = ("While", "StatelessWhile")
 _LISTED = 5
 
@@ -31,16 +31,16 @@ def unchecked_assertions(concrete, sources: Sources) -> list[str]:
       sources: where its ops come from.
 
     Returns:
-      Of each op its name, layer and line, for messages.
+      The name, layer and line of each op, for messages.
     """
-    found = _checks(concrete.graph, prefix="", caller=None)
-    return [sources.text(name) for name in dict.fromkeys(found)]
+    names = _checks(concrete.graph, prefix="", caller=None)
+    return [sources.text(name) for name in dict.fromkeys(names)]
 
 
-def unchecked_text(name: str, found: Sequence[str]) -> str:
-    """What to say of them, for a warning or an error; `name` is the program's."""
-    listed = ", ".join(found[:_LISTED])
-    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+def unchecked_text(name: str, checks: Sequence[str]) -> str:
+    """The text of a warning or an error about `checks`; `name` is the program's."""
+    listed = ", ".join(checks[:_LISTED])
+    more = f" and {len(checks) - _LISTED} more" if len(checks) > _LISTED else ""
     return (
         f"{name}: a compiled program makes no checks, so these of the function have no "
         f"effect: {listed}{more}. Check arguments and results on the host, or return "
@@ -50,7 +50,7 @@ def unchecked_text(name: str, found: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Caller:
-    """The op that calls a function, for tensors in it to be followed out of it."""
+    """The op that calls a function, to follow tensors from inside to its caller."""
 
     op: tf.Operation
     first_input: int
@@ -58,7 +58,7 @@ class _Caller:
 
 
 def _checks(graph: tf.Graph, *, prefix: str, caller: _Caller | None) -> Iterator[str]:
-    """The names of the checks of a graph and of those that its ops call."""
+    """The names of the checks in a graph and in the graphs that its ops call."""
     for op in graph.get_operations():
         if op.type in CHECKS and not _always_holds(op, caller):
             yield prefix + op.name
@@ -71,9 +71,9 @@ def _checks(graph: tf.Graph, *, prefix: str, caller: _Caller | None) -> Iterator
 
 
 def _always_holds(op: tf.Operation, caller: _Caller | None) -> bool:
-    """Whether an assertion depends on no argument, and is right.
+    """Whether an assertion depends on no argument, and holds.
 
-    TF keeps such ones, of shapes for the most part, that it has checked already.
+    TF keeps such assertions, mostly of shapes, though it has checked them already.
     """
     if op.type != "Assert":
         return False
@@ -86,9 +86,9 @@ def _always_holds(op: tf.Operation, caller: _Caller | None) -> bool:
 
 
 def _followed(tensor: tf.Tensor, caller: _Caller | None) -> tf.Tensor:
-    """The tensor that one in a called function is, outside of it."""
+    """The caller's tensor that a called function has as an input, if it is one."""
     while caller is not None and tensor.op.type == "Placeholder":
-        inputs = [id(one) for one in tensor.graph.inputs]
+        inputs = [id(placeholder) for placeholder in tensor.graph.inputs]
         if caller.op.type in _LOOPS or id(tensor) not in inputs:
             break
         tensor = caller.op.inputs[caller.first_input + inputs.index(id(tensor))]
@@ -97,7 +97,7 @@ def _followed(tensor: tf.Tensor, caller: _Caller | None) -> tf.Tensor:
 
 
 def _is_constant(tensor: tf.Tensor) -> bool:
-    """Whether it is computed from constants alone."""
+    """Whether a tensor is computed from constants alone."""
     pending, seen = [tensor.op], set()
     while pending:
         op = pending.pop()
@@ -105,5 +105,5 @@ def _is_constant(tensor: tf.Tensor) -> bool:
             return False
         if op not in seen:
             seen.add(op)
-            pending += [one.op for one in op.inputs]
+            pending += [operand.op for operand in op.inputs]
     return True
