@@ -1,7 +1,7 @@
 """Infers the sharding type of each value of a module, and checks the rules.
 
-Types flow forward, from the arguments' shardings and from annotations. What an op does
-to them is said by `op_dims` and `combine`; here are annotations and control flow.
+Types flow forward, from the arguments' shardings and from annotations. `op_dims` and
+`combine` have the rules of ops; annotations and control flow are here.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _MANY = 4
 
 
 class ShardingTypeError(LoweringError):
-    """The sharding types of a program do not fit; the message says where and how."""
+    """The sharding types of a program do not fit; the message says where and why."""
 
 
 class Unknown(enum.Enum):
@@ -86,9 +86,9 @@ Typed = TensorType | Unknown
 
 
 class Checker:
-    """The types of the values that it has visited, and the errors found on the way.
+    """The types of the values that it has visited, and the errors on the way.
 
-    After an error a value is unknown, and so is what is made of it up to the next
+    After an error a value is unknown, and so are values made from it up to the next
     annotation: errors are independent of each other.
 
     Args:
@@ -97,7 +97,7 @@ class Checker:
 
     Attributes:
       types: by value, in the order of the module.
-      errors: by the op that they are of.
+      errors: by the op in which they are.
     """
 
     def __init__(self, mesh: DeviceMesh, blame: Blame):
@@ -107,17 +107,17 @@ class Checker:
         self.errors: dict[ir.Operation, list[ShardingTypeError]] = {}
 
     def visit(self, block) -> None:
-        """Types what a block computes, its arguments having types."""
+        """Infers the types in a block whose arguments have types."""
         for op in block.operations:
             self._visit_op(op.operation)
 
-    def given(self, value: ir.Value, asked: Sharding | None) -> Typed:
+    def given(self, value: ir.Value, requested: Sharding | None) -> Typed:
         """The type of a value as a result of the program, if it may be one."""
         before = self.types[value]
         if isinstance(before, Unknown):
             return before
         try:
-            return check_given(value, before, asked)
+            return check_given(value, before, requested)
         except IllTypedError as e:
             text = f"gives {before} as a result of the program: {e}"
             self._blame(value.owner, text, [before])
@@ -135,29 +135,29 @@ class Checker:
     def _plain(self, op) -> None:
         before = [self.types[value] for value in op.operands]
         try:
-            found = self._inferred(op, before)
+            types = self._inferred(op, before)
         except IllTypedError as e:
             self._refuse(op, before, e)
-            found = [Unknown.REFUSED] * len(op.results)
-        self.types.update(zip(op.results, found, strict=True))
+            types = [Unknown.REFUSED] * len(op.results)
+        self.types.update(zip(op.results, types, strict=True))
 
     def _refuse(self, op, before: Sequence[Typed], error: IllTypedError) -> None:
         name = short_name(op)
-        typed_ones = [one for one in before if isinstance(one, TensorType)]
-        shown = [one for one in typed_ones if one.shape or not one.free][:_MANY]
-        listed = " and ".join(map(str, shown or typed_ones)) or "a tensor"
+        types = [type_ for type_ in before if isinstance(type_, TensorType)]
+        shown = [type_ for type_ in types if type_.shape or not type_.free][:_MANY]
+        listed = " and ".join(map(str, shown or types)) or "a tensor"
         if placeholder_of(op) or is_annotation(op):
-            self._blame(op, f"takes {listed}: {error}", typed_ones)
+            self._blame(op, f"takes {listed}: {error}", types)
         else:
             verb = _VERBS.get(name, f"computes {name} of")
-            self._blame(op, f"{verb} {listed}: {error}", typed_ones)
+            self._blame(op, f"{verb} {listed}: {error}", types)
 
     def _blame(self, op, what: str, before: Sequence[TensorType]) -> None:
         made = "".join(
             f". The {uncombined.kind} along {uncombined.axis} is of "
             f"{self._place(uncombined.origins[0])}"
             for uncombined in {
-                p.axis: p for one in before for p in one.undecided
+                p.axis: p for type_ in before for p in type_.undecided
             }.values()
             if uncombined.origins and not self._is_of(op, uncombined.origins[0])
         )
@@ -167,9 +167,9 @@ class Checker:
             error = str(self.blame.error(op, what + made))
         self.errors.setdefault(op, []).append(ShardingTypeError(error))
 
-    def _is_of(self, op, other) -> bool:
-        """Whether both are of one TF op."""
-        return not isinstance(op, ir.Block) and op_name(op) == op_name(other)
+    def _is_of(self, op, origin) -> bool:
+        """Whether both were lowered from the same TF op."""
+        return not isinstance(op, ir.Block) and op_name(op) == op_name(origin)
 
     def _place(self, op) -> str:
         """`op 'einsum/Einsum' (mine.py:12)`."""
@@ -177,61 +177,61 @@ class Checker:
         return text.removeprefix(f"{self.blame.program}: ").strip()
 
     def _inferred(self, op, before: Sequence[Typed]) -> Sequence[Typed]:
-        found = placeholder_of(op)
-        if found is not None and found.mesh != mesh_text(self.mesh):
+        placeholder = placeholder_of(op)
+        if placeholder is not None and placeholder.mesh != mesh_text(self.mesh):
             raise IllTypedError(
-                f"it is over the mesh ({found.mesh}), and types are over "
+                f"it is over the mesh ({placeholder.mesh}), and types are over "
                 f"({mesh_text(self.mesh)})",
                 "use the program's mesh",
             )
-        if found is not None and found.kind == OUT_OF_MANUAL:
-            return [TensorType.of(op.results[0], self.mesh, found.config["dims"])]
-        is_typed = found is not None and found.kind in (TYPED, RESHARD)
+        if placeholder is not None and placeholder.kind == OUT_OF_MANUAL:
+            return [TensorType.of(op.results[0], self.mesh, placeholder.config["dims"])]
+        is_typed = placeholder is not None and placeholder.kind in (TYPED, RESHARD)
         if Unknown.MANUAL in before:
-            if is_typed and needs_pending(found, self.mesh):
+            if is_typed and needs_pending(placeholder, self.mesh):
                 raise IllTypedError(RULE, REMEDY)
             return [Unknown.MANUAL] * len(op.results)
         if is_annotation(op) or is_typed:
             return [self._annotation(op, before[0])]
         if Unknown.REFUSED in before:
             return [Unknown.REFUSED] * len(op.results)
-        if found is not None:
-            for value, one in zip(op.operands, before, strict=True):
-                annotated(value, one, one.sharding.untyped())
+        if placeholder is not None:
+            for value, type_ in zip(op.operands, before, strict=True):
+                annotated(value, type_, type_.sharding.untyped())
             return [Unknown.MANUAL]
         return self._computed(op, before)
 
     def _annotation(self, op, before: Typed) -> TensorType:
         value = op.results[0]
-        found = placeholder_of(op)
-        if found is None:
+        placeholder = placeholder_of(op)
+        if placeholder is None:
             try:
-                asked = asked_sharding(op, self.mesh)
+                requested = asked_sharding(op, self.mesh)
             except ValueError as e:
                 raise IllTypedError(str(e), "use the program's mesh") from None
-            if asked.mesh != self.mesh:
-                what = f"{asked} is over the mesh's devices in another order"
+            if requested.mesh != self.mesh:
+                what = f"{requested} is over the mesh's devices in another order"
                 raise IllTypedError(what, "use the program's mesh")
-            return annotated(value, before, asked)
-        asked = Sharding.parse(self.mesh, found.config["sharding"])
-        if found.kind == TYPED:
-            lenient = found.config["on_conflict"] == OnConflict.REDUCE.value
+            return annotated(value, before, requested)
+        requested = Sharding.parse(self.mesh, placeholder.config["sharding"])
+        if placeholder.kind == TYPED:
+            lenient = placeholder.config["on_conflict"] == OnConflict.REDUCE.value
             return typed(
-                value, before, asked, or_reduced=lenient, sums=self._can_be_left
+                value, before, requested, or_reduced=lenient, sums=self._can_be_left
             )
-        text = found.config["before"]
+        text = placeholder.config["before"]
         expected = Sharding.parse(self.mesh, text) if text else None
-        return resharded(value, before, expected, asked)
+        return resharded(value, before, expected, requested)
 
     def sharding(self, value: ir.Value) -> Sharding:
-        """Where a value lies; whole, if it has no type."""
-        found = self.types[value]
-        if isinstance(found, TensorType):
-            return found.sharding.untyped()
+        """The sharding of a value; replicated, if it has no type."""
+        type_ = self.types[value]
+        if isinstance(type_, TensorType):
+            return type_.sharding.untyped()
         return Sharding.replicated(self.mesh, len(shape_of(value)))
 
     def _can_be_left(self, op, axes: Sequence[str]) -> bool:
-        """Whether each device has its own part of a sum, as compiled."""
+        """Whether each device of the compiled program has its own part of a sum."""
         return sum_of(self, op, axes) is not None
 
     def _computed(self, op, before: Sequence[TensorType]) -> Sequence[TensorType]:
@@ -245,9 +245,9 @@ class Checker:
         if name == "iota":
             return [TensorType.of(op.results[0], self.mesh, free=True)]
         if name == "optimization_barrier":
-            if any(one.uncombined for one in before):
+            if any(type_.uncombined for type_ in before):
                 raise IllTypedError(
-                    "a barrier is of tensors without a partial sum",
+                    "a barrier takes tensors without a partial sum",
                     "mesh_split or reshard them before",
                 )
             return before
@@ -264,7 +264,7 @@ class Checker:
         return combine(op, op_dims(op), before)
 
     def _loop(self, op) -> None:
-        """Constants that it starts from take the type that the body gives them."""
+        """A loop; constants that it starts with take the type that its body makes."""
         condition, body = (region.blocks[0] for region in op.regions)
         before: list[Typed] = []
         after = [self.types[value] for value in op.operands]
@@ -280,8 +280,8 @@ class Checker:
             self.types[result] = self._carried(op, number, after[number], ends[number])
 
     def _carried(self, op, number: int, before: Typed, after: Typed) -> Typed:
-        """What a loop leaves of a tensor that it carries."""
-        unknown = [one for one in (before, after) if isinstance(one, Unknown)]
+        """The type of a loop's result, by its operand's and its body's."""
+        unknown = [type_ for type_ in (before, after) if isinstance(type_, Unknown)]
         if unknown:
             return unknown[0]
         if _meet([before, after]) is not None:
@@ -318,33 +318,33 @@ class Checker:
     def _check_predicate(self, op, value: ir.Value) -> None:
         chooses = self.types[value]
         if isinstance(chooses, TensorType) and chooses.uncombined:
-            one = chooses.uncombined[0]
+            part = chooses.uncombined[0]
             self._blame(
                 op,
                 f"is decided by {chooses}: devices would not agree; "
-                f"{how_to_combine(chooses, one)} before",
+                f"{how_to_combine(chooses, part)} before",
                 [chooses],
             )
 
 
 def _meet(types: Sequence[Typed]) -> Typed | None:
-    """The type that several may have in one place; None if there is none.
+    """The type that values of these types may share; None if there is none.
 
-    What is made of constants fits any type without a partial sum, and zeros all.
+    A value made from constants fits any type without a partial sum, and zeros fit all.
     """
-    for one in types:
-        if isinstance(one, Unknown):
-            return one
-    bound = [one for one in types if not one.free]
-    zero = all(one.zero for one in types if one.free)
+    for type_ in types:
+        if isinstance(type_, Unknown):
+            return type_
+    bound = [type_ for type_ in types if not type_.free]
+    zero = all(type_.zero for type_ in types if type_.free)
     if not bound:
         return dataclasses.replace(types[0], zero=zero)
-    same = all(one == bound[0] for one in bound)
+    same = all(type_ == bound[0] for type_ in bound)
     return bound[0] if same and (zero or not bound[0].uncombined) else None
 
 
 def _widened(before: Typed, after: Typed) -> Typed:
-    """What a loop carries that starts from the one and goes on with the other."""
+    """The type that a loop carries if it starts with `before` and makes `after`."""
     if isinstance(after, Unknown):
         return before
     return _meet([before, after]) or before

@@ -1,8 +1,9 @@
-"""The rules that all ops share, once it is said how their dims correspond.
+"""The rules that all ops share, given how their dims correspond.
 
-A sum's parts may go through an op that is linear in them, and no other; of a product
-one factor may be unreduced, of a sum all terms are or none. Each device computes on its
-own shards: what several operands say of a dim has to agree, where a whole one is cut.
+A partial sum may be the operand of an op that is linear in it, and of no other; of a
+product one factor may be unreduced, of a sum all terms or none. Each device computes on
+its own shards: the splits of a dim in several operands have to agree, where an
+unsplit operand is cut.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshwright.framework.compiler.sharding_types.tensor_type import (
 
 Labels = tuple[int | None, ...]
 Axes = Mapping[int, tuple[str, ...]]
-"""By label the axes that split the dims so labelled."""
+"""By label the axes that split the dims with that label."""
 
 _ORDINALS = ("first", "second", "third", "fourth")
 
@@ -31,12 +32,13 @@ class OpDims:
     """How dims of an op's operands and results correspond.
 
     Args:
-      operands: for each operand a label for each dim. Dims of one label are split
-        alike. One that no result has is combined; None is for what the op needs whole.
-      results: the same for the results; None: it comes out whole.
-      moves: whether it does no more than move elements.
-      kinds: by label how the op combines what it has along it, if not by a sum.
-      linear_in: sets of operands in which it is linear together; see `choices`.
+      operands: for each operand a label for each dim. Dims of the same label are split
+        alike. A label that no result has is combined; None: the op needs the dim
+        unsharded.
+      results: the same for the results; None: the dim comes out unsharded.
+      moves: whether the op does no more than move elements.
+      kinds: by label how the op combines elements along it, if not by a sum.
+      linear_in: sets of operands in which the op is linear together; see `choices`.
     """
 
     operands: Sequence[Labels]
@@ -49,29 +51,29 @@ class OpDims:
     def linear(self) -> list[bool]:
         """For each operand whether the op is linear in it, alone or with others."""
         count = range(len(self.operands))
-        return [any(number in one for one in self.linear_in) for number in count]
+        return [any(number in group for group in self.linear_in) for number in count]
 
     @property
     def alike(self) -> bool:
-        """Whether it is linear in several together, as a sum is, not as a product."""
-        return any(len(one) > 1 for one in self.linear_in)
+        """Whether it is linear in several operands together: a sum is, no product."""
+        return any(len(group) > 1 for group in self.linear_in)
 
     def combined(self, labels: Labels) -> list[int]:
-        """Those of an operand's labels that no result has."""
+        """The labels of an operand that no result has."""
         kept = {label for result in self.results for label in result}
-        return [one for one in labels if one is not None and one not in kept]
+        return [i for i in labels if i is not None and i not in kept]
 
     def all_combined(self) -> list[int]:
         """The labels that no result has."""
-        found = [one for labels in self.operands for one in self.combined(labels)]
-        return list(dict.fromkeys(found))
+        combined = [i for labels in self.operands for i in self.combined(labels)]
+        return list(dict.fromkeys(combined))
 
 
 def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
     """The types of an op's results.
 
     Raises:
-      IllTypedError: devices could not compute it each on what it holds.
+      IllTypedError: the devices could not compute it each on its own shards.
     """
     axes = _axes(rule, types)
     for type_, linear in zip(types, rule.linear, strict=True):
@@ -82,9 +84,9 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
     free = all(type_.free for type_ in types)
     zero = free and _is_zero(rule, types)
     mesh = types[0].mesh
-    found = []
+    results = []
     for labels, value in zip(rule.results, op.results, strict=True):
-        one = TensorType.of(
+        result = TensorType.of(
             value,
             mesh,
             [axes.get(label, ()) for label in labels],
@@ -93,77 +95,80 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
             free=free,
             zero=zero,
         )
-        kept = reduced if one.is_float else ()
-        found.append(dataclasses.replace(one, reduced=kept))
-    return found
+        kept = reduced if result.is_float else ()
+        results.append(dataclasses.replace(result, reduced=kept))
+    return results
 
 
 def _axes(rule: OpDims, types: Sequence[TensorType]) -> Axes:
-    """What splits the dims of each label, in all operands alike or only in some."""
-    found: dict[int, tuple[str, ...]] = {}
+    """The axes that split the dims of each label, in all operands or in some."""
+    axes: dict[int, tuple[str, ...]] = {}
     first: dict[int, TensorType] = {}
     for labels, type_ in zip(rule.operands, types, strict=True):
         for dim, label in enumerate(labels):
-            own = type_.dims[dim]
-            if label is None and own:
+            split = type_.dims[dim]
+            if label is None and split:
                 raise IllTypedError(
-                    f"it needs dim {dim} of {type_} whole, which "
-                    f"{', '.join(own)} {'split' if own[1:] else 'splits'}",
+                    f"it needs dim {dim} of {type_} unsharded, which "
+                    f"{', '.join(split)} {'split' if split[1:] else 'splits'}",
                     f"mesh_split it to {_without_split(type_, dim)} before",
                 )
-            had = found.get(label, ())
-            if label is None or own == had or not own:
+            before = axes.get(label, ())
+            if label is None or split == before or not split:
                 continue
-            if not _cuts(type_, dim, had, own):
-                other = first[label]
+            if not _cuts(type_, dim, before, split):
+                first_type = first[label]
                 raise IllTypedError(
-                    f"they are split by {'.'.join(had)} and {'.'.join(own)} in one dim",
-                    f"mesh_split one to lie as the other: {other.sharding.untyped()} "
-                    f"or {type_.sharding.untyped()}",
+                    f"they are split by {'.'.join(before)} and {'.'.join(split)} in "
+                    "one dim",
+                    "mesh_split one like the other: "
+                    f"{first_type.sharding.untyped()} or {type_.sharding.untyped()}",
                 )
-            if len(own) > len(had):
-                found[label], first[label] = own, type_
-    return found
+            if len(split) > len(before):
+                axes[label], first[label] = split, type_
+    return axes
 
 
-def _cuts(type_: TensorType, dim: int, had: Sequence[str], own: Sequence[str]) -> bool:
-    """Whether the shards of one are cut from those of the other, of the same device."""
-    short, long = sorted((had, own), key=len)
+def _cuts(
+    type_: TensorType, dim: int, before: Sequence[str], split: Sequence[str]
+) -> bool:
+    """Whether by one split a device's shard is a part of its shard by the other."""
+    short, long = sorted((before, split), key=len)
     even = type_.shape[dim] % type_.mesh.axes_size(long) == 0
     return long[: len(short)] == short and (not short or even)
 
 
 def _without_split(type_: TensorType, dim: int) -> str:
-    """The sharding with a dim unsplit, as one would annotate it."""
+    """The sharding with a dim unsharded, as an annotation of it is written."""
     dims = [() if i == dim else axes for i, axes in enumerate(type_.dims)]
     return type_.said_text(dims)
 
 
 def _check_linear(op, type_: TensorType, linear: bool, rule: OpDims) -> None:
-    for one in type_.uncombined:
-        if linear and (one.kind == SUM or rule.moves):
+    for part in type_.uncombined:
+        if linear and (part.kind == SUM or rule.moves):
             continue
         raise IllTypedError(
-            f"it is not linear in {_part(one)}{why_not(op)}",
-            f"{how_to_combine(type_, one)} before",
+            f"it is not linear in {_part(part)}{why_not(op)}",
+            f"{how_to_combine(type_, part)} before",
         )
 
 
-def _part(one: Uncombined) -> str:
-    if one.kind == SUM:
-        return f"a sum unreduced along {one.axis}"
-    return f"what is to be combined along {one.axis} ({one.kind})"
+def _part(part: Uncombined) -> str:
+    if part.kind == SUM:
+        return f"a sum unreduced along {part.axis}"
+    return f"partial values along {part.axis} ({part.kind})"
 
 
-def how_to_combine(type_: TensorType, one: Uncombined, what: str = "it") -> str:
-    """How a program has what is unreduced in a tensor combined."""
-    left = tuple(axis for axis in type_.unreduced if axis != one.axis)
+def how_to_combine(type_: TensorType, part: Uncombined, what: str = "it") -> str:
+    """How a program combines what is unreduced in a tensor."""
+    left = tuple(axis for axis in type_.unreduced if axis != part.axis)
     text = dataclasses.replace(type_.sharding, unreduced=left)
-    return f"{'reshard' if one.decided else 'mesh_split'} {what} to {text}"
+    return f"{'reshard' if part.decided else 'mesh_split'} {what} to {text}"
 
 
 def _combined(op, rule: OpDims, labels: Sequence[int], axes: Axes) -> list[Uncombined]:
-    """What is unreduced after labels are combined that axes split."""
+    """What is unreduced once dims that axes split are combined, by label."""
     return [
         Uncombined(axis=axis, kind=rule.kinds.get(label, SUM), origins=(op,))
         for label in labels
@@ -174,23 +179,23 @@ def _combined(op, rule: OpDims, labels: Sequence[int], axes: Axes) -> list[Uncom
 def _of_factors(
     op, rule: OpDims, types: Sequence[TensorType], axes: Axes
 ) -> list[Uncombined]:
-    found: list[Uncombined] = []
+    parts: list[Uncombined] = []
     for type_ in types:
-        for one in type_.uncombined:
-            if any(overlap(type_.mesh, one.axis, had.axis) for had in found):
+        for part in type_.uncombined:
+            if any(overlap(type_.mesh, part.axis, before.axis) for before in parts):
                 raise IllTypedError(
-                    f"a product of sums unreduced along {one.axis} is not the sum of "
+                    f"a product of sums unreduced along {part.axis} is not the sum of "
                     "products",
-                    f"{how_to_combine(type_, one)} before",
+                    f"{how_to_combine(type_, part)} before",
                 )
-            if one.decided and any(had.decided for had in found):
+            if part.decided and any(before.decided for before in parts):
                 raise IllTypedError(
-                    f"it is a product of two partial sums, one along {one.axis}: of a "
+                    f"it is a product of two partial sums, one along {part.axis}: of a "
                     "product one factor may be unreduced",
-                    f"{how_to_combine(type_, one)} before",
+                    f"{how_to_combine(type_, part)} before",
                 )
-        found += type_.uncombined
-    return found + _combined(op, rule, rule.all_combined(), axes)
+        parts += type_.uncombined
+    return parts + _combined(op, rule, rule.all_combined(), axes)
 
 
 def _of_terms(
@@ -198,57 +203,60 @@ def _of_terms(
 ) -> list[Uncombined]:
     """Of terms, slices and branches: along each axis all are unreduced, or none is."""
     terms = [
-        (number, type_, [*type_.uncombined, *_combined(op, rule, own, axes)])
-        for number, (type_, own, linear) in enumerate(
+        (number, type_, [*type_.uncombined, *_combined(op, rule, labels, axes)])
+        for number, (type_, labels, linear) in enumerate(
             zip(types, map(rule.combined, rule.operands), rule.linear, strict=True)
         )
         if linear and not type_.zero
     ]
-    found: dict[str, Uncombined] = {}
+    by_axis: dict[str, Uncombined] = {}
     for _, type_, uncombined in terms:
         _check_apart(type_, uncombined)
-        for one in uncombined:
-            had = found.get(one.axis)
-            if had is not None and had.kind != one.kind:
+        for part in uncombined:
+            before = by_axis.get(part.axis)
+            if before is not None and before.kind != part.kind:
                 raise IllTypedError(
-                    f"a partial {had.kind} and a partial {one.kind} along {one.axis}",
-                    f"{how_to_combine(type_, one)} before",
+                    f"a partial {before.kind} and a partial {part.kind} along "
+                    f"{part.axis}",
+                    f"{how_to_combine(type_, part)} before",
                 )
-            origins = dict.fromkeys((*(had.origins if had else ()), *one.origins))
-            told = one if had is None or one.decided else had
-            found[one.axis] = dataclasses.replace(told, origins=tuple(origins))
-    for one in found.values():
-        without = [t for t in terms if all(one.axis != p.axis for p in t[2])]
+            origins = dict.fromkeys(
+                (*(before.origins if before else ()), *part.origins)
+            )
+            kept = part if before is None or part.decided else before
+            by_axis[part.axis] = dataclasses.replace(kept, origins=tuple(origins))
+    for part in by_axis.values():
+        without = [t for t in terms if all(part.axis != p.axis for p in t[2])]
         if without:
-            _refuse_terms(one, [t for t in terms if t not in without], without[0])
-    return list(found.values())
+            _refuse_terms(part, [t for t in terms if t not in without], without[0])
+    return list(by_axis.values())
 
 
 def _check_apart(type_: TensorType, uncombined: Sequence[Uncombined]) -> None:
-    for i, one in enumerate(uncombined):
-        if any(overlap(type_.mesh, one.axis, p.axis) for p in uncombined[:i]):
+    for i, part in enumerate(uncombined):
+        if any(overlap(type_.mesh, part.axis, p.axis) for p in uncombined[:i]):
             raise IllTypedError(
-                f"it sums what is unreduced along {one.axis} already",
-                f"{how_to_combine(type_, one)} before",
+                f"it sums what is unreduced along {part.axis} already",
+                f"{how_to_combine(type_, part)} before",
             )
 
 
-def _refuse_terms(one: Uncombined, have: Sequence, lacks: tuple) -> None:
+def _refuse_terms(part: Uncombined, have: Sequence, lacks: tuple) -> None:
     (number, type_, _), (other_number, other, _) = have[0], lacks
-    kind = "a partial sum" if one.kind == SUM else f"a partial {one.kind}"
-    split = other.splits(one.axis)
+    kind = "a partial sum" if part.kind == SUM else f"a partial {part.kind}"
+    split = other.splits(part.axis)
     what = "a split tensor" if split else "a replicated tensor"
     what = "a constant other than zero" if other.free else what
-    remedy = how_to_combine(type_, one, _nth(number))
-    is_whole = one.axis in type_.mesh.axis_names
-    if not (split or other.free) and one.kind == SUM and is_whole:
+    remedy = how_to_combine(type_, part, _nth(number))
+    is_full_axis = part.axis in type_.mesh.axis_names
+    if not (split or other.free) and part.kind == SUM and is_full_axis:
         wanted = dataclasses.replace(
             other.sharding,
-            unreduced=(*other.unreduced, one.axis),
-            reduced=tuple(axis for axis in other.reduced if axis != one.axis),
+            unreduced=(*other.unreduced, part.axis),
+            reduced=tuple(axis for axis in other.reduced if axis != part.axis),
         )
         remedy += f", or {_nth(other_number)} to {wanted}"
-    raise IllTypedError(f"{kind} along {one.axis} and {what}", remedy)
+    raise IllTypedError(f"{kind} along {part.axis} and {what}", remedy)
 
 
 def _nth(number: int) -> str:
@@ -262,33 +270,33 @@ def _reduced(
     axes: Axes,
     uncombined: Sequence[Uncombined],
 ) -> Iterator[str]:
-    """The axes along which the results are reduced as operands are."""
+    """The axes along which the results are reduced, as operands are."""
     given = {axis: type_ for type_ in types for axis in type_.reduced}
     for axis, type_ in given.items():
         mesh = type_.mesh
         for other in types:
             _check_against_reduced(type_, other, axis)
-        for one, labels in zip(types, rule.operands, strict=True):
-            for label in rule.combined(labels) if axis in one.reduced else ():
+        for operand, labels in zip(types, rule.operands, strict=True):
+            for label in rule.combined(labels) if axis in operand.reduced else ():
                 if any(overlap(mesh, axis, split) for split in axes.get(label, ())):
                     raise IllTypedError(
                         f"it sums over a dim that {axis} splits in one operand, along "
                         "which another is reduced: its gradient would be split, not "
                         "unreduced",
-                        f"mesh_split both alike, or {_plain(one, axis)}",
+                        f"mesh_split both alike, or {_plain(operand, axis)}",
                     )
         used = [
             *(p.axis for p in uncombined),
-            *(a for own in axes.values() for a in own),
+            *(a for split in axes.values() for a in split),
         ]
-        if not any(overlap(mesh, axis, one) for one in used):
+        if not any(overlap(mesh, axis, a) for a in used):
             yield axis
 
 
 def _check_against_reduced(type_: TensorType, other: TensorType, axis: str) -> None:
-    """Refuses what is replicated: of it and a reduced tensor one gradient is wrong."""
-    told = axis in other.reduced or other.splits(axis) or other.pending_along(axis)
-    if told or other.free or not other.is_float:
+    """Refuses a replicated operand beside a reduced one: its gradient is unreduced."""
+    declared = axis in other.reduced or other.splits(axis) or other.pending_along(axis)
+    if declared or other.free or not other.is_float:
         return
     wanted = dataclasses.replace(other.sharding, reduced=(*other.reduced, axis))
     raise IllTypedError(
@@ -299,18 +307,18 @@ def _check_against_reduced(type_: TensorType, other: TensorType, axis: str) -> N
 
 
 def _plain(type_: TensorType, axis: str) -> str:
-    left = tuple(one for one in type_.reduced if one != axis)
+    left = tuple(a for a in type_.reduced if a != axis)
     plain = dataclasses.replace(type_.sharding, reduced=left)
     return f"reshard the reduced one to {plain}"
 
 
 def _names(rule: OpDims, types: Sequence[TensorType]) -> dict[int, str]:
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for labels, type_ in zip(rule.operands, types, strict=True):
         for label, name in zip(labels, type_.names, strict=True):
             if label is not None and name is not None:
-                found.setdefault(label, name)
-    return found
+                names.setdefault(label, name)
+    return names
 
 
 def _is_zero(rule: OpDims, types: Sequence[TensorType]) -> bool:

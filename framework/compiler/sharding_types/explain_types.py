@@ -52,13 +52,13 @@ class TypedTensor:
 
     Args:
       kind: argument, result, or inside.
-      name: of arguments and results their path, such as "w.kernel"; of others the name
-        of the TF op that makes it.
-      layer: dotted path of its layer, or of its name scopes outside of any.
+      name: for arguments and results their path, such as "w.kernel"; for others the
+        name of the TF op that makes it.
+      layer: dotted path of its layer, or of its name scopes outside any layer.
       source: where the op was made, None if unknown.
-      is_gradient: whether it is of a gradient, or made of one.
-      type: the sharding type; `str` of it reads `f32[seq, batch@dp, 16]{U:tp}`.
-      is_told: whether the program's text is to show it.
+      is_gradient: whether it is a gradient, or made from one.
+      type: the sharding type; its `str` reads `f32[seq, batch@dp, 16]{U:tp}`.
+      is_told: whether the program's text shows it.
     """
 
     kind: Kind
@@ -72,14 +72,14 @@ class TypedTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TypedProgram:
-    """A function's tensors with their sharding types; `str` of it is meant to be read.
+    """A function's tensors with their sharding types; its `str` is a report to read.
 
     Args:
       name: the program's.
       mesh: its device mesh.
-      tensors: arguments, those of its ops in the order of the program, results.
-      errors: in the order of the program; after one what depends on it has no type up
-        to the next annotation.
+      tensors: arguments, ops' tensors in the order of the program, results.
+      errors: in the order of the program; after an error tensors that depend on its op
+        have no type up to the next annotation.
     """
 
     name: str
@@ -88,20 +88,20 @@ class TypedProgram:
     errors: tuple[ShardingTypeError, ...]
 
     def type_of(self, name: str) -> str:
-        """The type of the tensor of this name, or of the only one that it ends.
+        """The type of the tensor of this name, or of the only one whose path ends so.
 
         Raises:
           ValueError: there is none, or several.
         """
-        exact = [one for one in self.tensors if one.name == name]
-        found = exact or [t for t in self.tensors if f"/{t.name}".endswith(f"/{name}")]
-        if len(found) != 1:
-            names = [one.name for one in found or self.tensors]
+        exact = [t for t in self.tensors if t.name == name]
+        named = exact or [t for t in self.tensors if f"/{t.name}".endswith(f"/{name}")]
+        if len(named) != 1:
+            names = [tensor.name for tensor in named or self.tensors]
             raise ValueError(
-                f"{self.name}: {len(found)} tensors are named {name!r}: give one of "
+                f"{self.name}: {len(named)} tensors are named {name!r}: give one of "
                 f"{names}"
             )
-        return str(found[0].type)
+        return str(named[0].type)
 
     def __str__(self) -> str:
         return program_text(self)
@@ -113,9 +113,9 @@ def check_types(
     """Checks the sharding types of a TF function, without compiling it.
 
     Types follow from those of the arguments and from annotations, op by op, forward;
-    the ops of a gradient that `fn` computes are checked by the same rules. What would
-    need communication that no annotation asks for is an error: a program that passes
-    communicates where `mesh_split` and `reshard` say so, and nowhere else.
+    the ops of a gradient that `fn` computes are checked by the same rules. An op that
+    would need communication without an annotation is an error: a program that passes
+    communicates at `mesh_split` and `reshard`, and nowhere else.
 
     Args:
       fn: a function as for `compile_program`.
@@ -125,7 +125,7 @@ def check_types(
 
     Raises:
       ShardingTypeError: the first error; it names the op, its layer and line, the types
-        of its operands, the rule, and a conversion that makes it right.
+        of its operands, the rule, and a conversion that satisfies it.
       LoweringError: see `lower`.
       ValueError: structures or ranks do not agree.
     """
@@ -145,17 +145,17 @@ def explain_types(
     dim_names: Sequence[Any] | None = None,
     name: str | None = None,
 ) -> TypedProgram:
-    """The sharding types of a TF function's tensors, and the errors that are in them.
+    """The sharding types of a TF function's tensors, and the errors in them.
 
     Args:
       fn: a function as for `compile_program`.
       args: for each argument a nest of `tf.TensorSpec`.
       mesh: the device mesh.
       in_shardings: for each argument None, or a nest of its structure with a `Sharding`
-        for each leaf, unreduced ones too. None is replicated.
-      out_shardings: the same for the result. None is as it is, if that is decided.
+        for each leaf, which may be unreduced. None is replicated.
+      out_shardings: the same for the result. None keeps its sharding, if decided.
       dim_names: for each argument None, or a nest of its structure with a tuple of
-        names for each leaf's dims, for types to be shown by.
+        names for each leaf's dims, which types then show.
       name: for messages.
 
     Raises:
@@ -174,21 +174,21 @@ def explain_types(
     arguments = _arguments(fn, lowered)
     shardings = _leaves(lowered.inputs, in_shardings)
     names = _leaves(lowered.inputs, dim_names)
-    asked = _leaves(lowered.outputs, out_shardings)
+    requested = _leaves(lowered.outputs, out_shardings)
     with neutral_module(lowered) as module:
         tidy(module)
         main = ir.SymbolTable(module.operation)["main"].operation
         block = main.regions[0].blocks[0]
         checker = Checker(mesh, Blame(lowered.name, lowered.sources))
         before = [
-            _argument(path, value, mesh, sharding, own)
-            for path, value, sharding, own in zip(
+            _argument(path, value, mesh, sharding, leaf_names)
+            for path, value, sharding, leaf_names in zip(
                 arguments, block.arguments, shardings, names, strict=True
             )
         ]
         checker.types.update(zip(block.arguments, before, strict=True))
         checker.visit(block)
-        results = list(zip(end_of(block).operands, asked, strict=True))
+        results = list(zip(end_of(block).operands, requested, strict=True))
         for number, (value, sharding) in enumerate(results):
             _check_fits(f"result {number}", value, mesh, sharding)
         given = [checker.given(value, sharding) for value, sharding in results]
@@ -198,16 +198,16 @@ def explain_types(
 
 
 def _arguments(fn: Callable[..., Any], lowered: LoweredFunction) -> list[str]:
-    """The paths of the arguments' leaves, that of each argument by its name."""
+    """The paths of the arguments' leaves; each begins with the argument's name."""
     parameters = list(inspect.signature(fn).parameters.values())
     paths = nest.flatten_with_joined_string_paths(lowered.inputs, separator=".")
-    found = []
+    named = []
     for path, _ in paths:
         number, *rest = path.split(".")
-        one = parameters[min(int(number), len(parameters) - 1)]
-        several = one.kind is one.VAR_POSITIONAL
-        found.append(".".join([number if several else one.name, *rest]))
-    return found
+        parameter = parameters[min(int(number), len(parameters) - 1)]
+        several = parameter.kind is parameter.VAR_POSITIONAL
+        named.append(".".join([number if several else parameter.name, *rest]))
+    return named
 
 
 def _leaves(structure: Any, given: Any) -> list:
@@ -225,7 +225,7 @@ def _argument(
     if names is not None and len(names) != rank:
         raise ValueError(
             f"argument {path!r} has {rank} dims and the dim names {tuple(names)}: give "
-            "one for each, or None"
+            "a name for each, or None"
         )
     _check_fits(f"argument {path!r}", value, mesh, sharding)
     sharding = sharding or Sharding.replicated(mesh, rank)
@@ -239,27 +239,27 @@ def _check_fits(
     if sharding is not None and (sharding.rank, sharding.mesh) != (rank, mesh):
         raise ValueError(
             f"{what} has {rank} dims and is over the mesh ({mesh}), its sharding is "
-            f"{sharding} over ({sharding.mesh}): give one of as many dims over the "
-            "same mesh"
+            f"{sharding} over ({sharding.mesh}): give a sharding of as many dims over "
+            "the same mesh"
         )
 
 
 def _border(kind: Kind, named: Iterable[tuple[str, Typed]]) -> Iterator[TypedTensor]:
-    for path, found in named:
-        if isinstance(found, TensorType):
+    for path, type_ in named:
+        if isinstance(type_, TensorType):
             yield TypedTensor(
                 kind=kind,
                 name=path or kind.value,
                 layer="",
                 source=None,
                 is_gradient=False,
-                type=found.without_origins(),
+                type=type_.without_origins(),
                 is_told=True,
             )
 
 
 class _Program:
-    """What the checker found, by TF ops."""
+    """The checker's types and errors, by TF ops."""
 
     def __init__(self, lowered: LoweredFunction, mesh: DeviceMesh, checker: Checker):
         self.lowered = lowered
@@ -283,7 +283,7 @@ class _Program:
                 *self._inside(),
                 *_border(Kind.RESULT, made),
             ),
-            errors=tuple(error for _, found in errors for error in found),
+            errors=tuple(error for _, of_op in errors for error in of_op),
         )
 
     def _order(self, op) -> int:
@@ -297,46 +297,46 @@ class _Program:
         return self.lowered.sources.find(op_name(op), shape)
 
     def _inside(self) -> list[TypedTensor]:
-        """One for each TF op whose result has a type, and is not of constants alone."""
+        """A tensor for each TF op with a typed result, except of constants alone."""
         by_op: dict[str, list[tuple[ir.Operation, TensorType]]] = {}
-        for value, found in self.checker.types.items():
-            known = isinstance(found, TensorType) and not found.free
+        for value, type_ in self.checker.types.items():
+            known = isinstance(type_, TensorType) and not type_.free
             if known and not isinstance(value.owner, ir.Block):
                 source = self._source(value.owner)
                 if source is not None and value.owner.name != WHILE:
                     self._note_gradient(value.owner, source)
-                    by_op.setdefault(source.op_name, []).append((value.owner, found))
+                    by_op.setdefault(source.op_name, []).append((value.owner, type_))
         order = self.lowered.sources.order
         names = sorted(by_op, key=order.__getitem__)
         return [self._tensor(name, by_op[name]) for name in names]
 
     def _note_gradient(self, op, source: Source) -> None:
-        """Names tell it of TF's own ops; annotations in between have others."""
+        """Marks an op of a gradient: TF's own ops by name, annotations by operands."""
         made = any(value.owner in self.gradients for value in op.operands)
         if made or source.is_gradient:
             self.gradients.add(op)
 
     def _tensor(self, name: str, parts: Sequence[tuple]) -> TypedTensor:
         source = self._source(parts[-1][0])
-        # An op lowers to several; its own value has its own shape.
-        own = [type_ for _, type_ in parts if type_.shape in source.shapes]
+        # An op lowers to several; those of its value have its shape.
+        types = [type_ for _, type_ in parts if type_.shape in source.shapes]
         return TypedTensor(
             kind=Kind.INSIDE,
             name=program_name(name).removesuffix(f"/{PLACEHOLDER}"),
             layer=source.layer,
             source=source,
             is_gradient=any(op in self.gradients for op, _ in parts),
-            type=(own[-1] if own else parts[-1][1]).without_origins(),
+            type=(types[-1] if types else parts[-1][1]).without_origins(),
             is_told=any(self._tells(op, type_) for op, type_ in parts),
         )
 
-    def _tells(self, op, found: TensorType) -> bool:
+    def _tells(self, op, type_: TensorType) -> bool:
         """Whether an op is a contraction or the like, or changes what is unreduced."""
         before = [self.checker.types[value] for value in op.operands]
         states = {
-            (one.uncombined, one.reduced)
-            for one in before
-            if isinstance(one, TensorType) and not one.free
+            (operand.uncombined, operand.reduced)
+            for operand in before
+            if isinstance(operand, TensorType) and not operand.free
         }
-        changes = states and states != {(found.uncombined, found.reduced)}
+        changes = states and states != {(type_.uncombined, type_.reduced)}
         return bool(changes) or op.name.split(".")[-1] in _TELLING

@@ -1,4 +1,4 @@
-"""How the dims of each StableHLO op correspond, and what it sums over."""
+"""How the dims of each StableHLO op correspond, and which dims it sums over."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ELEMENTWISE = frozenset(_NAMES.split())
 
 
 def op_dims(op) -> OpDims:
-    """Of any op; one that is not known needs whole operands."""
+    """The dims of any op; an unknown op needs unsharded operands."""
     name = short_name(op)
     rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name, whole_dims)
     return dataclasses.replace(rule(op), linear_in=choices(op))
@@ -48,7 +48,7 @@ def _numbered(value: ir.Value) -> Labels:
 
 
 def _elementwise(op) -> OpDims:
-    """A scalar operand is for all elements."""
+    """Elementwise ops; a scalar operand is combined with all elements."""
     return OpDims(
         operands=[_numbered(value) for value in op.operands],
         results=[_numbered(op.results[0])],
@@ -57,7 +57,10 @@ def _elementwise(op) -> OpDims:
 
 
 def _only_moves(op) -> bool:
-    """Rounding keeps what is largest; a size that TF2XLA says again changes nothing."""
+    """Whether an op does no more than move elements.
+
+    Rounding does not change which is largest; a dim size set by TF2XLA changes nothing.
+    """
     if short_name(op) == "convert":
         values = (op.operands[0], op.results[0])
         return all(isinstance(element_type(v), ir.FloatType) for v in values)
@@ -70,7 +73,7 @@ def _transpose(op) -> OpDims:
 
 
 def _broadcast(op) -> OpDims:
-    """Dims of size 1 that get longer are whole."""
+    """Broadcasts; dims of size 1 that get longer are unsharded."""
     dims = integers(op, "broadcast_dimensions")
     sizes, wide = shape_of(op.operands[0]), shape_of(op.results[0])
     pairs = zip(sizes, dims, strict=True)
@@ -100,14 +103,14 @@ def _dot(op) -> OpDims:
 
 
 def _reduce(op) -> OpDims:
-    """Of several operands at once, as for an argmax, it needs those dims whole."""
+    """Reductions; of several operands, as an argmax, it needs those dims unsharded."""
     count = len(op.results)
     reduced = reduced_dims(op)
-    inner = [short_name(one.operation) for one in op.regions[0].blocks[0].operations]
+    inner = [short_name(i.operation) for i in op.regions[0].blocks[0].operations]
     kind = inner[0] if len(inner) == 2 else ""
     adds = kind == "add" and bool(choices(op))
     labels = _numbered(op.operands[0])
-    known = kind and (adds or kind != "add")  # Not from another start than zero.
+    known = kind and (adds or kind != "add")  # A sum has to start at zero.
     taken = labels if known else tuple(None if d in reduced else d for d in labels)
     return OpDims(
         operands=[taken] * count + [()] * count,
@@ -120,7 +123,7 @@ _KINDS = {"maximum": "max", "minimum": "min", "multiply": "product"}
 
 
 def _convolution(op) -> OpDims:
-    """Window dims move, with a halo; or are summed over whole; or are a plain dim's."""
+    """A window dim moves, with a halo, or is summed over in full, or is a plain dim."""
     what = convolution_of(op)
     left, right = ([None] * len(shape) for shape in (what.lhs, what.rhs))
     result: list[int | None] = [None] * len(what.out)
@@ -149,7 +152,7 @@ def _convolution(op) -> OpDims:
 
 
 def _cumulative(op, dims: Sequence[int]) -> OpDims:
-    """An op on lines along `dims`, which it needs whole."""
+    """An op on lines along `dims`, which it needs unsharded."""
     labels = [
         tuple(None if dim in dims else dim for dim in _numbered(value))
         for value in (*op.operands, *op.results)

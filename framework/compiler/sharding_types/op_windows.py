@@ -1,4 +1,4 @@
-"""How dims correspond in ops that take or put slices, and in windows."""
+"""How dims correspond in ops that read or write slices, and in windows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 
 
 def _but(value: ir.Value, touched: Collection[int]) -> Labels:
-    """Labels of a value's dims, the touched ones whole."""
+    """Labels of a value's dims; the touched ones are unsharded."""
     return tuple(None if d in touched else d for d in range(len(shape_of(value))))
 
 
@@ -27,7 +27,7 @@ def _resized(op) -> list[int]:
 
 
 def _sliced(op) -> OpDims:
-    """A slice: of numbers that the program computes, or not."""
+    """A slice, with starts that the program computes or that are constant."""
     touched = _resized(op)
     numbers = len(op.operands) - 1
     return OpDims(
@@ -40,7 +40,7 @@ def _sliced(op) -> OpDims:
 def _update(op) -> OpDims:
     stack, part, *numbers = op.operands
     pairs = zip(shape_of(stack), shape_of(part), strict=True)
-    touched = [dim for dim, (size, own) in enumerate(pairs) if size != own]
+    touched = [dim for dim, (size, new) in enumerate(pairs) if size != new]
     labels = _but(stack, touched)
     return OpDims(
         operands=[labels, labels, *[()] * len(numbers)],
@@ -72,7 +72,7 @@ def _reverse(op) -> OpDims:
 
 
 def _gather(op) -> OpDims:
-    """Rows of a table: split as the indices are, and inside of a row as the table."""
+    """Rows of a table: split as the indices are, and inside a row as the table is."""
     numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
     table, rank = shape_of(op.operands[0]), len(shape_of(op.results[0]))
     sizes = integers(op, "slice_sizes")
@@ -100,7 +100,7 @@ def _gather(op) -> OpDims:
 
 
 def _scatter(op) -> OpDims:
-    """Updates of rows: those of one row are added up, or the last one stays."""
+    """Updates of rows: several updates of a row are added up, or the last one wins."""
     if len(op.operands) != 3:
         return whole_dims(op)
     numbers = stablehlo.ScatterDimensionNumbers(
@@ -125,7 +125,7 @@ def _scatter(op) -> OpDims:
     indices = _with_vector(places, numbers.index_vector_dim, op.operands[1])
     for dim, at in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
         left[dim] = indices[at]
-    if not adds(op):  # Which update is the last only one device would know.
+    if not adds(op):  # Only one device would know the last update.
         kept = [label if label in left else None for label in labels]
         indices = tuple(label if label in left else None for label in indices)
         labels = kept
@@ -136,7 +136,7 @@ def _scatter(op) -> OpDims:
 
 
 def _with_vector(places: Sequence[int], vector: int, indices: ir.Value) -> Labels:
-    """Labels of the dims of indices, of which one may hold their components."""
+    """Labels of the dims of indices; one dim may hold an index's components."""
     labels: list[int | None] = list(places)
     if vector < len(shape_of(indices)):
         labels.insert(vector, None)
@@ -144,7 +144,7 @@ def _with_vector(places: Sequence[int], vector: int, indices: ir.Value) -> Label
 
 
 def whole_dims(op) -> OpDims:
-    """Of an op that needs all of its operands whole."""
+    """The dims of an op that needs all of its operands unsharded."""
     return OpDims(
         operands=[(None,) * len(shape_of(value)) for value in op.operands],
         results=[(None,) * len(shape_of(value)) for value in op.results],
@@ -152,7 +152,7 @@ def whole_dims(op) -> OpDims:
 
 
 def _windows(op) -> OpDims:
-    """A pooling, or its gradient: with a halo in the dims in which the window moves."""
+    """Poolings and their gradients, with a halo in dims in which the window moves."""
     sizes = integers(op, "window_dimensions")
     strides = [1] * len(sizes)
     if "window_strides" in op.attributes:

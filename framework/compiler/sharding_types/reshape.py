@@ -14,10 +14,10 @@ Names = list[str | None]
 
 
 def reshaped(type_: TensorType, shape: Sequence[int]) -> tuple[Dims, Names]:
-    """The axes and names of the dims of a tensor that gets another shape.
+    """The axes and names of the dims of a tensor after a reshape to `shape`.
 
     Raises:
-      IllTypedError: a device's shard of the one is none of the other.
+      IllTypedError: shards of the operand are no shards of the result.
     """
     dims: Dims = [()] * len(shape)
     names: Names = [None] * len(shape)
@@ -30,48 +30,48 @@ def reshaped(type_: TensorType, shape: Sequence[int]) -> tuple[Dims, Names]:
             names[theirs[0]] = type_.names[ours[0]]
         elif any(type_.dims[dim] for dim in ours):
             axes = _regrouped(type_, ours, [shape[dim] for dim in theirs])
-            for dim, own in zip(theirs, axes, strict=True):
-                dims[dim] = own
+            for dim, split in zip(theirs, axes, strict=True):
+                dims[dim] = split
     return dims, names
 
 
 def _groups(
     old: Sequence[int], new: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Numbers of dims that make up each other, of sizes over 1, as few as can be."""
+    """The smallest groups of old and new dims of equal size; dims of 1 are left out."""
     if 0 in old:
         return
     left = [dim for dim, size in enumerate(old) if size != 1]
     right = [dim for dim, size in enumerate(new) if size != 1]
     while left:
         ours, theirs = [left.pop(0)], [right.pop(0)]
-        one, other = old[ours[0]], new[theirs[0]]
-        while one != other:
-            if one < other:
+        count, new_count = old[ours[0]], new[theirs[0]]
+        while count != new_count:
+            if count < new_count:
                 ours.append(left.pop(0))
-                one *= old[ours[-1]]
+                count *= old[ours[-1]]
             else:
                 theirs.append(right.pop(0))
-                other *= new[theirs[-1]]
+                new_count *= new[theirs[-1]]
         yield ours, theirs
 
 
 def _regrouped(type_: TensorType, ours: Sequence[int], sizes: Sequence[int]) -> Dims:
-    """The axes of dims of `sizes` that are made of dims `ours`."""
+    """The axes of new dims of `sizes` that are made from the old dims `ours`."""
     factors = list(_factors(type_, ours))
     dims = []
     for size in sizes:
         axes: list[str] = []
-        whole = False
+        has_unsplit = False
         while size > 1:
             count, axis = factors.pop(0)
             if axis is None and count > size and count % size == 0:
                 factors.insert(0, (count // size, None))
                 count = size
-            if size % count or (axis is not None and whole):
+            if size % count or (axis is not None and has_unsplit):
                 raise _unlike(type_, ours)
             size //= count
-            whole = whole or axis is None
+            has_unsplit = has_unsplit or axis is None
             axes += [] if axis is None else [axis]
         dims.append(tuple(axes))
     return dims
@@ -80,8 +80,8 @@ def _regrouped(type_: TensorType, ours: Sequence[int], sizes: Sequence[int]) -> 
 def _factors(
     type_: TensorType, ours: Sequence[int]
 ) -> Iterator[tuple[int, str | None]]:
-    """What the dims' sizes are made of, major first: axes, and what each has whole."""
-    whole = 1
+    """The factors of the dims' sizes, major first: axes, and None for unsplit ones."""
+    unsplit = 1
     for dim in ours:
         size = type_.shape[dim]
         for axis in type_.dims[dim]:
@@ -89,20 +89,20 @@ def _factors(
             if size % count:
                 raise _unlike(type_, ours)
             size //= count
-            if whole > 1:
-                yield whole, None
-                whole = 1
+            if unsplit > 1:
+                yield unsplit, None
+                unsplit = 1
             yield count, axis
-        whole *= size
-    if whole > 1:
-        yield whole, None
+        unsplit *= size
+    if unsplit > 1:
+        yield unsplit, None
 
 
 def _unlike(type_: TensorType, ours: Sequence[int]) -> IllTypedError:
     split = [dim for dim in ours if type_.dims[dim]]
     dims = [() if dim in split[-1:] else axes for dim, axes in enumerate(type_.dims)]
     return IllTypedError(
-        f"dim {split[-1]} is not split where the result could be: shards of the one "
-        "shape are none of the other",
+        f"dim {split[-1]} is not split where the result could be: its shards are no "
+        "shards of the result",
         f"mesh_split it to {type_.said_text(dims)} before",
     )

@@ -19,8 +19,8 @@ class IllTypedError(Exception):
     """An op that the types of its operands do not allow.
 
     Args:
-      rule: why not, in few words.
-      remedy: what would make it right.
+      rule: why not, in a few words.
+      remedy: what to do about it.
     """
 
     def __init__(self, rule: str, remedy: str):
@@ -29,16 +29,16 @@ class IllTypedError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uncombined:
-    """Along a mesh axis each device holds a part, which are not combined yet.
+    """Along a mesh axis devices hold parts of a result, which are not combined yet.
 
     Args:
       axis: the axis, or part of one.
-      kind: how they are to be combined: "sum", or "max", "min", "and", ... of a
-        reduction over a dim that the axis splits; "halo" of a window that reaches over
+      kind: how the parts are to be combined: "sum", or "max", "min", "and", ... after a
+        reduction over a dim that the axis splits; "halo" after a window that reaches
         into the neighbours' shards.
-      decided: whether the program says that it is unreduced: the tensor is unreduced.
-        Else it is for the program to say where the tensor lies.
-      origins: the ops that left it so.
+      decided: whether the program annotates the tensor as unreduced; otherwise it still
+        has to annotate the tensor's sharding.
+      origins: the ops that left the parts uncombined.
     """
 
     axis: str
@@ -54,13 +54,14 @@ class TensorType:
     Args:
       mesh: the device mesh.
       element: element type in HLO's words: "f32", "s32", "pred", ...
-      shape: of the whole tensor.
+      shape: of the full tensor.
       dims: for each dim the axes that split it, major first.
-      uncombined: along which axes it is not combined yet.
+      uncombined: the axes along which it is not combined yet.
       reduced: axes along which it is replicated, and its gradient unreduced.
-      names: for each dim the user's name for it, None without one.
-      free: whether it is made of constants alone: of it each device has what it needs.
-      zero: whether it is also zero everywhere, so that it is a part of any sum.
+      names: for each dim the user's name for it, or None.
+      free: whether it is made from constants alone, so that each device has what it
+        needs of it.
+      zero: whether it is also zero everywhere, so that it may be a part of any sum.
 
     Raises:
       IllTypedError: an axis would be used twice.
@@ -77,11 +78,11 @@ class TensorType:
     zero: bool = False
 
     def __post_init__(self):
-        size = self.mesh.axis_size  # An axis of one device is of no effect.
+        size = self.mesh.axis_size  # An axis of one device has no effect.
         dims = tuple(tuple(a for a in axes if size(a) > 1) for axes in self.dims)
-        uncombined = [one for one in self.uncombined if size(one.axis) > 1]
+        uncombined = [part for part in self.uncombined if size(part.axis) > 1]
         reduced = [axis for axis in self.reduced if size(axis) > 1]
-        uncombined.sort(key=lambda one: self._number(one.axis))
+        uncombined.sort(key=lambda part: self._number(part.axis))
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "uncombined", tuple(uncombined))
         object.__setattr__(self, "reduced", tuple(sorted(reduced, key=self._number)))
@@ -96,8 +97,8 @@ class TensorType:
     def _check_once(self) -> None:
         used = list(self._uses())
         for i, (axis, where) in enumerate(used):
-            for other, there in used[:i]:
-                if overlap(self.mesh, axis, other):
+            for earlier, there in used[:i]:
+                if overlap(self.mesh, axis, earlier):
                     raise IllTypedError(
                         f"its result would be {there} and {where}",
                         "an axis has one use in a tensor: mesh_split or reshard an "
@@ -107,8 +108,8 @@ class TensorType:
     def _uses(self) -> Iterator[tuple[str, str]]:
         for dim, axes in enumerate(self.dims):
             yield from ((axis, f"split by {axis} in dim {dim}") for axis in axes)
-        for one in self.uncombined:
-            yield one.axis, f"a partial {one.kind} along {one.axis}"
+        for part in self.uncombined:
+            yield part.axis, f"a partial {part.kind} along {part.axis}"
         for axis in self.reduced:
             yield axis, f"reduced along {axis}"
 
@@ -116,17 +117,17 @@ class TensorType:
     def of(
         cls, value: ir.Value, mesh: DeviceMesh, dims: Sequence | None = None, **how: Any
     ) -> TensorType:
-        """Of a value of a module, unsplit by default."""
+        """The type of a value of a module, unsharded by default."""
         shape = tuple(ir.RankedTensorType(value.type).shape)
-        given = ((),) * len(shape) if dims is None else tuple(map(tuple, dims))
+        split = ((),) * len(shape) if dims is None else tuple(map(tuple, dims))
         element = dtype_of(value)
-        return cls(mesh=mesh, element=element, shape=shape, dims=given, **how)
+        return cls(mesh=mesh, element=element, shape=shape, dims=split, **how)
 
     @classmethod
     def said(
         cls, value: ir.Value, sharding: Sharding, names: Sequence[str | None] = ()
     ) -> TensorType:
-        """What an annotation of `value` says."""
+        """The type that an annotation of `value` states."""
         uncombined = [
             Uncombined(axis=axis, decided=True) for axis in sharding.unreduced
         ]
@@ -145,38 +146,38 @@ class TensorType:
 
     @property
     def unreduced(self) -> tuple[str, ...]:
-        """The axes along which the program says that a sum is unreduced."""
-        return tuple(one.axis for one in self.uncombined if one.decided)
+        """The axes along which the program annotates a sum as unreduced."""
+        return tuple(part.axis for part in self.uncombined if part.decided)
 
     @property
     def undecided(self) -> tuple[Uncombined, ...]:
-        """What is unreduced without that the program says so."""
-        return tuple(one for one in self.uncombined if not one.decided)
+        """The parts that are uncombined without an annotation for it."""
+        return tuple(part for part in self.uncombined if not part.decided)
 
     @property
     def sharding(self) -> Sharding:
-        """As one would annotate it, nothing undecided."""
+        """The sharding to annotate it with, without undecided parts."""
         return Sharding(
             self.mesh, self.dims, unreduced=self.unreduced, reduced=self.reduced
         )
 
     def without_origins(self) -> TensorType:
-        """The same, of no module."""
-        uncombined = [dataclasses.replace(one, origins=()) for one in self.uncombined]
+        """The same type, without references to ops of a module."""
+        uncombined = [dataclasses.replace(p, origins=()) for p in self.uncombined]
         return dataclasses.replace(self, uncombined=tuple(uncombined))
 
     def said_text(self, dims: Sequence[tuple[str, ...]]) -> str:
-        """How one would annotate it with other dims."""
+        """The text of its sharding, with other axes for its dims."""
         return str(dataclasses.replace(self.sharding, dims=tuple(dims)))
 
     def pending_along(self, axis: str) -> Uncombined | None:
-        """What is unreduced along an axis, or a part of it."""
-        found = (p for p in self.uncombined if overlap(self.mesh, p.axis, axis))
-        return next(found, None)
+        """The uncombined part along an axis, or along a part of the axis."""
+        along = (p for p in self.uncombined if overlap(self.mesh, p.axis, axis))
+        return next(along, None)
 
     def splits(self, axis: str) -> bool:
         """Whether an axis, or a part of it, splits a dim."""
-        return any(overlap(self.mesh, own, axis) for d in self.dims for own in d)
+        return any(overlap(self.mesh, used, axis) for d in self.dims for used in d)
 
     def __str__(self) -> str:
         """`f32[seq, batch@dp, 16]{U:tp}`; `{sum?:tp}` is for the program to decide."""
@@ -185,9 +186,9 @@ class TensorType:
             for name, size, axes in zip(self.names, self.shape, self.dims, strict=True)
         ]
         groups: dict[str, list[str]] = {}
-        for one in self.uncombined:
-            mark = "U" if one.decided else f"{one.kind}?"
-            groups.setdefault(mark, []).append(one.axis)
+        for part in self.uncombined:
+            mark = "U" if part.decided else f"{part.kind}?"
+            groups.setdefault(mark, []).append(part.axis)
         if self.reduced:
             groups["R"] = list(self.reduced)
         marks = "".join(f"{{{mark}:{','.join(axes)}}}" for mark, axes in groups.items())
@@ -196,5 +197,5 @@ class TensorType:
 
 def overlap(mesh: DeviceMesh, axis: str, other: str) -> bool:
     """Whether two axes, or parts of axes, have steps in common."""
-    one, two = mesh.part(axis), mesh.part(other)
-    return one.axis == two.axis and one.before < two.end and two.before < one.end
+    a, b = mesh.part(axis), mesh.part(other)
+    return a.axis == b.axis and a.before < b.end and b.before < a.end

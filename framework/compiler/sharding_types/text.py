@@ -29,7 +29,7 @@ def program_text(program: TypedProgram) -> str:
     ]
     for heading, tensors in _groups(program.tensors):
         if tensors:
-            lines += [heading, *(line for one in tensors for line in _lines(one)), ""]
+            lines += [heading, *(line for t in tensors for line in _lines(t)), ""]
     for number, error in enumerate(program.errors, 1):
         lines += textwrap.wrap(
             f"{number}. {error}",
@@ -44,22 +44,22 @@ def program_text(program: TypedProgram) -> str:
 def _groups(
     tensors: Sequence[TypedTensor],
 ) -> Iterator[tuple[str, list[TypedTensor]]]:
-    inside = [one for one in tensors if one.kind.value == "inside" and one.is_told]
-    yield "arguments", [one for one in tensors if one.kind.value == "argument"]
-    yield "forward", [one for one in inside if not one.is_gradient]
-    yield "backward, and what is made of it", [one for one in inside if one.is_gradient]
-    yield "results", [one for one in tensors if one.kind.value == "result"]
+    inside = [t for t in tensors if t.kind.value == "inside" and t.is_told]
+    yield "arguments", [t for t in tensors if t.kind.value == "argument"]
+    yield "forward", [t for t in inside if not t.is_gradient]
+    yield "backward, and what is made of it", [t for t in inside if t.is_gradient]
+    yield "results", [t for t in tensors if t.kind.value == "result"]
 
 
-def _lines(one: TypedTensor) -> Iterator[str]:
-    name = one.name.removeprefix("gradient_tape/")
-    line = f"  {name:<{_NAME}} {one.type}"
+def _lines(tensor: TypedTensor) -> Iterator[str]:
+    name = tensor.name.removeprefix("gradient_tape/")
+    line = f"  {name:<{_NAME}} {tensor.type}"
     if len(name) <= _NAME and len(line) <= _WIDTH:
         yield line
     else:
         yield f"  {name}"
-        yield f"{'':<8}{one.type}"
-    if one.source is not None:
-        of = "gradient of " if one.source.is_gradient else ""
-        code = linecache.getline(one.source.file, one.source.line).strip()
-        yield f"      {of}{one.source}  {code}"[:_WIDTH].rstrip()
+        yield f"{'':<8}{tensor.type}"
+    if tensor.source is not None:
+        of = "gradient of " if tensor.source.is_gradient else ""
+        code = linecache.getline(tensor.source.file, tensor.source.line).strip()
+        yield f"      {of}{tensor.source}  {code}"[:_WIDTH].rstrip()

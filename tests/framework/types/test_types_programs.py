@@ -151,9 +151,9 @@ def test_without_reduced_weights_the_gradients_are_the_programs_to_decide():
     with pytest.raises(mw.ShardingTypeError) as error:
         checked(step, *types)
     assert (
-        "gives f32[4, 6]{sum?:dp} as a result of the program: where the sum along dp "
+        "gives f32[4, 6]{sum?:dp} as a result of the program: the sharding of the sum "
     )
-    assert "is to lie is ambiguous; mesh_split it to [_,_], or" in str(error.value)
+    assert "is ambiguous; mesh_split it to [_,_], or give" in str(error.value)
     whole = argument("f32[4, 6]")[1]
     assert not explained(step, *types, out_shardings=whole).errors
     part = argument("f32[4, 6]{U:dp}")[1]

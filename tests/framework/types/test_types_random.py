@@ -194,7 +194,7 @@ MISTAKES = {
     "rows by each axis": Mistake(
         lambda x, y: x * y,
         rows_by_each_axis,
-        r"multiplies .* they are split by \w+ and \w+ in one dim; mesh_split one to",
+        r"multiplies .* they are split by \w+ and \w+ in one dim; mesh_split one like",
     ),
     "an ambiguous contraction": Mistake(
         lambda x, y: tf.nn.relu(x @ y),
@@ -317,7 +317,7 @@ def test_an_unreduced_result_is_refused():
     program = Program(random.Random(SEED))
     program.linear(program.begun(program.argument(program.shape())))
     (error,) = explained(program).errors
-    assert "and a program's results are whole; reshard it to [" in str(error)
+    assert "and a program's results are complete; reshard it to [" in str(error)
     assert "leaves the program" in check_numbers(program, mw.Partitioner.SHARDY)
 
 

@@ -243,7 +243,7 @@ ILLEGAL = {
     "two ways to split a dim": (
         tf.add,
         ["f32[4@dp]", "f32[4@tp]"],
-        "they are split by dp and tp in one dim; mesh_split one to lie as the other: "
+        "they are split by dp and tp in one dim; mesh_split one like the other: "
         "[dp] or [tp]",
     ),
     "split further, not evenly": (
@@ -292,25 +292,25 @@ ILLEGAL = {
     "the place of the largest": (
         lambda x: tf.argmax(x, 1, tf.int32),
         [PLAIN],
-        "it needs dim 1 of f32[4, 8@dp] whole, which dp splits; mesh_split it to "
+        "it needs dim 1 of f32[4, 8@dp] unsharded, which dp splits; mesh_split it to "
         "[_,_] before",
     ),
     "a softmax over a split dim": (
         tf.nn.softmax,
         [PLAIN],
-        "it is not linear in what is to be combined along dp (max); mesh_split it to "
+        "it is not linear in partial values along dp (max); mesh_split it to "
         "[_,_] before",
     ),
     "flattened behind": (
         lambda x: tf.reshape(x, [-1]),
         [PLAIN],
-        "reshapes f32[4, 8@dp]: dim 1 is not split where the result could be: shards "
-        "of the one shape are none of the other; mesh_split it to [_,_] before",
+        "reshapes f32[4, 8@dp]: dim 1 is not split where the result could be: its "
+        "shards are no shards of the result; mesh_split it to [_,_] before",
     ),
     "part of a split dim": (
         lambda x: x[:, 2:6],
         [PLAIN],
-        "slices f32[4, 8@dp]: it needs dim 1 of f32[4, 8@dp] whole",
+        "slices f32[4, 8@dp]: it needs dim 1 of f32[4, 8@dp] unsharded",
     ),
     "padded with ones": (
         lambda x: tf.pad(x, [[1, 0], [0, 0]], constant_values=1),
@@ -320,8 +320,8 @@ ILLEGAL = {
     "an uneven sum": (
         lambda x: split(tf.reduce_sum(x, 0), -1, unreduced=["tp"]),
         ["f32[7@tp, 8]"],
-        "takes f32[8]{sum?:tp}: it is not a sum over dims that tp splits evenly, or a "
-        "convolution's on a mesh of several axes; mesh_split it to [_]",
+        "takes f32[8]{sum?:tp}: it is not a sum over dims that tp splits evenly, or "
+        "it is a convolution's on a mesh of several axes; mesh_split it to [_]",
     ),
     "one of two terms is uneven": (
         lambda x, y: split(
@@ -344,7 +344,7 @@ ILLEGAL = {
     "a barrier": (
         lambda x: xla.optimization_barrier([x])[0],
         [U],
-        "a barrier is of tensors without a partial sum",
+        "a barrier takes tensors without a partial sum",
     ),
     "joined along a split dim": (
         lambda x: tf.concat([x, x], 1),
@@ -359,7 +359,7 @@ ILLEGAL = {
     "looked up in split rows": (
         tf.gather,
         ["f32[16@tp, 8]", "s32[4]"],
-        "gathers f32[16@tp, 8] and s32[4]: it needs dim 0 of f32[16@tp, 8] whole",
+        "gathers f32[16@tp, 8] and s32[4]: it needs dim 0 of f32[16@tp, 8] unsharded",
     ),
     "split rows added to a tensor": (
         updated,
@@ -370,7 +370,7 @@ ILLEGAL = {
     "rows of images, used": (
         lambda x, k: tf.nn.relu(convolve(x, k)),
         ["f32[4@dp, 8@tp, 8, 6]", KERNEL],
-        "what is to be combined along tp (halo); mesh_split it to [dp,_,_,_] before. "
+        "partial values along tp (halo); mesh_split it to [dp,_,_,_] before. "
         "The halo along tp is of op 'Conv2D'",
     ),
     "sorted along a split dim": (lambda x: tf.sort(x, 1), [PLAIN], "it needs dim 1"),
