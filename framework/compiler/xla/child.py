@@ -1,9 +1,9 @@
-"""A process of its own for XLA to compile in, so that where XLA ends it this one lives.
+"""A child process in which XLA compiles, so that this process lives if XLA ends it.
 
 This file is both sides of a connection: it is imported where the program is, and run as
 a script by the child. The child imports JAX alone, as TensorFlow takes far longer to
 start. It serves one compile after another, and ends with the process that started it.
-What crosses is bytes, never pickled objects: nothing that is read is run.
+Only bytes cross, never pickled objects: nothing that is read is run.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from multiprocessing.connection import Connection, Pipe
 _ENDING_SECONDS = 60  # For a child to end after its connection: it may dump core.
 _LINES = 3
 _COMPILED, _REFUSED = b"compiled", b"refused"
-# XLA's word on a check that failed; and what says nothing of it: C++ frames, warnings.
+# XLA's message on a check that failed; and lines without it: C++ frames, warnings.
 _FATAL = re.compile(r"^F\d{4} |Check failed")
 _ASIDE = re.compile(r"^(@|\*\*\*|#\d|[IW]\d{4} |WARNING: )")
 
 
 class ChildEnded(Exception):  # noqa: N818 (no error of ours; `errors.of_child` is)
-    """The child ended while it compiled; says how, and what it wrote last."""
+    """The child ended while it compiled; the message says how, and its last output."""
 
 
 class ChildRefused(Exception):  # noqa: N818
-    """XLA refuses the program, in these words, as it would have in this process."""
+    """XLA refuses the program, with the message that it would have in this process."""
 
 
 class Child:
-    """A process that compiles for CPU devices like those of this one.
+    """A process that compiles for CPU devices like those of this process.
 
     Args:
-      devices: how many there are.
+      devices: how many CPU devices there are.
     """
 
     def __init__(self, devices: int):
@@ -52,12 +52,12 @@ class Child:
         self._process: subprocess.Popen | None = None
 
     def compile(self, module: bytes, options: bytes, devices: Sequence[int]) -> bytes:
-        """Compiles a program. After one that ended the child, another is started.
+        """Compiles a program. If an earlier one ended the child, another is started.
 
         Args:
           module: StableHLO, as MLIR bytecode.
           options: JAX's `CompileOptions`, serialized.
-          devices: numbers of those that it is for.
+          devices: numbers of the devices that it is for.
 
         Returns:
           The serialized executable.
@@ -68,7 +68,7 @@ class Child:
         """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self._end()  # Killed while idle, for want of memory say.
+                self._end()  # It was killed while idle, perhaps for want of memory.
             if self._process is None:
                 self._start()
             try:
@@ -79,25 +79,25 @@ class Child:
             except (EOFError, OSError):
                 raise ChildEnded(self._last_words()) from None
             except BaseException:
-                self._end()  # Ctrl-C, say: its answer would be the next call's.
+                self._end()  # Such as Ctrl-C: its answer would be the next call's.
                 raise
-            said = self._said()
-            if said and sys.stderr is not None:
-                sys.stderr.write(said)
+            output = self._new_output()
+            if output and sys.stderr is not None:
+                sys.stderr.write(output)
         if refused:
             raise ChildRefused(answer.decode())
         return answer
 
     def _start(self) -> None:
-        # A file rather than a pipe, which nobody would empty while it compiles.
+        # A file rather than a pipe, which nobody would empty while the child compiles.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as the child)
         self._read = 0
-        self._connection, its = Pipe()  # Closed by the end of this process.
-        with its:
+        self._connection, end = Pipe()  # Closed by the end of this process.
+        with end:
             self._process = subprocess.Popen(
                 # -P: the modules next to this one have names that others have too.
-                [sys.executable, "-P", __file__, str(its.fileno()), str(self._devices)],
-                pass_fds=[its.fileno()],
+                [sys.executable, "-P", __file__, str(end.fileno()), str(self._devices)],
+                pass_fds=[end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
@@ -111,13 +111,13 @@ class Child:
         self._process = None
         return status
 
-    def _said(self) -> str:
-        """What it wrote since this was last asked."""
-        # Reading by place leaves alone the child's own, where it goes on writing.
+    def _new_output(self) -> str:
+        """What the child wrote since the last call."""
+        # Reading at an offset leaves alone the child's own, where it goes on writing.
         size = os.fstat(self._errors.fileno()).st_size - self._read
-        said = os.pread(self._errors.fileno(), size, self._read)
+        output = os.pread(self._errors.fileno(), size, self._read)
         self._read += size
-        return said.decode(errors="replace")
+        return output.decode(errors="replace")
 
     def _last_words(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -128,19 +128,20 @@ class Child:
             how = f"by signal {-status}"
             with contextlib.suppress(ValueError):  # Real-time signals have no names.
                 how = f"by {signal.Signals(-status).name}"
-        lines = [line.strip() for line in self._said().splitlines() if line.strip()]
+        output = self._new_output()
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         kept = [line for line in lines if _FATAL.search(line)]
         kept = kept or [line for line in lines if not _ASIDE.match(line)][-_LINES:]
         return f"{how}: {' / '.join(kept) or 'it printed nothing'}"
 
 
 def child(devices: int) -> Child:
-    """The child of this process for so many devices; it starts when it first compiles.
+    """The child of this process for `devices` devices; it starts at the first compile.
 
     Args:
       devices: how many CPU devices this process has.
     """
-    # A fork of this process has copies of the connections, which are not its own.
+    # A fork of this process has copies of connections that belong to this process.
     return _child(devices, os.getpid())
 
 
@@ -150,8 +151,8 @@ def _child(devices: int, process: int) -> Child:
 
 
 def _serve(connection: Connection, devices: int) -> None:
-    """What the child does: compiles what it is asked to until nobody can ask."""
-    import jax  # Here, as the parent's import of this file needs none of it.
+    """The child's work: it compiles requests until the connection ends."""
+    import jax  # Imported here, as the parent's import of this file does without it.
     from jaxlib import _jax
 
     requests: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
@@ -179,7 +180,7 @@ def _listen(connection: Connection, requests: queue.SimpleQueue) -> None:
     try:
         while True:
             requests.put([connection.recv_bytes() for _ in range(3)])
-    except (EOFError, OSError):  # The other process has ended. So does any compile now.
+    except (EOFError, OSError):  # The other process has ended, and so do compiles.
         os._exit(0)
     except BaseException:
         traceback.print_exc()

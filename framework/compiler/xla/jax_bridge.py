@@ -1,8 +1,8 @@
 """The one place that touches JAX's compiler interfaces.
 
 A TF program's HLO becomes a StableHLO function that a `jax.jit` program calls through a
-primitive of ours. So shardings at the border, donation, compilation, memory and cost
-analysis, the persistent cache and several processes are JAX's public ones.
+primitive of ours. JAX's public interfaces do the rest: shardings at the border,
+donation, compilation, memory and cost analysis, persistent cache, several processes.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from meshwright.framework.sharding.sharding import Sharding
 JAXLIB = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
 """The version of jaxlib."""
 _DETECTION_SECONDS = 60
-# Whether what is compiled now is to be compiled in a child process.
+# Whether the current compile is to be done in a child process.
 _IN_CHILD = contextvars.ContextVar("in_child", default=False)
 _NAMING = contextvars.ContextVar("naming", default=False)
-# JAX has a program call the process that it was lowered in, by an address there.
+# With this call a program calls back the process that lowered it, by an address there.
 _CALLS_BACK = b"python_cpu_callback"
 
 
 def detected_cluster() -> tuple[str | None, int | None, int | None, list[int] | None]:
-    """What SLURM, a TPU pod, Kubernetes or Open MPI says of this process.
+    """This process's place in a cluster of SLURM, a TPU pod, Kubernetes or Open MPI.
 
     Returns:
       Address of process 0, number of processes, number of this one, numbers of its own
-      devices on this machine (None: all); all None outside of these.
+      devices on this machine (None: all); all None outside these clusters.
     """
     return ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, _DETECTION_SECONDS
     )
 
 
-# JAX keeps a primitive's parameters as long as the process lives: no TF graphs in them.
+# JAX keeps a primitive's parameters as long as the process lives: they hold no graphs.
 def _abstract(*args, name, module, results):
     return list(results)
 
@@ -109,15 +109,15 @@ def lower_for_mesh(
       name: the program's.
       module: MLIR bytecode, written for the partitioner.
       mesh: the device mesh.
-      inputs, outputs: of its arguments and its results.
-      in_shardings, out_shardings: of the same; None: left to completion.
+      inputs, outputs: specs of its arguments and its results.
+      in_shardings, out_shardings: their shardings; None: left to completion.
       donate: numbers of the arguments whose buffers the results may take over.
       partitioner: Shardy or GSPMD.
       devices: those of a topology, or None.
 
     Returns:
-      The program as JAX lowered it; the function that it was lowered from, and its
-      abstract arguments, for `export`.
+      The program as JAX lowered it; and for `export` the function that it was lowered
+      from, with its abstract arguments.
     """
     grid = jax_mesh(mesh, devices)
 
@@ -145,7 +145,7 @@ def lower_for_mesh(
         *types(inputs, jax.ShapeDtypeStruct),
     )
     jitted, *arguments = call
-    with _asking_for(partitioner), jax.set_mesh(grid), wide_elements():
+    with _requesting(partitioner), jax.set_mesh(grid), wide_elements():
         return jitted.lower(*arguments), call
 
 
@@ -162,14 +162,14 @@ def compile_lowered(
       lowered: the program.
       partitioner: Shardy or GSPMD.
       options: XLA's, for this compilation.
-      in_child: in a child process.
+      in_child: whether XLA compiles in a child process.
 
     Raises:
-      JaxRuntimeError: XLA refuses it.
+      JaxRuntimeError: XLA refuses the program.
       ChildEnded: XLA ended the child process.
       LoweringError: it calls back into Python and is to be compiled in a child.
     """
-    with _asking_for(partitioner), _compiling_in_child(in_child), _naming_axes():
+    with _requesting(partitioner), _compiling_in_child(in_child), _naming_axes():
         return lowered.compile(compiler_options=options)
 
 
@@ -185,14 +185,14 @@ def export(
       platforms: "cpu", "cuda", "tpu": it is lowered for each.
     """
     jitted, *arguments = call
-    with _asking_for(partitioner), jax.set_mesh(jax_mesh(mesh)), wide_elements():
+    with _requesting(partitioner), jax.set_mesh(jax_mesh(mesh)), wide_elements():
         exported = jax.export.export(jitted, platforms=platforms)(*arguments)
     return bytes(exported.serialize())
 
 
 @contextlib.contextmanager
-def _asking_for(partitioner: Partitioner) -> Iterator[None]:
-    """Both lowering and compiling read in JAX's configuration which one to use."""
+def _requesting(partitioner: Partitioner) -> Iterator[None]:
+    """Sets JAX's partitioner: lowering and compiling both read its configuration."""
     before = jax.config.jax_use_shardy_partitioner
     shardy = partitioner is Partitioner.SHARDY
     jax.config.update("jax_use_shardy_partitioner", shardy)
@@ -204,7 +204,7 @@ def _asking_for(partitioner: Partitioner) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_axes() -> Iterator[None]:
-    """What mesh axes cannot name, of what XLA chose, this thread's JAX leaves as it is.
+    """This thread's JAX keeps shardings of XLA's choice that mesh axes cannot name.
 
     An argument or a result that is left to completion may be split by part of an axis,
     or over devices in another order. JAX takes such shardings, but refuses the program
@@ -220,26 +220,28 @@ def _naming_axes() -> Iterator[None]:
 
 @functools.cache
 def _leave_unnamed() -> None:
-    """Takes the place of the function of JAX's that names shardings by mesh axes."""
-    here = pxla.maybe_recover_user_shardings
+    """Replaces JAX's function that names shardings by mesh axes."""
+    original = pxla.maybe_recover_user_shardings
 
     def named(old, new, old_avals, new_avals, *args, **kwargs):
         if not _NAMING.get():
-            return here(old, new, old_avals, new_avals, *args, **kwargs)
-        found = []
+            return original(old, new, old_avals, new_avals, *args, **kwargs)
+        shardings = []
         for sharding, aval in zip(new, new_avals, strict=True):
             try:
-                found += here(old, [sharding], old_avals, [aval], *args, **kwargs)
+                shardings += original(
+                    old, [sharding], old_avals, [aval], *args, **kwargs
+                )
             except (AssertionError, LookupError, NotImplementedError, ValueError):
-                found.append(sharding)
-        return found
+                shardings.append(sharding)
+        return shardings
 
     pxla.maybe_recover_user_shardings = named
 
 
 @contextlib.contextmanager
 def not_cached() -> Iterator[None]:
-    """Keeps what is compiled out of JAX's persistent cache, which may still answer."""
+    """Keeps compiled programs out of JAX's persistent cache, which may still answer."""
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     try:
@@ -250,10 +252,10 @@ def not_cached() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compiling_in_child(wanted: bool) -> Iterator[None]:
-    """What this thread compiles is compiled in a child process, if `wanted`.
+    """Programs that this thread compiles are compiled in a child process, if `wanted`.
 
-    It is not cached: what was serialized once and is again lacks functions when it is
-    read (jaxlib 0.10.2).
+    They are not cached: an executable that is serialized a second time lacks functions
+    when it is read (jaxlib 0.10.2).
     """
     if wanted:
         _let_children_compile()
@@ -267,16 +269,16 @@ def _compiling_in_child(wanted: bool) -> Iterator[None]:
 
 @functools.cache
 def _let_children_compile() -> None:
-    """Takes the place of the one function of JAX's that has XLA compile a module.
+    """Replaces the one function of JAX that has XLA compile a module.
 
-    JAX's caches come before it, and what it makes of an executable after it: as a
-    cached one is, it is deserialized.
+    JAX's caches come before it, and its handling of executables after it: as a cached
+    executable is, the child's is deserialized.
     """
-    here = jax_compiler.backend_compile_and_load
+    original = jax_compiler.backend_compile_and_load
 
     def compile_and_load(backend, module, devices, options, host_callbacks):
         if not _IN_CHILD.get():
-            return here(backend, module, devices, options, host_callbacks)
+            return original(backend, module, devices, options, host_callbacks)
         text = mlir.module_to_bytecode(module)
         if host_callbacks or _CALLS_BACK in text:
             raise LoweringError(

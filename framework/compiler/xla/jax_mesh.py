@@ -22,10 +22,10 @@ def jax_mesh(
     Args:
       mesh: the device mesh; its ids are places in `devices`.
       devices: those of a topology to compile for; by default all that this program's
-        processes have, `jax.devices()`, whatever numbers they go by.
+        processes have, `jax.devices()`, whatever their numbers are.
 
     Raises:
-      ValueError: it has more devices than there are, or ids that none has.
+      ValueError: the mesh has more devices than there are, or ids that no device has.
     """
     here = devices is None
     devices = jax.devices() if here else list(devices)
@@ -61,7 +61,7 @@ def named_sharding(
 def abstract_array(
     shape: Sequence[int], dtype: tf.DType, sharding: Sharding
 ) -> jax.ShapeDtypeStruct:
-    """A described device array, for a checkpoint to be restored into."""
+    """The description of a device array into which a checkpoint is restored."""
     return jax.ShapeDtypeStruct(
         tuple(shape), dtype.as_numpy_dtype, sharding=named_sharding(sharding)
     )

@@ -29,7 +29,7 @@ from meshwright.framework.compiler.xla.child import ChildEnded
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 
-# What XLA takes for a program of GSPMD's, whatever partitioner it is asked for.
+# What makes XLA take a program for one of GSPMD, whatever partitioner is requested.
 _GSPMD_MARK = re.compile(
     r"mhlo\.sharding|@(?:Sharding|SPMDFullToShardShape|SPMDShardToFullShape)\b"
 )
@@ -43,8 +43,8 @@ class MeshProgram:
       name: for messages.
       mesh: the device mesh.
       lowered: as JAX lowered it.
-      partitioner: which one completes its shardings.
-      function: what it was lowered from, to name its arguments and ops.
+      partitioner: the one that completes its shardings.
+      function: the function that it was lowered from, to name its arguments and ops.
       call: the jitted function, and its abstract arguments.
       repairs: what was laid out otherwise than completion chose (`repair.repaired`).
       in_child: whether XLA compiles it in a child process.
@@ -72,7 +72,7 @@ class MeshProgram:
         return jax_bridge.export(self.call, self.mesh, self.partitioner, platforms)
 
     def compile(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-        """Partitions and compiles.
+        """Partitions and compiles the program.
 
         Args:
           options: XLA's, for this compilation.
@@ -103,9 +103,9 @@ class MeshProgram:
         )
 
     def _refused(self, options: Mapping[str, Any] | None) -> MemoryTimeline | None:
-        """What would be alive when in a program that the compiler refuses.
+        """The memory over time of a program that the compiler refuses, or None.
 
-        It writes down such a program if it is told where to. None if it does not.
+        The compiler may dump such a program; None if it does not.
         """
         if self.function is None:
             return None
@@ -113,19 +113,19 @@ class MeshProgram:
             dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
             with contextlib.suppress(jax.errors.JaxRuntimeError, ChildEnded):
                 self._compile({**(options or {}), **dump})
-            found = list(pathlib.Path(folder).rglob("*.oom_intermediate_module.txt"))
-            if not found:
+            dumps = list(pathlib.Path(folder).rglob("*.oom_intermediate_module.txt"))
+            if not dumps:
                 return None
-            return memory_timeline(found[0].read_text(), self.function.sources)
+            return memory_timeline(dumps[0].read_text(), self.function.sources)
 
     def _check_no_fallback(self) -> None:
-        """Refuses what would make XLA give up Shardy for all of the program."""
+        """Refuses a program for all of which XLA would give up Shardy."""
         if self.partitioner is not Partitioner.SHARDY:
             return
         for line in self.lowered.as_text().splitlines():
-            if found := _GSPMD_MARK.search(line):
+            if mark := _GSPMD_MARK.search(line):
                 raise LoweringError(
-                    f"{self.name}: {found[0]} is left in the program, for which XLA "
+                    f"{self.name}: {mark[0]} is left in the program, for which XLA "
                     "would give up Shardy for all of it; compile it for "
                     f"Partitioner.GSPMD, or take out: {line.strip()[:200]}"
                 )

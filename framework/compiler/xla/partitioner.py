@@ -23,10 +23,10 @@ class Partitioner(enum.Enum):
 
     @property
     def title(self) -> str:
-        """As it is written in a text."""
+        """Its name in texts."""
         return {"shardy": "Shardy", "gspmd": "GSPMD"}[self.value]
 
     @property
     def other(self) -> Partitioner:
-        """The second opinion."""
+        """The other partitioner, as a second opinion."""
         return Partitioner.GSPMD if self is Partitioner.SHARDY else Partitioner.SHARDY

@@ -1,4 +1,4 @@
-"""Which devices this process has: CPUs, as many as asked for, GPUs or TPUs."""
+"""Chooses the devices of this process: any number of CPUs, GPUs or TPUs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import tensorflow as tf
 from meshwright.framework.compiler.xla import standstill
 
 # XLA's CPU backend ends the process when a device waits this long for the others; with
-# more virtual devices than cores a long wait is load, not a deadlock. What is one ends
-# sooner (`standstill`); by then XLA shall have said how many devices came to which.
+# more virtual devices than cores a long wait is load, not a deadlock. A deadlock ends
+# sooner (`standstill`), once XLA has logged how many devices came to which collective.
 _COLLECTIVE_TIMEOUTS = {
     "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 45,
     "xla_cpu_collective_timeout_seconds": 1200,
 }
 # XLA's CPU backend has two pools of so many threads each, and a device that waits for
-# the others holds one. In the first run each device's program and, while 32 calls are
-# in flight, each device's next call, which waits for one of them: with fewer than two
-# threads for a device they come to a standstill. In the second, of at most 256, go on
-# the loops and branches of a program that are under way together, each up to its next
-# collective.
+# the others holds one. The first pool runs each device's program and, while 32 calls
+# are in flight, each device's next call, which waits for one of them: with fewer than
+# two threads for a device they come to a standstill. The second, of at most 256
+# threads, runs the loops and branches of a program that are under way together, each
+# up to its next collective.
 _THREADS_PER_DEVICE = 8
 
 
@@ -38,9 +38,9 @@ def set_platform(
     Args:
       platform: "cpu", "cuda" or "tpu".
       device_count: for "cpu", how many virtual devices this process has.
-      standstill_seconds: for "cpu", when devices have waited for each other for so long
-        while none of XLA's threads ran, the process says so and ends, with status 70.
-        None: never, for programs that rightly wait for something outside.
+      standstill_seconds: for "cpu", after devices have waited for each other for so
+        long while none of XLA's threads ran, the process reports it and ends, with
+        status 70. None: never, for programs that rightly wait for something outside.
 
     Raises:
       ValueError: there are no such devices here, or devices are in use already with
@@ -57,7 +57,7 @@ def set_platform(
         )
     standstill.set_limit(standstill_seconds)
     if platform == "cuda":
-        # TF only traces here; it would take the memory that programs run in.
+        # TF only traces here; it would take the memory that programs need.
         tf.config.set_visible_devices([], "GPU")
     flags = os.environ.get("XLA_FLAGS", "")
     for flag, seconds in _COLLECTIVE_TIMEOUTS.items():
@@ -76,10 +76,10 @@ def set_platform(
         if device_count is not None and platform == "cpu":
             jax.config.update("jax_num_cpu_devices", device_count)
     except RuntimeError:
-        pass  # The backend is up; what counts is whether it fits.
+        pass  # The backend is up; whether it fits is checked below.
     try:
         have, backend = jax.local_device_count(), jax.default_backend()
-    except (AssertionError, RuntimeError) as e:  # By JAX's plugins, each in its way.
+    except (AssertionError, RuntimeError) as e:  # JAX's plugins raise either.
         raise ValueError(
             f"no {platform} devices can be used here ({str(e)[:200] or 'no plugin'}); "
             f"install meshwright[{platform}] on a machine that has some, or choose "
@@ -88,7 +88,7 @@ def set_platform(
     expected = "gpu" if platform == "cuda" else platform
     if backend != expected or device_count not in (None, have):
         raise ValueError(
-            f"{device_count or 'some'} {platform} devices were asked for but {have} "
+            f"{device_count or 'some'} {platform} devices were requested but {have} "
             f"{backend} devices are in use already: choose the platform first thing in "
             "the process"
         )

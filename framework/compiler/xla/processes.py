@@ -18,7 +18,7 @@ from meshwright.framework.compiler.xla import jax_bridge
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.sharding.mesh import DeviceMesh
 
-# When all are done, they leave together.
+# At the end the processes wait for each other for so long.
 _SHUTDOWN_SECONDS = 60
 
 _tell_arrival: Callable[[], None] | None = None
@@ -31,9 +31,9 @@ class ProcessGroup:
     Args:
       coordinator: "host:port" of process 0.
       count: how many.
-      process: this one's number, from 0.
-      local_devices: numbers of the devices on this machine that are its own, or None
-        for all.
+      process: this process's number, from 0.
+      local_devices: numbers of the devices on this machine that belong to this process,
+        or None for all.
     """
 
     coordinator: str
@@ -43,11 +43,11 @@ class ProcessGroup:
 
 
 def process_group_of_environment() -> ProcessGroup | None:
-    """What SLURM, a TPU pod, Kubernetes or Open MPI says; None if none of them does."""
+    """The group that SLURM, a TPU pod, Kubernetes or Open MPI has set up, or None."""
     coordinator, count, process, devices = jax_bridge.detected_cluster()
     if None in (coordinator, count, process):
         return None
-    # JAX has one device for each task, even for a task that has a machine to itself.
+    # JAX gives each task one device, even a task that has a machine to itself.
     devices = devices if _tasks_on_a_machine() > 1 else None
     return ProcessGroup(
         coordinator=coordinator, count=count, process=process, local_devices=devices
@@ -58,21 +58,21 @@ def _tasks_on_a_machine() -> int:
     """The most that SLURM or Open MPI has started on one machine; 1 without them."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     # Such as "2(x3),1": two on each of three machines, one on a fourth.
-    said = ",".join(os.environ.get(name, "1") for name in names)
-    return max(int(count) for count in re.findall(r"(?:^|,)(\d+)", said))
+    counts = ",".join(os.environ.get(name, "1") for name in names)
+    return max(int(count) for count in re.findall(r"(?:^|,)(\d+)", counts))
 
 
 def join_processes(group: ProcessGroup, *, timeout: float) -> None:
     """Makes the devices of all processes one set; call it before `set_platform`.
 
     Args:
-      group: which they are.
+      group: the processes.
       timeout: seconds to wait for the others.
 
     Raises:
       RuntimeError: devices are in use already.
     """
-    # It would take SIGTERM for itself, and do nothing but note it.
+    # The service would handle SIGTERM itself, and only take note of it.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         group.coordinator,
@@ -82,7 +82,7 @@ def join_processes(group: ProcessGroup, *, timeout: float) -> None:
         # Nothing else is to be guessed.
         cluster_detection_method="deactivate",
         initialization_timeout=math.ceil(timeout),
-        # It ends a process by an abort that names no peer: only where others fail to.
+        # It ends a process by an abort that names no peer: it is the last resort.
         heartbeat_timeout_seconds=math.ceil(2 * timeout),
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
     )
@@ -92,7 +92,7 @@ def check_takes_part(mesh: DeviceMesh) -> None:
     """Checks that the devices of `mesh` exist, and each process has some of them.
 
     Raises:
-      ValueError: they do not, or one has none.
+      ValueError: devices do not exist, or a process has none of them.
     """
     used = {device.process_index for device in jax_mesh(mesh).devices.flat}
     idle = sorted(set(range(jax.process_count())) - used)
@@ -111,9 +111,9 @@ def is_first_process() -> bool:
 
 @contextlib.contextmanager
 def telling_arrivals(tell: Callable[[], None]) -> Iterator[None]:
-    """Calls `tell` each time before this process waits for all others to come.
+    """Calls `tell` each time before this process waits for all others to arrive.
 
-    They wait where nothing can be interrupted: who is late must be known beforehand.
+    The wait cannot be interrupted, so who is late must be known beforehand.
     """
     global _tell_arrival
     _tell_arrival = tell
@@ -124,7 +124,7 @@ def telling_arrivals(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def arrive() -> None:
-    """To be called by the main thread of each process before all of them meet."""
+    """Has to be called by each process's main thread before all processes meet."""
     is_main = threading.current_thread() is threading.main_thread()
     if _tell_arrival is not None and is_main:
         _tell_arrival()
@@ -142,7 +142,7 @@ def gather_from_processes(value: int) -> Sequence[int]:
         return [value]
     arrive()
     values = multihost_utils.process_allgather(np.asarray(value, np.int32))
-    return [int(one) for one in values]
+    return [int(value) for value in values]
 
 
 def to_host(array: jax.Array) -> np.ndarray:
@@ -154,7 +154,7 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 
 def check_child(name: str, devices: Sequence[jax.Device] | None) -> None:
-    """Refuses to compile in a child process where that cannot be.
+    """Refuses to compile in a child process where that is not possible.
 
     Args:
       name: the program's.

@@ -1,8 +1,8 @@
-"""Ends a process whose devices wait for each other for ever, and says so.
+"""Ends a process whose devices wait for each other for ever, and reports it.
 
 A call that waits on XLA's CPU devices cannot be interrupted, and XLA's own end comes
 after 20 minutes, since with more virtual devices than cores a long wait may be load.
-Standing still is told from being slow by the threads: on a loaded machine some want to
+The threads distinguish standing still from being slow: on a loaded machine some want to
 run, or have run; when all devices wait for each other, none does.
 """
 
@@ -26,43 +26,43 @@ if TYPE_CHECKING:
     from meshwright.framework.compiler.program import Program
 
 STATUS = os.EX_SOFTWARE
-"""Exit status of a process that was ended."""
+"""Exit status of a process that is ended here."""
 _THREADS = pathlib.Path("/proc/self/task")
 _LOOKS = 12
-"""So many looks in a row that see nothing run make a standstill."""
-_RUNNING = "RDTt"  # Wants to run, waits for a disk, or is held by a debugger.
+"""The number of looks in a row that see nothing run before it is a standstill."""
+_RUNNING = "RDTt"  # It wants to run, waits for a disk, or is held by a debugger.
 _LISTED = 40
 _SAYING_SECONDS = 10.0
 
 _seconds: float | None = 60.0
 _watched: weakref.WeakSet[Calls] = weakref.WeakSet()
 _lock = threading.Lock()
-# While 32 calls are in flight, each further one holds a thread of XLA's for each device
-# until one of them ends: from one thread of Python's at a time, there are enough.
+# While 32 calls are in flight, each further call holds an XLA thread for each device
+# until one of them ends: from one Python thread at a time, there are enough threads.
 _calling = threading.RLock()
 
 
 def set_limit(seconds: float | None) -> None:
-    """After how many seconds of standing still to end the process; None: never."""
+    """Sets after how many seconds of standing still the process ends; None: never."""
     global _seconds
     _seconds = seconds
 
 
 class Calls:
-    """The calls of one program, of which some may be under way.
+    """The calls of a program, some of which may be under way.
 
     Args:
-      program: which.
+      program: the program.
     """
 
     def __init__(self, program: Program):
         self.program = weakref.ref(program)
         self.inside: set[int] = set()
-        """Python's threads that are making a call now."""
+        """The Python threads that are making a call now."""
         self._last: Callable[[], jax.Array | None] = lambda: None
 
     def make(self, compiled: Callable[..., Sequence[Any]], args: Iterable[Any]):
-        """Calls, and remembers that."""
+        """Makes a call, and remembers it."""
         thread = threading.get_ident()
         with _calling:
             self.inside.add(thread)
@@ -75,20 +75,20 @@ class Calls:
         return results
 
     def under_way(self) -> bool:
-        """Whether one is."""
+        """Whether a call is under way."""
         last = self._last()
         try:
             waits = last is not None and not last.is_ready()
-        except RuntimeError:  # A later call took it over, and waits for it.
+        except RuntimeError:  # A later call took the result over, and waits for it.
             waits = False
         return waits or bool(self.inside)
 
 
 def calls_of(program: Program) -> Calls | None:
-    """The calls of a program over CPU devices; None for what runs elsewhere or alone.
+    """The calls of a program over CPU devices; None on other devices, or on only one.
 
-    They are watched, but where a call may rightly wait for another process, which the
-    trainer watches, and where threads cannot be seen.
+    They are watched, except where a call may rightly wait for another process, which
+    the trainer watches, and where threads cannot be seen.
     """
     runs = program.can_run and program.mesh.size > 1
     if not runs or jax.default_backend() != "cpu":
@@ -118,7 +118,7 @@ def _watch() -> None:
             before, still = None, 0
             continue
         now = _ticks({thread for calls in busy for thread in tuple(calls.inside)})
-        # What is no device's thread may run for 1% of the time: a tick is 10 ms.
+        # Threads of no device may run for 1% of the time: a tick is 10 ms.
         idle = max(1.0, look)
         stands = before is not None and now is not None and now - before <= idle
         before, still = now, still + 1 if stands else 0
@@ -127,25 +127,25 @@ def _watch() -> None:
 
 
 def _ticks(calling: set[int]) -> int | None:
-    """Processor time that XLA's threads have had, in clock ticks; None if some run.
+    """Processor time of XLA's threads so far, in clock ticks; None if some run.
 
     Python's own threads, which may load data meanwhile, do not count, unless they are
     `calling` a program.
     """
-    others = {
+    uncounted = {
         str(thread.native_id)
         for thread in threading.enumerate()
         if thread.ident not in calling
     }
     total = 0
     for folder in _THREADS.iterdir():
-        if folder.name in others:
+        if folder.name in uncounted:
             continue
         try:
-            # The name, which comes before, may have spaces and brackets.
+            # The thread's name, which comes before, may have spaces and brackets.
             state, *numbers = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # It has ended.
+            continue  # The thread has ended.
         if state in _RUNNING:
             return None
         total += int(numbers[10]) + int(numbers[11])
@@ -153,8 +153,8 @@ def _ticks(calling: set[int]) -> int | None:
 
 
 def _end(programs: Sequence[Program | None], seconds: float) -> None:
-    """Says what stands still, and ends this process."""
-    # Whatever holds a lock may never let go of it: the end does not wait for that.
+    """Reports what stands still, and ends this process."""
+    # A thread that holds a lock may never release it: the end does not wait for that.
     saying = threading.Thread(target=_say, args=(programs, seconds), daemon=True)
     saying.start()
     saying.join(_SAYING_SECONDS)
@@ -162,7 +162,7 @@ def _end(programs: Sequence[Program | None], seconds: float) -> None:
 
 
 def _say(programs: Sequence[Program | None], seconds: float) -> None:
-    for text in (_text(one, seconds) for one in programs if one is not None):
+    for text in (_text(p, seconds) for p in programs if p is not None):
         print(text, file=sys.stderr, flush=True)
     faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
     sys.stdout.flush()
@@ -173,7 +173,7 @@ def _text(program: Program, seconds: float) -> str:
     devices = ", ".join(str(number) for number in program.mesh.ids.flat)
     try:
         waits = _collective_lines(program)
-    except Exception as error:  # The process ends: as much as can be said.
+    except Exception as error:  # The process ends: it reports as much as it can.
         waits = [f"(its collectives cannot be read: {error})"]
     lines = "\n".join(f"  {line}" for line in waits)
     return (
@@ -182,22 +182,23 @@ def _text(program: Program, seconds: float) -> str:
         f"other in some of these collectives:\n{lines}\n"
         "Either some devices never reach a collective: a branch or a loop of a manual "
         "region that has one needs a predicate that is the same on all devices. Or "
-        "threads are short: a device that waits holds one, and what it waits for wants "
-        f"one; XLA has PJRT_NPROC = {os.environ.get('PJRT_NPROC')} of them in each "
-        "pool. Leave PJRT_NPROC to set_platform, or raise it, or wait for results "
-        "before more calls are made. The process ends here, since such a call cannot "
-        "be interrupted; set_platform(..., standstill_seconds=None) lets it wait."
+        "threads are short: a device that waits holds a thread, and what it waits for "
+        f"needs another; XLA has PJRT_NPROC = {os.environ.get('PJRT_NPROC')} threads "
+        "in each pool. Leave PJRT_NPROC to set_platform, or raise it, or wait for "
+        "results before more calls are made. The process ends here, since such a call "
+        "cannot be interrupted; set_platform(..., standstill_seconds=None) lets it "
+        "wait."
     )
 
 
 def _collective_lines(program: Program) -> list[str]:
-    found = program.collectives()
+    collectives = program.collectives()
     lines = []
-    for one in found[:_LISTED]:
-        source = program.sources.find(one.op_name)
-        along = " and ".join(one.axes) if one.axes else "parts of the mesh"
+    for c in collectives[:_LISTED]:
+        source = program.sources.find(c.op_name)
+        along = " and ".join(c.axes) if c.axes else "parts of the mesh"
         where = f" at {source}" if source and source.file else ""
-        lines.append(f"{one.kind} {one.name} along {along}: {one.op_name}{where}")
-    if len(found) > _LISTED:
-        lines.append(f"and {len(found) - _LISTED} more")
+        lines.append(f"{c.kind} {c.name} along {along}: {c.op_name}{where}")
+    if len(collectives) > _LISTED:
+        lines.append(f"and {len(collectives) - _LISTED} more")
     return lines or ["none: they wait for something else"]

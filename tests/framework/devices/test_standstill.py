@@ -74,7 +74,7 @@ def test_devices_that_stand_still_end_the_process_which_says_where():
     assert "add_all: a call stands still: for 3 s none of XLA's threads" in ran.stderr
     assert "Devices 0, 1, 2, 3 of mesh (X=4) wait for each other in" in ran.stderr
     assert "  all-reduce all-reduce along X: jit(add_all)/tf_program/Sum" in ran.stderr
-    assert "XLA has PJRT_NPROC = 4 of them in each pool" in ran.stderr
+    assert "XLA has PJRT_NPROC = 4 threads in each pool" in ran.stderr
     # Where each of Python's threads is.
     assert re.search(r'File "<string>", line \d+ in call\n', ran.stderr)
 
