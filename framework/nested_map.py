@@ -1,4 +1,4 @@
-"""Nested maps: the one container for weights, slots, states and batches."""
+"""Nested maps: the container for weights, slots, states and batches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 class NestedMap(dict):
     """A `dict` with attribute access; its values are leaves or further nested maps.
 
-    Keys are identifiers, so that a leaf has one dotted path (`layer.w_q`), and
-    no names of methods. A plain mapping as a value becomes a nested map.
-    `tf.nest` sees through it; `jax.tree` takes it for a leaf.
+    Keys are identifiers, so that a leaf has one dotted path (`layer.w_q`), and no
+    names of methods. A plain mapping as a value becomes a nested map. `tf.nest`
+    flattens it; `jax.tree` takes it for a leaf.
     """
 
     def __init__(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""What layers are tested with: the same numbers on one device and on a mesh."""
+"""Tests of layers: they compute the same numbers on one device and on a mesh."""
 
 from __future__ import annotations
 
@@ -37,28 +37,29 @@ def assert_layer_parity(
 ) -> None:
     """Asserts that a layer computes on `plan`'s mesh what it does on one device.
 
-    Compared are its outputs and the gradients, by weights and floating-point inputs, of
-    the outputs' product with random numbers. One device means TF alone, eagerly: no
-    mesh, no compiler. Needs as many devices as the mesh has, see `set_platform`.
+    It compares the layer's outputs and the gradients, by weights and floating-point
+    inputs, of the outputs' product with random numbers. One device means TF alone,
+    eagerly: no mesh, no compiler. As many devices as the mesh has are needed, see
+    `set_platform`.
 
     Args:
       layer: the layer, with its first weights from a fixed key.
       x: its input, a nest of arrays.
       plan: where weights and activations are split.
-      partitioner: who splits them.
-      mode: in `Mode.TRAIN`, dropout is at work, with the same random numbers.
-      activation_dtype: of activations; a 16-bit one needs a larger tolerance.
+      partitioner: Shardy or GSPMD.
+      mode: in `Mode.TRAIN`, dropout is active, with the same random numbers.
+      activation_dtype: of activations; a 16-bit dtype needs a larger tolerance.
       tolerance: of an element, in units of the largest element of its tensor. An
         element may also differ by a rounding error (the machine epsilon of
         `activation_dtype`, or a tenth of the tolerance if that is less) of the largest
-        element of all tensors: the gradient of attention's key bias is zero, and what
-        is computed is left over from sums of larger numbers.
-      **inputs: what else `fprop` takes, nests of arrays.
+        element of all tensors: the gradient of attention's key bias is zero, and the
+        computed one is left over from sums of larger numbers.
+      **inputs: further inputs of `fprop`, nests of arrays.
 
     Raises:
-      AssertionError: a tensor differs; it is named.
+      AssertionError: a tensor differs; the message names it.
     """
-    plan_of_one = dataclasses.replace(
+    single_plan = dataclasses.replace(
         plan, mesh_shape=(1,) * len(plan.mesh_shape), device_ids=None
     )
     key = random.key_from_seed(0)
@@ -74,7 +75,7 @@ def assert_layer_parity(
 
         return results
 
-    want = results_under(plan_of_one)(*args)
+    want = results_under(single_plan)(*args)
     weights = layer.weights().map_with_path(lambda path, s: s.sharding(plan, path))
     program = compile_program(
         results_under(plan),
@@ -98,7 +99,7 @@ def assert_layer_parity(
 def _outputs_and_gradients(
     layer: Layer, ctx: Context, theta: NestedMap, x: Any, inputs: Any
 ) -> dict[str, tf.Tensor]:
-    """Tensors by a name that tells a reader what they are."""
+    """Tensors by names for readers of a failure."""
     sources = {f"gradient of weight {p}": w for p, w in theta.items_by_path()}
     for i, leaf in enumerate(tf.nest.flatten((x, inputs))):
         if leaf.dtype.is_floating:
@@ -116,8 +117,8 @@ def _outputs_and_gradients(
         loss, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
     by_weight = theta.map_with_path(lambda p, _: gradients[f"gradient of weight {p}"])
-    whole = added_up(ctx.plan, layer.weights(), by_weight)
-    gradients |= {f"gradient of weight {p}": g for p, g in whole.items_by_path()}
+    reduced = added_up(ctx.plan, layer.weights(), by_weight)
+    gradients |= {f"gradient of weight {p}": g for p, g in reduced.items_by_path()}
     return {f"output {i}": y for i, y in enumerate(outputs)} | gradients
 
 

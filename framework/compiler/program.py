@@ -62,15 +62,15 @@ class Program:
 
     Args:
       lowered: the TF function's program for one giant device.
-      unpartitioned: the same on the mesh.
-      compiled: the same, partitioned.
-      partitioner: what completed it.
+      unpartitioned: the program on the mesh.
+      compiled: the program, partitioned.
+      partitioner: the partitioner that completed it.
       in_forms: for each leaf of the arguments its stored form; None: left to
         completion.
       out_forms: the same for the result.
       can_run: whether its devices are here, not a topology's.
       donate: numbers of the leaves whose buffers the results may take over.
-      updates: what was decided on weight updates; None: nothing was asked.
+      updates: what was decided on weight updates; None: not requested.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Program:
           The function's result, as a nest of device arrays in stored form.
 
         Raises:
-          ValueError: an argument's structure, shape, kind or sharding is not what was
-            compiled for, an earlier call took over its buffer, or it shares one with
-            an argument that is donated.
+          ValueError: an argument's structure, shape, kind or sharding is not the one
+            compiled for, an earlier call took over its buffer, or it shares its buffer
+            with an argument that is donated.
         """
         flat = self.arguments.take(args)
         calls = self._calls
@@ -140,7 +140,7 @@ class Program:
     def shard(self, *args: Any) -> Any:
         """Puts host arrays of logical shape onto the mesh, as this program takes them.
 
-        In a program of several processes each of them has the whole arrays; see
+        In a program of several processes each of them has the full arrays; see
         `Arguments.shard_rows` for parts.
 
         Returns:
@@ -148,8 +148,8 @@ class Program:
           several.
 
         Raises:
-          ValueError: they are not the program's first arguments, in structure, shape
-            and kind.
+          ValueError: they do not match the program's first arguments in structure,
+            shape and kind.
         """
         return self.arguments.shard(*args)
 
@@ -179,12 +179,12 @@ class Program:
 
     @property
     def in_shardings(self) -> list[Sharding | None]:
-        """What was asked for each leaf of the arguments; None: left to completion."""
+        """The requested shardings of the arguments; None: left to completion."""
         return [form and form.border for form in self._in_forms]
 
     @property
     def out_shardings(self) -> list[Sharding | None]:
-        """What was asked for each leaf of the result; None: left to completion."""
+        """The requested shardings of the result; None: left to completion."""
         return [form and form.border for form in self._out_forms]
 
     @property
@@ -199,7 +199,7 @@ class Program:
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
-        """What was laid out so that XLA's partitioner gets it right."""
+        """The ops that were laid out so that XLA's partitioner gets them right."""
         return self.unpartitioned.repairs
 
     def hlo_text(self) -> str:
@@ -211,7 +211,7 @@ class Program:
         return collectives_of(HloModule(self.hlo_text()), self.mesh)
 
     def memory(self) -> MemoryUsage:
-        """What one device needs."""
+        """The memory that one device needs."""
         stats = self._compiled.memory_analysis()
         return MemoryUsage(
             arguments=stats.argument_size_in_bytes,
@@ -221,7 +221,7 @@ class Program:
         )
 
     def cost(self) -> dict[str, float]:
-        """XLA's own estimate for one device; it counts the body of a loop once."""
+        """XLA's own estimate for one device; the body of a loop counts once."""
         return dict(self._compiled.cost_analysis() or {})
 
 
@@ -238,7 +238,7 @@ class TracedProgram:
       donate: numbers of the leaves whose buffers the results may take over.
       partitioner: Shardy or GSPMD.
       devices: those of a topology, or None.
-      updates: what was decided on weight updates; None: nothing was asked.
+      updates: what was decided on weight updates; None: not requested.
       strict: refuse a program rather than repair it at a cost.
       in_child: have XLA compile in a child process.
     """
@@ -255,7 +255,7 @@ class TracedProgram:
     in_child: bool = False
 
     def forms(self, argument: int) -> Any:
-        """The stored forms of an argument, a nest like it."""
+        """The stored forms of an argument, as a nest of its structure."""
         inputs = self.lowered.inputs
         packed = tf.nest.pack_sequence_as(inputs, list(self.in_forms))
         return packed[argument]
@@ -304,18 +304,18 @@ def compile_program(
     """Partitions a pure TF function over a mesh and compiles it.
 
     Args:
-      fn: the function, written as for one device, some tensors annotated.
-      args: for each argument a nest of `tf.TensorSpec`, logical shapes.
+      fn: the function, written as for one device, with some tensors annotated.
+      args: for each argument a nest of `tf.TensorSpec`, with logical shapes.
       mesh: the device mesh.
       compiler_options: XLA's own, by flag name, for this program.
       **how: see `trace_program`.
 
     Raises:
       LoweringError: see `lower`; an annotation would be dropped on this mesh; XLA would
-        get an op wrong that cannot be laid out otherwise, or not for free and `strict`;
-        XLA ended the child process that compiled `in_child`.
-      ValueError: more devices than exist, structures, ranks or meshes that do not
-        agree, an argument to donate that is not there.
+        get an op wrong that cannot be laid out otherwise, or, with `strict`, only at a
+        cost; XLA ended the child process that compiled it, with `in_child`.
+      ValueError: the mesh has more devices than exist; structures, ranks or meshes do
+        not agree; an argument to donate is not there.
     """
     return trace_program(fn, args, mesh, **how).compile(compiler_options)
 
@@ -338,12 +338,12 @@ def trace_program(
     """Lowers a pure TF function for a mesh.
 
     Args:
-      fn: the function, written as for one device, some tensors annotated.
-      args: for each argument a nest of `tf.TensorSpec`, logical shapes.
+      fn: the function, written as for one device, with some tensors annotated.
+      args: for each argument a nest of `tf.TensorSpec`, with logical shapes.
       mesh: the device mesh.
       in_shardings: for each argument None, or a nest of its structure with a `Sharding`
         for each leaf, or a `StoredForm`. None is left to completion. Dims that do not
-        divide are stored padded; `Program.shard` and `Program.unshard` convert.
+        divide are stored padded; `Program.shard` and `Program.unshard` convert them.
       out_shardings: the same for the result.
       donate: numbers of the arguments whose buffers the results may take over.
       partitioner: Shardy, or GSPMD as the second opinion.
@@ -354,14 +354,14 @@ def trace_program(
         `TracedProgram.forms`.
       strict: refuse a program in which an op that XLA's partitioner would get wrong is
         laid out otherwise at a cost in communication, or assertions are left
-        unchecked; else these are warnings.
-      in_child: have XLA compile in a child process: where XLA's C++ ends that, this
-        process lives on and gets an error. For the CPU devices of one process.
+        unchecked; otherwise these are warnings.
+      in_child: have XLA compile in a child process: if XLA's C++ ends that process,
+        this one lives on and gets an error. For the CPU devices of one process.
 
     Raises:
       LoweringError: see `lower`; or an annotation would be dropped on this mesh.
-      ValueError: structures, ranks or meshes that do not agree, an argument to donate
-        that is not there; devices that `in_child` cannot compile for.
+      ValueError: structures, ranks or meshes do not agree; an argument to donate is not
+        there; `in_child` cannot compile for the devices.
     """
     name = name or getattr(fn, "__name__", "program").strip("<>")
     check_kinds(name, args, mesh)
@@ -403,11 +403,11 @@ def trace_program(
     )
     updates = None
     if update_sharding is not None:
-        found = shard_weight_updates(
+        sharded = shard_weight_updates(
             lowered, mesh, in_forms, out_forms, update_sharding, devices
         )
-        lowered, updates = found.lowered, found.report
-        in_forms, out_forms = found.in_forms, found.out_forms
+        lowered, updates = sharded.lowered, sharded.report
+        in_forms, out_forms = sharded.in_forms, sharded.out_forms
     return TracedProgram(
         lowered=lowered,
         mesh=mesh,

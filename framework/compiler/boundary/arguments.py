@@ -25,10 +25,10 @@ _CUT = (
 
 
 def check_structure(name: str, what: str, want: Any, given: Any) -> None:
-    """Checks that a nest is like the one a program was compiled for.
+    """Checks that a nest has the structure that a program was compiled for.
 
     Raises:
-      ValueError: it is not; `name` is the program's, `what` the nest's.
+      ValueError: it does not; `name` is the program's, `what` the nest's.
     """
     try:
         tf.nest.assert_same_structure(want, given)
@@ -52,14 +52,14 @@ def check_structure(name: str, what: str, want: Any, given: Any) -> None:
 
 
 class Arguments:
-    """What a compiled program takes, and how it gets there.
+    """The arguments of a compiled program, and their way to its devices.
 
     Args:
       name: the program's, for messages.
       inputs: a tuple of nests of `tf.TensorSpec`, in stored form.
       forms: for each leaf its stored form; None: left to completion.
       shardings: for each leaf, over the program's devices.
-      can_run: whether those are here, not a topology's.
+      can_run: whether these devices are here, not a topology's.
       donated: numbers of the leaves whose buffers the results may take over.
     """
 
@@ -92,27 +92,27 @@ class Arguments:
         return flat
 
     def _check_donated_once(self, given: Sequence[Any]) -> None:
-        """Refuses a donated buffer that is an argument again: PJRT ends the process.
+        """Refuses a donated buffer that is an argument twice: PJRT ends the process.
 
-        Device arrays may share a buffer, as `jax.device_put` makes them; those of host
-        arrays are not taken over. The pointers of 200 leaves take 0.2 ms.
+        Device arrays may share a buffer, as those of `jax.device_put` do; buffers of
+        host arrays are not taken over. The pointers of 200 leaves take 0.2 ms.
         """
         first: dict[int, int] = {}
         for index, leaf in enumerate(given):
             if not isinstance(leaf, jax.Array) or not leaf.size:
                 continue
             pointer = leaf.addressable_data(0).unsafe_buffer_pointer()
-            other = first.setdefault(pointer, index)
-            if other != index and self._donated & {other, index}:
-                donated = other if other in self._donated else index
+            earlier = first.setdefault(pointer, index)
+            if earlier != index and self._donated & {earlier, index}:
+                donated = earlier if earlier in self._donated else index
                 raise ValueError(
-                    f"{self._named(index)} has the buffer of {self._leaf(other)} too, "
-                    f"and {self._leaf(donated)} is donated: pass a copy, such as "
+                    f"{self._named(index)} has the buffer of {self._leaf(earlier)} "
+                    f"too, and {self._leaf(donated)} is donated: pass a copy, such as "
                     "array.copy(), or do not donate it"
                 )
 
     def check_shardings(self, flat: Sequence[jax.Array]) -> None:
-        """Names the leaf that JAX refused, which calls all of them `flat`.
+        """Names the leaf that JAX refused, as JAX calls all leaves `flat`.
 
         Raises:
           ValueError: a device array has another sharding than the program takes.
@@ -138,11 +138,11 @@ class Arguments:
         return placed[0] if len(args) == 1 else placed
 
     def local_rows(self, argument: int, *, dim: int) -> range:
-        """Which rows of an argument the devices of this process take.
+        """The rows of an argument that the devices of this process take.
 
         Args:
           argument: its number.
-          dim: of the logical tensors, of one size in all leaves of the argument.
+          dim: of the logical tensors; all leaves of the argument have the same size.
         """
         starts, stops = [], []
         for index in self._leaves_of(argument):
@@ -151,20 +151,20 @@ class Arguments:
             sharding = self.shardings[index]
             for part in sharding.addressable_devices_indices_map(shape).values():
                 start, stop, _ = part[dim].indices(shape[dim])
-                # Who has padding alone reads a row all the same.
+                # A device that has only padding reads a row all the same.
                 starts.append(min(start, rows - 1))
                 stops.append(max(min(stop, rows), starts[-1] + 1))
         return range(min(starts), max(stops))
 
     def shard_rows(self, argument: int, value: Any, rows: range, *, dim: int) -> Any:
-        """Puts an argument onto the mesh of which this process has some rows.
+        """Puts an argument onto the mesh, of which this process has some rows.
 
-        All processes call it, each with its own.
+        All processes call it, each with its own rows.
 
         Args:
           argument: its number.
-          value: nest of host arrays: logical shapes, but for `dim`.
-          rows: which ones they are; those of `local_rows` are among them.
+          value: nest of host arrays, of logical shape except in `dim`.
+          rows: the rows in them; `local_rows` are among them.
           dim: of the logical tensors.
 
         Returns:
@@ -181,7 +181,7 @@ class Arguments:
     def _take(self, index: int, leaf: Any) -> jax.Array:
         if not isinstance(leaf, jax.Array):
             return self._put(index, leaf)
-        if leaf.is_deleted():  # To run with it would end the process.
+        if leaf.is_deleted():  # A run with it would end the process.
             raise ValueError(
                 f"{self._named(index)} was donated to an earlier call, which took "
                 "over its buffer: pass that call's result"
@@ -194,7 +194,7 @@ class Arguments:
                 "form; host arrays have the logical shape"
                 f"{f'. {_CUT}' if index in self._wide else ''}"
             )
-        # To run with what JAX cut and still calls wide would end the process too.
+        # A run with elements that JAX cut and still calls wide would end it too.
         if index in self._wide and leaf.addressable_data(0).dtype != leaf.dtype:
             raise ValueError(
                 f"{self._named(index)} is called {leaf.dtype}, but its elements are "
@@ -223,7 +223,7 @@ class Arguments:
         sharding = self.shardings[index]
         if sharding.is_fully_addressable:
             return put(value, sharding)
-        # All processes have the whole: device_put would compare what each of them has.
+        # All processes have the full array: device_put would compare their values.
         with wide_elements():
             return jax.make_array_from_callback(
                 value.shape, sharding, lambda part: value[part]
@@ -242,10 +242,10 @@ class Arguments:
         value, stored = self._converted(index, value), self._specs[index].shape
 
         def part(slices: tuple[slice, ...]) -> np.ndarray:
-            """What a device has, with zeros where there is padding."""
+            """The shard of a device, with zeros where there is padding."""
             cut, padding = [], []
-            for d, one in enumerate(slices):
-                start, stop, _ = one.indices(stored[d])
+            for d, slice_ in enumerate(slices):
+                start, stop, _ = slice_.indices(stored[d])
                 end = max(start, min(stop, logical[d]))
                 first = rows.start if d == dim else 0
                 cut.append(slice(start - first, end - first))
@@ -257,7 +257,7 @@ class Arguments:
             return jax.make_array_from_callback(tuple(stored), sharding, part)
 
     def _converted(self, index: int, value: np.ndarray) -> np.ndarray:
-        """`value` in the program's dtype, if that can hold it."""
+        """`value` in the program's dtype, if this can hold it."""
         if not self._can_run:
             raise ValueError(
                 f"{self._name} was compiled for a topology, whose devices are "
@@ -276,8 +276,8 @@ class Arguments:
         return f"argument {paths[index][0]}"
 
     def _leaves_of(self, argument: int) -> range:
-        """The numbers of an argument's leaves among all."""
-        counts = [len(tf.nest.flatten(one)) for one in self._inputs]
+        """The numbers of an argument's leaves among all leaves."""
+        counts = [len(tf.nest.flatten(argument)) for argument in self._inputs]
         first = sum(counts[:argument])
         return range(first, first + counts[argument])
 

@@ -1,4 +1,4 @@
-"""How the arguments and results of a program lie between programs."""
+"""The stored forms of a program's arguments and results, between programs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from meshwright.framework.sharding.stored_form import StoredForm
 
 
 def check_kinds(name: str, args: Iterable[Any], mesh: DeviceMesh) -> None:
-    """Refuses what is no list of arguments, and no device mesh.
+    """Checks that `args` is a list of arguments, and `mesh` a device mesh.
 
     Raises:
-      TypeError: that.
+      TypeError: one of them is not.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -34,10 +34,10 @@ def check_kinds(name: str, args: Iterable[Any], mesh: DeviceMesh) -> None:
 
 
 def check_results(name: str, out: Any) -> None:
-    """Refuses a function's result with None in it.
+    """Refuses a function's result that is None or has None in it.
 
     Raises:
-      LoweringError: that.
+      LoweringError: it has.
     """
     if out is None:
         raise LoweringError(f"{name}: the function returns None; return its results")
@@ -51,47 +51,51 @@ def check_results(name: str, out: Any) -> None:
         )
 
 
-def stored_forms(leaves, structure, asked, mesh) -> list[StoredForm | None]:
+def stored_forms(leaves, structure, requested, mesh) -> list[StoredForm | None]:
     """For each leaf its stored form, or None where completion decides.
 
     Args:
       leaves: of the structure, with shapes and dtypes.
       structure: a nest.
-      asked: a nest like it with a `Sharding` or a `StoredForm` for each leaf, None for
-        a leaf or a branch that is left to completion.
+      requested: a nest like it with a `Sharding` or a `StoredForm` for each leaf, None
+        for a leaf or a branch that is left to completion.
       mesh: the program's.
 
     Raises:
       ValueError: the structures or ranks differ, a shape is not static, or a sharding
-        is over another mesh or none for a border.
+        is over another mesh or not allowed at a border.
     """
-    if asked is None:
+    if requested is None:
         return [None] * len(leaves)
-    flat = tf.nest.flatten(filled(structure, asked))
+    flat = tf.nest.flatten(filled(structure, requested))
     paths = nest.flatten_with_joined_string_paths(structure)
     return [
         None
-        if one is None
-        else _form(tf.TensorSpec(leaf.shape, leaf.dtype, path), one, mesh)
-        for leaf, one, (path, _) in zip(leaves, flat, paths, strict=True)
+        if sharding is None
+        else _form(tf.TensorSpec(leaf.shape, leaf.dtype, path), sharding, mesh)
+        for leaf, sharding, (path, _) in zip(leaves, flat, paths, strict=True)
     ]
 
 
 def _form(
-    spec: tf.TensorSpec, asked: Sharding | StoredForm, mesh: DeviceMesh
+    spec: tf.TensorSpec, requested: Sharding | StoredForm, mesh: DeviceMesh
 ) -> StoredForm:
     if not spec.shape.is_fully_defined():
         raise ValueError(
-            f"result {spec.name or 0} has shape {spec.shape}, and a sharding is asked "
-            "for, which takes sizes that are known while the function is traced: say "
-            "them by tf.ensure_shape"
+            f"result {spec.name or 0} has shape {spec.shape}, and its sharding takes "
+            "sizes that are known while the function is traced: state them by "
+            "tf.ensure_shape"
         )
-    if not isinstance(asked, (Sharding, StoredForm)):
+    if not isinstance(requested, (Sharding, StoredForm)):
         raise TypeError(
-            f"the sharding {asked!r} is of type {type(asked).__name__}; pass a "
+            f"the sharding {requested!r} is of type {type(requested).__name__}; pass a "
             'Sharding, such as Sharding.parse(mesh, "[X,_]")'
         )
-    form = asked if isinstance(asked, StoredForm) else StoredForm.of(spec, asked)
+    form = (
+        requested
+        if isinstance(requested, StoredForm)
+        else StoredForm.of(spec, requested)
+    )
     if form.border.mesh != mesh:
         raise ValueError(
             f"sharding {form.border} is over another device mesh ({form.border.mesh}) "
@@ -107,8 +111,8 @@ def _check_border(sharding: Sharding) -> None:
     if sharding.unreduced:
         raise ValueError(
             f"sharding {sharding} of an argument or result is unreduced along "
-            f"{', '.join(sharding.unreduced)}: a sum may be unreduced inside of a "
-            "program only; reshard it there"
+            f"{', '.join(sharding.unreduced)}: a sum may be unreduced inside a program "
+            "only; reshard it there"
         )
     if sharding.unspecified or sharding.manual or parts:
         raise ValueError(
@@ -119,7 +123,7 @@ def _check_border(sharding: Sharding) -> None:
 
 
 def filled(structure, shardings):
-    """`shardings` with a None that stands for a whole branch spelt out by leaf."""
+    """`shardings` with a None for a branch replaced by a None for each leaf."""
     if shardings is None:
         return tf.nest.map_structure(lambda _: None, structure)
     if isinstance(structure, Mapping):
@@ -139,12 +143,12 @@ def filled(structure, shardings):
                 "Sharding, or None, for each"
             )
         pairs = zip(structure, shardings, strict=True)
-        return type(structure)(filled(one, s) for one, s in pairs)
+        return type(structure)(filled(branch, s) for branch, s in pairs)
     return shardings
 
 
 def stored_spec(spec: tf.TensorSpec, form: StoredForm | None) -> tf.TensorSpec:
-    """What a program takes of a tensor in this form."""
+    """The spec of a tensor in this form, as a program takes it."""
     shape = spec.shape if form is None else form.stored_shape
     return tf.TensorSpec(shape, spec.dtype, spec.name)
 

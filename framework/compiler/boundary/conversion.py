@@ -1,8 +1,8 @@
-"""Host arrays in the element type of a program's argument, if nothing is lost by it.
+"""Converts host arrays to a program's element types, if that loses nothing.
 
-Numbers may be rounded to fewer digits, as NumPy's own are float64 by default. What is
-more than that is refused: fractions and imaginary parts cut off, numbers that the type
-does not reach, whole numbers that it has no digits for, texts and other objects.
+Numbers may be rounded to fewer digits, as NumPy's own are float64 by default. Other
+losses are refused: fractions and imaginary parts cut off, numbers out of the type's
+range, integers that it has too few digits for, texts and other objects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def converted(value: np.ndarray, dtype: tf.DType) -> np.ndarray:
     """`value` with elements of `dtype`.
 
     Raises:
-      ValueError: it cannot hold them; the message goes on after the array's name.
+      ValueError: it cannot hold them; the message continues after the array's name.
     """
     given = _tf_dtype(value.dtype)
     if given is None or not _is_kind_for(dtype, given):
@@ -37,13 +37,13 @@ def converted(value: np.ndarray, dtype: tf.DType) -> np.ndarray:
 
 
 def _tf_dtype(dtype: np.dtype) -> tf.DType | None:
-    """None of what is no number."""
+    """TF's dtype of numbers or booleans; None for others."""
     try:
-        found = tf.as_dtype(dtype)
+        known = tf.as_dtype(dtype)
     except TypeError:  # A time; or a number that is longer than TF's.
         return {"f": tf.float64, "c": tf.complex128}.get(dtype.kind)
-    numeric = found.is_integer or found.is_floating or found.is_complex or found.is_bool
-    return found if numeric else None
+    numeric = known.is_integer or known.is_floating or known.is_complex or known.is_bool
+    return known if numeric else None
 
 
 def _is_kind_for(dtype: tf.DType, given: tf.DType) -> bool:
@@ -55,7 +55,7 @@ def _is_kind_for(dtype: tf.DType, given: tf.DType) -> bool:
 
 
 def _check_range(value: np.ndarray, dtype: tf.DType) -> None:
-    """Of whole numbers."""
+    """Refuses integers out of the range of `dtype`, if this has a range of integers."""
     if dtype.is_integer or dtype.is_bool:
         least, most = (0, 1) if dtype.is_bool else (int(dtype.min), int(dtype.max))
         if int(value.min()) < least or int(value.max()) > most:
@@ -65,19 +65,22 @@ def _check_range(value: np.ndarray, dtype: tf.DType) -> None:
             )
 
 
-def _lost_digits(whole: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Which whole numbers are others as floating ones: too long, or beyond reach."""
+def _lost_digits(integers: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Which integers a floating type changes: they are too long, or out of range."""
     every = 2 ** (jnp.finfo(out.dtype).nmant + 1)
-    if not whole.size or -every <= int(whole.min()) <= int(whole.max()) <= every:
+    if (
+        not integers.size
+        or -every <= int(integers.min()) <= int(integers.max()) <= every
+    ):
         return np.zeros([], bool)
-    is_unsigned = whole.dtype.kind == "u"
-    whole = whole.astype(np.uint64 if is_unsigned else np.int64)
+    is_unsigned = integers.dtype.kind == "u"
+    integers = integers.astype(np.uint64 if is_unsigned else np.int64)
     near = out.real.astype(np.float64)
     within = np.isfinite(near) & (near < (2.0**64 if is_unsigned else 2.0**63))
-    return ~within | (np.where(within, near, 0).astype(whole.dtype) != whole)
+    return ~within | (np.where(within, near, 0).astype(integers.dtype) != integers)
 
 
 def _beyond(value: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Which finite numbers are not in reach."""
+    """Which finite numbers are out of range."""
     within = np.isfinite(out)
     return np.isfinite(value) & ~within if not within.all() else np.zeros([], bool)

@@ -153,7 +153,7 @@ def test_sizes_that_are_constant_after_all_are_accepted(fn, partitioner):
 def test_a_result_whose_size_only_hlo_knows_cannot_be_split_as_it_is():
     with pytest.raises(
         ValueError,
-        match=r"result 0 has shape \(None, None\), .* say them by tf.ensure_sh",
+        match=r"result 0 has shape \(None, None\), .* state them by tf.ensure_sh",
     ):
         compile_program(bins, [X], MESH, out_shardings=split("X", None))
 

@@ -318,7 +318,7 @@ def test_no_sum_is_pending_at_the_border_of_a_program(border):
     asked = {border: [unreduced] if border == "in_shardings" else unreduced}
     message = (
         r"sharding \[_,_\]\{U:tp\} of an argument or result is unreduced along tp: a "
-        "sum may be unreduced inside of a program only; reshard it there"
+        "sum may be unreduced inside a program only; reshard it there"
     )
     with pytest.raises(ValueError, match=message):
         mw.compile_program(lambda x: x, [tf.TensorSpec([4, 6])], MESH, **asked)
