@@ -78,7 +78,7 @@ def stored_forms(leaves, structure, requested, mesh) -> list[StoredForm | None]:
 
 
 def _form(
-    spec: tf.TensorSpec, requested: Sharding | StoredForm, mesh: DeviceMesh
+    spec: tf.TensorSpec, sharding: Sharding | StoredForm, mesh: DeviceMesh
 ) -> StoredForm:
     if not spec.shape.is_fully_defined():
         raise ValueError(
@@ -86,15 +86,13 @@ def _form(
             "sizes that are known while the function is traced: state them by "
             "tf.ensure_shape"
         )
-    if not isinstance(requested, (Sharding, StoredForm)):
+    if not isinstance(sharding, (Sharding, StoredForm)):
         raise TypeError(
-            f"the sharding {requested!r} is of type {type(requested).__name__}; pass a "
+            f"the sharding {sharding!r} is of type {type(sharding).__name__}; pass a "
             'Sharding, such as Sharding.parse(mesh, "[X,_]")'
         )
     form = (
-        requested
-        if isinstance(requested, StoredForm)
-        else StoredForm.of(spec, requested)
+        sharding if isinstance(sharding, StoredForm) else StoredForm.of(spec, sharding)
     )
     if form.border.mesh != mesh:
         raise ValueError(
@@ -117,8 +115,8 @@ def _check_border(sharding: Sharding) -> None:
     if sharding.unspecified or sharding.manual or parts:
         raise ValueError(
             f"sharding {sharding} of an argument or result: at the border of a program "
-            "every dim is split by whole axes or unsplit; annotate inside by "
-            "mesh_split, which can leave dims open or use parts of axes"
+            "every dim is split by full axes or unsharded; annotate inside by "
+            "mesh_split, which can leave dims unspecified or use parts of axes"
         )
 
 

@@ -65,19 +65,16 @@ def _check_range(value: np.ndarray, dtype: tf.DType) -> None:
             )
 
 
-def _lost_digits(integers: np.ndarray, out: np.ndarray) -> np.ndarray:
+def _lost_digits(value: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Which integers a floating type changes: they are too long, or out of range."""
     every = 2 ** (jnp.finfo(out.dtype).nmant + 1)
-    if (
-        not integers.size
-        or -every <= int(integers.min()) <= int(integers.max()) <= every
-    ):
+    if not value.size or -every <= int(value.min()) <= int(value.max()) <= every:
         return np.zeros([], bool)
-    is_unsigned = integers.dtype.kind == "u"
-    integers = integers.astype(np.uint64 if is_unsigned else np.int64)
+    is_unsigned = value.dtype.kind == "u"
+    value = value.astype(np.uint64 if is_unsigned else np.int64)
     near = out.real.astype(np.float64)
     within = np.isfinite(near) & (near < (2.0**64 if is_unsigned else 2.0**63))
-    return ~within | (np.where(within, near, 0).astype(integers.dtype) != integers)
+    return ~within | (np.where(within, near, 0).astype(value.dtype) != value)
 
 
 def _beyond(value: np.ndarray, out: np.ndarray) -> np.ndarray:

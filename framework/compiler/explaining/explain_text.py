@@ -53,7 +53,7 @@ def explanation_text(
         for t in explanation.replicated(at_least)
         if is_shown(_heading(t), t.op_name, t.source, size=t.bytes)
     ]
-    rematerialized = [
+    gathered = [
         t
         for t in explanation.rematerialized()
         if is_shown(
@@ -75,11 +75,7 @@ def explanation_text(
         *_tensors(tensors),
         *([] if is_filtered else _elsewhere(explanation.elsewhere)),
         *([] if is_filtered and not replicated else _replicated(replicated)),
-        *(
-            []
-            if is_filtered and not rematerialized
-            else _rematerialized(rematerialized)
-        ),
+        *([] if is_filtered and not gathered else _rematerialized(gathered)),
         *_repaired(repairs),
     ]
     return "\n".join(part for line in lines for part in _wrapped(line))
@@ -88,7 +84,7 @@ def explanation_text(
 def _summary(explanation: Explanation) -> Iterator[str]:
     """At most a screen: how much there is of what the lists below show."""
     tensors, replicated = explanation.tensors, explanation.replicated()
-    rematerialized = explanation.rematerialized()
+    gathered = explanation.rematerialized()
     yield (
         f"{explanation.name} over {explanation.mesh}, completed by "
         f"{explanation.partitioner}: {len(tensors)} tensors, of which"
@@ -98,10 +94,7 @@ def _summary(explanation: Explanation) -> Iterator[str]:
     rows = [
         (f"{len(annotated)} annotated", ""),
         (f"{len(replicated)} left replicated", _total(replicated)),
-        (
-            f"{len(rematerialized)} made whole with nobody asking for it",
-            _total(rematerialized),
-        ),
+        (f"{len(gathered)} made whole with nobody asking for it", _total(gathered)),
     ]
     rows += [
         (f"{count} laid out otherwise, as XLA would be {how}", "")

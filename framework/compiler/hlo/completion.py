@@ -146,19 +146,19 @@ class Completion:
         """
         try:
             if isinstance(completed, str):
-                ours = self._over_places(completed, requested.rank)
+                actual = self._over_places(completed, requested.rank)
             else:
-                ours = logical(completed, self.mesh)
+                actual = logical(completed, self.mesh)
         except ValueError:
             return False
-        theirs = logical(requested, self.mesh)
-        counts = zip(ours.splits(), theirs.splits(), strict=True)
+        expected = logical(requested, self.mesh)
+        counts = zip(actual.splits(), expected.splits(), strict=True)
         for dim, (count, wanted) in enumerate(counts):
             parts = count // wanted
             if count % wanted or (parts > 1 and dim not in requested.unspecified):
                 return False
-            places = _by_device(ours, dim) // parts
-            if not np.array_equal(places, _by_device(theirs, dim)):
+            places = _by_device(actual, dim) // parts
+            if not np.array_equal(places, _by_device(expected, dim)):
                 return False
         return True
 

@@ -121,8 +121,7 @@ class Liveness:
         self._arguments: dict[int, Tree] = {}
         self._may_reuse: list[tuple[BufferValue, list[BufferValue]]] = []
         self._states_aliasing = any(
-            _ALIASING in instruction.backend_config
-            for instruction in module.instructions
+            _ALIASING in op.backend_config for op in module.instructions
         )
         result = self._run(module.entry, None)
         results = result if isinstance(result, list) else [result]
@@ -168,45 +167,43 @@ class Liveness:
         """Runs a computation; `given` are its arguments, None at the entry."""
         known: dict[str, Tree] = {}
         result: Tree = []
-        for instruction in self._module.inside[computation]:
-            if instruction.opcode == "parameter":
+        for op in self._module.inside[computation]:
+            if op.opcode == "parameter":
                 if given is None:
-                    self._arguments[instruction.number] = self._make(
-                        instruction, instruction.type
-                    )
-                    known[instruction.name] = self._arguments[instruction.number]
+                    self._arguments[op.number] = self._make(op, op.type)
+                    known[op.name] = self._arguments[op.number]
                 else:
-                    known[instruction.name] = given[instruction.number]
+                    known[op.name] = given[op.number]
             else:
-                operands = [known[name] for name in instruction.operands]
-                known[instruction.name] = self._step(instruction, operands)
-            if instruction.is_root:
-                result = known[instruction.name]
+                operands = [known[name] for name in op.operands]
+                known[op.name] = self._step(op, operands)
+            if op.is_root:
+                result = known[op.name]
         return result
 
-    def _step(self, instruction: Instruction, operands: list[Tree]) -> Tree:
-        if instruction.opcode == "get-tuple-element":
-            return operands[0][instruction.number]
-        if instruction.opcode == "tuple":
+    def _step(self, op: Instruction, operands: list[Tree]) -> Tree:
+        if op.opcode == "get-tuple-element":
+            return operands[0][op.number]
+        if op.opcode == "tuple":
             return operands
-        if instruction.opcode in _VIEWS:
+        if op.opcode in _VIEWS:
             return operands[0]
         self._read(operands)
-        if instruction.opcode == "while":
-            made = self._loop(instruction, operands[0])
-        elif instruction.opcode == "conditional":
-            made = self._branches(instruction, operands)
-        elif instruction.opcode == "call":
-            made = self._run(instruction.called[0], operands)
-        elif instruction.opcode.endswith("-done"):
-            made = _done(instruction, operands[0])
-        elif instruction.opcode.endswith("-start"):
-            made = self._start(instruction, operands)
+        if op.opcode == "while":
+            made = self._loop(op, operands[0])
+        elif op.opcode == "conditional":
+            made = self._branches(op, operands)
+        elif op.opcode == "call":
+            made = self._run(op.called[0], operands)
+        elif op.opcode.endswith("-done"):
+            made = _done(op, operands[0])
+        elif op.opcode.endswith("-start"):
+            made = self._start(op, operands)
         else:
-            made = self._make(instruction, instruction.type)
-            self._reads[instruction] = list(_leaves(operands))
-            self._in_place(instruction, operands, made)
-        self.names.append(instruction.name)
+            made = self._make(op, op.type)
+            self._reads[op] = list(_leaves(operands))
+            self._in_place(op, operands, made)
+        self.names.append(op.name)
         return made
 
     def _loop(self, loop: Instruction, carried: Tree) -> Tree:
@@ -236,28 +233,26 @@ class Liveness:
             value.start = value.end = self._now
         return made
 
-    def _start(self, instruction: Instruction, operands: list[Tree]) -> Tree:
+    def _start(self, op: Instruction, operands: list[Tree]) -> Tree:
         """The start of an asynchronous op: a tuple of its operands and its result."""
-        if instruction.opcode == "all-reduce-start":
-            return self._make(instruction, instruction.type)
-        source = 1 if instruction.opcode == "copy-start" else 0
-        parts = elements(instruction.type)
+        if op.opcode == "all-reduce-start":
+            return self._make(op, op.type)
+        source = 1 if op.opcode == "copy-start" else 0
+        parts = elements(op.type)
         given = operands if parts[source].startswith("(") else operands[0]
         return [
-            given if number == source else self._make(instruction, part)
+            given if number == source else self._make(op, part)
             for number, part in enumerate(parts)
         ]
 
-    def _in_place(
-        self, instruction: Instruction, operands: list[Tree], made: Tree
-    ) -> None:
+    def _in_place(self, op: Instruction, operands: list[Tree], made: Tree) -> None:
         """Lets the result have the buffers of operands that it takes over."""
         results = list(_leaves(made))
-        for number, (operand, written) in enumerate(self._updates(instruction)):
+        for number, (operand, written) in enumerate(self._updates(op)):
             if operand is not None:
                 _share(operands[operand], results[number])
                 results[number].written = written
-        _, _, aliasing = instruction.backend_config.partition(_ALIASING)
+        _, _, aliasing = op.backend_config.partition(_ALIASING)
         if "indices" in aliasing:
             places = [*_leaves(operands), *results]
             for match in _INDICES.finditer(aliasing):
@@ -265,7 +260,7 @@ class Liveness:
                 for place in rest:
                     _share(places[int(first)], places[int(place)])
         elif not self._states_aliasing and isinstance(made, BufferValue):
-            given = [operands[number] for number in self._elementwise(instruction)]
+            given = [operands[number] for number in self._elementwise(op)]
             self._may_reuse.append(
                 (made, [v for v in given if isinstance(v, BufferValue)])
             )
@@ -286,35 +281,33 @@ class Liveness:
                 made.start += 1
                 made.end = max(made.start, made.end)
 
-    def _elementwise(self, instruction: Instruction) -> list[int]:
+    def _elementwise(self, op: Instruction) -> list[int]:
         """The operands that an op reads element by element only."""
-        if instruction.opcode in _ELEMENTWISE:
-            return list(range(len(instruction.operands)))
-        if instruction.opcode != "fusion":
+        if op.opcode in _ELEMENTWISE:
+            return list(range(len(op.operands)))
+        if op.opcode != "fusion":
             return []
         needs: dict[str, set[int]] = {}  # The operands that each op depends on.
         otherwise: set[int] = set()
-        for part in self._module.inside[instruction.called[0]]:
+        for part in self._module.inside[op.called[0]]:
             on = set().union(*(needs[name] for name in part.operands))
             if part.opcode == "parameter":
                 on = {part.number}
             elif part.opcode not in _ELEMENTWISE and part.opcode != "bitcast":
                 otherwise |= on
             needs[part.name] = on
-        return [n for n in range(len(instruction.operands)) if n not in otherwise]
+        return [n for n in range(len(op.operands)) if n not in otherwise]
 
     def _updates(
-        self, instruction: Instruction
+        self, op: Instruction
     ) -> Iterator[tuple[int | None, Instruction | None]]:
         """For each result the operand that it updates, by number, and with what."""
-        if instruction.opcode == _UPDATE:
-            yield 0, self._module.by_name[instruction.operands[1]]
-        if instruction.opcode != "fusion":
+        if op.opcode == _UPDATE:
+            yield 0, self._module.by_name[op.operands[1]]
+        if op.opcode != "fusion":
             return
         (root,) = (
-            inner
-            for inner in self._module.inside[instruction.called[0]]
-            if inner.is_root
+            inner for inner in self._module.inside[op.called[0]] if inner.is_root
         )
         parts = self._module.operands(root) if root.opcode == "tuple" else [root]
         for part in map(self._viewed, parts):
@@ -324,14 +317,14 @@ class Liveness:
                 if stack.opcode == "parameter":
                     updated, written = stack.number, slice_
                 if slice_.opcode == "parameter":
-                    written = self._module.by_name[instruction.operands[slice_.number]]
+                    written = self._module.by_name[op.operands[slice_.number]]
             yield updated, written
 
-    def _viewed(self, instruction: Instruction) -> Instruction:
+    def _viewed(self, op: Instruction) -> Instruction:
         """The instruction at the start of a chain of bitcasts."""
-        while instruction.opcode == "bitcast":
-            (instruction,) = self._module.operands(instruction)
-        return instruction
+        while op.opcode == "bitcast":
+            (op,) = self._module.operands(op)
+        return op
 
     def _make(self, maker: Instruction, type_: str) -> Tree:
         if type_.startswith("("):
@@ -345,10 +338,10 @@ class Liveness:
             value.end = max(value.end, self._now)
 
 
-def _done(instruction: Instruction, started: Tree) -> Tree:
-    if instruction.opcode == "all-reduce-done" or not isinstance(started, list):
+def _done(op: Instruction, started: Tree) -> Tree:
+    if op.opcode == "all-reduce-done" or not isinstance(started, list):
         return started
-    return started[0 if instruction.opcode == "copy-done" else 1]
+    return started[0 if op.opcode == "copy-done" else 1]
 
 
 def _leaves(tree: Tree) -> Iterator[BufferValue]:

@@ -94,8 +94,8 @@ class _Finder:
         self.spans = {c.name: self._spanned(c) for c in collectives}
         self.varying: dict[str, frozenset[str]] = {}
         self.made_alike: dict[str, frozenset[str]] = {}
-        for instruction in partitioned.instructions:  # Operands come before users.
-            self.varying[instruction.name] = self._varying(instruction)
+        for op in partitioned.instructions:  # Operands come before users.
+            self.varying[op.name] = self._varying(op)
 
     def sliced(self) -> Iterator[tuple[Instruction, Instruction]]:
         """Gathers with the slices that take each device's shard out of them.
@@ -104,13 +104,13 @@ class _Finder:
         an op in between. XLA warned of exactly these gathers in 260 random reshards,
         sums and transposes on a (2, 2, 2) mesh.
         """
-        for instruction in self.module.instructions:
-            if self._is_own_shard(instruction):
-                gather = self.module.by_name[instruction.operands[0]]
+        for op in self.module.instructions:
+            if self._is_own_shard(op):
+                gather = self.module.by_name[op.operands[0]]
                 while gather.opcode in _BETWEEN:
                     gather = self.module.by_name[gather.operands[0]]
                 if gather.opcode == "all-gather":
-                    yield gather, instruction
+                    yield gather, op
 
     def done_alike(self) -> Iterator[tuple[Instruction, Instruction]]:
         """Gathers that are read only by ops that their devices do alike."""
@@ -126,52 +126,48 @@ class _Finder:
             if uses and not self._is_asked_for(gather, axes):
                 yield gather, uses[0]
 
-    def gathered(self, instruction: Instruction) -> Instruction:
+    def gathered(self, op: Instruction) -> Instruction:
         """The operand of a chain of gathers."""
-        while instruction.opcode == "all-gather":
-            instruction = self.module.by_name[instruction.operands[0]]
-        return instruction
+        while op.opcode == "all-gather":
+            op = self.module.by_name[op.operands[0]]
+        return op
 
-    def _uses(self, instruction: Instruction) -> Iterator[Instruction]:
+    def _uses(self, op: Instruction) -> Iterator[Instruction]:
         """The ops that read a tensor, through ops that only move it."""
-        for use in self.module.users.get(instruction.name, ()):
+        for use in self.module.users.get(op.name, ()):
             if use.opcode in _MOVES and not use.is_root:
                 yield from self._uses(use)
             else:
                 yield use
 
-    def _is_alike(self, instruction: Instruction, axes: frozenset[str]) -> bool:
+    def _is_alike(self, op: Instruction, axes: frozenset[str]) -> bool:
         """Whether devices along `axes` do an op alike, or take their shards."""
-        if instruction.opcode in _OPAQUE or (
-            instruction.opcode in _MOVES and instruction.is_root
-        ):
+        if op.opcode in _OPAQUE or (op.opcode in _MOVES and op.is_root):
             return False
-        return (
-            self._is_own_shard(instruction) or not self.varying[instruction.name] & axes
-        )
+        return self._is_own_shard(op) or not self.varying[op.name] & axes
 
-    def _is_asked_for(self, instruction: Instruction, axes: frozenset[str]) -> bool:
+    def _is_asked_for(self, op: Instruction, axes: frozenset[str]) -> bool:
         """Whether an annotation, or the program's result, is to be replicated.
 
         Completion propagates that back through ops that keep a tensor's size.
         """
-        if instruction.is_root:
+        if op.is_root:
             return True
-        for use in self.module.users.get(instruction.name, ()):
+        for use in self.module.users.get(op.name, ()):
             if use.opcode == "tuple" and use.is_root:
                 return True
-            if use.bytes and _count(use) == _count(instruction):
+            if use.bytes and _count(use) == _count(op):
                 alike = not self.varying[use.name] & axes
                 # Annotations are copies.
                 if alike and (use.opcode == "copy" or self._is_asked_for(use, axes)):
                     return True
         return False
 
-    def _is_own_shard(self, instruction: Instruction) -> bool:
+    def _is_own_shard(self, op: Instruction) -> bool:
         """Whether an instruction is a slice whose start depends on the device's id."""
-        if instruction.opcode != "dynamic-slice":
+        if op.opcode != "dynamic-slice":
             return False
-        pending, seen = list(instruction.operands[1:]), set()
+        pending, seen = list(op.operands[1:]), set()
         while pending:
             start = self.module.by_name[pending.pop()]
             if start.opcode == "partition-id":
@@ -183,54 +179,46 @@ class _Finder:
                 pending += start.operands
         return False
 
-    def _varying(self, instruction: Instruction) -> frozenset[str]:
+    def _varying(self, op: Instruction) -> frozenset[str]:
         """The mesh axes along which devices may have different values."""
         everything = frozenset(self.mesh.axis_names)
-        if instruction.opcode in ("partition-id", "conditional", "call", "custom-call"):
+        if op.opcode in ("partition-id", "conditional", "call", "custom-call"):
             return everything
-        if instruction.opcode == "parameter":
-            text = (
-                instruction.sharding
-                if instruction.computation == self.module.entry
-                else ""
-            )
-            return self._split_along(instruction, text)
-        if instruction.opcode == "get-tuple-element":
-            return self._of_element(instruction)
-        axes = frozenset().union(*(self.varying[name] for name in instruction.operands))
-        if instruction.opcode == "all-gather":
-            self.made_alike[instruction.name] = self._gathered_along(instruction)
-            return (
-                axes - self.spans[instruction.name] - self.made_alike[instruction.name]
-            )
-        if instruction.name in self.spans:
-            spanned = self.spans[instruction.name]
-            return (
-                axes - spanned if instruction.opcode == "all-reduce" else axes | spanned
-            )
+        if op.opcode == "parameter":
+            text = op.sharding if op.computation == self.module.entry else ""
+            return self._split_along(op, text)
+        if op.opcode == "get-tuple-element":
+            return self._of_element(op)
+        axes = frozenset().union(*(self.varying[name] for name in op.operands))
+        if op.opcode == "all-gather":
+            self.made_alike[op.name] = self._gathered_along(op)
+            return axes - self.spans[op.name] - self.made_alike[op.name]
+        if op.name in self.spans:
+            spanned = self.spans[op.name]
+            return axes - spanned if op.opcode == "all-reduce" else axes | spanned
         return axes
 
-    def _gathered_along(self, instruction: Instruction) -> frozenset[str]:
+    def _gathered_along(self, op: Instruction) -> frozenset[str]:
         """The axes along which a gather gives devices equal values that differed.
 
         XLA may let devices exchange parts first, so that others gather: then these are
         the axes that split the tensor, if all of the tensor is gathered.
         """
-        base, moved = instruction, False
+        base, moved = op, False
         while base.opcode in (*_MOVES, *_EXCHANGES, "all-gather") or (
             moved and self._is_own_shard(base)
         ):
             moved |= base.opcode in _EXCHANGES
             base = self.module.by_name[base.operands[0]]
         if not moved:
-            return self.spans[instruction.name]
+            return self.spans[op.name]
         axes = self.varying[base.name]
         parts = self.mesh.axes_size(sorted(axes))
-        return axes if _count(instruction) >= parts * _count(base) else frozenset()
+        return axes if _count(op) >= parts * _count(base) else frozenset()
 
-    def _of_element(self, instruction: Instruction) -> frozenset[str]:
+    def _of_element(self, op: Instruction) -> frozenset[str]:
         """The varying axes of an element of a tuple; a loop's by its sharding."""
-        packed = self.module.by_name[instruction.operands[0]]
+        packed = self.module.by_name[op.operands[0]]
         if packed.opcode == "while":
             inside = [
                 inner
@@ -244,13 +232,11 @@ class _Finder:
         name = packed.computation.removesuffix("_spmd")
         for parameter in self.completed.inside.get(name, ()):
             if parameter.opcode == "parameter" and elements(parameter.sharding):
-                return self._split_along(
-                    instruction, elements(parameter.sharding)[instruction.number]
-                )
+                return self._split_along(op, elements(parameter.sharding)[op.number])
         return frozenset(self.mesh.axis_names)
 
-    def _split_along(self, instruction: Instruction, text: str) -> frozenset[str]:
-        sharding = self.read(text, len(instruction.shape)) if text else ""
+    def _split_along(self, op: Instruction, text: str) -> frozenset[str]:
+        sharding = self.read(text, len(op.shape)) if text else ""
         if isinstance(sharding, str):
             return frozenset(self.mesh.axis_names)
         used = (axis for axes in sharding.dims for axis in axes)
@@ -264,8 +250,8 @@ class _Finder:
         return frozenset(self.mesh.part(axis).axis for axis in collective.axes or names)
 
 
-def _count(instruction: Instruction) -> int:
+def _count(op: Instruction) -> int:
     count = 1
-    for size in instruction.shape:
+    for size in op.shape:
         count *= size
     return count

@@ -185,36 +185,31 @@ class _Walk:
     def computation(self, name: str, loops: tuple[Loop, ...]) -> None:
         clock, started = 0.0, {}
         trips = math.prod(loop.trips for loop in loops)
-        for instruction in self.inside[name]:
-            if instruction.opcode == "while":
-                condition, body = _loop(instruction)
-                loop = Loop(
-                    name=instruction.name, trips=self.trips(instruction, condition)
-                )
+        for op in self.inside[name]:
+            if op.opcode == "while":
+                condition, body = _loop(op)
+                loop = Loop(name=op.name, trips=self.trips(op, condition))
                 self.computation(body, (*loops, loop))
-            elif instruction.opcode in ("call", "conditional"):
-                for called in instruction.called:
+            elif op.opcode in ("call", "conditional"):
+                for called in op.called:
                     self.computation(called, loops)
-            elif timed := self.collective(instruction, loops):
-                if instruction.opcode.endswith("-start"):
-                    started[instruction.name] = (len(self.collectives), clock)
+            elif timed := self.collective(op, loops):
+                if op.opcode.endswith("-start"):
+                    started[op.name] = (len(self.collectives), clock)
                 self.collectives.append(timed)
-            elif (
-                instruction.opcode.endswith("-done")
-                and instruction.operands[0] in started
-            ):
-                number, since = started.pop(instruction.operands[0])
+            elif op.opcode.endswith("-done") and op.operands[0] in started:
+                number, since = started.pop(op.operands[0])
                 timed = self.collectives[number]
                 exposed = max(0.0, timed.seconds - (clock - since))
                 self.collectives[number] = dataclasses.replace(timed, exposed=exposed)
-            elif cycles := _CYCLES.search(instruction.backend_config):
+            elif cycles := _CYCLES.search(op.backend_config):
                 seconds = int(cycles[1]) * trips / self.kind.clock
                 clock += seconds
                 self.ops.append(
                     OpTime(
-                        name=instruction.name,
-                        op_name=instruction.op_name,
-                        part=self.part(instruction, int(cycles[1]), trips),
+                        name=op.name,
+                        op_name=op.op_name,
+                        part=self.part(op, int(cycles[1]), trips),
                         loops=loops,
                         count=trips,
                         seconds=seconds,
@@ -249,11 +244,11 @@ class _Walk:
         return []
 
     def collective(
-        self, instruction: Instruction, loops: tuple[Loop, ...]
+        self, op: Instruction, loops: tuple[Loop, ...]
     ) -> CollectiveTime | None:
-        collective = self.sent.get(instruction.name)
+        collective = self.sent.get(op.name)
         kind = collective.kind if collective else ""
-        if instruction.opcode == "fusion" and (inner := self.scattered(instruction)):
+        if op.opcode == "fusion" and (inner := self.scattered(op)):
             # The compiler fuses an all-reduce with the slice of it that is kept.
             collective, kind = self.sent[inner.name], "reduce-scatter"
         if collective is None:
@@ -264,9 +259,9 @@ class _Walk:
         trips = math.prod(loop.trips for loop in loops)
         seconds = trips * self.price(collective, kind=kind, size=size)
         return CollectiveTime(
-            name=instruction.name,
+            name=op.name,
             collective=dataclasses.replace(
-                collective, op_name=collective.op_name or instruction.op_name
+                collective, op_name=collective.op_name or op.op_name
             ),
             kind=kind,
             bytes=size,
@@ -278,30 +273,28 @@ class _Walk:
 
     def scattered(self, fusion: Instruction) -> Instruction | None:
         for called in fusion.called:
-            for instruction in self.inside[called]:
-                if instruction.opcode == "all-reduce":
-                    return instruction
+            for op in self.inside[called]:
+                if op.opcode == "all-reduce":
+                    return op
         return None
 
-    def part(self, instruction: Instruction, cycles: int, trips: int) -> TimePart:
-        if self.has_product(instruction):
+    def part(self, op: Instruction, cycles: int, trips: int) -> TimePart:
+        if self.has_product(op):
             return TimePart.MATRIX
         types = [
-            instruction.type,
-            *(operand.type for operand in self.module.operands(instruction)),
+            op.type,
+            *(operand.type for operand in self.module.operands(op)),
         ]
         moved = sum(_moved(type_, trips) for type_ in types)
         waits = moved / self.kind.memory_bandwidth
         bound = waits > _MEMORY_BOUND * cycles / self.kind.clock
         return TimePart.MEMORY if bound else TimePart.VECTOR
 
-    def has_product(self, instruction: Instruction) -> bool:
-        if instruction.opcode in ("convolution", "dot"):
+    def has_product(self, op: Instruction) -> bool:
+        if op.opcode in ("convolution", "dot"):
             return True
         return any(
-            self.has_product(inner)
-            for name in instruction.called
-            for inner in self.inside[name]
+            self.has_product(inner) for name in op.called for inner in self.inside[name]
         )
 
 

@@ -242,20 +242,20 @@ def _check_apart(type_: TensorType, uncombined: Sequence[Uncombined]) -> None:
 
 
 def _refuse_terms(part: Uncombined, have: Sequence, lacks: tuple) -> None:
-    (number, type_, _), (other_number, other, _) = have[0], lacks
+    (number, type_, _), (lacking_number, lacking, _) = have[0], lacks
     kind = "a partial sum" if part.kind == SUM else f"a partial {part.kind}"
-    split = other.splits(part.axis)
+    split = lacking.splits(part.axis)
     what = "a split tensor" if split else "a replicated tensor"
-    what = "a constant other than zero" if other.free else what
+    what = "a constant other than zero" if lacking.free else what
     remedy = how_to_combine(type_, part, _nth(number))
     is_full_axis = part.axis in type_.mesh.axis_names
-    if not (split or other.free) and part.kind == SUM and is_full_axis:
+    if not (split or lacking.free) and part.kind == SUM and is_full_axis:
         wanted = dataclasses.replace(
-            other.sharding,
-            unreduced=(*other.unreduced, part.axis),
-            reduced=tuple(axis for axis in other.reduced if axis != part.axis),
+            lacking.sharding,
+            unreduced=(*lacking.unreduced, part.axis),
+            reduced=tuple(axis for axis in lacking.reduced if axis != part.axis),
         )
-        remedy += f", or {_nth(other_number)} to {wanted}"
+        remedy += f", or {_nth(lacking_number)} to {wanted}"
     raise IllTypedError(f"{kind} along {part.axis} and {what}", remedy)
 
 
@@ -274,8 +274,8 @@ def _reduced(
     given = {axis: type_ for type_ in types for axis in type_.reduced}
     for axis, type_ in given.items():
         mesh = type_.mesh
-        for other in types:
-            _check_against_reduced(type_, other, axis)
+        for operand in types:
+            _check_against_reduced(type_, operand, axis)
         for operand, labels in zip(types, rule.operands, strict=True):
             for label in rule.combined(labels) if axis in operand.reduced else ():
                 if any(overlap(mesh, axis, split) for split in axes.get(label, ())):
@@ -293,16 +293,17 @@ def _reduced(
             yield axis
 
 
-def _check_against_reduced(type_: TensorType, other: TensorType, axis: str) -> None:
+def _check_against_reduced(reduced: TensorType, type_: TensorType, axis: str) -> None:
     """Refuses a replicated operand beside a reduced one: its gradient is unreduced."""
-    declared = axis in other.reduced or other.splits(axis) or other.pending_along(axis)
-    if declared or other.free or not other.is_float:
+    declared = axis in type_.reduced or type_.splits(axis) or type_.pending_along(axis)
+    if declared or type_.free or not type_.is_float:
         return
-    wanted = dataclasses.replace(other.sharding, reduced=(*other.reduced, axis))
+    wanted = dataclasses.replace(type_.sharding, reduced=(*type_.reduced, axis))
     raise IllTypedError(
-        f"one is reduced along {axis} and the other, {other}, replicated: its gradient "
+        f"one is reduced along {axis} and the other, {type_}, replicated: its gradient "
         "would be unreduced, its type says replicated",
-        f"reshard it to {wanted} (mesh_split an argument so), or {_plain(type_, axis)}",
+        f"reshard it to {wanted} (mesh_split an argument so), or "
+        f"{_plain(reduced, axis)}",
     )
 
 

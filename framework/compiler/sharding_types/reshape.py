@@ -24,13 +24,13 @@ def reshaped(type_: TensorType, shape: Sequence[int]) -> tuple[Dims, Names]:
     narrow = [dim for dim, size in enumerate(type_.shape) if size < 2]
     if any(type_.dims[dim] for dim in narrow):
         raise _unlike(type_, narrow)
-    for ours, theirs in _groups(type_.shape, shape):
-        if len(ours) == len(theirs) == 1:
-            dims[theirs[0]] = type_.dims[ours[0]]
-            names[theirs[0]] = type_.names[ours[0]]
-        elif any(type_.dims[dim] for dim in ours):
-            axes = _regrouped(type_, ours, [shape[dim] for dim in theirs])
-            for dim, split in zip(theirs, axes, strict=True):
+    for old, new in _groups(type_.shape, shape):
+        if len(old) == len(new) == 1:
+            dims[new[0]] = type_.dims[old[0]]
+            names[new[0]] = type_.names[old[0]]
+        elif any(type_.dims[dim] for dim in old):
+            axes = _regrouped(type_, old, [shape[dim] for dim in new])
+            for dim, split in zip(new, axes, strict=True):
                 dims[dim] = split
     return dims, names
 
@@ -44,21 +44,21 @@ def _groups(
     left = [dim for dim, size in enumerate(old) if size != 1]
     right = [dim for dim, size in enumerate(new) if size != 1]
     while left:
-        ours, theirs = [left.pop(0)], [right.pop(0)]
-        count, new_count = old[ours[0]], new[theirs[0]]
+        old_dims, new_dims = [left.pop(0)], [right.pop(0)]
+        count, new_count = old[old_dims[0]], new[new_dims[0]]
         while count != new_count:
             if count < new_count:
-                ours.append(left.pop(0))
-                count *= old[ours[-1]]
+                old_dims.append(left.pop(0))
+                count *= old[old_dims[-1]]
             else:
-                theirs.append(right.pop(0))
-                new_count *= new[theirs[-1]]
-        yield ours, theirs
+                new_dims.append(right.pop(0))
+                new_count *= new[new_dims[-1]]
+        yield old_dims, new_dims
 
 
-def _regrouped(type_: TensorType, ours: Sequence[int], sizes: Sequence[int]) -> Dims:
-    """The axes of new dims of `sizes` that are made from the old dims `ours`."""
-    factors = list(_factors(type_, ours))
+def _regrouped(type_: TensorType, old: Sequence[int], sizes: Sequence[int]) -> Dims:
+    """The axes of new dims of `sizes` that are made from the dims `old`."""
+    factors = list(_factors(type_, old))
     dims = []
     for size in sizes:
         axes: list[str] = []
@@ -69,7 +69,7 @@ def _regrouped(type_: TensorType, ours: Sequence[int], sizes: Sequence[int]) -> 
                 factors.insert(0, (count // size, None))
                 count = size
             if size % count or (axis is not None and has_unsplit):
-                raise _unlike(type_, ours)
+                raise _unlike(type_, old)
             size //= count
             has_unsplit = has_unsplit or axis is None
             axes += [] if axis is None else [axis]
@@ -77,17 +77,15 @@ def _regrouped(type_: TensorType, ours: Sequence[int], sizes: Sequence[int]) -> 
     return dims
 
 
-def _factors(
-    type_: TensorType, ours: Sequence[int]
-) -> Iterator[tuple[int, str | None]]:
+def _factors(type_: TensorType, old: Sequence[int]) -> Iterator[tuple[int, str | None]]:
     """The factors of the dims' sizes, major first: axes, and None for unsplit ones."""
     unsplit = 1
-    for dim in ours:
+    for dim in old:
         size = type_.shape[dim]
         for axis in type_.dims[dim]:
             count = type_.mesh.axis_size(axis)
             if size % count:
-                raise _unlike(type_, ours)
+                raise _unlike(type_, old)
             size //= count
             if unsplit > 1:
                 yield unsplit, None
@@ -98,8 +96,8 @@ def _factors(
         yield unsplit, None
 
 
-def _unlike(type_: TensorType, ours: Sequence[int]) -> IllTypedError:
-    split = [dim for dim in ours if type_.dims[dim]]
+def _unlike(type_: TensorType, old: Sequence[int]) -> IllTypedError:
+    split = [dim for dim in old if type_.dims[dim]]
     dims = [() if dim in split[-1:] else axes for dim, axes in enumerate(type_.dims)]
     return IllTypedError(
         f"dim {split[-1]} is not split where the result could be: its shards are no "

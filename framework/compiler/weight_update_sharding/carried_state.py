@@ -120,9 +120,9 @@ def _compared(value: ir.Value) -> tuple[ir.Operation, int] | None:
 
 def _divisor(op) -> float | None:
     """The divisor, a constant, of a remainder of scalars from which an op is made."""
-    pending, most = list(op.operands), 64
-    while pending and most:
-        value, most = pending.pop(0), most - 1
+    pending, left = list(op.operands), 64
+    while pending and left:
+        value, left = pending.pop(0), left - 1
         maker = value.owner
         if isinstance(maker, ir.Block) or shape_of(value):
             continue

@@ -86,8 +86,8 @@ def reduce_scattered(
     if taken or not set(format_.axes) <= set(summed.axes):
         return None
     shape = format_.shape(value)
-    most = format_.sharding(value).padded_shape(shape)[first]
-    padded = (*shape[:first], most, *shape[first + 1 :])
+    padded_size = format_.sharding(value).padded_shape(shape)[first]
+    padded = (*shape[:first], padded_size, *shape[first + 1 :])
     local = local_sum(completed, summed)
     if format_.count > 1:
         local = stablehlo.reshape(tensor_type(value.type, shape), local)

@@ -33,7 +33,7 @@ def jax_mesh(
     if missing and not here:
         raise ValueError(
             f"device mesh ({mesh}) needs {mesh.size} devices but the topology has "
-            f"{len(devices)} (no device {missing[0]}); name a larger one"
+            f"{len(devices)} (no device {missing[0]}); name a larger topology"
         )
     if missing:
         raise ValueError(
