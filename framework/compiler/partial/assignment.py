@@ -1,9 +1,9 @@
-"""What is unreduced in a program, worked out before anything in it is changed.
+"""The tensors that are unreduced in a program, determined before it is changed.
 
-Forward: what typed annotations call unreduced, and all that is linear in it, has a sum
-that is unreduced wherever it is read (`flow`). Back: what these want in parts, such as
-the sum that an annotation is of, is made so (`search`), and stays what it is for others
-that read it. A loop carries a tensor in parts for either reason.
+Forward: tensors that typed annotations call unreduced, and all that is linear in them,
+are unreduced wherever they are read (`flow`). Backward: tensors that these need in
+parts, such as the sum that is annotated, are made so (`search`), and stay as they are
+for other ops that read them. A loop carries a tensor in parts for either reason.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 
 
 class PartialAssignment:
-    """What is unreduced where.
+    """Which tensors are unreduced, and where.
 
-    A lenient annotation (see `Flow`) is reduced if its tensor is no sum, or if what is
-    not linear reads it.
+    A lenient annotation (see `Flow`) is reduced if its tensor is no sum, or if an op
+    that is not linear reads it.
 
     Args:
       completed: the module, which is only read.
@@ -37,7 +37,7 @@ class PartialAssignment:
 
     Attributes:
       flow: what is unreduced wherever it is read.
-      carried: the axes along which loops and conditionals have other tensors in parts.
+      carried: the axes along which loops and conditionals hold other tensors in parts.
       ways: how values are made in parts, by value and axes.
 
     Raises:
@@ -55,18 +55,18 @@ class PartialAssignment:
             self._searches: dict[Axes, Search] = {}
             try:
                 self.flow.run()
-                found = dict(self._lenient_sums())
-                if not found:
+                lenient_sums = dict(self._lenient_sums())
+                if not lenient_sums:
                     self._grant_all()
                     return
-                decided.update(found)
+                decided.update(lenient_sums)
             except RefusedError as e:
                 if not e.lenient:
                     raise self._first(e).error from None
                 decided.update(dict.fromkeys(e.lenient, ()))
 
     def axes_of(self, tie: Carried) -> Axes:
-        """The axes along which a loop or a conditional has a tensor in parts."""
+        """The axes along which a loop or a conditional holds a tensor in parts."""
         return self.flow.unreduced.get(tie.result) or self.carried.get(tie, ())
 
     def _search(self, axes: Axes) -> Search:
@@ -80,18 +80,18 @@ class PartialAssignment:
         return self._searches[axes]
 
     def _lenient_sums(self) -> Iterator[tuple[ir.Value, Axes]]:
-        """Lenient annotations of sums that are known to be such by now."""
-        for result, asked in self.flow.undecided.items():
+        """Lenient annotations whose tensors are known to be sums by now."""
+        for result, annotated in self.flow.undecided.items():
             value = result.owner.operands[0]
-            for count in range(len(asked), 0, -1):
-                tried = itertools.combinations(asked, count)
+            for count in range(len(annotated), 0, -1):
+                tried = itertools.combinations(annotated, count)
                 axes = next((a for a in tried if self._search(a).way(value)), None)
                 if axes is not None:
                     yield result, axes
                     break
 
     def _first(self, error: RefusedError) -> RefusedError:
-        """Of two mistakes in a program the first."""
+        """The first of two mistakes in a program."""
         for want in self.flow.wants.values():
             if self._search(want.axes).way(want.value) is None:
                 return self._lacks(want)
@@ -101,7 +101,7 @@ class PartialAssignment:
         return self.flow.lacks(want, self._tied_otherwise(want))
 
     def _tied_otherwise(self, want: PartialUse) -> tuple[Carried, Axes] | None:
-        """What a value could be made of, were it not in parts along other axes."""
+        """What a value could be made of, were that not in parts along other axes."""
         free = Search(
             self._completed, want.axes, unreduced=self.flow.unreduced, carried={}
         )

@@ -1,9 +1,9 @@
 """Where partial sums are made: sums over split dims, with a leading dim for each axis.
 
-A product's or a reduction's summed dim becomes two, what the axis splits and the rest,
-of which only the rest is summed; other axes that split it before these make dims of
-their own, which are summed too. That is all for either partitioner. Other sums are made
-in a region that is manual along the axes.
+The summed dim of a product or a reduction becomes two: a dim that the axis splits and
+the rest, of which only the rest is summed; other axes that split the dim before it make
+dims of their own, which are summed too. Neither partitioner needs more. Other sums are
+made in a region that is manual along the axes.
 """
 
 from __future__ import annotations
@@ -31,58 +31,58 @@ from meshwright.framework.sharding.sharding import Sharding
 Axes = tuple[str, ...]
 
 
-def sum_in_parts(completed: CompletedModule, found: Summed) -> ir.Value:
+def sum_in_parts(completed: CompletedModule, summed: Summed) -> ir.Value:
     """A sum with a leading dim for each axis, at the current insertion point."""
-    divided = _DIVIDED.get(found.op.name)
-    split = _split(completed, found) if divided else []
+    divided = _DIVIDED.get(summed.op.name)
+    split = _split(completed, summed) if divided else []
     if split:
-        return divided(completed, found, split)
-    mesh, value = completed.mesh, found.op.results[0]
-    lead = [mesh.axis_size(axis) for axis in found.axes]
+        return divided(completed, summed, split)
+    mesh, value = completed.mesh, summed.op.results[0]
+    lead = [mesh.axis_size(axis) for axis in summed.axes]
     shape = shape_of(value)
-    local = local_sum(completed, found)
+    local = local_sum(completed, summed)
     local = stablehlo.reshape(
         tensor_type(value.type, (*[1] * len(lead), *shape)), local
     )
-    dims = [*[(axis,) for axis in found.axes], *[()] * len(shape)]
+    dims = [*[(axis,) for axis in summed.axes], *[()] * len(shape)]
     return placeholder_call(
         OUT_OF_MANUAL,
         local,
         tensor_type(value.type, (*lead, *shape)),
-        border_config(mesh, found.axes, dims),
+        border_config(mesh, summed.axes, dims),
     )
 
 
-def _split(completed: CompletedModule, found: Summed) -> list[Mapping[int, Axes]]:
-    """For each operand how its summed dims are to be divided; [] if they cannot be.
+def _split(completed: CompletedModule, summed: Summed) -> list[Mapping[int, Axes]]:
+    """How each operand's summed dims are to be divided; [] if they cannot be.
 
-    Major first, the axes that the sum is over and those that split a dim before them.
+    The axes are major first: those of the sum, and those that split a dim before them.
     """
     split = []
-    for number, dims in enumerate(found.dims):
+    for number, dims in enumerate(summed.dims):
         if dims is None:
             continue
-        own = completed.sharding(found.op.operands[number]).dims
-        pairs = enumerate(zip(dims, own, strict=True))
+        dim_axes = completed.sharding(summed.op.operands[number]).dims
+        pairs = enumerate(zip(dims, dim_axes, strict=True))
         split.append({dim: _up_to(*pair) for dim, pair in pairs if pair[0]})
-    return split if _alike(completed, found, split) else []
+    return split if _alike(completed, summed, split) else []
 
 
-def _up_to(axes: Axes, own: Axes) -> Axes:
-    """What splits a dim, up to the last of `axes`; these, if another operand's does."""
-    last = max((n for n, axis in enumerate(own) if axis in axes), default=None)
-    return axes if last is None else own[: last + 1]
+def _up_to(axes: Axes, splitting: Axes) -> Axes:
+    """The axes that split a dim, up to the last of `axes`; `axes` if none of these."""
+    last = max((n for n, axis in enumerate(splitting) if axis in axes), default=None)
+    return axes if last is None else splitting[: last + 1]
 
 
-def _alike(completed: CompletedModule, found: Summed, split) -> bool:
-    """Whether what is summed together is divided alike, and evenly."""
-    for value, dims in zip(found.op.operands, split, strict=False):
+def _alike(completed: CompletedModule, summed: Summed, split) -> bool:
+    """Whether dims that are summed together are divided alike, and evenly."""
+    for value, dims in zip(summed.op.operands, split, strict=False):
         sizes = shape_of(value)
         if any(sizes[d] % completed.mesh.axes_size(axes) for d, axes in dims.items()):
             return False
-    if found.op.name == "stablehlo.reduce":
+    if summed.op.name == "stablehlo.reduce":
         return True
-    _, (left, right) = dot_dims(found.op, len(shape_of(found.op.operands[0])))
+    _, (left, right) = dot_dims(summed.op, len(shape_of(summed.op.operands[0])))
     pairs = zip(left, right, strict=True)
     return all(split[0].get(i) == split[1].get(j) for i, j in pairs)
 
@@ -92,7 +92,7 @@ class _Divided:
 
     def __init__(self, completed: CompletedModule, value: ir.Value, split, axes: Axes):
         mesh, shape, dims = completed.mesh, [], []
-        own = completed.sharding(value).dims
+        dim_axes = completed.sharding(value).dims
         self.place: dict[int, list[int]] = {}
         leading: dict[str, int] = {}
         for dim, size in enumerate(shape_of(value)):
@@ -106,7 +106,7 @@ class _Divided:
                 dims.append((axis,))
             self.place[dim] = [*places, len(shape)]
             shape.append(size // mesh.axes_size(by))
-            dims.append(tuple(a for a in own[dim] if a not in (*axes, *by)))
+            dims.append(tuple(a for a in dim_axes[dim] if a not in (*axes, *by)))
         self.leading = [leading[axis] for axis in axes]
         divided = stablehlo.reshape(tensor_type(value.type, shape), value)
         self.value = with_sharding(divided, Sharding(mesh, tuple(dims)))
@@ -115,17 +115,17 @@ class _Divided:
         return [place for dim in dims for place in self.place[dim]]
 
 
-def _dot(completed: CompletedModule, found: Summed, split) -> ir.Value:
-    op = found.op
+def _dot(completed: CompletedModule, summed: Summed, split) -> ir.Value:
+    op = summed.op
     sides = [
-        _Divided(completed, value, dims, found.axes)
+        _Divided(completed, value, dims, summed.axes)
         for value, dims in zip(op.operands, split, strict=True)
     ]
     batch, contracting = dot_dims(op, len(shape_of(op.operands[0])))
     batch = [[*s.leading, *s.places(d)] for s, d in zip(sides, batch, strict=True)]
     contracting = [s.places(d) for s, d in zip(sides, contracting, strict=True)]
     result = op.results[0]
-    lead = [completed.mesh.axis_size(axis) for axis in found.axes]
+    lead = [completed.mesh.axis_size(axis) for axis in summed.axes]
     product = stablehlo.dot_general(
         tensor_type(result.type, (*lead, *shape_of(result))),
         *(side.value for side in sides),
@@ -135,9 +135,9 @@ def _dot(completed: CompletedModule, found: Summed, split) -> ir.Value:
     return product
 
 
-def _reduce(completed: CompletedModule, found: Summed, split) -> ir.Value:
-    op = found.op
-    divided = _Divided(completed, op.operands[0], split[0], found.axes)
+def _reduce(completed: CompletedModule, summed: Summed, split) -> ir.Value:
+    op = summed.op
+    divided = _Divided(completed, op.operands[0], split[0], summed.axes)
     reduced = divided.places(reduced_dims(op))
     kept = [d for d in range(len(shape_of(divided.value))) if d not in reduced]
     result = op.results[0]

@@ -1,4 +1,4 @@
-"""Tensors that loops carry and conditionals give: in parts everywhere, or nowhere."""
+"""Tensors that loops carry and conditionals return: in parts everywhere, or nowhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import BRANCHES, WHILE, 
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """One tensor that a loop carries, or a conditional gives.
+    """A tensor that a loop carries, or a conditional returns.
 
     Args:
-      result: of the loop or the conditional.
+      result: the result of the loop or the conditional.
     """
 
     result: ir.Value
@@ -33,33 +33,33 @@ class Carried:
         return self.op.name == WHILE
 
     def ends(self) -> list[ir.Operation]:
-        """The ops that pass it on at the end of a loop's body, or of each branch."""
+        """The ops that return the tensor from a loop's body, or from each branch."""
         regions = self.op.regions
         ends = regions[1:2] if self.is_loop else regions
         return [end_of(region.blocks[0]) for region in ends]
 
     def entering(self) -> list[ir.Value]:
-        """What it is made of."""
+        """The values that become the tensor."""
         first = [self.op.operands[self.number]] if self.is_loop else []
         return first + [end.operands[self.number] for end in self.ends()]
 
     def arguments(self) -> list[ir.BlockArgument]:
-        """What a loop's condition and its body read it by."""
+        """The arguments by which a loop's condition and its body read the tensor."""
         regions = self.op.regions if self.is_loop else ()
         return [region.blocks[0].arguments[self.number] for region in regions]
 
     def decides(self) -> bool:
-        """Whether the loop's condition reads it."""
+        """Whether the loop's condition reads the tensor."""
         return any(list(argument.uses) for argument in self.arguments()[:1])
 
 
 def carried_of_op(op) -> Iterator[Carried]:
-    """All of a loop or a conditional."""
+    """All such tensors of a loop or a conditional."""
     return map(Carried, op.results)
 
 
 def carried_of(value: ir.Value) -> Carried | None:
-    """What a value is read by, None if it is no such tensor."""
+    """The carried tensor that a value is a result or an argument of, if it is one."""
     owner = value.owner
     if not isinstance(owner, ir.Block):
         return Carried(value) if owner.name in (WHILE, *BRANCHES) else None

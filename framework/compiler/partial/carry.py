@@ -1,8 +1,8 @@
 """Carries partial sums through a program, from where they are made to where they end.
 
 Typed annotations (`mesh_split` with unreduced axes, `reshard`) say where a sum is
-unreduced. From there on all that is linear in it is computed part by part, through
-loops, up to the `reshard` that adds the parts up; whatever else reads it is refused.
+unreduced. From there on all ops that are linear in it are computed part by part,
+through loops, up to the `reshard` that adds the parts up; other readers are refused.
 Where an annotation says that a tensor is unreduced, it is made so: back through linear
 ops to those that sum over a dim that the axes split ("Replicate forwards, partial
 backwards").
@@ -43,13 +43,13 @@ def carry_pending(
 
     Args:
       lowered: the function.
-      mesh: what it is to be compiled for.
-      in_shardings, out_shardings: of the leaves of its arguments and its result.
+      mesh: the mesh to compile for.
+      in_shardings, out_shardings: for the leaves of its arguments and its result.
 
     Raises:
       LoweringError: a partial sum meets an op that is not linear in it, or leaves the
-        program; or no sum is unreduced where an annotation says so, or can be, as in a
-        manual region.
+        program; or no sum is unreduced where an annotation says so, or none can be, as
+        in a manual region.
     """
     if not has_types(lowered):
         return lowered

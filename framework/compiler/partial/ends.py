@@ -33,11 +33,11 @@ def convert_parts(value: ir.Value, before: Sharding, after: Sharding) -> ir.Valu
     """A tensor converted from one type to another, at the current insertion point.
 
     Args:
-      value: with a leading dim for each axis that `before` is unreduced along.
+      value: the tensor, with a leading dim for each unreduced axis of `before`.
       before, after: the types.
 
     Returns:
-      It with a leading dim for each axis that `after` is unreduced along, annotated.
+      The tensor with a leading dim for each unreduced axis of `after`, annotated.
     """
     ends = tuple(axis for axis in before.unreduced if axis not in after.unreduced)
     begins = tuple(axis for axis in after.unreduced if axis not in before.unreduced)
@@ -57,11 +57,11 @@ def convert_parts(value: ir.Value, before: Sharding, after: Sharding) -> ir.Valu
 def with_leading(
     value: ir.Value, mesh: DeviceMesh, leading: Sequence[Axes]
 ) -> ir.Value:
-    """A tensor with its leading dims annotated; its own are left to completion."""
-    own = range(len(leading), len(shape_of(value)))
-    sharding = Sharding(mesh, (*leading, *[()] * len(own)))
+    """A tensor with its leading dims annotated; other dims are left to propagation."""
+    dims = range(len(leading), len(shape_of(value)))
+    sharding = Sharding(mesh, (*leading, *[()] * len(dims)))
     used = [axis for axes in leading for axis in axes]
-    return with_sharding(value, sharding.opened(tuple(own), but=used))
+    return with_sharding(value, sharding.opened(tuple(dims), but=used))
 
 
 def with_sharding(value: ir.Value, sharding: Sharding) -> ir.Value:
@@ -74,15 +74,15 @@ def add_up(value: ir.Value, mesh: DeviceMesh, axes: Axes, ends: Axes) -> ir.Valu
     """The sum along some of the axes of a value in parts, at the insertion point.
 
     Args:
-      value: with a leading dim for each of `axes`.
-      mesh: the program's.
-      axes: along which it is unreduced.
+      value: the tensor, with a leading dim for each of `axes`.
+      mesh: the program's mesh.
+      axes: the axes along which the tensor is unreduced.
       ends: those of them along which it is added up.
     """
     dims = [axes.index(axis) for axis in ends]
     first, count = dims[0], len(dims)
     if count > 1 and dims == list(range(first, first + count)):
-        # One dim that all of them split is added up by one all-reduce.
+        # A single dim that all the axes split is added up by one all-reduce.
         shape = list(shape_of(value))
         shape[first : first + count] = [mesh.axes_size(ends)]
         value = stablehlo.reshape(tensor_type(value.type, shape), value)
@@ -109,11 +109,13 @@ def _sum_over(value: ir.Value, dims: Sequence[int]) -> ir.Value:
 
 
 def _scattered_dim(value, before: Sharding, after: Sharding, ends: Axes) -> int | None:
-    """The dim that the sum is to be scattered along, if it is one and even."""
+    """The dim along which the sum is scattered; None unless it is single and even."""
     changed = [
         dim
-        for dim, (own, other) in enumerate(zip(before.dims, after.dims, strict=True))
-        if own != other
+        for dim, (old_axes, new_axes) in enumerate(
+            zip(before.dims, after.dims, strict=True)
+        )
+        if old_axes != new_axes
     ]
     if len(changed) != 1 or before.dims[changed[0]]:
         return None
@@ -126,20 +128,20 @@ def _scattered_dim(value, before: Sharding, after: Sharding, ends: Axes) -> int 
 def _scatter(
     value: ir.Value, before: Sharding, after: Sharding, ends: Axes, dim: int
 ) -> ir.Value:
-    """By a reduce-scatter along one axis after the other.
+    """Adds up by a reduce-scatter along one axis after the other.
 
-    Of a sum and a slice of it the CPU's compiler would make an all-reduce. All axes
-    that split the tensor are manual here: XLA gathers what others split before it.
+    The CPU's compiler would make an all-reduce of a sum and a slice of it. All axes
+    that split the tensor are manual here: XLA gathers dims that others split before.
     """
     mesh, axes = after.mesh, before.unreduced
     kept = [axis for axis in axes if axis not in ends]
     into = [*[(axis,) for axis in axes], *before.dims]
     out = [*[(axis,) for axis in kept], *after.dims]
-    used = {axis for own in into for axis in own}
+    used = {axis for dim_axes in into for axis in dim_axes}
     manual = [axis for axis in mesh.axis_names if axis in used]
     sizes = [
-        size // mesh.axes_size(own)
-        for size, own in zip(shape_of(value), into, strict=True)
+        size // mesh.axes_size(dim_axes)
+        for size, dim_axes in zip(shape_of(value), into, strict=True)
     ]
     local = placeholder_call(
         INTO_MANUAL,
@@ -153,10 +155,13 @@ def _scatter(
     axes = after.dims[dim]
     local = scattered_along(local, mesh, axes, place)
     smaller[place] //= mesh.axes_size(axes)
-    whole = [size * mesh.axes_size(own) for size, own in zip(smaller, out, strict=True)]
+    full_shape = [
+        size * mesh.axes_size(dim_axes)
+        for size, dim_axes in zip(smaller, out, strict=True)
+    ]
     config = border_config(mesh, manual, out)
     return placeholder_call(
-        OUT_OF_MANUAL, local, tensor_type(value.type, whole), config
+        OUT_OF_MANUAL, local, tensor_type(value.type, full_shape), config
     )
 
 
@@ -166,8 +171,8 @@ def _masked(value: ir.Value, kept: Axes, begins: Axes, after: Sharding) -> ir.Va
     lead = [mesh.axis_size(axis) for axis in axes]
     shape = shape_of(value)[len(kept) :]
     type_ = tensor_type(value.type, [*lead, *shape])
-    own = [axes.index(axis) for axis in kept]
-    dims = [*own, *range(len(axes), len(axes) + len(shape))]
+    kept_dims = [axes.index(axis) for axis in kept]
+    dims = [*kept_dims, *range(len(axes), len(axes) + len(shape))]
     wide = stablehlo.broadcast_in_dim(type_, value, ir.DenseI64ArrayAttr.get(dims))
     first = np.zeros(lead, bool)
     first[tuple(0 if axis in begins else slice(None) for axis in axes)] = True

@@ -1,4 +1,4 @@
-"""Forward through a program: which sums are unreduced, and what they want in parts."""
+"""Forward through a program: which sums are unreduced, and what they need in parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NONE: frozenset[ir.Value] = frozenset()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What an annotation makes of a tensor: the types before and after it."""
+    """The conversion of a tensor by an annotation: the types before and after it."""
 
     before: Sharding
     after: Sharding
@@ -40,14 +40,14 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialUse:
-    """An op that reads a value in parts which is not unreduced by itself.
+    """An op that reads in parts a value that is not unreduced by itself.
 
     Args:
       op: the op.
       value: the value.
-      axes: along which.
-      beside: a partial sum that it reads too, if it is for that; else None.
-      lenient: annotations that it is made of and that may be reduced; see `Flow`.
+      axes: the axes along which it is in parts.
+      beside: the partial sum that the op reads too and that requires this; else None.
+      lenient: annotations that led to this use and that may be reduced; see `Flow`.
     """
 
     op: ir.Operation
@@ -61,7 +61,7 @@ class RefusedError(Exception):
     """An op that no device could compute on its part of a sum.
 
     Args:
-      error: what to raise.
+      error: the error to raise.
       lenient: annotations that may be reduced instead.
     """
 
@@ -72,10 +72,10 @@ class RefusedError(Exception):
 
 
 class Flow:
-    """What is unreduced, from annotations on to where sums are added up.
+    """The tensors that are unreduced, from annotations to where sums are added up.
 
     Annotations that may be reduced instead (`OnConflict.REDUCE`) are called lenient:
-    what is unreduced by them alone is reduced where something is not linear in it.
+    a tensor that they alone make unreduced is reduced where an op is not linear in it.
 
     Args:
       completed: the module, which is only read.
@@ -83,11 +83,11 @@ class Flow:
       decided: the axes along which lenient annotations are unreduced, so far.
 
     Attributes:
-      unreduced: by value the axes along which it is unreduced wherever it is read.
-      operands: by such a result of a linear op the numbers of its operands in parts.
-      conversions: by results of typed annotations.
-      wants: what is wanted in parts, in the order of the program.
-      undecided: by the results of other lenient annotations the axes that they name.
+      unreduced: by value, the axes along which it is unreduced wherever it is read.
+      operands: by unreduced result of a linear op, which operands are in parts.
+      conversions: the conversions, by results of typed annotations.
+      wants: the values that are needed in parts, in the order of the program.
+      undecided: by result of another lenient annotation, the axes that it names.
     """
 
     def __init__(
@@ -111,15 +111,16 @@ class Flow:
         """Goes over the module.
 
         Raises:
-          RefusedError: a partial sum meets what is not linear in it, or leaves.
+          RefusedError: a partial sum meets an op that is not linear in it, or leaves
+            the program.
         """
         self._visit(self._completed.main.regions[0].blocks[0])
 
     def _visit(self, block) -> None:
         for op in [op.operation for op in block.operations]:
-            found = placeholder_of(op)
-            if found is not None and found.kind in (TYPED, RESHARD):
-                self._typed(op, found)
+            placeholder = placeholder_of(op)
+            if placeholder is not None and placeholder.kind in (TYPED, RESHARD):
+                self._typed(op, placeholder)
             elif op.name in (WHILE, *BRANCHES):
                 self._tied(op)
             elif op.name != _RETURN:
@@ -128,7 +129,7 @@ class Flow:
     def _hold(self, value: ir.Value, axes: Axes, made_of: Iterable[ir.Value]) -> None:
         """Notes that a value is unreduced."""
         self.unreduced[value] = axes
-        had = [self._lenient.get(one, _NONE) for one in (value, *made_of)]
+        had = [self._lenient.get(v, _NONE) for v in (value, *made_of)]
         self._lenient[value] = _NONE.union(*had)
 
     def _want(self, op, value: ir.Value, axes: Axes, beside: ir.Value | None) -> None:
@@ -145,7 +146,7 @@ class Flow:
         if op.name == "func.return":
             raise self._refused(op, first, "leaves the program")
         if is_annotation(op):
-            raise self._refused(op, first, "is annotated as if it were none")
+            raise self._refused(op, first, "is annotated as if it were no partial sum")
         numbers = next((n for n in choices(op) if held <= set(n)), None)
         if numbers is None:
             raise self._refused(op, first, _not_linear(op, held))
@@ -159,12 +160,12 @@ class Flow:
         axes = self.unreduced[values[0]]
         for value in values:
             if self.unreduced[value] != axes:
-                what = f"meets one that is unreduced along {', '.join(axes)}"
+                what = f"meets a sum that is unreduced along {', '.join(axes)}"
                 raise self._refused(op, value, what)
         return axes
 
     def _tied(self, op) -> None:
-        """Through a loop or branches, until nothing more in it is unreduced."""
+        """Goes over a loop or branches until nothing more in them becomes unreduced."""
         if op.name != WHILE and op.operands[0] in self.unreduced:
             raise self._refused(op, op.operands[0], "decides which branch is taken")
         blocks = [region.blocks[0] for region in op.regions]
@@ -204,13 +205,13 @@ class Flow:
             if value not in held:
                 self._want(tie.op, value, axes, held[0])
 
-    def _typed(self, op, found: Placeholder) -> None:
-        """An annotation, or a conversion of what is annotated."""
+    def _typed(self, op, placeholder: Placeholder) -> None:
+        """Handles an annotation, or a conversion of an annotated tensor."""
         (value,), (result,) = op.operands, op.results
-        after = Sharding.parse(self._mesh, found.config["sharding"])
-        if found.kind == RESHARD:
-            before = self._before(value, found.config["before"])
-        elif found.config["on_conflict"] == OnConflict.REDUCE.value:
+        after = Sharding.parse(self._mesh, placeholder.config["sharding"])
+        if placeholder.kind == RESHARD:
+            before = self._before(value, placeholder.config["before"])
+        elif placeholder.config["on_conflict"] == OnConflict.REDUCE.value:
             known = self._lenient_types(result, value, after)
             before, after = known.before, known.after
             self._lenient[result] = frozenset([result])
@@ -218,10 +219,12 @@ class Flow:
             before = after
         held = self.unreduced.get(value)
         if held and not before.unreduced:
-            raise self._refused(op, value, "is annotated as if it were none")
+            raise self._refused(op, value, "is annotated as if it were no partial sum")
         if held and held != before.unreduced:
             along = ", ".join(before.unreduced)
-            raise self._refused(op, value, f"meets one that is unreduced along {along}")
+            raise self._refused(
+                op, value, f"meets a sum that is unreduced along {along}"
+            )
         if before.unreduced and not held:
             self._want(op, value, before.unreduced, None)
         self.conversions[result] = Conversion(before=before, after=after)
@@ -230,26 +233,28 @@ class Flow:
             self._hold(result, after.unreduced, [value])
 
     def _before(self, value: ir.Value, written: str) -> Sharding:
-        """What is converted; by what is known of it, if it is not annotated."""
+        """The type of a tensor before conversion; inferred, if it is not annotated."""
         if written:
             return Sharding.parse(self._mesh, written)
         axes = self.unreduced.get(value, ())
         dims = self._completed.sharding(value).dims
-        free = [tuple(axis for axis in own if axis not in axes) for own in dims]
+        free = [
+            tuple(axis for axis in dim_axes if axis not in axes) for dim_axes in dims
+        ]
         return Sharding(self._mesh, tuple(free), unreduced=axes)
 
     def _lenient_types(
-        self, result: ir.Value, value: ir.Value, asked: Sharding
+        self, result: ir.Value, value: ir.Value, annotated: Sharding
     ) -> Conversion:
-        """Of an annotation that is unreduced as far as can be."""
+        """The conversion by a lenient annotation, as unreduced as possible."""
         held = self.unreduced.get(value)
         kept = self._decided.get(result)
         self.undecided.pop(result, None)
         if held and kept != ():
-            kept = tuple(axis for axis in held if axis in asked.unreduced)
+            kept = tuple(axis for axis in held if axis in annotated.unreduced)
         elif kept is None:
-            self.undecided[result] = asked.unreduced
-        after = dataclasses.replace(asked, unreduced=kept or ())
+            self.undecided[result] = annotated.unreduced
+        after = dataclasses.replace(annotated, unreduced=kept or ())
         before = self._before(value, "") if held else after
         return Conversion(before=before, after=after)
 
@@ -267,11 +272,12 @@ class Flow:
     def lacks(
         self, want: PartialUse, tied: tuple[Carried, Axes] | None
     ) -> RefusedError:
-        """Of what cannot be had in parts.
+        """The error for a value that cannot be made in parts.
 
         Args:
-          want: it.
-          tied: what it is made of that is in parts along other axes, if that is why.
+          want: the use of the value.
+          tied: a tensor that it is made of and that is in parts along other axes, if
+            that is the reason.
         """
         return RefusedError(self._lacks(want, tied), want.lenient)
 
@@ -285,30 +291,31 @@ class Flow:
             place = place.removeprefix(f"{self._blame.program}: ")
             return self._blame.error(
                 want.op,
-                f"wants {wanted} of what {place}has as {type_text(tie.result, axes)} "
-                "for another: a loop or a conditional has a tensor in parts along the "
-                "same axes for all that read it; annotate these alike and reshard them",
+                f"needs {wanted} of a tensor that {place}has as "
+                f"{type_text(tie.result, axes)} for another op: a loop or a "
+                "conditional has a tensor in parts along the same axes for all that "
+                "read it; annotate these alike and reshard them",
             )
         if want.beside is None or want.op.name in (WHILE, *BRANCHES):
             return self._blame.error(
                 want.op,
-                f"wants {wanted}, but it is not linear in sums over dims that {named} "
-                "splits evenly, so nothing is unreduced: to make an unreduced tensor "
-                "of a replicated one annotate it as replicated and reshard it",
+                f"needs {wanted}, but the tensor is not linear in sums over dims that "
+                f"{named} splits evenly, so nothing is unreduced: to make a replicated "
+                "tensor unreduced, annotate it as replicated and reshard it",
             )
         return self._blame.error(
             want.op,
             f"takes {type_text(want.beside, want.axes)}, a sum that is unreduced along "
-            f"{named}, together with {type_text(want.value, ())}, which is whole: "
-            "reshard one of them to the type of the other",
+            f"{named}, together with {type_text(want.value, ())}, which is no "
+            "partial sum: reshard one of them to the type of the other",
         )
 
 
 def _not_linear(op, held: Collection[int]) -> str:
-    """Why an op of unreduced operands is not computed part by part."""
+    """The reason why an op of unreduced operands is not computed part by part."""
     if len(held) > 1 and all((number,) in choices(op) for number in held):
-        return "is multiplied by another, and of a product one factor may be unreduced"
-    return f"is read by what is not linear in it{why_not(op)}"
+        return "is multiplied by another, and only one factor may be unreduced"
+    return f"is read by an op that is not linear in it{why_not(op)}"
 
 
 def type_text(value: ir.Value, axes: Axes) -> str:

@@ -1,10 +1,10 @@
-"""What ops are linear in: the one table, of the type checker and of the compiler.
+"""The operands in which ops are linear: the table of type checker and compiler.
 
 A tensor that is unreduced along k mesh axes is carried with k leading dims, each split
 by one of them, and is its sum over these: every device holds its own part, under both
-partitioners and in loops too. What it compiles to costs the same as Shardy's own
+partitioners and in loops too. The compiled program costs the same as with Shardy's own
 `unreduced`, which was tried: that is a promise about the op before it that nothing
-checks, wrong by a factor where this is a conversion or an addition, and it ends the
+checks, wrong by a factor where this op is a conversion or an addition, and it ends the
 process where dims are uneven or in manual regions. GSPMD has no sound word for it.
 """
 
@@ -55,14 +55,14 @@ _KEEP_ZERO = ("broadcast_in_dim", "convert", "reshape")
 def choices(op: ir.Operation) -> Sequence[tuple[int, ...]]:
     """Sets of an op's operands in which, taken together, it is linear.
 
-    Those of a set are unreduced or zeros. The rest is whole, and may be anything.
+    The operands of a set are unreduced or zeros. The others are no partial sums.
     """
     rule = _RULES.get(short_name(op))
     return rule(op) if rule else _CHOICES.get(short_name(op), [])
 
 
 def why_not(op: ir.Operation) -> str:
-    """What a message adds where an op that looks linear is not; "" of other ops."""
+    """What a message adds where an op that looks linear is not; "" for other ops."""
     if short_name(op) != "convert" or not _is_whole(op.operands[0]):
         return ""
     return ", as a part may wrap around, or be rounded, where their sum is not"
@@ -71,9 +71,9 @@ def why_not(op: ir.Operation) -> str:
 def converts_exactly(op: ir.Operation) -> bool:
     """Whether a conversion that is linear rounds no part either.
 
-    Where a program says that a sum is unreduced, it may be cast to fewer bits, which
-    halves what is sent, as of the products of bfloat16 that it is made of: each part
-    is rounded then. What moves sums where no program says so goes by this as well.
+    A sum that a program declares unreduced may be cast to fewer bits, which halves what
+    is sent, as for sums of bfloat16 products: each part is then rounded. Passes that
+    move sums where no program declares them unreduced also require exactness.
     """
     if _is_whole(op.operands[0]):
         return True
@@ -82,13 +82,13 @@ def converts_exactly(op: ir.Operation) -> bool:
 
 
 def _convert(op):
-    """Up to rounding; of whole numbers modulo 2^n, as their parts may wrap around."""
+    """Linear up to rounding; integers modulo 2^n, as their parts may wrap around."""
     (before,), (after,) = op.operands, op.results
     if _is_whole(before) != _is_whole(after):
         return []
     if not _is_whole(before):
         return _FIRST
-    # To a truth value it is a comparison.
+    # A conversion to a truth value is a comparison.
     fewer = 1 < element_type(after).width <= element_type(before).width
     return _FIRST if fewer else []
 
@@ -98,7 +98,7 @@ def _is_whole(value: ir.Value) -> bool:
 
 
 def _floating(value: ir.Value) -> ir.Type:
-    """What numbers are made of, complex ones too."""
+    """The type of floating-point numbers, or of a complex number's two."""
     element = element_type(value)
     is_complex = isinstance(element, ir.ComplexType)
     return element.element_type if is_complex else element
@@ -109,7 +109,7 @@ def _divide(op):
 
 
 def _from_zero(op):
-    """A pad, or a reduction, by which nothing is added but zeros."""
+    """A pad or a reduction is linear if it adds nothing but zeros."""
     return _FIRST if is_zero(op.operands[1]) else []
 
 
@@ -122,7 +122,7 @@ def _scatter(op):
 
 
 def _convolution(op):
-    """Where channels are in no groups: parts become a part of them, or of the batch."""
+    """Linear where channels are in no groups: parts join the channels, or the batch."""
     return _EITHER if convolution_of(op).groups == 1 else []
 
 

@@ -29,7 +29,7 @@ def part_by_part(
     """The result of an op with leading dims, at the current insertion point.
 
     Args:
-      op: linear in what is unreduced.
+      op: the op, linear in its unreduced operands.
       lead: sizes of the leading dims.
       parts: its unreduced operands by number, with leading dims.
     """
@@ -122,10 +122,10 @@ def _in_dim(op, dim: int) -> ir.Value:
 
 
 def _starts(op, first: int, lead: Lead) -> list[ir.Value]:
-    own = list(op.operands)[first:]
-    zero = ir.IntegerAttr.get(element_type(own[0]), 0)
-    zero = stablehlo.constant(ir.DenseElementsAttr.get_splat(own[0].type, zero))
-    return [zero] * len(lead) + own
+    starts = list(op.operands)[first:]
+    zero = ir.IntegerAttr.get(element_type(starts[0]), 0)
+    zero = stablehlo.constant(ir.DenseElementsAttr.get_splat(starts[0].type, zero))
+    return [zero] * len(lead) + starts
 
 
 def _dynamic_slice(op, lead: Lead, parts) -> ir.Value:
@@ -146,8 +146,8 @@ def _dot(op, lead: Lead, parts) -> ir.Value:
     ranks = [len(shape_of(operand)) for operand in op.operands]
     ranks[side] = len(shape_of(parts[side])) - more
     batch, contracting = dot_dims(op, ranks[0])
-    for own in (batch, contracting):
-        own[side] = [dim + more for dim in own[side]]
+    for dims in (batch, contracting):
+        dims[side] = [dim + more for dim in dims[side]]
     operands = [parts.get(i, operand) for i, operand in enumerate(op.operands)]
     free = ranks[0] - len(batch[0]) - len(contracting[0])
     place = len(batch[0]) + (free if side == 1 else 0)
@@ -163,12 +163,12 @@ def _dot(op, lead: Lead, parts) -> ir.Value:
 
 
 def _first(value: ir.Value, place: int, count: int) -> ir.Value:
-    """A tensor whose `count` dims from `place` on come first."""
+    """A tensor with its `count` dims from `place` on moved to the front."""
     if not place:
         return value
-    own = range(place, place + count)
-    rest = [dim for dim in range(len(shape_of(value))) if dim not in own]
-    return stablehlo.transpose(value, ir.DenseI64ArrayAttr.get([*own, *rest]))
+    moved = range(place, place + count)
+    rest = [dim for dim in range(len(shape_of(value))) if dim not in moved]
+    return stablehlo.transpose(value, ir.DenseI64ArrayAttr.get([*moved, *rest]))
 
 
 def _sized(op, lead: Lead, parts) -> ir.Value:
@@ -181,7 +181,7 @@ def _shifted(dims: Sequence[int], lead: Lead) -> list[int]:
 
 
 def _gather(op, lead: Lead, parts) -> ir.Value:
-    """Of each part the same rows: the leading dims are whole in each."""
+    """Gathers the same rows of each part: slices span the leading dims."""
     numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
     copy = _clone(op, lead, parts)
     copy.attributes["dimension_numbers"] = stablehlo.GatherDimensionNumbers.get(
@@ -211,27 +211,27 @@ def _scatter(op, lead: Lead, parts) -> ir.Value:
 
 
 def _convolution(op, lead: Lead, parts) -> ir.Value:
-    """The parts of an image are more of its batch, those of a kernel more channels."""
+    """Parts of an image join its batch, parts of a kernel its output channels."""
     numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     (side,) = parts
-    own, out = (
+    merged_dim, out = (
         (numbers.input_batch_dimension, numbers.output_batch_dimension),
         (numbers.kernel_output_feature_dimension, numbers.output_feature_dimension),
     )[side]
     count, shape = math.prod(lead), list(shape_of(op.results[0]))
     copy = op.clone(ir.InsertionPoint.current)
     with ir.InsertionPoint(copy):
-        copy.operands[side] = _merged(parts[side], len(lead), own)
-    whole = list(shape)
-    whole[out] *= count
-    copy.results[0].set_type(tensor_type(op.results[0].type, whole))
+        copy.operands[side] = _merged(parts[side], len(lead), merged_dim)
+    merged_shape = list(shape)
+    merged_shape[out] *= count
+    copy.results[0].set_type(tensor_type(op.results[0].type, merged_shape))
     shape[out:out] = lead
     apart = stablehlo.reshape(tensor_type(op.results[0].type, shape), copy.results[0])
     return _first(apart, out, len(lead))
 
 
 def _merged(value: ir.Value, count: int, dim: int) -> ir.Value:
-    """A tensor whose first `count` dims become the major part of another."""
+    """A tensor whose first `count` dims become the major part of another dim."""
     rest = list(range(count, len(shape_of(value))))
     order = [*rest[:dim], *range(count), *rest[dim:]]
     value = stablehlo.transpose(value, ir.DenseI64ArrayAttr.get(order))

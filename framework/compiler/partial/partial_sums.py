@@ -1,8 +1,8 @@
-"""What each device has of a sum, before it is added up.
+"""The partial sum of each device, before the partial sums are added up.
 
 An op that sums over a dim which mesh axes split is put into a region that is manual
-along them: there it sums up a device's own part, and what follows says when and how
-the parts are added up.
+along them: there it sums up a device's own part, and the ops that follow decide when
+and how the parts are added up.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ DimAxes = list[tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Summed:
-    """A sum, from the op that makes it on.
+    """A sum, from the op that computes it on.
 
     Args:
       op: that op.
-      dims: of its operands; None for those that are made of constants.
+      dims: the dims of its operands; None for operands that are made of constants.
       axes: the mesh axes that it sums over.
       after: ops of one operand that follow it, in order.
     """
@@ -55,28 +55,28 @@ class Summed:
 
 
 class Lying(Protocol):
-    """Where the tensors of a module lie."""
+    """The shardings of the tensors of a module."""
 
     mesh: DeviceMesh
 
     def sharding(self, value: ir.Value) -> Sharding:
-        """The sharding of a value that lies on the mesh."""
+        """The sharding of a value on the mesh."""
 
 
 def sum_of(completed: Lying, op: ir.Operation, axes: Collection[str]) -> Summed | None:
-    """How an op sums over these mesh axes; None if it is not known to, evenly."""
+    """How an op sums over these mesh axes; None unless it is known to, evenly."""
     ordered = tuple(a for a in completed.mesh.axis_names if a in axes)
     rule = _RULES.get(op.name)
     dims = rule and rule(op, _Operands(completed, op, frozenset(axes)))
     return Summed(op, dims, ordered) if dims else None
 
 
-def local_sum(completed: CompletedModule, found: Summed) -> ir.Value:
-    """What each device has of a sum, in the manual region; at the insertion point."""
-    mesh, op = completed.mesh, found.op
+def local_sum(completed: CompletedModule, summed: Summed) -> ir.Value:
+    """Each device's partial sum, in the manual region; at the insertion point."""
+    mesh, op = completed.mesh, summed.op
     copy = op.clone(ir.InsertionPoint.current)
     with ir.InsertionPoint(copy):
-        for number, dims in enumerate(found.dims):
+        for number, dims in enumerate(summed.dims):
             if dims is not None:
                 operand = op.operands[number]
                 sizes = [
@@ -87,22 +87,22 @@ def local_sum(completed: CompletedModule, found: Summed) -> ir.Value:
                     INTO_MANUAL,
                     operand,
                     tensor_type(operand.type, sizes),
-                    border_config(mesh, found.axes, dims),
+                    border_config(mesh, summed.axes, dims),
                 )
     local = copy.results[0]
     if op.name == "stablehlo.reduce" and _sums_one(copy):
-        whole = stablehlo.reshape(local.type, copy.operands[0])
+        reshaped = stablehlo.reshape(local.type, copy.operands[0])
         copy.erase()
-        local = whole
-    for each in found.after:
-        copy = each.clone(ir.InsertionPoint.current)
+        local = reshaped
+    for following in summed.after:
+        copy = following.clone(ir.InsertionPoint.current)
         copy.operands[0] = local
         local = copy.results[0]
     return local
 
 
 def _sums_one(op) -> bool:
-    """Whether a reduction is over dims of size 1, as of parts that are added up."""
+    """Whether a reduction is over dims of size 1, as where parts are added up."""
     return all(shape_of(op.operands[0])[dim] == 1 for dim in reduced_dims(op))
 
 
@@ -124,9 +124,9 @@ class _Operands:
 
     def even(self, dims: Sequence[DimAxes | None]) -> Sequence[DimAxes | None] | None:
         """`dims`, if their axes divide all of them."""
-        for number, own in enumerate(dims):
+        for number, dim_axes in enumerate(dims):
             sizes = shape_of(self.op.operands[number])
-            for size, axes in zip(sizes, own or [()] * len(sizes), strict=True):
+            for size, axes in zip(sizes, dim_axes or [()] * len(sizes), strict=True):
                 if size % self.completed.mesh.axes_size(axes):
                     return None
         return dims
@@ -134,18 +134,18 @@ class _Operands:
 
 def _of_dot(op, operands: _Operands):
     _, (left, right) = dot_dims(op, len(shape_of(op.operands[0])))
-    one, other = operands.dims(0), operands.dims(1)
+    lhs, rhs = operands.dims(0), operands.dims(1)
     summed = []
     for i, j in zip(left, right, strict=True):
-        if one[i] and other[j] and one[i] != other[j]:
+        if lhs[i] and rhs[j] and lhs[i] != rhs[j]:
             return None
-        one[i] = other[j] = one[i] or other[j]
-        summed += one[i]
-    kept = [a for d, axes in enumerate(one) if d not in left for a in axes]
-    kept += [a for d, axes in enumerate(other) if d not in right for a in axes]
+        lhs[i] = rhs[j] = lhs[i] or rhs[j]
+        summed += lhs[i]
+    kept = [a for d, axes in enumerate(lhs) if d not in left for a in axes]
+    kept += [a for d, axes in enumerate(rhs) if d not in right for a in axes]
     if kept or set(summed) != operands.manual:
         return None
-    return operands.even([one, other])
+    return operands.even([lhs, rhs])
 
 
 def _of_convolution(op, operands: _Operands):
@@ -153,18 +153,18 @@ def _of_convolution(op, operands: _Operands):
     others = [a for a in mesh.axis_names if a not in operands.manual]
     what = convolution_of(op)
     if mesh.axes_size(others) > 1 or what.feature_groups > 1 or what.batch_groups > 1:
-        return None  # Along other axes it may have to be laid out in its own way.
-    one, other = operands.dims(0), operands.dims(1)
+        return None  # Along other axes it may need a layout of its own.
+    lhs, rhs = operands.dims(0), operands.dims(1)
     i, j = what.lhs_feature, what.rhs_in
-    axes = one[i] or other[j]
+    axes = lhs[i] or rhs[j]
     expected = [
         [axes if dim == place else () for dim in range(len(dims))]
-        for dims, place in ((one, i), (other, j))
+        for dims, place in ((lhs, i), (rhs, j))
     ]
-    one[i] = other[j] = axes
-    if [one, other] != expected or set(axes) != operands.manual:
+    lhs[i] = rhs[j] = axes
+    if [lhs, rhs] != expected or set(axes) != operands.manual:
         return None
-    return operands.even([one, other])
+    return operands.even([lhs, rhs])
 
 
 def _of_reduce(op, operands: _Operands):
@@ -201,9 +201,9 @@ def _of_scatter(op, operands: _Operands):
 def scattered_along(
     local: ir.Value, mesh: DeviceMesh, axes: Sequence[str], dim: int
 ) -> ir.Value:
-    """The sum of what devices have, reduce-scattered, in a manual region.
+    """The sum of the devices' parts, reduce-scattered, in a manual region.
 
-    One axis after the other, as rings are; at the current insertion point.
+    Scatters along one axis after the other, as rings do; at the insertion point.
     """
     for axis in axes:
         shape = list(shape_of(local))

@@ -1,4 +1,4 @@
-"""No sum is unreduced in a manual region, where each device has tensors of its own."""
+"""Refuses unreduced sums in manual regions, where each device has its own tensors."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ REMEDY = (
 )
 
 
-def needs_pending(found: Placeholder, mesh: DeviceMesh) -> bool:
-    """Whether a typed annotation is of a partial sum, and nothing else will do."""
-    if found.config.get("on_conflict") == OnConflict.REDUCE.value:
+def needs_pending(placeholder: Placeholder, mesh: DeviceMesh) -> bool:
+    """Whether a typed annotation requires a partial sum."""
+    if placeholder.config.get("on_conflict") == OnConflict.REDUCE.value:
         return False
-    written = [found.config.get("before"), found.config["sharding"]]
-    return any(Sharding.parse(mesh, one).unreduced for one in written if one)
+    written = [placeholder.config.get("before"), placeholder.config["sharding"]]
+    return any(Sharding.parse(mesh, text).unreduced for text in written if text)
 
 
 def refuse_in_regions(main: ir.Operation, mesh: DeviceMesh, blame: Blame) -> None:
-    """Refuses what `needs_pending` in a manual region.
+    """Refuses annotations that `needs_pending` is true for in a manual region.
 
     Raises:
       LoweringError: there is such an annotation.
     """
     manual: set[ir.Value] = set()
     for op in walk(main):
-        found = placeholder_of(op)
-        if found is not None and found.kind == OUT_OF_MANUAL:
+        placeholder = placeholder_of(op)
+        if placeholder is not None and placeholder.kind == OUT_OF_MANUAL:
             continue
-        is_typed = found is not None and found.kind in (TYPED, RESHARD)
+        is_typed = placeholder is not None and placeholder.kind in (TYPED, RESHARD)
         inside = bool(manual) and not manual.isdisjoint(operands_of(op))
-        if inside and is_typed and needs_pending(found, mesh):
+        if inside and is_typed and needs_pending(placeholder, mesh):
             raise blame.error(op, f"needs a partial sum, and {RULE}: {REMEDY}")
-        if inside or (found is not None and not is_typed):
+        if inside or (placeholder is not None and not is_typed):
             manual.update(op.results)
             for region in op.regions:
                 manual.update(region.blocks[0].arguments)

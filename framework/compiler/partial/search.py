@@ -1,4 +1,4 @@
-"""Which values can be had in parts: sums over some axes, and what is linear in such."""
+"""Which values can be made in parts: sums over axes, and what is linear in them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Derivation:
     """One way to make a value in parts.
 
     Args:
-      needs: values that are then to be in parts too.
-      numbers: those of the op's operands that they are, if it is linear in them.
-      summed: the sum that it is.
-      tie: what a loop or a conditional ties it to.
+      needs: values that must then be in parts too.
+      numbers: the operands of the op that these are, if it is linear in them.
+      summed: the sum that the value is.
+      tie: the tensor of a loop or a conditional that the value belongs to.
     """
 
     needs: Sequence[ir.Value] = ()
@@ -35,15 +35,15 @@ class Derivation:
 class Search:
     """Looks back from values for sums over `axes`.
 
-    A tensor that a loop carries can be had in parts if what it starts from and what
-    the body makes of it can, which may depend on itself: all values are taken to be in
+    A tensor that a loop carries can be made in parts if its initial value and what the
+    body makes of it can, which may depend on itself: all values are taken to be in
     parts until none of the ways to make them so is left.
 
     Args:
       completed: the module.
       axes: the axes.
-      unreduced: by value the axes along which it is unreduced wherever it is read.
-      carried: the axes along which ties are in parts already.
+      unreduced: by value, the axes along which it is unreduced wherever it is read.
+      carried: the axes along which carried tensors are in parts already.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class Search:
         return ways[0] if ways else None
 
     def _reached(self, value: ir.Value) -> list[ir.Value]:
-        """What has not been looked at and what it needs, with all ways to make them."""
-        found, left = [], [value]
+        """The new values among a value and its needs, with all ways to make them."""
+        reached, left = [], [value]
         while left:
-            one = left.pop()
-            if one not in self._ways:
-                self._ways[one] = self._possible(one)
-                found.append(one)
-                left += [need for way in self._ways[one] for need in way.needs]
-        return found
+            needed = left.pop()
+            if needed not in self._ways:
+                self._ways[needed] = self._possible(needed)
+                reached.append(needed)
+                left += [need for way in self._ways[needed] for need in way.needs]
+        return reached
 
     def _exclude(self, values: Sequence[ir.Value]) -> None:
-        """Leaves the ways of which all that they need can be had in parts."""
+        """Keeps the ways whose needs can all be made in parts."""
         readers: dict[ir.Value, list[ir.Value]] = {}
         for value in values:
             for way in self._ways[value]:
@@ -102,9 +102,11 @@ class Search:
             return [Derivation()]
         tie = carried_of(value)
         if tie is not None:
-            other = self.carried.get(tie, self.axes) != self.axes
+            elsewhere = self.carried.get(tie, self.axes) != self.axes
             return (
-                [] if other or tie.decides() else [Derivation(tie.entering(), tie=tie)]
+                []
+                if elsewhere or tie.decides()
+                else [Derivation(tie.entering(), tie=tie)]
             )
         if isinstance(value.owner, ir.Block):
             return []

@@ -28,7 +28,7 @@ from meshwright.framework.compiler.stablehlo.tidy import drop_unused
 
 
 def write_parts(completed: CompletedModule, plan: PartialAssignment) -> None:
-    """Changes the module to what the plan says."""
+    """Changes the module as the plan says."""
     writer = _Writer(completed, plan)
     writer.visit(completed.main.regions[0].blocks[0])
     for op in reversed(writer.replaced):
@@ -60,7 +60,7 @@ class _Writer:
                 self.replaced.append(op)
 
     def led(self, parts: ir.Value, axes: Axes) -> ir.Value:
-        """Annotates a tensor's leading dims; its own are left to completion."""
+        """Annotates a tensor's leading dims; other dims are left to propagation."""
         return with_leading(parts, self.mesh, [(axis,) for axis in axes])
 
     def lead(self, axes: Axes) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class _Writer:
         return part_by_part(op, self.lead(axes), parts)
 
     def in_parts(self, value: ir.Value, axes: Axes) -> ir.Value:
-        """A value with leading dims; made right behind it, if it was not yet."""
+        """A value with leading dims; made right after the value, unless it exists."""
         if (value, axes) not in self.parts:
             with after(value), location_of(value):
                 self.parts[value, axes] = self.led(self.made(value, axes), axes)
@@ -89,7 +89,7 @@ class _Writer:
         return tensor_type(value.type, (*self.lead(axes), *shape_of(value)))
 
     def convert(self, op) -> None:
-        """An annotation, or a conversion of what is annotated."""
+        """Writes an annotation, or a conversion of an annotated tensor."""
         (value,), (result,) = op.operands, op.results
         known = self.plan.flow.conversions[result]
         if known.before.unreduced:
@@ -104,7 +104,7 @@ class _Writer:
         self.replaced.append(op)
 
     def tied(self, op) -> None:
-        """A loop or a conditional, some tensors of which are in parts."""
+        """Writes a loop or a conditional, some of whose tensors are in parts."""
         ties = [(tie, self.plan.axes_of(tie)) for tie in carried_of_op(op)]
         ties = [(tie, axes) for tie, axes in ties if axes]
         for tie, axes in ties:
@@ -128,12 +128,12 @@ class _Writer:
                 self.open(value, axes)
 
     def open(self, value: ir.Value, axes: Axes) -> None:
-        """What of a tied tensor is read in parts, and what is whole."""
+        """Gives the readers of a carried tensor its parts, or their sum."""
         parts = self.parts[value, axes] = self.led(value, axes)
         if value in self.plan.flow.unreduced:
             return
-        whole = add_up(parts, self.mesh, axes, axes)
-        value.replace_all_uses_except(whole, parts.owner.operation)
-        self.parts[whole, axes] = parts
+        total = add_up(parts, self.mesh, axes, axes)
+        value.replace_all_uses_except(total, parts.owner.operation)
+        self.parts[total, axes] = parts
         if value in self.completed.shardings:
-            self.completed.shardings[whole] = self.completed.shardings[value]
+            self.completed.shardings[total] = self.completed.shardings[value]

@@ -1,4 +1,4 @@
-"""A lowered function's module with the sharding that completion gives each value."""
+"""A lowered function's module with the sharding that propagation gives each value."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ from meshwright.framework.sharding.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompletedModule:
-    """A module that is still for either partitioner, and where its tensors will lie.
+    """A module that is still for either partitioner, with its tensors' shardings.
 
-    Calls are inlined and conversions hoisted. It is to be used, and may be changed,
-    within its MLIR context.
+    Calls are inlined and conversions hoisted. The module is to be used, and may be
+    changed, within its MLIR context.
 
     Args:
       mesh: the device mesh.
       module: the module.
       main: its entry function.
-      shardings: by value; what is not in it is whole, or in a manual region.
+      shardings: by value; values that are not in it are replicated, or in a manual
+        region.
     """
 
     mesh: DeviceMesh
@@ -66,11 +67,11 @@ class CompletedModule:
         return frozenset(self.mesh.part(axis).axis for axis in sharding.dims[dim])
 
     def sharding(self, value: ir.Value) -> Sharding:
-        """The sharding of a value that lies on the mesh."""
-        found = self.shardings.get(value)
-        if found is None:
+        """The sharding of a value on the mesh."""
+        sharding = self.shardings.get(value)
+        if sharding is None:
             return Sharding.replicated(self.mesh, ir.RankedTensorType(value.type).rank)
-        return found
+        return sharding
 
 
 @contextlib.contextmanager
@@ -81,7 +82,7 @@ def completed_module(
     in_shardings: Sequence[Sharding | None],
     out_shardings: Sequence[Sharding | None],
 ) -> Iterator[CompletedModule]:
-    """Completes a function by Shardy's propagation, whatever will partition it.
+    """Completes a function by Shardy's propagation, whichever partitioner follows.
 
     Raises:
       LoweringError: as `modules.prepare` and `modules.write_for`; or Shardy cannot
@@ -103,11 +104,11 @@ def completed_module(
         blame = Blame(lowered.name, lowered.sources)
         by_number = _by_number(Propagated(blame, copy, mesh))
         main = ir.SymbolTable(module.operation)["main"].operation
-        found = dict(
+        shardings = dict(
             zip(main.regions[0].blocks[0].arguments, in_shardings, strict=True)
         )
-        found.update(_of_results(ops, by_number))
-        yield CompletedModule(mesh, module, main, found)
+        shardings.update(_of_results(ops, by_number))
+        yield CompletedModule(mesh, module, main, shardings)
 
 
 def _by_number(propagated: Propagated) -> dict[int, list[Sharding | None]]:

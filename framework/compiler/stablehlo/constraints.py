@@ -1,4 +1,4 @@
-"""Annotations, as the two partitioners read them."""
+"""Annotations in the form that each partitioner reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_foreign(blame: Blame, module: ir.Module) -> None:
     """Refuses TF's own way into and out of manual regions, which is GSPMD's alone.
 
     Raises:
-      LoweringError: there is one.
+      LoweringError: there is such an op.
     """
     for op in walk(module.operation):
         if (call_target(op) or "").startswith("SPMD"):
@@ -45,25 +45,25 @@ def refuse_foreign(blame: Blame, module: ir.Module) -> None:
 
 
 def untype_annotations(blame: Blame, module: ir.Module, mesh: DeviceMesh) -> None:
-    """Makes plain annotations of typed ones, for what only reads where tensors lie.
+    """Makes typed annotations plain, for analyses that only read shardings.
 
-    What is compiled has none left: partial sums are written out (`partial`).
+    Modules to compile have none left: partial sums are written out (`partial`).
 
     Raises:
-      LoweringError: one is over another mesh.
+      LoweringError: an annotation is over another mesh.
     """
     for op in list(walk(module.operation)):
-        found = placeholder_of(op)
-        if found is None or found.kind not in (TYPED, RESHARD):
+        placeholder = placeholder_of(op)
+        if placeholder is None or placeholder.kind not in (TYPED, RESHARD):
             continue
-        if found.mesh != mesh_text(mesh):
+        if placeholder.mesh != mesh_text(mesh):
             raise blame.error(
                 op,
-                f"is annotated over the mesh ({found.mesh}), the program is compiled "
-                f"for ({mesh_text(mesh)}): what is unreduced or reduced is so over the "
-                "program's own mesh",
+                f"is annotated over the mesh ({placeholder.mesh}), the program is "
+                f"compiled for ({mesh_text(mesh)}): tensors are unreduced or reduced "
+                "over the program's own mesh",
             )
-        text = Sharding.parse(mesh, found.config["sharding"]).untyped().to_hlo()
+        text = Sharding.parse(mesh, placeholder.config["sharding"]).untyped().to_hlo()
         with ir.InsertionPoint(op), op.location:
             plain = sharding_call("Sharding", op.operands[0], op.results[0].type, text)
         replace_result(op, plain)
@@ -76,7 +76,8 @@ def rewrite_annotations(
     """Makes all annotations outside of manual regions ready for a partitioner.
 
     Raises:
-      LoweringError: one cannot be honoured on `mesh`; see `rewrite_annotation`.
+      LoweringError: an annotation cannot be honoured on `mesh`; see
+        `rewrite_annotation`.
     """
     for op in list(walk(module.operation)):
         if op.name in BRANCHES and mesh.size > 1:
@@ -126,7 +127,7 @@ def rewrite_annotation(
       mesh: the program's mesh.
       partitioner: for Shardy it becomes an `sdy.sharding_constraint`; for GSPMD the
         call stays.
-      manual: the manual axes of the region that it is in.
+      manual: the manual axes of the region around the call.
 
     Returns:
       The annotated tensor.
@@ -161,10 +162,12 @@ def rewrite_annotation(
 
 
 def logical(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
-    """`sharding` with devices numbered by their place in `mesh`, as programs do."""
-    own = sharding.mesh
-    places = places_in(mesh.ids, own.ids)
-    numbered = DeviceMesh(own.axis_names, own.shape, tuple(int(p) for p in places.flat))
+    """`sharding` with devices numbered by their index in `mesh`, as programs do."""
+    devices = sharding.mesh
+    places = places_in(mesh.ids, devices.ids)
+    numbered = DeviceMesh(
+        devices.axis_names, devices.shape, tuple(int(p) for p in places.flat)
+    )
     return dataclasses.replace(sharding, mesh=numbered)
 
 
@@ -176,7 +179,7 @@ def sdy_attribute(sharding: Sharding, mesh: DeviceMesh) -> ir.Attribute:
 def sdy_text(sharding: Sharding, mesh: DeviceMesh) -> str:
     """`<mesh<["X"=2, "Y"=4]>, [{"X"}, {}]>`, in a program for `mesh`.
 
-    Another device order than the program's is part of the mesh in it.
+    A device order other than the program's is part of the mesh in the text.
     """
     numbered = logical(sharding, mesh).mesh
     sizes = zip(numbered.axis_names, numbered.shape, strict=True)

@@ -19,9 +19,9 @@ FLOATS = {"f32": np.float32, "f64": np.float64}
 INTEGERS = {"i32": np.int32, "i64": np.int64}
 _DTYPES = {**FLOATS, **INTEGERS, "i1": np.bool_}
 _MOST = 65536  # Elements of a tensor.
-_DEEPEST = 100  # Operations one behind the other.
+_DEEPEST = 100  # Operations in a chain.
 
-# One operation of IEEE 754 each, or exact, so that NumPy computes what XLA would.
+# Single operations of IEEE 754, or exact, so that NumPy computes what XLA would.
 _ARITHMETIC: dict[str, Callable] = {
     "abs": np.abs,
     "add": np.add,
@@ -39,7 +39,7 @@ _OF_FLOATS = {
     "floor": np.floor,
     "round_nearest_even": np.rint,
 }
-# Integers are divided towards zero, and by zero as XLA likes.
+# Integer division rounds towards zero; by zero its result is up to XLA.
 _OF_OTHERS = {
     "and": np.bitwise_and,
     "divide": lambda a, b: None if 0 in b else (a - np.fmod(a, b)) // b,
@@ -56,10 +56,11 @@ _COMPARED = {
 
 
 class KnownValues:
-    """The elements of tensors that depend on no argument, as far as these are few.
+    """The elements of tensors that depend on no argument, if these are few.
 
-    Nor are those known at the end of a chain of over a hundred operations. Tensors are
-    identified by their address, so any that was asked for must stay in the module.
+    Tensors at the end of a chain of over a hundred operations are not known either.
+    Tensors are identified by their address, so any that was looked up must stay in the
+    module.
     """
 
     def __init__(self):
@@ -142,7 +143,7 @@ def _compared(op, operands, shape, dtype) -> np.ndarray | None:
 def _converted(op, operands, shape, dtype) -> np.ndarray | None:
     (values,) = operands
     if dtype in INTEGERS.values() and np.issubdtype(values.dtype, np.floating):
-        # Out of range XLA takes the nearest there is, NumPy anything.
+        # Out of range XLA takes the nearest integer, NumPy any.
         limits = np.iinfo(dtype)
         inside = (values > float(limits.min)) & (values < float(limits.max))
         if not inside.all():

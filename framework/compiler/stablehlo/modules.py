@@ -1,9 +1,9 @@
 """The StableHLO module of a lowered function, on its way to a partitioner.
 
-It is for either partitioner first: annotations and manual regions are in it as the TF
-program has them. Then it is made ready for one. Shardy takes `sdy.sharding_constraint`
-over named mesh axes; a single annotation of GSPMD's that is left would silently switch
-the whole module to GSPMD propagation. For GSPMD they stay.
+At first the module is for either partitioner: annotations and manual regions are in it
+as the TF program has them. Then it is made ready for one partitioner. Shardy takes
+`sdy.sharding_constraint` over named mesh axes; a single annotation of GSPMD's that is
+left would silently switch the entire module to GSPMD propagation. For GSPMD they stay.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _SHARDING = "sdy.sharding"
 def neutral_module(lowered: LoweredFunction) -> Iterator[ir.Module]:
     """The StableHLO module that a function was lowered to, for either partitioner.
 
-    Annotations and manual regions are in it as the TF program has them. It is to be
-    used within the context.
+    Annotations and manual regions are in it as the TF program has them. The module is
+    to be used within the context.
     """
     with ir_context(), ir.Location.unknown():
         text = lowered.rewritten or stable_hlo_of(lowered.hlo)
@@ -63,13 +63,13 @@ def prepare(lowered: LoweredFunction, module, mesh: DeviceMesh) -> None:
     """Rewrites what XLA cannot split, or splits badly, into equivalent operations.
 
     Args:
-      lowered: what the module was made of.
-      module: a neutral one; changed in place.
+      lowered: the function that the module was made of.
+      module: a neutral module; changed in place.
       mesh: the device mesh.
 
     Raises:
-      LoweringError: the module has what no partitioner can split, or annotations over
-        another mesh than their types are for.
+      LoweringError: the module has an op that no partitioner can split, or typed
+        annotations over another mesh.
     """
     if lowered.unknown_size is not None and mesh.size > 1:
         where = lowered.sources.text(lowered.unknown_size)
@@ -87,11 +87,11 @@ def prepare(lowered: LoweredFunction, module, mesh: DeviceMesh) -> None:
 def write_for(
     lowered: LoweredFunction, module, mesh: DeviceMesh, partitioner: Partitioner
 ) -> None:
-    """Makes annotations and manual regions a partitioner's, and keeps layouts.
+    """Writes annotations and manual regions for a partitioner, and keeps layouts.
 
     Args:
-      lowered: what the module was made of.
-      module: a prepared one; changed in place.
+      lowered: the function that the module was made of.
+      module: a prepared module; changed in place.
       mesh: the device mesh.
       partitioner: Shardy or GSPMD.
 
@@ -99,7 +99,7 @@ def write_for(
       LoweringError: an annotation or a manual region cannot be honoured on `mesh`.
     """
     blame = Blame(lowered.name, lowered.sources)
-    keep_row_major(module)  # Next to transforms: what repairs add comes behind it.
+    keep_row_major(module)  # Right after transforms, before what repairs add.
     rewrite_manual_regions(blame, module, mesh, partitioner)
     rewrite_annotations(blame, module, mesh, partitioner)
     if partitioner is Partitioner.SHARDY:
@@ -115,13 +115,13 @@ def write_borders(
 ) -> None:
     """Gives `main` the shardings of its arguments and results, as Shardy reads them.
 
-    JAX does that when it lowers a program. It is for modules that are only completed.
+    JAX does that when it lowers a program; this is for modules that are only completed.
 
     Args:
       module: a module written for Shardy; changed in place.
       mesh: the device mesh.
-      in_shardings: of the arguments; None: left to completion.
-      out_shardings: of the results.
+      in_shardings: for the arguments; None leaves one to propagation.
+      out_shardings: for the results.
     """
     main = ir.SymbolTable(module.operation)["main"].operation
     for name, shardings in ("arg_attrs", in_shardings), ("res_attrs", out_shardings):

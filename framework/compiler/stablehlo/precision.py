@@ -1,9 +1,9 @@
 """Puts conversions where fewer bits are moved (weight-update sharding 4.2).
 
 A loop over layers slices a layer of a float32 stack and converts it. Slicing the
-converted stack is the same, and a stack that is gathered for the loop is then gathered
-in its precision: what the paper calls precision propagation. So it is with transposes
-and reshapes of what is converted.
+converted stack is equivalent, and a stack that is gathered for the loop is then
+gathered in the lower precision: the paper calls this precision propagation. Conversions
+move across transposes and reshapes for the same reason.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _Key = tuple[ir.Value, ir.Type]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Reads:
-    """What is done with a stack.
+    """The uses of a stack.
 
     Args:
-      ops: that slice it.
-      converts: that convert the slices, all to one element type.
+      ops: the ops that slice it.
+      converts: the ops that convert the slices, all to the same element type.
     """
 
     ops: list[ir.Operation]
@@ -45,13 +45,13 @@ class _Reads:
 
 
 def propagate_precision(module: ir.Module) -> None:
-    """Moves them in front of loops, inner loops first, and of what moves elements."""
+    """Moves conversions in front of loops, inner loops first, and of other moves."""
     for op in list(walk(module.operation)):
         _narrow_first(op)
     for op in list(walk(module.operation)):
         _widen_last(op)
     loops = [op for op in walk(module.operation) if op.name == WHILE]
-    # By stack and type: a backward loop reads what a forward one does.
+    # By stack and type: a backward loop reads what a forward loop does.
     done: dict[_Key, ir.Value] = {}
     for op in reversed(loops):
         for number in range(len(op.operands)):
@@ -83,7 +83,7 @@ def _widen_last(op) -> None:
 
 
 def _swapped(first, second) -> ir.Operation:
-    """Does two ops of one tensor in the other order; the one that is now first."""
+    """Exchanges two consecutive ops of a tensor; returns the op that is now first."""
     value, result = first.operands[0], second.results[0]
     shape, like = shape_of(value), result
     if second.name in _MOVES:
@@ -102,22 +102,22 @@ def _swapped(first, second) -> ir.Operation:
 
 
 def _bits(value: ir.Value) -> int:
-    """Of a floating-point number; 0 of others."""
+    """The bits of a floating-point number; 0 for other types."""
     element = element_type(value)
     return element.width if isinstance(element, ir.FloatType) else 0
 
 
 def _merge(module: ir.Module) -> None:
-    """Makes one of all conversions of an argument, the program's or a loop's."""
-    found: dict[_Key, ir.Value] = {}
+    """Merges the conversions of an argument of the program or of a loop."""
+    converted: dict[_Key, ir.Value] = {}
     for op in list(walk(module.operation)):
         if op.name != _CONVERT or not _is_argument(op.operands[0]):
             continue
         key = (op.operands[0], op.results[0].type)
-        if key not in found:
+        if key not in converted:
             with after(key[0]), op.location:
-                found[key] = stablehlo.convert(key[1], key[0])
-        op.results[0].replace_all_uses_with(found[key])
+                converted[key] = stablehlo.convert(key[1], key[0])
+        op.results[0].replace_all_uses_with(converted[key])
         op.erase()
 
 
@@ -136,10 +136,10 @@ def _hoist(op, number: int, done: dict[_Key, ir.Value]) -> None:
     kept = end.operands[number] == carried
     if not shape_of(carried) or not kept or list(condition.arguments[number].uses):
         return
-    found = _reads(carried, end)
-    if found is None or not found.converts:
+    reads = _reads(carried, end)
+    if reads is None or not reads.converts:
         return
-    element = element_type(found.converts[0].results[0])
+    element = element_type(reads.converts[0].results[0])
     type_ = ir.RankedTensorType.get(list(shape_of(stack)), element)
     key = (stack, element)
     if key not in done:
@@ -149,39 +149,39 @@ def _hoist(op, number: int, done: dict[_Key, ir.Value]) -> None:
     op.operands[number] = done[key]
     for value in (carried, condition.arguments[number], op.results[number]):
         value.set_type(type_)
-    _slice_converted(found, element)
+    _slice_converted(reads, element)
 
 
 def _convert_whole(stack: ir.Value) -> None:
-    """Converts what is converted slice by slice, if all of it is."""
-    found = _reads(stack, None)
-    if found is None or not found.converts:
+    """Converts at once a stack that is converted slice by slice, if all of it is."""
+    reads = _reads(stack, None)
+    if reads is None or not reads.converts:
         return
-    sizes = [math.prod(shape_of(each.operands[0])) for each in found.converts]
+    sizes = [math.prod(shape_of(convert.operands[0])) for convert in reads.converts]
     if sum(sizes) < math.prod(shape_of(stack)):
         return
-    element = element_type(found.converts[0].results[0])
+    element = element_type(reads.converts[0].results[0])
     uses = list(stack.uses)
-    with after(stack), found.converts[0].location:
+    with after(stack), reads.converts[0].location:
         type_ = ir.RankedTensorType.get(list(shape_of(stack)), element)
-        whole = stablehlo.convert(type_, stack)
+        converted = stablehlo.convert(type_, stack)
     for use in uses:
-        use.owner.operation.operands[use.operand_number] = whole
-    _slice_converted(found, element)
+        use.owner.operation.operands[use.operand_number] = converted
+    _slice_converted(reads, element)
 
 
-def _slice_converted(found: _Reads, element: ir.Type) -> None:
-    for value in (op.results[0] for op in found.ops):
+def _slice_converted(reads: _Reads, element: ir.Type) -> None:
+    for value in (op.results[0] for op in reads.ops):
         value.set_type(ir.RankedTensorType.get(list(shape_of(value)), element))
-    for each in found.converts:
-        each.results[0].replace_all_uses_with(each.operands[0])
-        each.erase()
+    for convert in reads.converts:
+        convert.results[0].replace_all_uses_with(convert.operands[0])
+        convert.erase()
 
 
 def _reads(carried: ir.Value, end) -> _Reads | None:
     """The slices of a value, if all of them are converted to fewer bits.
 
-    It may be a loop's argument too, which `end` passes on.
+    The value may also be a loop's argument, which `end` passes on.
     """
     ops, converts, pending = [], [], [carried]
     while pending:
@@ -197,7 +197,7 @@ def _reads(carried: ir.Value, end) -> _Reads | None:
                 pending.append(user.results[0])
             elif end is None or user != end or value != carried:
                 return None
-    kinds = {str(element_type(each.results[0])) for each in converts}
+    kinds = {str(element_type(convert.results[0])) for convert in converts}
     before = element_type(carried)
     narrow = isinstance(before, ir.F32Type) and kinds <= {"bf16", "f16"}
     return _Reads(ops, converts) if narrow and len(kinds) == 1 else None

@@ -1,7 +1,7 @@
 """A module completed by Shardy's propagation alone, without compiling it.
 
-It takes a fraction of a second and leaves a sharding on every value, which those parts
-of this compiler read that must know where tensors lie before XLA does.
+It takes a fraction of a second and leaves a sharding on every value, for the parts of
+this compiler that must know shardings before XLA does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-# XLA inlines calls first; at one an uneven dim could be split in part only.
+# XLA inlines calls first; at a call an uneven dim could be split only partly.
 _PASSES = "builtin.module(inline,symbol-dce,sdy-propagation-pipeline)"
 _QUOTED = re.compile(r'"([^"]+)"')
 
@@ -28,11 +28,11 @@ class Propagated:
 
     Args:
       blame: for messages.
-      module: written for Shardy, its borders too; an operation of MLIR's.
-      mesh: the program's.
+      module: the module as an MLIR operation, written for Shardy, its borders too.
+      mesh: the program's mesh.
 
     Raises:
-      LoweringError: Shardy cannot complete it.
+      LoweringError: Shardy cannot complete the module.
     """
 
     def __init__(self, blame: Blame, module: ir.Operation, mesh: DeviceMesh):
@@ -48,9 +48,9 @@ class Propagated:
     def sharding(
         self, value: ir.Value, manual: tuple[str, ...] = ()
     ) -> Sharding | None:
-        """Where a value of the module lies; None if it is over another mesh.
+        """The sharding of a value of the module; None if it is over another mesh.
 
-        `manual` are the axes of the regions around it.
+        `manual` are the manual axes of the regions around the value.
         """
         attribute = _attribute_of(value)
         if attribute is None:
@@ -60,7 +60,7 @@ class Propagated:
         if name not in self._meshes:
             return None
         completed = Sharding.from_sdy(self.mesh, str(attribute))
-        # At a region's border manual axes are named, and are the shards' no more.
+        # At a region's border manual axes are named, but do not split the shards.
         dims = tuple(
             tuple(axis for axis in axes if axis not in manual)
             for axes in completed.dims
@@ -79,8 +79,8 @@ def manual_axes(op) -> tuple[str, ...]:
 
 
 def _names_of(mesh: DeviceMesh, module) -> set[str]:
-    """What the module calls `mesh`; another device order is another mesh."""
-    found = set()
+    """The module's names for `mesh`; another device order is another mesh."""
+    names = set()
     for op in module.regions[0].blocks[0].operations:
         if op.operation.name == "sdy.mesh":
             attribute = sdy.MeshAttr(op.attributes["mesh"])
@@ -88,8 +88,8 @@ def _names_of(mesh: DeviceMesh, module) -> set[str]:
             sizes = tuple((axis.name, axis.size) for axis in axes)
             same = sizes == tuple(zip(mesh.axis_names, mesh.shape, strict=True))
             if same and not list(attribute.device_ids):
-                found.add(str(op.attributes["sym_name"]).strip('"'))
-    return found
+                names.add(str(op.attributes["sym_name"]).strip('"'))
+    return names
 
 
 def _attribute_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
@@ -103,10 +103,10 @@ def _attribute_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
     if holder.name == "func.func":
         if "arg_attrs" not in holder.attributes:
             return None
-        own = ir.DictAttr(ir.ArrayAttr(holder.attributes["arg_attrs"])[number])
+        attributes = ir.DictAttr(ir.ArrayAttr(holder.attributes["arg_attrs"])[number])
         return (
-            sdy.TensorShardingAttr(own["sdy.sharding"])
-            if ("sdy.sharding" in own)
+            sdy.TensorShardingAttr(attributes["sdy.sharding"])
+            if ("sdy.sharding" in attributes)
             else None
         )
     region = holder.name == "sdy.manual_computation"
@@ -116,5 +116,5 @@ def _attribute_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
 def _one_of(op, name: str, number: int) -> sdy.TensorShardingAttr | None:
     if name not in op.attributes:
         return None
-    found = sdy.TensorShardingPerValueAttr(op.attributes[name]).shardings[number]
-    return sdy.TensorShardingAttr(found)
+    sharding = sdy.TensorShardingPerValueAttr(op.attributes[name]).shardings[number]
+    return sdy.TensorShardingAttr(sharding)

@@ -20,7 +20,7 @@ from meshwright.framework.sharding.xla_form import ints
 
 INTO_MANUAL, OUT_OF_MANUAL = "auto_to_manual", "manual_to_auto"
 NUMBER = "number"
-"""Attribute that tells which op is which after completion."""
+"""The attribute that identifies ops after propagation."""
 WHILE = "stablehlo.while"
 BRANCHES = ("stablehlo.case", "stablehlo.if")
 _EFFECTS = (
@@ -37,7 +37,7 @@ _NAME = re.compile(r'loc\((?:fused\[)?"([^"]+)"')
 
 
 def walk(op) -> Iterator:
-    """The operations in the regions of `op`, outer ones first."""
+    """The operations in the regions of `op`, outer operations first."""
     for region in op.regions:
         for block in region.blocks:
             for inner in list(block.operations):
@@ -51,7 +51,7 @@ def end_of(block) -> Any:
 
 
 def operand_places(op) -> list[tuple[Any, int]]:
-    """(operation, operand number) where `op` or one in it uses an outside value."""
+    """(operation, operand number) where `op`, or an op in it, uses an outside value."""
     inside = {result for inner in walk(op) for result in inner.results}
     for holder in (op, *walk(op)):
         for region in holder.regions:
@@ -80,7 +80,7 @@ def rows_of(tensor: ir.Value, dim: int, start: int, limit: int) -> ir.Value:
 
 
 def after(value: ir.Value) -> ir.InsertionPoint:
-    """Where a value can be used first."""
+    """The first point at which a value can be used."""
     owner = value.owner
     if isinstance(owner, ir.Block):
         return ir.InsertionPoint.at_block_begin(owner)
@@ -88,7 +88,7 @@ def after(value: ir.Value) -> ir.InsertionPoint:
 
 
 def replace_result(op, value: ir.Value) -> None:
-    """Puts a value in place of a result; it gets the op's number if it has none."""
+    """Replaces a result by a value, whose op gets the number if it has none."""
     maker, number = value.owner, op.attributes.get(NUMBER)
     has_none = not isinstance(maker, ir.Block) and NUMBER not in maker.attributes
     if number is not None and has_none:
@@ -147,12 +147,12 @@ def call_target(op) -> str | None:
 
 
 def is_annotation(op) -> bool:
-    """Whether an op is an annotation, as TF makes them."""
+    """Whether an op is an annotation as made by TF."""
     return call_target(op) == "Sharding"
 
 
 def placeholder_of(op) -> Placeholder | None:
-    """What `op` stands for, None if it is no placeholder of ours."""
+    """The placeholder that `op` is, None if it is no placeholder of ours."""
     target = call_target(op)
     if target is None or not target.startswith(PREFIX):
         return None
@@ -161,18 +161,18 @@ def placeholder_of(op) -> Placeholder | None:
 
 
 def check_axes(
-    blame: Blame, op, found: Placeholder | None, manual: Sequence[str]
+    blame: Blame, op, placeholder: Placeholder | None, manual: Sequence[str]
 ) -> None:
     """Refuses a collective along an axis that is not manual in its region.
 
     Raises:
-      LoweringError: it is one.
+      LoweringError: the op is such a collective.
     """
-    if found is not None and not set(found.axes) <= set(manual):
+    if placeholder is not None and not set(placeholder.axes) <= set(manual):
         raise blame.error(
             op,
-            f"is a collective along {', '.join(found.axes)} in a region manual along "
-            f"{', '.join(manual)}",
+            f"is a collective along {', '.join(placeholder.axes)} in a region manual "
+            f"along {', '.join(manual)}",
         )
 
 
@@ -184,14 +184,14 @@ def has_side_effect(op) -> bool:
 
 
 def is_of_region(op) -> bool:
-    """Whether an annotation is of a manual region, where only we put any so far."""
+    """Whether an annotation is for a manual region; so far only we put any there."""
     return "manual" in ir.StringAttr(op.attributes["mhlo.sharding"]).value
 
 
 def border_config(
     mesh: DeviceMesh, axes: Sequence[str], dims: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """What a placeholder at the border of a manual region carries."""
+    """The config of a placeholder at the border of a manual region."""
     return {"mesh": mesh_text(mesh), "axes": list(axes), "dims": [[*d] for d in dims]}
 
 
@@ -234,7 +234,7 @@ def short_name(op) -> str:
 
 
 def element_type(value: ir.Value) -> ir.Type:
-    """What a tensor is made of."""
+    """The type of a tensor's elements."""
     return ir.RankedTensorType(value.type).element_type
 
 
@@ -245,22 +245,22 @@ def dtype_of(value: ir.Value) -> str:
 
 
 def location_of(value: ir.Value) -> ir.Location:
-    """Where the op that makes a value comes from."""
+    """The location of the op that makes a value."""
     owner = value.owner
     return ir.Location.unknown() if isinstance(owner, ir.Block) else owner.location
 
 
 def integers(op, name: str) -> list[int]:
-    """An op's attribute that is an array of numbers."""
+    """The numbers of an op's attribute that is an array."""
     return list(ir.DenseI64ArrayAttr(op.attributes[name]))
 
 
 def dot_dims(op, rank: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Batching and contracting dims of a product, for each of both operands.
+    """The batching and the contracting dims of a product, for each operand.
 
     Args:
       op: the product.
-      rank: of its first operand.
+      rank: the rank of its first operand.
     """
     if op.name == "stablehlo.dot":
         return [[], []], [[rank - 1], [0]]
@@ -280,21 +280,21 @@ def reduced_dims(op) -> list[int]:
 
 
 def adds(op, region: int = 0) -> bool:
-    """Whether a reduction or a scatter adds up, in the region of it that would."""
+    """Whether a reduction or a scatter adds up, by the given region of it."""
     block = op.regions[region].blocks[0]
     names = [inner.operation.name for inner in block.operations]
     return names == ["stablehlo.add", "stablehlo.return"]
 
 
 def constant_of(value: ir.Value) -> float | None:
-    """The number that a scalar constant is, None if it is none."""
+    """The number that a scalar constant holds, None for other values."""
     while not isinstance(value.owner, ir.Block):
         maker = value.owner
         if maker.name == "stablehlo.constant":
             splat = ir.DenseElementsAttr(maker.attributes["value"]).get_splat_value()
             element = element_type(value)
-            whole = isinstance(element, ir.IntegerType)
-            return float((ir.IntegerAttr if whole else ir.FloatAttr)(splat).value)
+            is_integer = isinstance(element, ir.IntegerType)
+            return float((ir.IntegerAttr if is_integer else ir.FloatAttr)(splat).value)
         if maker.name not in ("stablehlo.convert", "stablehlo.reshape"):
             return None
         value = maker.operands[0]
@@ -325,13 +325,15 @@ def zeros(type_: ir.Type) -> ir.Value:
         shape = ir.RankedTensorType(type_).shape
         part = zeros(ir.RankedTensorType.get(shape, element.element_type))
         return stablehlo.complex(part, part)
-    whole = isinstance(element, ir.IntegerType)
-    zero = ir.IntegerAttr.get(element, 0) if whole else ir.FloatAttr.get(element, 0.0)
+    is_integer = isinstance(element, ir.IntegerType)
+    zero = (
+        ir.IntegerAttr.get(element, 0) if is_integer else ir.FloatAttr.get(element, 0.0)
+    )
     return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, zero))
 
 
 def keep_precision(op, product: ir.Value) -> None:
-    """Has a product computed as precisely as the one that it takes the place of."""
+    """Gives a product the precision of the product that it replaces."""
     name = "precision_config"
     if name in op.attributes:
         product.owner.operation.attributes[name] = op.attributes[name]
@@ -348,8 +350,8 @@ def copy_floating(
     Args:
       op: the operation; copies are made at the current insertion point.
       is_floating: whether a value is made of constants only.
-      copies: those that the region has already, by value.
-      finish: makes a copied op one of the region; returns its results.
+      copies: the copies that the region has already, by value.
+      finish: makes a copied op part of the region; returns its results.
     """
     for user, i in operand_places(op):
         value = user.operands[i]
@@ -365,15 +367,15 @@ def copy_floating(
 
 
 def asked_sharding(op, mesh: DeviceMesh) -> Sharding:
-    """What an annotation as TF makes them asks for; see `Sharding.from_hlo`.
+    """The sharding that TF's annotation requests; see `Sharding.from_hlo`.
 
     Raises:
-      ValueError: it spans other devices than `mesh`.
+      ValueError: the annotation spans other devices than `mesh`.
     """
     text = ir.StringAttr(op.attributes["mhlo.sharding"]).value
     rank = ir.RankedTensorType(op.operands[0].type).rank
-    asked = Sharding.from_hlo(mesh, text, rank)
+    sharding = Sharding.from_hlo(mesh, text, rank)
     config = ir.StringAttr(op.attributes["backend_config"]).value
     match = _UNSPECIFIED.search(config)
     left = tuple(ints(match["dims"])) if match else ()
-    return dataclasses.replace(asked, unspecified=left)
+    return dataclasses.replace(sharding, unspecified=left)

@@ -1,4 +1,4 @@
-"""A module without calls and without what does nothing, for analyses to walk over."""
+"""Removes calls and no-ops from a module, for analyses that walk over it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAYBE_IDLE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
 
 
 def tidy(module: ir.Module) -> None:
-    """Inlines calls and drops what does nothing, such as the copies TF2XLA makes."""
+    """Inlines calls and drops no-ops, such as the copies that TF2XLA makes."""
     PassManager.parse("builtin.module(inline)").run(module.operation)
     symbols = ir.SymbolTable(module.operation)
     # The pass leaves the calls in conditions of loops.
@@ -32,10 +32,10 @@ def tidy(module: ir.Module) -> None:
 
 
 def drop_unused(main) -> None:
-    """Drops ops of a function whose results nobody reads."""
+    """Drops the ops of a function whose results no op reads."""
     for op in reversed(list(walk(main))):
         read = any(list(result.uses) for result in op.results)
-        lasts = has_side_effect(op) or op.name == WHILE  # It may not end.
+        lasts = has_side_effect(op) or op.name == WHILE  # A loop may not end.
         if len(op.results) and not read and not lasts:
             op.erase()
 

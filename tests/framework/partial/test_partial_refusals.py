@@ -110,8 +110,8 @@ REFUSALS = {
     "nonlinear": (
         lambda x, y: tf.nn.relu(partial(x, y)),
         "op 'Relu' (partial/test_partial_refusals.py:{}) has to do with "
-        "f32[4, 6]{{U:tp}}, a sum that is unreduced along tp, and it is read by what "
-        "is not linear in it: add it up before, by reshard",
+        "f32[4, 6]{{U:tp}}, a sum that is unreduced along tp, and it is read by an op "
+        "that is not linear in it: add it up before, by reshard",
     ),
     "maximum": (lambda x, y: tf.reduce_max(partial(x, y)), "is not linear in it"),
     "to_integers": (
@@ -120,7 +120,7 @@ REFUSALS = {
     ),
     "whole_numbers_to_floats": (
         lambda x, y: tf.cast(whole_numbers(x, y), tf.float32),
-        "is read by what is not linear in it, as a part may wrap around, or be "
+        "is read by an op that is not linear in it, as a part may wrap around, or be "
         "rounded, where their sum is not: add it up before, by reshard",
     ),
     "whole_numbers_to_more_bits": (
@@ -131,7 +131,7 @@ REFUSALS = {
         lambda x, y: partial(x, y) * partial(x, y),
         "op 'mul' (partial/test_partial_refusals.py:{}) has to do with "
         "f32[4, 6]{{U:tp}}, a sum that is unreduced along tp, and it is multiplied by "
-        "another, and of a product one factor may be unreduced: add it up before",
+        "another, and only one factor may be unreduced: add it up before",
     ),
     "matrix_product_of_two": (
         lambda x, y: tf.matmul(partial(x, y), partial(x, y), transpose_b=True),
@@ -145,26 +145,26 @@ REFUSALS = {
     "added_to_whole": (
         whole_too,
         "op 'add' (partial/test_partial_refusals.py:{}) takes f32[4, 6]{{U:tp}}, a "
-        "sum that is unreduced along tp, together with f32[4, 6], which is whole: "
-        "reshard one of them to the type of the other",
+        "sum that is unreduced along tp, together with f32[4, 6], which is no "
+        "partial sum: reshard one of them to the type of the other",
     ),
-    "a_number_is_added": (lambda x, y: partial(x, y) + 1.0, "which is whole"),
+    "a_number_is_added": (lambda x, y: partial(x, y) + 1.0, "which is no partial sum"),
     "padded_with_ones": (
         lambda x, y: tf.pad(partial(x, y), [[1, 0], [0, 0]], constant_values=1.0),
         "is not linear in it",
     ),
     "joined_with_whole": (
         lambda x, y: tf.concat([partial(x, y), y], 0),
-        "together with f32[8, 6], which is whole",
+        "together with f32[8, 6], which is no partial sum",
     ),
     "annotated_plainly": (
         lambda x, y: split(2.0 * partial(x, y), None, None),
-        "sum that is unreduced along tp, and it is annotated as if it were none: add "
-        "it up before, by reshard",
+        "sum that is unreduced along tp, and it is annotated as if it were no "
+        "partial sum: add it up before, by reshard",
     ),
     "annotated_as_reduced": (
         lambda x, y: split(2.0 * partial(x, y), None, None, reduced=["tp"]),
-        "is annotated as if it were none",
+        "is annotated as if it were no partial sum",
     ),
     "leaves_the_program": (
         lambda x, y: 2.0 * partial(x, y),
@@ -174,12 +174,12 @@ REFUSALS = {
     ),
     "leaves_a_branch": (
         lambda x, y: tf.nn.relu(out_of_a_branch(x, y)),
-        "is read by what is not linear in it",
+        "is read by an op that is not linear in it",
     ),
     "whole_in_a_branch": (
         lambda x, y: tf.cond(x[0, 0] > 0, lambda: partial(x, y), lambda: y[:4]),
-        "op 'cond' (partial/test_partial_refusals.py:{}) wants f32[4, 6]{{U:tp}}, "
-        "but it is not linear in sums",
+        "op 'cond' (partial/test_partial_refusals.py:{}) needs f32[4, 6]{{U:tp}}, "
+        "but the tensor is not linear in sums",
     ),
     "decides_a_branch": (
         lambda x, y: tf.switch_case(
@@ -193,12 +193,13 @@ REFUSALS = {
     "whole_number_division": (whole_number_division, "is not linear in it"),
     "nothing_pending": (
         lambda x, y: split(no_sum(x, y), None, None, unreduced=["tp"]),
-        "wants f32[4, 6]{{U:tp}}, but it is not linear in sums over dims that tp "
-        "splits evenly, so nothing is unreduced: to make an unreduced ",
+        "needs f32[4, 6]{{U:tp}}, but the tensor is not linear in sums over dims that "
+        "tp splits evenly, so nothing is unreduced: to make a replicated ",
     ),
     "other_axis": (
         lambda x, y: split(x @ y, None, None, unreduced=["dp"]),
-        "wants f32[4, 6]{{U:dp}}, but it is not linear in sums over dims that dp",
+        "needs f32[4, 6]{{U:dp}}, but the tensor is not linear in sums over dims that "
+        "dp",
     ),
     "uneven": (
         lambda x, y: to(partial(x, y), None, None),
@@ -208,20 +209,20 @@ REFUSALS = {
     ),
     "an_argument": (
         lambda x, y: split(y, None, None, unreduced=["tp"]),
-        "wants f32[8, 6]{{U:tp}}, but it is not linear in sums",
+        "needs f32[8, 6]{{U:tp}}, but the tensor is not linear in sums",
     ),
     "a_batch_is_not_summed": (
         counted_in_batches,
-        "wants f32[4, 5, 3]{{U:tp}}, but it is not linear in sums",
+        "needs f32[4, 5, 3]{{U:tp}}, but the tensor is not linear in sums",
         "[4@tp,2,3]",
         "s32[4@tp,2,1]",
     ),
     "a_loop_along_two_sets_of_axes": (
         of_two_axes(in_a_loop),
-        "wants f32[4, 6]{{U:dp,tp}} of what op 'while' (partial/"
-        "test_partial_refusals.py:{}) has as f32[4, 6]{{U:tp}} for another: a loop or "
-        "a conditional has a tensor in parts along the same axes for all that read it; "
-        "annotate these alike and reshard them",
+        "needs f32[4, 6]{{U:dp,tp}} of a tensor that op 'while' (partial/"
+        "test_partial_refusals.py:{}) has as f32[4, 6]{{U:tp}} for another op: a loop "
+        "or a conditional has a tensor in parts along the same axes for all that read "
+        "it; annotate these alike and reshard them",
         "[4,8@dp.tp]",
         "[8@dp.tp,6]",
     ),
@@ -233,8 +234,8 @@ REFUSALS = {
     ),
     "fewer_axes": (
         other_axes,
-        "f32[4, 6]{{U:dp,tp}}, a sum that is unreduced along dp, tp, and it meets one "
-        "that is unreduced along tp",
+        "f32[4, 6]{{U:dp,tp}}, a sum that is unreduced along dp, tp, and it meets a "
+        "sum that is unreduced along tp",
         "[4,8@dp.tp]",
         "[8@dp.tp,6]",
     ),
@@ -265,7 +266,7 @@ def test_what_is_unreduced_is_so_over_the_programs_mesh():
 
     assert refusal(fn, *PARTIAL).endswith(
         "is annotated over the mesh (dp=1, tp=4), the program is compiled for (dp=2, "
-        "tp=2): what is unreduced or reduced is so over the program's own mesh"
+        "tp=2): tensors are unreduced or reduced over the program's own mesh"
     )
 
 
