@@ -21,63 +21,66 @@ _COMBINE = {
 
 
 def build_collective(
-    found: Placeholder, operands: Sequence, result_type: ir.Type, mesh: DeviceMesh
+    placeholder: Placeholder, operands: Sequence, result_type: ir.Type, mesh: DeviceMesh
 ):
     """The collective that a placeholder stands for, at the current insertion point.
 
-    Groups hold devices of the whole program, numbered by place in `mesh`; along axes
-    that are not manual each device is in a group of its own like.
+    Groups hold devices of the entire program, numbered by their index in `mesh`; the
+    devices of a group have the same coordinate along every other axis.
     """
-    return _BUILDERS[found.kind](found, operands, result_type, mesh)
+    return _BUILDERS[placeholder.kind](placeholder, operands, result_type, mesh)
 
 
-def _all_reduce(found, operands, result_type, mesh):
+def _all_reduce(placeholder, operands, result_type, mesh):
     op = stablehlo.AllReduceOp(
-        [result_type], list(operands), replica_groups=_groups(found, mesh), **_channel()
+        [result_type],
+        list(operands),
+        replica_groups=_groups(placeholder, mesh),
+        **_channel(),
     )
-    _fill_reduction(op, result_type, found.config["reduction"])
+    _fill_reduction(op, result_type, placeholder.config["reduction"])
     return op
 
 
-def _all_gather(found, operands, result_type, mesh):
+def _all_gather(placeholder, operands, result_type, mesh):
     return stablehlo.AllGatherOp(
         [result_type],
         list(operands),
-        all_gather_dim=_integer(found.config["dim"]),
-        replica_groups=_groups(found, mesh),
+        all_gather_dim=_integer(placeholder.config["dim"]),
+        replica_groups=_groups(placeholder, mesh),
         **_channel(),
     )
 
 
-def _reduce_scatter(found, operands, result_type, mesh):
+def _reduce_scatter(placeholder, operands, result_type, mesh):
     op = stablehlo.ReduceScatterOp(
         result_type,
         operands[0],
-        scatter_dimension=_integer(found.config["dim"]),
-        replica_groups=_groups(found, mesh),
+        scatter_dimension=_integer(placeholder.config["dim"]),
+        replica_groups=_groups(placeholder, mesh),
         **_channel(),
     )
     _fill_reduction(op, result_type, "add")
     return op
 
 
-def _all_to_all(found, operands, result_type, mesh):
+def _all_to_all(placeholder, operands, result_type, mesh):
     return stablehlo.AllToAllOp(
         list(operands),
-        split_dimension=_integer(found.config["split_dim"]),
-        concat_dimension=_integer(found.config["concat_dim"]),
-        split_count=_integer(mesh.axes_size(found.axes)),
-        replica_groups=_groups(found, mesh),
+        split_dimension=_integer(placeholder.config["split_dim"]),
+        concat_dimension=_integer(placeholder.config["concat_dim"]),
+        split_count=_integer(mesh.axes_size(placeholder.axes)),
+        replica_groups=_groups(placeholder, mesh),
         channel_handle=_channel()["channel_handle"],
     )
 
 
-def _collective_permute(found, operands, result_type, mesh):
-    groups = axis_groups(mesh, found.axes)
+def _collective_permute(placeholder, operands, result_type, mesh):
+    groups = axis_groups(mesh, placeholder.axes)
     pairs = [
         (group[source], group[target])
         for group in groups
-        for source, target in found.config["pairs"]
+        for source, target in placeholder.config["pairs"]
     ]
     array = np.array(pairs, np.int64).reshape(-1, 2)
     return stablehlo.CollectivePermuteOp(
@@ -97,7 +100,7 @@ _BUILDERS: dict[str, Callable] = {
 
 
 def build_axis_index(axes: Sequence[str], mesh: DeviceMesh):
-    """The device's place along `axes`, int32: digits of its number in the program."""
+    """The device's index along `axes`, int32: digits of its number in the program."""
 
     def constant(number: int):
         array = np.array(number, np.uint32)
@@ -105,18 +108,18 @@ def build_axis_index(axes: Sequence[str], mesh: DeviceMesh):
         return stablehlo.ConstantOp(ir.DenseElementsAttr.get(array, type=unsigned))
 
     device = stablehlo.PartitionIdOp().result
-    place = constant(0).result
+    index = constant(0).result
     for axis in axes:
         digit = stablehlo.DivOp(device, constant(mesh.stride(axis)).result).result
         size = constant(mesh.axis_size(axis)).result
         digit = stablehlo.RemOp(digit, size).result
-        place = stablehlo.AddOp(stablehlo.MulOp(place, size).result, digit).result
+        index = stablehlo.AddOp(stablehlo.MulOp(index, size).result, digit).result
     signed = ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))
-    return stablehlo.ConvertOp(signed, place).result
+    return stablehlo.ConvertOp(signed, index).result
 
 
-def _groups(found: Placeholder, mesh: DeviceMesh) -> ir.Attribute:
-    groups = np.array(axis_groups(mesh, found.axes), np.int64)
+def _groups(placeholder: Placeholder, mesh: DeviceMesh) -> ir.Attribute:
+    groups = np.array(axis_groups(mesh, placeholder.axes), np.int64)
     return ir.DenseIntElementsAttr.get(groups)
 
 

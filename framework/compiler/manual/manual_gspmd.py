@@ -1,7 +1,7 @@
 """Manual regions for GSPMD: ops stay in place, between two conversions.
 
-Each result in a region says that it is manual. XLA ends the process where an op of a
-manual subgroup does not, and does not find it out through an all-gather or all-to-all.
+Each result in a region is marked as manual. XLA ends the process at an op of a manual
+subgroup without a mark, and does not propagate one through all-gathers or all-to-alls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 Axes = tuple[str, ...]
-# What GSPMD ends the process at where some axes are manual and others are not.
+# Ops at which GSPMD ends the process where some axes are manual and others are not.
 _ABORT = (
     "stablehlo.fft",
     "stablehlo.cholesky",
@@ -57,22 +57,21 @@ def write_for_gspmd(
     axes: Sequence[Axes | None],
     is_floating: Callable[[ir.Value], bool],
 ) -> None:
-    """Rewrites the regions of one block; arguments as of `write_for_shardy`."""
+    """Rewrites the regions of one block; for the arguments see `write_for_shardy`."""
     regions: dict[Axes, _Region] = {}
     for op, manual in zip(ops, axes, strict=True):
         if manual is not None:
             region = regions.setdefault(manual, _Region(blame, mesh, manual))
-            found = placeholder_of(op)
-            if (
-                found is None or found.kind != INTO_MANUAL
-            ):  # That takes it from outside.
+            placeholder = placeholder_of(op)
+            # INTO_MANUAL takes its operand from outside.
+            if placeholder is None or placeholder.kind != INTO_MANUAL:
                 with ir.InsertionPoint(op):
                     copy_floating(op, is_floating, region.copies, region.finish)
             region.finish(op)
 
 
 class _Region:
-    """All of a block that is manual along the same axes."""
+    """All ops of a block that are manual along the same axes."""
 
     def __init__(self, blame: Blame, mesh: DeviceMesh, axes: Axes):
         self.blame = blame
@@ -82,20 +81,20 @@ class _Region:
         self.has_automatic_axes = mesh.axes_size(axes) < mesh.size
 
     def finish(self, op) -> list[ir.Value]:
-        """Rewrites an op of the region; its results in the end."""
-        found = placeholder_of(op)
-        check_axes(self.blame, op, found, self.axes)
-        if found is None:
+        """Rewrites an op of the region and returns its final results."""
+        placeholder = placeholder_of(op)
+        check_axes(self.blame, op, placeholder, self.axes)
+        if placeholder is None:
             return self._mark_op(op)
         with ir.InsertionPoint(op), op.location:
-            if found.kind == INTO_MANUAL:
-                new = self._enter(op, found.config["dims"])
-            elif found.kind == OUT_OF_MANUAL:
-                new = self._leave(op, found.config["dims"])
-            elif found.kind == "axis_index":
-                new = self._axis_index(found.axes)
+            if placeholder.kind == INTO_MANUAL:
+                new = self._enter(op, placeholder.config["dims"])
+            elif placeholder.kind == OUT_OF_MANUAL:
+                new = self._leave(op, placeholder.config["dims"])
+            elif placeholder.kind == "axis_index":
+                new = self._axis_index(placeholder.axes)
             else:
-                new = self._collective(op, found)
+                new = self._collective(op, placeholder)
         op.results[0].replace_all_uses_with(new)
         op.erase()
         return [new]
@@ -109,7 +108,7 @@ class _Region:
         if op.name == "stablehlo.set_dimension_size" and (
             op.operands[0].type == op.results[0].type
         ):
-            # Says nothing new (TF's sort makes one), and GSPMD ends the process at it.
+            # It changes nothing (TF's sort makes it), but GSPMD ends the process at it.
             op.results[0].replace_all_uses_with(op.operands[0])
             value = op.operands[0]
             op.erase()
@@ -137,15 +136,15 @@ class _Region:
             )
 
     def _marked(self, value: ir.Value) -> ir.Value:
-        """`value` with its kind in words, for all who use it."""
+        """`value` marked as manual, for all its uses."""
         mark = self._manual(value)
         value.replace_all_uses_except(mark, mark.owner.operation)
         return mark
 
     def _constant(self, value: ir.Value) -> ir.Value:
-        """A constant as if it came from outside, for all who use it.
+        """A constant as if it entered from outside, for all its uses.
 
-        XLA merges equal constants of several regions and of none, and a mark would hold
+        XLA merges equal constants inside and outside of regions, and a mark would hold
         for all of them.
         """
         annotation, entered = self._entered(value, "{replicated}", value.type)
@@ -178,7 +177,7 @@ class _Region:
         return tuple(range(rank)) if self.has_automatic_axes else ()
 
     def _enter(self, op, dims: Sequence) -> ir.Value:
-        # Not in the program's device numbers yet, as all annotations outside.
+        # Like all annotations outside, not yet in the program's device numbers.
         text = Sharding(self.mesh, tuple(map(tuple, dims))).to_hlo()
         return self._entered(op.operands[0], text, op.results[0].type)[1]
 
@@ -194,26 +193,34 @@ class _Region:
 
     def _axis_index(self, axes: Axes) -> ir.Value:
         index = build_axis_index(axes, self.mesh)
-        own = sharding_call("Sharding", index, index.type, "{manual}")
+        marked = sharding_call("Sharding", index, index.type, "{manual}")
         if not self.has_automatic_axes:
-            return own
-        return sharding_call("SPMDShardToFullShape", own, own.type, self._text(0))
+            return marked
+        return sharding_call("SPMDShardToFullShape", marked, marked.type, self._text(0))
 
-    def _collective(self, op, found: Placeholder) -> ir.Value:
-        if found.kind == "all_to_all" and self.has_automatic_axes:
-            return self._all_to_all(op, found)
-        return self._built(found, op.operands[0], op.results[0].type)
+    def _collective(self, op, placeholder: Placeholder) -> ir.Value:
+        if placeholder.kind == "all_to_all" and self.has_automatic_axes:
+            return self._all_to_all(op, placeholder)
+        return self._built(placeholder, op.operands[0], op.results[0].type)
 
-    def _built(self, found: Placeholder, value: ir.Value, type_: ir.Type) -> ir.Value:
-        new = build_collective(found, [value], type_, self.mesh)
+    def _built(
+        self, placeholder: Placeholder, value: ir.Value, type_: ir.Type
+    ) -> ir.Value:
+        new = build_collective(placeholder, [value], type_, self.mesh)
         rank = ir.RankedTensorType(type_).rank
         new.operation.attributes["mhlo.sharding"] = ir.StringAttr.get(self._text(rank))
         return self._manual(new.results[0])
 
-    def _all_to_all(self, op, found: Placeholder) -> ir.Value:
-        """By an all-gather: in a subgroup GSPMD gives its own parts wrong shardings."""
-        count = self.mesh.axes_size(found.axes)
-        split, concat = found.config["split_dim"], found.config["concat_dim"]
+    def _all_to_all(self, op, placeholder: Placeholder) -> ir.Value:
+        """Writes an all-to-all as an all-gather and a slice.
+
+        In a subgroup GSPMD gives the parts of an all-to-all wrong shardings.
+        """
+        count = self.mesh.axes_size(placeholder.axes)
+        split, concat = (
+            placeholder.config["split_dim"],
+            placeholder.config["concat_dim"],
+        )
         value, result = op.operands[0], op.results[0].type
         shape = list(ir.RankedTensorType(value.type).shape)
         shape[split : split + 1] = [count, shape[split] // count]
@@ -222,12 +229,12 @@ class _Region:
             stablehlo.ReshapeOp(tensor_type(result, shape), value).result
         )
         shape[concat] *= count
-        gather = Placeholder("all_gather", {**found.config, "dim": concat})
+        gather = Placeholder("all_gather", {**placeholder.config, "dim": concat})
         gathered = self._built(gather, pieces, tensor_type(result, shape))
-        index = self._axis_index(found.axes)
+        index = self._axis_index(placeholder.axes)
         zero = stablehlo.ConstantOp(ir.DenseElementsAttr.get(np.array(0, np.int32)))
         starts = [self._manual(zero.result)] * len(shape)
         starts[split] = index
         shape[split] = 1
-        own = stablehlo.DynamicSliceOp(gathered, starts, shape).result
-        return self._manual(stablehlo.ReshapeOp(result, self._manual(own)).result)
+        shard = stablehlo.DynamicSliceOp(gathered, starts, shape).result
+        return self._manual(stablehlo.ReshapeOp(result, self._manual(shard)).result)

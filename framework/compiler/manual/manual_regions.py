@@ -1,9 +1,9 @@
 """Manual regions of a StableHLO module: which ops are in which (GSPMD 3.4).
 
-In the TF program a region is loose: `auto_to_manual` ops lead into it, what depends on
-them is in it, `manual_to_auto` ops lead out. Here each op is found to be automatic, in
-a region, or floating: made of constants only, so that it can be in both. How regions
-are then written is the partitioner's: `manual_shardy`, `manual_gspmd`.
+In the TF program a region has no op of its own: `auto_to_manual` ops lead into it, ops
+that depend on them are in it, `manual_to_auto` ops lead out. Here each op is classified
+as automatic, in a region, or floating: made of constants only, so that it can be in
+both. Each partitioner has its way to write regions: `manual_shardy`, `manual_gspmd`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from meshwright.framework.sharding.placeholders import mesh_text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """What an op's results are.
+    """The kind of an op's results.
 
     Args:
-      axes: the manual axes of its region; None if it is in none.
+      axes: the manual axes of the op's region; None if it is in no region.
       floating: made of constants and `axis_index` only.
-      own: floating, and each device's own: of use in a region only.
+      per_device: floating, and different on each device: of use in a region only.
     """
 
     axes: tuple[str, ...] | None = None
     floating: bool = False
-    own: bool = False
+    per_device: bool = False
 
 
 _AUTO = _Kind()
@@ -63,25 +63,25 @@ def rewrite_manual_regions(
     """Replaces the placeholders of manual regions in `module`.
 
     Raises:
-      LoweringError: a manual tensor meets an automatic one or leaves its region, a
-        collective is outside of any, or a region is over another mesh.
+      LoweringError: a manual tensor meets an automatic tensor or leaves its region, a
+        collective is outside of any region, or a region is over another mesh.
     """
     placeholders = [(op, placeholder_of(op)) for op in walk(module.operation)]
-    for op, found in placeholders:
-        if found is not None and found.mesh != mesh_text(mesh):
+    for op, placeholder in placeholders:
+        if placeholder is not None and placeholder.mesh != mesh_text(mesh):
             raise blame.error(
                 op,
-                f"is over the mesh ({found.mesh}), the program is compiled for "
+                f"is over the mesh ({placeholder.mesh}), the program is compiled for "
                 f"({mesh_text(mesh)}); a manual region needs the program's own mesh",
             )
-    if any(found for _, found in placeholders):
+    if any(placeholder for _, placeholder in placeholders):
         # A call may not cut a region in two.
         PassManager.parse("builtin.module(inline,symbol-dce)").run(module.operation)
         _rewrite_blocks(_Rewriting(blame, mesh, partitioner), module.operation)
 
 
 class _Rewriting:
-    """What all blocks share."""
+    """The state that the rewriting of all blocks shares."""
 
     def __init__(self, blame: Blame, mesh: DeviceMesh, partitioner: Partitioner):
         self.blame = blame
@@ -117,18 +117,18 @@ def _rewrite_block(shared: _Rewriting, block) -> None:
         axes = [kind.axes for kind in kinds]
         shared.write(shared.blame, shared.mesh, ops, axes, shared.is_floating)
     for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
-        if kind.own:  # Its copies are in the regions now.
+        if kind.per_device:  # Its copies are in the regions now.
             op.erase()
 
 
 def _classify(shared: _Rewriting, op) -> _Kind:
-    found = placeholder_of(op)
+    placeholder = placeholder_of(op)
     inputs = [shared.of(value) for value in operands_of(op)]
-    if found is None:
+    if placeholder is None:
         kind = _plain_kind(shared, op, inputs)
     else:
-        kind = _placeholder_kind(shared, op, found, inputs)
-    leads_out = found is not None and found.kind == OUT_OF_MANUAL
+        kind = _placeholder_kind(shared, op, placeholder, inputs)
+    leads_out = placeholder is not None and placeholder.kind == OUT_OF_MANUAL
     for result in op.results:
         shared.kinds[result] = _AUTO if leads_out else kind
     if kind.axes is None and not kind.floating:
@@ -139,16 +139,16 @@ def _classify(shared: _Rewriting, op) -> _Kind:
 
 
 def _converts(op) -> bool:
-    found = placeholder_of(op)
-    return found is not None and found.kind in (INTO_MANUAL, OUT_OF_MANUAL)
+    placeholder = placeholder_of(op)
+    return placeholder is not None and placeholder.kind in (INTO_MANUAL, OUT_OF_MANUAL)
 
 
 def _plain_kind(shared: _Rewriting, op, inputs: Sequence[_Kind]) -> _Kind:
     axes = {kind.axes for kind in inputs} - {None}
-    own = any(kind.own for kind in inputs)
+    per_device = any(kind.per_device for kind in inputs)
     if op.name in ("func.func", "func.return", "stablehlo.return"):
         for value in operands_of(op):
-            if shared.of(value).axes or shared.of(value).own:
+            if shared.of(value).axes or shared.of(value).per_device:
                 raise shared.error(
                     value.owner.operation,
                     "is in a manual region, and goes out as a result of the program, "
@@ -157,8 +157,8 @@ def _plain_kind(shared: _Rewriting, op, inputs: Sequence[_Kind]) -> _Kind:
         return _AUTO
     if all(kind.floating for kind in inputs):
         converts = any(_converts(inner) for inner in walk(op))
-        return _AUTO if converts else _Kind(floating=True, own=own)
-    if not axes and not own:
+        return _AUTO if converts else _Kind(floating=True, per_device=per_device)
+    if not axes and not per_device:
         return _AUTO
     if len(axes) > 1:
         raise shared.error(op, f"mixes tensors of manual axes {sorted(axes)}")
@@ -173,19 +173,19 @@ def _plain_kind(shared: _Rewriting, op, inputs: Sequence[_Kind]) -> _Kind:
 
 
 def _placeholder_kind(
-    shared: _Rewriting, op, found: Placeholder, inputs: Sequence[_Kind]
+    shared: _Rewriting, op, placeholder: Placeholder, inputs: Sequence[_Kind]
 ) -> _Kind:
-    named = ", ".join(found.axes)
-    if found.kind == INTO_MANUAL:
-        if any(kind.axes or kind.own for kind in inputs):
+    named = ", ".join(placeholder.axes)
+    if placeholder.kind == INTO_MANUAL:
+        if any(kind.axes or kind.per_device for kind in inputs):
             raise shared.error(op, "takes a tensor that is manual already")
-        return _Kind(axes=found.axes)
-    if found.kind == OUT_OF_MANUAL:
-        if any(kind.axes != found.axes and not kind.floating for kind in inputs):
+        return _Kind(axes=placeholder.axes)
+    if placeholder.kind == OUT_OF_MANUAL:
+        if any(kind.axes != placeholder.axes and not kind.floating for kind in inputs):
             raise shared.error(op, f"takes a tensor that is not manual along {named}")
-        return _Kind(axes=found.axes)
+        return _Kind(axes=placeholder.axes)
     if all(kind.floating for kind in inputs):
-        return _Kind(floating=True, own=True)
-    if not all(set(found.axes) <= set(kind.axes or ()) for kind in inputs):
+        return _Kind(floating=True, per_device=True)
+    if not all(set(placeholder.axes) <= set(kind.axes or ()) for kind in inputs):
         raise shared.error(op, f"takes a tensor that is not manual along {named}")
     return inputs[0]

@@ -41,7 +41,7 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(kw_only=True)
 class _Group:
-    """Ops of a block that can follow each other; `axes` None: of no region."""
+    """Ops of a block that can follow each other; `axes` is None outside of regions."""
 
     axes: Axes | None
     ops: list
@@ -60,7 +60,7 @@ def write_for_shardy(
       blame: for messages.
       mesh: the program's mesh.
       ops: all ops of the block.
-      axes: for each the manual axes of its region, None for an automatic one.
+      axes: for each op the manual axes of its region, None for an automatic op.
       is_floating: whether a value is made of constants only.
     """
     groups = _groups(ops, axes)
@@ -77,14 +77,14 @@ def write_for_shardy(
 
 
 def _groups(ops: Sequence, axes: Sequence[Axes | None]) -> list[_Group]:
-    """Automatic ops as early as can be, regions as large as can be, in turns."""
+    """Alternates automatic ops, as early, and regions, as large, as possible."""
     index = {result: i for i, op in enumerate(ops) for result in op.results}
     needs = [{index[v] for v in operands_of(op) if v in index} for op in ops]
     leaving = {i for i, op in enumerate(ops) if _is(op, OUT_OF_MANUAL)}
     left, done, groups = list(range(len(ops))), set(), []
 
     def ready(kind: Axes | None) -> list[int]:
-        """Those that need only what is done, or each other before it leaves."""
+        """Ops that need only ops that are done, or each other before a region's end."""
         have, chosen = set(done), []
         for i in left:
             if axes[i] == kind and needs[i] <= have:
@@ -106,9 +106,9 @@ def _groups(ops: Sequence, axes: Sequence[Axes | None]) -> list[_Group]:
 
 
 def _carry_across(mesh: DeviceMesh, groups: Sequence[_Group]) -> None:
-    """Leads manual values that a later region needs out of one and into the other.
+    """Leads manual values that a later region needs out of their region and into that.
 
-    Outside they have a leading dim with an entry for each place along the manual axes.
+    Outside they have a leading dim with an entry for each index along the manual axes.
     """
     home = {r: g for g in groups for op in g.ops for r in op.results if g.axes}
     left_by: dict[ir.Value, ir.Value] = {}
@@ -160,19 +160,19 @@ def _lead_in(
             tensor_type(value.type, [1, *shape]),
             _leading_config(mesh, group.axes, len(shape)),
         )
-        own = stablehlo.ReshapeOp(value.type, entry)
-    entries += [entry.owner.operation, own.operation]
-    return own.result
+        shard = stablehlo.ReshapeOp(value.type, entry)
+    entries += [entry.owner.operation, shard.operation]
+    return shard.result
 
 
 def _leading_config(mesh: DeviceMesh, axes: Axes, rank: int) -> dict:
-    """Of a border that splits a leading dim, which `rank` others follow."""
+    """The config of a border that splits a leading dim, which `rank` others follow."""
     return border_config(mesh, axes, [axes, *[()] * rank])
 
 
 def _is(op, kind: str) -> bool:
-    found = placeholder_of(op)
-    return found is not None and found.kind == kind
+    placeholder = placeholder_of(op)
+    return placeholder is not None and placeholder.kind == kind
 
 
 class _Region:
@@ -202,7 +202,7 @@ class _Region:
         for op, argument in zip(entering, block.arguments, strict=True):
             op.results[0].replace_all_uses_with(argument)
         with ir.InsertionPoint(block):
-            end = sdy.ReturnOp([]).operation  # To put the others before.
+            end = sdy.ReturnOp([]).operation  # The other ops are put before it.
         with ir.InsertionPoint(end):
             for op in self.ops:
                 if op not in entering:
@@ -231,26 +231,26 @@ class _Region:
         return ir.Attribute.parse(f"#sdy.sharding_per_value<[{', '.join(texts)}]>")
 
     def _manual_axes(self, axes: Sequence[str]) -> ir.Attribute:
-        # Shardy wants them in the mesh's order.
+        # Shardy wants the axes in the mesh's order.
         ordered = [axis for axis in self.mesh.axis_names if axis in axes]
         quoted = ", ".join(f'"{axis}"' for axis in ordered)
         return ir.Attribute.parse(f"#sdy<manual_axes{{{quoted}}}>")
 
     def _finish(self, op) -> list[ir.Value]:
-        """Replaces what is ours in an op that is in place; its results in the end."""
+        """Replaces placeholders in an op that has moved; returns its final results."""
         results = list(op.results)
         for inner in [*walk(op), op]:
-            found = placeholder_of(inner)
-            check_axes(self.blame, inner, found, self.axes)
+            placeholder = placeholder_of(inner)
+            check_axes(self.blame, inner, placeholder, self.axes)
             with ir.InsertionPoint(inner), inner.location:
-                if found is None:
+                if placeholder is None:
                     new = None
-                elif found.kind == "axis_index":
-                    new = self._axis_index(found.axes)
+                elif placeholder.kind == "axis_index":
+                    new = self._axis_index(placeholder.axes)
                 else:
                     operands = list(inner.operands)
                     new = build_collective(
-                        found, operands, inner.results[0].type, self.mesh
+                        placeholder, operands, inner.results[0].type, self.mesh
                     ).results[0]
             if is_annotation(inner):
                 new = rewrite_annotation(
