@@ -1,1 +1,1 @@
-"""Programs laid out so that XLA partitions them right."""
+"""Layouts of programs that XLA partitions correctly."""

@@ -1,11 +1,11 @@
-"""Lowers a program for a mesh so that XLA partitions it right.
+"""Lowers a program for a mesh so that XLA partitions it correctly.
 
-How the tensors of an operation are sharded is known after completion only. So a program
+The shardings of an operation's tensors are known only after propagation. So a program
 is completed beforehand (`looks`). Where an operation is sharded as a row of the table
 of faults says (`faults`), or a convolution so that XLA would add up too much
 (`conv_layout`), a copy of the program's module is written with that operation laid out
-otherwise, and looked at again. What is laid out stays so, but completion may then
-choose otherwise for others: hence the rounds. JAX lowers the last module.
+differently, and examined again. Its layout then stays, but propagation may change
+the layouts of others: hence the rounds. JAX lowers the last module.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ from meshwright.framework.sharding.sharding import Sharding
 PRESENT = [fault for fault in FAULTS if fault.is_in(jax_bridge.JAXLIB)]
 GUARDED = frozenset(name for fault in PRESENT for name in fault.ops)
 Decision = tuple[Chosen, Repair]
-"""A layout for an operation, and what it changes."""
+"""A layout for an operation, and the changes that it makes."""
 _ROUNDS = 8
-_REMEDY = "Annotate these tensors so, or split other dims of theirs"
+_REMEDY = "Annotate these tensors so, or split their other dims"
 _INLINE = "builtin.module(inline,symbol-dce)"
 
 
@@ -97,7 +97,7 @@ def lower_for_mesh(
     strict: bool = False,
     in_child: bool = False,
 ) -> MeshProgram:
-    """`jax_bridge.lower_for_mesh`, laid out so that XLA gets each operation right.
+    """Like `jax_bridge.lower_for_mesh`, with layouts that XLA partitions correctly.
 
     Args:
       lowered: the function.
@@ -108,11 +108,12 @@ def lower_for_mesh(
       in_child: have XLA compile it in a child process.
 
     Returns:
-      The program; its `repairs` say what was laid out otherwise.
+      The program; its `repairs` say what was laid out differently.
 
     Raises:
-      LoweringError: as there; an operation cannot be laid out, such as a convolution in
-        a manual region; or a repair costs communication and `strict` forbids it.
+      LoweringError: for that function's reasons; an operation cannot be laid out, such
+        as a convolution in a manual region; or a repair costs communication and
+        `strict` forbids it.
       OutOfMemoryError: the arguments alone do not fit into the devices' memory.
     """
     borders = {"in_shardings": in_shardings, "out_shardings": out_shardings}
@@ -157,7 +158,7 @@ def lower_for_mesh(
     blame = Blame(lowered.name, lowered.sources)
     with neutral_module(lowered) as module:
         prepare(lowered, module, mesh)
-        # Of a function that is called twice each call may be sharded otherwise.
+        # Two calls of the same function may be sharded differently.
         PassManager.parse(_INLINE).run(module.operation)
         repairs: dict[int, Repair] = {}
         if looks.number(module, _is_guarded):
@@ -177,32 +178,32 @@ def decided(
     mesh: DeviceMesh,
     look: Callable[[ir.Operation], Iterable[tuple[int, OpLayout]]],
 ) -> tuple[dict[int, Chosen], dict[int, Shardings], dict[int, Repair]]:
-    """What is to be laid out otherwise, what may stay, and what is to be said of it.
+    """Which operations are to be laid out differently, which may stay, and the repairs.
 
     Args:
       blame: for messages.
-      module: prepared and numbered; it stays as it is.
-      mesh: the program's.
-      look: completes a copy of the module, and gives the layouts of its operations.
+      module: the module, prepared and numbered; it is not changed.
+      mesh: the program's mesh.
+      look: completes a copy of the module, and returns the layouts of its operations.
 
     Returns:
-      By number of the operation: layouts to choose; the shardings of those that are
-      right but near a fault; what is to be said of the chosen.
+      By number of the operation: the chosen layouts; the shardings of operations that
+      are right but near a fault; the repairs that the chosen layouts are.
 
     Raises:
-      LoweringError: there is no end of it.
+      LoweringError: no layout is right after the last round.
     """
     chosen: dict[int, Chosen] = {}
-    whole: dict[int, Decision] = {}
+    unsharded: dict[int, Decision] = {}
     repairs: dict[int, Repair] = {}
     for _ in range(_ROUNDS):
         copy = module.operation.clone()
         _lay_out(copy, mesh, chosen, {})
         wrong, right = {}, {}
         for place, layout in look(copy):
-            before = chosen.get(place), whole.get(place)
-            if found := _wrong(blame, layout, *before):
-                wrong[place], whole[place] = found
+            before = chosen.get(place), unsharded.get(place)
+            if decisions := _wrong(blame, layout, *before):
+                wrong[place], unsharded[place] = decisions
             elif place not in chosen and _is_near(layout):
                 right[place] = layout.shardings
         if not wrong:
@@ -211,8 +212,8 @@ def decided(
             chosen[place], repairs[place] = choice, repair
     raise LoweringError(
         f"{blame.program}: no layout was found in which XLA gets the program right. "
-        f"The last tried: {repairs[next(iter(wrong))]}. Annotate its operands and its "
-        "result"
+        f"The last attempt: {repairs[next(iter(wrong))]}. Annotate the op's operands "
+        "and its result"
     )
 
 
@@ -222,10 +223,10 @@ def _lay_out(
     chosen: Mapping[int, Chosen],
     pinned: Mapping[int, Shardings],
 ) -> None:
-    """Lays numbered operations out as chosen, and keeps others as they were looked at.
+    """Lays numbered operations out as chosen, and keeps others as they were examined.
 
-    For Shardy these are `pinned`: XLA's own completion comes after other passes, and
-    may differ from what was looked at.
+    For Shardy these are `pinned`: XLA's own propagation comes after other passes, and
+    may differ from the examined one.
     """
     numbered = looks.numbered(module)
     pin = Pin(mesh)
@@ -245,8 +246,8 @@ def _lay_out(
 
 def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
     """Warns of repairs that cost communication, or refuses them."""
-    costly = [one for one in repairs if one.is_costly]
-    costly.sort(key=lambda one: -one.bytes)
+    costly = [repair for repair in repairs if repair.is_costly]
+    costly.sort(key=lambda repair: -repair.bytes)
     if costly and strict:
         listed = "\n  ".join(map(str, costly))
         raise LoweringError(
@@ -259,7 +260,7 @@ def _report(name: str, repairs: Sequence[Repair], strict: bool) -> None:
 
 
 def _is_guarded(op) -> bool:
-    """Whether an operation may meet a fault, as far as it can tell itself."""
+    """Whether an operation may meet a fault, as far as its own attributes tell."""
     if op.name not in GUARDED:
         return False
     if op.name == CONCATENATE:
@@ -274,7 +275,7 @@ def _is_guarded(op) -> bool:
 
 
 def _is_near(layout: OpLayout) -> bool:
-    """Whether an operation might meet a fault if XLA completed it a little otherwise.
+    """Whether an operation might meet a fault if XLA completed it a little differently.
 
     Most products of a model cannot, and are left to XLA as they are. So are transforms,
     whose dims Shardy does not split by itself; and rolls, which XLA is to recognize.
@@ -285,41 +286,44 @@ def _is_near(layout: OpLayout) -> bool:
 
 
 def _wrong(
-    blame: Blame, layout: OpLayout, before: Chosen | None, whole: Decision | None
+    blame: Blame, layout: OpLayout, before: Chosen | None, unsharded: Decision | None
 ) -> tuple[Decision, Decision] | None:
     """How an operation is to be laid out if XLA would get it wrong.
 
     Args:
       blame: for messages.
       layout: the operation as completed.
-      before: what was chosen for it in an earlier round, if anything.
-      whole: as it would be with none of its tensors split, if anything was chosen.
+      before: the layout chosen for it in an earlier round, if any.
+      unsharded: the layout with none of its tensors split, if any was chosen.
 
     Returns:
-      The choice, and the one with none of its tensors split; None if XLA gets it right.
+      The choice, and the layout with none of the operation's tensors split; None if XLA
+      gets the operation right.
     """
-    found = _choice(layout)
-    if found is None:
+    problem = _choice(layout)
+    if problem is None:
         return None
-    fault, choice = found
+    fault, choice = problem
     if choice == before and _copies(layout, choice):
         return None
-    if whole is not None:  # What was chosen before did not help.
-        if before != whole[0]:
-            return whole, whole
+    if unsharded is not None:  # The earlier choice did not help.
+        if before != unsharded[0]:
+            return unsharded, unsharded
         if any(layout.shardings):
             raise blame.error(
                 layout.op,
-                f"{fault.what}, which XLA gets wrong, and completion keeps the layout "
+                f"{fault.what}, which XLA gets wrong, and propagation keeps the layout "
                 f"{', '.join(str(t.sharding) for t in layout.tensors)} though it is "
-                "annotated otherwise; annotate what it reads, or use the other "
+                "annotated differently; annotate its operands, or use the other "
                 "partitioner",
             )
-        return None  # XLA replaced it; its operands and results are replicated.
+        return None  # XLA replaced the op; its operands and results are replicated.
     if layout.manual and isinstance(choice, conv_layout.Layout):
-        choice = even_layout(layout)  # A region within a region is not for XLA.
+        choice = even_layout(layout)  # XLA takes no region within a region.
     choices = choice, even_layout(layout, keep=())
-    return tuple((one, repair_of(layout, fault, one, blame.sources)) for one in choices)
+    return tuple(
+        (option, repair_of(layout, fault, option, blame.sources)) for option in choices
+    )
 
 
 def _copies(layout: OpLayout, choice: Chosen) -> bool:

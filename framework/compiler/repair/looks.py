@@ -1,8 +1,8 @@
-"""Where the guarded operations of a program come to lie, before it is compiled.
+"""The layouts of a program's guarded operations, before it is compiled.
 
-Shardings are known after completion only. Under Shardy its propagation alone is run, in
-this process, which takes a fraction of a second; under GSPMD, whose propagation only a
-compilation runs, the program is compiled once more.
+Shardings are known only after propagation. For Shardy its propagation alone is run, in
+this process, which takes a fraction of a second; for GSPMD, whose propagation runs only
+in a compilation, the program is compiled once more.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 
 TAG = "meshwright_op"
-"""XLA's frontend attribute that tells which operation is which."""
+"""XLA's frontend attribute that identifies operations."""
 _ATTRIBUTES = "mhlo.frontend_attributes"
-# They read, or stand for, what another instruction makes.
+# These read, or stand for, the result of another instruction.
 _NO_OPERATION = ("get-tuple-element", "bitcast", "copy")
-# XLA may rewrite products and slices as these, with other shapes; and merge reshapes.
+# XLA may rewrite products and slices as these, with other shapes, and merge reshapes.
 _STILL_AT_RISK = ("dot", "slice")
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
@@ -48,17 +48,17 @@ _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 def number(module: ir.Module, guarded: Callable[[Any], bool]) -> bool:
     """Gives the guarded operations numbers that stay with them to the partitioner.
 
-    They are XLA's frontend attributes, which an HLO module's text shows.
+    The numbers are XLA's frontend attributes, which an HLO module's text shows.
 
     Args:
       module: a module that is not for a mesh yet.
-      guarded: whether an operation is.
+      guarded: whether an operation is guarded.
 
     Returns:
-      Whether there are any.
+      Whether there are guarded operations.
     """
-    found = [op for op in walk(module.operation) if guarded(op)]
-    for place, op in enumerate(found):
+    ops = [op for op in walk(module.operation) if guarded(op)]
+    for place, op in enumerate(ops):
         text = ir.StringAttr.get(str(place))
         attributes = {}
         if _ATTRIBUTES in op.attributes:
@@ -67,14 +67,14 @@ def number(module: ir.Module, guarded: Callable[[Any], bool]) -> bool:
                 for named in ir.DictAttr(op.attributes[_ATTRIBUTES])
             }
         op.attributes[_ATTRIBUTES] = ir.DictAttr.get({**attributes, TAG: text})
-    return bool(found)
+    return bool(ops)
 
 
 def numbered(module) -> dict[int, ir.Operation]:
-    """The operations that have numbers."""
-    found = {number_of(op): op for op in walk(module.operation)}
-    found.pop(None, None)
-    return found
+    """The operations that have numbers, by number."""
+    ops = {number_of(op): op for op in walk(module.operation)}
+    ops.pop(None, None)
+    return ops
 
 
 def number_of(op) -> int | None:
@@ -86,7 +86,7 @@ def number_of(op) -> int | None:
 
 
 def drop_numbers(module: ir.Module) -> None:
-    """Takes the numbers off again."""
+    """Removes the numbers again."""
     for op in walk(module.operation):
         if number_of(op) is not None:
             left = {
@@ -118,34 +118,34 @@ def by_gspmd(
     """The numbered operations of a program and their layouts, as GSPMD completes it.
 
     Args:
-      program: made of the module.
-      module: written for GSPMD; it is given Shardy's rules, which tell dims apart.
+      program: the program made of the module.
+      module: written for GSPMD; Shardy's rules, which relate dims, are added to it.
     """
     PassManager.parse(_RULES).run(module)
     ops = numbered(module)
-    found = completed_by_gspmd(program)
-    completed, seen, changed = found.completed, set(), set()
-    for one in completed.instructions:
-        if one.opcode in _NO_OPERATION or not (
-            one.tag in ops or one.opcode == "convolution"
+    gspmd = completed_by_gspmd(program)
+    completed, seen, changed = gspmd.completed, set(), set()
+    for instruction in completed.instructions:
+        if instruction.opcode in _NO_OPERATION or not (
+            instruction.tag in ops or instruction.opcode == "convolution"
         ):
             continue
-        operands = completed.operands(one)
-        results = found.results_of(one)
+        operands = completed.operands(instruction)
+        results = gspmd.results_of(instruction)
         shapes = [*(o.shape for o in operands), *(shape for shape, _ in results)]
-        texts = [found.sharding(o) for o in operands] + [text for _, text in results]
+        texts = [gspmd.sharding(o) for o in operands] + [text for _, text in results]
         shardings = [None if isinstance(text, str) else text for text in texts]
-        for op, known in _originals(program, ops, one, shapes, shardings):
+        for op, known in _originals(program, ops, instruction, shapes, shardings):
             seen.add(number_of(op))
             manual = next((s.manual for s in known if s), ())
             yield number_of(op), layout_of(op, program.mesh, known, manual)
-        if one.opcode in _STILL_AT_RISK or (
-            one.opcode == "reshape" and _is_shrunk_unevenly(shapes, shardings)
+        if instruction.opcode in _STILL_AT_RISK or (
+            instruction.opcode == "reshape" and _is_shrunk_unevenly(shapes, shardings)
         ):
-            changed.add(one.tag)
+            changed.add(instruction.tag)
     for place, op in ops.items():
-        # XLA has changed it, and nothing is known of it. A convolution that it made
-        # instead was looked at above.
+        # XLA has changed the op, and nothing is known of it. A convolution that XLA
+        # made instead was examined above.
         if place not in seen and op.name != CONVOLUTION:
             count = len(op.operands) + len(op.results)
             layout = layout_of(op, program.mesh, [None] * count)
@@ -153,47 +153,50 @@ def by_gspmd(
 
 
 def _is_shrunk_unevenly(shapes: list[tuple[int, ...]], shardings: Shardings) -> bool:
-    """Whether a reshape goes wrong that XLA made of several."""
+    """Whether XLA gets a reshape wrong that it made of several."""
     pairs = zip(shapes, shardings, strict=True)
-    tensors = (Tensor(shape, (None,) * len(shape), how, 1) for shape, how in pairs)
+    tensors = (
+        Tensor(shape, (None,) * len(shape), sharding, 1) for shape, sharding in pairs
+    )
     return is_shrunk_unevenly(*tensors)
 
 
 def _originals(
     program: MeshProgram,
     ops: Mapping[int, ir.Operation],
-    one: Instruction,
+    instruction: Instruction,
     shapes: list[tuple[int, ...]],
     shardings: Shardings,
 ) -> Iterable[tuple[ir.Operation, Shardings]]:
-    """The operation that an instruction was, or several where none can tell."""
-    op = ops.get(one.tag)
+    """The operation that an instruction was; several, if it may be any of them."""
+    op = ops.get(instruction.tag)
     if op is not None and shapes == list(map(shape_of, (*op.operands, *op.results))):
         return [(op, shardings)]
-    if op is not None and op.name in PRODUCTS and one.opcode == "dot":
+    if op is not None and op.name in PRODUCTS and instruction.opcode == "dot":
         before = reshaped(op, shapes, shardings)
         return [(op, before)] if before else []
-    if one.opcode != "convolution":
+    if instruction.opcode != "convolution":
         return []
     convolutions = [op for op in ops.values() if op.name == CONVOLUTION]
-    alike = list(originals(convolutions, one.op_name, shapes, shardings))
+    alike = list(originals(convolutions, instruction.op_name, shapes, shardings))
     if not alike:
-        _check_adds_nothing(program, convolutions, one, shardings)
+        _check_adds_nothing(program, convolutions, instruction, shardings)
     return alike
 
 
 def _check_adds_nothing(
-    program: MeshProgram, ops: list, one: Instruction, shardings: Shardings
+    program: MeshProgram, ops: list, instruction: Instruction, shardings: Shardings
 ) -> None:
-    """Refuses a convolution of XLA's own making unless it is right however it lies.
+    """Refuses a convolution that XLA made unless it is right under any sharding.
 
-    It is if an operand is whole: there is nothing to add up.
+    It is right if an operand is unsharded: there is nothing to add up.
     """
     known = None not in shardings
-    whole = known and any(max(s.splits(), default=1) == 1 for s in shardings[:2])
-    if not whole or any(convolution_of(op).groups > 1 for op in ops):
+    is_unsharded = known and any(max(s.splits(), default=1) == 1 for s in shardings[:2])
+    if not is_unsharded or any(convolution_of(op).groups > 1 for op in ops):
         raise LoweringError(
-            f"{program.name}: XLA made a convolution {one.op_name!r} of shape "
-            f"{list(one.shape)} before GSPMD completed it, like none in the program, "
-            "so whether it comes out right is not known; use Partitioner.SHARDY"
+            f"{program.name}: XLA made a convolution {instruction.op_name!r} of shape "
+            f"{list(instruction.shape)} before GSPMD completed it, like none in the "
+            "program, so whether it comes out right is not known; use "
+            "Partitioner.SHARDY"
         )

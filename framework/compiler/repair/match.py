@@ -1,10 +1,10 @@
-"""Which operation of a program one is that XLA's clean-up has changed.
+"""Finds the operation of a program that an instruction was before XLA's clean-up.
 
 Before GSPMD completes a program XLA may take dims of 1 out of a product, or move a
 reshape that splits a dim past it; or fold an operand's padding into a convolution.
-TPU's compiler also takes dims of 1 away, and names the convolution after the reshape
-that did so in the program (conv1d's, which TF makes of conv2d); it splits channels that
-are in groups into a dim of groups and one of the channels in a group; and it makes a
+TPU's compiler also removes dims of 1, and names the convolution after the reshape that
+did so in the program (conv1d's, which TF makes of conv2d); it splits channels that are
+in groups into a dim of groups and a dim of the channels in a group; and it makes a
 kernel that is larger than its image the image.
 """
 
@@ -26,44 +26,44 @@ from meshwright.framework.sharding.sharding import Sharding
 
 Shape = tuple[int, ...]
 Shardings = list[Sharding | None]
-"""Of the operands and the result; None: axes of the mesh cannot express it."""
+"""Shardings of operands and result; None where axes of the mesh cannot express one."""
 
-_ORDERS = (0, 1, 2), (1, 0, 2)  # The second: image and kernel have changed places.
+_ORDERS = (0, 1, 2), (1, 0, 2)  # In the second, image and kernel are exchanged.
 
 
 def originals(
     ops: Sequence, op_name: str, shapes: Sequence[Shape], shardings: Shardings
 ) -> Iterator[tuple[ir.Operation, Shardings]]:
-    """What a convolution was: several operations where none can tell, or none.
+    """The operations that a convolution may have been, if any.
 
     Args:
       ops: the program's convolutions.
-      op_name: of HLO metadata.
-      shapes: of image, kernel and result now.
-      shardings: of the same.
+      op_name: the name in its HLO metadata.
+      shapes: the present shapes of image, kernel and result.
+      shardings: the shardings of the same.
 
     Yields:
-      An operation, and how its operands and its result lie.
+      An operation, and the shardings of its operands and its result.
     """
     for op in _alike(ops, op_name, shapes):
         for order in _orders(op, shapes) or _ORDERS[:1]:
             now = [(shardings[i], shapes[i]) for i in order]
             before = key_of(op)[1:]
             pairs = zip(now, before, strict=True)
-            yield op, [_as_original(*one, original) for one, original in pairs]
+            yield op, [_as_original(*present, original) for present, original in pairs]
 
 
 def reshaped(op, shapes: Sequence[Shape], shardings: Shardings) -> Shardings | None:
-    """How the tensors of an operation lie that XLA has reshaped.
+    """The shardings of an operation's tensors before XLA reshaped them.
 
     Args:
       op: an operation of the program.
-      shapes: of its operands and results now.
-      shardings: of the same.
+      shapes: the present shapes of its operands and results.
+      shardings: the shardings of the same.
 
     Returns:
-      The shardings of the tensors as they were, None for each that was split within a
-      dim; or None, if it is no reshape of dims that became several, or of dims of 1.
+      The shardings of the original tensors, None for a tensor that was split within a
+      dim; or None, if the reshapes do more than split dims or remove dims of 1.
     """
     before = [shape_of(value) for value in (*op.operands, *op.results)]
     if len(shapes) != len(before) or not _same_sizes(shapes, before):
@@ -82,19 +82,23 @@ def _alike(ops: Sequence, op_name: str, shapes: Sequence[Shape]) -> list:
         if _same_sizes(shapes[-1:], before[-1:]):
             fitting.append((name, bool(_orders(op, shapes)), op))
     scopes = {_scope(name) for name in names}
-    for found in (
-        [one for one in fitting if one[0] in names],
-        [one for one in fitting if {one[0], _scope(one[0])} & scopes],
-        [one for one in fitting if one[1]],
+    for matches in (
+        [candidate for candidate in fitting if candidate[0] in names],
+        [
+            candidate
+            for candidate in fitting
+            if {candidate[0], _scope(candidate[0])} & scopes
+        ],
+        [candidate for candidate in fitting if candidate[1]],
     ):
-        if found:
-            sure = [op for _, same_operands, op in found if same_operands]
-            return sure or [op for *_, op in found]
+        if matches:
+            sure = [op for _, same_operands, op in matches if same_operands]
+            return sure or [op for *_, op in matches]
     return []
 
 
 def _orders(op, shapes: Sequence[Shape]) -> list[tuple[int, int, int]]:
-    """The orders in which operands and result have the sizes of an operation's."""
+    """The orders in which operands and result have the sizes of an operation."""
     conv = convolution_of(op)
     image, kernel = (
         math.prod(shape[dim] for dim in dims)
@@ -123,32 +127,32 @@ def _same_sizes(shapes: Sequence[Shape], originals: Sequence[Shape]) -> bool:
 
 
 def _parts(shape: Shape, original: Shape) -> list[list[int]] | None:
-    """For each dim of a tensor as it was, the dims that it is made of now."""
+    """For each dim of the original tensor, the dims that it is made of now."""
     if len(shape) == len(original):
         return [[dim] for dim in range(len(shape))]
     left = [dim for dim, size in enumerate(shape) if size > 1]
     if len(left) == sum(size > 1 for size in original):  # Perhaps of other sizes.
         return [[left.pop(0)] if size > 1 else [] for size in original]
-    found = []
+    parts = []
     for size in original:
         taken: list[int] = []
         while left and math.prod(shape[dim] for dim in taken) < size:
             taken.append(left.pop(0))
         if math.prod(shape[dim] for dim in taken) != size:
             return None
-        found.append(taken)
-    return found
+        parts.append(taken)
+    return parts
 
 
 def _as_original(
     sharding: Sharding | None, shape: Shape, original: Shape
 ) -> Sharding | None:
-    """A tensor's sharding before the clean-up; dims of 1 come back unsplit."""
+    """A tensor's sharding before the clean-up; dims of 1 come back unsharded."""
     parts = _parts(shape, original)
     if sharding is None or parts is None:
         return None
     splits = sharding.splits()
-    # What is split must be a dim still, or the outer part of one.
+    # A split dim must still be a dim, or the outer part of a dim.
     if any(
         splits[dim] > 1 and not any(dims[:1] == [dim] for dims in parts)
         for dim in range(len(shape))

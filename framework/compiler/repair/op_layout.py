@@ -1,9 +1,9 @@
 """How the tensors of one operation are sharded, by the operation's own factors.
 
 Shardy describes each operation by factors: the dims of its operands and results that
-are cut together. `x @ y` has three: the rows of x, the columns of y, and what is summed
-over. In these terms an operation of any kind can be asked whether its tensors agree,
-and be given another layout, without knowing what it computes.
+are split together. `x @ y` has three: the rows of x, the columns of y, and the dim that
+is summed over. In these terms the compiler can check whether the tensors of any
+operation agree, and give it another layout, without knowing what it computes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FactorKind(enum.Enum):
     PARALLEL = enum.auto()  # Each device computes its part of the results.
     REDUCED = enum.auto()  # Each device computes a part of a sum.
     MOVING = enum.auto()  # Each device needs rows of its neighbours.
-    WHOLE = enum.auto()  # Each device needs all of it, as a sort of the dim sorted.
+    WHOLE = enum.auto()  # Each device needs the entire dim, as a sort does.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Tensor:
 
     Args:
       shape: its logical shape.
-      factors: for each dim the factor that it is; None for a dim of several or none.
-      sharding: as completed; None if mesh axes cannot express it.
+      factors: for each dim its factor; None for a dim of several factors or none.
+      sharding: the completed sharding; None if mesh axes cannot express it.
       itemsize: bytes of an element.
     """
 
@@ -56,7 +56,7 @@ class Tensor:
         return self.sharding.dims[dim] if self.sharding else ()
 
     def may_split(self, dim: int) -> bool:
-        """Whether axes split a dim, or may as nothing is known."""
+        """Whether axes split a dim, or may, as its sharding is unknown."""
         return self.sharding is None or bool(self.sharding.dims[dim])
 
     def splitting(self) -> tuple[tuple[str, ...], ...]:
@@ -76,7 +76,7 @@ class Tensor:
         return math.prod(self.shape) * self.itemsize
 
     def shard_bytes(self) -> int:
-        """Bytes of a shard, of all if the sharding is unknown."""
+        """Bytes of a shard, or of the tensor if its sharding is unknown."""
         shape = self.sharding.shard_shape(self.shape) if self.sharding else self.shape
         return math.prod(shape) * self.itemsize
 
@@ -84,11 +84,11 @@ class Tensor:
         """Bytes that a device receives to have another shard of the tensor.
 
         Args:
-          held: what devices hold; None if nothing is known of it, or they hold nothing.
-          needed: what they are to hold; None if nothing is known of it.
+          held: the sharding that devices hold; None if unknown, or they hold none.
+          needed: the sharding that they are to hold; None if it is unknown.
 
         Returns:
-          Of the device that receives the most; 0 if nothing is known to be needed.
+          The bytes for the device that receives the most; 0 if `needed` is unknown.
         """
         if needed is None:
             return 0
@@ -101,17 +101,17 @@ class Tensor:
         return int(missing.max()) * self.itemsize
 
     def _shards(self, sharding: Sharding) -> tuple[np.ndarray, np.ndarray]:
-        """Where the shards of all devices begin and end, without padding."""
+        """The offsets where all devices' shards begin and end, without padding."""
         first = sharding.shard_offsets(self.shape)
         last = first + np.array(sharding.shard_shape(self.shape), int)
         return first, np.minimum(last, self.shape)
 
     def divides(self, dim: int, size: int | None = None) -> bool:
-        """Whether the shards along a dim are known, and of one size.
+        """Whether the shards along a dim are known, and of equal size.
 
         Args:
-          dim: of the tensor.
-          size: of a dim to be split as this one; by default its own.
+          dim: a dim of the tensor.
+          size: the size of a dim to be split like it; by default its own.
         """
         if self.sharding is None:
             return False
@@ -119,7 +119,7 @@ class Tensor:
         return size % self.sharding.splits()[dim] == 0
 
     def dim_of(self, factor: int) -> int | None:
-        """The dim that is a factor, None if no dim is."""
+        """The dim that a factor is in this tensor, None if it is none."""
         return self.factors.index(factor) if factor in self.factors else None
 
 
@@ -131,10 +131,10 @@ class OpLayout:
       op: the operation, in a completed module.
       mesh: the program's mesh.
       operands, results: its tensors.
-      kinds: of its factors, by number.
+      kinds: the kinds of its factors, by number.
       manual: the manual axes of the regions around it.
       is_replaced: whether XLA replaced it by operations of another kind, or removed
-        it, before completion.
+        it, before propagation.
     """
 
     op: Any
@@ -162,7 +162,7 @@ class OpLayout:
 
     @property
     def shardings(self) -> list[Sharding | None]:
-        """Of the operands, then of the results."""
+        """The shardings of the operands, then of the results."""
         return [tensor.sharding for tensor in self.tensors]
 
     @property
@@ -175,12 +175,12 @@ class OpLayout:
 
     def by_axis(self, tensors: Iterable[Tensor]) -> dict[str, set[int | None]]:
         """The factors that each axis of the mesh splits, in any of these tensors."""
-        found: dict[str, set[int | None]] = {}
+        factors: dict[str, set[int | None]] = {}
         for tensor in tensors:
             for dim, factor in enumerate(tensor.factors):
                 for axis in tensor.axes(dim):
-                    found.setdefault(self.mesh.part(axis).axis, set()).add(factor)
-        return found
+                    factors.setdefault(self.mesh.part(axis).axis, set()).add(factor)
+        return factors
 
     def places(self, factor: int) -> Iterator[tuple[Tensor, int, tuple[str, ...]]]:
         """(tensor, dim, axes) where a factor is."""
@@ -201,7 +201,7 @@ def layout_of(
     Args:
       op: the operation.
       mesh: the program's mesh.
-      shardings: of its operands, then its results.
+      shardings: the shardings of its operands, then its results.
       manual: the manual axes of the regions around it.
     """
     values = [*op.operands, *op.results]
@@ -237,7 +237,7 @@ def _factors(mapping) -> tuple[int | None, ...]:
         list(sdy.DimMappingAttr(dim).factor_indices)
         for dim in sdy.TensorMappingAttr(mapping).dim_mappings
     )
-    return tuple(found[0] if len(found) == 1 else None for found in listed)
+    return tuple(indices[0] if len(indices) == 1 else None for indices in listed)
 
 
 def _kind(rule, factor: int) -> FactorKind:
@@ -255,10 +255,10 @@ class EvenLayout:
     """A layout in which all tensors of an operation agree and are split evenly.
 
     Args:
-      shardings: of the operands, then of the results.
-      shapes: of the same; larger than they are where they are to be padded.
-      copies: whether annotations put it right, by the copies that XLA makes for them,
-        though the operation stays as it was.
+      shardings: the shardings of the operands, then of the results.
+      shapes: their shapes, larger where tensors are to be padded.
+      copies: whether annotations alone repair the operation, by the copies that XLA
+        makes for them, though its layout does not change.
     """
 
     shardings: tuple[Sharding, ...]
@@ -266,7 +266,7 @@ class EvenLayout:
     copies: bool = False
 
     def is_of(self, layout: OpLayout) -> bool:
-        """Whether an operation is sharded so."""
+        """Whether an operation has this layout."""
         return layout.shardings == list(self.shardings)
 
 
@@ -279,7 +279,7 @@ def even_layout(
 ) -> EvenLayout:
     """An even layout near the completed one.
 
-    The largest tensors keep their splits first. Of the axes that split a dim as many
+    The largest tensors keep their splits first. As many of the axes that split a dim
     are kept, major ones first, as divide the factor in each tensor.
 
     Args:
@@ -287,7 +287,7 @@ def even_layout(
       keep: the kinds of factors that may be split.
       pad: factors that are padded rather than split by fewer axes, if there is an
         element for each shard.
-      agreed: whether factors that all their tensors split alike come before others.
+      agreed: whether factors that all tensors split alike come before others.
     """
     places = [
         (tensor, dim, factor)
@@ -324,7 +324,7 @@ def _kept(
     chosen: Mapping[int, tuple[str, ...]],
     pad: bool,
 ) -> tuple[str, ...]:
-    """The axes, of those wanted, that may split a factor."""
+    """The wanted axes that may split a factor."""
     mesh = layout.mesh
     taken = {mesh.part(axis).axis for axes in chosen.values() for axis in axes}
     untaken = itertools.takewhile(lambda a: mesh.part(a).axis not in taken, wanted)

@@ -1,4 +1,4 @@
-"""What was laid out otherwise than completion chose, for users to read."""
+"""Layouts that differ from what propagation chose, for users to read."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from meshwright.framework.sharding.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Repair:
-    """An operation that XLA's partitioner would get wrong, laid out otherwise.
+    """An operation that XLA's partitioner would get wrong, laid out differently.
 
     Args:
       fault: the row of the table of faults.
-      op_name: of the TF op.
+      op_name: the name of the TF op.
       source: where the op was made, None if unknown.
-      before: shardings of its operands and results as completed, None for what mesh
-        axes cannot express.
-      after: those it has now.
-      types: of the same tensors, such as "f32[8,4]".
-      operands: how many of them are operands'.
-      bytes: an estimate of what each device receives on account of it, each time the
-        operation runs: the parts of its shards of operands, as they are now, that it
-        did not hold, the parts of its shards of results, as completed, that it does not
-        compute now, results that other devices add to now, and halos.
-      halos: how many of these bytes are rows of others that windows along split dims
-        read, and which devices would receive if XLA got the operation right.
+      before: the completed shardings of its operands and results, None where mesh axes
+        cannot express one.
+      after: the shardings that they have now.
+      types: the types of the same tensors, such as "f32[8,4]".
+      operands: how many of the tensors are operands.
+      bytes: an estimate of what each device receives because of the repair, each time
+        the operation runs: the parts of its new shards of operands that it did not
+        hold, the parts of its completed shards of results that it no longer computes,
+        results that other devices now add to, and halos.
+      halos: how many of these bytes are other devices' rows that windows along split
+        dims read, which devices would also receive if XLA got the operation right.
     """
 
     fault: Fault
@@ -51,14 +51,16 @@ class Repair:
 
     @property
     def is_costly(self) -> bool:
-        """Whether devices receive more than halos on account of it."""
+        """Whether devices receive more than halos because of the repair."""
         return self.bytes > self.halos and not self.fault.is_slow
 
     def changes(self) -> Iterator[tuple[str, Sharding | None, Sharding]]:
-        """("operand 0 f32[8,4]", before, after) of each tensor laid out otherwise."""
+        """("operand 0 f32[8,4]", before, after) of each tensor that is resharded."""
         names = [f"operand {i}" for i in range(self.operands)]
         names += [f"result {i}" for i in range(len(self.after) - self.operands)]
-        names = [f"{name} {of}" for name, of in zip(names, self.types, strict=True)]
+        names = [
+            f"{name} {type_}" for name, type_ in zip(names, self.types, strict=True)
+        ]
         for name, old, new in zip(names, self.before, self.after, strict=True):
             if old != new:
                 yield name, old, new
@@ -82,12 +84,12 @@ class Repair:
 def repair_of(
     op_layout: OpLayout, fault: Fault, chosen: Chosen, sources: Sources
 ) -> Repair:
-    """What a repair changes.
+    """The repair of an operation.
 
     Args:
       op_layout: the operation as completed.
-      fault: what it would meet.
-      chosen: how it is laid out instead.
+      fault: the fault that it would meet.
+      chosen: the layout that it gets instead.
       sources: where the program's ops come from.
     """
     after = _shardings(op_layout, chosen)
@@ -119,7 +121,7 @@ def repair_of(
 
 
 def _summed(op_layout: OpLayout, after: tuple[Sharding, ...]) -> int:
-    """Bytes of results that are sums over devices only now, or over other ones."""
+    """Bytes of results that are now sums over devices, or over other devices."""
     new = dataclasses.replace(
         op_layout,
         operands=_with(op_layout.operands, after[: len(op_layout.operands)]),

@@ -1,6 +1,6 @@
 """Writes the layout that was chosen for an operation into a program's module.
 
-The module is for either partitioner still: annotations are as TF programs carry them.
+The module is still for either partitioner: annotations are as TF programs carry them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshwright.framework.sharding.sharding import Sharding
 
 
 def lay_out_evenly(op, layout: EvenLayout) -> None:
-    """Annotates an operation's operands and results, padded where they are to be."""
+    """Annotates an operation's operands and results, and pads them as required."""
     count = len(op.operands)
     with ir.InsertionPoint(op), op.location:
         operands = [
@@ -57,20 +57,20 @@ def lay_out_evenly(op, layout: EvenLayout) -> None:
 
 
 class Pin:
-    """Keeps operations for Shardy as they were looked at.
+    """Keeps the layouts that operations had when examined, for Shardy.
 
     Args:
-      mesh: the program's.
+      mesh: the program's mesh.
     """
 
     def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
         self.attributes: dict[Sharding, ir.Attribute] = {}
-        # One for all readers: XLA would reshard for each what is pinned for each.
+        # Shared by all readers: XLA would reshard for each a value pinned for each.
         self.pinned: dict[tuple[ir.Value, Sharding], ir.Value] = {}
 
     def __call__(self, op, shardings: Sequence[Sharding | None]) -> None:
-        """Pins operands and results; those over another mesh are left alone."""
+        """Pins operands and results; tensors over another mesh are left alone."""
         count = len(op.operands)
         for number, sharding in enumerate(shardings[:count]):
             op.operands[number] = self._pinned(op.operands[number], sharding)
@@ -93,22 +93,22 @@ class Pin:
         return self.pinned[value, sharding]
 
     def _is_asked(self, value: ir.Value, sharding: Sharding) -> bool:
-        """Whether a value is annotated so by the program."""
+        """Whether the program annotates a value with this sharding."""
         maker = value.owner
         if isinstance(maker, ir.Block) or not is_annotation(maker):
             return False
         try:
-            asked = asked_sharding(maker, self.mesh)
-        except ValueError:  # Over other devices: refused later, by its name.
+            annotation = asked_sharding(maker, self.mesh)
+        except ValueError:  # It is over other devices, and refused later by name.
             return False
-        return asked == dataclasses.replace(sharding, manual=())
+        return annotation == dataclasses.replace(sharding, manual=())
 
 
 def annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
-    """A value as an annotation has it, at the current insertion point."""
+    """A value with an annotation, at the current insertion point."""
     if not sharding.rank:
         return value
-    outside = dataclasses.replace(sharding, manual=())  # As annotations are in regions.
+    outside = dataclasses.replace(sharding, manual=())  # As in regions' annotations.
     return sharding_call("Sharding", value, value.type, outside.to_hlo())
 
 
@@ -123,7 +123,7 @@ def _padded(op, number: int, shape: tuple[int, ...]) -> ir.Value:
 
 
 def _filler(op, number: int) -> ir.Value:
-    """Zero; of a scatter's indices what is out of bounds, which writes nothing."""
+    """Zero; for a scatter's indices, an index out of bounds, which writes nothing."""
     element = element_type(op.operands[number])
     scalar = ir.RankedTensorType.get([], element)
     if op.name != SCATTER or number != len(op.results):

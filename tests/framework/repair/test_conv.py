@@ -322,8 +322,8 @@ def test_what_cannot_be_laid_out_is_refused(monkeypatch, looked):
     with pytest.raises(
         LoweringError,
         match=r"convolve: no layout was found in which XLA gets the program right. "
-        r"The last tried: op 'gradient_tape/conv1d/Conv2DBackpropFilter' \(.*\) is a "
-        "convolution whose partial sums .* Annotate its operands and its result",
+        r"The last attempt: op 'gradient_tape/conv1d/Conv2DBackpropFilter' \(.*\) is a "
+        "convolution whose partial sums .* Annotate the op's operands and its result",
     ):
         compiled(conv1d, *args)
     assert len(looked) == 1

@@ -67,7 +67,7 @@ def test_a_costly_repair_is_a_warning(partitioner, caplog):
     (told,) = repairs_logged(caplog)
     (repair,) = program.repairs
     assert repair.bytes > 0
-    remedy = "Annotate these tensors so, or split other dims of theirs"
+    remedy = "Annotate these tensors so, or split their other dims"
     assert told == f"costly: {repair}. {remedy}"
     for part in (
         "op 'GatherV2' (",
@@ -111,7 +111,7 @@ def test_strictly_every_costly_op_is_named(partitioner):
         r"operand 1 s32\[2\] \[Y\] -> \[_\].* \(\d+ bytes to each device in "
         r"each run\)\n"
         r"  op 'GatherV2_1' \(.*test_repair_report\.py:\d+\) .*\n"
-        r"Annotate these tensors so, or split other dims of theirs, or compile with "
+        r"Annotate these tensors so, or split their other dims, or compile with "
         r"strict=False",
     ):
         compiled(two, partitioner=partitioner, strict=True)
@@ -162,7 +162,7 @@ def test_an_op_that_stays_faulty_is_refused(partitioner, table_of_faults, monkey
     with pytest.raises(
         LoweringError,
         match=r"costly: op 'GatherV2' \(.*test_repair_report\.py:\d+\) is a gather .*, "
-        r"which XLA gets wrong, and completion keeps the layout .*\[Y\].* though it is "
-        "annotated otherwise; annotate what it reads, or use the other partitioner",
+        r"which XLA gets wrong, and propagation keeps the layout .*\[Y\].* though it "
+        "is annotated differently; annotate its operands, or use the other partitioner",
     ):
         compiled(costly, partitioner=partitioner)

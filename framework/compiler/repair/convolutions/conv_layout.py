@@ -1,12 +1,12 @@
-"""How a convolution may lie on a mesh so that XLA's partitioner gets it right.
+"""How a convolution may be sharded so that XLA's partitioner gets it right.
 
 Where both operands are split and so is a window dim (or channels are in groups), the
 partitioner lets each device convolve its shards, and adds the results up over all
-devices that it has at hand. Devices that hold the same shards are counted twice: the
-result is right only if every axis splits both operands, and the same dims of them
-(jaxlib 0.10.2; it is `PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS` that
-adds). Here such a convolution is given a layout of this kind, from where its tensors
-lie: axes that cannot take part go into a manual region around it, in which the
+devices that it sees. Devices that hold the same shards are counted twice: the result
+is right only if every axis splits both operands, and the same dims of them (jaxlib
+0.10.2; it is `PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS` that adds).
+Here such a convolution is given a layout of this kind, starting from its tensors'
+shardings: axes that cannot take part go into a manual region around it, in which the
 partitioner does not see them.
 """
 
@@ -29,19 +29,19 @@ def joined(manual: Dims, auto: Dims) -> Dims:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """A convolution's shapes, and which dims are what.
+    """A convolution's shapes, and the roles of their dims.
 
     Args:
       lhs, rhs, out: shapes of image, kernel and result.
-      lhs_batch, lhs_feature, lhs_window: dims of the image; of a kernel's gradient the
-        batch is what the forward convolution calls features, and its features are the
+      lhs_batch, lhs_feature, lhs_window: dims of the image; in a kernel's gradient the
+        batch is the features of the forward convolution, and the features are its
         batch.
       rhs_in, rhs_out, rhs_window: dims of the kernel.
       out_batch, out_feature, out_window: dims of the result.
-      moves: for each window dim whether the window moves along it; else it is a dim of
-        a matrix product.
-      feature_groups, batch_groups: into how many groups channels, or the batch, are
-        split; 1 if into none.
+      moves: for each window dim, whether the window moves along it; if not, it is a dim
+        of a matrix product.
+      feature_groups, batch_groups: the number of groups that channels, or the batch,
+        are split into; 1 if they are not.
     """
 
     lhs: tuple[int, ...]
@@ -66,14 +66,14 @@ class Convolution:
 
     @property
     def lhs_channels(self) -> int:
-        """The dim of the image that is in groups, if any is."""
+        """The dim of the image that is in groups, if there are groups."""
         return self.lhs_batch if self.batch_groups > 1 else self.lhs_feature
 
     @property
     def is_kernel_gradient(self) -> bool:
         """Whether the kernel is an image too: larger than the result.
 
-        Groups of the batch are of a kernel's gradient alone.
+        Only a kernel's gradient has groups of the batch.
         """
 
         def size(shape, dims):
@@ -85,14 +85,14 @@ class Convolution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a convolution is to lie.
+    """The layout that a convolution is to have.
 
     Args:
       manual: axes of the region around it; () for none.
       lhs, rhs: axes that split the operands' dims, the partitioner's part.
-      out: the same of the result; None to leave it to completion.
-      manual_lhs, manual_rhs, manual_out: the same along the manual axes.
-      groups: into how many groups a device's part of the channels is split.
+      out: the same for the result; None to leave it to propagation.
+      manual_lhs, manual_rhs, manual_out: the manual axes that split them.
+      groups: the number of groups in a device's part of the channels.
     """
 
     manual: tuple[str, ...]
@@ -112,16 +112,19 @@ def layout(
     rhs: Sharding | None,
     out: Sharding | None,
 ) -> Layout | None:
-    """A right layout near a completed one, None if XLA gets the completed one right
-    and, of groups of channels, keeps the batch split.
+    """A right layout near the completed one, None if XLA gets that one right and keeps
+    the batch split where channels are in groups.
 
     Args:
       conv: the convolution.
-      mesh: the program's.
-      lhs, rhs, out: its operands' and its result's shardings; None for one that axes
-        of the mesh cannot express.
+      mesh: the program's mesh.
+      lhs, rhs, out: its operands' and its result's shardings; None for a sharding that
+        axes of the mesh cannot express.
     """
-    known = [one or Sharding.replicated(mesh, len(conv.lhs)) for one in (lhs, rhs, out)]
+    known = [
+        sharding or Sharding.replicated(mesh, len(conv.lhs))
+        for sharding in (lhs, rhs, out)
+    ]
     right = None not in (lhs, rhs, out) and _is_right(conv, *known)
     if right and not _gathers_batch(conv, *known):
         return None
@@ -133,8 +136,8 @@ def _is_right(conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding) ->
     if not (_is_split(lhs) and _is_split(rhs)):
         channels = lhs.dims[conv.lhs_channels]
         agree = channels == rhs.dims[conv.rhs_out] == out.dims[conv.out_feature]
-        # Of channels in groups what is split alone may end the process: a kernel, or of
-        # the gradient of one the features.
+        # With channels in groups XLA may end the process at a kernel that is split
+        # alone, or, in the gradient of a kernel, at features that are.
         alone = _is_split(rhs) or (conv.batch_groups > 1 and out.dims[conv.out_batch])
         return conv.groups == 1 or (agree and not alone)
     return conv.groups == 1 and not _splits_window(conv, lhs, rhs, out)
@@ -143,9 +146,9 @@ def _is_right(conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding) ->
 def _gathers_batch(
     conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding
 ) -> bool:
-    """Whether XLA makes a batch whole whose devices could each convolve their part.
+    """Whether XLA gathers a batch although each device could convolve its part.
 
-    It does for channels in groups of several (openxla/xla issue 47945).
+    XLA does so for channels in groups of several (openxla/xla issue 47945).
     """
     axes, count = lhs.dims[conv.lhs_batch], lhs.splits()[conv.lhs_batch]
     only_batch = count == math.prod(lhs.splits()) and not _is_split(rhs)
@@ -163,9 +166,9 @@ def _gathers_batch(
 def as_product(conv: Convolution, layout: OpLayout) -> OpLayout | None:
     """The convolution's layout by the factors of a matrix product.
 
-    XLA partitions it as one where channels are in no groups, and no dim is split along
-    which a window moves. A dim that one window covers is summed over, which Shardy's
-    rule of the operation does not say.
+    XLA partitions it as a product where channels are in no groups, and no dim is split
+    along which a window moves. A dim that a single window covers is summed over, which
+    Shardy's rule for the operation does not say.
 
     Returns:
       None if XLA does not take the convolution for a product.
@@ -219,12 +222,11 @@ def _splits_window(
 
 
 class _Choice:
-    """Finds for each axis the dims that it is to split, or that it splits none.
+    """Chooses for each axis the dims that it is to split, if any.
 
-    Automatic axes split what the convolution sums over or its window dims, of both
-    operands alike; of a convolution that is no kernel's gradient the window dims of the
-    image alone. Manual axes split what operands share with the result, where they
-    divide it.
+    Automatic axes split summed dims or window dims, of both operands alike; in a
+    convolution that is no kernel's gradient, only window dims of the image. Manual axes
+    split dims that operands share with the result, where they divide them.
     """
 
     def __init__(self, conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding):
@@ -236,7 +238,7 @@ class _Choice:
         self.kept = [[[] for _ in range(rank)] for _ in range(3)]
 
     def layout(self) -> Layout | None:
-        """The layout, None if the tensors lie so already."""
+        """The layout, None if the tensors have it already."""
         automatic = []
         for axis in self._axes():
             if self._share(axis):
@@ -250,7 +252,7 @@ class _Choice:
             and axis not in automatic
             and axis not in self.tensors[0].manual
         )
-        operands = tuple(one.dims for one in self.tensors[:2])
+        operands = tuple(sharding.dims for sharding in self.tensors[:2])
         same = operands == tuple(_frozen(dims) for dims in self.auto[:2])
         if same and not manual and self._result_fits(automatic):
             return None
@@ -268,7 +270,7 @@ class _Choice:
         )
 
     def _result_fits(self, automatic: list[str]) -> bool:
-        """Whether axes of window dims split the same one, or none, of the result."""
+        """Whether axes of window dims split the same dim of the result, or none."""
         windows = self.conv.out_window
         for axis in automatic:
             at = self._dims(axis)[2]
@@ -281,11 +283,11 @@ class _Choice:
         return True
 
     def _leaves_result(self) -> bool:
-        """Whether completion may choose the result, as of a kernel's gradient.
+        """Whether propagation may choose the result, as for a kernel's gradient.
 
-        Of channels in groups XLA cannot scatter what it adds up over window dims, and
-        ends the process. It scatters to several axes only those of one dim that split
-        an operand's dim likewise, in their order.
+        With channels in groups XLA cannot scatter a sum over window dims, and ends the
+        process. It scatters along several axes only if they split a single dim and
+        split an operand's dim likewise, in the same order.
         """
         adds_up = any(self.auto[0]) and self.conv.groups > 1
         return self.conv.is_kernel_gradient and not adds_up and self._scatters()
@@ -305,21 +307,21 @@ class _Choice:
         return len(to) == 1 and alike and size % self.mesh.axes_size(axes) == 0
 
     def _axes(self) -> list[str]:
-        """Whole axes that split something, as they come in the tensors."""
-        found = dict.fromkeys(
-            axis for one in self.tensors for axes in one.dims for axis in axes
+        """The axes, sub-axes excepted, that split something, in the tensors' order."""
+        axes_used = dict.fromkeys(
+            axis for sharding in self.tensors for axes in sharding.dims for axis in axes
         )
-        return [axis for axis in found if axis in self.mesh.axis_names]
+        return [axis for axis in axes_used if axis in self.mesh.axis_names]
 
     def _dims(self, axis: str) -> list[int | None]:
         """The dim of each tensor that an axis splits."""
         return [
-            next((dim for dim, axes in enumerate(one.dims) if axis in axes), None)
-            for one in self.tensors
+            next((dim for dim, axes in enumerate(sharding.dims) if axis in axes), None)
+            for sharding in self.tensors
         ]
 
     def _share(self, axis: str) -> bool:
-        """Lets an axis be automatic, if it has a place as such."""
+        """Makes an axis automatic, if it can split dims as such."""
         conv = self.conv
         lhs, rhs, _ = self._dims(axis)
         if conv.feature_groups == 1 and (
@@ -331,12 +333,16 @@ class _Choice:
             return False
         number, both = window
         image, kernel = conv.lhs_window[number], conv.rhs_window[number]
-        windows = [window for one in self._axes() if (window := self._window(one))]
+        windows = [
+            window
+            for other_axis in self._axes()
+            if (window := self._window(other_axis))
+        ]
         if not both and any(shared for _, shared in windows):
-            return False  # It would add up over the devices along this axis too.
-        # XLA gets some kernel gradients wrong whose image is split unevenly along one
-        # window dim and along another one too, or whose result is larger than it, or
-        # of whose shards some are empty.
+            return False  # XLA would add up over the devices along this axis too.
+        # XLA gets some kernel gradients wrong whose image is split unevenly along a
+        # window dim if another window dim is split too, if the kernel is larger than
+        # the image there, or if some shards are empty.
         shards = self.mesh.axes_size([*self.auto[0][image], axis])
         delicate = both and (
             len(windows) > 1
@@ -354,8 +360,8 @@ class _Choice:
         )
 
     def _window(self, axis: str) -> tuple[int, bool] | None:
-        """The number of the window dim that an axis splits, and if it is the kernel's
-        too.
+        """The number of the window dim that an axis splits, and whether it is to split
+        the kernel's too.
         """
         conv = self.conv
         lhs, rhs, out = self._dims(axis)
@@ -371,7 +377,7 @@ class _Choice:
         return None
 
     def _keep(self, axis: str) -> bool:
-        """Lets a manual axis split dims, if it has a place as such."""
+        """Lets an axis split dims as a manual axis, if it can."""
         conv = self.conv
         lhs, rhs, out = self._dims(axis)
         channels = (conv.lhs_channels, conv.rhs_out, conv.out_feature)
@@ -397,22 +403,22 @@ class _Choice:
     ) -> bool:
         """Lets `axis` split the chosen dim of each tensor, if it divides all of them.
 
-        With `may_pad` it is enough that there are not more shards than elements.
+        With `may_pad` it is enough that there are no more shards than elements.
         """
         shapes = (self.conv.lhs, self.conv.rhs, self.conv.out)
-        for of, shape, dim in zip(dims, shapes, chosen, strict=True):
+        for divided, shape, dim in zip(dims, shapes, chosen, strict=True):
             if dim is not None:
-                count = self.mesh.axes_size([*of[dim], axis])
+                count = self.mesh.axes_size([*divided[dim], axis])
                 if shape[dim] < count or (shape[dim] % count and not may_pad):
                     return False
-        for of, dim in zip(dims, chosen, strict=True):
+        for divided, dim in zip(dims, chosen, strict=True):
             if dim is not None:
-                of[dim].append(axis)
+                divided[dim].append(axis)
         return True
 
 
 def _has_empty_shards(size: int, shards: int) -> bool:
-    """Whether the last shards of a dim are padding alone, as of 5 elements in 4."""
+    """Whether the last shards of a dim are padding alone, as with 5 elements in 4."""
     return -(-size // shards) * (shards - 1) >= size
 
 

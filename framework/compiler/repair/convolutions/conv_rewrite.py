@@ -1,4 +1,4 @@
-"""Gives convolutions of a StableHLO module the layouts that XLA gets right."""
+"""Gives convolutions of a StableHLO module layouts that XLA gets right."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ CONVOLUTION = "stablehlo.convolution"
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Tells convolutions apart: the op's name in the TF program; shapes of image, kernel
-and result. Where several have one key, one layout is right for all.
+and result. Convolutions with the same key can have the same layout.
 """
 
 
 def key_of(op) -> Key:
-    """Of an operation of a StableHLO module, lowered for a mesh or not yet."""
+    """The key of an operation of a StableHLO module, lowered for a mesh or not yet."""
     shapes = map(shape_of, (*op.operands, op.results[0]))
     return program_name(op_name(op)), *shapes
 
 
 def convolution_of(op) -> Convolution:
-    """What a `stablehlo.convolution` says."""
+    """The attributes of a `stablehlo.convolution`."""
     numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     lhs, rhs = (shape_of(value) for value in op.operands)
     return Convolution(
@@ -97,15 +97,15 @@ def _moves(op, numbers, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[boo
 def lay_out(op, mesh: DeviceMesh, layout: Layout) -> None:
     """Puts a convolution into a manual region and annotates its operands.
 
-    What it writes are annotations and borders of regions as TF programs carry them, to
-    be rewritten for the partitioner.
+    It writes annotations and borders of regions as TF programs carry them, to be
+    rewritten for the partitioner.
     """
     with ir.InsertionPoint(op), op.location:
         _Laid(mesh, layout).replace(op)
 
 
 class _Laid:
-    """One convolution in its layout, before the insertion point."""
+    """Writes a convolution in its layout, before the insertion point."""
 
     def __init__(self, mesh: DeviceMesh, layout: Layout):
         self.mesh = mesh
@@ -140,7 +140,7 @@ class _Laid:
 
     def _enter(self, value: ir.Value, manual: Dims, auto: Dims) -> ir.Value:
         if self.layout.manual:
-            # GSPMD would let in another order of the devices than the region has.
+            # GSPMD would admit a device order other than the region's.
             value = self._annotate(value, joined(manual, auto))
             part = self._part(value, manual)
             value = placeholder_call(INTO_MANUAL, value, part, self._border(manual))

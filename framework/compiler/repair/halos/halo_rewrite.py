@@ -34,7 +34,7 @@ _BY_DIM = ("window_dimensions", "window_strides", "base_dilations", "window_dila
 
 
 def lay_out_in_blocks(op, layout: Halos) -> None:
-    """Replaces a pooling, or the gradient of one, by the same in blocks."""
+    """Replaces a pooling, or its gradient, by the same in blocks."""
     with ir.InsertionPoint(op), op.location:
         sharding = layout.shardings[-1]
         write = _Writer(layout.blocks, sharding)
@@ -56,8 +56,8 @@ def _reduced(op, write: _Writer) -> ir.Value:
 def _scattered(op, write: _Writer) -> ir.Value:
     """The gradient of a max pool.
 
-    Padding is below whatever the image has, so that no window takes it; windows beyond
-    the last send nothing back.
+    Padding is less than any element of the image, so that no window takes it; windows
+    beyond the last send nothing back.
     """
     image, source, init = op.operands
     shape = shape_of(image)
@@ -79,37 +79,37 @@ class _Writer:
     """Writes an operation's tensors in blocks, at the insertion point.
 
     Args:
-      blocks: of dims.
-      sharding: of tensors that are not in blocks.
+      blocks: the blocks of dims.
+      sharding: the sharding of tensors that are not in blocks.
     """
 
     blocks: Sequence[Blocks]
     sharding: Sharding
 
     def blocked(self, value: ir.Value, size: Size, filler: ir.Value) -> ir.Value:
-        """A tensor of which each block has so many rows, filled up or cut to these."""
-        whole = self._of_all_blocks(shape_of(value), size)
-        shape = self._blocked_shape(whole, size)
-        value = annotated(_resized(value, whole, filler), self.sharding)
+        """A tensor in blocks of the given size, filled up or cut to fit."""
+        full_shape = self._of_all_blocks(shape_of(value), size)
+        shape = self._blocked_shape(full_shape, size)
+        value = annotated(_resized(value, full_shape, filler), self.sharding)
         value = stablehlo.reshape(tensor_type(value.type, shape), value)
         return self._annotated(value)
 
     def merged(
         self, value: ir.Value, size: Size, shape: Sequence[int], filler: ir.Value
     ) -> ir.Value:
-        """The reverse: a tensor of `shape` of one in blocks."""
-        whole = self._of_all_blocks(shape, size)
-        value = stablehlo.reshape(tensor_type(value.type, whole), value)
+        """The reverse: the tensor of `shape` that a tensor in blocks is."""
+        full_shape = self._of_all_blocks(shape, size)
+        value = stablehlo.reshape(tensor_type(value.type, full_shape), value)
         return _resized(annotated(value, self.sharding), shape, filler)
 
     def extended(self, image: ir.Value, filler: ir.Value) -> ir.Value:
         """The rows of an image that each block's windows read."""
         value = self.blocked(image, _ROWS, filler)
-        for dim, one in self._places():
+        for dim, blocks in self._places():
             parts = []
-            for further, start, stop in one.pieces():
+            for further, start, stop in blocks.pieces():
                 part = rows_of(value, dim + 1, start, stop)
-                if abs(further) < one.count:
+                if abs(further) < blocks.count:
                     part = _padded(part, {dim: (-further, further)}, filler)
                 else:  # There is no block so far away.
                     part = _broadcast(filler, part.type)
@@ -118,27 +118,27 @@ class _Writer:
         return self._annotated(value)
 
     def added_up(self, value: ir.Value, zero: ir.Value) -> ir.Value:
-        """What each row of an image comes to in all blocks that read it."""
-        for dim, one in self._places():
+        """The sum for each row of an image over all blocks that read it."""
+        for dim, blocks in self._places():
             parts = []
-            for further, start, stop in one.pieces():
-                if abs(further) >= one.count:
+            for further, start, stop in blocks.pieces():
+                if abs(further) >= blocks.count:
                     continue
-                before = further * one.rows - one.start
+                before = further * blocks.rows - blocks.start
                 part = rows_of(value, dim + 1, before + start, before + stop)
-                back = {dim: (further, -further), dim + 1: (start, one.rows - stop)}
+                back = {dim: (further, -further), dim + 1: (start, blocks.rows - stop)}
                 parts.append(_padded(part, back, zero))
             value = functools.reduce(stablehlo.add, parts)
         return self._annotated(value)
 
     def windows(self, op, operands: Sequence[ir.Value], shape, size: Size) -> ir.Value:
-        """The operation's result, for operands in blocks and without their padding.
+        """The operation's result, for operands in blocks and without its padding.
 
         Args:
           op: the operation.
-          operands: those it is to have.
-          shape: of its result.
-          size: of a block of the result.
+          operands: its new operands.
+          shape: the shape of its result.
+          size: the size of a block of the result.
         """
         new = op.clone()
         for number, operand in enumerate(operands):
@@ -160,23 +160,23 @@ class _Writer:
         return self._annotated(result)
 
     def _places(self) -> Iterator[tuple[int, Blocks]]:
-        """(the dim that counts blocks, the blocks); the rows are in the dim after."""
-        for number, one in enumerate(self.blocks):
-            yield one.dim + number, one
+        """(the dim that counts blocks, the blocks); rows are in the dim after it."""
+        for number, blocks in enumerate(self.blocks):
+            yield blocks.dim + number, blocks
 
     def _of_all_blocks(self, shape: Sequence[int], size: Size) -> list[int]:
         """A tensor's shape if it has the rows of all blocks, and no others."""
-        rows = {one.dim: one.count * size(one) for one in self.blocks}
+        rows = {blocks.dim: blocks.count * size(blocks) for blocks in self.blocks}
         return [rows.get(dim, old) for dim, old in enumerate(shape)]
 
     def _blocked_shape(self, shape: Sequence[int], size: Size) -> list[int]:
-        found = list(shape)
-        for dim, one in self._places():
-            found[dim : dim + 1] = [one.count, size(one)]
-        return found
+        blocked = list(shape)
+        for dim, blocks in self._places():
+            blocked[dim : dim + 1] = [blocks.count, size(blocks)]
+        return blocked
 
     def _annotated(self, value: ir.Value) -> ir.Value:
-        """A tensor in blocks, of which each device has its own."""
+        """A tensor in blocks, annotated so that each device has its own blocks."""
         dims = list(self.sharding.dims)
         for dim, _ in self._places():
             dims.insert(dim + 1, ())
@@ -212,7 +212,7 @@ def _resized(value: ir.Value, shape: Sequence[int], filler: ir.Value) -> ir.Valu
 def _padded(
     value: ir.Value, by_dim: Mapping[int, tuple[int, int]], filler: ir.Value
 ) -> ir.Value:
-    """A tensor with so much more before and after a dim, or less."""
+    """A tensor padded, or cut, before and after its dims."""
     if not any(map(any, by_dim.values())):
         return value
     rank = len(shape_of(value))

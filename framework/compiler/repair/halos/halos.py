@@ -1,10 +1,10 @@
 """Windows along split dims, computed in blocks of rows between which halos move.
 
 A dim that n shards split becomes two: n blocks, which are split as the dim was, and the
-rows of a block, which are whole. Rows that a block's windows read of other blocks are
-put next to its own. Blocks are then like the images of a batch: no window reaches from
-one into another, and XLA has nothing to get wrong. To it the other blocks' rows are
-those of a tensor shifted along the blocks, which devices permute.
+rows of a block, which are unsharded. Rows of other blocks that a block's windows read
+are put next to its own. Blocks are then like the images of a batch: no window reaches
+from one into another, and XLA has nothing to get wrong. XLA sees the other blocks' rows
+as a tensor shifted along the blocks, by a collective permute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import adds, dtype_of
 from meshwright.framework.sharding.sharding import Sharding
 
 FLOATS = {"f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16"}
-"""Formats of images, as HLO and as numpy names them, in which infinity is below all."""
+"""Dtypes of images, as HLO and numpy name them, that have a minus infinity."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class Blocks:
     """The blocks of a dim.
 
     Args:
-      dim: of the image and of the windows' results.
-      count: of the blocks.
-      rows: of the image in a block.
-      windows: in a block.
-      start, stop: the rows that a block's windows read, from the block's first on.
+      dim: the dim of the image and of the windows' results.
+      count: the number of blocks.
+      rows: the rows of the image in a block.
+      windows: the windows in a block.
+      start, stop: the rows that a block's windows read, relative to the block's first.
     """
 
     dim: int
@@ -52,29 +52,29 @@ class Blocks:
 
     @property
     def read(self) -> int:
-        """How many rows a block's windows read."""
+        """The number of rows that a block's windows read."""
         return self.stop - self.start
 
     def needed_and_held(self, size: int, shard: int) -> set[tuple[int, int]]:
-        """Rows of an image that a block's windows read, and those that its device has.
+        """How many rows of an image blocks' windows read, and how many devices hold.
 
         Args:
-          size: how many the image has.
-          shard: how many each device holds.
+          size: the number of rows of the image.
+          shard: the number of rows that each device holds.
 
         Returns:
-          For each block the two numbers.
+          The different pairs of numbers, over all blocks.
         """
-        found = set()
+        counts = set()
         for block in range(self.count):
             first, last = block * self.rows + self.start, block * self.rows + self.stop
             first, last = max(0, first), min(size, last)
             held = min(last, (block + 1) * shard) - max(first, block * shard)
-            found.add((max(0, last - first), max(0, held)))
-        return found
+            counts.add((max(0, last - first), max(0, held)))
+        return counts
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """(blocks further, start, stop): rows of blocks that a block's windows read."""
+        """(blocks ahead, start, stop): rows of blocks that a block's windows read."""
         for further in range(self.start // self.rows, -(-self.stop // self.rows)):
             first = further * self.rows
             stop = min(self.stop, first + self.rows)
@@ -86,26 +86,26 @@ class Halos:
     """A layout in which dims of windows stay split, and devices send halos.
 
     Args:
-      shardings: of the operands, then of the results.
-      blocks: of the dims of windows that are split, by dim.
+      shardings: the shardings of the operands, then of the results.
+      blocks: the blocks of the window dims that are split.
     """
 
     shardings: tuple[Sharding, ...]
     blocks: tuple[Blocks, ...]
 
     def bytes(self, layout: OpLayout) -> int:
-        """An estimate of the halos that a device receives, the one that needs most.
+        """An estimate of the halos received by the device that needs the most.
 
-        The gradient of a max pool sends them twice: rows of the image to where they are
-        read, and what these come to back.
+        The gradient of a max pool sends halos twice: rows of the image to where they
+        are read, and their gradients back.
         """
         image = layout.operands[0]
-        blocked = {one.dim: one for one in self.blocks}
+        blocked = {blocks.dim: blocks for blocks in self.blocks}
         shard = self.shardings[0].shard_shape(image.shape)
         others = math.prod(n for dim, n in enumerate(shard) if dim not in blocked)
         rows = [
-            one.needed_and_held(image.shape[dim], shard[dim])
-            for dim, one in blocked.items()
+            blocks.needed_and_held(image.shape[dim], shard[dim])
+            for dim, blocks in blocked.items()
         ]
         halo = max(
             math.prod(needed for needed, _ in place) - math.prod(h for _, h in place)
@@ -120,7 +120,7 @@ def in_blocks(layout: OpLayout, even: EvenLayout) -> Halos | None:
 
     Args:
       layout: the operation as completed.
-      even: how it would lie with its dims of windows whole.
+      even: its layout with its window dims unsharded.
     """
     if not _is_simple(layout.op):
         return None
@@ -131,27 +131,28 @@ def in_blocks(layout: OpLayout, even: EvenLayout) -> Halos | None:
     blocks = []
     for window, _ in split_windows(layout):
         axes = window_axes(layout, window)
-        one = _blocks(window, layout.mesh.axes_size(axes))
-        if one is None or not used.isdisjoint(part(axis).axis for axis in axes):
+        dim_blocks = _blocks(window, layout.mesh.axes_size(axes))
+        if dim_blocks is None or not used.isdisjoint(part(axis).axis for axis in axes):
             continue
         if takes and window.reads_padding_alone:  # There is nothing to take.
             continue
         split[window.dim] = axes
         used.update(part(axis).axis for axis in axes)
-        blocks.append(one)
+        blocks.append(dim_blocks)
     if not blocks:
         return None
     shardings = (
         dataclasses.replace(
-            one, dims=tuple(split.get(dim, axes) for dim, axes in enumerate(one.dims))
+            sharding,
+            dims=tuple(split.get(dim, axes) for dim, axes in enumerate(sharding.dims)),
         )
-        for one in even.shardings
+        for sharding in even.shardings
     )
     return Halos(shardings=tuple(shardings), blocks=tuple(blocks))
 
 
 def _is_simple(op) -> bool:
-    """Whether it reduces one tensor, or sums up what the largest of windows get."""
+    """Whether an op reduces one tensor, or is the gradient of a max pool of floats."""
     if op.name == REDUCE_WINDOW:
         return len(op.results) == 1
     return (
@@ -174,13 +175,13 @@ def _takes_the_largest(op) -> bool:
 
 
 def _blocks(window: Window, shards: int) -> Blocks | None:
-    """The blocks of a window's dim; None if that is not worth it, or not possible."""
+    """The blocks of a window's dim; None if they are impossible or not worth it."""
     if shards == 1 or window.base_dilation > 1 or not (window.out and window.image):
         return None
     read = min(window.image, window.last + window.size)
     windows = max(-(-window.out // shards), -(-read // (shards * window.stride)))
     start, stop = -window.low, (windows - 1) * window.stride + window.size - window.low
-    if stop - start >= window.image:  # No less than the whole image.
+    if stop - start >= window.image:  # No less than the entire image.
         return None
     return Blocks(
         dim=window.dim,

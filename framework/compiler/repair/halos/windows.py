@@ -1,4 +1,4 @@
-"""Windows that move along dims, and how far a device's reach beyond its shard."""
+"""Windows that move along dims, and how far they reach beyond a device's shard."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Window:
     """A window along one dim of an image.
 
     Args:
-      dim: of the image.
-      out_dim: of what the windows make, which a gradient has as an operand.
-      image, out: sizes of both.
-      size: of the window, dilated.
-      stride: of the window.
-      dilation: of the window.
-      base_dilation: of the image.
-      low: padding before the image.
+      dim: the dim of the image.
+      out_dim: the dim of the windows' result, which a gradient has as an operand.
+      image, out: the sizes of both dims.
+      size: the size of the window, dilated.
+      stride: the stride of the window.
+      dilation: the dilation of the window.
+      base_dilation: the dilation of the image.
+      low: the padding before the image.
     """
 
     dim: int
@@ -42,7 +42,7 @@ class Window:
 
     @property
     def moves(self) -> bool:
-        """Whether a result's element reads another row than its own."""
+        """Whether an element of the result reads a row other than its own."""
         plain = self.size == self.stride == self.base_dilation == 1
         return not (plain and self.low == 0 and self.image == self.out)
 
@@ -58,15 +58,18 @@ class Window:
 
     def is_far(self, shards: int) -> bool:
         """Whether a device needs rows from beyond its neighbours."""
-        ours = -(-self.image // shards) * self.base_dilation
-        theirs = -(-self.out // shards)
-        for place in range(shards):
-            first = place * theirs * self.stride - self.low
-            last = ((place + 1) * theirs - 1) * self.stride + self.size - self.low
-            if place * ours - first > ours or last - (place + 1) * ours > ours:
+        image_shard = -(-self.image // shards) * self.base_dilation
+        out_shard = -(-self.out // shards)
+        for shard in range(shards):
+            first = shard * out_shard * self.stride - self.low
+            last = ((shard + 1) * out_shard - 1) * self.stride + self.size - self.low
+            if (
+                shard * image_shard - first > image_shard
+                or last - (shard + 1) * image_shard > image_shard
+            ):
                 return True
-            # A shard may also lie beyond all that its device's results read.
-            if first >= (place + 1) * ours or last <= place * ours:
+            # A shard may also be beyond all rows that its device's results read.
+            if first >= (shard + 1) * image_shard or last <= shard * image_shard:
                 return True
         return False
 
@@ -119,23 +122,23 @@ def _low(op, rank: int) -> list[int]:
 
 
 def split_windows(layout: OpLayout) -> list[tuple[Window, int]]:
-    """The windows that move along a split dim, and into how many shards it is split.
+    """The windows that move along a split dim, and the number of its shards.
 
-    Of the image or of what the windows make, whichever has more. Where mesh axes cannot
-    say how one of them is sharded, that may be as many as there are devices.
+    The dim is that of the image or of the result, whichever has more shards. Where mesh
+    axes cannot express a sharding, there may be as many shards as devices.
     """
     unknown = any(tensor.sharding is None for tensor in layout.tensors)
-    found = []
+    split = []
     for window in windows_of(layout.op):
         shards = layout.mesh.axes_size(window_axes(layout, window))
         shards = layout.mesh.size if unknown else shards
         if shards > 1 and window.moves:
-            found.append((window, shards))
-    return found
+            split.append((window, shards))
+    return split
 
 
 def window_axes(layout: OpLayout, window: Window) -> tuple[str, ...]:
-    """The axes that split a window's dim, those of the tensor in most shards."""
+    """The axes that split a window's dim, in the tensor with the most shards."""
     image, out = layout.operands[0], layout.results[0]
     both = image.axes(window.dim), out.axes(window.out_dim)
     return max(both, key=layout.mesh.axes_size)

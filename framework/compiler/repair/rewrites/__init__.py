@@ -1,1 +1,1 @@
-"""Ops that are rewritten whatever their layout, for faults of XLA."""
+"""Rewrites of ops, in any layout, that avoid faults of XLA."""

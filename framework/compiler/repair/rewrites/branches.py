@@ -1,7 +1,7 @@
-"""Results of branches in Shardy's manual regions, which all branches split alike.
+"""Results of branches in Shardy's manual regions, which all branches must split alike.
 
-Elsewhere XLA reshards the result of a branch that is annotated unlike the others'. In a
-manual region its verifier refuses the program (jaxlib 0.10.2, "Inconsistent conditional
+Elsewhere XLA reshards the result of a branch that is annotated differently. In a manual
+region its verifier refuses the program (jaxlib 0.10.2, "Inconsistent conditional
 sharding"), unless another value comes between the annotation and the branch's end.
 """
 
@@ -24,11 +24,11 @@ from meshwright.framework.sharding.sharding import Sharding
 
 
 def open_results_in_regions(module: ir.Module, mesh: DeviceMesh) -> None:
-    """Puts an annotation with open dims behind each result of a branch.
+    """Puts an annotation with open dims after each result of a branch.
 
     Args:
       module: changed in place; its annotations and regions are Shardy's.
-      mesh: the program's.
+      mesh: the program's mesh.
     """
     for op in list(walk(module.operation)):
         if op.name not in BRANCHES or not manual_axes(op):

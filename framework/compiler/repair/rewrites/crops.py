@@ -1,8 +1,8 @@
 """Convolutions over an image that is cropped on one side and padded on the other.
 
-Their padding is negative on one side of a dim, as that of a gradient is where padding
-was as large as the kernel. XLA's CPU backend reads beyond the image then, on one device
-too, and the numbers are what lies in memory there (jaxlib 0.10.2).
+Their padding is negative on one side of a dim, as in a gradient where padding was as
+large as the kernel. XLA's CPU backend then reads beyond the image, on one device too,
+and the numbers are whatever is in memory there (jaxlib 0.10.2).
 """
 
 from __future__ import annotations

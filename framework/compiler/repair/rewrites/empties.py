@@ -1,7 +1,7 @@
-"""Tensors of no elements, made constants before XLA partitions a program.
+"""Tensors without elements, made constants before XLA partitions a program.
 
-XLA's partitioner ends the process at some products and convolutions of no elements, and
-its own clean-up removes the operands of Shardy's manual regions (jaxlib 0.10.2).
+XLA's partitioner ends the process at some products and convolutions without elements,
+and its clean-up removes such operands of Shardy's manual regions (jaxlib 0.10.2).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEPT = "stablehlo.while", "stablehlo.case", "stablehlo.if", "stablehlo.constant
 
 
 def fold_empties(module: ir.Module) -> None:
-    """Makes results of no elements, and sums of none, constants."""
+    """Makes results without elements, and sums over none, constants."""
     for op in reversed(list(walk(module.operation))):
         if _is_folded(op):
             with ir.InsertionPoint(op), op.location:

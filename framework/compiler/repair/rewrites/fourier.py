@@ -1,10 +1,10 @@
 """Fourier transforms, kept in the only order of elements that XLA's CPU backend takes.
 
-A transform's result otherwise takes the order that its reader would like, as a reshard
-does that exchanges dims, and the backend refuses the program (jaxlib 0.10.2, "RET_CHECK
-... fft_thunk.cc"). XLA replicates the LayoutConstraint and, outside of manual regions,
-the transform before it. In a region it reshards between them, so that the transform is
-annotated there as replicated.
+Otherwise a transform's result takes the order that its reader prefers, such as a
+reshard that exchanges dims, and the backend refuses the program (jaxlib 0.10.2,
+"RET_CHECK ... fft_thunk.cc"). XLA replicates the LayoutConstraint and, outside of
+manual regions, the transform before it. In a region it reshards between them, so the
+transform is annotated there as replicated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.framework.sharding.sharding import Sharding
 
 
 def keep_row_major(module: ir.Module) -> None:
-    """Asks for the results of Fourier transforms in row-major order."""
+    """Requests the results of Fourier transforms in row-major order."""
     for op in list(walk(module.operation)):
         if op.name == "stablehlo.fft":
             with ir.InsertionPoint.after(op), op.location:
@@ -30,11 +30,11 @@ def keep_row_major(module: ir.Module) -> None:
 
 
 def replicate_in_regions(module: ir.Module, mesh: DeviceMesh) -> None:
-    """Annotates results of transforms that are in Shardy's manual regions.
+    """Annotates the results of transforms in Shardy's manual regions as replicated.
 
     Args:
       module: changed in place; its annotations and regions are Shardy's.
-      mesh: the program's.
+      mesh: the program's mesh.
     """
     for op in list(walk(module.operation)):
         if op.name != "stablehlo.fft" or not manual_axes(op):

@@ -1,9 +1,9 @@
-"""Rolls by a known shift, said so that XLA's partitioner moves border rows only.
+"""Rolls by a known shift, written so that XLA's partitioner moves border rows only.
 
-TF2XLA makes of `tf.roll` a window of the tensor put behind itself, whose start it
-computes. Along a split dim XLA then moves the tensor about whole. Two slices in the
-other order are a rotation to it: devices send their neighbours the rows that cross a
-border, no others (jaxlib 0.10.2). Where nothing is split they cost no more.
+TF2XLA makes `tf.roll` a window, at a computed start, of the tensor concatenated with
+itself. Along a split dim XLA then moves the entire tensor. It takes two slices in the
+other order for a rotation: devices send their neighbours the rows that cross a border,
+no others (jaxlib 0.10.2). Where nothing is split, the slices cost no more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 def rotate(module: ir.Module) -> None:
     """Replaces rolls whose shifts are known by two slices each.
 
-    Rolls by a number that only the running program has are left as they are.
+    Rolls by a number that is known only at run time are left as they are.
     """
     done: dict[tuple[ir.Value, int], tuple[ir.Value, int]] = {}
     for op in list(walk(module.operation)):
@@ -34,7 +34,7 @@ def rotate(module: ir.Module) -> None:
 
 
 def _rolled(op) -> int | None:
-    """The dim along which a window is a roll; None if it is none."""
+    """The dim along which a window is a roll; None if the window is no roll."""
     doubled = op.operands[0].owner
     if isinstance(doubled, ir.Block) or doubled.name != "stablehlo.concatenate":
         return None
@@ -46,10 +46,10 @@ def _rolled(op) -> int | None:
 
 
 def _replace(op, dim: int, start: int, done: dict) -> None:
-    """The rows from `start` on, and the ones before them behind these.
+    """Puts the rows from `start` on first, and the rows before them last.
 
-    `done` has for what was rolled along a dim the tensor and the start: of two rolls in
-    a row, which XLA would see through to slices that are no rotation, one is made.
+    `done` maps a rolled tensor and its dim to the original tensor and the start: two
+    successive rolls become one, as XLA would merge their slices into no rotation.
     """
     tensor = op.operands[0].owner.operands[0]
     size = shape_of(tensor)[dim]
@@ -58,7 +58,9 @@ def _replace(op, dim: int, start: int, done: dict) -> None:
     rolled = tensor
     if start:
         with ir.InsertionPoint(op), op.location:
-            parts = [rows_of(tensor, dim, *at) for at in ((start, size), (0, start))]
+            parts = [
+                rows_of(tensor, dim, *bounds) for bounds in ((start, size), (0, start))
+            ]
             rolled = stablehlo.concatenate(parts, dim)
         done[rolled, dim] = tensor, start
     replace_result(op, rolled)

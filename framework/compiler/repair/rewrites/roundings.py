@@ -1,11 +1,11 @@
-"""Roundings of what a program counts by itself, computed before it is partitioned.
+"""Roundings that depend on no argument, computed before a program is partitioned.
 
 `tf.image.resize` rounds fractions of positions, once for the rows that it reads and
-again for their weights. On one device XLA computes both while it compiles. Of a split
-dim each device computes its own, in several kernels. Where one of these multiplies and
-adds in a single instruction and another does not, a fraction next to a whole number is
-rounded to either side, and rows get the weights of others. Constants are the same for
-all.
+again for their weights. On one device XLA computes both while it compiles. For a split
+dim each device computes its own part, in several kernels. Where one kernel multiplies
+and adds in a single instruction and another does not, a fraction next to an integer is
+rounded to either side, and rows get the weights of others. Constants are the same on
+all devices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROUNDINGS = ("stablehlo.ceil", "stablehlo.floor", "stablehlo.round_nearest_even
 def fold_roundings(module: ir.Module) -> None:
     """Replaces roundings of floats that depend on no argument by constants.
 
-    Of float32 and float64, of as few elements as `KnownValues` computes.
+    The floats are float32 or float64, of as few elements as `KnownValues` computes.
     """
     values, folded = KnownValues(), []
     for op in list(walk(module.operation)):
@@ -42,7 +42,7 @@ def fold_roundings(module: ir.Module) -> None:
             constant = stablehlo.constant(ir.DenseElementsAttr.get(value))
         replace_result(op, constant)
         folded.append(op)
-    for op in folded:  # Only now: `values` is to know them to the end.
+    for op in folded:  # Only now: `values` needs them in the module until the end.
         op.erase()
 
 

@@ -1,4 +1,4 @@
-"""Slices that XLA's partitioner gets wrong, said otherwise."""
+"""Slices that XLA's partitioner gets wrong, written differently."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import walk
 
 
 def drop_noop_strides(module: ir.Module) -> None:
-    """Gives slices a step of 1 along dims of which they take one element.
+    """Gives slices a step of 1 along dims of which they take a single element.
 
-    The step is of no effect there, but where the dim is split the partitioner counts by
-    it and takes another element (jaxlib 0.10.2).
+    The step has no effect there, but where the dim is split the partitioner counts by
+    the step and takes another element (jaxlib 0.10.2).
     """
     for op in walk(module.operation):
         if op.name == "stablehlo.slice":

@@ -1,9 +1,9 @@
 """Starts of slices that the program computes, kept in range before XLA partitions them.
 
-A start out of range is the nearest in range, by definition. Along a split dim XLA's
-partitioner forgets that: it writes an update nowhere, and reads other elements for each
-shard. So does XLA where it makes one slice, or update, of two: it adds their starts up
-and clamps the sum. The second may be the partitioner's (jaxlib 0.10.2).
+By definition a start out of range is clamped to the range. Along a split dim XLA's
+partitioner ignores that: it writes an update nowhere, and reads other elements for each
+shard. So does XLA where it merges two slices, or updates: it adds their starts up and
+clamps the sum. The second may be the partitioner's (jaxlib 0.10.2).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _MARKS = "Sharding", "SPMDFullToShardShape"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clamped:
-    """A slice whose starts are clamped; its tensors stay as they are split.
+    """A slice whose starts are clamped; its tensors keep their shardings.
 
     Args:
-      shardings: of its operands and its result, None for what is not known.
+      shardings: the shardings of its operands and its result, None where unknown.
     """
 
     shardings: tuple[Sharding | None, ...]
 
 
 def unclamped_dims(op) -> list[int]:
-    """The dims along which a slice, or an update of one, may start out of range.
+    """The dims along which a slice, or its update, may start out of range.
 
-    Not those that it takes all of: each shard clamps these right.
+    Dims that are taken entirely are left out: each shard clamps these correctly.
     """
     values, lasts = KnownValues(), _lasts(op)
     starts = list(op.operands)[-len(lasts) :] if lasts else []
@@ -53,10 +53,10 @@ def unclamped_dims(op) -> list[int]:
 
 
 def merging_dims(op) -> list[int]:
-    """The dims along which XLA may make one of a slice, or update, and another.
+    """The dims along which XLA may merge a slice, or update, with another.
 
-    Not those where it takes a single element, unless it is of a slice: nothing is left
-    to slice. Loops read and write a step's elements so.
+    Dims of which it takes a single element are left out, unless it slices a slice:
+    nothing is left to slice. Loops read and write a step's elements so.
     """
     part = shape_of(op.results[0] if op.name == DYNAMIC_SLICE else op.operands[1])
     again = op.name == DYNAMIC_SLICE and _is_of_a_slice(op.operands[0])
@@ -75,7 +75,7 @@ def clamp_starts(op) -> None:
 
 
 def _is_of_a_slice(value: ir.Value) -> bool:
-    """Whether a slice makes a value, but for annotations, reshapes and the like."""
+    """Whether a value is a slice, up to annotations, reshapes and the like."""
     maker = value.owner
     while not isinstance(maker, ir.Block) and len(maker.operands) == 1:
         maker = maker.operands[0].owner

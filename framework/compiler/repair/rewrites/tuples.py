@@ -1,4 +1,4 @@
-"""Custom calls that give tuples, which Shardy does not know, give several results."""
+"""Gives custom calls several results instead of tuples, which Shardy does not know."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _ELEMENT = "stablehlo.get_tuple_element"
 
 
 def flatten_tuples(module: ir.Module) -> None:
-    """Gives custom calls a result for each element of the tuple that they give.
+    """Gives custom calls a result for each element of the tuple that they return.
 
-    TF2XLA makes such of QR, LU and eigenvalue decompositions.
+    TF2XLA makes such calls for QR, LU and eigenvalue decompositions.
     """
-    # Chosen first: elements are erased below, and what was erased has no name to read.
+    # Listed first: elements are erased below, and erased ops have no name to read.
     calls = [op for op in walk(module.operation) if op.name == _CUSTOM_CALL]
     for op in calls:
         if len(op.results) != 1:
@@ -28,7 +28,7 @@ def flatten_tuples(module: ir.Module) -> None:
         given = ir.TupleType(op.results[0].type)
         types = [given.get_type(i) for i in range(given.num_types)]
         attributes = {name: op.attributes[name] for name in op.attributes}
-        attributes.pop("result_layouts", None)  # Of a tuple; the default is the same.
+        attributes.pop("result_layouts", None)  # Tuple layouts; the default is equal.
         attributes.pop("operand_layouts", None)
         flat = ir.Operation.create(
             _CUSTOM_CALL,

@@ -1,1 +1,1 @@
-"""The table of what XLA's partitioner gets wrong."""
+"""The table of operations that XLA's partitioner gets wrong."""

@@ -1,4 +1,4 @@
-"""What a row of the table of faults says; `faults` has the table."""
+"""The rows of the table of faults; `faults` has the table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from meshwright.framework.compiler.repair.op_layout import (
 from meshwright.framework.compiler.repair.rewrites.starts import Clamped
 
 Chosen = EvenLayout | halos.Halos | conv_layout.Layout | Clamped
-"""How an operation is to be laid out."""
+"""The layout that an operation is to have."""
 
 
 class Outcome(enum.Enum):
-    """What comes of a program that meets a fault and is not laid out otherwise."""
+    """What happens to a program that meets a fault and is not repaired."""
 
     WRONG = "wrong numbers"
     REFUSED = "XLA refuses its own program"
@@ -34,10 +34,10 @@ class Smallest:
     """The smallest program known to meet a fault.
 
     Args:
-      outcome: what comes of it.
-      program: an expression of TF, and how its tensors are sharded at the program's
-        border and where they are annotated; as the operator matrix prints a case.
-      shardy, gspmd: whether the program of that partitioner meets it.
+      outcome: what happens to it.
+      program: a TF expression, and the shardings of its tensors at the program's border
+        and of its annotations, in the form in which the operator matrix prints a case.
+      shardy, gspmd: whether the program meets the fault under that partitioner.
     """
 
     outcome: Outcome
@@ -51,16 +51,16 @@ class Fault:
     """A row of the table.
 
     Args:
-      name: of the fault, in a few words.
+      name: the name of the fault, in a few words.
       what: the operation and its layout, for messages and docs.
       more: which of these, or why; for docs.
       ops: the operations that can meet it.
-      choose: for an operation's completed layout the layout that XLA gets right; None
-        if the operation does not meet the fault.
+      choose: returns the layout that XLA gets right for an operation's completed
+        layout; None if the operation does not meet the fault.
       repair: what `choose` does, for docs, and for messages if it changes no sharding.
       smallest: programs that meet it, by name.
       until: the first jaxlib without it; None while there is none.
-      links: to reports of it upstream, as far as they are known.
+      links: known upstream reports of it.
     """
 
     name: str
@@ -75,11 +75,13 @@ class Fault:
 
     @property
     def is_slow(self) -> bool:
-        """Whether XLA gets it right without the repair, and only takes longer."""
-        return all(one.outcome is Outcome.SLOW for one in self.smallest.values())
+        """Whether XLA gets the op right without the repair, and only takes longer."""
+        return all(
+            program.outcome is Outcome.SLOW for program in self.smallest.values()
+        )
 
     def is_in(self, jaxlib: tuple[int, ...]) -> bool:
-        """Whether a version of jaxlib has it."""
+        """Whether a version of jaxlib has the fault."""
         return self.until is None or jaxlib < self.until
 
 
@@ -88,7 +90,7 @@ def evenly(
 ) -> Callable[[OpLayout], Chosen | None]:
     """Lays an operation that meets a fault out evenly, split by some factors only.
 
-    Those that its tensors split alike come first, if `agreed`.
+    Factors that its tensors split alike come first, if `agreed`.
     """
 
     def choose(layout: OpLayout) -> Chosen | None:

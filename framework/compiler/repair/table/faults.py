@@ -1,4 +1,4 @@
-"""The table of what XLA's partitioner gets wrong, and of the layouts that repair it.
+"""The table of operations that XLA's partitioner gets wrong, and of their repairs.
 
 The pass that lays programs out (`check`), the tests and `docs/operators.md` read it.
 """
@@ -30,7 +30,7 @@ from meshwright.framework.compiler.repair.table.window_faults import WINDOW_FAUL
 
 
 def _agreed(layout: OpLayout) -> Chosen | None:
-    """Lays a product out evenly, so that what its tensors agree on stays split."""
+    """Lays a product out evenly, so that dims that its tensors agree on stay split."""
     if layout.op.name == CONVOLUTION:
         layout = conv_layout.as_product(convolution_of(layout.op), layout)
     if layout is None or not regrouped_axes(layout):

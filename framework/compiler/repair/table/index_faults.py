@@ -31,7 +31,7 @@ from meshwright.framework.compiler.repair.table.patterns import GATHER, SCATTER
 
 
 def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | None]:
-    """Lays a gather or scatter out evenly, its indices padded if need be."""
+    """Lays a gather or scatter out evenly, its indices padded if necessary."""
 
     def choose(layout: OpLayout) -> Chosen | None:
         if not meets(layout):

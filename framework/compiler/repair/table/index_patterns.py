@@ -27,21 +27,21 @@ def uneven_indices(layout: OpLayout) -> bool:
 
 
 def split_coordinates(layout: OpLayout) -> bool:
-    """A gather or scatter by indices of several coordinates, these split."""
+    """A gather or scatter by indices whose coordinates are split."""
     indices = _indices(layout)
     dim = _coordinates(layout)
     return dim is not None and indices.may_split(dim)
 
 
 def regrouped(layout: OpLayout) -> bool:
-    """A gather whose tensors split dims of the indices, or columns, by unlike axes.
+    """A gather whose tensors split dims of the indices, or columns, by different axes.
 
     XLA takes a gather apart by one kind of dim after another, columns of the table and
-    dims of the indices among them, and reshards what the inner gather gives as if it
-    were the outer one's. Columns do harm only where others are split too, or rows are
-    and they come before the dims of the indices. Over two axes all that is
-    right but where one of them splits different dims. A tensor over other devices than
-    the mesh's, or in another order, is like none.
+    dims of the indices among them, and reshards the inner gather's result as if it were
+    the outer gather's. Columns do harm only where other columns are split too, or where
+    rows are and the columns come before the dims of the indices. Over two axes all this
+    is right unless one of them splits different dims. A tensor over devices other than
+    the mesh's, or in another order, matches no other.
     """
     if None in layout.shardings:
         return True
@@ -65,10 +65,10 @@ def regrouped(layout: OpLayout) -> bool:
 
 
 def _is_split_twice(layout: OpLayout) -> bool:
-    """Whether an axis splits different dims, and others some dim into more shards.
+    """Whether an axis splits different dims, and others split a dim into more shards.
 
-    But for indices and rows, and dims of the indices that all tensors split alike, as
-    in an embedding of a batch.
+    An axis may split indices and rows, or dims of the indices that all tensors split
+    alike, as in an embedding of a batch.
     """
     indices = index_factors(layout)
     alike = {factor for factor in indices if len(layout.groups(factor)) == 1}
@@ -84,7 +84,7 @@ def _is_split_twice(layout: OpLayout) -> bool:
 
 
 def _is_over_three_axes(layout: OpLayout) -> bool:
-    """Whether three axes or more split its tensors, or two and it is replicated too."""
+    """Whether three or more axes split tensors, or two if they are replicated too."""
     groups = (axes for tensor in layout.tensors for axes in tensor.splitting())
     axes = set(itertools.chain.from_iterable(groups))
     return len(axes) + (layout.mesh.axes_size(tuple(axes)) < layout.mesh.size) > 2
@@ -94,9 +94,9 @@ def regrouped_in_region(layout: OpLayout) -> EvenLayout | None:
     """Lays out a gather or scatter in a manual region as XLA can take it apart.
 
     XLA groups the devices by one kind of dim after another, within the groups that the
-    region has made already, and a collective among these does not cover a group. There
-    is none where all tensors are split alike, each axis splits one dim, and a gather's
-    rows are split alone or before all other dims of the table.
+    region has already made, and a collective among these does not cover a group. There
+    is no such collective where all tensors are split alike, each axis splits one dim,
+    and a gather's rows are split alone or before all other dims of the table.
     """
     if not layout.manual or _is_simple_in_region(layout):
         return None
@@ -116,10 +116,10 @@ def _is_simple_in_region(layout: OpLayout) -> bool:
 
 
 def _has_rows_first(layout: OpLayout) -> bool:
-    """Whether a gather's table has one dim of rows split at most, the first that is.
+    """Whether a gather's table has at most one split dim of rows, its first split dim.
 
-    By several coordinates, of which one may count along a batch, which XLA groups by,
-    indices may not be split beside rows either.
+    With several coordinates, indices may not be split beside rows either: one of the
+    coordinates may count along a batch, by which XLA groups.
     """
     table, rows = layout.operands[0], _row_factors(layout)
     split = [factor for dim, factor in enumerate(table.factors) if table.axes(dim)]
@@ -132,13 +132,13 @@ def _has_rows_first(layout: OpLayout) -> bool:
 
 
 def batches_split_apart(layout: OpLayout) -> bool:
-    """A gather whose operand and indices split a dim of one size otherwise.
+    """A gather whose operand and indices split a dim of the same size differently.
 
     XLA takes a coordinate that counts along a dim of the indices, as those of
-    `batch_dims` do, for a batch, and cuts the operand by both counts in turn. Where
-    one is a multiple of the other it aligns them first, but not over three axes or
-    more. Whether a coordinate counts is not looked at here: dims of one size are rare
-    otherwise.
+    `batch_dims` do, for a batch, and cuts the operand by both counts in turn. Where one
+    count is a multiple of the other it aligns them first, but not over three axes or
+    more. Whether a coordinate counts is not examined here: other dims of the same size
+    are rare.
     """
     table, indices = layout.operands
     coordinates = _coordinates(layout)
@@ -147,9 +147,11 @@ def batches_split_apart(layout: OpLayout) -> bool:
     unknown = None in (table.sharding, indices.sharding)
     three = _is_over_three_axes(layout)
 
-    def apart(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-        few, many = sorted(map(counts, (one, other)))
-        return bool(many % few) or (three and few > 1 and set(one) != set(other))
+    def apart(table_axes: tuple[str, ...], index_axes: tuple[str, ...]) -> bool:
+        few, many = sorted(map(counts, (table_axes, index_axes)))
+        return bool(many % few) or (
+            three and few > 1 and set(table_axes) != set(index_axes)
+        )
 
     return any(
         size == table.shape[row]
@@ -169,9 +171,9 @@ def single_row(layout: OpLayout) -> bool:
 
 
 def single_index(layout: OpLayout) -> bool:
-    """A scatter of one index into a dim that is split.
+    """A scatter of a single index into a split dim.
 
-    Splits of the slice that is written do no harm: loops write a step's rows so.
+    Splits of the written slice do no harm: loops write a step's rows so.
     """
     indices, coordinates = _indices(layout), _coordinates(layout)
     count = math.prod(n for d, n in enumerate(indices.shape) if d != coordinates)
@@ -185,8 +187,8 @@ def single_index(layout: OpLayout) -> bool:
 def few_rows(layout: OpLayout) -> bool:
     """A scatter into a table split by rows, whose indices are split too.
 
-    Of rows that take less to gather than the table's shard takes to add up: a ring does
-    that in two rounds.
+    Gathering the rows costs less than adding up the table's shard, which takes a ring
+    two rounds.
     """
     if len(layout.results) > 1 or not layout.is_even:
         return False
@@ -237,7 +239,7 @@ def _row_factors(layout: OpLayout) -> set[int | None]:
 
 
 def index_factors(layout: OpLayout) -> set[int]:
-    """The factors of the indices, but for the one of their coordinates."""
+    """The factors of the indices, except that of their coordinates."""
     coordinates = _coordinates(layout)
     return {
         factor

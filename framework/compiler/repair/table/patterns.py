@@ -43,8 +43,8 @@ def stepped_dims(op) -> list[int]:
 def steps_across_shards(layout: OpLayout) -> bool:
     """A slice by steps, or its gradient's padding between elements, not shard by shard.
 
-    Along a split dim of steps each shard of the shorter tensor has to be what the same
-    shard of the longer one is cut to. Other dims that change have to be even.
+    Along a split dim of steps each shard of the shorter tensor has to be cut from the
+    same shard of the longer tensor. Other dims that change have to be even.
     """
     stepped = stepped_dims(layout.op)
     split = [d for d in range(len(layout.results[0].shape)) if _is_split(layout, d)]
@@ -55,7 +55,7 @@ def steps_across_shards(layout: OpLayout) -> bool:
 
 
 def _steps_in_shards(layout: OpLayout, dim: int) -> bool:
-    """Whether a shard of a dim of steps is made of the same shard alone."""
+    """Whether each shard of a dim of steps is made of the same shard alone."""
     operand, result = layout.operands[0], layout.results[0]
     shards = {tensor.sharding and tensor.axes(dim) for tensor in (operand, result)}
     if len(shards) > 1 or not (operand.divides(dim) and result.divides(dim)):
@@ -86,10 +86,10 @@ def _is_split(layout: OpLayout, dim: int) -> bool:
 def may_cut_no_shard(op) -> bool:
     """A slice that takes the first elements along the dims that it cuts.
 
-    Not one that is annotated, of an argument, an annotation or a manual region's result
-    that nothing else reads, as of arguments that arrive padded: it is a copy, and there
-    is nothing to mix up. Of other tensors XLA may find out that they are copies of one
-    that is read elsewhere.
+    An annotated slice is left out if it is of an argument, an annotation or a manual
+    region's result that nothing else reads, such as arguments that arrive padded: it is
+    a copy, and there is nothing to confuse. Other tensors XLA may find to be copies of
+    a tensor that is read elsewhere.
     """
     (operand,), (result,) = op.operands, op.results
     origin, readers = _origin(operand), _readers(result)
@@ -104,7 +104,7 @@ def may_cut_no_shard(op) -> bool:
 
 
 def _is_apart(maker) -> bool:
-    """Whether XLA cannot find a value to be a copy of another, by what makes it."""
+    """Whether XLA cannot find a value to be a copy of another, given its maker."""
     return (
         isinstance(maker, ir.Block)
         or _is_annotation(maker)
@@ -113,7 +113,7 @@ def _is_apart(maker) -> bool:
 
 
 def is_roll(op) -> bool:
-    """Whether an op puts the first part of a tensor behind the other."""
+    """Whether an op puts the first part of a tensor after the other part."""
     if op.name != CONCATENATE or len(op.operands) != 2:
         return False
     makers = _makers(op)
@@ -137,7 +137,7 @@ def _makers(op) -> list:
 
 
 def is_of_roll(op) -> bool:
-    """Whether an op is a roll, or a part of one."""
+    """Whether an op is a roll, or a part of a roll."""
     return _roll_of(op) is not None
 
 
@@ -152,9 +152,9 @@ def _roll_of(op):
 
 
 def rolls_apart(layout: OpLayout) -> bool:
-    """A roll or a part of one that reshards, so that XLA takes it for no roll.
+    """A roll or its part that reshards, so that XLA does not recognize the roll.
 
-    But not if nothing else reads the tensor that is rolled.
+    It is left alone if nothing else reads the tensor that is rolled.
     """
     shardings = layout.shardings
     if layout.is_replaced or _is_read_by_roll_alone(_roll_of(layout.op)):
@@ -163,9 +163,9 @@ def rolls_apart(layout: OpLayout) -> bool:
 
 
 def _is_read_by_roll_alone(roll) -> bool:
-    """Whether a roll's two parts are all that reads its tensor, or a copy of it.
+    """Whether only a roll's two parts read its tensor, or a copy of the tensor.
 
-    Of what was a roll before something in it was annotated (None), it is not known.
+    This is unknown for a roll in which something has been annotated since (None).
     """
     if roll is None:
         return False
@@ -174,7 +174,7 @@ def _is_read_by_roll_alone(roll) -> bool:
 
 
 def _readers(value) -> list:
-    """The ops that read a value, past reshapes to its own shape, which TF makes."""
+    """The ops that read a value, past reshapes to the same shape, which TF makes."""
     return [
         reader
         for use in value.uses
@@ -185,7 +185,7 @@ def _readers(value) -> list:
 
 
 def _origin(value):
-    """What reshapes to its own shape, which TF makes, were made of."""
+    """A value before reshapes to the same shape, which TF makes."""
     while not isinstance(value.owner, ir.Block) and _is_no_op(value.owner):
         value = value.owner.operands[0]
     return value
@@ -205,8 +205,8 @@ def _is_annotation(op) -> bool:
 def cuts_no_shard(layout: OpLayout) -> bool:
     """A slice whose shards have the sizes of its operand's, as `x[:-1]` of a split dim.
 
-    Nothing is to be done, so XLA has one instruction for both, and confuses the
-    resharded copies of the two. But not in a roll that is sharded as its tensor is.
+    There is nothing to do, so XLA has one instruction for both, and confuses the
+    resharded copies of the two; but not in a roll that is sharded like its tensor.
     """
     operand, result = layout.operands[0], layout.results[0]
     if not may_cut_no_shard(layout.op) or layout.is_replaced:
@@ -216,10 +216,10 @@ def cuts_no_shard(layout: OpLayout) -> bool:
     return has_equal_shards(layout, operand, result)
 
 
-def has_equal_shards(layout: OpLayout, one: Tensor, other: Tensor) -> bool:
-    """Whether shards of two tensors have one size, in a sharding of the operation's."""
+def has_equal_shards(layout: OpLayout, first: Tensor, second: Tensor) -> bool:
+    """Whether shards of two tensors have equal sizes, in one of the op's shardings."""
     return None in layout.shardings or any(
-        sharding.shard_shape(one.shape) == sharding.shard_shape(other.shape)
+        sharding.shard_shape(first.shape) == sharding.shard_shape(second.shape)
         for sharding in layout.shardings
     )
 
@@ -227,10 +227,10 @@ def has_equal_shards(layout: OpLayout, one: Tensor, other: Tensor) -> bool:
 def split_transform(layout: OpLayout) -> bool:
     """A Fourier transform along several dims, one of which is split.
 
-    Or along one dim, the last of three or more, that all devices split. XLA has a
-    method of its own for these, which is right for complex64 where operand and result
-    are split alike, in the order of the devices, into shards whose size the number of
-    devices divides. Inverses, and transforms of real numbers, it does not compute so.
+    Or a transform along one dim, the last of three or more, that all devices split. XLA
+    has a separate method for these, which is right for complex64 where operand and
+    result are split alike, in the order of the devices, into shards whose size the
+    number of devices divides. It does not use it for inverses, nor for real numbers.
     """
     rank, count = len(layout.results[0].shape), len(layout.op.attributes["fft_length"])
     if count == 1:
@@ -243,7 +243,7 @@ def split_transform(layout: OpLayout) -> bool:
 
 
 def _is_transformed_in_shards(layout: OpLayout, dim: int) -> bool:
-    """Whether XLA transforms a dim by its own method, and may be wrong."""
+    """Whether XLA transforms a dim by its separate method, and may be wrong."""
     (operand,), (result,) = layout.operands, layout.results
     sizes = layout.mesh.axes_size
     devices = layout.mesh.size // sizes(layout.manual)
@@ -268,7 +268,7 @@ def shrunk_dims(
 ) -> list[tuple[int, int]]:
     """The dims that a reshape to fewer dims makes shorter, or that have one element.
 
-    Each with the dim of the result that begins at the same element, and divides it.
+    Each comes with the result's dim that begins at the same element and divides it.
     """
     if len(before) <= len(after) or math.prod(before) < 2:
         return []
@@ -283,15 +283,15 @@ def shrunk_dims(
 
 
 def merges_after_one(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether a reshape merges dims, and there is one of size 1 before them."""
+    """Whether a reshape merges dims, and a dim of size 1 comes before them."""
     merged = [n for n in before if n > 1] != [n for n in after if n > 1]
     return merged and len(before) > len(after) and 1 in before[:-2]
 
 
 def reshaped(op):
-    """The tensor that a reshape is of once XLA has merged the reshapes before it.
+    """The operand of a reshape once XLA has merged the reshapes before it.
 
-    Transposes that move dims of size 1 only are reshapes too.
+    Transposes that move only dims of size 1 are reshapes too.
     """
     (value,) = op.operands
     while not isinstance(value.owner, ir.Block) and (
@@ -302,7 +302,7 @@ def reshaped(op):
 
 
 def _moves_ones(op) -> bool:
-    """Whether an op is a transpose that keeps the order of all dims but those of 1."""
+    """Whether an op is a transpose that keeps the order of all dims larger than 1."""
     if op.name != "stablehlo.transpose":
         return False
     shape = shape_of(op.operands[0])
@@ -311,10 +311,10 @@ def _moves_ones(op) -> bool:
 
 
 def shrinks_unevenly(layout: OpLayout) -> bool:
-    """A reshape that goes wrong as its operand and its result are split.
+    """A reshape that XLA gets wrong with the shardings of its operand and its result.
 
     XLA merges it with reshapes before it, but not past an annotation or a pin, and
-    GSPMD is looked at after that: what it merged wrongly has no known layout.
+    GSPMD is examined after that: reshapes that it merged wrongly have no known layout.
     """
     if layout.is_replaced:
         return False
@@ -325,13 +325,13 @@ def is_shrunk_unevenly(operand: Tensor, result: Tensor) -> bool:
     """Whether fewer dims make a split dim shorter, in unequal shards.
 
     XLA describes its exchange of rows by a window with a dim for each of the result's,
-    and reads one for each of the operand's: beyond the end. It may first split the
-    result as it finds the operand split, even where the dim is not to be split.
+    and reads a dim for each of the operand's: beyond the end. It may first split the
+    result as the operand is split, even where the dim is not to be split.
     """
     return _recurses(operand, result) or any(
         operand.may_split(i)
         and not (operand.shape[i] > 1 and _goes_elsewhere(operand, result, j))
-        # In shards of one size XLA reshapes shard by shard.
+        # In shards of equal size XLA reshapes shard by shard.
         and not (
             operand.divides(i, result.shape[j])
             and (result.divides(j) or not result.may_split(j))
@@ -341,9 +341,9 @@ def is_shrunk_unevenly(operand: Tensor, result: Tensor) -> bool:
 
 
 def _recurses(operand: Tensor, result: Tensor) -> bool:
-    """Whether a dim of size 1 is split, and a later one in unequal shards.
+    """Whether a dim of size 1 is split, and a later dim in unequal shards.
 
-    Where a split dim is made of the later one and others, XLA's rule for reshapes may
+    Where a split dim is made of the later dim and others, XLA's rule for reshapes may
     call itself until the stack is full.
     """
     split = [i for i in range(len(operand.shape)) if operand.may_split(i)]
@@ -358,7 +358,7 @@ def _recurses(operand: Tensor, result: Tensor) -> bool:
 
 
 def _goes_elsewhere(operand: Tensor, result: Tensor, dim: int) -> bool:
-    """Whether a dim of the result has one element, and no shards are to go there."""
+    """Whether a dim of the result has a single element, and no shards go there."""
     return operand.is_even and result.shape[dim] == 1 and not result.may_split(dim)
 
 
@@ -370,7 +370,7 @@ def overlapping_windows(layout: OpLayout) -> bool:
 def far_halos(layout: OpLayout) -> bool:
     """Windows by strides along split dims that reach beyond neighbours.
 
-    Those of a convolution along a single dim, its image not dilated, were not seen to
+    Windows of a convolution along a single dim, its image not dilated, were not seen to
     go wrong.
     """
     split = split_windows(layout)
@@ -381,9 +381,9 @@ def far_halos(layout: OpLayout) -> bool:
 
 
 def windows_of_padding(layout: OpLayout) -> bool:
-    """Windows by strides along a split dim, the first of which read padding alone.
+    """Strided windows along a split dim that begin in padding alone, or have holes.
 
-    Or whose own elements are apart too.
+    Or that begin inside a dilated image.
     """
     return any(
         (w.low - (w.size - 1) > 0 and (w.low - (w.size - 1)) % w.stride)
@@ -394,6 +394,6 @@ def windows_of_padding(layout: OpLayout) -> bool:
 
 
 def is_in_order(mesh: DeviceMesh, axes: Iterable[str]) -> bool:
-    """Whether axes that split a dim are in the order of the mesh's."""
+    """Whether axes that split a dim are in the order of the mesh's axes."""
     strides = [mesh.stride(axis) for axis in axes]
     return strides == sorted(strides, reverse=True)

@@ -10,18 +10,18 @@ from meshwright.framework.compiler.repair.table.patterns import is_in_order
 
 
 def regrouped_axes(layout: OpLayout) -> bool:
-    """A product whose tensors group axes otherwise for the same dim.
+    """A product whose tensors group axes differently for the same dim.
 
     - X splits a dim in a tensor, Y and X in another (`[X]`, `[Y.X]`); or different axes
-      do, and it is a batch dim, or one of them is of a group for another dim (`[X.Y,Z]`
+      do, and it is a batch dim, or one of them is in a group for another dim (`[X.Y,Z]`
       by `[Z,Y]`, scattered to `[X.Y,Z]`).
-    - Several axes split a dim of the result, otherwise than an operand's, while some
-      axis splits one dim here and another there (`[X,Z]` by `[X,_]` to `[Z.Y,X]`).
-    - Several axes split a dim in another order than the mesh's, not in all tensors that
-      have it, while some axis splits one dim here and another there (`[_,Y]` by `[Y,_]`
-      to `[Z.X,Y]`); or one of these axes does.
-    - Operands split one dim that is summed over alike, and each another one (`[Y,Z,_]`
-      by `[Y,_,Z]`): of a shard XLA adds up what its devices hold, whichever it is.
+    - Several axes split a dim of the result, but differently in an operand, while some
+      axis splits different dims in different tensors (`[X,Z]` by `[X,_]` to `[Z.Y,X]`).
+    - Several axes split a dim out of the mesh's order, not in all tensors that have it,
+      while some axis splits different dims in different tensors (`[_,Y]` by `[Y,_]` to
+      `[Z.X,Y]`); or one of these axes does.
+    - Operands split one summed dim alike, and each another summed dim (`[Y,Z,_]` by
+      `[Y,_,Z]`): XLA adds up what the devices of a shard hold, whichever shard it is.
     - Some of its tensors are over another mesh, so that nothing is known of them.
     """
     if None in layout.shardings:
@@ -30,14 +30,15 @@ def regrouped_axes(layout: OpLayout) -> bool:
     return (
         _sums_apart(layout)
         or any(
-            one[: len(other)] != other[: len(one)]
+            first[: len(second)] != second[: len(first)]
             and (
-                {part(axis).axis for axis in one} & {part(axis).axis for axis in other}
+                {part(axis).axis for axis in first}
+                & {part(axis).axis for axis in second}
                 or _is_batch(layout, factor)
-                or _is_of_group(layout, {*one, *other}, factor)
+                or _is_of_group(layout, {*first, *second}, factor)
             )
             for factor in range(len(layout.kinds))
-            for one, other in itertools.combinations(layout.groups(factor), 2)
+            for first, second in itertools.combinations(layout.groups(factor), 2)
         )
         or any(
             _regroups_result(layout, factor) or _is_out_of_order(layout, factor)
@@ -47,7 +48,7 @@ def regrouped_axes(layout: OpLayout) -> bool:
 
 
 def _sums_apart(layout: OpLayout) -> bool:
-    """Whether operands agree on one of the summed dims that they split, not on all."""
+    """Whether operands agree on some of the summed dims that they split, not on all."""
     pairs = _summed(layout)
     alike = any(lhs and lhs == rhs for lhs, rhs in pairs)
     apart = [(bool(lhs), bool(rhs)) for lhs, rhs in pairs if lhs != rhs]
@@ -64,14 +65,14 @@ def _summed(layout: OpLayout) -> list[tuple[tuple[str, ...], ...]]:
 
 
 def _is_out_of_order(layout: OpLayout, factor: int) -> bool:
-    """Whether axes split a factor in another order than the mesh's, and may do harm."""
+    """Whether axes split a factor out of the mesh's order, and may do harm."""
     part, groups = layout.mesh.part, layout.groups(factor)
     factors = layout.by_axis(layout.tensors)
-    shared = {axis for axis, of in factors.items() if len(of) > 1}
+    shared = {axis for axis, split in factors.items() if len(split) > 1}
     for axes in groups:
         if not is_in_order(layout.mesh, axes):
-            own = {part(axis).axis for axis in axes}
-            return bool(shared if len(groups) > 1 else shared & own)
+            names = {part(axis).axis for axis in axes}
+            return bool(shared if len(groups) > 1 else shared & names)
     return False
 
 
@@ -81,18 +82,18 @@ def _is_of_group(layout: OpLayout, axes: Iterable[str], factor: int) -> bool:
     names = {part(axis).axis for axis in axes}
     return any(
         len(group) > 1 and not names.isdisjoint(part(axis).axis for axis in group)
-        for other in range(len(layout.kinds))
-        if other != factor
-        for group in layout.groups(other)
+        for other_factor in range(len(layout.kinds))
+        if other_factor != factor
+        for group in layout.groups(other_factor)
     )
 
 
 def _regroups_result(layout: OpLayout, factor: int) -> bool:
-    """Whether several axes split a dim of the result, and an operand's otherwise.
+    """Whether several axes split a dim of the result, but an operand's differently.
 
-    And an axis splits different dims. Axes that split a dim which both operands are
-    summed over may split another of the result, to which the sum is scattered, unless
-    that is a batch dim.
+    An axis must also split different dims. Axes that split a dim over which both
+    operands are summed may split another dim of the result, along which the sum is
+    scattered, unless that is a batch dim.
     """
     result = layout.results[0]
     dim = result.dim_of(factor)
@@ -114,8 +115,8 @@ def _regroups_result(layout: OpLayout, factor: int) -> bool:
 def may_regroup(layout: OpLayout) -> bool:
     """Whether a product is near `regrouped_axes`.
 
-    A dim of it is split by several axes, or a batch dim not alike by all its tensors,
-    or several dims are summed over, of which not all are split alike.
+    Several axes split a dim of it, or its tensors split a batch dim differently, or
+    several dims are summed over, not all of which are split alike.
     """
     summed = _summed(layout)
     if len(summed) > 1 and any(lhs != rhs for lhs, rhs in summed):

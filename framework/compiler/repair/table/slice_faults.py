@@ -28,7 +28,7 @@ from meshwright.framework.compiler.repair.table.fault import (
 def _kept_apart(layout: OpLayout) -> Chosen | None:
     """Annotates a slice and its operand with the operand's sharding, which copies both.
 
-    Or a roll and its parts with the sharding of the larger one.
+    A roll and its parts get the sharding of the larger part.
     """
     if layout.op.name == patterns.CONCATENATE:
         return _rolled_together(layout)
@@ -59,9 +59,9 @@ def _rolled_together(layout: OpLayout) -> Chosen | None:
 
 
 def _clamped(layout: OpLayout) -> Clamped | None:
-    """A slice at a computed start, or an update of one.
+    """Clamps the computed start of a slice, or of its update.
 
-    Along a dim that is split, or along which XLA may make one of two.
+    The dim is split, or along it XLA may merge two slices or updates.
     """
     if layout.is_replaced:
         return None

@@ -27,7 +27,7 @@ from meshwright.framework.compiler.repair.table.fault import (
 def _blocked(
     meets: Callable[[OpLayout], bool], *kept: FactorKind
 ) -> Callable[[OpLayout], Chosen | None]:
-    """Leaves dims of windows split where they can have halos, else as `evenly` does."""
+    """Leaves window dims split where they can have halos; else does as `evenly`."""
 
     def choose(layout: OpLayout) -> Chosen | None:
         if not meets(layout):
