@@ -36,8 +36,8 @@ from meshwright.layers.convolutions.convolution import DepthwiseConv1D
 class ConvolutionModule(Layer):
     """swish(norm(depthwise(x W_in * sigmoid(x W_gate)))) W_out, each with a bias.
 
-    The convolution of the Conformer (Gulati et al. 2020, section 2.2); what goes in is
-    normalized by the layer. Recomputation may save `convolution_hidden`,
+    The convolution of the Conformer (Gulati et al. 2020, section 2.2); the layer
+    normalizes its input. Recomputation may save `convolution_hidden`,
     `convolution_gate` and `convolution_out`.
 
     Args:
@@ -99,7 +99,7 @@ class ConvolutionModule(Layer):
         """
         x = read_stream(ctx, x)
         products = contract_each(ctx, x, [theta.w_in, theta.w_gate])
-        hidden, gate = (ctx.split(one, BSH) for one in products)
+        hidden, gate = (ctx.split(product, BSH) for product in products)
         hidden = save_name(hidden, "convolution_hidden") + ctx.cast(theta.b_in)
         gate = save_name(gate, "convolution_gate") + ctx.cast(theta.b_gate)
         y = hidden * tf.sigmoid(gate)
@@ -111,7 +111,7 @@ class ConvolutionModule(Layer):
         return out + ctx.cast(theta.b_out)
 
 
-# The parts that add to the stream, in order: name, field, what is added of it.
+# The parts that add to the stream, in order: name, field, factor.
 _PARTS = (
     ("first_feed_forward", "feed_forward", 0.5),
     ("attention", "attention", 1.0),
@@ -138,7 +138,7 @@ class ConformerLayer(Layer):
       feed_forward: takes [B, S, M].
       attention: takes [B, S, M] and `mask`.
       convolution: takes [B, S, M] and `mask`.
-      residual_dropout: of what is added to the stream.
+      residual_dropout: dropout of what is added to the stream.
     """
 
     norm: Layer
@@ -164,14 +164,14 @@ class ConformerLayer(Layer):
     ) -> tf.Tensor:
         """Transforms `x` [B, S, M]; same shape, activation dtype.
 
-        `mask` is bool [B, S], True at real frames; None: all are. What is in other
-        frames does not reach real ones; what comes out of them means nothing.
+        `mask` is bool [B, S], True at real frames; None: all are. Other frames do not
+        affect real frames; their output means nothing.
 
         Raises:
           ValueError: the last dim of `x` is not M; the mask is not bool or does not
             fit.
         """
-        # Even no number there may reach real frames: 0 times it is no number.
+        # A NaN there may not reach real frames either: 0 times NaN is NaN.
         x = zero_padding(ctx, ctx.cast(x), mask)
         for name, field, share in _PARTS:
             inputs = {} if field == "feed_forward" else {"mask": mask}
@@ -205,7 +205,7 @@ def conformer_layer(
     dropout_rate: float = 0.0,
     convolution_norm: Callable[..., Layer] = LayerNorm,
 ) -> ConformerLayer:
-    """The usual layer from its sizes.
+    """The usual layer, given its sizes.
 
     Args:
       model_dims: M.
@@ -215,15 +215,14 @@ def conformer_layer(
       window: frames of the depthwise convolution; odd, unless `is_causal`.
       is_causal: no frame sees later ones.
       left_context: how many frames before itself a frame attends to; None: all.
-      right_context: how many after itself; None: all, or none if `is_causal`.
+      right_context: how many frames after itself; None: all, or none if `is_causal`.
       dropout_rate: of attention probabilities, hidden activations and what is added to
         the residual stream.
       convolution_norm: makes the norm in the convolution from `model_dims`: LayerNorm,
         GroupNorm, or BatchNorm, which is the paper's.
 
     Raises:
-      ValueError: a causal layer with a right context or GroupNorm; what the parts
-        refuse.
+      ValueError: a causal layer with a right context or GroupNorm; see also the parts.
     """
     if is_causal and right_context:
         raise ValueError(

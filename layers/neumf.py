@@ -1,4 +1,4 @@
-"""Neural matrix factorization: what a user makes of an item (He et al. 2017).
+"""Neural matrix factorization: how likely a user takes an item (He et al. 2017).
 
 Dims: B pairs of a user and an item, F factors, H hidden.
 """
@@ -21,25 +21,25 @@ from meshwright.layers.basic.linear import contract, per_feature
 BM = ("batch", "model")
 BH = ("batch", "hidden")
 
-# Of the tables, as in the paper.
+# The standard deviation of the tables, as in the paper.
 _TABLE_STDDEV = 0.01
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeuMF(Layer):
-    """Two models of a pair, with tables of their own, and the sum of their scores.
+    """Two models of a pair, each with its own tables, and the sum of their scores.
 
     Generalized matrix factorization weighs the product of both vectors, factor by
-    factor; a perceptron reads them side by side. Its first kernel is kept as two, a
-    side's each: nothing is concatenated, and a plan may split the vectors.
+    factor; a perceptron reads them side by side. Its first kernel is kept as two, one
+    for each side: nothing is concatenated, and a plan may split the vectors.
 
     Args:
-      users: rows of the tables of users, their dim "users".
-      items: rows of those of items, their dim "items".
+      users: rows of the users' tables, their dim "users".
+      items: rows of the items' tables, their dim "items".
       factors: F of the product.
-      mlp_dims: H of the perceptron, bottom up. The first is what it reads: half of it
-        is of the user and half of the item.
+      mlp_dims: H of the perceptron, bottom up. The first is the size of its input: half
+        of it is the user's and half the item's.
       lookup: how rows of tables are picked. AUTO is a product with ONE_HOT where the
         sharding plan splits the rows, and GATHER elsewhere.
 
@@ -78,7 +78,7 @@ class NeuMF(Layer):
                 kernel=_kernel(*self.mlp_dims[i - 1 : i + 1]),
                 bias=per_feature(self.mlp_dims[i]),
             )
-        # The scores add up as if one kernel read both.
+        # The scores add up as if a single kernel read both.
         total = self.factors + self.mlp_dims[-1]
         gmf = self._tables(self.factors)
         gmf.score = _score(self.factors, "model", of=total)
@@ -108,18 +108,18 @@ class NeuMF(Layer):
                 f"{user.shape} and {item.shape}"
             )
         with ctx.scope("gmf") as c:
-            one, other = self._vectors(c, theta.gmf, user, item)
-            score = contract(c, one * other, theta.gmf.score)
+            user_vector, item_vector = self._vectors(c, theta.gmf, user, item)
+            score = contract(c, user_vector * item_vector, theta.gmf.score)
         with ctx.scope("mlp") as c:
-            one, other = self._vectors(c, theta.mlp, user, item)
+            user_vector, item_vector = self._vectors(c, theta.mlp, user, item)
             score += contract(
-                c, self._hidden(c, theta.mlp, one, other), theta.mlp.score
+                c, self._hidden(c, theta.mlp, user_vector, item_vector), theta.mlp.score
             )
         score = tf.squeeze(score + ctx.cast(theta.bias), -1)
         return ctx.split(score, ("batch",))
 
     def flops(self) -> int:
-        """Floating-point operations of a pair, forward: those of all products."""
+        """FLOPs of a pair, forward: those of all products."""
         pairs = zip(self.mlp_dims, [*self.mlp_dims[1:], 1], strict=True)
         return 2 * sum(a * b for a, b in pairs) + 3 * self.factors
 
@@ -143,16 +143,18 @@ class NeuMF(Layer):
         ]
 
     def _rows(self, ctx, table: tf.Tensor, ids: tf.Tensor, name: str) -> tf.Tensor:
-        # Not cast before: what many pairs say of one row is added in float32.
+        # Not cast before: the gradients of many pairs for a row are added in float32.
         dims = (name, "model")
         rows = pick_rows(ctx, table, ids, dims=dims, lookup=self.lookup)
         return ctx.split(rows, BM)
 
-    def _hidden(self, ctx, theta, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    def _hidden(
+        self, ctx, theta, user_vector: tf.Tensor, item_vector: tf.Tensor
+    ) -> tf.Tensor:
         """The perceptron's last layer, [B, H]."""
         first = theta.layer_1
-        x = contract(ctx, one, first.user_kernel)
-        x = ctx.split(x + contract(ctx, other, first.item_kernel), BH)
+        x = contract(ctx, user_vector, first.user_kernel)
+        x = ctx.split(x + contract(ctx, item_vector, first.item_kernel), BH)
         x = tf.nn.relu(x + ctx.cast(first.bias))
         for i in range(2, len(self.mlp_dims)):
             layer = theta[f"layer_{i}"]
@@ -168,7 +170,7 @@ def _kernel(read: int, made: int, scale: float = 1.0) -> WeightSpec:
 
 
 def _score(read: int, dim: str, *, of: int) -> WeightSpec:
-    """What makes a number of `read` ones, of `of` that are read in all."""
+    """A kernel that makes a score of `read` numbers, out of `of` in all."""
     return WeightSpec(
         shape=(read, 1), dims=(dim, "score"), initializer=FanIn(scale=read / of)
     )

@@ -35,13 +35,13 @@ class TransformerLayer(Layer):
       attention: takes [B, S, M] and the keywords of `fprop`.
       feed_forward_norm: normalizes what the feed-forward layer reads.
       feed_forward: takes [B, S, M]; or a mixture of experts.
-      residual_dropout: of what is added to the stream.
+      residual_dropout: dropout of what is added to the stream.
       cross_attention_norm: normalizes what attends to the memory; given if
         `cross_attention` is.
-      cross_attention: attention to the memory, or None for a layer without.
+      cross_attention: attention to the memory, or None for a layer without it.
 
     Raises:
-      ValueError: one of the two is given without the other.
+      ValueError: only one of the last two is given.
     """
 
     attention_norm: Layer
@@ -146,7 +146,7 @@ class TransformerLayer(Layer):
           position: int32 scalar.
           token_ids: int32 [B * K, 1], for a mixture of experts that reads them.
           memory: as `encode_memory` makes it, [B, T, ...].
-          memory_paddings: [B, T], 1 at what no one may see.
+          memory_paddings: [B, T], 1 at tokens that no query may see.
 
         Returns:
           [B * K, 1, M] in the activation dtype, and the new cache.
@@ -158,17 +158,17 @@ class TransformerLayer(Layer):
         self._check_memory(ctx, memory)
 
         def attend(part, c, theta, x):
-            y, own = part.step(c, theta, x, cache.attention, position)
-            return NestedMap(x=y, aux=own)
+            y, new_cache = part.step(c, theta, x, cache.attention, position)
+            return NestedMap(x=y, aux=new_cache)
 
         def attend_memory(part, c, theta, x):
-            # The tokens of one row attend as one sequence does.
+            # The tokens of one row attend like a sequence.
             rows = tf.reshape(x, [shape_of(memory.key)[0], -1, x.shape[-1]])
             y = part.attend_memory(c, theta, rows, memory, memory_paddings)
             return tf.reshape(y, shape_of(x))
 
         out = self._add(ctx, theta, "attention", ctx.cast(x), attend)
-        x, own = out.x, out.aux
+        x, new_cache = out.x, out.aux
         if self.cross_attention is not None:
             x = self._add(ctx, theta, "cross_attention", x, attend_memory)
 
@@ -177,10 +177,10 @@ class TransformerLayer(Layer):
 
         use = use_experts if isinstance(self.feed_forward, MoE) else None
         x = self._add(ctx, theta, "feed_forward", x, use)
-        return x, NestedMap(attention=own)
+        return x, NestedMap(attention=new_cache)
 
     def _parts(self) -> list[tuple[str, Layer]]:
-        """What has weights, by name, as the stream meets it."""
+        """The parts that have weights, by name, in the stream's order."""
         names = ["attention_norm", "attention"]
         if self.cross_attention is not None:
             names += ["cross_attention_norm", "cross_attention"]
@@ -196,9 +196,9 @@ class TransformerLayer(Layer):
             )
 
     def _add(self, ctx, theta, name: str, x: tf.Tensor, use=None, **kwargs):
-        """`x` plus what the part called `name` makes of it, with its `aux` if any.
+        """`x` plus the output of the part called `name`, with its `aux` if any.
 
-        `use` (part, context, weights, normalized x) is its `fprop` if not given.
+        `use` (part, context, weights, normalized x) is the part's `fprop` by default.
         """
         use = use or (lambda part, c, theta, x: part.fprop(c, theta, x, **kwargs))
         norm_name = f"{name}_norm"
@@ -228,18 +228,18 @@ def transformer_layer(
     norm: Callable[..., Layer] = RMSNorm,
     has_memory: bool = False,
 ) -> TransformerLayer:
-    """The usual layer from its sizes.
+    """The usual layer, given its sizes.
 
     Args:
       model_dims: M.
       num_heads: N.
       head_dim: D.
       hidden_dims: H of a dense feed-forward layer.
-      feed_forward: such as `MoE`, in place of a dense one; then `hidden_dims` and
-        `activation` are its own.
+      feed_forward: a layer, such as `MoE`, in place of a dense layer, which then
+        defines `hidden_dims` and `activation` itself.
       mask: whether tokens see later ones.
       positions: how positions enter attention.
-      activation: of the feed-forward layer.
+      activation: the non-linearity of the dense layer.
       dropout_rate: of attention probabilities, hidden activations and what is added to
         the residual stream.
       norm: makes a normalization layer from `model_dims`.
@@ -251,8 +251,8 @@ def transformer_layer(
     if (hidden_dims is None) == (feed_forward is None):
         raise ValueError(
             f"transformer_layer.hidden_dims is {hidden_dims} and its feed_forward "
-            f"{type(feed_forward).__name__}: give one, for a dense feed-forward layer "
-            "or for another one"
+            f"{type(feed_forward).__name__}: give one of them, for a dense "
+            "feed-forward layer or for another layer"
         )
     if feed_forward is None:
         feed_forward = FeedForward(

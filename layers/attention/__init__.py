@@ -1,1 +1,1 @@
-"""Attention, and the positions that it is told of."""
+"""Attention, and the positions of tokens."""

@@ -1,4 +1,4 @@
-"""Multi-head attention, to the sequence itself or to another one.
+"""Multi-head attention, to the sequence itself or to another sequence.
 
 Dims: B batch, S sequence (query), T sequence (key), M model, N heads, D head size.
 """
@@ -33,7 +33,7 @@ from meshwright.layers.basic.linear import (
 
 BSND = ("batch", "sequence", "heads", "head_dim")
 
-# Finite: a row with no key to see must come out as numbers, and so must its gradient.
+# Finite: a row that sees no key must still give numbers, and so must its gradient.
 _NEVER = -1e30
 
 
@@ -42,7 +42,7 @@ _NEVER = -1e30
 class MultiHeadAttention(Layer):
     """Scaled dot-product attention (Vaswani et al. 2017), annotated as GSPMD 5.1.
 
-    Given a `memory` it is cross-attention: keys and values come from there.
+    Given a `memory` it is cross-attention: keys and values come from the memory.
 
     Recomputation may save `query`, `key`, `value`, `context` and `attention_out`.
 
@@ -119,25 +119,25 @@ class MultiHeadAttention(Layer):
         memory: tf.Tensor | None = None,
         memory_segment_ids: tf.Tensor | None = None,
     ) -> tf.Tensor:
-        """Attends from every token to those it may see.
+        """Attends from every token to the tokens that it may see.
 
         Args:
           ctx: context.
           theta: weights.
           x: [B, S, M].
-          paddings: [B, T], 1 at keys that no one may see, 0 elsewhere.
-          segment_ids: int32 [B, S]; tokens see only tokens of their own segment.
+          paddings: [B, T], 1 at keys that no query may see, 0 elsewhere.
+          segment_ids: int32 [B, S]; tokens see only tokens of the same segment.
           segment_positions: int32 [B, S], for rotary positions; the index by default,
-            which gives the same up to rounding where segments lie side by side.
+            which gives the same up to rounding where tokens of segments are adjacent.
           memory: [B, T, M], what to attend to; None: `x` itself.
-          memory_segment_ids: int32 [B, T], likewise; as `segment_ids` without memory.
+          memory_segment_ids: int32 [B, T], segments of the memory.
 
         Returns:
           [B, S, M] in the activation dtype.
 
         Raises:
           ValueError: the last dim of `x` or `memory` is not M; a mask or positions for
-            a memory; segment ids of it or of `x` alone.
+            a memory; segment ids of only one of `x` and the memory.
         """
         if memory is None:
             memory_segment_ids = segment_ids
@@ -160,11 +160,11 @@ class MultiHeadAttention(Layer):
         return self._attend(ctx, theta, q, k, v, visible, self._bias(theta, q.shape[1]))
 
     def extra_flops(self, sequence_length: int) -> float:
-        """Of two S x S products; what a causal mask hides counts too, as is usual."""
+        """FLOPs of two S x S products; masked elements count too, as is usual."""
         return 4.0 * sequence_length * self.num_heads * self.head_dim
 
     def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
-        """What `step` keeps of tokens, before the first.
+        """The cache that `step` keeps of tokens, before the first token.
 
         Args:
           ctx: context.
@@ -194,7 +194,7 @@ class MultiHeadAttention(Layer):
         cache: NestedMap,
         position: tf.Tensor,
     ) -> tuple[tf.Tensor, NestedMap]:
-        """`fprop` of one more token: attends to those before it and to itself.
+        """`fprop` of one more token: attends to the tokens before it and to itself.
 
         Args:
           ctx: context.
@@ -233,14 +233,14 @@ class MultiHeadAttention(Layer):
         cache: NestedMap,
         memory_paddings: tf.Tensor,
     ) -> tf.Tensor:
-        """`fprop` with a memory that `encode_memory` has made a cache of.
+        """`fprop` with the cache of a memory from `encode_memory`.
 
         Args:
           ctx: context.
           theta: weights.
           x: [B, S, M].
-          cache: of the memory.
-          memory_paddings: [B, T], 1 at what no one may see.
+          cache: the cache of the memory.
+          memory_paddings: [B, T], 1 at tokens that no query may see.
 
         Returns:
           [B, S, M] in the activation dtype.
@@ -265,16 +265,18 @@ class MultiHeadAttention(Layer):
         return [*queries, *self._heads(ctx, theta, memory, "kv")]
 
     def _heads(self, ctx, theta, x, which: str) -> list[tf.Tensor]:
-        """Each of queries, keys and values that is asked for, by its first letter."""
+        """Those of queries, keys and values whose first letters are in `which`."""
         names = {"q": "query", "k": "key", "v": "value"}
         x = read_stream(ctx, x)
-        projected = contract_each(ctx, x, [theta[f"w_{one}"] for one in which])
+        projected = contract_each(ctx, x, [theta[f"w_{letter}"] for letter in which])
         projected = [ctx.split(heads, BSND) for heads in projected]
         if self.use_bias:
             pairs = zip(projected, which, strict=True)
-            projected = [heads + ctx.cast(theta[f"b_{one}"]) for heads, one in pairs]
+            projected = [
+                heads + ctx.cast(theta[f"b_{letter}"]) for heads, letter in pairs
+            ]
         pairs = zip(projected, which, strict=True)
-        return [save_name(heads, names[one]) for heads, one in pairs]
+        return [save_name(heads, names[letter]) for heads, letter in pairs]
 
     def _bias(self, theta, size: int) -> tf.Tensor | None:
         """float32 [N, S, S] of relative positions, None if there are none."""
@@ -286,7 +288,7 @@ class MultiHeadAttention(Layer):
         )
 
     def _attend(self, ctx, theta, q, k, v, visible, bias) -> tf.Tensor:
-        """What queries [B, S, N, D] make of keys and values: [B, S, M]."""
+        """The output [B, S, M] of queries [B, S, N, D] for keys and values."""
         logits = tf.einsum("bsnd,btnd->bnst", q * self.head_dim**-0.5, k)
         logits = tf.cast(logits, tf.float32)
         if bias is not None:
@@ -316,9 +318,9 @@ def visibility(
     Args:
       queries: S.
       keys: T.
-      mask: by position.
-      paddings: [B, T], 1 at keys that no one sees.
-      segment_ids: int32 [B, S], of queries; they see keys of the same number.
+      mask: which keys a query sees by position.
+      paddings: [B, T], 1 at keys that no query sees.
+      segment_ids: int32 [B, S], of queries; they see keys of the same segment.
       key_segment_ids: int32 [B, T]; given if `segment_ids` is.
 
     Returns:

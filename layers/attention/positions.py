@@ -1,4 +1,4 @@
-"""Where tokens are: positions, who may see whom, rotary and relative positions.
+"""Positions of tokens: masks by position, rotary and relative positions.
 
 Dims: B batch, S sequence, N heads, D head size.
 """
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 @gin.constants_from_enum
 class MaskKind(enum.Enum):
-    """Which keys a query sees by their position: all, or none that come later."""
+    """Which keys a query sees by their position: all, or only those up to its own."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -62,21 +62,21 @@ def relative_bucket(
 ) -> tf.Tensor:
     """Buckets of relative positions (Raffel et al. 2020, T5).
 
-    Small distances have a bucket each; larger ones share buckets that widen
-    logarithmically up to `max_distance`; all beyond it are in the last.
+    Small distances have a bucket each; larger distances share buckets that widen
+    logarithmically up to `max_distance`; all beyond it are in the last bucket.
 
     Args:
       relative: int32, key position minus query position.
       mask: FULL gives later keys the upper half of the buckets; CAUSAL has no use for
         them and puts them in bucket 0.
       num_buckets: how many buckets there are.
-      max_distance: from here on there is one bucket.
+      max_distance: all distances from here on share one bucket.
 
     Returns:
       int32 of the shape of `relative`, in [0, num_buckets).
 
     Raises:
-      ValueError: no distance has a bucket of its own, or all up to `max_distance` have.
+      ValueError: no distance has its own bucket, or all up to `max_distance` have.
     """
     if mask is MaskKind.FULL:
         num_buckets //= 2
@@ -105,8 +105,8 @@ def relative_bias(
 ) -> tf.Tensor:
     """A bias for each head and pair of tokens, by the bucket of their distance.
 
-    Distances are taken in the index: inside a packed segment, whose tokens lie side by
-    side, they are distances of positions too.
+    Distances are those of indices: inside a packed segment, whose tokens are adjacent,
+    they are distances of positions too.
 
     Args:
       weight: [num_buckets, N].
@@ -129,7 +129,7 @@ def relative_bias(
     one_hot = tf.one_hot(bucket, num_buckets, dtype=weight.dtype)
     row = tf.matmul(weight, one_hot, transpose_a=True, transpose_b=True)
     # Copies of the row end to end, read with a stride one short: each query's row is
-    # the last one's shifted by one. A gather's gradient would be a scatter of S*S.
+    # the previous row shifted by one. A gather's gradient would be a scatter of S*S.
     rows = tf.broadcast_to(row[:, None, :], [heads, size, 2 * size])
     ends = tf.reshape(rows, [heads, -1])[:, : size * (2 * size - 1)]
     return tf.reshape(ends, [heads, size, 2 * size - 1])[:, :, :size]

@@ -1,7 +1,8 @@
-"""Self-attention with relative positions by sinusoids, to all frames or to near ones.
+"""Self-attention with sinusoidal relative positions, to all frames or to near frames.
 
 Frames are cut into U blocks of W. Each block attends to itself, to the last L frames of
-the block before and to the first R of the one after; without bounds there is one block.
+the block before and to the first R of the block after; without bounds there is a single
+block.
 
 Dims: B batch, S sequence, U blocks, W frames of a block, C frames it attends to
 (L + W + R), P distances (W + C), M model, N heads, D head size.
@@ -34,7 +35,7 @@ from meshwright.layers.basic.masks import check_mask
 
 PND = ("distance", "heads", "head_dim")
 
-# Finite: a row with no key to see must come out as numbers, and so must its gradient.
+# Finite: a row that sees no key must still give numbers, and so must its gradient.
 _NEVER = -1e30
 
 
@@ -69,7 +70,7 @@ class RelativeAttention(Layer):
       num_heads: N.
       head_dim: D.
       left_context: how many frames before itself a frame sees; None: all.
-      right_context: how many after itself; None: all; 0 is causal.
+      right_context: how many frames after itself; None: all; 0 is causal.
       max_timescale: the wave lengths of sinusoids go from 2 pi up to near 2 pi times
         this, as the Transformer's do.
       dropout_rate: of attention probabilities.
@@ -123,13 +124,13 @@ class RelativeAttention(Layer):
         *,
         mask: tf.Tensor | None = None,
     ) -> tf.Tensor:
-        """Attends from every frame to those it may see.
+        """Attends from every frame to the frames that it may see.
 
         Args:
           ctx: context.
           theta: weights.
           x: [B, S, M].
-          mask: bool [B, S], True at real frames; no one sees others.
+          mask: bool [B, S], True at real frames; no query sees others.
 
         Returns:
           [B, S, M] in the activation dtype.
@@ -163,7 +164,7 @@ class RelativeAttention(Layer):
         return out + ctx.cast(theta.b_o) if self.use_bias else out
 
     def extra_flops(self, sequence_length: int) -> float:
-        """Of products with keys, values and distances; what a mask hides counts too."""
+        """FLOPs of products with keys, values and distances; masked ones count too."""
         blocks = self._blocks(sequence_length)
         rows = 2 * blocks.seen + (blocks.size + blocks.seen)
         return 2.0 * rows * self.num_heads * self.head_dim
@@ -172,17 +173,21 @@ class RelativeAttention(Layer):
         """Queries, keys and values: each [B, S, N, D]."""
         x = read_stream(ctx, x)
         products = contract_each(ctx, x, [theta.w_q, theta.w_k, theta.w_v])
-        heads = [ctx.split(one, BSND) for one in products]
+        heads = [ctx.split(tensor, BSND) for tensor in products]
         if self.use_bias:
             biases = [theta.b_q, theta.b_k, theta.b_v]
-            heads = [one + ctx.cast(b) for one, b in zip(heads, biases, strict=True)]
+            heads = [
+                tensor + ctx.cast(b) for tensor, b in zip(heads, biases, strict=True)
+            ]
         names = ("query", "key", "value")
-        return [save_name(one, name) for one, name in zip(heads, names, strict=True)]
+        return [
+            save_name(tensor, name) for tensor, name in zip(heads, names, strict=True)
+        ]
 
     def _blocks(self, length: int) -> _Blocks:
         left, right = self.left_context, self.right_context
         if left is not None and right is not None:
-            # As many as a frame sees: what is computed in vain is the least.
+            # As many as a frame sees: this wastes the least computation.
             size = left + 1 + right
             if size < length:
                 count = -(-length // size)
@@ -218,14 +223,14 @@ class RelativeAttention(Layer):
 
 
 def _cut(x: tf.Tensor, blocks: _Blocks) -> tf.Tensor:
-    """[B, S, N, D] in blocks [B, U, W, N, D], the last one filled up with zeros."""
+    """[B, S, N, D] in blocks [B, U, W, N, D], the last block filled up with zeros."""
     missing = blocks.count * blocks.size - x.shape[1]
     x = tf.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
     return tf.reshape(x, [shape_of(x)[0], blocks.count, blocks.size, *x.shape[2:]])
 
 
 def _neighbourhoods(x: tf.Tensor, blocks: _Blocks) -> tf.Tensor:
-    """What each block attends to of [B, S, N, D]: [B, U, C, N, D]."""
+    """The frames of [B, S, N, D] that each block attends to: [B, U, C, N, D]."""
     x = _cut(x, blocks)
     beside = [(0, 0), (1, 1), (0, 0), (0, 0), (0, 0)]
     around = tf.pad(x, beside) if blocks.left or blocks.right else x
@@ -240,7 +245,7 @@ def _neighbourhoods(x: tf.Tensor, blocks: _Blocks) -> tf.Tensor:
 def _by_key(moved: tf.Tensor, blocks: _Blocks) -> tf.Tensor:
     """[..., W, P] by distance -> [..., W, C] by key: (w, c) is from (w, c - w + W - 1).
 
-    Each row is the one above moved by one, so rows end to end are read with a stride
+    Each row is the row above moved by one, so rows end to end are read with a stride
     one short (Dai et al. 2019, appendix B). A gather's gradient would be a scatter.
     """
     lead, size = shape_of(moved)[:-2], blocks.size

@@ -1,1 +1,1 @@
-"""Layers of which others are made."""
+"""Layers that other layers are made of."""

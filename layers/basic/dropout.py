@@ -28,10 +28,10 @@ class Dropout(Layer):
     rate: float = bounded(0.0, at_least=0, below=1)
 
     def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
-        """`x` of any static shape and float dtype, some of it dropped.
+        """`x` of any static shape and float dtype, with some elements dropped.
 
-        What is dropped depends on the context's key alone. In `Mode.EVAL`, or at rate
-        0, the result is `x` itself and no key is needed.
+        Which elements are dropped depends only on the context's key. In `Mode.EVAL`, or
+        at rate 0, the result is `x` itself and no key is needed.
 
         Raises:
           ValueError: dropout is to happen but the context has no key.

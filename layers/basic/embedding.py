@@ -1,4 +1,4 @@
-"""From tokens to vectors, from vectors to logits, and the loss of logits.
+"""Embeddings of tokens, logits of vectors, and the loss of logits.
 
 Dims: B batch, S sequence, M model, V vocabulary.
 """
@@ -36,7 +36,7 @@ class Lookup(enum.Enum):
 
 @gin.constants_from_enum
 class SoftmaxKind(enum.Enum):
-    """Whether the output layer uses the embedding's table or weights of its own."""
+    """Whether the output layer uses the embedding's table or its own weights."""
 
     SHARED = "shared"
     SEPARATE = "separate"
@@ -47,8 +47,8 @@ class SoftmaxKind(enum.Enum):
 class TokenEmbedding(Layer):
     """A table of token vectors, which may also be the output layer.
 
-    A shared table starts with standard deviation M^-0.5, right for logits, and what is
-    looked up is scaled by M^0.5; a separate one starts at 1 and is not scaled.
+    A shared table starts with standard deviation M^-0.5, right for logits, and rows
+    that are looked up are scaled by M^0.5; a separate table starts at 1, unscaled.
 
     Args:
       vocab_size: V.
@@ -87,7 +87,7 @@ class TokenEmbedding(Layer):
         """
         if self.softmax is not SoftmaxKind.SHARED:
             raise ValueError(
-                f"layer {ctx.path!r} was asked for logits but its table is not scaled "
+                f"layer {ctx.path!r} cannot compute logits, as its table is not scaled "
                 "for them: set softmax=SHARED, or use a Softmax layer"
             )
         x = read_stream(ctx, x)
@@ -97,7 +97,7 @@ class TokenEmbedding(Layer):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Softmax(Layer):
-    """An output layer with weights of its own.
+    """An output layer with its own weights.
 
     Args:
       model_dims: M.
@@ -137,7 +137,7 @@ def pick_rows(
 
     Args:
       ctx: gives the sharding plan, for AUTO, and the activation dtype.
-      table: [V, M]. In its dtype a gather's gradient adds what many ids say of one row.
+      table: [V, M]. In its dtype a gather's gradient adds up the gradients of a row.
       ids: integers [...], in [0, V).
       dims: the table's logical dims.
       lookup: how rows are picked.

@@ -30,7 +30,7 @@ BSH = ("batch", "sequence", "hidden")
 
 @gin.constants_from_enum
 class Activation(enum.Enum):
-    """The hidden non-linearity; gated ones multiply by a second projection."""
+    """The hidden non-linearity; gated variants multiply by a second projection."""
 
     RELU = "relu"
     GELU = "gelu"
@@ -110,7 +110,9 @@ class FeedForward(Layer):
         products = [ctx.split(product, BSH) for product in products]
         if self.use_bias:
             pairs = zip(products, names, strict=True)
-            products = [one + ctx.cast(theta[f"b_{name}"]) for one, name in pairs]
+            products = [
+                product + ctx.cast(theta[f"b_{name}"]) for product, name in pairs
+            ]
         hidden = save_name(products[0], "hidden")
         if self.activation.is_gated:
             hidden = self.activation(save_name(products[1], "gate")) * hidden

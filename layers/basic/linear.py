@@ -1,4 +1,4 @@
-"""Products of activations with weights, as 2-D matrix products, and what they read.
+"""Products of activations with weights, as 2-D matrix products, and their inputs.
 
 Dims: B batch, S sequence, K contracted, F produced.
 """
@@ -20,13 +20,13 @@ from meshwright.framework.sharding.types import reshard_to
 BSM = ("batch", "stream", "model")
 """Logical dims of the residual stream, and of what is computed token by token on it."""
 WHOLE = ("batch", "sequence", "model")
-"""The same where products read it: these may split what is theirs by the same axes."""
+"""The stream's dims where products read it: their own dims may use the same axes."""
 
 
 def per_feature(size: int, value: float = 0.0) -> WeightSpec:
-    """A bias or scale, of that value at first: one number for each feature."""
-    # A name of its own: split like a matrix's model dim it would move between the mesh
-    # axes of weights and of activations at every use, to save a few bytes.
+    """A bias or scale, initialized to `value`: one number for each feature."""
+    # The dim has its own name: split like a matrix's model dim it would move between
+    # the mesh axes of weights and activations at every use, to save a few bytes.
     return WeightSpec(shape=(size,), dims=("features",), initializer=Constant(value))
 
 
@@ -34,9 +34,9 @@ def read_stream(ctx: Context, x: tf.Tensor) -> tf.Tensor:
     """The stream `x` [B, S, M] as products with weights read it.
 
     It is gathered where the plan splits "stream" and not "sequence". Its gradient is a
-    sum over what the products split. Along the plan's `unreduced_gradient_axes` that
-    is left unreduced until it is in the stream again: there all-reduce and slice are
-    one reduce-scatter (Korthikanti et al. 2022, figure 5).
+    sum over dims that the products split. Along the plan's `unreduced_gradient_axes`
+    the sum is left unreduced until it is in the stream again: there all-reduce and
+    slice are one reduce-scatter (Korthikanti et al. 2022, figure 5).
     """
     x = ctx.split(ctx.cast(x), BSM)
     stream, read = _shardings(ctx)
@@ -48,13 +48,14 @@ def read_stream(ctx: Context, x: tf.Tensor) -> tf.Tensor:
 def to_stream(
     ctx: Context, product: tf.Tensor, *, name: str | None = None
 ) -> tf.Tensor:
-    """What products give, [B, S, M], in the stream again: `read_stream` backwards.
+    """A product [B, S, M], put back into the stream: the reverse of `read_stream`.
 
-    A sum over a dim that partial axes split is scattered; `name` is as of `ctx.split`.
+    A sum over a dim that the plan's `unreduced_gradient_axes` split is scattered; for
+    `name` see `ctx.split`.
     """
     stream, read = _shardings(ctx)
     if read != stream:
-        # It is no sum in parts where the axes do not divide heads or hidden units.
+        # It is no partial sum where the axes do not divide heads or hidden units.
         product = annotate(product, read.dual(), on_conflict=OnConflict.REDUCE)
     if read.is_typed:
         product = reshard_to(product, stream)
@@ -62,7 +63,7 @@ def to_stream(
 
 
 def _shardings(ctx: Context) -> tuple[Sharding, Sharding]:
-    """That of the stream, and that of it where products read it."""
+    """The shardings of the stream, and of the stream where products read it."""
     stream = ctx.plan.activation_sharding(BSM, ctx.path)
     read = ctx.plan.gathered_sharding(WHOLE, ctx.path)
     return stream, read.without_trivial_types()
@@ -75,10 +76,10 @@ def contract(
 
     Both are flattened to matrices first: the gradients of a 3-D einsum cost transposed
     copies of the activations. A plan that splits the sequence dim of `x` pays for the
-    flattened rows with a gather; Table 1's plans leave it whole, as `read_stream` does.
+    flattened rows with a gather; Table 1's plans and `read_stream` do not split it.
 
     Args:
-      ctx: gives the activation dtype, in which the product is taken.
+      ctx: gives the activation dtype, in which the product is computed.
       x: [..., K...].
       weight: [K..., F...].
       dims: how many dims K stands for.
@@ -95,9 +96,9 @@ def contract(
 def contract_each(
     ctx: Context, x: tf.Tensor, weights: Sequence[tf.Tensor], *, dims: int = 1
 ) -> list[tf.Tensor]:
-    """`contract` of one `x` with each of several weights.
+    """`contract` of `x` with each of several weights.
 
-    They share the flattened `x`, so that a mesh gathers it once for all.
+    The products share the flattened `x`, so that a mesh gathers it once for all.
     """
     lead, contracted = shape_of(x)[:-dims], weights[0].shape[:dims]
     check_trailing_dims(ctx, x, contracted)

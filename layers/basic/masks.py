@@ -1,4 +1,4 @@
-"""Which frames are real: sequences of one batch end at different places."""
+"""Which frames are real: sequences of a batch end at different positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.framework.modeling.shapes import shape_of
 def check_mask(ctx: Context, x: tf.Tensor, mask: tf.Tensor | None) -> None:
     """Raises ValueError, naming the layer, unless `mask` is bool and leads `x`.
 
-    It has the dims of `x` but for one or more last ones, and True at real frames.
+    The mask has the leading dims of `x`, all but one or more, and True at real frames.
     """
     if mask is None:
         return
@@ -25,7 +25,7 @@ def check_mask(ctx: Context, x: tf.Tensor, mask: tf.Tensor | None) -> None:
 
 
 def zero_padding(ctx: Context, x: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-    """`x`, with zeros where `mask` is False, whatever was there.
+    """`x`, with zeros where `mask` is False, whatever `x` holds there.
 
     Raises:
       ValueError: see `check_mask`.

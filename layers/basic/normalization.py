@@ -1,4 +1,4 @@
-"""Normalization, with float32 statistics: over features, rows or the whole batch.
+"""Normalization, with float32 statistics: over features, rows or the entire batch.
 
 Dims: B batch, M model, G groups.
 """
@@ -160,9 +160,9 @@ class GroupNorm(Layer):
         return ctx.cast(y * theta.scale + theta.bias)
 
     def _means(self, x: tf.Tensor, mask, places: list[int]) -> tf.Tensor:
-        """Of each row's groups, at each of their features: [B, 1, ..., M]."""
-        # Places first: features may be split otherwise than in groups, and what is left
-        # to lay out anew is small.
+        """The means of each row's groups, at each of their features: [B, 1, ..., M]."""
+        # Places first: features may be split unlike groups, and the tensor that is then
+        # left to reshard is small.
         means = tf.reduce_sum(x, places) / _count(x, mask, places)
         means = tf.reshape(means, [shape_of(x)[0], self.num_groups, -1])
         mean = tf.reduce_mean(means, axis=-1, keepdims=True)
@@ -175,10 +175,11 @@ class GroupNorm(Layer):
 class BatchNorm(Layer):
     """(x - mean) / sqrt(variance + epsilon) * scale + bias (Ioffe and Szegedy 2015).
 
-    In training mean and variance are those of each feature over the whole batch, on
+    In training mean and variance are those of each feature over the entire batch, on
     however many devices; in evaluation, running averages of them. These are weights
     that no optimizer trains, see `WeightSpec.statistic_decay`; so a layer is used once
-    a step. In a pipeline each microbatch has its own, and the averages take their mean.
+    a step. In a pipeline each microbatch has its own mean and variance, and the
+    averages take the microbatches' mean.
 
     Args:
       model_dims: M.

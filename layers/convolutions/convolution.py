@@ -1,4 +1,4 @@
-"""Convolutions that keep their alignment whatever the length, and ignore padding.
+"""Convolutions whose alignment does not depend on the length, and that ignore padding.
 
 Dims: B batch, S sequence, T time before subsampling, F frequency, K window, M model,
 C channels.
@@ -29,13 +29,13 @@ from meshwright.layers.basic.masks import zero_padding
 
 BTFC = ("batch", "time", "frequency", "channels")
 
-# Said, as TF's gradient of a 3-D convolution run eagerly knows no default.
+# Explicit, as TF's gradient of a 3-D convolution run eagerly has no default.
 _FORMATS = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
 
 
 @gin.constants_from_enum
 class Padding(enum.Enum):
-    """What windows see beyond the ends: zeros, or nothing, as none reaches there."""
+    """Whether windows reach beyond the ends, where they read zeros."""
 
     SAME = "same"
     VALID = "valid"
@@ -46,18 +46,18 @@ class Padding(enum.Enum):
 class Convolution(Layer):
     """A convolution over any number of window dims.
 
-    Of n positions come ceil(n / stride): the i-th reads a window that begins
+    From n positions it makes ceil(n / stride): the i-th reads a window that begins
     (window - stride) // 2 before position i * stride, and zeros beyond the ends. Where
-    the stride divides n that is TF's SAME; elsewhere SAME shifts with n, so that frames
-    would come out differently for the padding behind them.
+    the stride divides n that is TF's SAME; elsewhere SAME shifts with n, so that a
+    frame's result would depend on the padding after it.
 
     Args:
-      in_channels: of the input.
+      in_channels: channels of the input.
       channels: C of the output.
-      window: positions that it covers along each window dim.
-      strides: steps along each, from 1 to the window.
-      padding: `SAME` as above; of `VALID` come as many positions as have whole windows.
-      use_bias: adds one to each channel.
+      window: positions that the window covers along each window dim.
+      strides: steps along each window dim, from 1 to the window.
+      padding: `SAME` as above; `VALID` makes positions only where windows fit entirely.
+      use_bias: adds a bias to each channel.
 
     Raises:
       ValueError: the strides are not as many as the windows, or out of range.
@@ -97,27 +97,29 @@ class Convolution(Layer):
     ) -> tf.Tensor:
         """Convolves `x` [B, ..., in_channels] to [B, ..., C], activation dtype.
 
-        What is `beside` counts as further channels, after those of `x`. Each is
+        The tensors `beside` count as further channels, after those of `x`. Each is
         convolved by its part of the kernel, and the sums are added: the tensor of all
         channels, which the backward pass would keep, is never made.
 
         Raises:
-          ValueError: `x` has other dims, or not the channels that are left for it.
+          ValueError: `x` has other dims, or not the remaining number of channels.
         """
-        sizes = [one.shape[-1] for one in beside]
-        own = self.in_channels - sum(sizes)
-        check_window_dims(ctx, x, self.window, own)
-        kernels = tf.split(ctx.cast(theta.kernel), [own, *sizes], axis=-2)
+        sizes = [tensor.shape[-1] for tensor in beside]
+        channels = self.in_channels - sum(sizes)
+        check_window_dims(ctx, x, self.window, channels)
+        kernels = tf.split(ctx.cast(theta.kernel), [channels, *sizes], axis=-2)
         pairs = zip((x, *beside), kernels, strict=True)
-        y = tf.add_n([self._convolved(ctx.cast(one), kernel) for one, kernel in pairs])
+        y = tf.add_n(
+            [self._convolved(ctx.cast(tensor), kernel) for tensor, kernel in pairs]
+        )
         return y + ctx.cast(theta.bias) if self.use_bias else y
 
     def _convolved(self, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
         padding = self.padding.name
         steps = zip(x.shape[1:-1], self.strides, strict=True)
         if self.padding is Padding.SAME and any(n % stride for n, stride in steps):
-            # Elsewhere the convolution pads: of padding apart XLA's partitioner makes
-            # a tensor that is split anew, two exchanges more.
+            # Elsewhere the convolution pads: XLA's partitioner would make of separate
+            # padding a tensor that is split anew, two exchanges more.
             ends = zip(self.window, self.strides, strict=True)
             before = [(size - stride) // 2 for size, stride in ends]
             after = [k - 1 - b for k, b in zip(self.window, before, strict=True)]
@@ -132,7 +134,7 @@ class Convolution(Layer):
         )
 
     def flops(self, size: Sequence[int]) -> float:
-        """Of the kernel, forward, for one result of that size."""
+        """FLOPs of the kernel, forward, for a result of that size."""
         per_place = math.prod(self.window) * self.in_channels * self.channels
         return 2.0 * math.prod(size) * per_place
 
@@ -140,10 +142,10 @@ class Convolution(Layer):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransposedConvolution(Layer):
-    """Makes each position a window of its own: n positions become n * window.
+    """Makes each position a window: n positions become n * window.
 
     Args:
-      in_channels: of the input.
+      in_channels: channels of the input.
       channels: C of the output.
       window: positions along each window dim.
 
@@ -195,7 +197,7 @@ class TransposedConvolution(Layer):
         return y + ctx.cast(theta.bias)
 
     def flops(self, size: Sequence[int]) -> float:
-        """Of the kernel, forward, for one result of that size."""
+        """FLOPs of the kernel, forward, for a result of that size."""
         return 2.0 * math.prod(size) * self.in_channels * self.channels
 
 
@@ -205,8 +207,8 @@ class ConvSubsampling(Layer):
     """Two convolutions that quarter time and frequency, and a projection to M.
 
     A front for the Conformer (Gulati et al. 2020, section 2): each is 3 x 3 of stride 2
-    with ReLU. What lies in padded frames does not reach real ones. A frame sees six
-    spectra ahead, causal as the layers behind it may be.
+    with ReLU. Padded frames do not affect real frames. A frame sees six spectra ahead,
+    even if the layers after it are causal.
 
     Args:
       num_bins: F, of the log-mel spectrum.
@@ -249,7 +251,7 @@ class ConvSubsampling(Layer):
 
         Returns:
           `x`: [B, S, M] in the activation dtype, S being T / 4 rounded up twice; and
-          `mask`: bool [B, S], if one was given.
+          `mask`: bool [B, S], if a mask was given.
 
         Raises:
           ValueError: `x` has not F bins; the mask is not bool or does not fit.
@@ -257,7 +259,7 @@ class ConvSubsampling(Layer):
         check_trailing_dims(ctx, x, [self.num_bins])
         y = ctx.cast(x)[..., None]
         for name, part in self._parts():
-            # Between the convolutions too: a bias makes padding other than zero.
+            # Between the convolutions too: a bias makes padding non-zero.
             y = zero_padding(ctx, y, mask)
             with ctx.scope(name) as c:
                 y = tf.nn.relu(part.fprop(c, theta[name], y))
@@ -268,7 +270,7 @@ class ConvSubsampling(Layer):
         return NestedMap(x=y) if mask is None else NestedMap(x=y, mask=mask)
 
     def extra_flops(self, sequence_length: int) -> float:
-        """Of kernels, which one of the S frames uses at many places."""
+        """FLOPs of kernels, which each of the S frames uses at many places."""
         half = _halved(self.num_bins)
         places = {"first": 2 * half, "second": _halved(half)}
         sizes = {
@@ -288,16 +290,16 @@ class ConvSubsampling(Layer):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthwiseConv1D(Layer):
-    """Each feature convolved over time with a kernel of its own, without a bias.
+    """Convolves each feature over time with its own kernel, without a bias.
 
-    A sum of shifted products: XLA fuses it on all devices, partitions it as it does
+    It is a sum of shifted products: XLA fuses it on all devices, partitions it like
     elementwise ops, and pads a split sequence by its neighbours' ends.
 
     Args:
       model_dims: M.
       window: K frames; odd, unless `is_causal`.
-      is_causal: a frame sees itself and the K - 1 before it; else as many before it as
-        after.
+      is_causal: a frame sees itself and the K - 1 frames before it; else as many before
+        it as after it.
 
     Raises:
       ValueError: the window is below 1, or even and not causal.
@@ -316,7 +318,7 @@ class DepthwiseConv1D(Layer):
             )
 
     def weights(self) -> NestedMap:
-        # Not split by the name of what it multiplies: see normalization's weights.
+        # Not split like the dim that it multiplies: see `per_feature`.
         kernel = WeightSpec(
             shape=(self.window, self.model_dims),
             dims=("window", "features"),
@@ -364,7 +366,7 @@ def _halved(size: int) -> int:
 
 
 def _depthwise(before: int, after: int):
-    """(x [B, S, M], float32 kernel [K, M]) -> like x; windows from `before` before."""
+    """(x [B, S, M], float32 kernel [K, M]) -> like x; windows begin `before` before."""
 
     @tf.custom_gradient
     def convolve(x: tf.Tensor, kernel: tf.Tensor):
@@ -372,8 +374,8 @@ def _depthwise(before: int, after: int):
         def gradient(dy: tf.Tensor):
             dx = _sum_of_shifts(dy, kernel[::-1], after, before)
             dy = tf.cast(dy, tf.float32)
-            products = [dy * one for one in _shifts(x, before, after)]
-            return dx, tf.stack([tf.reduce_sum(one, axis=[0, 1]) for one in products])
+            products = [dy * term for term in _shifts(x, before, after)]
+            return dx, tf.stack([tf.reduce_sum(term, axis=[0, 1]) for term in products])
 
         return _sum_of_shifts(x, kernel, before, after), gradient
 
@@ -382,7 +384,7 @@ def _depthwise(before: int, after: int):
 
 def _sum_of_shifts(x, kernel, before: int, after: int) -> tf.Tensor:
     taps = zip(_shifts(x, before, after), tf.unstack(kernel), strict=True)
-    return tf.cast(tf.add_n([one * tap for one, tap in taps]), x.dtype)
+    return tf.cast(tf.add_n([shifted * tap for shifted, tap in taps]), x.dtype)
 
 
 def _shifts(x: tf.Tensor, before: int, after: int) -> list[tf.Tensor]:

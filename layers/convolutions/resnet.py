@@ -1,8 +1,8 @@
-"""Residual networks, which tell what a picture shows (He et al. 2016), version 1.5.
+"""Residual networks for image classification (He et al. 2016), version 1.5.
 
 Dims: B batch, H height, W width, C channels, K classes. Nothing here says how tensors
-are split, but that what the head reads is split by rows: a split image is all that it
-takes, as for `UNet3D`.
+are split, except that the head's input is split by rows: a split image is all that is
+needed, as for `UNet3D`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.layers.convolutions.convolution import Convolution, check_window
 _STEM = (7, 7)
 _POOL = (3, 3)
 _POOL_STRIDE = 2
-# How many times wider than its 3 x 3 convolution a block's result is.
+# A block's result is this many times wider than its 3 x 3 convolution.
 _EXPANSION = 4
 
 
@@ -54,7 +54,7 @@ class _Normalized(Layer):
         return x
 
     def flops(self, size: Sequence[int]) -> float:
-        """Of the kernel, forward, for one result of H, W."""
+        """FLOPs of the kernel, forward, for a result of size H, W."""
         return self.parts["convolution"].flops(size)
 
     @functools.cached_property
@@ -64,7 +64,7 @@ class _Normalized(Layer):
             channels=self.channels,
             window=(self.window,) * 2,
             strides=(self.stride,) * 2,
-            use_bias=False,  # A norm has one, and takes others away.
+            use_bias=False,  # A norm has a bias, and cancels others.
         )
         return {
             "convolution": convolution,
@@ -74,7 +74,7 @@ class _Normalized(Layer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Bottleneck(Layer):
-    """Fewer channels, a 3 x 3 convolution which has the stride, more channels again."""
+    """Fewer channels, a 3 x 3 convolution with the stride, more channels again."""
 
     in_channels: int
     width: int
@@ -84,7 +84,7 @@ class _Bottleneck(Layer):
 
     @property
     def channels(self) -> int:
-        """Of the result."""
+        """Channels of the result."""
         return _EXPANSION * self.width
 
     def weights(self) -> NestedMap:
@@ -99,19 +99,19 @@ class _Bottleneck(Layer):
         y = tf.nn.relu(run("window", y))
         y = run("expand", y)
         if "shortcut" in self.parts:
-            # A window of one place skips the others: `Convolution` refuses to.
+            # A window of 1 would skip positions, which `Convolution` refuses.
             x = run("shortcut", x[:, :: self.stride, :: self.stride])
         return tf.nn.relu(y + x)
 
     def flops(self, size: Sequence[int]) -> float:
-        """Of kernels, forward, for one input of H, W."""
+        """FLOPs of kernels, forward, for an input of size H, W."""
         after = _strided(size, self.stride)
         sizes = {"reduce": size}
         return sum(p.flops(sizes.get(name, after)) for name, p in self.parts.items())
 
     @functools.cached_property
     def parts(self) -> dict[str, _Normalized]:
-        """By name; with a shortcut of its own where the input has another shape."""
+        """Parts by name; with a shortcut where the input has another shape."""
         make = functools.partial(_Normalized, norm=self.norm)
         ins, width, outs = self.in_channels, self.width, self.channels
         parts = {
@@ -131,23 +131,23 @@ class _Bottleneck(Layer):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNet(Layer):
-    """Stages of bottleneck blocks, the mean over all places, and a linear layer.
+    """Stages of bottleneck blocks, the mean over all positions, and a linear layer.
 
-    The defaults are ResNet-50. First come a 7 x 7 convolution of stride 2 and the
-    maximum of 3 x 3 places, of stride 2; then stages, each of which but the first
-    halves the picture, in the 3 x 3 convolution of its first block (version 1.5; He et
-    al. have that stride in the block's first convolution). Windows of stride 2 lie as
-    `Convolution` says, TF's SAME where sizes are even.
+    The defaults are ResNet-50. First come a 7 x 7 convolution of stride 2 and a 3 x 3
+    max pool of stride 2; then stages, each of which, except the first, halves the image
+    in the 3 x 3 convolution of its first block (version 1.5; He et al. have that stride
+    in the block's first convolution). Windows of stride 2 are placed as in
+    `Convolution`, as TF's SAME where sizes are even.
 
     Args:
       num_classes: K.
-      in_channels: of the picture.
-      blocks: how many each stage has.
-      widths: the channels of each stage's 3 x 3 convolutions; what a stage gives has
-        four times as many. The first stage's are also those of the 7 x 7 convolution.
+      in_channels: channels of the image.
+      blocks: the number of blocks of each stage.
+      widths: the channels of each stage's 3 x 3 convolutions; a stage's result has
+        four times as many. The 7 x 7 convolution has those of the first stage.
       norm: makes the norm after a convolution, from `model_dims`.
       zero_last_scale: the scale of each block's last norm starts at zero (Goyal et al.
-        2017, section 5.1), so that at first a block passes on what it is given.
+        2017, section 5.1), so that at first a block passes on its input.
 
     Raises:
       ValueError: stages do not match or are empty; a number is out of range.
@@ -176,7 +176,7 @@ class ResNet(Layer):
                 f"{len(self.widths)}: give both one number for each stage"
             )
         for part in self.parts.values():
-            part.weights()  # What is wrong with a norm is said here, not when it runs.
+            part.weights()  # A wrong norm raises here, not when it runs.
 
     def weights(self) -> NestedMap:
         kernel = WeightSpec(
@@ -208,11 +208,11 @@ class ResNet(Layer):
 
     @property
     def channels(self) -> int:
-        """Of the last stage's result."""
+        """Channels of the last stage's result."""
         return _EXPANSION * self.widths[-1]
 
     def flops(self, size: Sequence[int]) -> float:
-        """Of kernels, forward, for one picture of H, W: 2 a product and its sum."""
+        """FLOPs of kernels, forward, for an image of H, W: 2 a product and its sum."""
         stem, *blocks = self.parts.values()
         size = _strided(size, stem.stride)
         total = stem.flops(size)
@@ -224,7 +224,7 @@ class ResNet(Layer):
 
     @functools.cached_property
     def parts(self) -> dict[str, Layer]:
-        """By name, in the order in which they run; all but the head."""
+        """Parts by name, in the order in which they run; all but the head."""
         channels = self.widths[0]
         parts: dict[str, Layer] = {
             "stem": _Normalized(

@@ -1,8 +1,8 @@
 """The 3D U-Net: labels each voxel of a volume (Çiçek et al. 2016).
 
 Dims: B batch, X Y Z the volume, C channels, K classes. Levels go from full resolution
-down, each of half the one before. Nothing here says how tensors are split: a split
-input is all that spatial partitioning needs (GSPMD 5.6).
+down, each half the size of the level before. Nothing here says how tensors are split: a
+split input is all that spatial partitioning needs (GSPMD 5.6).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Chain(Layer):
 
     @property
     def shrinks(self) -> int:
-        """By how many positions each convolution shortens each dim."""
+        """The number of positions by which each convolution shortens each dim."""
         return self.window - 1 if self.padding is Padding.VALID else 0
 
     def weights(self) -> NestedMap:
@@ -68,16 +68,16 @@ class _Chain(Layer):
         return x
 
     def flops(self, size: Sequence[int]) -> float:
-        """Of kernels, forward, for one result of X, Y, Z."""
+        """FLOPs of kernels, forward, for a result of size X, Y, Z."""
         convolutions = [p for p in self.parts.values() if isinstance(p, Convolution)]
         total = 0.0
-        for later, one in enumerate(reversed(convolutions)):
-            total += one.flops([n + self.shrinks * later for n in size])
+        for later, convolution in enumerate(reversed(convolutions)):
+            total += convolution.flops([n + self.shrinks * later for n in size])
         return total
 
     @functools.cached_property
     def parts(self) -> dict[str, Layer]:
-        """By name, in the order in which they run."""
+        """Parts by name, in the order in which they run."""
         parts: dict[str, Layer] = {}
         ins = (self.in_channels, *self.channels)
         for i, channels in enumerate(self.channels):
@@ -87,7 +87,7 @@ class _Chain(Layer):
                 window=(self.window,) * 3,
                 strides=(1, 1, 1),
                 padding=self.padding,
-                use_bias=self.norm is None,  # A norm has one, and takes others away.
+                use_bias=self.norm is None,  # A norm has a bias, and cancels others.
             )
             if self.norm is not None:
                 parts[f"norm_{i}"] = self.norm(model_dims=channels)
@@ -97,14 +97,14 @@ class _Chain(Layer):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UNet3D(Layer):
-    """Convolves down a pyramid and back up, with each level's detail beside it.
+    """Convolves down a pyramid and back up, with skip connections at each level.
 
     A level is a chain of convolutions, each normalized and rectified. Going down, the
     maximum of each 2 x 2 x 2 voxels is the next level; going up, a level is made twice
-    as fine and gets the channels of what was on its way down beside its own.
+    as fine, and the channels of the same level going down are put beside its own.
 
     Args:
-      in_channels: of the volume.
+      in_channels: channels of the volume.
       num_classes: K.
       analysis: the channels of each level's convolutions going down, full resolution
         first, such as ((32, 64), (64, 128), (128, 256), (256, 512)), the paper's.
@@ -115,7 +115,7 @@ class UNet3D(Layer):
       upsampling: how a level becomes finer.
       padding: `SAME` labels every voxel, of any volume. `VALID`, as in the paper, has
         no zeros at the ends: each convolution takes its window less one off each dim,
-        what was on its way down is cropped, and the middle is labelled (`labelled`).
+        skip connections are cropped, and the middle is labelled (`labelled`).
 
     Raises:
       ValueError: levels do not match, or are empty; a window is even; a number is out
@@ -151,7 +151,7 @@ class UNet3D(Layer):
                 "the coarsest"
             )
         for part in self.parts.values():
-            part.weights()  # What is wrong with a norm is said here, not when it runs.
+            part.weights()  # A wrong norm raises here, not when it runs.
 
     def weights(self) -> NestedMap:
         return NestedMap({name: part.weights() for name, part in self.parts.items()})
@@ -193,11 +193,11 @@ class UNet3D(Layer):
 
         Raises:
           ValueError: with `VALID` padding, a volume that is too small, or a level that
-            cannot be halved; names the next sizes that can.
+            cannot be halved; the message names the next sizes that can.
         """
-        found = tuple(self._along(n).get("classes") for n in size)
-        if None in found:
-            n = size[found.index(None)]
+        sizes = tuple(self._along(n).get("classes") for n in size)
+        if None in sizes:
+            n = size[sizes.index(None)]
             sides = (range(n - 1, 0, -1), itertools.count(n + 1))
             good = [(m for m in ms if "classes" in self._along(m)) for ms in sides]
             near = [m for ms in good for m in itertools.islice(ms, 1)]
@@ -206,10 +206,10 @@ class UNet3D(Layer):
                 f"along a dim of {n} a level is odd or too small; next to it are "
                 f"{' and '.join(map(str, near))}, or use Padding.SAME"
             )
-        return found
+        return sizes
 
     def flops(self, size: Sequence[int]) -> float:
-        """Of kernels, forward, for one volume of X, Y, Z: 2 a product and its sum.
+        """FLOPs of kernels, forward, for a volume of X, Y, Z: 2 a product and its sum.
 
         Raises:
           ValueError: see `labelled`.
@@ -222,7 +222,7 @@ class UNet3D(Layer):
         )
 
     def _along(self, n: int) -> dict[str, int]:
-        """Of a dim of n voxels, how many there are after each part, while there are."""
+        """The voxels left of a dim of n after each part, as long as there are any."""
         valid, sizes, fine = self.padding is Padding.VALID, {}, []
         parts = self.parts
 
@@ -253,7 +253,7 @@ class UNet3D(Layer):
 
     @functools.cached_property
     def parts(self) -> dict[str, Layer]:
-        """By name, in the order in which they run."""
+        """Parts by name, in the order in which they run."""
         kind = {"norm": self.norm, "window": self.window, "padding": self.padding}
         parts: dict[str, Layer] = {}
         channels, beside = self.in_channels, []
@@ -292,7 +292,7 @@ def middle(x: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
 
 
 def _repeated(x: tf.Tensor) -> tf.Tensor:
-    """Each voxel of `x` [B, X, Y, Z, C] eight times."""
+    """Repeats each voxel of `x` [B, X, Y, Z, C] eight times."""
     for dim in (1, 2, 3):
         # Not tf.repeat, which gathers: the partitioner would too.
         x = tf.stack([x, x], axis=dim + 1)

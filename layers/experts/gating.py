@@ -1,10 +1,10 @@
-"""What every gating of a mixture of experts takes and gives.
+"""The interface of all gatings of a mixture of experts.
 
 Dims: G groups, S tokens of a group, M model, E experts, C slots of an expert for the
 tokens of one group (its capacity).
 
-Tokens compete for slots inside their group only (GShard 2.2), so groups can lie on
-different devices. No op here needs more than one group at a time, but for sums.
+Tokens compete for slots only inside their group (GShard 2.2), so groups can be on
+different devices. Except for sums, no op here needs more than one group at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.linear import contract
 
 GSE = ("batch", "sequence", "gate_experts")
-"""Logical dims of gates: groups are the batch, divided anew."""
+"""Logical dims of gates: groups are the batch, divided differently."""
 GSEC = (*GSE, "capacity")
 
 
@@ -41,13 +41,13 @@ class Rounding(enum.Enum):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity(Checked):
-    """How many tokens of a group an expert takes: C = factor * S / E, made whole.
+    """How many tokens of a group an expert takes: C = factor * S / E, rounded.
 
     Args:
       factor: 1 has a slot for each token. GShard's C of about 2S/E is 2.
       eval_factor: the same in `Mode.EVAL`; None: as in training.
-      rounding: of factor * S / E.
-      at_least: the smallest C; it is 1 anyway.
+      rounding: how factor * S / E is rounded.
+      at_least: the smallest C; C is 1 or more anyway.
       multiple_of: a C above `at_least` is rounded up to a multiple of it.
 
     Raises:
@@ -66,32 +66,32 @@ class Capacity(Checked):
         if mode is Mode.EVAL and self.eval_factor is not None:
             factor = self.eval_factor
         share = factor * tokens / experts
-        # Away from the edge, for products such as 1.1 * 10.
+        # With a margin for rounding errors, as in 1.1 * 10.
         up = self.rounding is Rounding.UP
-        whole = math.ceil(share - 1e-9) if up else math.floor(share + 1e-9)
+        rounded = math.ceil(share - 1e-9) if up else math.floor(share + 1e-9)
         slots = self.at_least
-        if max(whole, 1) > slots:
-            slots = -(-max(whole, 1) // self.multiple_of) * self.multiple_of
+        if max(rounded, 1) > slots:
+            slots = -(-max(rounded, 1) // self.multiple_of) * self.multiple_of
         return min(slots, tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a gating says of the tokens of each group.
+    """The slots that a gating gives the tokens of each group.
 
     Args:
       dispatch: float32 [G, S, E, C], 1 where a token takes a slot, else 0. A slot has
-        one token at most; a token has one slot of an expert at most.
-      combine: float32 [G, S, E, C], what the expert's output counts for the token, 0
+        at most one token; a token has at most one slot of an expert.
+      combine: float32 [G, S, E, C], the weight of the expert's output for the token, 0
         where `dispatch` is.
       balance_loss: float32 scalar, the auxiliary loss of GShard's Algorithm 1 times
         E^2, so that experts used evenly give 1 whatever their number; 0 for gatings
         that are balanced by construction.
       z_loss: float32 scalar, mean square of the logits' logsumexp (Zoph et al. 2022).
       sums: float32 sums over tokens, so that sums over batches make exact metrics:
-        `tokens`, without padding; `dropped`, of them those that no expert took; `load`
-        [E], tokens that each took; `entropy` of the gates, in nats; `balance` and `z`,
-        the losses times `tokens`.
+        `tokens`, without padding; `dropped`, tokens that no expert took; `load` [E],
+        tokens that each expert took; `entropy` of the gates, in nats; `balance` and
+        `z`, the losses times `tokens`.
     """
 
     dispatch: tf.Tensor
@@ -103,13 +103,13 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Who goes where; every tensor is float32 [G, S, E].
+    """The experts that tokens go to; every tensor is float32 [G, S, E].
 
     Args:
-      gates: what an expert's output counts for a token.
+      gates: the weight of an expert's output for a token.
       kept: 1 where the token has a slot, else 0.
       places: the slot's number, read where `kept` is 1.
-      first: 1 at each token's first choice, slot or not; None: nothing to balance.
+      first: 1 at each token's first choice, with a slot or not; None: no balance loss.
     """
 
     gates: tf.Tensor
@@ -129,15 +129,15 @@ class Gating(Layer):
       model_dims: M.
       num_experts: E.
       capacity: how many slots an expert has.
-      jitter: in training, what the gating reads is multiplied by random numbers from
+      jitter: in training, the gating's input is multiplied by random numbers from
         1 - jitter to 1 + jitter (Fedus et al. 2021); 0 for none.
 
     Raises:
-      ValueError: a size below 1, a jitter out of range, or a capacity that is none.
+      ValueError: a size below 1, a jitter out of range, or no `Capacity`.
     """
 
     needs_whole_groups: ClassVar[bool] = False
-    """Whether later tokens of a group decide too, in evaluation as well."""
+    """Whether later tokens of a group affect a token, in evaluation as well."""
 
     model_dims: int = bounded(at_least=1)
     num_experts: int = bounded(at_least=1)
@@ -180,7 +180,7 @@ class Gating(Layer):
         slots = self.capacity.slots(tokens, self.num_experts, ctx.mode)
         logits = self.logits(ctx, theta, x)
         choices = self.choose(ctx, logits, valid, token_ids, slots)
-        # Left to completion, GSPMD splits E by an axis that is free, and gathers later.
+        # Without annotations GSPMD splits E by a free axis, and gathers later.
         gates, kept, places = (
             ctx.split(t, GSE) for t in (choices.gates, choices.kept, choices.places)
         )
@@ -194,7 +194,7 @@ class Gating(Layer):
         ctx = dataclasses.replace(ctx, activation_dtype=tf.float32)
         x = ctx.cast(x)
         if self.jitter and ctx.mode is Mode.TRAIN:
-            with ctx.scope("jitter") as c:  # Its numbers are no gating's.
+            with ctx.scope("jitter") as c:  # Other random numbers than a gating's.
                 noise = random.uniform(c.random_key(), x.shape)
             x *= 1.0 + self.jitter * (2.0 * noise - 1.0)
         return ctx.split(contract(ctx, x, theta.w), GSE, name="gate_logits")
@@ -207,7 +207,7 @@ class Gating(Layer):
         token_ids: tf.Tensor | None,
         slots: int,
     ) -> Choices:
-        """Who goes where, for `slots` slots an expert and group."""
+        """The choices of tokens, given the slots of an expert for a group."""
         raise NotImplementedError(f"{type(self).__name__}.choose")
 
 
@@ -219,14 +219,14 @@ def probabilities(ctx: Context, logits: tf.Tensor) -> tf.Tensor:
 def in_turn(
     choices: Sequence[tf.Tensor], slots: int
 ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Slots first come, first served: all first choices, then all second ones, ...
+    """Slots, first come, first served: all first choices, then all second choices, ...
 
     Args:
       choices: in order of priority; float32 [G, S, E], 1 where a token wants an expert.
       slots: C.
 
     Returns:
-      For each choice the slot's number, and 1 where there is such a slot, else 0.
+      For each choice, the slot's number, and 1 where that slot exists, else 0.
     """
     count = tf.zeros_like(choices[0][:, :1])
     results = []
@@ -238,7 +238,7 @@ def in_turn(
 
 
 def _one_hot(places: tf.Tensor, slots: int) -> tf.Tensor:
-    """float32 [..., C] of slot numbers; zeros where there is no such slot."""
+    """float32 [..., C] of slot numbers; zeros where the slot does not exist."""
     return tf.one_hot(tf.cast(places, tf.int32), slots)
 
 

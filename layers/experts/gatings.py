@@ -2,8 +2,8 @@
 
 Dims: G groups, S tokens of a group, M model, E experts, C slots of an expert.
 
-Those that look at a whole group at once (`ExpertChoice`, and `Sinkhorn` in training)
-let a token's expert depend on later tokens.
+Gatings that look at an entire group at once (`ExpertChoice`, and `Sinkhorn` in
+training) let a token's expert depend on later tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class GateScale(enum.Enum):
     RAW = "raw"
     """Nothing: they are probabilities among all experts."""
     CHOSEN = "chosen"
-    """Their sum over the experts it chose, dropped or not (Algorithm 1)."""
+    """Their sum over the experts that the token chose, dropped or not (Algorithm 1)."""
     KEPT = "kept"
-    """Their sum over those that have a slot for it."""
+    """Their sum over the experts that have a slot for the token."""
 
 
 @gin.constants_from_enum
@@ -48,7 +48,7 @@ class SecondExpert(enum.Enum):
     """Whether a token goes to its second expert too; g2 is its gate, g1 + g2 = 1."""
 
     IN_PROPORTION = "in_proportion"
-    """With probability g2 / threshold, or 1 if that is more. In `Mode.EVAL` always."""
+    """With probability min(g2 / threshold, 1). In `Mode.EVAL` always."""
     ABOVE_THRESHOLD = "above_threshold"
     """If g2 > threshold."""
     ALWAYS = "always"
@@ -59,8 +59,8 @@ class SecondExpert(enum.Enum):
 class Top2(Gating):
     """The two likeliest experts: GShard's Algorithm 1.
 
-    As there, a second expert that chance rejects has its place counted all the same.
-    One below the threshold has not: it was not asked for.
+    As in the algorithm, a second choice that is rejected at random still counts towards
+    the capacity. A second choice below the threshold does not.
 
     Args:
       second_expert: whether a token goes to its second expert.
@@ -133,10 +133,10 @@ class Switch(Gating):
 class TopK(Gating):
     """The k likeliest experts (Shazeer et al. 2017, without its noise).
 
-    All first choices have priority over all second ones, and so on.
+    All first choices have priority over all second choices, and so on.
 
     Args:
-      k: experts a token.
+      k: experts per token.
       gate_scale: what the k gates are divided by.
 
     Raises:
@@ -175,10 +175,10 @@ class TopK(Gating):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertChoice(Gating):
-    """Each expert takes the C tokens of a group that want it most (Zhou et al. 2022).
+    """Each expert takes the C likeliest tokens of a group (Zhou et al. 2022).
 
     Every expert is full, unless the group has fewer tokens; a token may have several
-    experts or none. Of tokens that want it alike, the earlier are taken.
+    experts or none. Of equally likely tokens the earlier are taken.
     """
 
     needs_whole_groups = True
@@ -203,12 +203,12 @@ class ExpertChoice(Gating):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hash(Gating):
-    """The expert that a hash of the token's id gives (Roller et al. 2021).
+    """The expert given by a hash of the token's id (Roller et al. 2021).
 
-    It has no weights, and every gate is 1.
+    The layer has no weights, and every gate is 1.
 
     Args:
-      seed: another one is another hash, for layers that should not agree.
+      seed: another seed is another hash, for layers that should not agree.
     """
 
     seed: int = 0
@@ -237,9 +237,10 @@ class Sinkhorn(Gating):
     """One expert a token, by a balanced assignment (Clark et al. 2022).
 
     In training the gates of a group are scaled, by expert and by token in turn, until
-    the experts have about equal shares; the likeliest expert of these is the token's.
-    In `Mode.EVAL` it is the likeliest of the gates as they are, which does not look at
-    other tokens. What counts for the output is the unscaled probability either way.
+    the experts have about equal shares; a token goes to the expert with the largest.
+    In `Mode.EVAL` it goes to the expert with the largest unscaled gate, which does not
+    depend on other tokens. The output is weighted by the unscaled probability either
+    way.
 
     Args:
       capacity: its factor is 1.25 by default.
@@ -262,7 +263,7 @@ class Sinkhorn(Gating):
         return Choices(gates=probs, kept=kept, places=places, first=first)
 
     def _scales(self, probs: tf.Tensor, valid: tf.Tensor) -> tf.Tensor:
-        """[G, 1, E] to multiply gates by; that by token would not change who is first.
+        """[G, 1, E] to multiply gates by; factors by token would change no choice.
 
         With them, and each token's sum made 1 again, all experts sum to tokens / E.
         """
@@ -290,16 +291,16 @@ def _likeliest(
 ) -> list[tf.Tensor]:
     """Each token's k best experts, best first: float32 [G, S, E] one-hot, 0 at padding.
 
-    By argmax and one-hot, which are local to a token whatever the partitioner. Of
-    equals the first is taken.
+    Found by argmax and one-hot, which are local to a token under any partitioner. Of
+    equally good experts the first is taken.
     """
-    scores, found = tf.stop_gradient(scores), []
+    scores, choices = tf.stop_gradient(scores), []
     for _ in range(k):
         best = tf.argmax(scores, axis=-1, output_type=tf.int32)
         one_hot = tf.one_hot(best, scores.shape[-1])
         scores = tf.where(one_hot > 0, -math.inf, scores)
-        found.append(ctx.split(one_hot * valid[..., None], GSE))
-    return found
+        choices.append(ctx.split(one_hot * valid[..., None], GSE))
+    return choices
 
 
 def _scaled(probs, *, chosen, kept, scale: GateScale) -> tf.Tensor:

@@ -10,9 +10,9 @@ C slots of an expert for one group.
   combined    GSEC,EGCM -> GSM
 
 A plan names three dims: `batch`, which is G too; `experts`, of the experts' weights and
-of what they compute; `expert_model`, M of the experts' weights. `hidden` and `model`
-are those of other layers. What the axes of `experts` leave of those of `batch` splits
-G while E is split.
+activations; `expert_model`, M of the experts' weights. `hidden` and `model` are those
+of other layers. While E is split, G is split by the axes of `batch` that are not among
+those of `experts`.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from meshwright.layers.basic.linear import BSM, WHOLE
 from meshwright.layers.experts.gating import Gating, Routing
 
 GECM = ("batch", "gate_experts", "capacity", "model")
-"""Logical dims of dispatched tokens where they come from: groups are split."""
+"""Logical dims of dispatched tokens on their source devices: groups are split."""
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertFeedForward(Layer):
-    """E feed-forward layers, each for its own slots; `FeedForward` has one of them.
+    """E feed-forward layers like `FeedForward`, each for its own slots.
 
     Recomputation may save `hidden` and `gate`.
 
     Args:
       num_experts: E.
       model_dims: M.
-      hidden_dims: H of each.
+      hidden_dims: H of each expert.
       activation: the non-linearity.
       dropout_rate: of hidden activations.
 
@@ -120,22 +120,22 @@ class ExpertFeedForward(Layer):
 class MoE(Layer):
     """A feed-forward layer of which each token uses a few experts.
 
-    A token that finds no slot gets zeros: the residual connection alone carries it.
-    Recomputation may save `gate_logits`, `dispatched`, what the experts name,
+    A token without a slot gets zeros: only the residual connection carries it.
+    Recomputation may save `gate_logits`, `dispatched`, the experts' names,
     `expert_out` and `feed_forward_out`.
 
     Args:
       gating: which expert gets which token.
       experts: takes [E, G, C, M].
       group_size: S: tokens, in the order of the flattened batch, that compete for
-        slots. It divides the sequence, or a whole number of sequences make one. None:
-        each sequence is a group.
-      balance_weight: what `Routing.balance_loss` counts in `aux.loss`.
-      z_weight: what `Routing.z_loss` counts in it.
+        slots. It divides the sequence, or is a multiple of it. None: each sequence is a
+        group.
+      balance_weight: the weight of `Routing.balance_loss` in `aux.loss`.
+      z_weight: the weight of `Routing.z_loss` in it.
 
     Raises:
-      ValueError: gating and experts disagree on a size, or are none; a number is out
-        of range.
+      ValueError: gating and experts disagree on a size, or are of other types; a number
+        is out of range.
     """
 
     gating: Gating = instance(example="Top2(...)")
@@ -147,11 +147,14 @@ class MoE(Layer):
     def __post_init__(self):
         super().__post_init__()
         for field in ("num_experts", "model_dims"):
-            ours, theirs = getattr(self.gating, field), getattr(self.experts, field)
-            if ours != theirs:
+            gating_size, experts_size = (
+                getattr(self.gating, field),
+                getattr(self.experts, field),
+            )
+            if gating_size != experts_size:
                 raise ValueError(
-                    f"MoE.gating.{field} is {ours} but MoE.experts.{field} is "
-                    f"{theirs}: give both the same"
+                    f"MoE.gating.{field} is {gating_size} but MoE.experts.{field} is "
+                    f"{experts_size}: give both the same"
                 )
 
     def weights(self) -> NestedMap:
@@ -167,7 +170,7 @@ class MoE(Layer):
         segment_ids: tf.Tensor | None = None,
         token_ids: tf.Tensor | None = None,
     ) -> NestedMap:
-        """Sends each token of `x` [B, T, M] to its experts and adds up what they say.
+        """Sends each token of `x` [B, T, M] to its experts and adds up their outputs.
 
         Args:
           ctx: context.
@@ -184,16 +187,16 @@ class MoE(Layer):
 
         Raises:
           ValueError: sizes of `x` are not those of the layer; `group_size` does not
-            divide the tokens, or the plan's axes not the groups or the experts.
+            divide the tokens, or the plan's axes do not divide the groups or experts.
         """
-        B, T = x.shape[0] or 1, x.shape[1]  # Of any batch, each row is in groups.
+        B, T = x.shape[0] or 1, x.shape[1]  # In a batch of any size, groups fill rows.
         size = self._group_size(ctx, B, T)
         self._check_splits(ctx, B * T // size)
 
         def grouped(t):
             return t if size == T else tf.reshape(t, [-1, size, *t.shape[2:]])
 
-        # Gradients are whole here, as those of gates are no sums over what is split.
+        # No gradient is unreduced here: those of gates are no sums over split dims.
         tokens = ctx.split(ctx.split(ctx.cast(x), BSM), WHOLE)
         tokens = ctx.split(grouped(tokens), WHOLE)
         valid = _valid(x, paddings, segment_ids)
@@ -223,11 +226,11 @@ class MoE(Layer):
     ) -> NestedMap:
         """`fprop` of one more token of each row, `x` [B, 1, M].
 
-        Each is a group of its own, so that what is said of one row does not hang on
-        the others.
+        Each token is its own group, so that the result of a row does not depend on the
+        other rows.
 
         Raises:
-          ValueError: the gating needs whole groups.
+          ValueError: the gating needs entire groups.
         """
         if self.gating.needs_whole_groups:
             raise ValueError(
@@ -239,10 +242,10 @@ class MoE(Layer):
         return alone.fprop(ctx, theta, x, token_ids=token_ids)
 
     def extra_flops(self, sequence_length: int) -> float:
-        """Experts work on slots, taken or not; dispatch and combine are products too.
+        """FLOPs of experts, for slots taken or not, of dispatch and of combine.
 
         With E experts there are E times as many weights as a slot meets, so this may
-        be below 0.
+        be negative.
         """
         E, M = self.gating.num_experts, self.gating.model_dims
         size = self.group_size or sequence_length
@@ -251,7 +254,7 @@ class MoE(Layer):
         return 2.0 * weights * (slots / E - 1.0) + 2 * 2.0 * E * M * slots * size / E
 
     def _combined(self, ctx, theta, tokens, routing: Routing) -> tf.Tensor:
-        """What the experts say of `tokens` [G, S, M]; same shape."""
+        """The experts' outputs for `tokens` [G, S, M], combined; same shape."""
         dispatch, combine = ctx.cast(routing.dispatch), ctx.cast(routing.combine)
         slots = ctx.split(tf.einsum("gsec,gsm->gecm", dispatch, tokens), GECM)
         slots = split_by_expert(ctx, tf.transpose(slots, [1, 0, 2, 3]), "model")
@@ -289,20 +292,20 @@ class MoE(Layer):
 
 
 def x_and_aux(out: tf.Tensor | NestedMap) -> tuple[tf.Tensor, NestedMap | None]:
-    """What a layer returns, and its `aux`, None if it has no mixture of experts."""
+    """A layer's output, and its `aux`, None if it has no mixture of experts."""
     return (out.x, out.aux) if isinstance(out, NestedMap) else (out, None)
 
 
 def merge_aux(aux: NestedMap) -> NestedMap:
-    """What a stack says of its mixtures of experts, of each layer's `aux`.
+    """The `aux` of a stack of layers, merged from each layer's.
 
     Args:
-      aux: `loss` and `sums` with leading dims by layer, which both have alike.
+      aux: `loss` and `sums`, both with the same leading dims by layer.
 
     Returns:
       `loss`: float32 scalar, to be added to the loss: the layers' mean, so that its
         weight does not depend on depth.
-      `sums`: see `Routing.sums`, with one leading dim, a row for each mixture.
+      `sums`: see `Routing.sums`, with a single leading dim, a row for each mixture.
     """
     layers = aux.loss.shape.rank
     return NestedMap(
@@ -312,9 +315,9 @@ def merge_aux(aux: NestedMap) -> NestedMap:
 
 
 def split_by_expert(ctx: Context, tensor: tf.Tensor, last_dim: str) -> tf.Tensor:
-    """`tensor` [E, G, C, F], split as the plan's activations say of experts.
+    """`tensor` [E, G, C, F], split as the plan's activations say for experts.
 
-    F is the logical dim `last_dim`; G is split by what E leaves of the batch's axes.
+    F is the logical dim `last_dim`; G is split by the batch's axes that E leaves.
 
     Raises:
       ValueError: an axis splits two dims.
@@ -329,8 +332,8 @@ def split_by_expert(ctx: Context, tensor: tf.Tensor, last_dim: str) -> tf.Tensor
         sharding = Sharding(plan.mesh, (experts, groups, (), last))
     except ValueError as error:
         raise ValueError(
-            f"layer {ctx.path!r}: [experts, batch, capacity, {last_dim}] of what its "
-            f"experts compute: {error}: change ShardingPlan.activations"
+            f"layer {ctx.path!r}: [experts, batch, capacity, {last_dim}] of its "
+            f"experts' activations: {error}: change ShardingPlan.activations"
         ) from None
     return annotate(tensor, sharding)
 

@@ -1,4 +1,4 @@
-"""A batch as microbatches, and back (GSPMD 3.3).
+"""Divides a batch into microbatches, and joins them (GSPMD 3.3).
 
 Dims: B batch, U rows of a microbatch.
 """
@@ -19,14 +19,14 @@ from meshwright.framework.sharding.sharding import Sharding
 class Microbatches:
     """Each microbatch has every `count`-th row of the batch.
 
-    So each device has rows in all of them, and these stay where they are: the rows of a
-    batch that the same axes split, and then maybe others, move to no other device.
+    So each device has rows of every microbatch, and these stay in place: the rows of a
+    batch that the same axes split, perhaps followed by others, move to no other device.
 
     Args:
       plan: its activations table says how a microbatch is split, as "batch".
       batch: B.
-      count: into how many the batch is divided.
-      path: of the layer, for messages.
+      count: the number of microbatches.
+      path: the layer's path, for messages.
     """
 
     plan: ShardingPlan
@@ -43,16 +43,16 @@ class Microbatches:
         return [self._divide(tf.convert_to_tensor(tensor)) for tensor in tensors]
 
     def join(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The way back."""
-        # Annotated before too: so the gradient is whole along the stages in a loop.
+        """The reverse of `divide`."""
+        # Annotated before too: so loops keep the gradient replicated along the stages.
         tensors = [self._split(_swap(self._split(t, 1)), 0) for t in tensors]
         return [tf.reshape(t, [self.batch, *t.shape[2:]]) for t in tensors]
 
     def spec(self, tensor: tf.Tensor | tf.TensorSpec) -> tf.TensorSpec:
-        """[U, ...], of a tensor [B, ...].
+        """The spec [U, ...] of a tensor [B, ...].
 
         Raises:
-          ValueError: it has no such dim, or that does not divide into so many.
+          ValueError: the tensor has no dim B, or microbatches do not divide it.
         """
         if tensor.shape.rank == 0 or tensor.shape[0] != self.batch:
             raise ValueError(
@@ -87,7 +87,7 @@ class Microbatches:
         return self._split(_swap(self._split(tensor, 0)), 1)
 
     def _split(self, tensor: tf.Tensor, dim: int) -> tf.Tensor:
-        """`tensor`, its rows split along `dim`, dims before whole, others left open."""
+        """`tensor` with rows split along `dim`, earlier dims unsharded, others open."""
         rows = self.plan.activation_sharding(["batch"], self.path).dims
         rest = range(dim + 1, tensor.shape.rank)
         dims = ((),) * dim + rows + ((),) * len(rest)

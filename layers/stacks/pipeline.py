@@ -3,8 +3,8 @@
 Dims: L stages, Q layers of a stage, K of them in a row, B batch, U rows of a
 microbatch; everything else is the body's.
 
-In iteration t stage s works on the microbatch that the schedule says, with the weights
-of its layers, and hands the result on: the state, [L, U, ...], shifts by one. As only
+In iteration t stage s works on the microbatch that the schedule gives, with the weights
+of its layers, and passes the result on: the state, [L, U, ...], shifts by one. As only
 the stage dim is split by the stage axis, that is one CollectivePermute.
 
   forward   for t:  x = shift(x, input[t]);  for K layers: keep x;  x = stages(theta, x)
@@ -52,21 +52,21 @@ from meshwright.layers.stacks.stages import StageMode, Stages
 class Pipeline(Layer):
     """The layers of `stack` in `num_stages` stages.
 
-    The plan's weights table says which axis splits "stages". Inside, "batch" is what
-    its activations table says of "microbatch", if it does: before and after the
+    The plan's weights table says which axis splits "stages". Inside, "batch" is split
+    like "microbatch" in its activations table, if that is there: before and after the
     pipeline the batch may be split by the stage axis too.
 
     Args:
-      stack: the layers, and what of them is recomputed.
+      stack: the layers, and their recomputation.
       num_stages: L.
-      num_microbatches: into how many the batch is divided.
+      num_microbatches: the number of microbatches of a batch.
       num_repeats: how often a microbatch passes each stage: 1 is GPipe's schedule, more
-        the circular one, for fewer bubbles with few microbatches.
-      stage_mode: how one layer becomes all stages' layers.
+        the circular schedule, for fewer bubbles with few microbatches.
+      stage_mode: how a layer becomes all stages' layers.
 
     Raises:
-      ValueError: layers that stages and repeats do not divide; a number below 1; a
-        stack that is unrolled.
+      ValueError: stages and repeats do not divide the layers; a number below 1; an
+        unrolled stack.
     """
 
     stack: Repeat = instance(example="@Repeat()")
@@ -129,8 +129,8 @@ class Pipeline(Layer):
             microbatch's rows; None is passed on as None.
 
         Returns:
-          What `Repeat` returns. Of an `aux`, entries called `loss` are the
-          microbatches' mean, others their sums.
+          What `Repeat` returns. Entries of `aux` called `loss` are the microbatches'
+          mean, others their sums.
 
         Raises:
           ValueError: microbatches do not divide the batch, a tensor has another batch;
@@ -163,7 +163,7 @@ class Pipeline(Layer):
     def step(self, ctx: Context, theta: NestedMap, x: tf.Tensor, *args, **inputs):
         """See `Repeat.step`: one token passes the layers one after another.
 
-        For that the layers' weights go to all stages' devices.
+        For that, all stages' devices get the layers' weights.
         """
         theta = self.plain_weights(theta)
         return self.stack.step(ctx, theta, x, *args, **inputs)
@@ -175,7 +175,7 @@ class Pipeline(Layer):
     def saved(self, ctx: Context, x: Any, **constants: Any) -> SavedForBackward:
         """See `Repeat.saved`; with the gradients of the microbatches' inputs.
 
-        What each stage keeps in every iteration is kept in bubbles too.
+        Tensors that each stage keeps in every iteration are kept in bubbles too.
         """
         run = _Run(self, ctx, x, constants)
         each = self.schedule.iterations * run.in_a_row
@@ -199,8 +199,8 @@ def _by_layer(stack: tf.Tensor, *, repeats: int) -> tf.Tensor:
 class _Run:
     """One call of a `Pipeline`.
 
-    `flat` is always [*x, *weights, *shared], x and shared by microbatch. What comes out
-    is [*x, by microbatch, *aux, by stage and layer].
+    `flat` is always [*x, *weights, *shared], x and shared by microbatch. The results
+    are [*x, by microbatch, *aux, by stage and layer].
     """
 
     def __init__(self, pipeline: Pipeline, ctx: Context, x, constants):
@@ -244,12 +244,12 @@ class _Run:
     def aux_by_layer(self, aux: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Side results by stage and layer in the layers' order, over microbatches."""
         paths = self.body.aux_paths
-        found = []
+        layers_aux = []
         for path, total in zip(paths, aux, strict=True):
             if path.rsplit(".", 1)[-1] == "loss":
                 total /= self.pipeline.num_microbatches
-            found.append(_by_layer(total, repeats=self.pipeline.num_repeats))
-        return found
+            layers_aux.append(_by_layer(total, repeats=self.pipeline.num_repeats))
+        return layers_aux
 
     # What an iteration reads.
 
@@ -260,12 +260,12 @@ class _Run:
         return self.stages.annotate(read(tf.constant(table), t, dim=0))
 
     def _microbatch(self, t: tf.Tensor) -> tf.Tensor:
-        """int32 [L], one that there is in bubbles too."""
+        """int32 [L], a valid microbatch in bubbles too."""
         last = self.pipeline.num_microbatches - 1
         return self._by_stage(np.minimum(self.schedule.microbatch, last), t)
 
     def _slot(self, t: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
-        """Which of the stage's layers: the same in all, or one for each stage."""
+        """The number of a stage's layer: a scalar for all, or one for each stage."""
         if not self.circular:
             return j
         return self._by_stage(self.schedule.repeat, t) * self.in_a_row + j
@@ -282,7 +282,7 @@ class _Run:
         return [*arguments, tf.transpose(random.fold_in(keys, self._microbatch(t)))]
 
     def _constants(self, t, shared) -> list[tf.Tensor]:
-        """Of each stage's microbatch."""
+        """The constants of each stage's microbatch."""
         microbatch = self._microbatch(t)
         return [self.stages.pick(c, microbatch) for c in (*shared, *self.fixed)]
 
@@ -296,18 +296,18 @@ class _Run:
         ]
 
     def _averaged_statistics(self, t, dweights: Sequence) -> list[tf.Tensor]:
-        """Gradients; those of statistics are values, of which microbatches make one."""
-        found = []
+        """Gradients; those of statistics are values, averaged over microbatches."""
+        gradients = []
         for spec, value in zip(self.body.specs.leaves(), dweights, strict=True):
             if spec.is_statistic:
                 (value,) = self._in_valid(t, [value / self.microbatches.count])
-            found.append(value)
-        return found
+            gradients.append(value)
+        return gradients
 
     # The loops.
 
     def forward(self, flat: Sequence[tf.Tensor], *, keep: bool):
-        """What comes out, and what the layers got and saved in every iteration."""
+        """The results, and what the layers got and saved in every iteration."""
         inputs, stacks, shared = divide(flat, self.body.counts[:2])
         counts = [len(inputs), len(inputs), len(self.body.aux)]
 
@@ -315,12 +315,12 @@ class _Run:
             x, outs, aux, kept = divide(state, counts)
             x = [
                 self.stages.shift(
-                    one,
+                    tensor,
                     self._read_microbatch(micro, t, stage=0),
                     self._scalar(self.schedule.takes_input, t),
                     circular=self.circular,
                 )
-                for one, micro in zip(x, inputs, strict=True)
+                for tensor, micro in zip(x, inputs, strict=True)
             ]
             constants = self._constants(t, shared)
 
@@ -334,14 +334,14 @@ class _Run:
                 if keep:
                     at = t * self.in_a_row + j
                     pairs = zip(kept, [*x, *saved], strict=True)
-                    kept = [write(store, one, at, dim=0) for store, one in pairs]
+                    kept = [write(store, tensor, at, dim=0) for store, tensor in pairs]
                 return [j + 1, *self._annotated(y), *aux, *kept]
 
             x, aux, kept = divide(self._layers(layer, [*x, *aux, *kept]), counts[1:])
             outs = self._write_microbatch(outs, x, t, stage=-1)
             return [t + 1, *x, *outs, *aux, *kept]
 
-        # Bubbles compute on a real microbatch: on zeros something might be no number.
+        # Bubbles compute on a real microbatch: zeros might give NaN.
         start = [
             tf.broadcast_to(x[:1], [self.stages.count, *x.shape[1:]]) for x in inputs
         ]
@@ -359,7 +359,7 @@ class _Run:
         return [*(out[-1, :last] for out in outs), *aux], kept
 
     def with_gradient(self, *flat: tf.Tensor):
-        """What comes out, and its gradient function."""
+        """The results, and their gradient function."""
         inputs, stacks, shared = divide(flat, self.body.counts[:2])
         outputs, kept = self.forward(flat, keep=True)
         n = len(inputs)
@@ -375,12 +375,12 @@ class _Run:
                 lasts = [self._read_microbatch(d, t, stage=-1) for d in dy]
                 dx = [
                     self.stages.shift_back(
-                        one,
+                        tensor,
                         tf.where(gives, last, tf.zeros_like(last)),
                         self._scalar(self.schedule.comes_round, t),
                         circular=self.circular,
                     )
-                    for one, last in zip(dx, lasts, strict=True)
+                    for tensor, last in zip(dx, lasts, strict=True)
                 ]
                 constants = self._constants(t, shared)
 
@@ -442,29 +442,31 @@ class _Run:
         return list(tf.while_loop(lambda j, *_: j < self.in_a_row, body, start)[1:])
 
     def _read_microbatch(self, table, t, *, stage: int) -> tf.Tensor:
-        """Of [microbatches, ...] the stage's; another one in a bubble."""
+        """The stage's entry of [microbatches, ...]; any entry in a bubble."""
         last = self.pipeline.num_microbatches - 1
         numbers = np.minimum(self.schedule.microbatch[:, stage], last)
         return read(table, self._scalar(numbers, t), dim=0)
 
     def _write_microbatch(self, buffers, x, t, *, stage: int) -> list[tf.Tensor]:
-        """`x` [L, ...] at the microbatch of one stage, the one that will be read.
+        """`x` [L, ...] written at the microbatch of `stage`, whose entry will be read.
 
-        What is written of another microbatch, or of none, is overwritten later.
+        Entries of another stage's microbatch, or of a bubble, are overwritten later.
         """
         numbers = np.minimum(
             self.schedule.microbatch[:, stage], self.schedule.slots - 1
         )
         at = self._scalar(numbers, t)
-        return [write(b, one, at, dim=1) for b, one in zip(buffers, x, strict=True)]
+        return [
+            write(b, tensor, at, dim=1) for b, tensor in zip(buffers, x, strict=True)
+        ]
 
     def _annotated(self, x: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Stacked `x` laid out as the body lays out its output."""
+        """Stacked `x` annotated as the body annotates its output."""
         outputs = self.body.outputs
         return [self.stages.annotate(*pair) for pair in zip(x, outputs, strict=True)]
 
     def _buffers(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Places for x [..., U, ...] of each stage and microbatch."""
+        """Buffers for x [..., U, ...] of each stage and microbatch."""
         lead = [self.stages.count, self.schedule.slots]
         zeros = [tf.zeros([*lead, *x.shape[1:]], x.dtype) for x in inputs]
         return self._annotated(zeros)
@@ -491,7 +493,7 @@ class _Run:
         ]
 
     def _zero_shared(self, shared: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Gradients of what all layers share: each stage's own sum."""
+        """Zero gradients of tensors that all layers share: a sum for each stage."""
         lead = [self.stages.count]
         zeros = [tf.zeros([*lead, *t.shape], t.dtype) for t in shared]
         return [self.stages.annotate(zero) for zero in zeros]

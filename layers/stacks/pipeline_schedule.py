@@ -1,4 +1,4 @@
-"""Which stage of a pipeline works on which microbatch when (GSPMD 3.3)."""
+"""The microbatch that each stage of a pipeline works on, by iteration (GSPMD 3.3)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from meshwright.framework.modeling.checks import Checked, bounded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineSchedule(Checked):
-    """GPipe's schedule, or with repeats the circular one.
+    """GPipe's schedule, or with repeats the circular schedule.
 
-    A microbatch goes through all stages, one an iteration, `num_repeats` times. The
-    first stage takes microbatches in groups of as many as there are stages; while a
-    group comes round again the next one waits. So a circular pipeline's bubbles are
+    A microbatch goes through all stages, one in each iteration, `num_repeats` times.
+    The first stage takes microbatches in groups of as many as there are stages; while a
+    group comes round again the next group waits. So a circular pipeline's bubbles are
     those of one round, and a group that is not full leaves more of them.
 
     Args:
       num_stages: L.
-      num_microbatches: in a batch.
+      num_microbatches: the number of microbatches in a batch.
       num_repeats: how often each microbatch passes each stage; 1 is GPipe.
 
     Raises:
-      ValueError: no whole number, or one below 1.
+      ValueError: a number is no integer, or below 1.
     """
 
     num_stages: int = bounded(at_least=1)
@@ -34,7 +34,7 @@ class PipelineSchedule(Checked):
 
     @property
     def slots(self) -> int:
-        """Microbatches, with those that a circular pipeline's last group lacks."""
+        """Microbatches, including those that a circular pipeline's last group lacks."""
         if self.num_repeats == 1:
             return self.num_microbatches
         return -(-self.num_microbatches // self.num_stages) * self.num_stages
@@ -50,7 +50,7 @@ class PipelineSchedule(Checked):
 
     @functools.cached_property
     def microbatch(self) -> np.ndarray:
-        """int32 [iterations, L]: number of the microbatch; of use where `valid`."""
+        """int32 [iterations, L]: number of the microbatch; meaningful where `valid`."""
         group, rest = self._position()
         if self.num_repeats == 1:
             return rest
@@ -71,7 +71,7 @@ class PipelineSchedule(Checked):
         return started & (self.microbatch < self.num_microbatches)
 
     def first_layer(self, in_a_row: int) -> np.ndarray:
-        """int32 [iterations, L]: number of the first of so many layers in a row."""
+        """int32 [iterations, L]: number of the first of `in_a_row` layers."""
         stage = np.arange(self.num_stages, dtype=np.int32)
         return (self.repeat * self.num_stages + stage) * np.int32(in_a_row)
 
@@ -87,16 +87,16 @@ class PipelineSchedule(Checked):
 
     @property
     def comes_round(self) -> np.ndarray:
-        """bool [iterations]: the first stage takes next what the last one gives."""
+        """bool [iterations]: the first stage next takes what the last stage gives."""
         return np.append(~self.takes_input[1:], False)
 
     def _since_start(self) -> np.ndarray:
-        """int32 [iterations, L]: iterations since the stage got its first one."""
+        """int32 [iterations, L]: iterations since the stage's first microbatch."""
         iteration = np.arange(self.iterations, dtype=np.int32)
         return iteration[:, None] - np.arange(self.num_stages, dtype=np.int32)
 
     def _position(self) -> tuple[np.ndarray, np.ndarray]:
-        """Group, and iteration within it; the first one's until the stage starts."""
+        """Group, and iteration within it; the first group's until the stage starts."""
         done = np.maximum(self._since_start(), 0)
         if self.num_repeats == 1:
             return np.zeros_like(done), done

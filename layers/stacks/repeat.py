@@ -8,8 +8,8 @@ does not grow with depth (GSPMD 5.1 trains up to 256 layers this way):
   forward   for i in 0..L-1:  keep x[i];  x, saved[i] = layer(theta[i], x)
   backward  for i in L-1..0:  dx, dtheta[i] = gradient(theta[i], x[i], saved[i], dx)
 
-What all layers share (the memory of cross-attention) gets its gradients summed over
-them in the backward loop.
+The gradients of tensors that all layers share (the memory of cross-attention) are
+summed over the layers in the backward loop.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from meshwright.layers.stacks.stacked_body import (
 class Unroll(enum.Enum):
     """Whether the stack is a loop in the program, or its layers one after another.
 
-    Unrolled, an optimization barrier keeps XLA from merging what is recomputed with its
-    first computation; XLA's CPU compiler drops it and merges most of it.
+    Unrolled, an optimization barrier keeps XLA from merging recomputation with the
+    first computation; XLA's CPU compiler drops the barrier and merges most of it.
     """
 
     LOOP = "loop"
@@ -59,13 +59,13 @@ class Unroll(enum.Enum):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repeat(Layer):
-    """`num_layers` layers like `body`, each with weights and random key of its own.
+    """`num_layers` layers like `body`, each with its own weights and random key.
 
     Args:
       body: the layer; its output has the structure, shapes and dtypes of its input, or
-        is a nested map of that as `x` and of side results `aux`, such as losses.
-      num_layers: how many layers in all, a multiple of the body's `depth`; L is how
-        often the body is run.
+        is a nested map of such an `x` and of side results `aux`, such as losses.
+      num_layers: the number of layers in all, a multiple of the body's `depth`; L is
+        how often the body is run.
       recompute: what the backward pass computes again.
       saved_names: for `Recompute.ALL_BUT_NAMED`, the intermediates to save.
       unroll: loop, or layers one after another; weights are stacked either way.
@@ -105,12 +105,12 @@ class Repeat(Layer):
           theta: weights of the body, stacked along a leading dim L.
           x: the body's input, a nest of floating-point tensors.
           **constants: nests of tensors that each layer gets unchanged; None is passed
-            on as None. Floating-point ones are differentiated; XLA takes out again what
-            computes a gradient that nobody reads, such as a mask's.
+            on as None. Floating-point tensors are differentiated; XLA removes the
+            computation of gradients that nothing reads, such as a mask's.
 
         Returns:
-          The last layer's output, a nest like `x`. Of a body that returns a nested map
-          of `x` and `aux`, such a map: its `aux` has a leading dim L.
+          The last layer's output, a nest like `x`. If the body returns a nested map of
+          `x` and `aux`, such a map: its `aux` has a leading dim L.
 
         Raises:
           ValueError: weights are not stacked L times; the body's output is not like its
@@ -129,12 +129,12 @@ class Repeat(Layer):
         return stack.body.result(x, aux)
 
     def saved(self, ctx: Context, x: Any, **constants: Any) -> SavedForBackward:
-        """What `fprop` keeps for the backward pass, found by tracing one layer.
+        """What `fprop` keeps for the backward pass, by tracing a single layer.
 
         Args:
           ctx: as for `fprop`, in training.
-          x: the same, of which only shapes and dtypes matter.
-          **constants: the same.
+          x: as for `fprop`; only shapes and dtypes matter.
+          **constants: as for `fprop`.
 
         Raises:
           ValueError: the body's output is not like its input.
@@ -148,19 +148,19 @@ class Repeat(Layer):
         )
 
     def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
-        """The body's, stacked along a leading dim L."""
-        one = self.body.init_cache(ctx, batch, length)
-        # Not new zeros: these lie as the body says.
-        return one.map(lambda t: tf.broadcast_to(t[None], [self.count, *shape_of(t)]))
+        """The body's cache, stacked along a leading dim L."""
+        cache = self.body.init_cache(ctx, batch, length)
+        # Not new zeros: these have the body's annotations.
+        return cache.map(lambda t: tf.broadcast_to(t[None], [self.count, *shape_of(t)]))
 
     def encode_memory(
         self, ctx: Context, theta: NestedMap, memory: tf.Tensor
     ) -> NestedMap:
-        """The body's, of each layer's weights, stacked along a leading dim L."""
+        """The body's cache for each layer's weights, stacked along a leading dim L."""
 
-        def layer(ctx, theta, i, found):
-            one = self.body.encode_memory(ctx, theta, memory)
-            return found.map(lambda stack, t: write(stack, t, i), one)
+        def layer(ctx, theta, i, caches):
+            cache = self.body.encode_memory(ctx, theta, memory)
+            return caches.map(lambda stack, t: write(stack, t, i), cache)
 
         specs = tf.function(
             lambda: self.body.encode_memory(
@@ -209,23 +209,23 @@ class Repeat(Layer):
 
         def body(i, state):
             key = None if ctx.key is None else random.fold_in(ctx.key, i)
-            own = dataclasses.replace(ctx, key=key)
-            return [i + 1, layer(own, self._layer_theta(ctx, theta, i), i, state)]
+            layer_ctx = dataclasses.replace(ctx, key=key)
+            return [i + 1, layer(layer_ctx, self._layer_theta(ctx, theta, i), i, state)]
 
         start = [tf.constant(0), state]
         return tf.while_loop(lambda i, _: i < self.count, body, start)[1]
 
     def _layer_theta(self, ctx: Context, theta: NestedMap, i) -> NestedMap:
         """The weights of layer `i`, annotated."""
-        own = theta.map(lambda stack: read(stack, i))
-        return annotate_weights(ctx.plan, self.body.weights(), own)
+        weights = theta.map(lambda stack: read(stack, i))
+        return annotate_weights(ctx.plan, self.body.weights(), weights)
 
 
 class _Stack:
     """One call of a `Repeat`.
 
     `flat` is always [*x leaves, *stacked weight leaves, *shared]: `shared` are the
-    constants that are differentiated, `fixed` those that are not. What comes out is
+    constants that are differentiated, `fixed` those that are not. The results are
     [*x leaves, *aux leaves of all layers, stacked].
     """
 
@@ -263,7 +263,7 @@ class _Stack:
         return [tf.zeros([self.count, *spec.shape], spec.dtype) for spec in specs]
 
     def evaluate(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Forward only: nothing is saved."""
+        """The forward pass only: nothing is saved."""
         x, stacks, shared = self._divide(flat)
         n = len(x)
         if self.repeat.unroll is Unroll.UNROLLED:
@@ -283,7 +283,7 @@ class _Stack:
         return self._while(body, [*x, *self._aux_stores()])
 
     def looped(self, *flat: tf.Tensor):
-        """Outputs and gradient function, both with a loop inside."""
+        """Outputs and gradient function, each with a loop."""
         x, stacks, shared = self._divide(flat)
         n, a = len(x), len(self.body.aux)
 
@@ -338,8 +338,8 @@ class _Stack:
             dweights: list = [None] * self.count
             dshared = [tf.zeros(t.shape, t.dtype) for t in shared]
             for i in reversed(range(self.count)):
-                # Without a barrier XLA finds the forward values and recomputes nothing,
-                # which keeps them all alive.
+                # Without a barrier XLA reuses the forward values instead of recomputing
+                # them, which keeps them all alive.
                 again = [*kept[i], *weights[i], *dx]
                 if self.repeat.recompute is not Recompute.NOTHING:
                     again = list(xla.optimization_barrier(*again))
@@ -358,7 +358,7 @@ class _Stack:
         return list(tf.while_loop(lambda i, *_: i < self.count, body, start)[1:])
 
     def _annotated(self, x: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """`x` laid out as the body lays out its output."""
+        """`x` annotated as the body annotates its output."""
         return [y.annotate(t) for t, y in zip(x, self.body.outputs, strict=True)]
 
     def _zero_stacks(self) -> list[tf.Tensor]:
@@ -371,7 +371,7 @@ class _Stack:
 
 
 def _sums(totals: Sequence, more: Sequence) -> list[tf.Tensor]:
-    return [total + one for total, one in zip(totals, more, strict=True)]
+    return [total + value for total, value in zip(totals, more, strict=True)]
 
 
 def _store(saved: Saved, count: int) -> tf.Tensor:

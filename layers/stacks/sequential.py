@@ -1,4 +1,4 @@
-"""Layers one after another as one, such as a dense one and a mixture of experts.
+"""Several layers in a row as a single layer, such as a dense layer and a mixture.
 
 Dims: B batch, S sequence, M model, K layers that are mixtures of experts.
 """
@@ -20,17 +20,17 @@ from meshwright.layers.transformer import TransformerLayer
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequential(Layer):
-    """Each of `layers` once: the body of a stack whose layers take turns.
+    """Runs each of `layers` once: the body of a stack whose layers alternate.
 
     With a dense layer and a mixture of experts in `layers`, `Repeat` makes GShard's and
     GLaM's stack of it: experts in every other layer.
 
     Args:
       layers: the layers, one after another. All mixtures of experts among them have
-        equally many experts.
+        the same number of experts.
 
     Raises:
-      ValueError: no layer; mixtures of different numbers of experts.
+      ValueError: no layer; mixtures with different numbers of experts.
     """
 
     layers: Sequence[TransformerLayer]
@@ -69,8 +69,8 @@ class Sequential(Layer):
           **inputs: see `TransformerLayer.fprop`; for all layers.
 
         Returns:
-          [B, S, M] in the activation dtype. With mixtures of experts a nested map of
-          this as `x` and of their `aux` with a leading dim K, a row for each mixture.
+          [B, S, M] in the activation dtype. With mixtures of experts, a nested map of
+          it as `x` and of their `aux` with a leading dim K, a row for each mixture.
         """
         x, rows = ctx.cast(x), []
         for name, layer in self._named():
@@ -83,20 +83,20 @@ class Sequential(Layer):
         return NestedMap(x=x, aux=rows[0].map(lambda *t: tf.stack(t), *rows[1:]))
 
     def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
-        found = NestedMap()
+        cache = NestedMap()
         for name, layer in self._named():
             with ctx.scope(name) as c:
-                found[name] = layer.init_cache(c, batch, length)
-        return found
+                cache[name] = layer.init_cache(c, batch, length)
+        return cache
 
     def encode_memory(
         self, ctx: Context, theta: NestedMap, memory: tf.Tensor
     ) -> NestedMap:
-        found = NestedMap()
+        cache = NestedMap()
         for name, layer in self._named():
             with ctx.scope(name) as c:
-                found[name] = layer.encode_memory(c, theta[name], memory)
-        return found
+                cache[name] = layer.encode_memory(c, theta[name], memory)
+        return cache
 
     def step(
         self,

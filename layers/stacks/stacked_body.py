@@ -1,4 +1,4 @@
-"""What loops over equal layers share: the body as one flat, split function.
+"""The code that loops over equal layers share: the body as a flat, split function.
 
 Dims: L layers, B batch; everything else is the body's.
 """
@@ -28,8 +28,8 @@ class SavedStack:
     """A tensor that a stack keeps of each layer until the backward pass reads it.
 
     Args:
-      tensor: that of one layer; in a pipeline of one stage and microbatch.
-      count: how many of them there are; in a pipeline in each stage.
+      tensor: the tensor of one layer; in a pipeline, of one stage and microbatch.
+      count: the number of such tensors; in a pipeline, in each stage.
       stages: L of a pipeline, else 1.
       stage_axes: the mesh axes that split the stages.
     """
@@ -42,12 +42,11 @@ class SavedStack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedForBackward:
-    """What a stack keeps in memory from its forward to its backward pass.
+    """The tensors that a stack keeps from its forward to its backward pass.
 
     Args:
-      stacks: the tensors; compilers take out again those that nothing reads, and they
-        are not among these.
-      result: nest of specs of what `fprop` returns.
+      stacks: the tensors, without those that nothing reads, which compilers remove.
+      result: nest of specs of the result of `fprop`.
     """
 
     stacks: tuple[SavedStack, ...]
@@ -55,10 +54,10 @@ class SavedForBackward:
 
 
 class Constants:
-    """What every layer of a stack gets unchanged: nests of tensors by name.
+    """Inputs that every layer of a stack gets unchanged: nests of tensors by name.
 
     Args:
-      values: tensors, or their specs; None is handed on as None.
+      values: tensors, or their specs; None is passed on as None.
     """
 
     def __init__(self, values: Mapping[str, Any]):
@@ -68,31 +67,31 @@ class Constants:
         flat = tf.nest.flatten(self.nests)
         self._is_shared = [t.dtype.is_floating for t in flat]
         self.shared = [t for t in flat if t.dtype.is_floating]
-        """Those that are differentiated."""
+        """The tensors that are differentiated."""
         self.fixed = [t for t in flat if not t.dtype.is_floating]
-        """The others."""
+        """The other tensors."""
 
     def pack(self, shared: Sequence, fixed: Sequence) -> dict[str, Any]:
-        """The keywords of `fprop`, of such tensors."""
+        """The keywords of `fprop`, made of such tensors."""
         shared, fixed = iter(shared), iter(fixed)
         flat = [next(shared if is_shared else fixed) for is_shared in self._is_shared]
         return tf.nest.pack_sequence_as(self.nests, flat) | self._absent
 
 
 class StackedBody:
-    """One layer of a stack, traced.
+    """A single layer of a stack, traced.
 
-    Its function takes flat [*x, *weights, *shared, *fixed, key if there is one] and
-    gives flat [*x, *aux, *saved]; its gradient is by x, weights and shared.
+    Its function takes flat [*x, *weights, *shared, *fixed, and a key if there is one]
+    and returns flat [*x, *aux, *saved]; its gradient is by x, weights and shared.
 
     Args:
-      body: the layer. It returns what it takes, or a nested map of that as `x` and of
-        side results `aux`.
+      body: the layer. It returns a nest like its input, or a nested map of such an `x`
+        and of side results `aux`.
       ctx: the stack's context.
       x: nest of specs of the body's input.
       shared: specs of `Constants.shared`, as the body gets them.
-      fixed: the same of `Constants.fixed`.
-      constants: packs them.
+      fixed: specs of `Constants.fixed`, likewise.
+      constants: packs both.
       recompute: what the backward pass computes again.
       saved_names: for `Recompute.ALL_BUT_NAMED`, the intermediates to save.
 
@@ -153,23 +152,23 @@ class StackedBody:
 
     @property
     def outputs(self) -> list[Saved]:
-        """Of `x`, with the annotations that the body gives its output."""
+        """The outputs for `x`, with the annotations that the body gives them."""
         return list(self.split.outputs[: self.counts[0]])
 
     @property
     def kept(self) -> list[Saved]:
-        """What a loop keeps of each layer: its input, like its output, and `saved`."""
+        """The tensors that a loop keeps of each layer: its input and `saved`."""
         return [*self.outputs, *self.split.saved]
 
     @property
     def read(self) -> list[Saved]:
-        """Those of `kept` that the backward part needs."""
+        """The tensors of `kept` that the backward part needs."""
         pairs = zip(self.kept, self.split.reads, strict=True)
         return [saved for saved, is_read in pairs if is_read]
 
     @property
     def aux(self) -> list[tf.TensorSpec]:
-        """Of the leaves of `aux`."""
+        """The specs of the leaves of `aux`."""
         return [saved.spec for saved in self.split.outputs[self.counts[0] :]]
 
     @property
@@ -178,17 +177,17 @@ class StackedBody:
         return [] if self._aux is None else [p for p, _ in self._aux.items_by_path()]
 
     def divide_results(self, flat: Sequence) -> tuple[list, list, list]:
-        """Leaves of x, of aux, and saved tensors, of what `split.forward` gives."""
+        """The results of `split.forward`: leaves of x, of aux, and saved tensors."""
         x, aux, saved = divide(flat, [self.counts[0], len(self.aux)])
         return x, aux, saved
 
     def result_specs(self, x: Any, count: int) -> Any:
-        """Of what a stack of `count` layers returns, given the specs of its input."""
+        """Specs of the result of `count` layers, given the specs of their input."""
         aux = [tf.TensorSpec([count, *spec.shape], spec.dtype) for spec in self.aux]
         return self.result(tf.nest.flatten(x), aux)
 
     def result(self, x: Sequence[tf.Tensor], aux: Sequence[tf.Tensor]) -> Any:
-        """What the stack returns, of its last layer's x and of all layers' aux."""
+        """The stack's result, from its last layer's x and all layers' aux."""
         x = tf.nest.pack_sequence_as(self.x, x)
         if self._aux is None:
             return x
@@ -196,7 +195,7 @@ class StackedBody:
 
 
 def divide(flat: Sequence, counts: Sequence[int]) -> list[list]:
-    """`flat` in pieces of so many, and of what is left."""
+    """`flat` in pieces of the given lengths, and a piece of what is left."""
     pieces, start = [], 0
     for count in counts:
         pieces.append(list(flat[start : start + count]))
@@ -205,7 +204,7 @@ def divide(flat: Sequence, counts: Sequence[int]) -> list[list]:
 
 
 def specs_of(nest: Any) -> Any:
-    """The nest's TensorSpecs."""
+    """The nest's `TensorSpec`s."""
     return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), nest)
 
 
@@ -232,7 +231,7 @@ def _start(stack: tf.Tensor, i: tf.Tensor, dim: int) -> tf.Tensor:
 
 
 def check_stacked(ctx: Context, specs: NestedMap, theta: NestedMap) -> None:
-    """Raises ValueError where a weight in `theta` is not as `specs` says."""
+    """Raises ValueError if the shape of a weight in `theta` is not that in `specs`."""
 
     def check(path, spec, stack):
         if stack.shape != spec.shape:
@@ -245,7 +244,7 @@ def check_stacked(ctx: Context, specs: NestedMap, theta: NestedMap) -> None:
 
 
 def check_depth(owner: str, num_layers: int, body: Layer) -> None:
-    """Raises ValueError: `num_layers` is not a positive multiple of the body's."""
+    """Raises ValueError unless `num_layers` is a positive multiple of the body's."""
     if num_layers < 1 or num_layers % body.depth:
         raise ValueError(
             f"{owner}.num_layers is {num_layers}, must be >= 1"
@@ -259,7 +258,7 @@ def check_depth(owner: str, num_layers: int, body: Layer) -> None:
 
 
 def check_saved_names(owner: str, recompute: Recompute, names: Sequence[str]) -> None:
-    """Raises ValueError: names without the policy that reads them."""
+    """Raises ValueError for names without the policy that reads them."""
     if names and recompute is not Recompute.ALL_BUT_NAMED:
         raise ValueError(
             f"{owner}.saved_names {tuple(names)} are read only by "

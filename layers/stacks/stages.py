@@ -25,7 +25,7 @@ from meshwright.layers.stacks.stacked_body import read, write
 
 @gin.constants_from_enum
 class StageMode(enum.Enum):
-    """How a program for one stage becomes one for all.
+    """How a program for one stage becomes a program for all.
 
     VECTORIZED gives every op a leading stage dim, which the compiler splits: TF must
     have a rule for each op (`tf.vectorized_map`). MANUAL puts the body into manual
@@ -40,13 +40,13 @@ class StageMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
-    """Where stages lie, and how they compute, pass on, and look up.
+    """The sharding of stages, and how they compute, pass results on, and look up.
 
     Args:
       mesh: the program's mesh.
-      axes: those that split the stage dim.
+      axes: the axes that split the stage dim.
       count: L, a multiple of the devices along `axes`.
-      mode: how they compute.
+      mode: how a program for one stage becomes a program for all.
 
     Raises:
       ValueError: the axes do not divide L, or there are none.
@@ -77,33 +77,33 @@ class Stages:
         fn: Callable[..., Sequence[tf.Tensor]],
         stacked: Sequence[tf.Tensor],
     ) -> list[tf.Tensor]:
-        """`fn` of every stage's entries, stacked."""
+        """`fn` applied to every stage's entries, stacked."""
         if self.mode is StageMode.VECTORIZED:
             return _vectorized(fn, stacked)
 
-        def own(stacked, _):
+        def on_device(stacked, _):
             if stacked[0].shape[0] > 1:
                 return _vectorized(fn, stacked)
             return [t[None] for t in fn(*(t[0] for t in stacked))]
 
-        return self._locally(own, stacked)
+        return self._locally(on_device, stacked)
 
     def read(
         self, stack: tf.Tensor, slot: tf.Tensor, sharding: Sharding | None = None
     ) -> tf.Tensor:
-        """Of a stack [L, Q, ...] the entry `slot`, an int32 scalar or [L]: [L, ...].
+        """The entry `slot` of a stack [L, Q, ...], an int32 scalar or [L]: [L, ...].
 
-        GSPMD needs to be told the stack's `sharding`, if it is split by other axes too:
-        it finds none through the borders of a manual region, and would gather it.
+        GSPMD needs the stack's `sharding`, if it is split by other axes too: it does
+        not propagate into a manual region, and would gather the stack.
         """
         if slot.shape.rank == 0:
             return read(stack, slot, dim=1)
 
-        def own(stacked, _):
+        def on_device(stacked, _):
             stack, slot = stacked
             return [_each(lambda s, i: read(s, i, dim=0), stack, slot)]
 
-        return self._locally(own, [stack, slot], shardings=[sharding, None])[0]
+        return self._locally(on_device, [stack, slot], shardings=[sharding, None])[0]
 
     def add(
         self,
@@ -116,42 +116,42 @@ class Stages:
 
         def at(stack, value, slot, *, dim):
             # Fused with the write, the read keeps the TPU compiler from writing in
-            # place: gradients would be there twice.
+            # place: gradients would be in memory twice.
             total = xla.optimization_barrier(read(stack, slot, dim=dim) + value)[0]
             return write(stack, total, slot, dim=dim)
 
         if slot.shape.rank == 0:
             return at(stack, value, slot, dim=1)
 
-        def own(stacked, _):
+        def on_device(stacked, _):
             stack, value, slot = stacked
             return [_each(lambda s, v, i: at(s, v, i, dim=0), stack, value, slot)]
 
-        one = None
+        value_sharding = None
         if sharding is not None:
             dims = sharding.dims
-            one = dataclasses.replace(sharding, dims=(dims[0], *dims[2:]))
-        shardings = [sharding, one, None]
-        return self._locally(own, [stack, value, slot], shardings=shardings)[0]
+            value_sharding = dataclasses.replace(sharding, dims=(dims[0], *dims[2:]))
+        shardings = [sharding, value_sharding, None]
+        return self._locally(on_device, [stack, value, slot], shardings=shardings)[0]
 
     def pick(self, table: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        """Of what all stages have, [Q, ...], the entries `index` [L]: [L, ...]."""
+        """The entries `index` [L] of a table [Q, ...] of all stages: [L, ...]."""
 
-        def own(stacked, common):
+        def on_device(stacked, common):
             return [_each(lambda i: read(common[0], i, dim=0), stacked[0])]
 
-        return self._locally(own, [index], [table])[0]
+        return self._locally(on_device, [index], [table])[0]
 
     def shift(
         self, state: tf.Tensor, first: tf.Tensor, takes: tf.Tensor, *, circular: bool
     ) -> tf.Tensor:
-        """The state [L, ...] a stage on; one CollectivePermute.
+        """The state [L, ...] moved to the next stage; one CollectivePermute.
 
         Args:
-          state: what the stages gave.
-          first: [...], what the first stage gets from outside.
-          takes: bool scalar, whether it does; else it gets what the last stage gave.
-          circular: whether that ever happens.
+          state: the stages' outputs.
+          first: [...], the first stage's input from outside.
+          takes: bool scalar, whether it takes this; if not, the last stage's output.
+          circular: whether it ever takes the last stage's output.
         """
         if circular:
             moved = tf.concat([state[-1:], state[:-1]], axis=0)
@@ -162,13 +162,13 @@ class Stages:
     def shift_back(
         self, state: tf.Tensor, last: tf.Tensor, round_: tf.Tensor, *, circular: bool
     ) -> tf.Tensor:
-        """The gradient [L, ...] a stage back: of what the stages gave.
+        """The gradient [L, ...] of the stages' outputs, moved to the stage before.
 
         Args:
-          state: of what they got in the next iteration.
-          last: [...], of what the last stage gave to the outside.
-          round_: bool scalar, whether it gave something to the first stage instead.
-          circular: whether that ever happens.
+          state: the gradient of their inputs in the next iteration.
+          last: [...], the gradient of the last stage's output to the outside.
+          round_: bool scalar, whether its output went to the first stage instead.
+          circular: whether it ever goes there.
         """
         if circular:
             moved = tf.concat([state[1:], state[:1]], axis=0)
@@ -179,10 +179,10 @@ class Stages:
     def annotate(
         self, tensor: tf.Tensor, like: Saved | None = None, *, before: int = 0
     ) -> tf.Tensor:
-        """`tensor` split by stage, after so many dims, and else as `like` is.
+        """`tensor` split by stage, after `before` dims, and otherwise as `like` is.
 
-        Dims that `like` does not know are left whole; what it leaves open, or does not
-        say, completion decides.
+        Dims that `like` does not have are unsharded; dims that it leaves open, or all
+        if it has no sharding, are left to propagation.
         """
         rank = tensor.shape.rank
         start = before + 1
@@ -196,8 +196,8 @@ class Stages:
             unspecified = [start + dim for dim in like.unspecified_dims]
             if self.mesh.size > 1:
                 proto = xla_data_pb2.OpSharding.FromString(like.sharding)
-                own = Sharding.from_op_sharding(self.mesh, proto, rank - start)
-                dims[start:] = own.dims
+                layout = Sharding.from_op_sharding(self.mesh, proto, rank - start)
+                dims[start:] = layout.dims
         sharding = Sharding(self.mesh, tuple(dims))
         return annotate(tensor, sharding.opened(unspecified))
 
@@ -213,9 +213,9 @@ class Stages:
         common: Sequence[tf.Tensor] = (),
         shardings: Sequence[Sharding | None] = (),
     ) -> list[tf.Tensor]:
-        """`fn` (own entries, common) in a manual region over the stage axes.
+        """`fn` (a device's entries, common) in a manual region over the stage axes.
 
-        `shardings` are those of `stacked` where they are known.
+        `shardings` are the shardings of `stacked` where they are known.
         """
 
         def dims(tensor):
@@ -227,15 +227,17 @@ class Stages:
         def enter(tensor, mapping):
             return auto_to_manual(tensor, self.mesh, mapping, manual_axes=self.axes)
 
-        own = [enter(t, dims(t)) for t in stacked]
+        entered = [enter(t, dims(t)) for t in stacked]
         for i, sharding in enumerate(shardings):
             if sharding is not None:
                 inner = ((), *sharding.dims[1:])
-                own[i] = annotate(own[i], dataclasses.replace(sharding, dims=inner))
-        whole = [enter(t, [()] * t.shape.rank) for t in common]
+                entered[i] = annotate(
+                    entered[i], dataclasses.replace(sharding, dims=inner)
+                )
+        replicated = [enter(t, [()] * t.shape.rank) for t in common]
         return [
             manual_to_auto(t, self.mesh, dims(t), manual_axes=self.axes)
-            for t in fn(own, whole)
+            for t in fn(entered, replicated)
         ]
 
 
@@ -250,7 +252,7 @@ def _vectorized(fn, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _each(fn, *stacked: tf.Tensor) -> tf.Tensor:
-    """`fn` of a device's stages one by one: mostly there is one."""
+    """`fn` of a device's stages in turn: mostly there is a single stage."""
     count = stacked[0].shape[0]
     return tf.stack([fn(*(t[i] for t in stacked)) for i in range(count)])
 

@@ -73,7 +73,7 @@ def test_logits_of_a_shared_table_and_of_a_softmax_layer():
 
 def test_logits_of_a_table_that_is_not_shared_are_refused():
     layer, theta = embedding()
-    with pytest.raises(ValueError, match="'emb' was asked for logits.*softmax=SHARED"):
+    with pytest.raises(ValueError, match="'emb' cannot compute logits.*softmax=SHARED"):
         layer.attend(Context(path="emb"), theta, tf.zeros([1, 1, M]))
 
 
