@@ -1,1 +1,1 @@
-"""What is known of devices, and of the links between them."""
+"""Devices, and the links between them."""

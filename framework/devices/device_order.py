@@ -1,12 +1,12 @@
 """Laying the axes of a mesh onto the links of a torus.
 
 The partitioner keeps the user's device order in its collectives, so that order decides
-which links they take (GSPMD 3.1). Each axis gets a box of the torus, whole dims of it
+which links they take (GSPMD 3.1). Each axis gets a box of the torus, entire dims of it
 if sizes allow, and goes through its box so that neighbours on the axis are linked:
 
   chips of one row          0 -> 1 -> 2 -> 3    on the first cores of the chips, and
-  with two cores each       7 <- 6 <- 5 <- 4    back on the second ones: a ring
-  chips of one column       0 -> 7 -> 1 -> 6 -> 2 -> 5 -> 3 -> 4   (place on the axis)
+  with two cores each       7 <- 6 <- 5 <- 4    back on the second cores: a ring
+  chips of one column       0 -> 7 -> 1 -> 6 -> 2 -> 5 -> 3 -> 4   (index on the axis)
 
 The papers' authors order devices like this outside of full pods (`GetNonPod2dMesh` in
 Lingvo's gshard_utils.py).
@@ -26,21 +26,22 @@ from meshwright.framework.devices.topology import Topology
 from meshwright.framework.devices.torus import longest_step, ring_load
 from meshwright.framework.sharding.mesh import DeviceMesh
 
-# How much further than needed dims of the torus are cut up: (32, 8) on v3:8x16 gains by
-# two cuts. All there are would take minutes for three axes on a large torus.
+# How many more cuts of torus dims than necessary are tried: (32, 8) on v3:8x16 gains by
+# two cuts. Trying all would take minutes for three axes on a large torus.
 _MORE_CUTS = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class DeviceOrder:
-    """Where each place of a mesh is on a torus.
+    """The position on a torus of each device of a mesh.
 
     Args:
       topology: the torus.
       ids: int, of the mesh's shape: numbers of devices in `topology_devices`.
       boxes: for each mesh axis how many chips along each torus dim it spans, and
         cores; None for an order that the user gave.
-      loads: for each mesh axis what its rings ask of the busiest link, see `ring_load`.
+      loads: for each mesh axis the load of its rings on the busiest link, see
+        `ring_load`.
     """
 
     topology: Topology
@@ -50,16 +51,16 @@ class DeviceOrder:
 
     @property
     def positions(self) -> np.ndarray:
-        """int [devices, dims + 1]: where each place of the mesh is, row by row."""
+        """int [devices, dims + 1]: each mesh device's position, in row-major order."""
         return self.topology.positions[self.ids.flat]
 
 
 def order_of(mesh: DeviceMesh, torus: Topology) -> DeviceOrder:
-    """The order that a mesh gives, or the best one if it gives none.
+    """The order that a mesh gives, or the best order if it gives none.
 
     Args:
-      mesh: with as many devices as the torus, or one; its ids are numbers in
-        `topology_devices`.
+      mesh: with as many devices as the torus, or a single device; its ids are numbers
+        in `topology_devices`.
       torus: the topology.
 
     Raises:
@@ -77,10 +78,10 @@ def order_of(mesh: DeviceMesh, torus: Topology) -> DeviceOrder:
 
 @functools.cache
 def device_order(shape: tuple[int, ...], torus: Topology) -> DeviceOrder:
-    """The order in which the rings of all axes ask least of the links.
+    """The order in which the rings of all axes load the links least.
 
     Args:
-      shape: of the mesh; the product is the number of devices of the torus.
+      shape: the mesh's shape; the product is the number of devices of the torus.
       torus: the topology.
 
     Raises:
@@ -101,34 +102,35 @@ def device_order(shape: tuple[int, ...], torus: Topology) -> DeviceOrder:
             f"a mesh of shape {shape} cannot be laid onto TPU topology {torus.name!r} "
             "in boxes: choose axes whose sizes divide its dims"
         )
-    return min(orders, key=lambda one: (sum(one.loads), *reversed(one.loads)))
+    return min(orders, key=lambda order: (sum(order.loads), *reversed(order.loads)))
 
 
 @functools.cache
 def device_orders(shape: tuple[int, ...], torus: Topology) -> tuple[DeviceOrder, ...]:
-    """The trainer's own order, and those that ask less of the links on some axis.
+    """The trainer's order, and the orders that load the links less on some axis.
 
     Args:
-      shape: of the mesh.
-      torus: with as many devices.
+      shape: the mesh's shape.
+      torus: the topology, with as many devices.
 
     Raises:
       ValueError: the mesh cannot be laid onto the torus.
     """
-    own = device_order(shape, torus)
+    default = device_order(shape, torus)
     splits = list(_splits(shape, (*torus.chips, torus.kind.cores)))
     most = min(map(_cuts, splits)) + _MORE_CUTS
-    by_loads = {own.loads: own}
+    by_loads = {default.loads: default}
     for boxes in splits:
         if _cuts(boxes) <= most:
-            one = _ordered(torus, boxes)
-            # As they are numbered is how a mesh says that it leaves it to the trainer.
-            if list(one.ids.flat) != list(range(torus.size)):
-                by_loads.setdefault(one.loads, one)
+            order = _ordered(torus, boxes)
+            # A mesh whose devices are in order leaves their order to the trainer.
+            if list(order.ids.flat) != list(range(torus.size)):
+                by_loads.setdefault(order.loads, order)
     return tuple(
-        one
-        for one in by_loads.values()
-        if one is own or not any(_is_less(other, one.loads) for other in by_loads)
+        order
+        for order in by_loads.values()
+        if order is default
+        or not any(_is_less(loads, order.loads) for loads in by_loads)
     )
 
 
@@ -153,7 +155,7 @@ def _splits(
 
 
 def _cuts(boxes: Sequence[Sequence[int]]) -> int:
-    """How many more axes share dims than there are dims."""
+    """The number of times that axes cut dims into parts."""
     sharing = [sum(f > 1 for f in along) for along in zip(*boxes, strict=True)]
     return sum(max(axes - 1, 0) for axes in sharing)
 
@@ -198,7 +200,7 @@ def _sums(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _ways(box: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Ways through a box, int [places, dims]; names sort the plainer ones first."""
+    """Ways through a box, int [positions, dims]; plainer ways have earlier names."""
     plain = np.indices(box).reshape(len(box), -1).T
     ways = {"0 plain": plain, "1 zigzag": _zigzag(plain)}
     real = [d for d, n in enumerate(box) if n > 1]
@@ -210,12 +212,12 @@ def _ways(box: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def _zigzag(way: np.ndarray) -> np.ndarray:
-    """Every second place going, the others coming back: no step is longer than two."""
+    """Every second position out, the others back: no step is longer than two."""
     return np.concatenate([way[::2], way[1::2][::-1]])
 
 
 def _ring(box: tuple[int, ...], rest: Sequence[int], last: int) -> np.ndarray:
-    """A closed way of single steps: snakes over all but one line, and back on it."""
+    """A closed way of single steps: snakes over all lines but one, and back on that."""
     path = _snake([box[d] for d in rest])
     going = [
         (point, i)

@@ -1,4 +1,4 @@
-"""TPU pods that are not here, to compile for; libtpu describes their devices."""
+"""TPU pods to compile for without having them; libtpu describes their devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_TPU_HERE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# libtpu wants whole hosts of 2 x 2 chips, unless it is told of a smaller one.
+# libtpu expects full hosts of 2 x 2 chips, unless a smaller host is specified.
 _CHIPS_OF_A_HOST = 4
 
 
@@ -32,8 +32,8 @@ class Topology:
     """A box of linked chips.
 
     Args:
-      kind: of its TPUs.
-      chips: along each dim of the box, x first.
+      kind: the kind of its TPUs.
+      chips: the number of chips along each dim of the box, x first.
     """
 
     kind: TpuKind
@@ -41,7 +41,7 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """Such as "v3:32x32"."""
+        """The name, such as "v3:32x32"."""
         return f"{self.kind.name}:{'x'.join(map(str, self.chips))}"
 
     @property
@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def positions(self) -> np.ndarray:
-        """Where each device is, in the order of `topology_devices`.
+        """The position of each device, in the order of `topology_devices`.
 
         Returns:
           int [devices, dims + 1]: (x, y, ..., core on chip).
@@ -70,7 +70,7 @@ def topology(name: str) -> Topology:
     """The topology of a name: kind and chips along each dim, such as "v3:32x32".
 
     Raises:
-      ValueError: an unknown kind, or a size that it does not come in.
+      ValueError: an unknown kind, or a size that the kind does not come in.
     """
     kind_name, _, size = name.partition(":")
     kind = TPU_KINDS.get(kind_name)
@@ -93,8 +93,8 @@ def topology(name: str) -> Topology:
 
 
 def of_size(size: int) -> list[Topology]:
-    """One topology with so many devices of each kind that has one: the most square."""
-    found = []
+    """The most square topology of `size` devices, for each kind that has one."""
+    boxes_found = []
     for kind in TPU_KINDS.values():
         boxes = (
             Topology(kind=kind, chips=chips)
@@ -102,8 +102,10 @@ def of_size(size: int) -> list[Topology]:
         )
         fitting = [box for box in boxes if box.size == size]
         if fitting:
-            found.append(min(fitting, key=lambda box: (max(box.chips), box.chips)))
-    return found
+            boxes_found.append(
+                min(fitting, key=lambda box: (max(box.chips), box.chips))
+            )
+    return boxes_found
 
 
 def _halvings(most: int) -> list[int]:
@@ -132,7 +134,7 @@ def topology_devices(name: str) -> list[jax.Device]:
         for variable, value in _NO_TPU_HERE.items():
             os.environ.setdefault(variable, value)
     try:
-        found = topologies.get_topology_desc(name, platform="tpu", **options).devices
+        devices = topologies.get_topology_desc(name, platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as e:
         raise ValueError(f"TPU topology {name!r}: {e}") from e
     except RuntimeError as e:
@@ -140,7 +142,7 @@ def topology_devices(name: str) -> list[jax.Device]:
             f"TPU topology {name!r} needs libtpu, which is not installed: "
             "pip install 'meshwright[plan]'"
         ) from e
-    return sorted(found, key=place_on_torus)
+    return sorted(devices, key=place_on_torus)
 
 
 def topology_of(devices: Sequence[jax.Device]) -> Topology | None:
@@ -154,8 +156,8 @@ def topology_of(devices: Sequence[jax.Device]) -> Topology | None:
         return None
     coords = np.array([d.coords for d in devices])
     chips = tuple(int(n) for n in np.ptp(coords, axis=0) + 1)[: len(kind.largest)]
-    found = Topology(kind=kind, chips=chips)
-    return found if found.size == len(devices) else None
+    box = Topology(kind=kind, chips=chips)
+    return box if box.size == len(devices) else None
 
 
 def place_on_torus(device: jax.Device) -> tuple[int, ...]:

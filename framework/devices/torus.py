@@ -1,7 +1,7 @@
-"""What the links of a torus have to carry.
+"""The load on the links of a torus.
 
 Messages take the shortest way, dim by dim, x first. A link has two directions that do
-not hinder each other; devices on one chip need none.
+not hinder each other; devices on the same chip need no link.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from meshwright.framework.devices.topology import Topology
 
 
 def link_load(torus: Topology, source: np.ndarray, target: np.ndarray) -> int:
-    """How many of these messages the busiest link carries, in its busier direction.
+    """The number of messages on the busiest link, in its busier direction.
 
     Args:
       torus: the topology.
       source: int [messages, dims + 1], positions as in `Topology.positions`.
-      target: the same.
+      target: likewise.
     """
     source, target = (end[:, : len(torus.chips)] for end in (source, target))
     most = 0
@@ -38,18 +38,18 @@ def link_load(torus: Topology, source: np.ndarray, target: np.ndarray) -> int:
 
 
 def _steps(source, target, dim: int, size: int, wraps: bool) -> np.ndarray:
-    """Links along a dim from each source to its target, the shorter way round."""
+    """Links along a dim from each source to its target, by the shorter way round."""
     steps = target[:, dim] - source[:, dim]
     if not wraps:
         return steps
     steps = (steps + size // 2) % size - size // 2
-    # Half way round is as far either way: take turns.
+    # Half way round is equally far either way: alternate.
     turn = (2 * steps == -size) & (source[:, dim] % 2 == 0)
     return np.where(turn, -steps, steps)
 
 
 def longest_step(torus: Topology, rings: np.ndarray) -> int:
-    """The most links between neighbours of a ring; `rings` as for `ring_load`."""
+    """The most links between neighbours of a ring; for `rings` see `ring_load`."""
     ends = (rings, np.roll(rings, -1, axis=1))
     source, target = (e.reshape(-1, rings.shape[-1]) for e in ends)
     dims = enumerate(zip(torus.chips, torus.wraps, strict=True))
@@ -57,13 +57,13 @@ def longest_step(torus: Topology, rings: np.ndarray) -> int:
 
 
 def ring_load(torus: Topology, rings: np.ndarray) -> int:
-    """What the busiest link carries while rings pass data on, all at once.
+    """The load of the busiest link while rings pass data on, all at once.
 
     A ring sends half of its data each way round, so that links are used in both
-    directions. Rings that share links send all of it one way: that is how the step
-    times of GSPMD's Table 2 can be explained, where linking the ends of the torus makes
-    collectives faster along the axis that has the links to itself, and no faster along
-    the one whose rings run in pairs, over the two cores of each chip.
+    directions. Rings that share links send all of it one way: this explains the step
+    times of GSPMD's Table 2, where linking the ends of the torus makes collectives
+    faster along the axis that has the links to itself, and no faster along the axis
+    whose rings run in pairs, over the two cores of each chip.
 
     Args:
       torus: the topology.
@@ -84,14 +84,14 @@ def ring_load(torus: Topology, rings: np.ndarray) -> int:
 
 
 def all_to_all_load(torus: Topology, groups: np.ndarray) -> int:
-    """What the busiest link carries while all devices of each group send to all others.
+    """The load of the busiest link in an all-to-all of each group.
 
     Args:
       torus: the topology.
       groups: int [groups, devices, dims + 1], positions.
 
     Returns:
-      Multiples of the bytes that one device sends to one other.
+      Multiples of the bytes that a device sends to each other device.
     """
     count = groups.shape[1]
     shape = (len(groups), count, count, groups.shape[-1])

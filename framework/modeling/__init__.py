@@ -1,1 +1,1 @@
-"""What a model is made of: layers, weights, random numbers, optimizers."""
+"""The parts of models: layers, weights, random numbers, optimizers."""

@@ -44,8 +44,8 @@ class Adafactor(Optimizer):
     gradients is kept as averages R and C over its two largest dims and read as
     R C / mean(R); other dims hold independent matrices. The mean of R is over the dim
     that C was averaged over, as in the paper's section 3. Lingvo takes it over the last
-    dim of R, which is another one if a weight's largest dim does not come last; such
-    weights get other updates there.
+    dim of R, which is a different dim if a weight's largest dim does not come last;
+    such weights get other updates there.
 
     Args:
       learning_rate: a schedule by step, or a number; relative to the weight's scale
@@ -55,12 +55,13 @@ class Adafactor(Optimizer):
       beta1: decay of the mean of updates, in [0, 1); 0 keeps none, as in the paper.
       beta2: decay of V in (0, 1), constant but for Adam's bias correction, which makes
         it beta2 (1 - beta2 ** (t - 1)) / (1 - beta2 ** t) (section 7.1); None for the
-        paper's own 1 - t ** -decay_exponent (section 7.2).
+        paper's 1 - t ** -decay_exponent (section 7.2).
       decay_exponent: see `beta2`.
-      decay_offset: t is the number of updates, this one counted, minus this, and at
-        least 1. With the step that fine-tuning starts at, V starts over.
-      clipping_threshold: updates of one weight are scaled down to at most this root
-        mean square (section 6); None for no clipping.
+      decay_offset: t is the number of updates, including the present one, minus this
+        offset, and at least 1. If it is the step at which fine-tuning starts, V starts
+        over.
+      clipping_threshold: updates of a weight are scaled down to at most this root mean
+        square (section 6); None for no clipping.
       multiply_by_parameter_scale: multiply updates by the root mean square of the
         weight, or by 0.001 if that is larger (section 8).
       min_dim_size_to_factor: factor only if the two largest dims have at least this
@@ -92,9 +93,9 @@ class Adafactor(Optimizer):
         return slots
 
     def factored_dims(self, spec: WeightSpec) -> FactoredDims | None:
-        """The two largest dims but those that stack layers, the later of equals first.
+        """The two largest dims that do not stack layers, the later of equals first.
 
-        None if there are less than two or they are smaller than
+        None if there are fewer than two, or if they are smaller than
         `min_dim_size_to_factor`.
         """
         dims = range(spec.stack_rank, len(spec.shape))
@@ -162,6 +163,6 @@ def _mix(decay: tf.Tensor, old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
 
 
 def _root_mean_square(tensor: tf.Tensor, spec: WeightSpec) -> tf.Tensor:
-    """Of each stacked layer on its own; its dims are kept with size 1."""
+    """The RMS of each stacked layer separately; its dims are kept with size 1."""
     dims = list(range(spec.stack_rank, len(spec.shape)))
     return tf.sqrt(tf.reduce_mean(tf.square(tensor), dims, keepdims=True))

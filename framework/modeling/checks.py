@@ -1,6 +1,6 @@
-"""Checks of hyperparameters, with one wording for all of them.
+"""Checks of hyperparameters, with the same wording for all.
 
-Bounds are declared with a field, and `Checked` looks at them:
+Bounds are declared with a field, and `Checked` checks them:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Dropout(Checked):
@@ -24,23 +24,23 @@ _BOUNDS, _EXAMPLE = "bounds", "example"
 
 
 def bounded(default: Any = dataclasses.MISSING, **bounds: float) -> Any:
-    """A field for a finite number; for a whole number if its type is `int`.
+    """A field for a finite number; for an integer if its type is `int`.
 
-    What else the field's type has, such as None, is let through.
+    Values of other members of the field's type, such as None, are accepted.
 
     Args:
-      default: of the field, if it has one.
+      default: the field's default, if it has one.
       **bounds: as `check_value` takes them.
     """
     return dataclasses.field(default=default, metadata={_BOUNDS: bounds})
 
 
 def instance(default: Any = dataclasses.MISSING, *, example: str) -> Any:
-    """A field for an instance of its type, which is a class or some of them.
+    """A field for an instance of its type, which is a class or a union of classes.
 
     Args:
-      default: of the field, if it has one.
-      example: of an instance, for messages.
+      default: the field's default, if it has one.
+      example: an example of an instance, for messages.
     """
     return dataclasses.field(default=default, metadata={_EXAMPLE: example})
 
@@ -48,12 +48,12 @@ def instance(default: Any = dataclasses.MISSING, *, example: str) -> Any:
 class Checked:
     """Base of dataclasses that checks their fields.
 
-    These are the fields that `bounded` and `instance` declare, and those whose type is
-    an enum or bool. A subclass with a `__post_init__` calls this one first.
+    The fields checked are those that `bounded` and `instance` declare, and those whose
+    type is an enum or bool. A subclass's `__post_init__` calls this class's first.
 
     Raises:
-      ValueError: a field is something else; names class, field, value and what there
-        is to give instead.
+      ValueError: a field is something else; the message names class, field, value and
+        what to give instead.
     """
 
     def __post_init__(self):
@@ -77,23 +77,23 @@ class Checked:
 
 @functools.cache
 def _kinds(cls: type) -> Mapping[str, tuple[type, ...]]:
-    """The classes that each field may be of; none where its type is no such thing."""
-    found = {}
+    """The classes that each field may be of; none where its type is no class."""
+    kinds = {}
     for field in dataclasses.fields(cls):
         owner = next(c for c in cls.__mro__ if field.name in _annotated(c))
         holder = types.SimpleNamespace(__annotations__={field.name: field.type})
         names = vars(sys.modules.get(owner.__module__, types))
         try:
             kind = typing.get_type_hints(holder, names)[field.name]
-        except NameError:  # Of a class in a function, or for types only.
+        except NameError:  # It names a class in a function, or one for types only.
             kind = None
         union = (
             isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
         )
         parts = typing.get_args(kind) if union else (kind,)
         plain = all(isinstance(part, type) for part in parts)
-        found[field.name] = parts if plain else ()
-    return found
+        kinds[field.name] = parts if plain else ()
+    return kinds
 
 
 def _annotated(cls: type) -> Mapping[str, Any]:
@@ -101,7 +101,7 @@ def _annotated(cls: type) -> Mapping[str, Any]:
 
 
 def _is_closed(kind: type) -> bool:
-    """Whether all instances of a class are known."""
+    """Whether all instances of a class are known in advance."""
     return issubclass(kind, (enum.Enum, bool, types.NoneType))
 
 
@@ -115,7 +115,7 @@ def _refuse(
     elif kind is bool:
         wanted = "True or False"
     else:
-        names = " or ".join(one.__name__ for one in (kind, *more))
+        names = " or ".join(each.__name__ for each in (kind, *more))
         wanted = f"of class {names}, such as {example}"
     wanted += " or None" if optional else ""
     if callable(value) and hasattr(value, "__name__"):
@@ -125,7 +125,7 @@ def _refuse(
 
 
 def check_number(config: Any, field: str, **bounds: float) -> None:
-    """Checks `config.field` for bounds that other fields give.
+    """Checks `config.field` against bounds that other fields give.
 
     Args:
       config: a dataclass.
@@ -133,7 +133,7 @@ def check_number(config: Any, field: str, **bounds: float) -> None:
       **bounds: as `check_value` takes them.
 
     Raises:
-      ValueError: it is not within them; names class, field, value and bounds.
+      ValueError: it is out of bounds; the message names class, field, value and bounds.
     """
     check_value(f"{type(config).__name__}.{field}", getattr(config, field), **bounds)
 
@@ -151,7 +151,7 @@ def check_value(
     """Checks that a value is a finite number within the bounds given.
 
     Raises:
-      ValueError: it is not; says its name and the bounds.
+      ValueError: it is not; the message says its name and the bounds.
     """
     kind = numbers.Integral if whole else numbers.Real
     good = isinstance(value, kind) and (whole or math.isfinite(value))

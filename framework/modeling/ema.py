@@ -24,7 +24,7 @@ class ExponentialMovingAverage(Checked):
 
     Args:
       decay: in [0, 1).
-      warmup: 10 is what TF and Lingvo have; None for a constant decay.
+      warmup: 10 as in TF and Lingvo; None for a constant decay.
 
     Raises:
       ValueError: `decay` is not in [0, 1) or `warmup` is below 1.
@@ -47,11 +47,10 @@ class ExponentialMovingAverage(Checked):
         """The average after the update that made `theta`, in `ema_theta`'s dtypes.
 
         Args:
-          step: int32 scalar, the number of updates made before that one.
+          step: int32 scalar, the number of updates made before that update.
           ema_theta: the average so far.
           theta: the new weights.
-          specs: their specs; running statistics are averages already, and are taken as
-            they are.
+          specs: their specs; running statistics are averages already, and are copied.
         """
         fresh = 1.0 - self.decay_at(step)
 

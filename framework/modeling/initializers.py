@@ -24,7 +24,7 @@ class Initializer:
           key: uint32 [2] random key.
           shape: the weight's shape.
           dtype: the weight's dtype.
-          stack_rank: leading dims that stack equal layers; they are no fan.
+          stack_rank: leading dims that stack equal layers; not part of the fan-in.
         """
         raise NotImplementedError
 

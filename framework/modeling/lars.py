@@ -1,4 +1,4 @@
-"""LARS: each weight's rate follows from its own size and that of its gradient."""
+"""LARS: each weight's rate follows from its norm and that of its gradient."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from meshwright.framework.nested_map import NestedMap
 class MomentumOf(enum.Enum):
     """What momentum adds up: updates, each at the rate of its step, or gradients.
 
-    Of gradients, the step's own rate scales all of them. As long as no rate changes
-    both are the same.
+    With gradients, the current step's rate scales all of them. As long as no rate
+    changes both are the same.
     """
 
     UPDATES = "updates"
@@ -39,16 +39,16 @@ class LARS(Optimizer):
 
         learning_rate * trust_coefficient * |w| / (|g| + weight_decay * |w| + epsilon)
 
-    with L2 norms of all of it, and is moved along g + weight_decay * w. Where |w| or
-    |g| is 0 its rate is `learning_rate`. Biases and normalization scales have that rate
-    always, and no decay.
+    with L2 norms over the weight, and is moved along g + weight_decay * w. Where |w| or
+    |g| is 0 its rate is `learning_rate`. Biases and normalization scales always have
+    that rate, and no decay.
 
     Args:
       learning_rate: a schedule by step, or a number.
       clip_global_norm: limit of the gradients' global norm.
       momentum: in [0, 1).
       momentum_of: `UPDATES` as in the paper, m = momentum * m + rate * along; or
-        `GRADIENTS`, m = momentum * m + along, and a step of rate * m: TensorFlow's own
+        `GRADIENTS`, m = momentum * m + along, and a step of rate * m: TensorFlow's
         (tf.contrib.opt.LARSOptimizer), with which Google ran MLPerf 0.6.
       trust_coefficient: the paper's eta.
       weight_decay: the paper's beta.
@@ -83,7 +83,7 @@ class LARS(Optimizer):
         return update
 
     def _trust(self, grad: tf.Tensor, weight: tf.Tensor, spec: WeightSpec) -> tf.Tensor:
-        """What scales the rate; broadcasts to the weight's shape."""
+        """The factor that scales the rate; broadcasts to the weight's shape."""
         size, slope = _norm(weight, spec), _norm(grad, spec)
         over = slope + self.weight_decay * size + self.epsilon
         trust = self.trust_coefficient * tf.math.divide_no_nan(size, over)
@@ -91,6 +91,6 @@ class LARS(Optimizer):
 
 
 def _norm(tensor: tf.Tensor, spec: WeightSpec) -> tf.Tensor:
-    """Of each stacked layer on its own; its dims are kept with size 1."""
+    """The norm of each stacked layer separately; its dims are kept with size 1."""
     dims = list(range(spec.stack_rank, len(spec.shape)))
     return tf.sqrt(tf.reduce_sum(tf.square(tensor), dims, keepdims=True))

@@ -1,4 +1,4 @@
-"""What a layer is: frozen hyperparameters, weight specs, and a pure `fprop`."""
+"""The base of layers: frozen hyperparameters, weight specs, and a pure `fprop`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ STACK_DIM = "layers"
 STAGE_DIM = "stages"
 """The same for the stages of a pipeline, each of which has several layers."""
 EXPERT_DIM = "experts"
-"""The same for the experts of a mixture: each is a layer of its own."""
+"""The same for the experts of a mixture: each is a separate layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightSpec(Checked):
-    """One weight, described without allocating it.
+    """The description of a weight, which allocates nothing.
 
     Args:
       shape: logical shape.
       dims: the logical name of each dim, for the sharding plan. Leading `STACK_DIM`,
         `STAGE_DIM` and `EXPERT_DIM` dims stack weights of equal layers, which
-        initializers and optimizers treat each on its own.
+        initializers and optimizers treat separately.
       initializer: makes the first value from a random key.
-      dtype: storage dtype, float32 unless said otherwise.
-      statistic_decay: None for what is trained. A number in [0, 1) for a running
+      dtype: storage dtype, float32 by default.
+      statistic_decay: None for a trained weight. A number in [0, 1) for a running
         statistic: what a layer returns as its gradient (`as_gradient`) is its newest
         value g, and an update makes it decay * statistic + (1 - decay) * g, whatever
         the optimizer. It has no slots and no part in norms, clipping or averages.
@@ -65,7 +65,7 @@ class WeightSpec(Checked):
 
     @property
     def stack_rank(self) -> int:
-        """How many leading dims stack weights of equal layers."""
+        """The number of leading dims that stack weights of equal layers."""
         count = 0
         stacks = (STACK_DIM, STAGE_DIM, EXPERT_DIM)
         while count < len(self.dims) and self.dims[count] in stacks:
@@ -74,15 +74,15 @@ class WeightSpec(Checked):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether a layer's own part has two dims or more: not a scale or a bias.
+        """Whether a layer's part has two dims or more: not a scale or a bias.
 
-        A running statistic is none either: nothing is multiplied by it.
+        A running statistic is no matrix either: nothing is multiplied by it.
         """
         return not self.is_statistic and len(self.shape) - self.stack_rank >= 2
 
     @property
     def is_statistic(self) -> bool:
-        """Whether it follows what layers see, instead of the loss."""
+        """Whether the weight follows layers' inputs instead of the loss."""
         return self.statistic_decay is not None
 
     @property
@@ -91,7 +91,7 @@ class WeightSpec(Checked):
         return math.prod(self.shape)
 
     def sharding(self, plan: ShardingPlan, name: str = "weight") -> Sharding:
-        """Where `plan` puts this weight."""
+        """The sharding that `plan` gives this weight."""
         return plan.weight_sharding(self.dims, name)
 
     def shard_bytes(self, sharding: Sharding) -> int:
@@ -99,14 +99,14 @@ class WeightSpec(Checked):
         return math.prod(sharding.shard_shape(self.shape)) * self.dtype.size
 
     def stacked(self, count: int, dim: str = STACK_DIM) -> WeightSpec:
-        """The spec of `count` such weights in one tensor."""
+        """The spec of `count` such weights stacked in a tensor."""
         return dataclasses.replace(
             self, shape=(count, *self.shape), dims=(dim, *self.dims)
         )
 
 
 class Mode(enum.Enum):
-    """Whether a program trains or only evaluates; dropout asks."""
+    """Whether a program trains or only evaluates, as for dropout."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -114,13 +114,13 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a layer needs beyond its weights and its input.
+    """The inputs of a layer besides its weights and its input tensors.
 
     Args:
-      plan: where weights and activations are split.
+      plan: how weights and activations are split.
       mode: train or eval.
-      key: uint32 [2] random key of the whole model, or None where nothing random may
-        happen. Layers draw from `random_key`, which differs by path.
+      key: uint32 [2] random key of the model, or None where nothing random may happen.
+        Layers draw from `random_key`, which differs by path.
       activation_dtype: dtype of activations; weights keep theirs and are cast on use.
       path: dotted path of the layer, for names and messages.
     """
@@ -149,7 +149,7 @@ class Context:
     def split(
         self, tensor: tf.Tensor, dims: Sequence[str], *, name: str | None = None
     ) -> tf.Tensor:
-        """`tensor`, annotated as the plan's activation table says of `dims`.
+        """`tensor`, annotated as the plan's activation table says for `dims`.
 
         A `name` lets recomputation policies save the tensor (`save_name`).
         """
@@ -161,7 +161,7 @@ class Context:
         """The layer's own random key, from the model's key and the layer's path.
 
         Raises:
-          ValueError: the program was built without one.
+          ValueError: the program was built without a key.
         """
         if self.key is None:
             raise ValueError(
@@ -174,18 +174,18 @@ class Context:
 class Layer(Checked):
     """Base of layers: subclass as a frozen, keyword-only dataclass.
 
-    A layer holds hyperparameters only. `weights()` says what it needs, `fprop` is a
-    pure function of them, so that it can be stacked, looped, initialised in shards or
-    only planned.
+    A layer holds only hyperparameters. `weights()` describes its weights, `fprop` is a
+    pure function of them, so that a layer can be stacked, looped, initialised in shards
+    or only planned.
     """
 
     def weights(self) -> NestedMap:
-        """Nested map of `WeightSpec`; a part's weights lie under the part's name."""
+        """Nested map of `WeightSpec`; a part's weights are under the part's name."""
         return NestedMap()
 
     @property
     def depth(self) -> int:
-        """How many layers of a stack this one counts for: some consist of several."""
+        """The number of layers of a stack that this layer counts for."""
         return 1
 
     def fprop(self, ctx: Context, theta: NestedMap, x: Any, **kwargs: Any) -> Any:
@@ -193,10 +193,10 @@ class Layer(Checked):
         raise NotImplementedError(f"{type(self).__name__}.fprop")
 
     def extra_flops(self, sequence_length: int) -> float:
-        """Forward FLOPs of a token beyond the two that each matrix weight costs it.
+        """Forward FLOPs of a token beyond the two for each matrix weight.
 
-        Of products of activations with each other, such as attention's; a layer of
-        layers adds up theirs. It is for utilisation figures, and matters nowhere else.
+        These are of products of activations with each other, such as attention's; a
+        layer made of layers adds up theirs. They are used only for utilisation figures.
         """
         return 0.0
 
@@ -204,11 +204,11 @@ class Layer(Checked):
 def annotate_weights(
     plan: ShardingPlan, specs: NestedMap, theta: NestedMap
 ) -> NestedMap:
-    """Annotates weights where they are read, and by that their gradients."""
+    """Annotates weights where they are read, and thereby their gradients."""
 
     def annotated(path: str, weight: tf.Tensor, spec: WeightSpec) -> tf.Tensor:
         sharding = plan.read_sharding(spec.dims, path)
-        if spec.statistic_decay is not None:  # What comes back is no gradient.
+        if spec.statistic_decay is not None:  # Its "gradient" is a value.
             sharding = sharding.untyped()
         weight = annotate(weight, sharding, on_conflict=OnConflict.REDUCE)
         return note_weight(weight, path)
@@ -217,7 +217,7 @@ def annotate_weights(
 
 
 def added_up(plan: ShardingPlan, specs: NestedMap, gradients: NestedMap) -> NestedMap:
-    """Gradients of what `annotate_weights` annotated, nothing unreduced any more."""
+    """Gradients of weights from `annotate_weights`, reduced where they were not."""
     if not plan.unreduced_gradient_axes:
         return gradients
     return gradients.map_with_path(
@@ -226,14 +226,14 @@ def added_up(plan: ShardingPlan, specs: NestedMap, gradients: NestedMap) -> Nest
 
 
 def as_gradient(y: tf.Tensor, weight: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """`y`, such that `value` comes back as the gradient of `weight`.
+    """`y`, such that `value` is returned as the gradient of `weight`.
 
-    For a running statistic (`WeightSpec.statistic_decay`): so its newest value takes
-    the way of gradients, out of loops, recomputation and stacks of weights. Gradients
-    of several uses add up, so a layer may be used only once a step.
+    For a running statistic (`WeightSpec.statistic_decay`): its newest value thus leaves
+    loops, recomputation and stacks of weights as gradients do. Gradients of several
+    uses add up, so a layer may be used only once a step.
 
     Args:
-      y: what the loss depends on.
+      y: a tensor that the loss depends on.
       weight: the statistic.
       value: of the shape of `weight`; not differentiated here.
     """
@@ -251,7 +251,7 @@ def as_gradient(y: tf.Tensor, weight: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
 
 
 def initialize(specs: NestedMap, key: tf.Tensor) -> NestedMap:
-    """First values of all weights; each depends on `key` and its own path only."""
+    """First values of all weights; each depends only on `key` and the weight's path."""
     return specs.map_with_path(
         lambda path, spec: spec.initializer(
             random.fold_in(key, path), spec.shape, spec.dtype, spec.stack_rank

@@ -3,8 +3,8 @@
 Slots are what an optimizer remembers of each weight. They are described by the same
 `WeightSpec`s as weights, with the same logical dim names, so one sharding plan splits
 both. Leading `STACK_DIM`, `STAGE_DIM` and `EXPERT_DIM` dims stack weights of equal
-layers: whatever is reduced over a weight is reduced for each stacked layer on its own,
-so that stacking changes no result. Adafactor is in `adafactor.py`.
+layers: reductions over a weight are made for each stacked layer separately, so that
+stacking changes no result. Adafactor is in `adafactor.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.framework.nested_map import NestedMap
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerUpdate:
-    """The result of one update.
+    """The result of an update.
 
     Args:
       theta: the new weights, in the weights' dtypes.
@@ -42,7 +42,7 @@ class OptimizerUpdate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightUpdate:
-    """The result of one update for one weight."""
+    """The result of an update for a single weight."""
 
     weight: tf.Tensor
     slots: NestedMap
@@ -54,9 +54,9 @@ WeightRule = Callable[[tf.Tensor, tf.Tensor, NestedMap, WeightSpec], WeightUpdat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer(Checked):
-    """Base of optimizers: subclasses say `slots_of` one weight and the `rule` for it.
+    """Base of optimizers: subclasses define a weight's slots (`slots_of`) and `rule`.
 
-    They are asked about what is trained only: running statistics
+    Both are for trained weights only: running statistics
     (`WeightSpec.statistic_decay`) have no slots and follow their own rule.
 
     Args:
@@ -90,7 +90,7 @@ class Optimizer(Checked):
         slots: NestedMap,
         specs: NestedMap,
     ) -> OptimizerUpdate:
-        """One update, computed in float32.
+        """An update, computed in float32.
 
         Args:
           step: int32 scalar, the number of updates already made.
@@ -120,8 +120,8 @@ class Optimizer(Checked):
         def update_weight(path, value, grad, slot, spec):
             # The path names the ops, here and in the compiled program.
             with tf.name_scope("optimizer/" + path.replace(".", "/")):
-                one = _follow if spec.is_statistic else rule
-                return one(grad, value, slot, spec)
+                weight_rule = _follow if spec.is_statistic else rule
+                return weight_rule(grad, value, slot, spec)
 
         updates = values.map_with_path(update_weight, grads, slots, specs)
         return OptimizerUpdate(
@@ -131,11 +131,11 @@ class Optimizer(Checked):
         )
 
     def slots_of(self, spec: WeightSpec) -> NestedMap:
-        """Specs of the slots of one weight."""
+        """Specs of the slots of a weight."""
         raise NotImplementedError(f"{type(self).__name__}.slots_of")
 
     def rule(self, step: tf.Tensor, rate: tf.Tensor) -> WeightRule:
-        """The update of one weight, given what depends on the step alone."""
+        """The update rule of a weight, for values that depend only on the step."""
         raise NotImplementedError(f"{type(self).__name__}.rule")
 
 
@@ -146,7 +146,7 @@ def global_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def slot_spec(spec: WeightSpec, without_dim: int | None = None) -> WeightSpec:
-    """A float32 slot that starts at zero, like `spec` or like it without one dim."""
+    """A float32 slot that starts at zero, like `spec` or like it without a dim."""
     kept = [i for i in range(len(spec.shape)) if i != without_dim]
     return WeightSpec(
         shape=tuple(spec.shape[i] for i in kept),
@@ -164,7 +164,7 @@ def one_minus_power(beta: float, count: tf.Tensor) -> tf.Tensor:
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum m = momentum * m + grad if asked.
+    """Stochastic gradient descent, optionally with momentum m = momentum * m + grad.
 
     Args:
       learning_rate: a schedule by step, or a number.
@@ -244,7 +244,7 @@ class Adam(Optimizer):
 
 
 def _trained(tensors: NestedMap, specs: NestedMap) -> list[tf.Tensor]:
-    """Those of weights that are no running statistics."""
+    """The tensors of weights that are no running statistics."""
     pairs = zip(tensors.leaves(), specs.leaves(), strict=True)
     return [tensor for tensor, spec in pairs if not spec.is_statistic]
 

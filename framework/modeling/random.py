@@ -27,7 +27,7 @@ def key_from_seed(seed: int) -> tf.Tensor:
 def fold_in(key: tf.Tensor, data: int | str | tf.Tensor) -> tf.Tensor:
     """A new key from `key` and a name, a Python integer or an integer tensor.
 
-    Of a tensor [N], or of a key [2, N], there are N of them, [2, N].
+    A tensor [N], or a key [2, N], gives N keys, [2, N].
     """
     if isinstance(data, str):
         data = int.from_bytes(hashlib.sha256(data.encode()).digest()[:4], "little")
@@ -53,8 +53,8 @@ def uniform(key: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
 
 def normal(key: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """float32 standard normal, by the inverse error function."""
-    # Centred in its 2^-24 wide bin, but for the last one: it would be rounded up to 1,
-    # whose normal is infinite.
+    # Centred in its 2^-24 wide bin, except the last: it would be rounded up to 1, whose
+    # normal is infinite.
     centred = uniform(key, shape) + 2.0**-25
     return math.sqrt(2.0) * tf.math.erfinv(
         tf.minimum(2.0 * centred - 1.0, 1 - 2.0**-23)
@@ -133,6 +133,6 @@ def _rounds(
     return x0, x1
 
 
-# Instead of 170, as TF builds and copies graphs op by op in Python. For graphs alone:
-# called eagerly, TF warns that it traces for each shape.
+# One op instead of 170, as TF builds and copies graphs op by op in Python. For graphs
+# only: called eagerly, TF warns that it traces for each shape.
 _rounds_in_one_op = tf.function(_rounds, autograph=False)

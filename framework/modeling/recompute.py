@@ -3,7 +3,7 @@
 TF's own gradient of a loop saves every intermediate, `tf.recompute_grad` saves none.
 Here the function is traced once together with its gradient; the tensors to save are a
 cut through that graph: the backward part is the gradient pruned at the saved tensors,
-so whatever they do not give is recomputed from the inputs.
+so whatever does not follow from them is recomputed from the inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAGGED = re.compile(r"saved\.(?P<name>\w+)\.(_\d+)?")
 _VIEWS = frozenset(
     {"Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze", "Unpack", "SplitV"}
 )
-# Ops that read nothing of a tensor but its shape, which is known before it is there.
+# Ops that read nothing of a tensor but its shape, which is known statically.
 _STATIC = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
 
 
@@ -51,12 +51,12 @@ def save_name(tensor: tf.Tensor, name: str) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A tensor that the forward part hands to the backward part.
+    """A tensor that the forward part passes to the backward part.
 
     Args:
       spec: its shape and dtype.
-      sharding: serialized OpSharding it was annotated with, or None.
-      unspecified_dims: dims that the annotation leaves to completion.
+      sharding: the serialized OpSharding that it was annotated with, or None.
+      unspecified_dims: dims that the annotation leaves to propagation.
     """
 
     spec: tf.TensorSpec
@@ -64,7 +64,7 @@ class Saved:
     unspecified_dims: tuple[int, ...] = ()
 
     def annotate(self, tensor: tf.Tensor) -> tf.Tensor:
-        """`tensor`, of the same rank, annotated as this one was."""
+        """`tensor`, of the same rank, annotated as this tensor was."""
         if self.sharding is None:
             return tensor
         return annotate_serialized(tensor, self.sharding, self.unspecified_dims)
@@ -85,9 +85,9 @@ class SplitFunction:
       forward: (*inputs, *weights, *shared, *constants) -> [*outputs, *saved].
       backward: (*inputs, *weights, *shared, *constants, *saved, *output gradients) ->
         [*input gradients, *weight gradients, *shared gradients].
-      outputs: what `forward` returns first.
-      saved: what it returns then.
-      reads: of inputs and saved tensors, which ones `backward` needs the values of.
+      outputs: the outputs, which `forward` returns first.
+      saved: the saved tensors, which it returns after them.
+      reads: for inputs, then saved tensors, whether `backward` needs their values.
     """
 
     forward: Callable[..., Sequence[tf.Tensor]]
@@ -111,18 +111,19 @@ def split_function(
 
     Args:
       fn: (*inputs, *weights, *shared, *constants) -> flat list of outputs.
-      inputs: what it is differentiated by; floating point. What follows from only one
-        of the other kinds (masks, random bits, cast weights) is never saved by
-        `Recompute.NOTHING`: it is cheaper to compute than to keep.
-      weights: what it is differentiated by too.
-      constants: what it is not: masks, random keys.
-      shared: what it is differentiated by, and is the same wherever it is used: the
-        memory of cross-attention. With weights it makes what is saved.
+      inputs: floating-point tensors to differentiate by. Tensors that follow from only
+        one of the other kinds (masks, random bits, cast weights) are never saved by
+        `Recompute.NOTHING`: they are cheaper to compute than to keep.
+      weights: tensors to differentiate by too.
+      constants: tensors not to differentiate by: masks, random keys.
+      shared: tensors to differentiate by that are the same in every use: the memory of
+        cross-attention. Tensors that follow from them and weights are saved.
       recompute: where to cut.
       names: for `ALL_BUT_NAMED`, the `save_name` names to save.
 
     Raises:
-      ValueError: a name in `names` that `fn` gives to no tensor; names the known ones.
+      ValueError: `fn` gives a name in `names` to no tensor; the message names those
+        that it gives.
     """
     groups = (inputs, weights, shared, constants)
     specs = [tf.TensorSpec(s.shape, s.dtype) for group in groups for s in group]
@@ -200,11 +201,11 @@ def _cut(graph, parts, ends: Sequence[int], recompute, names) -> list[tf.Tensor]
     given = {t.ref() for t in args}
     cut = {}
     for root in map(_root, wanted):
-        # `prune` cuts an op only as a whole; the history that a TF loop keeps for its
+        # `prune` cuts all outputs of an op; the history that a TF loop keeps for its
         # own gradient is no tensor.
-        whole = root.op.outputs
-        if root.ref() not in given and all(t.dtype != tf.variant for t in whole):
-            cut.update((t.ref(), t) for t in whole)
+        siblings = root.op.outputs
+        if root.ref() not in given and all(t.dtype != tf.variant for t in siblings):
+            cut.update((t.ref(), t) for t in siblings)
     return list(cut.values())
 
 
@@ -224,7 +225,7 @@ def _tagged(ops, names: Sequence[str]) -> list[tf.Tensor]:
 
 
 def _downstream(ops, tensors) -> set:
-    """Those of `ops` that depend on `tensors`."""
+    """The ops among `ops` that depend on `tensors`."""
     reached: set = set()
     pending = [op for t in tensors for op in t.consumers()]
     while pending:
@@ -236,7 +237,7 @@ def _downstream(ops, tensors) -> set:
 
 
 def _root(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor of which `tensor` is a view; for an annotated one, what went in."""
+    """The tensor of which `tensor` is a view; without its annotation, if it has one."""
     while tensor.op.type in _VIEWS or tensor.op.type == "IdentityN":
         op = tensor.op
         tensor = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]

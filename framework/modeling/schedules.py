@@ -2,7 +2,7 @@
 
 A schedule maps the number of updates already made (an int32 scalar tensor, 0 at the
 first update) to a float32 scalar tensor. All are traceable and computed in float32.
-Wherever a schedule is expected a number stands for a constant one.
+Wherever a schedule is expected a number stands for a constant schedule.
 
     LinearWarmup(steps=400, schedule=RsqrtDecay(peak=0.002, start_step=400))
     LinearWarmup(steps=100, schedule=CosineSchedule(
@@ -43,7 +43,7 @@ class Schedule(Checked):
 
 
 def set_schedule(config: object, field: str) -> None:
-    """Makes `config.field`, a schedule or a number for a constant one, a schedule.
+    """Makes `config.field` a schedule, if it is a number: a constant schedule.
 
     Raises:
       ValueError: it is neither, or a negative number.
@@ -79,13 +79,13 @@ class ConstantSchedule(Schedule):
 class LinearWarmup(Schedule):
     """The smaller of `schedule` and a line from 0 to `schedule`'s value at step 0.
 
-    Made for a schedule that does not rise. One that stays level for `steps` (by its own
-    `start_step`) is met by the line where it starts to fall.
+    Made for a schedule that does not rise. If that stays level for `steps` (by its own
+    `start_step`), the line meets it where it starts to fall.
 
     Args:
       steps: updates until the line has the value of `schedule` at step 0.
-      schedule: what to follow from there.
-      first_step: the number the first update goes by. 1, so that it is not lost to a
+      schedule: the schedule to follow from there.
+      first_step: the number of the first update. 1, so that the update is not lost to a
         rate of zero; 0 for formulas that count from zero, whose first rate is zero.
         Lingvo's LinearRampupSqrtDecay counts 1, 1, 2, 3, ... instead.
 
@@ -121,7 +121,7 @@ class RsqrtDecay(Schedule):
       peak: the value until `start_step`.
       start_step: the number of the update where decay starts.
       end_step: the number of the update that ends it; None for no end.
-      first_step: the number the first update goes by, 1 or 0.
+      first_step: the number of the first update, 1 or 0.
 
     Raises:
       ValueError: `peak` or `first_step` is negative, `start_step` not positive, or
@@ -246,7 +246,7 @@ class ExponentialSchedule(_Between):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaircaseSchedule(Schedule):
-    """`schedule`, looked up only at every `interval` steps and kept until the next.
+    """`schedule`, evaluated only every `interval` steps and constant in between.
 
     Raises:
       ValueError: `interval` is not positive, or `schedule` is no schedule or number.

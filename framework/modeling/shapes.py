@@ -1,4 +1,4 @@
-"""Shapes with a batch of any size, which models have where they are exported."""
+"""Shapes with a batch of any size, as in exported models."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import tensorflow as tf
 def shape_of(tensor: tf.Tensor) -> list[int | tf.Tensor]:
     """The size of each dim: a number where it is known, else an int32 scalar.
 
-    To reshape with, where `tensor.shape` may have a None. In a program for a mesh all
-    sizes are numbers.
+    For reshapes where `tensor.shape` may have a None. In a program for a mesh all sizes
+    are numbers.
     """
     known = tf.TensorShape(tensor.shape).as_list()
     if None not in known:

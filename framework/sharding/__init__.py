@@ -1,1 +1,1 @@
-"""What a user writes: meshes, shardings, annotations, plans."""
+"""The user's interface to sharding: meshes, shardings, annotations, plans."""

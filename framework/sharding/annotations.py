@@ -1,4 +1,4 @@
-"""XlaSharding annotations: what a user writes on a tensor (GSPMD 3.1)."""
+"""XlaSharding annotations, which users put on tensors (GSPMD 3.1)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from meshwright.framework.sharding.placeholders import placeholder
 from meshwright.framework.sharding.sharding import Sharding
 
 TYPED = "typed"
-"""Placeholder of an annotation with unreduced or reduced axes."""
+"""The placeholder of an annotation with unreduced or reduced axes."""
 _NOTED = "_meshwright_shardings"
 
 
 class OnConflict(enum.Enum):
     """What to do where a sum cannot be unreduced as an annotation says.
 
-    ERROR: the program is not compiled. REDUCE: it is reduced there, along the axes
-    for which it must be.
+    ERROR: the program is not compiled. REDUCE: the sum is reduced there, along the
+    axes for which it must be.
     """
 
     ERROR = "error"
@@ -34,11 +34,11 @@ class OnConflict(enum.Enum):
 def annotate(
     tensor: tf.Tensor, sharding: Sharding, *, on_conflict: OnConflict = OnConflict.ERROR
 ) -> tf.Tensor:
-    """The identity of `tensor`, laid out as `sharding`.
+    """The identity of `tensor`, annotated with `sharding`.
 
     The gradient is annotated by a copy of the same op (GSPMD 3.6, TF's own gradient of
-    XlaSharding), so the backward computation is laid out like the forward one; by the
-    sharding's dual if it is unreduced or reduced along an axis.
+    XlaSharding), so the backward computation is sharded like the forward computation;
+    by the sharding's dual if it is unreduced or reduced along an axis.
     Eager execution has no mesh; there the tensor is returned as is.
     """
     tensor = tf.convert_to_tensor(tensor)
@@ -57,7 +57,7 @@ def annotate(
             _typed(tensor, sharding, on_conflict), sharding, on_conflict
         )
     proto = sharding.to_op_sharding()
-    if sharding.mesh.size == 1:  # So that a program for more devices can tell.
+    if sharding.mesh.size == 1:  # Lets a program for more devices detect this.
         proto = xla_data_pb2.OpSharding(
             type=xla_data_pb2.OpSharding.MAXIMAL,
             tile_assignment_dimensions=[1],
@@ -69,7 +69,7 @@ def annotate(
 
 
 def _typed(tensor: tf.Tensor, sharding: Sharding, on_conflict: OnConflict) -> tf.Tensor:
-    """An annotation that XlaSharding has no words for."""
+    """An annotation that XlaSharding cannot express."""
     if tf.executing_eagerly():
         return tensor
 
@@ -84,20 +84,20 @@ def _typed(tensor: tf.Tensor, sharding: Sharding, on_conflict: OnConflict) -> tf
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """What a tensor is annotated as, and what happens where that cannot be."""
+    """The sharding that a tensor is annotated with, and what to do on a conflict."""
 
     sharding: Sharding
     on_conflict: OnConflict
 
     def dual(self) -> Annotation:
-        """The same of its gradient."""
+        """The annotation of its gradient."""
         return Annotation(self.sharding.dual(), self.on_conflict)
 
 
 def record_annotation(
     tensor: tf.Tensor, sharding: Sharding, on_conflict: OnConflict = OnConflict.ERROR
 ) -> tf.Tensor:
-    """Notes what a tensor is annotated as, for `annotation_of`; returns it."""
+    """Records a tensor's annotation for `annotation_of`; returns the tensor."""
     if not tf.executing_eagerly():
         noted = getattr(tensor.graph, _NOTED, {})
         noted[tensor.name] = Annotation(sharding, on_conflict)
@@ -106,7 +106,7 @@ def record_annotation(
 
 
 def annotation_of(tensor: tf.Tensor) -> Annotation | None:
-    """What a tensor of a graph is annotated as, None if it is not by itself."""
+    """The annotation of a tensor of a graph, None if it has none itself."""
     if tf.executing_eagerly():
         return None
     return getattr(tensor.graph, _NOTED, {}).get(tensor.name)
@@ -121,7 +121,7 @@ def mesh_split(
     unreduced: Sequence[str] = (),
     reduced: Sequence[str] = (),
 ) -> tf.Tensor:
-    """Splits `tensor` over mesh axes, and says of which its sum is unreduced.
+    """Splits `tensor` over mesh axes, and says along which its sum is unreduced.
 
     Args:
       tensor: any tensor of static rank.
@@ -129,8 +129,8 @@ def mesh_split(
       dims_mapping: for each tensor dim the mesh axis that splits it, by index or name;
         -1 or None for none; a sequence of axes for a dim split by several. A dim that
         its axes do not divide is padded inside the program.
-      unspecified_dims: numbers of the dims that completion decides (GSPMD 3.5); those
-        that the mapping splits it may split further.
+      unspecified_dims: numbers of the dims that propagation decides (GSPMD 3.5); it may
+        split further those that the mapping splits.
       unreduced: mesh axes along which `tensor`, a sum over a dim that they split, is
         not added up yet; `reshard` does that. Its gradient is reduced.
       reduced: mesh axes along which `tensor` is replicated, and its gradient unreduced:
@@ -163,10 +163,10 @@ def asked_of(
     dims_mapping: Sequence,
     **more: Sequence,
 ) -> Sharding:
-    """What a user asks for a tensor; see `Sharding.from_dims_mapping`.
+    """The sharding that a user requests; see `Sharding.from_dims_mapping`.
 
     Raises:
-      ValueError: it does not fit the tensor, which is named.
+      ValueError: it does not fit the tensor, which the message names.
     """
     rank = tensor.shape.rank
     try:
@@ -176,7 +176,7 @@ def asked_of(
 
 
 def describe(tensor: tf.Tensor) -> str:
-    """A tensor in a message; in a program its name tells the layer."""
+    """A tensor's name and shape, for messages; in a program the name has the layer."""
     name = "" if tf.executing_eagerly() else f" {tensor.name!r}"
     return f"tensor{name} has shape {tensor.shape}"
 
@@ -187,12 +187,12 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
     Args:
       tensor: any tensor of static rank.
       split_dimension: number of the dim.
-      num_partitions: into how many shards, the number of the program's devices; over
-        fewer use `mesh_split`.
+      num_partitions: the number of shards, that of the program's devices; over fewer
+        use `mesh_split`.
 
     Raises:
-      ValueError: no such dim. A number of partitions other than the program's devices
-        is refused when it is compiled.
+      ValueError: no such dim. Any other number of partitions is refused when the
+        program is compiled.
     """
     tensor = tf.convert_to_tensor(tensor)
     rank = tensor.shape.rank
@@ -207,7 +207,7 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
 
 
 def shard(tensor: tf.Tensor, device_assignment: np.ndarray) -> tf.Tensor:
-    """Gives each device the shard at its place in `device_assignment` (GShard 3.2).
+    """Gives each device the shard at its index in `device_assignment` (GShard 3.2).
 
     Args:
       tensor: any tensor of static rank.
@@ -215,7 +215,7 @@ def shard(tensor: tf.Tensor, device_assignment: np.ndarray) -> tf.Tensor:
         program, each once; its shape is the number of shards along each dim.
 
     Raises:
-      ValueError: another rank, or ids that are not distinct. Other devices than the
+      ValueError: another rank, or ids that are not distinct. Devices other than the
         program's are refused when it is compiled.
     """
     tensor = tf.convert_to_tensor(tensor)
@@ -241,7 +241,7 @@ def replicate(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def stacked(op_sharding: bytes) -> bytes:
-    """The serialized OpSharding of such tensors stacked, whole in the leading dim."""
+    """The serialized OpSharding of a stack of such tensors, its new dim unsharded."""
     proto = xla_data_pb2.OpSharding.FromString(op_sharding)
     if proto.type == xla_data_pb2.OpSharding.OTHER:
         proto.tile_assignment_dimensions.insert(0, 1)

@@ -1,8 +1,8 @@
 """Collectives for the body of a manual region, with their gradients (GSPMD 3.4).
 
-Each device calls them with a tensor of its own. Gradients are those of all devices'
-bodies taken together as one function: what one device receives from another sends its
-gradient back there.
+Each device calls them with its own tensor. Gradients are those of all devices' bodies
+taken together as a single function: the gradient of what a device receives is sent back
+to the device that sent it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def all_reduce(
     *,
     reduction: Reduction = Reduction.SUM,
 ) -> tf.Tensor:
-    """The sum, or maximum or minimum, over the devices along `axes`, on each of them.
+    """The sum, maximum or minimum over the devices along `axes`, on each of them.
 
     Args:
       tensor: numbers of any shape.
@@ -77,7 +77,7 @@ def all_gather(
       tensor: rank 1 or more.
       mesh: the program's mesh.
       axes: one or several manual axes, major first.
-      dim: tensor dim, which gets `count` times as long.
+      dim: tensor dim, which becomes as many times longer as there are devices.
 
     Raises:
       ValueError: an unknown axis or dim, or eager execution.
@@ -94,7 +94,7 @@ def reduce_scatter(
       tensor: rank 1 or more; the devices must divide `dim`.
       mesh: the program's mesh.
       axes: one or several manual axes, major first.
-      dim: tensor dim that is cut.
+      dim: tensor dim that is scattered.
 
     Raises:
       ValueError: an unknown axis or dim, a dim that is not divided, eager execution.
@@ -125,7 +125,7 @@ def _along_dim(
 def all_to_all(
     tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, *, split_dim: int, concat_dim: int
 ) -> tf.Tensor:
-    """Cuts `split_dim` among the devices along `axes`, joins theirs along `concat_dim`.
+    """Splits `split_dim` among the devices along `axes`, and joins along `concat_dim`.
 
     Args:
       tensor: rank 1 or more; the devices must divide `split_dim`.
@@ -160,17 +160,17 @@ def all_to_all(
 def collective_permute(
     tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, pairs: Sequence[tuple[int, int]]
 ) -> tf.Tensor:
-    """Sends each device's tensor along `axes`; who receives none has zeros.
+    """Sends each device's tensor along `axes`; a device that receives none has zeros.
 
     Args:
       tensor: numbers of any shape.
       mesh: the program's mesh.
       axes: one or several manual axes, major first.
-      pairs: (source, target), places along `axes` from 0.
+      pairs: (source, target), indices along `axes` from 0.
 
     Raises:
-      ValueError: an unknown axis, a place that is not there, one that is source or
-        target twice, or eager execution.
+      ValueError: an unknown axis, an index that does not exist, or is source or target
+        twice, or eager execution.
     """
     axes, count = _axes(mesh, axes)
     tensor = tf.convert_to_tensor(tensor)
@@ -198,7 +198,7 @@ def collective_permute(
 
 
 def axis_index(mesh: DeviceMesh, axes: Axes) -> tf.Tensor:
-    """The device's own place along `axes`: int32 scalar, from 0.
+    """The device's index along `axes`: int32 scalar, from 0.
 
     Raises:
       ValueError: an unknown axis, or eager execution.
@@ -215,10 +215,10 @@ def _axes(mesh: DeviceMesh, axes: Axes) -> tuple[list[str], int]:
 
 
 def whole_axes(mesh: DeviceMesh, axes: Sequence[str]) -> Sequence[str]:
-    """`axes`, of which none may be a part of one or come twice.
+    """`axes`, none of which may be a sub-axis or be repeated.
 
     Raises:
-      ValueError: one is, does, or the mesh has no such axis.
+      ValueError: an axis is a sub-axis, is repeated, or is unknown.
     """
     for axis in axes:
         if mesh.part(axis).axis != axis or list(axes).count(axis) > 1:

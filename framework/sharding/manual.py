@@ -28,13 +28,14 @@ def auto_to_manual(
     Args:
       tensor: a tensor of the program, split by the compiler.
       mesh: the program's mesh.
-      dims_mapping: for each dim the manual axes that split it; see `mesh_split`. Along
-        manual axes that it does not name every device has the same.
+      dims_mapping: for each dim the manual axes that split it; see `mesh_split`. The
+        tensor is replicated along manual axes that it does not name.
       manual_axes: the axes that become manual, all by default. Along the others the
         compiler goes on splitting: manual subgroups.
 
     Returns:
-      A tensor of the shard's shape, for use with others of the same manual axes only.
+      A tensor of the shard's shape, to be used only with tensors of the same manual
+      axes.
 
     Raises:
       ValueError: a dim that its axes do not divide, an axis that is not manual, an
@@ -60,7 +61,7 @@ def auto_to_manual(
         y = placeholder("auto_to_manual", mesh, [x], local, x.dtype, config)
 
         def grad(dy):
-            # Devices that were given the same each add to its gradient.
+            # Devices that got the same shard each add to its gradient.
             total = all_reduce(dy, mesh, _unnamed(sharding, axes))
             return manual_to_auto(total, mesh, sharding.dims, manual_axes=axes)
 
@@ -76,13 +77,13 @@ def manual_to_auto(
     *,
     manual_axes: Sequence[str] | None = None,
 ) -> tf.Tensor:
-    """The tensor of which each device holds the shard `tensor`; the way back.
+    """The tensor of which each device holds the shard `tensor`; reverses the above.
 
     Args:
-      tensor: a device's own, from a manual region.
+      tensor: a device's shard, from a manual region.
       mesh: the program's mesh.
       dims_mapping: for each dim the manual axes that split it. Along manual axes that
-        it does not name devices must hold the same, which nobody checks.
+        it does not name devices must hold the same, which is not checked.
       manual_axes: the region's manual axes, all by default.
 
     Returns:
@@ -107,7 +108,7 @@ def manual_to_auto(
 
         def grad(dy):
             local = auto_to_manual(dy, mesh, sharding.dims, manual_axes=axes)
-            # Devices that hold the same have an even share in it.
+            # Devices that hold the same shard share its gradient evenly.
             count = mesh.axes_size(_unnamed(sharding, axes))
             return local / tf.cast(count, local.dtype)
 
@@ -124,15 +125,15 @@ def manual_partition(
     out_dims: Any,
     manual_axes: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-    """A function of whole tensors whose body `fn` sees one device's shards of them.
+    """A function of global tensors whose body `fn` sees a device's shards of them.
 
     Args:
       fn: the body: a TF function of shards, free to call `all_reduce`, `all_gather`,
-        `reduce_scatter`, `all_to_all`, `collective_permute` and `axis_index`. What it
-        uses besides its arguments must be constants.
+        `reduce_scatter`, `all_to_all`, `collective_permute` and `axis_index`. Besides
+        its arguments it may only use constants.
       mesh: the program's mesh.
       in_dims: for each argument the dims_mapping of its tensor, or a nest of the
-        argument's structure with one for each; see `auto_to_manual`.
+        argument's structure with a mapping for each; see `auto_to_manual`.
       out_dims: the same for the result; see `manual_to_auto`.
       manual_axes: the axes that the body handles, all by default; along the others the
         compiler goes on splitting, and the body may annotate with them.

@@ -18,7 +18,7 @@ _PART = re.compile(r"(?P<axis>.+):\((?P<before>\d+)\)(?P<size>\d+)")
 class SubAxis:
     """`size` steps of a mesh axis, after `before` coarser ones: a mixed-radix digit.
 
-    Written `Y:(2)4` as Shardy does; `DeviceMesh.name` calls the whole axis just `Y`.
+    It is written `Y:(2)4` as in Shardy; `DeviceMesh.name` calls the entire axis `Y`.
     """
 
     axis: str
@@ -37,9 +37,9 @@ class SubAxis:
 class DeviceMesh:
     """A grid of devices with named axes (GSPMD 3.1).
 
-    It is a description only: no device is touched before a program is compiled for it,
-    so a mesh of 2048 devices can be planned for on a laptop. Where an axis is named, a
-    part of one can be too: `Y:(1)2` is the coarser half of an axis of four.
+    It is only a description: no device is touched before a program is compiled for it,
+    so a mesh of 2048 devices can be planned for on a laptop. Wherever an axis is named,
+    a sub-axis can be too: `Y:(1)2` is the coarser half of an axis of four.
 
     Args:
       axis_names: one name for each mesh axis.
@@ -94,7 +94,7 @@ class DeviceMesh:
         return np.asarray(ids).reshape(self.shape)
 
     def part(self, axis: str) -> SubAxis:
-        """The mesh axis, or part of one, that `axis` names.
+        """The mesh axis, or sub-axis, that `axis` names.
 
         Raises:
           ValueError: no such axis, or a part that does not divide it.
@@ -102,7 +102,7 @@ class DeviceMesh:
         return _part(self, axis)
 
     def axis_size(self, axis: str) -> int:
-        """Devices along `axis`; ValueError names the axes there are."""
+        """Devices along `axis`; if it is unknown, ValueError names the mesh's axes."""
         return self.part(axis).size
 
     def axes_size(self, axes: Sequence[str]) -> int:
@@ -110,17 +110,17 @@ class DeviceMesh:
         return math.prod(self.axis_size(axis) for axis in axes)
 
     def name(self, part: SubAxis) -> str:
-        """How `part` is named: `Y:(2)4`, or just `Y` for all of an axis."""
+        """The name of `part`: `Y:(2)4`, or just `Y` for an entire axis."""
         return part.axis if part.size == self.axis_size(part.axis) else str(part)
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours along `axis` are in the mesh's row-major order."""
+        """The distance of neighbours along `axis` in the mesh's row-major order."""
         part = self.part(axis)
         number = self.axis_names.index(part.axis)
         return math.prod(self.shape[number:]) // part.end
 
     def place_along(self, axis: str) -> np.ndarray:
-        """The place along `axis` of each device, an array of the mesh's shape."""
+        """The index along `axis` of each device, an array of the mesh's shape."""
         places = np.arange(self.size).reshape(self.shape)
         return places // self.stride(axis) % self.axis_size(axis)
 
@@ -130,7 +130,7 @@ class DeviceMesh:
 
 
 def places_in(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The place in `ids`, flattened, of each of `wanted`; both hold the same ids.
+    """The index in flattened `ids` of each of `wanted`; both hold the same ids.
 
     Returns:
       int array of the shape of `wanted`.

@@ -1,8 +1,8 @@
 """Notes on where a graph's ops come from, which TF does not keep itself.
 
 They are written while a function is traced, and read when a compiled program is
-explained: an op's name alone does not tell a layer from a scope of TF's own, and a
-graph cut out of another has forgotten the lines that made it.
+explained: an op's name alone does not distinguish a layer from one of TF's scopes, and
+a graph cut out of another has lost the lines that made it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def note_layer(scope: str, path: str) -> None:
 
 
 def noted_layer(graph: tf.Graph, op_name: str) -> str | None:
-    """The path of the innermost noted layer that an op lies in, or None."""
+    """The path of the innermost noted layer around an op, or None."""
     scopes = getattr(graph, _LAYERS, {})
     while "/" in op_name:
         op_name = op_name.rsplit("/", 1)[0]
@@ -53,7 +53,7 @@ def note_original(copy: tf.Graph, original) -> None:
 
 
 def original_of(graph: tf.Graph) -> tf.Graph:
-    """The graph in which the ops of `graph` were first made; mostly itself."""
+    """The graph in which the ops of `graph` were first made; mostly `graph` itself."""
     original = getattr(graph, _ORIGINAL, None)
     if original is not None:
         return original.graph
@@ -65,7 +65,7 @@ def original_of(graph: tf.Graph) -> tf.Graph:
 def original_op(op: tf.Operation, original: tf.Graph) -> tf.Operation:
     """The op of `original` (see `original_of`) that `op` was made from.
 
-    Mostly itself; for one of a gradient it may be the op that it is the gradient of.
+    Mostly `op` itself; for an op of a gradient, perhaps the differentiated op.
     """
     op = _noted_by_tf(op) or op
     try:
@@ -75,5 +75,5 @@ def original_op(op: tf.Operation, original: tf.Graph) -> tf.Operation:
 
 
 def _noted_by_tf(op: tf.Operation) -> tf.Operation | None:
-    """What it was vectorized from (`tf.vectorized_map`), or is the gradient of."""
+    """The op that `op` was vectorized from (`tf.vectorized_map`) or differentiates."""
     return getattr(op, "_original_op", None)

@@ -1,4 +1,4 @@
-"""What TF has no op for: custom calls that the compiler replaces."""
+"""Custom calls that the compiler replaces, for operations that TF has no op for."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def placeholder(
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """The mesh and its device order, to tell whether two are the same."""
+    """The mesh and its device order, to compare meshes by."""
     order = "" if mesh.device_ids is None else f" of devices {list(mesh.device_ids)}"
     return f"{mesh}{order}"

@@ -1,4 +1,4 @@
-"""The sharding plan: one small table from logical dim names to mesh axes."""
+"""The sharding plan: a small table from logical dim names to mesh axes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class ShardingPlan:
 
     Weights and activations have separate tables, so that Table 1 of GSPMD can split
     dim `model` of the weights by X and that of the activations by Y. A name that a
-    table does not mention is left unsplit, but for "stream", the sequence dim of what
-    lies between a model's layers: without an entry it is split as "sequence".
+    table does not mention is unsharded, except "stream", the sequence dim of tensors
+    between a model's layers: without an entry it is split like "sequence".
 
     Args:
       mesh_axes: names of the mesh axes.
-      mesh_shape: devices along each.
+      mesh_shape: devices along each axis.
       weights: dim name -> axis, or axes, or None, for weights.
       activations: the same for activations.
       device_ids: optional device order, row-major in the mesh.
-      unreduced_gradient_axes: mesh axes along which what layers read, a weight or the
-        stream, has an unreduced gradient if they do not split it, where that can be:
-        replicated forwards, partial backwards, as the post of that name has it by
-        default. Without it gradients are replicated too, as those of XlaSharding.
-      pipeline_axes: for the layers of a pipeline (`inside_pipeline`) the axes that have
-        its stages, and may split nothing else.
+      unreduced_gradient_axes: mesh axes along which inputs of layers, weights or the
+        stream, have an unreduced gradient if the axes do not split them, where that is
+        possible: replicated forwards, partial backwards, the default of the post of
+        that name. Without it gradients are replicated too, like those of XlaSharding.
+      pipeline_axes: for the layers of a pipeline (`inside_pipeline`) the axes that
+        split its stages, and may split nothing else.
 
     Raises:
       ValueError: a table names an axis that the mesh does not have.
@@ -85,9 +85,10 @@ class ShardingPlan:
         return self._sharding(self.weights, dims, name)
 
     def read_sharding(self, dims: Sequence[str], name: str = "weight") -> Sharding:
-        """That of a weight where it is read: reduced along the plan's partial axes.
+        """The sharding of a weight where it is read: reduced along unreduced axes.
 
-        Of these only those count that split the tokens which its gradient sums over.
+        Only those of the plan's `unreduced_gradient_axes` count that split the tokens
+        over which its gradient sums.
         """
         tokens = self._own_names(("batch", "stream"))
         axes = {axis for dim in tokens for axis in as_axes(self.activations.get(dim))}
@@ -103,7 +104,7 @@ class ShardingPlan:
     def gathered_sharding(
         self, dims: Sequence[str], name: str = "activation"
     ) -> Sharding:
-        """That of an activation which products read: reduced along the partial axes."""
+        """The sharding of an activation that products read: reduced along such axes."""
         return _reduced(
             self.activation_sharding(dims, name), self.unreduced_gradient_axes
         )
@@ -111,21 +112,21 @@ class ShardingPlan:
     def annotate_activation(
         self, tensor: tf.Tensor, dims: Sequence[str], name: str = "activation"
     ) -> tf.Tensor:
-        """`tensor`, annotated as the activation table says of `dims`."""
+        """`tensor`, annotated as the activation table says for `dims`."""
         return annotate(tensor, self.activation_sharding(dims, name))
 
     def inside_pipeline(self, stage_axes: Sequence[str]) -> ShardingPlan:
         """The plan for the layers of a pipeline whose stages `stage_axes` split.
 
         There the activations' "batch" is "microbatch", if their table has an entry for
-        that, and gradients are whole.
+        that, and no gradients are unreduced.
         """
         return dataclasses.replace(
             self, pipeline_axes=tuple(stage_axes), unreduced_gradient_axes=()
         )
 
     def _own_names(self, dims: Sequence[str]) -> list[str]:
-        """The names that the activation table has for dims."""
+        """The names of dims in the activation table."""
         others = {}
         if self.pipeline_axes is not None and "microbatch" in self.activations:
             others["batch"] = "microbatch"
@@ -160,7 +161,7 @@ def _reduced(sharding: Sharding, axes: Sequence[str]) -> Sharding:
 
 
 def as_axes(axes: Axes) -> tuple[str, ...]:
-    """An entry of a plan's table as a tuple, of one axis or none too."""
+    """An entry of a plan's table as a tuple of axes."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)

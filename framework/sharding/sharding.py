@@ -1,4 +1,4 @@
-"""How one tensor lies on a device mesh (GSPMD 3.1)."""
+"""The sharding of a tensor over a device mesh (GSPMD 3.1)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from meshwright.framework.sharding.mesh import DeviceMesh, places_in
 class Sharding:
     """The mesh axes that split each dim of a tensor.
 
-    `dims[i]` are the axes splitting tensor dim i, major first; () leaves it unsplit.
+    `dims[i]` are the axes splitting tensor dim i, major first; () leaves it unsharded.
     No axis at all is the paper's replicated, every axis its tiled, and some axes its
-    partially tiled sharding (GSPMD 3.1). An axis may be a part of one, `Y:(1)2`.
+    partially tiled sharding (GSPMD 3.1). An axis may be a sub-axis, `Y:(1)2`.
 
     Args:
       mesh: the device mesh.
       dims: the axes that split each dim.
-      unspecified: numbers of the dims that completion may split, or split further
+      unspecified: numbers of the dims that propagation may split, or split further
         (GSPMD 3.5, partial specification).
-      manual: axes along which the tensor is one device's own: each device holds a
-        tensor of this very shape (GSPMD 3.4). Along all axes the paper's manual, along
-        some its manual subgroups.
-      unreduced: axes along which each device holds a part of a sum that is unreduced:
-        the tensor is what they add up to.
+      manual: axes along which the tensor is manual: each device holds its own tensor of
+        this very shape (GSPMD 3.4). Along all axes it is the paper's manual, along some
+        its manual subgroups.
+      unreduced: axes along which each device holds a part of an unreduced sum: the
+        tensor is the sum of these parts.
       reduced: axes along which the tensor is replicated, and its gradient unreduced.
 
     Raises:
-      ValueError: an unknown axis, or one axis used twice; a sum unreduced along a part
-        of an axis, or of a tensor that is manual or has dims left to completion.
+      ValueError: an unknown axis, or an axis used twice; a sum unreduced along a
+        sub-axis, or of a tensor that is manual or has dims left to propagation.
     """
 
     mesh: DeviceMesh
@@ -79,8 +79,8 @@ class Sharding:
 
     def _check_free(self, axis: str, where: str, used: list[tuple[str, str]]) -> None:
         part = self.mesh.part(axis)
-        for other, there in used:
-            taken = self.mesh.part(other)
+        for used_axis, there in used:
+            taken = self.mesh.part(used_axis)
             if (
                 part.axis == taken.axis
                 and part.before < taken.end
@@ -110,11 +110,11 @@ class Sharding:
           dims_mapping: for each tensor dim a mesh axis, as its index or its name, -1 or
             None for no split, or a sequence of axes for a dim split by several.
           rank: the tensor's rank, to check the mapping against.
-          unspecified_dims: numbers of the dims that completion decides.
+          unspecified_dims: numbers of the dims that propagation decides.
           unreduced, reduced: mesh axes, by index or name.
 
         Raises:
-          ValueError: wrong length, an axis that is not there, an axis used twice.
+          ValueError: wrong length, an unknown axis, or an axis used twice.
         """
         if rank is not None and len(dims_mapping) != rank:
             raise ValueError(
@@ -132,24 +132,24 @@ class Sharding:
 
     @classmethod
     def replicated(cls, mesh: DeviceMesh, rank: int) -> Sharding:
-        """Every device holds the whole tensor."""
+        """Every device holds the entire tensor."""
         return cls(mesh, ((),) * rank)
 
     @property
     def is_typed(self) -> bool:
-        """Whether it says what is unreduced, or is to be in its gradient."""
+        """Whether the tensor or its gradient is unreduced along an axis."""
         return bool(self.unreduced or self.reduced)
 
     def dual(self) -> Sharding:
-        """That of the gradient of a tensor that lies so.
+        """The sharding of the gradient of a tensor with this sharding.
 
-        Split is split's, replicated replicated's, reduced unreduced's and back
-        ("Replicate forwards, partial backwards").
+        Split and replicated stay; unreduced becomes reduced and vice versa ("Replicate
+        forwards, partial backwards").
         """
         return dataclasses.replace(self, unreduced=self.reduced, reduced=self.unreduced)
 
     def without_trivial_types(self) -> Sharding:
-        """This one without unreduced and reduced axes that have one device."""
+        """This sharding without unreduced and reduced axes of a single device."""
         size = self.mesh.axis_size
         return dataclasses.replace(
             self,
@@ -158,7 +158,7 @@ class Sharding:
         )
 
     def untyped(self) -> Sharding:
-        """This one with nothing unreduced: replicated along such axes."""
+        """This sharding with nothing unreduced: replicated along such axes."""
         return dataclasses.replace(self, unreduced=(), reduced=())
 
     @property
@@ -166,14 +166,14 @@ class Sharding:
         return len(self.dims)
 
     def splits(self) -> tuple[int, ...]:
-        """Into how many shards each dim is split."""
+        """The number of shards of each dim."""
         return tuple(self.mesh.axes_size(axes) for axes in self.dims)
 
     def is_replicated(self) -> bool:
-        """Whether every device is to hold the whole tensor."""
-        own = (*self.manual, *self.unreduced)
-        open_or_own = self.unspecified or self.mesh.axes_size(own) > 1
-        return not open_or_own and all(n == 1 for n in self.splits())
+        """Whether every device holds the entire tensor."""
+        per_device = (*self.manual, *self.unreduced)
+        varies = self.unspecified or self.mesh.axes_size(per_device) > 1
+        return not varies and all(n == 1 for n in self.splits())
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`shape` with each dim raised to a multiple of its number of shards."""
@@ -181,15 +181,15 @@ class Sharding:
         return tuple(-(-size // n) * n for size, n in pairs)
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of one device's shard, the last shards padded to it."""
+        """The shape of a device's shard, to which the last shards are padded."""
         pairs = zip(shape, self.splits(), strict=True)
         return tuple(-(-size // n) for size, n in pairs)
 
     def shard_offsets(self, shape: Sequence[int]) -> np.ndarray:
-        """Where the shard of each device begins in a tensor of `shape`.
+        """The offset of each device's shard in a tensor of `shape`.
 
         Returns:
-          int [*mesh.shape, rank]; an offset past the end is that of padding alone.
+          int [*mesh.shape, rank]; a shard whose offset is past the end is all padding.
         """
         places = [self._shard_number(dim) for dim in range(self.rank)]
         if not places:
@@ -197,14 +197,14 @@ class Sharding:
         return np.stack(places, axis=-1) * np.array(self.shard_shape(shape), int)
 
     def _shard_number(self, dim: int) -> np.ndarray:
-        """Which shard along `dim` each device has, an array of the mesh's shape."""
+        """The number of each device's shard along `dim`, of the mesh's shape."""
         return xla_form.place_along(self.mesh, self.dims[dim])
 
     def opened(self, dims: Sequence[int], *, but: Sequence[str] = ()) -> Sharding:
-        """This one with `dims` left to completion, if an axis is left to split them by.
+        """This sharding with `dims` left to propagation, if an axis is free for them.
 
-        Without one, other than the axes `but`, there is nothing to decide, and GSPMD
-        ends the process where such a tensor meets a region that is manual along all.
+        If none is free, other than `but`, there is nothing to decide, and GSPMD ends
+        the process where such a tensor meets a region that is manual along all axes.
         """
         used = {*but, *(axis for axes in self.dims for axis in axes)}
         left = [axis for axis in self.mesh.axis_names if axis not in used]
@@ -213,7 +213,7 @@ class Sharding:
         return dataclasses.replace(self, unspecified=tuple(dims))
 
     def even(self, shape: Sequence[int]) -> Sharding:
-        """This sharding without the axes of dims that they do not divide."""
+        """This sharding without the axes of dims that these do not divide."""
         dims = tuple(
             axes if size % n == 0 else ()
             for axes, size, n in zip(self.dims, shape, self.splits(), strict=True)
@@ -221,27 +221,31 @@ class Sharding:
         return dataclasses.replace(self, dims=dims)
 
     def merge(self, other: Sharding) -> Sharding | None:
-        """The merged sharding of two compatible ones, None if they are not (3.5).
+        """The merger of two compatible shardings, None if they are not (GSPMD 3.5).
 
         In it each device's offset is that of `self` along each dim that `self` splits,
-        and that of `other` along each that `other` splits. The meshes may differ, the
-        devices may not; the result is over the mesh of `self`.
+        and that of `other` along each dim that `other` splits. The meshes may differ,
+        the devices may not; the result is over the mesh of `self`.
         """
         if self.rank != other.rank or set(self.manual) != set(other.manual):
             return None
         if sorted(self.mesh.ids.flat) != sorted(other.mesh.ids.flat):
             return None
-        # Where the devices of `self.mesh` stand in the other mesh.
+        # The indices of the devices of `self.mesh` in the other mesh.
         order = places_in(other.mesh.ids, self.mesh.ids)
         numbers, splits = [], []
         pairs = zip(self.splits(), other.splits(), strict=True)
-        for dim, (ours, theirs) in enumerate(pairs):
-            mine = self._shard_number(dim)
-            yours = other._shard_number(dim).flat[order]
-            if ours > 1 and theirs > 1 and not np.array_equal(mine, yours):
+        for dim, (self_splits, other_splits) in enumerate(pairs):
+            self_numbers = self._shard_number(dim)
+            other_numbers = other._shard_number(dim).flat[order]
+            if (
+                self_splits > 1
+                and other_splits > 1
+                and not np.array_equal(self_numbers, other_numbers)
+            ):
                 return None
-            numbers.append(mine if ours > 1 else yours)
-            splits.append(max(ours, theirs))
+            numbers.append(self_numbers if self_splits > 1 else other_numbers)
+            splits.append(max(self_splits, other_splits))
         dims = [
             xla_form.axes_of_place(self.mesh, number, count)
             for number, count in zip(numbers, splits, strict=True)
@@ -251,11 +255,11 @@ class Sharding:
         left = set(self.unspecified) & set(other.unspecified)
         try:
             return Sharding(self.mesh, tuple(dims), tuple(left), self.manual)
-        except ValueError:  # One axis would split two dims.
+        except ValueError:  # An axis would split two dims.
             return None
 
     def __str__(self) -> str:
-        """Text form: a dim's axes joined by `.`, `_` none, `?` left to completion.
+        """The text: a dim's axes joined by `.`, `_` for none, `?` left to propagation.
 
         `[X,_,Y]`, `[X.Y,_]`, `[X,?]`, `[X?]`, `[_,Y] manual{X}`; `[]` is a scalar's.
         `{U:X}` follows where a sum is unreduced, `{R:X}` where the gradient's will be.
@@ -268,7 +272,7 @@ class Sharding:
         return f"[{','.join(entries)}]{manual}{self.types_text()}"
 
     def types_text(self) -> str:
-        """`{U:tp}`, `{R:dp,tp}`, `{U:dp}{R:tp}`; "" if nothing is."""
+        """`{U:tp}`, `{R:dp,tp}`, `{U:dp}{R:tp}`; "" if the sharding is not typed."""
         kinds = (("U", self.unreduced), ("R", self.reduced))
         return "".join(f"{{{k}:{','.join(axes)}}}" for k, axes in kinds if axes)
 
@@ -277,7 +281,7 @@ class Sharding:
         """Reads the text form.
 
         Raises:
-          ValueError: it is none, or names an axis that the mesh does not have.
+          ValueError: the text is no sharding, or names an unknown axis.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
@@ -300,7 +304,7 @@ class Sharding:
     def to_op_sharding(self) -> xla_data_pb2.OpSharding:
         """XLA's OpSharding over the mesh's device ids.
 
-        It has no word for unspecified dims; XLA keeps those beside it.
+        It cannot express unspecified dims; XLA keeps those beside it.
         """
         return xla_form.to_op_sharding(self)
 
@@ -323,7 +327,7 @@ class Sharding:
         over a mesh of the same axes and devices in another order.
 
         Raises:
-          ValueError: it spans other devices than the mesh, or is of one device alone.
+          ValueError: it spans devices other than the mesh's, or a single device.
         """
         return cls(**xla_form.from_hlo(mesh, text, rank))
 
@@ -336,7 +340,7 @@ class Sharding:
         """Reads Shardy's dim shardings, alone or in an `#sdy.sharding<...>`.
 
         Raises:
-          ValueError: there are none, or an axis that the mesh does not have.
+          ValueError: there are none, or an axis is unknown.
         """
         return cls(**xla_form.from_sdy(mesh, text))
 
@@ -361,4 +365,4 @@ def _axes(mesh: DeviceMesh, entry) -> tuple[str, ...]:
                 f"0..{len(mesh.shape) - 1}, -1 for unsplit, or an axis name"
             )
         return (mesh.axis_names[entry],)
-    return tuple(axis for one in entry for axis in _axes(mesh, one))
+    return tuple(axis for element in entry for axis in _axes(mesh, element))

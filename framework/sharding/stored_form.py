@@ -1,4 +1,4 @@
-"""Logical and stored form of a tensor that crosses a program's border."""
+"""The logical and the stored form of a tensor that crosses a program's border."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class StoredForm:
     """How a tensor of a logical shape is kept as evenly split device arrays.
 
     Inside a program XLA pads a dim that its mesh axes do not divide; arrays between
-    programs must be split evenly. The stored form is the logical tensor, some of its
-    dims combined into one if so said, padded with zeros at the end of such dims
+    programs must be split evenly. The stored form is the logical tensor, with some of
+    its dims optionally combined into one, padded with zeros at the end of such dims
     (weight-update sharding 4.1: reformat, then slice).
 
     Args:
       shape: logical shape.
       dtype: element type.
-      sharding: of the logical tensor.
-      split: of the stored tensor, if it is another: see weight-update sharding.
+      sharding: the sharding of the logical tensor.
+      split: the sharding of the stored tensor, if different: see weight-update
+        sharding.
       combined: (first, count) of the dims that are stored as one, None for none.
 
     Raises:
@@ -71,7 +72,7 @@ class StoredForm:
 
     @property
     def is_logical(self) -> bool:
-        """Whether both forms have one shape."""
+        """Whether both forms have the same shape."""
         return self.stored_shape == self.shape
 
     @property
@@ -83,21 +84,21 @@ class StoredForm:
         return (*self.shape[:first], together, *self.shape[first + count :])
 
     def to_logical(self, stored: tf.Tensor) -> tf.Tensor:
-        """The logical tensor of a stored one, inside a program."""
+        """The logical tensor of a stored tensor, inside a program."""
         if self.is_logical and self.split is None:
             return stored
         shape = self._combined_shape
         together = tf.slice(stored, [0] * len(shape), shape)
         if self.combined is not None:
-            # Whole first: of dims that are split as one none is split by itself.
+            # Unsharded first: of dims that are split as one none is split by itself.
             dims = list(self.border.dims)
             dims[self.combined[0]] = ()
-            whole = annotate(together, Sharding(self.border.mesh, tuple(dims)))
-            together = tf.reshape(whole, self.shape)
+            unsharded = annotate(together, Sharding(self.border.mesh, tuple(dims)))
+            together = tf.reshape(unsharded, self.shape)
         return annotate(together, self.sharding)
 
     def to_stored(self, logical: tf.Tensor) -> tf.Tensor:
-        """The stored tensor of a logical one, inside a program."""
+        """The stored tensor of a logical tensor, inside a program."""
         if self.is_logical and self.split is None:
             return logical
         together = tf.reshape(logical, self._combined_shape)
@@ -110,9 +111,9 @@ class StoredForm:
         return np.pad(logical.reshape(self._combined_shape), self._paddings())
 
     def unpad(self, stored: np.ndarray) -> np.ndarray:
-        """The logical host array of a stored one."""
-        own = stored[tuple(slice(n) for n in self._combined_shape)]
-        return own.reshape(self.shape)
+        """The logical host array of a stored array."""
+        logical = stored[tuple(slice(n) for n in self._combined_shape)]
+        return logical.reshape(self.shape)
 
     def _paddings(self) -> Sequence[tuple[int, int]]:
         pairs = zip(self._combined_shape, self.stored_shape, strict=True)

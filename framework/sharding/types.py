@@ -1,4 +1,4 @@
-"""Sharding types: who says when a partial sum is reduced.
+"""Sharding types, by which a program says when a partial sum is reduced.
 
 A tensor's type names the mesh axes that split each dim, those along which it is
 unreduced, and those along which it is reduced: replicated, its gradient unreduced. The
@@ -36,18 +36,18 @@ def reshard(
 ) -> tf.Tensor:
     """Converts `tensor` from the type that it has to another.
 
-    From unreduced to replicated it is an all-reduce, and a reduce-scatter to a dim that
-    these axes split and none did before, if they divide it; from replicated to
+    From unreduced to replicated this is an all-reduce, or a reduce-scatter to a dim
+    that these axes split and none did before, if they divide it; from replicated to
     unreduced nothing is sent: one device keeps the tensor and the others have zeros.
-    The gradient is converted the way back: of a tensor that is the result of
-    `mesh_split` or `reshard` itself to the dual of what that said, of any other to the
-    same dims with nothing unreduced.
+    The gradient is converted back: if `tensor` is itself the result of `mesh_split` or
+    `reshard`, to the dual of the type given there, otherwise to the same dims with
+    nothing unreduced.
 
     Args:
       tensor: any tensor of static rank.
       device_mesh: the mesh.
-      dims_mapping: as of `mesh_split`.
-      unreduced, reduced: mesh axes, as of `mesh_split`.
+      dims_mapping: as for `mesh_split`.
+      unreduced, reduced: mesh axes, as for `mesh_split`.
 
     Returns:
       `tensor`, of the same value. In eager execution just `tensor`.
@@ -64,7 +64,7 @@ def reshard(
 def reshard_to(
     tensor: tf.Tensor, after: Sharding, *, on_conflict: OnConflict = OnConflict.ERROR
 ) -> tf.Tensor:
-    """`reshard` to a `Sharding`; `otherwise` is what becomes of its gradient."""
+    """`reshard` to a `Sharding`; `on_conflict` applies to its gradient."""
     if tf.executing_eagerly():
         return tensor
     before = annotation_of(tensor)
@@ -76,7 +76,7 @@ def reshard_to(
 def _converted(
     tensor: tf.Tensor, before: Annotation | None, after: Annotation
 ) -> tf.Tensor:
-    # What may have been reduced is told by the compiler.
+    # The compiler knows whether a tensor was reduced instead.
     is_sure = before is not None and before.on_conflict is OnConflict.ERROR
 
     @tf.custom_gradient
@@ -89,8 +89,8 @@ def _converted(
         def grad(dy):
             dual = after.dual()
             dy = annotate(dy, dual.sharding, on_conflict=dual.on_conflict)
-            whole = Annotation(after.sharding.untyped(), OnConflict.ERROR)
-            return _converted(dy, dual, before.dual() if before else whole)
+            reduced = Annotation(after.sharding.untyped(), OnConflict.ERROR)
+            return _converted(dy, dual, before.dual() if before else reduced)
 
         return y, grad
 

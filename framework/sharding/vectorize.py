@@ -1,8 +1,8 @@
-"""One function for every entry of a leading dim: `tf.vectorized_map` with annotations.
+"""A function of every entry of a leading dim: `tf.vectorized_map` with annotations.
 
-TF's own rule for XlaSharding keeps the annotation as it was, for a tensor that has a
-dim more: XLA refuses the program. Ours leaves the new dim to completion (GSPMD 3.5),
-which follows what the caller's own annotations say of it.
+TF's rule for XlaSharding keeps the annotation unchanged, for a tensor that has one more
+dim: XLA refuses the program. Ours leaves the new dim to propagation (GSPMD 3.5), which
+follows the caller's annotations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def vectorize(
     fn: Callable[..., Sequence[tf.Tensor]],
     entries: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """`fn` of each of `entries`, as one computation on a leading dim.
+    """`fn` of each of `entries`, as a single computation on a leading dim.
 
     Args:
       fn: (*entries) -> flat sequence of tensors.
@@ -40,18 +40,18 @@ def vectorize(
       `fn`'s results with that leading dim.
 
     Raises:
-      NoRuleError: `fn` has an op that TF cannot vectorize; it is named.
+      NoRuleError: `fn` has an op that TF cannot vectorize; the message names it.
     """
 
-    def one(own):
-        return list(fn(*own))
+    def run(entry):
+        return list(fn(*entry))
 
     logger = tf.get_logger()
     logger.addFilter(_is_not_of_pfor)
     try:
         with _rule_for_annotations():
             return list(
-                tf.vectorized_map(one, list(entries), fallback_to_while_loop=False)
+                tf.vectorized_map(run, list(entries), fallback_to_while_loop=False)
             )
     except ValueError as error:
         if (missing := _NO_RULE.search(str(error))) is None:
@@ -64,7 +64,7 @@ def vectorize(
 
 
 def _is_not_of_pfor(record: logging.LogRecord) -> bool:
-    """TF logs some hundred lines about an op that it has no rule for."""
+    """Filters out some hundred lines that TF logs about an op without a rule."""
     return record.module != "pfor"
 
 
@@ -82,7 +82,7 @@ def _convert_sharding(pfor_input):
 
 @contextlib.contextmanager
 def _rule_for_annotations() -> Iterator[None]:
-    """Puts our rule in the place of TF's while the context lasts."""
+    """Replaces TF's rule by ours while the context lasts."""
     rules = pfor._pfor_converter_registry  # There is no public way to replace a rule.
     before = rules["XlaSharding"]
     rules["XlaSharding"] = _convert_sharding

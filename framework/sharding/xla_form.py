@@ -1,10 +1,10 @@
 """Shardings in XLA's languages: OpSharding, HLO text, Shardy's attributes.
 
 XLA numbers devices: a tile assignment says which device has which shard. A sharding
-names mesh axes. Between them stands each device's place along some axes, as a number in
-mixed radix with the axes, or parts of axes, for its digits.
+names mesh axes. They are related by each device's index along some axes, as a number in
+mixed radix with the axes, or sub-axes, as its digits.
 
-What is read comes back as the fields of a `Sharding`, which is defined on top of this.
+Shardings are read as the fields of a `Sharding`, which is defined on top of this.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class _Tiles:
 
     Args:
       devices: device ids by shard: a dim for each of the tensor's, then `groups`.
-      groups: what each further dim means: devices of one `manual` subgroup, or those
-        among which a shard is `replicated`.
+      groups: the meaning of each further dim: devices of a `manual` subgroup, or
+        devices among which a shard is `replicated`.
     """
 
     devices: np.ndarray
@@ -44,7 +44,7 @@ class _Tiles:
 
 
 def place_along(mesh: DeviceMesh, axes: Sequence[str]) -> np.ndarray:
-    """The place of each device along `axes` together, an array of the mesh's shape."""
+    """The index of each device along `axes` together, an array of the mesh's shape."""
     place = np.zeros(mesh.shape, int)
     for axis in axes:
         place = place * mesh.axis_size(axis) + mesh.place_along(axis)
@@ -54,12 +54,12 @@ def place_along(mesh: DeviceMesh, axes: Sequence[str]) -> np.ndarray:
 def axes_of_place(
     mesh: DeviceMesh, place: np.ndarray, count: int
 ) -> tuple[str, ...] | None:
-    """The axes along which devices have these places; None if no axes give them.
+    """The axes along which devices have these indices; None if there are no such axes.
 
     Args:
       mesh: the device mesh.
-      place: int array of the mesh's shape, from 0 to `count` - 1.
-      count: how many places there are.
+      place: the indices, an int array of the mesh's shape, from 0 to `count` - 1.
+      count: the number of indices.
     """
     weighted = []
     for digit in _digits(mesh):
@@ -93,7 +93,7 @@ def _digits(mesh: DeviceMesh) -> tuple[SubAxis, ...]:
 
 
 def _joined(mesh: DeviceMesh, digits: Sequence[SubAxis]) -> tuple[str, ...]:
-    """Names of the digits, parts of an axis that follow each other as one."""
+    """Names of the digits, with consecutive parts of an axis joined."""
     parts: list[SubAxis] = []
     for digit in digits:
         last = parts[-1] if parts else None
@@ -115,7 +115,7 @@ def _tiles(sharding: Sharding) -> _Tiles:
     if (replicas := mesh.size // math.prod(sizes)) > 1:
         sizes.append(replicas)
         groups.append(_REPLICATED)
-    # By shard, and in mesh order where one shard has several devices.
+    # By shard, and in mesh order where a shard has several devices.
     keys = [np.arange(mesh.size), *(place.flatten() for place in reversed(places))]
     devices = mesh.ids.flatten()[np.lexsort(keys)]
     return _Tiles(devices=devices.reshape(sizes), groups=tuple(groups))
@@ -186,9 +186,9 @@ def _from_tiles(mesh: DeviceMesh, tiles: _Tiles, rank: int) -> dict[str, Any]:
 
 def _over_axes(mesh: DeviceMesh, tiles: _Tiles, rank: int) -> dict[str, Any] | None:
     """The sharding over the axes of `mesh`, if they give its device order."""
-    found: list[tuple[str, ...]] = []
+    dims: list[tuple[str, ...]] = []
     manual: tuple[str, ...] = ()
-    # The place in the tile assignment of each device, in the mesh's order.
+    # The index in the tile assignment of each device, in the mesh's order.
     where = places_in(tiles.devices, mesh.ids)
     places = np.unravel_index(where, tiles.devices.shape)
     for dim, (place, count) in enumerate(zip(places, tiles.devices.shape, strict=True)):
@@ -198,14 +198,14 @@ def _over_axes(mesh: DeviceMesh, tiles: _Tiles, rank: int) -> dict[str, Any] | N
         if axes is None:
             return None
         if dim < rank:
-            found.append(axes)
+            dims.append(axes)
         else:
             manual += axes
-    return _fields(mesh, dims=tuple(found), manual=manual)
+    return _fields(mesh, dims=tuple(dims), manual=manual)
 
 
 def _reordered(mesh: DeviceMesh, tiles: _Tiles, rank: int) -> dict[str, Any]:
-    """The sharding over the axes of `mesh` with its devices in the order wanted."""
+    """The sharding over the axes of `mesh`, with its devices in the required order."""
     free = list(_digits(mesh))
     dims: list[tuple[str, ...]] = []
     for count in tiles.devices.shape:
@@ -293,13 +293,13 @@ def from_hlo(mesh: DeviceMesh, text: str, rank: int) -> dict[str, Any]:
 
 
 def iota(shape: Sequence[int], perm: Sequence[int] = ()) -> np.ndarray:
-    """Device ids as XLA writes them in short, `<=[2,4]T(1,0)`; no `perm`: as is."""
+    """The device ids that XLA abbreviates as `<=[2,4]T(1,0)`; as is without `perm`."""
     ids = np.arange(math.prod(shape)).reshape(tuple(shape))
     return ids.transpose(tuple(perm)) if perm else ids
 
 
 def _short(text: str) -> str:
-    """Device numbers of a pod would fill pages."""
+    """Abbreviates a sharding's text: device numbers of a pod would fill pages."""
     return text if len(text) <= 80 else f"{text[:60]} ... {text[-17:]}"
 
 
