@@ -85,10 +85,10 @@ class ShardingPlan:
         return self._sharding(self.weights, dims, name)
 
     def read_sharding(self, dims: Sequence[str], name: str = "weight") -> Sharding:
-        """The sharding of a weight where it is read: reduced along unreduced axes.
+        """The sharding of a weight where it is read.
 
-        Only those of the plan's `unreduced_gradient_axes` count that split the tokens
-        over which its gradient sums.
+        It is reduced along those of the plan's `unreduced_gradient_axes` that split the
+        tokens over which its gradient sums.
         """
         tokens = self._own_names(("batch", "stream"))
         axes = {axis for dim in tokens for axis in as_axes(self.activations.get(dim))}
@@ -104,7 +104,10 @@ class ShardingPlan:
     def gathered_sharding(
         self, dims: Sequence[str], name: str = "activation"
     ) -> Sharding:
-        """The sharding of an activation that products read: reduced along such axes."""
+        """The sharding of an activation that products read.
+
+        It is reduced along the plan's `unreduced_gradient_axes`.
+        """
         return _reduced(
             self.activation_sharding(dims, name), self.unreduced_gradient_axes
         )

@@ -45,7 +45,7 @@ class _Reads:
 
 
 def propagate_precision(module: ir.Module) -> None:
-    """Moves conversions in front of loops, inner loops first, and of other moves."""
+    """Moves conversions out of loops, inner loops first, and past moves of elements."""
     for op in list(walk(module.operation)):
         _narrow_first(op)
     for op in list(walk(module.operation)):

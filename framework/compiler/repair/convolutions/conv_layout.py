@@ -224,9 +224,9 @@ def _splits_window(
 class _Choice:
     """Chooses for each axis the dims that it is to split, if any.
 
-    Automatic axes split summed dims or window dims, of both operands alike; in a
-    convolution that is no kernel's gradient, only window dims of the image. Manual axes
-    split dims that operands share with the result, where they divide them.
+    Automatic axes split summed dims or window dims, of both operands alike; or, in a
+    convolution that is no kernel's gradient, window dims of the image alone. Manual
+    axes split dims that operands share with the result, where they divide them.
     """
 
     def __init__(self, conv: Convolution, lhs: Sharding, rhs: Sharding, out: Sharding):
