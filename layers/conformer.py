@@ -216,8 +216,8 @@ def conformer_layer(
       is_causal: no frame sees later ones.
       left_context: how many frames before itself a frame attends to; None: all.
       right_context: how many frames after itself; None: all, or none if `is_causal`.
-      dropout_rate: of attention probabilities, hidden activations and what is added to
-        the residual stream.
+      dropout_rate: the dropout rate of attention probabilities, hidden activations and
+        what is added to the residual stream.
       convolution_norm: makes the norm in the convolution from `model_dims`: LayerNorm,
         GroupNorm, or BatchNorm, which is the paper's.
 

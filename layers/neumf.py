@@ -88,7 +88,7 @@ class NeuMF(Layer):
     def fprop(
         self, ctx: Context, theta: NestedMap, user: tf.Tensor, *, item: tf.Tensor
     ) -> tf.Tensor:
-        """How likely it is that a user takes an item.
+        """Logits of the probability that a user takes an item.
 
         Args:
           ctx: context.

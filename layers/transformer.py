@@ -162,7 +162,7 @@ class TransformerLayer(Layer):
             return NestedMap(x=y, aux=new_cache)
 
         def attend_memory(part, c, theta, x):
-            # The tokens of one row attend like a sequence.
+            # The tokens of a row attend like those of a sequence.
             rows = tf.reshape(x, [shape_of(memory.key)[0], -1, x.shape[-1]])
             y = part.attend_memory(c, theta, rows, memory, memory_paddings)
             return tf.reshape(y, shape_of(x))
@@ -240,8 +240,8 @@ def transformer_layer(
       mask: whether tokens see later ones.
       positions: how positions enter attention.
       activation: the non-linearity of the dense layer.
-      dropout_rate: of attention probabilities, hidden activations and what is added to
-        the residual stream.
+      dropout_rate: the dropout rate of attention probabilities, hidden activations and
+        what is added to the residual stream.
       norm: makes a normalization layer from `model_dims`.
       has_memory: adds cross-attention, for a decoder.
 

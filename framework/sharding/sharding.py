@@ -70,7 +70,7 @@ class Sharding:
         if axes and (self.manual or self.unspecified):
             raise ValueError(
                 f"a sharding is unreduced or reduced along {', '.join(axes)}, and also "
-                "manual or left to completion in some dims: give all its dims"
+                "manual or left to propagation in some dims: give all its dims"
             )
         for name in ("unreduced", "reduced"):  # In the mesh's order.
             names = getattr(self, name)

@@ -55,7 +55,7 @@ class MultiHeadAttention(Layer):
       rotary_base: for rotary positions, see `rotate`.
       num_buckets: for relative positions, see `relative_bucket`.
       max_distance: for relative positions, see `relative_bucket`.
-      dropout_rate: of attention probabilities.
+      dropout_rate: the dropout rate of attention probabilities.
       use_bias: adds a bias to each of the four projections.
 
     Raises:

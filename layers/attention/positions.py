@@ -22,7 +22,7 @@ class MaskKind(enum.Enum):
 
 @gin.constants_from_enum
 class PositionKind(enum.Enum):
-    """How attention learns of positions."""
+    """How positions enter attention."""
 
     NONE = "none"
     ROTARY = "rotary"

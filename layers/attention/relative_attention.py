@@ -73,7 +73,7 @@ class RelativeAttention(Layer):
       right_context: how many frames after itself; None: all; 0 is causal.
       max_timescale: the wave lengths of sinusoids go from 2 pi up to near 2 pi times
         this, as the Transformer's do.
-      dropout_rate: of attention probabilities.
+      dropout_rate: the dropout rate of attention probabilities.
       use_bias: adds a bias to queries, keys, values and the output.
 
     Raises:

@@ -63,7 +63,7 @@ class FeedForward(Layer):
       model_dims: M.
       hidden_dims: H.
       activation: the non-linearity.
-      dropout_rate: of hidden activations.
+      dropout_rate: the dropout rate of hidden activations.
       use_bias: adds a bias to each projection.
 
     Raises:

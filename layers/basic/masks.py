@@ -18,9 +18,9 @@ def check_mask(ctx: Context, x: tf.Tensor, mask: tf.Tensor | None) -> None:
     lead = x.shape[: mask.shape.rank]
     if mask.dtype != tf.bool or mask.shape.rank >= x.shape.rank or mask.shape != lead:
         raise ValueError(
-            f"layer {ctx.path!r}: of inputs {x.shape} the mask must be bool "
+            f"layer {ctx.path!r}: for inputs {x.shape} the mask must be bool "
             f"{x.shape[:-1]}, True at real frames, but is {mask.dtype.name} "
-            f"{mask.shape}; of paddings it is paddings == 0"
+            f"{mask.shape}; for paddings pass paddings == 0"
         )
 
 

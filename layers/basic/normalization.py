@@ -183,7 +183,7 @@ class BatchNorm(Layer):
 
     Args:
       model_dims: M.
-      decay: of the running averages, in [0, 1).
+      decay: the decay of the running averages, in [0, 1).
       epsilon: added to the variance.
 
     Raises:

@@ -118,8 +118,8 @@ class Convolution(Layer):
         padding = self.padding.name
         steps = zip(x.shape[1:-1], self.strides, strict=True)
         if self.padding is Padding.SAME and any(n % stride for n, stride in steps):
-            # Elsewhere the convolution pads: XLA's partitioner would make of separate
-            # padding a tensor that is split anew, two exchanges more.
+            # Elsewhere the convolution pads: separate padding is a tensor that XLA's
+            # partitioner splits anew, with two more exchanges.
             ends = zip(self.window, self.strides, strict=True)
             before = [(size - stride) // 2 for size, stride in ends]
             after = [k - 1 - b for k, b in zip(self.window, before, strict=True)]

@@ -194,7 +194,7 @@ class Gating(Layer):
         ctx = dataclasses.replace(ctx, activation_dtype=tf.float32)
         x = ctx.cast(x)
         if self.jitter and ctx.mode is Mode.TRAIN:
-            with ctx.scope("jitter") as c:  # Other random numbers than a gating's.
+            with ctx.scope("jitter") as c:  # Independent of a gating's own numbers.
                 noise = random.uniform(c.random_key(), x.shape)
             x *= 1.0 + self.jitter * (2.0 * noise - 1.0)
         return ctx.split(contract(ctx, x, theta.w), GSE, name="gate_logits")

@@ -56,7 +56,7 @@ class ExpertFeedForward(Layer):
       model_dims: M.
       hidden_dims: H of each expert.
       activation: the non-linearity.
-      dropout_rate: of hidden activations.
+      dropout_rate: the dropout rate of hidden activations.
 
     Raises:
       ValueError: a size below 1, or the rate is out of range.
@@ -125,7 +125,7 @@ class MoE(Layer):
     `expert_out` and `feed_forward_out`.
 
     Args:
-      gating: which expert gets which token.
+      gating: decides which experts get a token.
       experts: takes [E, G, C, M].
       group_size: S: tokens, in the order of the flattened batch, that compete for
         slots. It divides the sequence, or is a multiple of it. None: each sequence is a
@@ -235,7 +235,7 @@ class MoE(Layer):
         if self.gating.needs_whole_groups:
             raise ValueError(
                 f"layer {ctx.path!r}: {type(self.gating).__name__} lets experts choose "
-                "among all tokens of a group and cannot say one after another: decode "
+                "among all tokens of a group, not one after another: decode "
                 "with another gating, such as Top2"
             )
         alone = dataclasses.replace(self, group_size=None)

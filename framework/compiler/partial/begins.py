@@ -54,7 +54,7 @@ def sum_in_parts(completed: CompletedModule, summed: Summed) -> ir.Value:
 
 
 def _split(completed: CompletedModule, summed: Summed) -> list[Mapping[int, Axes]]:
-    """How each operand's summed dims are to be divided; [] if they cannot be.
+    """The axes that divide each operand's summed dims; [] if they cannot be divided.
 
     The axes are major first: those of the sum, and those that split a dim before them.
     """

@@ -264,7 +264,7 @@ class Flow:
             op = value.owner.operation
         error = self._blame.error(
             op,
-            f"has to do with {type_text(value, axes)}, a sum that is unreduced along "
+            f"involves {type_text(value, axes)}, a sum that is unreduced along "
             f"{', '.join(axes)}, and it {what}: add it up before, by reshard",
         )
         return RefusedError(error, self._lenient[value])

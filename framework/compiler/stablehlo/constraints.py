@@ -138,7 +138,7 @@ def rewrite_annotation(
     try:
         sharding = asked_sharding(op, mesh)
     except ValueError as e:
-        raise blame.error(op, f"annotates what would be dropped: {e}") from None
+        raise blame.error(op, f"has an annotation that would be dropped: {e}") from None
     clash = [a for axes in sharding.dims for a in axes if mesh.part(a).axis in manual]
     if clash:
         raise blame.error(

@@ -123,8 +123,8 @@ def test_an_annotation_that_the_mesh_cannot_honour_is_an_error(
     with pytest.raises(
         LoweringError,
         match=r"step: op 'stack/attention/XlaSharding' \(stack.attention, "
-        r"compiler/test_program_annotations.py:\d+\) annotates what would be dropped: "
-        f".*{message}",
+        r"compiler/test_program_annotations.py:\d+\) has an annotation that would "
+        f"be dropped: .*{message}",
     ):
         compile_program(
             fn, [tf.TensorSpec([8, 8])], mesh, partitioner=partitioner, name="step"

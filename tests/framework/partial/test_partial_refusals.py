@@ -109,7 +109,7 @@ def counted_in_batches(rows, ids):
 REFUSALS = {
     "nonlinear": (
         lambda x, y: tf.nn.relu(partial(x, y)),
-        "op 'Relu' (partial/test_partial_refusals.py:{}) has to do with "
+        "op 'Relu' (partial/test_partial_refusals.py:{}) involves "
         "f32[4, 6]{{U:tp}}, a sum that is unreduced along tp, and it is read by an op "
         "that is not linear in it: add it up before, by reshard",
     ),
@@ -129,7 +129,7 @@ REFUSALS = {
     ),
     "product_of_two": (
         lambda x, y: partial(x, y) * partial(x, y),
-        "op 'mul' (partial/test_partial_refusals.py:{}) has to do with "
+        "op 'mul' (partial/test_partial_refusals.py:{}) involves "
         "f32[4, 6]{{U:tp}}, a sum that is unreduced along tp, and it is multiplied by "
         "another, and only one factor may be unreduced: add it up before",
     ),
@@ -168,7 +168,7 @@ REFUSALS = {
     ),
     "leaves_the_program": (
         lambda x, y: 2.0 * partial(x, y),
-        "op 'mul' (partial/test_partial_refusals.py:{}) has to do with "
+        "op 'mul' (partial/test_partial_refusals.py:{}) involves "
         "f32[4, 6]{{U:tp}}, a sum that is unreduced along tp, and it leaves the "
         "program",
     ),

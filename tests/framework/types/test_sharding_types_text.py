@@ -82,13 +82,13 @@ def test_the_order_in_which_axes_are_read_makes_no_difference():
         ("[_]{R:Y:(2)2}", "unreduced or reduced along 'Y:(2)2', a part of a mesh axis"),
         (
             "[?]{U:X}",
-            "unreduced or reduced along X, and also manual or left to completion in "
+            "unreduced or reduced along X, and also manual or left to propagation in "
             "some dims: give all its dims",
         ),
-        ("[Y?,_]{R:X}", "reduced along X, and also manual or left to completion"),
+        ("[Y?,_]{R:X}", "reduced along X, and also manual or left to propagation"),
         (
             "[_] manual{Y}{U:X}",
-            "reduced along X, and also manual or left to completion",
+            "reduced along X, and also manual or left to propagation",
         ),
         ("[_] manual{X}{U:X}", "'X' is used twice in one tensor: as manual and as unr"),
     ],

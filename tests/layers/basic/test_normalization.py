@@ -246,5 +246,5 @@ def test_sizes_that_do_not_fit_are_refused():
 )
 def test_a_mask_of_paddings_is_refused(layer):
     paddings = tf.zeros([2, 3])
-    with pytest.raises(ValueError, match=r"but is float32 \(2, 3\); of paddings it is"):
+    with pytest.raises(ValueError, match=r"but is float32 \(2, 3\); for paddings pass"):
         layer.fprop(Context(), weights_of(layer), tf.zeros([2, 3, 8]), mask=paddings)

@@ -23,7 +23,7 @@ Dims = tuple[tuple[str, ...], ...]
 
 
 def joined(manual: Dims, auto: Dims) -> Dims:
-    """How a tensor is split outside of a region, along manual axes and others."""
+    """The axes that split a tensor's dims outside of a region, manual axes first."""
     return tuple(a + b for a, b in zip(manual, auto, strict=True))
 
 
