@@ -1,9 +1,9 @@
-"""What is known of each kind of device: the one table that estimates rest on.
+"""Facts about each kind of device: the only table that estimates rest on.
 
-Of TPUs peaks, memory and links are as published; cycles are the compiler's. What it
-takes a cycle for was checked by compiling an 8192-cube bfloat16 product for each kind:
-the `flops_per_cycle` here is the next multiple of one 128 x 128 matrix unit above what
-the compiler's `estimated_cycles` gave (32219, 63497, 117756, 115044, 236349, 369231,
+For TPUs peaks, memory and links are as published; cycles are the compiler's. Their
+meaning was checked by compiling an 8192-cube bfloat16 product for each kind: the
+`flops_per_cycle` here is the next multiple of a 128 x 128 matrix unit above what the
+compiler's `estimated_cycles` gave (32219, 63497, 117756, 115044, 236349, 369231,
 422142), and clock x flops_per_cycle is the published peak within 2%.
 """
 
@@ -20,13 +20,13 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A kind of device. A device is what JAX calls one.
+    """A kind of device. A device is what JAX calls a device.
 
     Args:
-      jax_name: what the `device_kind` of its devices begins with.
+      jax_name: the beginning of its devices' `device_kind`.
       memory_bandwidth: bytes a second of a device.
-      link_bandwidth: bytes a second that it sends to others; of a TPU, through one link
-        in each direction.
+      link_bandwidth: bytes a second that it sends to others; for a TPU, through one
+        link in each direction.
       latency: seconds that a collective takes at least.
       source: where the figures are published.
     """
@@ -40,7 +40,7 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuKind(Hardware):
-    """One kind of GPU.
+    """A kind of GPU.
 
     Args:
       peak_flops: bfloat16 FLOPs a second, dense.
@@ -52,18 +52,18 @@ class GpuKind(Hardware):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuKind(Hardware):
-    """One kind of TPU. A device is a core, or a whole chip.
+    """A kind of TPU. A device is a core, or an entire chip.
 
     Args:
-      name: as in names of topologies.
+      name: its name in those of topologies.
       cores: devices on a chip.
       clock: cycles a second.
       flops_per_cycle: bfloat16 FLOPs a cycle on a device.
-      memory: bytes that the compiler lets a program have on a device; a little less
-        than is built in.
+      memory: bytes of a device that the compiler lets a program use; a little less than
+        is built in.
       largest: chips along the dims of the largest pod.
-      wraps_from: chips along a dim from which its ends are linked.
-      cubes: whether ends are linked in every dim, if all come in such multiples.
+      wraps_from: the number of chips along a dim from which its ends are linked.
+      cubes: whether ends are linked in all dims, if all are multiples of `wraps_from`.
       is_merged: whether a machine, unlike a topology, has both cores as one device.
     """
 
@@ -223,8 +223,8 @@ GPU_KINDS = (
         source=_NVIDIA + "h200",
     ),
 )
-# Of one of eight busy virtual devices on two cores, which share one memory: Adam's
-# update, an all-gather's tensor, the smallest collective.
+# Measured on one of eight busy virtual devices on two cores, which share a memory:
+# Adam's update, an all-gather's tensor, the smallest collective.
 CPU = Hardware(
     jax_name="cpu",
     memory_bandwidth=4e9,
@@ -242,7 +242,7 @@ def tpu_kind_of(device: jax.Device) -> TpuKind | None:
 
 
 def hardware_of(device: jax.Device) -> Hardware:
-    """What to take a device for: an accelerator of no known kind for an H100."""
+    """The kind of a device; an accelerator of an unknown kind is taken for an H100."""
     if device.platform == "cpu":
         return CPU
     return tpu_kind_of(device) or _gpu_kind_of(device) or _H100
@@ -251,7 +251,7 @@ def hardware_of(device: jax.Device) -> Hardware:
 def peak_flops(device_count: int) -> float | None:
     """bfloat16 FLOPs a second of the devices in use; None for an unknown kind.
 
-    The virtual devices of one CPU share it, so there the rate is that of the machine,
+    The virtual devices of a CPU share it, so there the rate is that of the machine,
     measured: the best of a few float32 matrix products.
     """
     device = jax.devices()[0]
