@@ -1,9 +1,9 @@
 """A bundle: the programs of an experiment for machines without TensorFlow.
 
 Its folder holds the programs as `jax.export` makes them: StableHLO of a version that
-later jaxlibs read, not partitioned yet, with the shardings of what crosses their
-borders. A manifest names all inputs and outputs; programs hand arrays to each other by
-these names:
+later jaxlibs read, not partitioned yet, with the shardings of arguments and results. A
+manifest names all inputs and outputs; programs hand arrays to each other by these
+names:
 
     init  seed -> state                    shard   state (logical) -> state (stored)
     main  state, batches -> state, metrics unshard state (stored) -> state (logical)
@@ -53,9 +53,10 @@ class BundleOptions(Checked):
     """What goes into a bundle.
 
     Args:
-      platforms: that its programs are lowered for.
-      calls: how many of the main program it has batches for; as many held-out ones.
-      expected: whether they are run here, and what comes out is recorded.
+      platforms: the platforms that its programs are lowered for.
+      calls: the number of main-program calls that it has batches for; the number of
+        held-out batches is the same.
+      expected: whether the programs are run here and their results recorded.
       config: the operative gin configuration as text.
     """
 
@@ -74,7 +75,7 @@ class BundleOptions(Checked):
 
 
 class _Traced(StepPrograms):
-    """The same programs, traced and not compiled."""
+    """The same programs, traced but not compiled."""
 
     def _compile(self, *args, **how) -> TracedProgram:
         return self._trace(*args, **how)
@@ -88,23 +89,23 @@ def export_bundle(
 ) -> None:
     """Writes a bundle.
 
-    No weight is made here but for what `state` has, and what is expected.
+    No weights are made here but those of `state`, and for the expected results.
 
     Args:
       programs: the experiment's; used if results are to be recorded.
-      state: nested map of arrays in logical form, to start from; None: the bundle's
-        runner initialises it.
-      folder: an empty one.
-      options: what goes in.
+      state: nested map of arrays in logical form, to start from; if None, the bundle's
+        runner initialises the state.
+      folder: an empty folder to write to.
+      options: what goes into the bundle.
 
     Raises:
       LoweringError: a program cannot be lowered.
-      OSError: no data for the batches, or it cannot be written.
+      OSError: there is no data for the batches, or the bundle cannot be written.
     """
     experiment = programs.experiment
     batches, held_out = _batches(experiment, options.calls)
     saved = None if state is None else _save_state(folder, state)
-    expected = None  # What it is from may be donated to the first step.
+    expected = None  # After the state was saved: the first step may donate it.
     if options.expected:
         expected = _expected(programs, state, batches, held_out)
     manifest = {
@@ -125,7 +126,7 @@ def export_bundle(
     }
     shutil.copyfile(run_bundle.__file__, folder / "run_bundle.py")
     _copy_flatbuffers(folder / run_bundle.LIBRARY)
-    # Last: a bundle without it was not finished.
+    # The manifest comes last: a bundle without it was not finished.
     text = json.dumps(manifest, indent=1) + "\n"
     (folder / "manifest.json").write_text(text)
 
@@ -133,13 +134,13 @@ def export_bundle(
 def _export_programs(
     experiment: Experiment, folder: pathlib.Path, platforms: Sequence[str]
 ) -> dict[str, Any]:
-    """Writes the programs; what the manifest says of them."""
+    """Writes the programs; returns what the manifest says about them."""
     traced = _Traced(experiment)
     part = "ema" if "ema" in traced.state_specs else "theta"
     initial, step = traced.initial_layout, traced.step_layout
     gather = traced.conversion(step.part(part), traced.plan_layout.part(part))
     state, seed = ("state",), ("seed",)
-    border = {
+    boundary = {
         "init": (traced.init, seed, state),
         "shard": (traced.conversion(initial, step), state, state),
         "main": (traced.traced_main, ("state", "batches"), ("",)),
@@ -148,12 +149,12 @@ def _export_programs(
         "eval": (traced.eval, ("weights", "batch"), ("sums",)),
     }
     (folder / "programs").mkdir()
-    found = {}
-    for name, (program, inputs, outputs) in border.items():
+    programs = {}
+    for name, (program, inputs, outputs) in boundary.items():
         start = time.perf_counter()
         artifact = program.export(platforms)
         given = program.lowered
-        found[name] = {
+        programs[name] = {
             **_write(folder, f"programs/{name}.jax_export", artifact),
             "donated": list(program.donate),
             "inputs": _leaves(inputs, given.inputs, program.in_forms),
@@ -166,13 +167,13 @@ def _export_programs(
             time.perf_counter() - start,
         )
     version = jax.export.deserialize(bytearray(artifact)).calling_convention_version
-    return {"calling_convention": version, "programs": found}
+    return {"calling_convention": version, "programs": programs}
 
 
 def _leaves(
     names: Sequence[str], nests: Sequence[Any], forms: Sequence[StoredForm | None]
 ) -> list[dict[str, Any]]:
-    """What the manifest says of a program's arguments, or of its results."""
+    """What the manifest says about a program's arguments, or its results."""
     pairs = []
     for name, nest in zip(names, nests, strict=True):
         is_leaf = isinstance(nest, tf.TensorSpec)
@@ -192,7 +193,9 @@ def _leaves(
 
 
 def _copy_flatbuffers(folder: pathlib.Path) -> None:
-    """Copies what `jax.export` reads programs with: jax does not bring it."""
+    """Copies flatbuffers: `jax.export` reads programs with it, but jax does not bring
+    it.
+    """
     ignored = shutil.ignore_patterns("__pycache__")
     source = pathlib.Path(flatbuffers.__file__).parent
     shutil.copytree(source, folder / "flatbuffers", ignore=ignored)
@@ -204,7 +207,7 @@ def _copy_flatbuffers(folder: pathlib.Path) -> None:
 def _batches(
     experiment: Experiment, calls: int
 ) -> tuple[list[NestedMap], list[NestedMap]]:
-    """Batches for calls of the main program, from the first step on; held-out ones."""
+    """Batches for calls of the main program from the first step on; held-out ones."""
     B = experiment.global_batch
     given = call_batches(experiment, 0, range(B))
     held_out = experiment.task.eval_batches(
@@ -226,7 +229,7 @@ def _expected(
     batches: Sequence[NestedMap],
     held_out: Sequence[NestedMap],
 ) -> dict[str, Any]:
-    """What the programs make of the batches here."""
+    """The results of the programs on these batches, computed here."""
     if logical is None:
         state = TrainState.initial(programs)
     else:
@@ -270,7 +273,7 @@ def _write(folder: pathlib.Path, file: str, content: bytes) -> dict[str, Any]:
 
 
 def _entry(folder: pathlib.Path, file: str) -> dict[str, Any]:
-    """What the manifest says of a file."""
+    """What the manifest says about a file."""
     with (folder / file).open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     return {"file": file, "bytes": (folder / file).stat().st_size, "sha256": digest}
@@ -287,7 +290,7 @@ def _mesh(experiment: Experiment) -> dict[str, Any]:
 
 
 def _step(programs: StepPrograms, config: str) -> dict[str, Any]:
-    """What a step is."""
+    """What the manifest says about a step."""
     experiment = programs.experiment
     B = experiment.global_batch
     return {
@@ -305,5 +308,5 @@ def _step(programs: StepPrograms, config: str) -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     names = ("meshwright", "jax", "jaxlib", "tensorflow", "numpy")
-    found = {"python": platform.python_version()}
-    return found | {name: importlib.metadata.version(name) for name in names}
+    versions = {"python": platform.python_version()}
+    return versions | {name: importlib.metadata.version(name) for name in names}

@@ -40,10 +40,10 @@ def _run(experiment: Experiment, config_text: str) -> None:
     mesh = experiment.plan.mesh
     compile_cache.use(cli.COMPILE_CACHE.value)
     set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
-    jax_mesh(mesh)  # Too large a mesh is told of at once.
+    jax_mesh(mesh)  # Too large a mesh fails at once.
     programs = StepPrograms(experiment)
     state = None if export_flags.MODEL_DIR.value is None else _restored(programs)
-    # Whole or not at all: written elsewhere, then renamed.
+    # All or nothing: written elsewhere, then renamed.
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=".export", dir=output.parent))
     try:
         if SAVED_MODEL in wanted:
@@ -64,10 +64,10 @@ def _run(experiment: Experiment, config_text: str) -> None:
 
 
 def _output() -> pathlib.Path:
-    """The folder to make, in one that can be written.
+    """The folder to make, whose parent can be written.
 
     Raises:
-      ValueError: it is there already, or cannot be made.
+      ValueError: the folder exists already, or cannot be made.
     """
     path = pathlib.Path(export_flags.OUTPUT.value).expanduser().absolute()
     if path.exists():

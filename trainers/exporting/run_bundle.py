@@ -4,8 +4,8 @@
 
 It needs Python's standard library, numpy and jax, and nothing else: no TensorFlow, no
 Meshwright. It makes or loads the weights, shards them, trains on the batches in the
-bundle or on others, evaluates, and tells losses and the time of a step. What the
-programs take and give is in BUNDLE/manifest.json, by name.
+bundle or on others, evaluates, and prints losses and the time of a step.
+BUNDLE/manifest.json lists the programs' inputs and outputs by name.
 """
 
 import argparse
@@ -22,9 +22,10 @@ import zipfile
 import numpy as np
 
 FORMAT = 1
-# Beside this file: what jax reads programs with and does not bring.
+# A folder beside this file, with the package that jax reads programs with and does not
+# bring.
 LIBRARY = "library"
-# Rounding is not the same for another platform's kernels. Relative.
+# Relative tolerances: the kernels of another platform round differently.
 SAME_PLATFORM, OTHER_PLATFORM = 1e-5, 2e-2
 
 
@@ -39,7 +40,7 @@ class Bundle:
       folder: the bundle's.
 
     Raises:
-      BundleError: no manifest, a damaged one, or one of another format.
+      BundleError: the manifest is missing, damaged, or of another format.
     """
 
     def __init__(self, folder):
@@ -54,14 +55,14 @@ class Bundle:
         if self.manifest.get("format") != FORMAT:
             raise BundleError(
                 f"{path} is of format {self.manifest.get('format')}, this runner reads "
-                f"{FORMAT}: use the run_bundle.py that lies beside it"
+                f"{FORMAT}: use the run_bundle.py beside it"
             )
 
     def read(self, entry):
         """The bytes of a file that the manifest lists.
 
         Raises:
-          BundleError: it is not there, or not as it was written.
+          BundleError: the file is missing, or not as it was written.
         """
         content = self._read(entry["file"])
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
@@ -92,15 +93,15 @@ class Program:
     Args:
       jax: the module.
       mesh: the devices.
-      entry: its part of the manifest.
-      artifact: what `jax.export` made of it.
+      entry: the program's part of the manifest.
+      artifact: the program, serialized by `jax.export`.
     """
 
     def __init__(self, jax, mesh, entry, artifact):
         import jax.export
 
         self.jax, self.mesh, self.entry = jax, mesh, entry
-        self.inputs = {one["name"]: one for one in entry["inputs"]}
+        self.inputs = {spec["name"]: spec for spec in entry["inputs"]}
         exported = jax.export.deserialize(bytearray(artifact))
         if exported.nr_devices != mesh.size:
             raise BundleError(
@@ -110,10 +111,10 @@ class Program:
         jitted = jax.jit(
             exported.call,
             donate_argnums=tuple(entry["donated"]),
-            # Those of the artifact too, which jax 0.8 does not read.
+            # The artifact has them too, but jax 0.8 does not read them there.
             out_shardings=tuple(
-                None if one["dims"] is None else self._sharding(one)
-                for one in entry["outputs"]
+                None if spec["dims"] is None else self._sharding(spec)
+                for spec in entry["outputs"]
             ),
         )
         arguments = [
@@ -124,36 +125,36 @@ class Program:
             self.compiled = jitted.lower(*arguments).compile()
 
     def __call__(self, arrays):
-        """The results by name; `arrays` may be host arrays, and more than it takes."""
+        """The results by name; `arrays` may be host arrays, and have more names."""
         out = self.compiled(*(self.put(name, arrays[name]) for name in self.inputs))
-        names = [one["name"] for one in self.entry["outputs"]]
+        names = [spec["name"] for spec in self.entry["outputs"]]
         return dict(zip(names, out, strict=True))
 
     def put(self, name, value):
         """An array on the devices, as the program takes it.
 
         Raises:
-          BundleError: it is of another shape or type.
+          BundleError: the array is of another shape or type.
         """
         if isinstance(value, self.jax.Array):
             return value
-        one = self.inputs[name]
-        if list(value.shape) != one["logical_shape"] or value.dtype != one["dtype"]:
+        spec = self.inputs[name]
+        if list(value.shape) != spec["logical_shape"] or value.dtype != spec["dtype"]:
             raise BundleError(
                 f"{name} is {value.dtype}{list(value.shape)}, but the bundle's "
-                f"programs take {one['dtype']}{one['logical_shape']}: give it so, or "
-                "export for these shapes"
+                f"programs take {spec['dtype']}{spec['logical_shape']}: give that, "
+                "or export for these shapes"
             )
-        if list(value.shape) != one["shape"]:  # Stored padded.
-            pairs = zip(one["shape"], value.shape, strict=True)
+        if list(value.shape) != spec["shape"]:  # Stored padded.
+            pairs = zip(spec["shape"], value.shape, strict=True)
             value = np.pad(value, [(0, stored - size) for stored, size in pairs])
-        # Else jax makes 32 bits of 64; and of an array that it has seen it keeps them.
-        # A copy: on CPUs jax computes with the caller's own memory.
+        # Otherwise jax makes 32 bits of 64, and keeps doing so for an array it has
+        # seen. A copy: on CPUs jax computes with the caller's own memory.
         with self.jax.enable_x64(True):
-            return self.jax.device_put(value.copy(), self._sharding(one))
+            return self.jax.device_put(value.copy(), self._sharding(spec))
 
-    def _sharding(self, one):
-        dims = one["dims"] or ()
+    def _sharding(self, tensor):
+        dims = tensor["dims"] or ()
         spec = self.jax.sharding.PartitionSpec(*(tuple(d) or None for d in dims))
         return self.jax.sharding.NamedSharding(self.mesh, spec)
 
@@ -162,8 +163,8 @@ class Runner:
     """The training that a bundle holds, on the devices here.
 
     Args:
-      bundle: whose.
-      platform: "cpu", "cuda", "tpu", or None for the best there is.
+      bundle: the bundle.
+      platform: "cpu", "cuda", "tpu", or None for the best that is available.
 
     Raises:
       BundleError: this jax, these devices or this platform cannot run it.
@@ -179,7 +180,7 @@ class Runner:
         self._programs = {}
 
     def program(self, name):
-        """A program of the bundle; compiled when it is first asked for."""
+        """A program of the bundle; compiled at the first request."""
         if name not in self._programs:
             entry = self.manifest["programs"][name]
             artifact = self.bundle.read(entry)
@@ -195,9 +196,9 @@ class Runner:
         """The state that the bundle, or another folder, holds, in logical form.
 
         Raises:
-          BundleError: there is none, a part is missing, or of another shape.
+          BundleError: there is no state, or an array is missing or of another shape.
         """
-        shard, found = self.program("shard"), {}
+        shard, state = self.program("shard"), {}
         for name in shard.inputs:
             if folder is None:
                 entry = self.manifest["state"]["files"][name]
@@ -205,8 +206,8 @@ class Runner:
                 path = self.bundle.folder / entry["file"]
             else:
                 path = pathlib.Path(folder) / f"{name}.npy"
-            found[name] = shard.put(name, load_array(path, shard.inputs[name]["dtype"]))
-        return found
+            state[name] = shard.put(name, load_array(path, shard.inputs[name]["dtype"]))
+        return state
 
     def evaluate(self, stored):
         """The sums over the held-out batches, by name; float64 arrays."""
@@ -252,7 +253,7 @@ def start_jax(manifest, platform):
     """jax, set up for the bundle's devices.
 
     Raises:
-      BundleError: it is not there, too old or too new; there are no such devices.
+      BundleError: jax is missing, too old or too new; or there are no such devices.
     """
     made, devices = manifest["versions"]["jax"], manifest["mesh"]["devices"]
     try:
@@ -262,11 +263,11 @@ def start_jax(manifest, platform):
     except ImportError as error:
         raise BundleError(f"{error}: install jax, such as {made}") from None
     same = importlib.metadata.version("jaxlib") == manifest["versions"]["jaxlib"]
-    if devices > 1 and platform in (None, "cpu") and same:  # Others may know no such.
+    if devices > 1 and platform in (None, "cpu") and same:  # Else flags may be unknown.
         # Virtual devices on few cores wait for each other: that is no deadlock.
         flags = os.environ.get("XLA_FLAGS", "")
-        for what in ("call_terminate_timeout", "call_warn_stuck_timeout", "timeout"):
-            flags += f" --xla_cpu_collective_{what}_seconds=1200"
+        for flag in ("call_terminate_timeout", "call_warn_stuck_timeout", "timeout"):
+            flags += f" --xla_cpu_collective_{flag}_seconds=1200"
         os.environ["XLA_FLAGS"] = flags.strip()
         os.environ.setdefault("PJRT_NPROC", str(devices + (os.cpu_count() or 1)))
     version = manifest["calling_convention"]
@@ -283,7 +284,7 @@ def start_jax(manifest, platform):
             jax.config.update("jax_platforms", platform)
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:
-        pass  # Its devices are in use already; what counts is whether they fit.
+        pass  # jax's devices are in use already; what counts is whether they fit.
     try:
         jax.devices()
     except (AssertionError, RuntimeError) as error:
@@ -295,13 +296,13 @@ def start_jax(manifest, platform):
 
 
 def load_array(path, dtype):
-    """The array of an .npy file; types that numpy has not, such as bfloat16, by bits.
+    """The array of an .npy file; types that numpy lacks, such as bfloat16, by bits.
 
     Raises:
-      BundleError: there is none.
+      BundleError: the file is missing, or holds no array.
     """
-    found = _loaded(path, np.ndarray, "an array as numpy.save writes it")
-    return found.view(dtype) if found.dtype.kind == "V" else found
+    array = _loaded(path, np.ndarray, "an array as numpy.save writes it")
+    return array.view(dtype) if array.dtype.kind == "V" else array
 
 
 def load_arrays(path):
@@ -311,14 +312,14 @@ def load_arrays(path):
 
 def _loaded(path, kind, wanted):
     try:
-        found = np.load(path, allow_pickle=False)
-        if not isinstance(found, np.ndarray):
-            with found:
-                found = {name: found[name] for name in found.files}
-        if isinstance(found, kind):
-            return found
-        error = f"it has a {type(found).__name__}"
-    # What numpy raises for half a file, and for an empty one.
+        content = np.load(path, allow_pickle=False)
+        if not isinstance(content, np.ndarray):
+            with content:
+                content = {name: content[name] for name in content.files}
+        if isinstance(content, kind):
+            return content
+        error = f"it has a {type(content).__name__}"
+    # numpy raises these for half a file, and for an empty file.
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as caught:
         error = caught
     raise BundleError(
@@ -328,22 +329,22 @@ def _loaded(path, kind, wanted):
 
 def differences(what, got, want, tolerance):
     """A line for each value that is not as expected."""
-    found = []
+    lines = []
     for name, expected in want.items():
         value, expected = np.asarray(got[name]), np.asarray(expected)
         scale = np.maximum(np.abs(expected), 1e-6)
         if value.shape != expected.shape:
-            found.append(f"{what} {name} has shape {value.shape}, not {expected.shape}")
+            lines.append(f"{what} {name} has shape {value.shape}, not {expected.shape}")
         elif not np.all(np.abs(value - expected) <= tolerance * scale):
-            found.append(f"{what} {name} is {value}, not {expected}")
-    return found
+            lines.append(f"{what} {name} is {value}, not {expected}")
+    return lines
 
 
 def train(runner, stored, batches, calls):
     """Runs the main program `calls` times.
 
     Returns:
-      The state, in stored form; the loss of each step; seconds a step of each call.
+      The state, in stored form; the loss of each step; seconds per step of each call.
     """
     main = runner.program("main")
     steps = runner.manifest["step"]["steps_per_loop"]
@@ -356,18 +357,18 @@ def train(runner, stored, batches, calls):
         )
     count = min(len(batches[name]) for name in names)
     if calls and not count:
-        raise BundleError("the batches are for no call: give some for one or more")
+        raise BundleError("the batches are for no call: give batches for at least one")
     losses, seconds = [], []
     for call in range(calls):
         given = {name: main.put(name, batches[name][call % count]) for name in names}
         start = time.perf_counter()
         out = main({**stored, **given})
-        call_losses = np.asarray(out["metrics.loss"], np.float64)  # Waits for it.
+        call_losses = np.asarray(out["metrics.loss"], np.float64)  # Waits for the call.
         seconds.append((time.perf_counter() - start) / steps)
         stored = {name: x for name, x in out.items() if name.startswith("state.")}
         losses += call_losses.tolist()
-        for at, loss in enumerate(call_losses, start=1 + call * steps):
-            print(f"step {at}: loss {loss:.6f}", flush=True)
+        for step, loss in enumerate(call_losses, start=1 + call * steps):
+            print(f"step {step}: loss {loss:.6f}", flush=True)
     return stored, losses, seconds
 
 
@@ -384,9 +385,9 @@ def report_time(runner, seconds, peak_flops):
 
 
 def check(runner, start, losses, end, tolerance):
-    """Compares with what the exporting machine found.
+    """Compares with the results of the exporting machine.
 
-    That is the losses of its first steps, and evaluations before and after them all.
+    These are the losses of its first steps, and evaluations before and after all steps.
 
     Raises:
       BundleError: something differs.
@@ -397,16 +398,16 @@ def check(runner, start, losses, end, tolerance):
         tolerance = SAME_PLATFORM if same else OTHER_PLATFORM
     expected = dict(enumerate(want["losses"][: len(losses)], start=1))
     made = dict(enumerate(losses[: len(expected)], start=1))
-    found = differences("evaluation at the start:", start, want["start"], tolerance)
-    found += differences("loss of step", made, expected, tolerance)
+    problems = differences("evaluation at the start:", start, want["start"], tolerance)
+    problems += differences("loss of step", made, expected, tolerance)
     compared = f"evaluation at the start and {len(made)} losses"
     if len(losses) == len(want["losses"]):
         compared = f"evaluation and {len(made)} losses"
-        found += differences("evaluation at the end:", end, want["end"], tolerance)
-    if found:
+        problems += differences("evaluation at the end:", end, want["end"], tolerance)
+    if problems:
         raise BundleError(
-            f"--check: not as on {want['platform']}, where it was exported (relative "
-            f"tolerance {tolerance}):\n  " + "\n  ".join(found[:10])
+            f"--check: results are not as on {want['platform']}, where it was exported "
+            f"(relative tolerance {tolerance}):\n  " + "\n  ".join(problems[:10])
         )
     print(f"check: {compared} as on {want['platform']}, within {tolerance}")
 
@@ -421,7 +422,7 @@ def save(folder, arrays):
 
 
 def run(options):
-    """Does what the flags say."""
+    """Runs the bundle as the flags say."""
     bundle = Bundle(options.bundle)
     if options.check and bundle.manifest["expected"] is None:
         raise BundleError(

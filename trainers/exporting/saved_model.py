@@ -1,7 +1,7 @@
 """A SavedModel of an experiment: plain TensorFlow loads and runs it.
 
-Models are traced once more for it, with a batch of any size and for one device. What is
-left of the mesh in the graph, annotations, becomes what it is on one device: nothing.
+The model is traced once more, with a batch of any size and for one device. What is left
+of the mesh in the graph, the annotations, is removed: on one device it means nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
 SERVE, EVALUATE = "serving_default", "evaluate"
-# On any device what they do on one. Of a slice XLA wants to know the size beforehand.
+# Plain ops that do the same on one device. XLA wants a slice's size beforehand.
 _PLAIN = {"XlaSharding": "Identity", "XlaDynamicSlice": "Slice"}
 _RENAMED = {"Slice": {"Tindices": "Index"}}
-# Of changed functions: TF knows those of the model by their names.
+# Changed functions get this prefix: TF knows those of the model by their names.
 _PREFIX = "plain_"
 
 
@@ -40,18 +40,18 @@ def export_saved_model(
     """Writes a SavedModel with two signatures, for batches of any size B.
 
     `serving_default` answers as `Serving.serve` does, and `evaluate` gives the sums of
-    `Task.loss`, which over batches make the trainer's metrics. Arguments and results go
-    by their paths. The weights are `tf.Variable`s of logical shapes, in nested
-    dictionaries as the model has them, under `weights`.
+    `Task.loss`, which over batches make the trainer's metrics. Arguments and results
+    are named by their paths. The weights are `tf.Variable`s of logical shapes, in
+    nested dictionaries as the model has them, under `weights`.
 
     Args:
-      experiment: whose model.
+      experiment: the experiment, whose model is exported.
       weights: nested map of host arrays in logical shapes.
-      folder: where; must not be there.
+      folder: the folder to write; it must not exist.
 
     Raises:
       ExportError: the task serves nothing, or an op has no kernel in plain TF.
-      ValueError: a layer refuses a batch of unknown size.
+      ValueError: a layer does not take a batch of unknown size.
     """
     task, programs = experiment.task, _on_one_device(experiment)
     serving = task.serving
@@ -71,7 +71,7 @@ def export_saved_model(
 
 
 def _on_one_device(experiment: Experiment) -> StepPrograms:
-    """Those of the same model without a mesh to speak of."""
+    """The programs of the same model, on a mesh of one device."""
     axes = len(experiment.plan.mesh_shape)
     plan = dataclasses.replace(experiment.plan, mesh_shape=(1,) * axes, device_ids=None)
     return StepPrograms(dataclasses.replace(experiment, plan=plan))
@@ -85,8 +85,8 @@ def _variable(path: str, value: np.ndarray, spec: WeightSpec) -> tf.Variable:
 
 def _plain_dict(tree: NestedMap) -> dict:
     return {
-        name: _plain_dict(one) if isinstance(one, NestedMap) else one
-        for name, one in tree.items()
+        name: _plain_dict(value) if isinstance(value, NestedMap) else value
+        for name, value in tree.items()
     }
 
 
@@ -114,13 +114,13 @@ def _signature(
     def call(**tensors):
         leaves = [v.read_value() for v in variables.leaves()]
         leaves += [tensors[path] for path, _ in batch.items_by_path()]
-        found = tf.graph_util.import_graph_def(
+        results = tf.graph_util.import_graph_def(
             graph,
             input_map=dict(zip(inputs, leaves, strict=True)),
             return_elements=[outputs[path].name for path in outputs],
             name="",
         )
-        return dict(zip(outputs, found, strict=True))
+        return dict(zip(outputs, results, strict=True))
 
     arguments = {
         path: tf.TensorSpec(spec.shape, spec.dtype, name=path)
@@ -140,7 +140,7 @@ def plain_graph(graph: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
     for function in plain.library.function:
         function.signature.name = _PREFIX + function.signature.name
         for attributes in function.arg_attr.values():
-            # TF calls some functions of its own with other shapes too.
+            # TF itself calls some functions with other shapes too.
             attributes.attr.pop("_output_shapes", None)
     for node in nodes_of(plain):
         _make_plain(node)

@@ -239,7 +239,7 @@ def test_missing(copied, file):
         ),
         (
             lambda m: m["expected"].update(losses=[1.0]),
-            r"--check: not as on cpu.*\n  loss of step 1 is \d\.\d+, not 1",
+            r"--check: results are not as on cpu.*\n  loss of step 1 is \d\.\d+, not 1",
         ),
         (lambda m: m.update(expected=None), "--check: the bundle holds no expected"),
     ],
@@ -283,7 +283,7 @@ def test_state_of_another_shape(exported, tmp_path):
     np.save(path, np.zeros([264, 8], np.float32))
     message = in_process(exported, f"--weights={tmp_path}")
     assert "embedding.table is float32[264, 8], but the bundle's programs" in message
-    assert "take float32[264, 16]: give it so, or export" in message
+    assert "take float32[264, 16]: give that, or export" in message
     path.unlink()
     message = in_process(exported, f"--weights={tmp_path}")
     assert re.search("table.npy cannot be read .*: it must be an array as", message)
