@@ -17,7 +17,7 @@ _SEND_SECONDS = 5.0
 
 
 class ChannelClosedError(ConnectionError):
-    """The other side is gone, or says what is no message."""
+    """The other side is gone, or sends what is no message."""
 
 
 class Channel:
@@ -28,7 +28,7 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket):
-        # Messages are small and rare: when one cannot be sent, the other side is stuck.
+        # Messages are small and rare: if sending fails, the other side is stuck.
         connection.settimeout(_SEND_SECONDS)
         self._connection = connection
         self._received = b""
@@ -38,7 +38,7 @@ class Channel:
         return self._connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """Sends a message; that nobody is there to get it shows in `receive`."""
+        """Sends a message; a failure shows in `receive`."""
         line = json.dumps(message).encode() + b"\n"
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(line)
@@ -50,7 +50,7 @@ class Channel:
           timeout: None to wait for as long as it takes.
 
         Raises:
-          ChannelClosedError: there will be none.
+          ChannelClosedError: there will be no more messages.
         """
         while b"\n" not in self._received:
             try:
@@ -71,7 +71,7 @@ class Channel:
         """The messages that have come, without waiting for more.
 
         Raises:
-          ChannelClosedError: as `receive`, after those.
+          ChannelClosedError: as `receive`, after those messages.
         """
         message = self.receive(0)
         while message is not None:
@@ -79,7 +79,7 @@ class Channel:
             message = self.receive(0) if b"\n" in self._received else None
 
     def close(self) -> None:
-        """Ends the connection; who waits in `receive`, in any thread, is told."""
+        """Ends the connection; `receive`, waiting in any thread, then raises."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -1,11 +1,11 @@
 """What process 0 does for all processes of a training: roll call, loss, stopping.
 
-A thread of process 0, to which every process keeps one connection, its own included.
-It listens where JAX's coordination service will listen, and makes way when all are
-there: so one address is all that a user gives.
+A thread of process 0, to which every process, process 0 included, keeps one connection.
+It listens where JAX's coordination service will listen, and makes way when all have
+come: so one address is all that a user gives.
 
-JAX's own service notices that a process is gone too, after a timeout, but then ends
-the others by an abort that does not say which (measured with jax 0.10.2).
+JAX's service also notices that a process is gone, after a timeout, but then ends the
+others by an abort that does not say which (measured with jax 0.10.2).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIKE = {
     "versions": "install the same on all machines",
     "settings": "give all the same gin files, parameters and flags",
 }
-"""What all processes must have alike, and how that is done."""
+"""What must be the same in all processes, and the remedy where it is not."""
 _HELLO = {"process": int, "count": int, "host": str, "pid": int} | dict.fromkeys(
     _ALIKE, str
 )
@@ -42,15 +42,15 @@ class _Member:
 
     Args:
       number: its process id.
-      channel: to it.
-      host: where it runs.
-      pid: its number there.
-      heard: when it last said something; a training that is stuck says nothing.
-      arrivals: at how many places it has been where all wait for each other.
+      channel: the channel to it.
+      host: the machine where it runs.
+      pid: its process number there.
+      heard: when its last message came; a training that is stuck sends none.
+      arrivals: the number of places it has reached where all wait for each other.
       changed: when `arrivals` last grew.
-      stops_at: how many units of common work it had begun when it heard that all are
-        to stop, or None.
-      left: whether it ended its work.
+      stops_at: the number of units of common work that it had begun when it heard that
+        all are to stop, or None.
+      left: whether it has ended its work.
     """
 
     number: int
@@ -65,12 +65,14 @@ class _Member:
 
 
 class Hub:
-    """Starts the thread.
+    """The watch over all processes, in a thread that starts at once.
 
     Args:
-      server: listening at the coordinator's address; closed once all are there.
+      server: a socket listening at the coordinator's address; closed once all have
+        come.
       count: number of processes.
-      timeout: seconds after which who is silent, or keeps the others waiting, is lost.
+      timeout: seconds after which a process that is silent, or keeps the others
+        waiting, is lost.
     """
 
     def __init__(self, server: socket.socket, count: int, *, timeout: float):
@@ -78,7 +80,7 @@ class Hub:
         self._count = count
         self._timeout = timeout
         self._members: dict[int, _Member] = {}
-        self._guests: dict[Channel, float] = {}  # Connected, and yet to say who.
+        self._guests: dict[Channel, float] = {}  # Connected, not yet named.
         self._first_hello: dict[str, Any] = {}
         self._ended = False
         self._said_missing = self._beaten = time.monotonic()
@@ -88,14 +90,15 @@ class Hub:
         self._thread.start()
 
     def join(self, seconds: float) -> None:
-        """Waits for all to have left, or for one to be lost."""
+        """Waits until all processes have left, or a process is lost."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
         try:
             while not self._ended:
                 for key, _ in self._selector.select(_TICK):
-                    # What came first in a batch may have ended what comes after it.
+                    # An event of this batch may have closed the channel of a later
+                    # event.
                     if key.fileobj is self._server:
                         self._accept()
                     elif key.fileobj.fileno() >= 0 and not self._ended:
@@ -110,7 +113,7 @@ class Hub:
     def _accept(self) -> None:
         try:
             connection, _ = self._server.accept()
-        except OSError:  # Who knocked is gone, or too many have.
+        except OSError:  # The caller is gone, or there are too many.
             return
         channel = Channel(connection)
         self._guests[channel] = time.monotonic()
@@ -135,10 +138,10 @@ class Hub:
         channel.close()
 
     def _welcome(self, channel: Channel, hello: dict[str, Any]) -> _Member:
-        """Takes in who says hello; refuses who does not belong.
+        """Takes in a process that says hello, or refuses it.
 
         Raises:
-          ChannelClosedError: it was refused.
+          ChannelClosedError: the process was refused.
         """
         kinds = {key: type(value) for key, value in hello.items()}
         if kinds != _HELLO:
@@ -160,12 +163,12 @@ class Hub:
         self._members[member.number] = member
         self._first_hello = self._first_hello or hello
         if len(self._members) == self._count:
-            # JAX's service wants the place.
+            # JAX's service needs the address.
             self._selector.unregister(self._server)
             self._server.close()
             self._server = None
-            for one in self._members.values():
-                one.heard = one.changed = now
+            for peer in self._members.values():
+                peer.heard = peer.changed = now
             self._tell_all(go=True)
         else:
             channel.send(missing=self._missing())
@@ -187,11 +190,11 @@ class Hub:
                 f"{taken.pid}): give each its own --process_id, from 0 to {count - 1}"
             )
         for what, remedy in _ALIKE.items():
-            own, first = hello[what], self._first_hello.get(what, hello[what])
-            if own != first:
+            value, first = hello[what], self._first_hello.get(what, hello[what])
+            if value != first:
                 return (
                     f"process {number} has other {what} than process "
-                    f"{self._first_hello['process']} ({_difference(own, first)}): "
+                    f"{self._first_hello['process']} ({_difference(value, first)}): "
                     f"{remedy}"
                 )
         return ""
@@ -205,7 +208,7 @@ class Hub:
             self._tell_all(stop=message["stop"])
         if "stops_at" in message:
             member.stops_at = message["stops_at"]
-            stops = [one.stops_at for one in self._members.values()]
+            stops = [peer.stops_at for peer in self._members.values()]
             if None not in stops:
                 self._tell_all(last_call=max(stops))
         if "failed" in message:
@@ -213,7 +216,7 @@ class Hub:
             self._end(failed=why, without_word=message.get("without_word", False))
         if "left" in message:
             member.left = True
-            if all(one.left for one in self._members.values()):
+            if all(peer.left for peer in self._members.values()):
                 self._tell_all(all_left=True)
                 self._ended = True
 
@@ -235,25 +238,26 @@ class Hub:
         self._look_for_stuck(now)
 
     def _look_for_stuck(self, now: float) -> None:
-        here = [one for one in self._members.values() if not one.left]
-        most = max((one.arrivals for one in here), default=0)
-        waiting = [one for one in here if one.arrivals == most]
-        # All of those have waited since the last of them came.
-        waited = now - max((one.changed for one in waiting), default=now)
-        for one in here:
-            silent = now - one.heard
+        here = [member for member in self._members.values() if not member.left]
+        most = max((member.arrivals for member in here), default=0)
+        waiting = [member for member in here if member.arrivals == most]
+        # All of them have waited since the last of them came.
+        waited = now - max((member.changed for member in waiting), default=now)
+        for member in here:
+            silent = now - member.heard
             if silent > self._timeout:
                 self._lose(
-                    f"{self._named(one)} has not been heard of for {silent:.0f} s"
+                    f"{self._named(member)} has not been heard of for {silent:.0f} s"
                 )
-            elif one.arrivals < most and waited > self._timeout:
+            elif member.arrivals < most and waited > self._timeout:
                 self._lose(
-                    f"{self._named(one)} has kept the others waiting for {waited:.0f} s"
+                    f"{self._named(member)} has kept the others waiting for "
+                    f"{waited:.0f} s"
                 )
 
     def _gone(self, member: _Member) -> None:
         if self._server is not None:
-            # Not begun yet: it may be started again.
+            # The training has not begun: the process may be started again.
             del self._members[member.number]
             if not self._members:
                 self._first_hello = {}
@@ -285,8 +289,8 @@ class Hub:
             member.channel.send(**message)
 
 
-def _difference(own: str, first: str) -> str:
-    """The first lines that differ in two texts."""
-    pairs = itertools.zip_longest(own.splitlines(), first.splitlines(), fillvalue="")
-    mine, other = next((pair for pair in pairs if pair[0] != pair[1]), (own, first))
-    return f"{mine[:_SHOWN_CHARACTERS]!r}, not {other[:_SHOWN_CHARACTERS]!r}"
+def _difference(text: str, first: str) -> str:
+    """The first pair of lines that differ in two texts."""
+    pairs = itertools.zip_longest(text.splitlines(), first.splitlines(), fillvalue="")
+    ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (text, first))
+    return f"{ours[:_SHOWN_CHARACTERS]!r}, not {theirs[:_SHOWN_CHARACTERS]!r}"

@@ -1,7 +1,7 @@
 """The processes of one training, as each of them sees the others.
 
-Each talks to its `supervisor`, and by that to process 0 (`peer_hub`): it learns who is
-missing at the start, and after which step all are to stop.
+Each talks to its `supervisor`, and through it to process 0 (`peer_hub`): it learns
+which processes are missing at the start, and after which step all are to stop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.trainers.processes.peer_channel import (
 log = logging.getLogger("absl")
 
 LOST = os.EX_TEMPFAIL
-"""Exit status of who lost a peer: the same command may be started again."""
+"""Exit status of a process that lost a peer: the same command may be started again."""
 
 _BEAT_SECONDS = 1.0
 _GRACE_SECONDS = 10.0
@@ -34,18 +34,18 @@ class PeerError(RuntimeError):
 
 
 class Peers:
-    """This process among `count` of a training, all of which have answered.
+    """This process among all `count` processes of a training, which have answered.
 
     Args:
-      channel: to the supervisor.
+      channel: the channel to the supervisor.
       count: number of processes.
-      process: this one's number.
-      settings: lines of what all must have alike.
-      versions: of what all must have alike.
+      process: this process's number.
+      settings: lines of text that must be the same in all processes.
+      versions: the packages' versions, which must be the same in all processes.
       start_timeout: seconds to wait for the others.
 
     Raises:
-      PeerError: some have not come in time, or this one does not belong.
+      PeerError: some processes have not come in time, or this one was refused.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class Peers:
         self._wait_for_all(time.monotonic() + start_timeout)
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
-    def stop_reached(self, asked: int | None) -> int | None:
+    def stop_reached(self, stop_signal: int | None) -> int | None:
         """Called before each unit of work that all do together, in the same order.
 
         Args:
-          asked: the signal that this process got, or None.
+          stop_signal: the signal that this process got, or None.
 
         Returns:
-          None to go on; the signal that some process got if all are to stop here: it is
-          the same unit for all.
+          None to go on; or, if all are to stop here, the signal that some process got.
+          All stop before the same unit.
         """
-        if asked is not None and not self._forwarded:
+        if stop_signal is not None and not self._forwarded:
             self._forwarded = True
-            self._channel.send(stop=asked)
+            self._channel.send(stop=stop_signal)
         with self._lock:
             is_to_stop = self._stop_signal is not None
             if not is_to_stop:
@@ -111,12 +111,12 @@ class Peers:
     def failed(self, text: str, *, at_once: bool = False) -> None:
         """Says that this process cannot go on; the others will end too.
 
-        When another one is lost, whatever fails here fails because of that: then the
+        If another process is lost, whatever fails here fails because of that: then the
         supervisor, which knows better, ends this process in a moment.
 
         Args:
-          text: why.
-          at_once: whether not to wait for that.
+          text: the reason.
+          at_once: whether not to wait for the supervisor.
         """
         self._channel.send(failing=True)
         if not at_once:
@@ -124,7 +124,7 @@ class Peers:
         self._channel.send(failed=text[:MAX_TEXT])
 
     def close(self, timeout: float) -> None:
-        """Leaves, when all are done: waits for them so many seconds."""
+        """Leaves, and waits up to `timeout` seconds for all others to leave."""
         self._channel.send(left=True)
         self._all_left.wait(timeout)
 
@@ -149,7 +149,7 @@ class Peers:
     def _listen(self) -> None:
         while not self._all_left.is_set():
             message = self._received(_BEAT_SECONDS) or {}
-            # By which the others see that this process is not stuck.
+            # It shows the others that this process is not stuck.
             self._channel.send(beat=True)
             if "stop" in message:
                 with self._lock:
@@ -172,7 +172,7 @@ class Peers:
 
 
 def _for_a_message(settings: str) -> str:
-    """All of it, if it is short enough for the others to say what is different."""
+    """The settings if they fit in a message, or else their digest."""
     if len(settings) <= MAX_TEXT:
         return settings
     return f"settings of digest {hashlib.sha256(settings.encode()).hexdigest()}"

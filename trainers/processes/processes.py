@@ -1,4 +1,4 @@
-"""The coming together of several processes that run a command, as its flags say."""
+"""How several processes that run a command come together, as its flags say."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ _GRACE_SECONDS = 15.0
 
 
 def process_group(platform: str) -> ProcessGroup | None:
-    """What the flags say, None for a process by itself.
+    """The group of processes that the flags name; None for a process by itself.
 
     Args:
       platform: "cpu", "cuda" or "tpu".
 
     Raises:
-      ValueError: the flags do not go together, or the environment says nothing.
+      ValueError: the flags do not go together, or the environment names no group.
     """
     coordinator, count = (
         process_flags.COORDINATOR.value,
         process_flags.NUM_PROCESSES.value,
     )
     process = process_flags.PROCESS_ID.value
-    others = (
+    dependent = (
         process_flags.NUM_PROCESSES,
         process_flags.PROCESS_ID,
         process_flags.START_TIMEOUT,
         process_flags.PEER_TIMEOUT,
     )
-    given = [f"--{flag.name}" for flag in others if flag.value != flag.default]
+    given = [f"--{flag.name}" for flag in dependent if flag.value != flag.default]
     if coordinator is None and given and platform != "tpu":
         raise ValueError(
             f"{' and '.join(given)} without --coordinator=HOST:PORT, the address of "
@@ -98,8 +98,8 @@ class Membership:
     """This process's place among those of a training.
 
     Args:
-      group: which they are.
-      channel: to this one's supervisor.
+      group: the processes of the training.
+      channel: the channel to this process's supervisor.
     """
 
     group: ProcessGroup
@@ -107,10 +107,10 @@ class Membership:
 
 
 def start(platform: str) -> Membership | None:
-    """Starts this process's part of what the flags say; None for one by itself.
+    """Starts this process as a member of the flags' group; None if it is by itself.
 
-    What returns is a child of the process that was started (`supervisor`). To be called
-    before TensorFlow or JAX have started any thread.
+    The process that returns is a child of the one that was started (`supervisor`). To
+    be called before TensorFlow or JAX have started any thread.
 
     Args:
       platform: "cpu", "cuda" or "tpu".
@@ -127,7 +127,7 @@ def start(platform: str) -> Membership | None:
         timeout=process_flags.PEER_TIMEOUT.value,
     )
     if group.process != 0:
-        # One of them says what all do.
+        # Process 0 logs what all do.
         logging.set_verbosity(logging.WARNING)
     return Membership(group=group, channel=channel)
 
@@ -136,11 +136,11 @@ def start(platform: str) -> Membership | None:
 def together(membership: Membership | None, settings: str) -> Iterator[Peers | None]:
     """Waits for all processes, and makes their devices one set.
 
-    What fails within the context ends the others too.
+    An error within the context ends the other processes too.
 
     Args:
-      membership: of which ones; None for a process by itself.
-      settings: text that all must have alike.
+      membership: this process's; None for a process by itself.
+      settings: text that must be the same in all processes.
 
     Raises:
       PeerError: see `Peers`.
@@ -155,7 +155,7 @@ def together(membership: Membership | None, settings: str) -> Iterator[Peers | N
         group.process,
         settings=settings,
         versions=f"jax {jax.__version__}, tensorflow {tf.__version__}",
-        # The supervisor, which gives up first, knows what process 0 is like.
+        # The supervisor gives up first: it knows how process 0 fares.
         start_timeout=process_flags.START_TIMEOUT.value + _GRACE_SECONDS,
     )
     try:
@@ -170,21 +170,21 @@ def together(membership: Membership | None, settings: str) -> Iterator[Peers | N
 
 
 def check_shared(folder: str) -> None:
-    """Checks that all processes see one folder; all of them call this.
+    """Checks that all processes see the same folder; all of them call this.
 
     Raises:
-      OSError: this one does not see what the first one has made there.
+      OSError: this process does not see the file that the first one has made there.
     """
     if not jax.distributed.is_initialized():
         return
     mark = epath.Path(folder) / ".shared"
-    # Not one that a run before has left.
+    # A mark that an earlier run has left does not count.
     token = str(gather_from_processes(secrets.randbits(31))[0])
     if is_first_process():
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.write_text(token)
     wait_for_all("shared folder made")
-    # What others have made shows late on some network file systems.
+    # Files of other processes show late on some network file systems.
     deadline = time.monotonic() + _SEEN_SECONDS
     while not mark.exists() or mark.read_text() != token:
         if time.monotonic() > deadline:

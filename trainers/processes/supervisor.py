@@ -1,11 +1,11 @@
-"""A process beside each one of a training of several, for what that one cannot do.
+"""A process beside each process of a training, for what that process cannot do.
 
 When a peer is gone, a training may wait for it in a collective that nothing
 interrupts, or its runtime may end it by an abort that names nobody (jax 0.10.2). So a
 command that is one of several is two processes: the training, and its parent, which
 does nothing that could get stuck. The parent keeps the connection to process 0, whose
-parent is the hub of all (`peer_hub`); it passes on messages and signals, and ends the
-training, and says why, when another one is lost.
+parent is the hub of all (`peer_hub`); it passes on messages and signals, and when
+another process is lost, it ends the training and says why.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port".
 
     Raises:
-      ValueError: it is something else.
+      ValueError: `address` is something else.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -57,16 +57,16 @@ def start_supervised(
     To be called before TensorFlow or JAX have started any thread.
 
     Args:
-      group: of whom this process is one.
+      group: the processes of the training, this one among them.
       start_timeout: seconds to wait for process 0.
       timeout: seconds after which a process that is silent, or keeps the others
-        waiting, is taken for lost.
+        waiting, counts as lost.
 
     Returns:
       The channel to the supervisor.
 
     Raises:
-      PeerError: this is process 0, and cannot listen at the coordinator's address.
+      PeerError: this is process 0, and it cannot listen at the coordinator's address.
     """
     server = _listening(group.coordinator) if group.process == 0 else None
     above, below = socket.socketpair()
@@ -90,10 +90,10 @@ class _Supervisor:
     """Watches over one training, and over the connection to process 0.
 
     Args:
-      group: of whom it is one.
+      group: the processes of the training.
       child: the training's process id.
-      below: the channel to it.
-      timeout: seconds of silence after which process 0 is taken for lost.
+      below: the channel to the child.
+      timeout: seconds of silence after which process 0 counts as lost.
     """
 
     def __init__(self, group: ProcessGroup, child: int, below: Channel, timeout: float):
@@ -105,11 +105,11 @@ class _Supervisor:
         self._is_failing = self._has_spoken = self._all_left = False
         self._status: int | None = None
         self._killed_by: signal.Signals | None = None
-        for one in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(one, lambda signum, frame: self._signal_child(signum))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda signum, frame: self._signal_child(signum))
 
     def run(self, deadline: float, hub: Hub | None) -> NoReturn:
-        """Until the training has ended; ends this process with its status."""
+        """Runs until the training has ended, then ends this process with its status."""
         lost = None
         try:
             if self._has_come(deadline):
@@ -126,11 +126,11 @@ class _Supervisor:
             self._status = LOST
         if hub is not None:
             hub.join(_GRACE_SECONDS)
-        # What Python would do at exit is for the training to do.
+        # Python's work at exit is the training's to do.
         os._exit(self._status)
 
     def _has_come(self, deadline: float) -> bool:
-        """Whether the training is ready for the others; then process 0 is told.
+        """Whether the training is ready for the others; if so, tells process 0.
 
         Raises:
           PeerError: process 0 does not answer.
@@ -150,9 +150,9 @@ class _Supervisor:
         return True
 
     def _connected(self, deadline: float) -> Channel | None:
-        """To process 0; None if the training ends before that answers."""
+        """A channel to process 0; None if the training ends before it can be had."""
         address, at = split_address(self._group.coordinator), self._group.coordinator
-        said = time.monotonic()
+        logged = time.monotonic()
         while not self._has_child_ended():
             try:
                 return Channel(socket.create_connection(address, timeout=5.0))
@@ -164,14 +164,16 @@ class _Supervisor:
                     f"process 0 did not answer at {at} ({reason}): start it, give all "
                     "its address as --coordinator, and open the port"
                 )
-            if now - said > _SAY_WAITING_SECONDS:
-                said = now
+            if now - logged > _SAY_WAITING_SECONDS:
+                logged = now
                 log.warning("waiting for process 0 at %s (%s)", at, reason)
             time.sleep(0.2)
         return None
 
     def _relay(self) -> str | None:
-        """Passes messages on until the training ends; what ended it, or None."""
+        """Relays messages until the training ends; returns the error that ended it, or
+        None.
+        """
         heard = time.monotonic()
         ended: float | None = None
         while True:
@@ -197,11 +199,11 @@ class _Supervisor:
                 return None
 
     def _is_over(self, since: float) -> bool:
-        """Whether nothing more is to be heard, so long after the training's end."""
-        told = self._has_spoken or self._all_left or self._above is None
-        if self._status == 0 or told:
+        """Whether to stop relaying, `since` seconds after the training's end."""
+        is_explained = self._has_spoken or self._all_left or self._above is None
+        if self._status == 0 or is_explained:
             return True
-        # It may have ended because a peer was lost: then that will be told.
+        # It may have ended because a peer was lost: then a message will say so.
         if since < _GRACE_SECONDS:
             return False
         by = self._killed_by
@@ -220,13 +222,13 @@ class _Supervisor:
             self._below = None  # It ends.
 
     def _pass_down(self) -> str | None:
-        """What is to end the training, if something is."""
+        """The error that is to end the training, or None."""
         try:
             for message in self._above.waiting():
                 if "lost" in message and not self._has_spoken:
                     return _lost(message["lost"])
-                # What fails in all is for each to tell; but what fails when another
-                # one has died fails because of that.
+                # An error in all processes is for each to report; but an error after
+                # another process has died is caused by that.
                 is_cause = message.get("without_word") or not self._is_failing
                 if "failed" in message and is_cause:
                     return (
@@ -264,7 +266,7 @@ class _Supervisor:
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             self._killed_by = signal.Signals(-code)
-        self._status = 128 - code if code < 0 else code  # As shells say it.
+        self._status = 128 - code if code < 0 else code  # As in shells.
 
 
 def _lost(text: str) -> str:
@@ -291,7 +293,7 @@ def _listening(address: str) -> socket.socket:
 
 
 def _die_with(parent: int) -> None:
-    """Ends this process when its parent ends, however that comes."""
+    """Ends this process when its parent ends, for whatever reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
