@@ -1,17 +1,17 @@
 """Digests of a checkpoint's files: what makes a folder of files a checkpoint.
 
-`SHA256SUMS` lies beside the files and is written before the folder gets its final name,
-so that a step without it, or with a file that is missing, extra, or not as it says, is
-damaged. `sha256sum -c SHA256SUMS` checks the same.
+`SHA256SUMS` is beside the files and is written before the folder gets its final name,
+so that a step is damaged if it lacks the list, or if a file is missing, extra, or does
+not match. `sha256sum -c SHA256SUMS` makes the same check.
 
 Orbax and TensorStore notice much by themselves, but not all: of 60 bits flipped, one at
 a time, in files of arrays, 23 came back as wrong weights without a word.
 
-Why files and not arrays: a damaged file can be named; every file counts, those that
-Orbax writes for itself too; and whatever mesh reads them, there is nothing to compile.
-It costs a second reading. Of 3.2 GB of weights on two cores, in seconds: 30 to save, 4
-to digest in the background, 16 to restore, after 4 to verify. SHA-256 runs at 1.2 GB/s
-a core here, CRC-32 at 2.5, BLAKE2 at 0.6.
+Why files and not arrays: a damaged file can be named; every file counts, also those
+that Orbax writes for itself; and whatever mesh reads them, there is nothing to compile.
+The price is a second reading. Of 3.2 GB of weights on two cores, in seconds: 30 to
+save, 4 to digest in the background, 16 to restore, after 4 to verify. SHA-256 runs at
+1.2 GB/s a core here, CRC-32 at 2.5, BLAKE2 at 0.6.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etils import epath
 from meshwright.trainers.checkpoints.checkpoint_progress import Transfer
 
 DIGESTS = "SHA256SUMS"
-# Orbax writes these two while it renames. Neither says anything of the state.
+# Orbax writes these two while it renames. Neither holds any part of the state.
 _AFTERWARDS = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
@@ -39,12 +39,12 @@ _THREADS = min(8, os.cpu_count() or 1)
 _MAX_SHOWN = 4
 _UNREADABLE = -1  # Instead of a number of problems.
 
-# What a removed or exchanged file raises. No other OSError says anything of the files:
-# the disk failed (EIO), the server was restarted (ESTALE), nobody may read them.
+# A removed or exchanged file raises these. No other OSError says anything about the
+# files: the disk failed (EIO), the server was restarted (ESTALE), nobody may read them.
 _WENT_AWAY = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 Gather = Callable[[int], Sequence[int]]
-"""Takes this process's number and returns every process's, in order of processes."""
+"""Takes a number from this process and returns those of all, in process order."""
 
 
 class CheckpointError(RuntimeError):
@@ -52,11 +52,11 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are not those that were saved; the message names them.
+    """A checkpoint whose files are not as they were saved; the message names them.
 
     Args:
-      folder: of the checkpoint.
-      problems: what is wrong, one for each file.
+      folder: the checkpoint's folder.
+      problems: what is wrong, one text for each file.
     """
 
     def __init__(self, folder: epath.Path, problems: Sequence[str]):
@@ -71,7 +71,7 @@ class Verified:
     """A checkpoint whose files are as they were saved.
 
     Args:
-      folder: of the checkpoint.
+      folder: the checkpoint's folder.
       sizes: bytes of each file, by path in the folder.
     """
 
@@ -79,13 +79,13 @@ class Verified:
     sizes: dict[str, int]
 
     def check_still_there(self, gather: Gather) -> None:
-        """Checks that no file went away since, at the cost of looking at their sizes.
+        """Checks that no file has gone since, at the cost of reading all sizes.
 
-        Retention of another process may remove what an evaluation is reading. What
-        TensorStore makes of files that vanish is nothing to rely on.
+        Another process's retention may remove what an evaluation is reading, and
+        TensorStore's behaviour when files vanish cannot be relied on.
 
         Raises:
-          DamagedError: files did.
+          DamagedError: files have gone or changed.
           CheckpointError: the folder cannot be read.
         """
 
@@ -101,34 +101,34 @@ class Verified:
 
 
 class DigestingHandler(ocp.StandardCheckpointHandler):
-    """Saves arrays, and then the digests of what this process has written of them.
+    """Saves arrays, and then the digests of the files that this process has written.
 
-    So that the first process need not read back what all have written.
+    The first process thus need not read back what all have written.
     """
 
     async def async_save(self, directory, item=None, save_args=None, args=None):
         saves = await super().async_save(directory, item, save_args, args)
-        own = directory / f"ocdbt.process_{jax.process_index()}"
+        folder = directory / f"ocdbt.process_{jax.process_index()}"
 
         def write_own() -> None:
-            # Of what is replicated, another process may have written all.
-            if own.exists():
-                write(own)
+            # Another process may have written all that is replicated.
+            if folder.exists():
+                write(folder)
 
         return [ocp.future.ChainedFuture(saves, write_own)]
 
 
 def handler_registry() -> ocp.handlers.CheckpointHandlerRegistry:
-    """For Orbax: how the item `state` is saved."""
+    """Tells Orbax how the item `state` is saved."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add("state", ocp.args.StandardSave, DigestingHandler())
     return registry
 
 
 def write(folder: epath.Path) -> None:
-    """Writes the digests of all files in `folder`, for one process to call.
+    """Writes the digests of all files in `folder`; a single process calls this.
 
-    Digests that lie in folders of it are taken over.
+    Digests in its subfolders are taken over.
     """
     sizes, known = _sizes(folder), {}
     for path in [path for path in sizes if path.endswith(f"/{DIGESTS}")]:
@@ -138,8 +138,8 @@ def write(folder: epath.Path) -> None:
         known |= {prefix + match[2]: match[1] for match in matches}
         (folder / path).unlink()
         del sizes[path]
-    others = {path: size for path, size in sizes.items() if path not in known}
-    digests = known | _digests(folder, others, f"digests of {folder}")
+    remaining = {path: size for path, size in sizes.items() if path not in known}
+    digests = known | _digests(folder, remaining, f"digests of {folder}")
     lines = [f"{digests[path]}  {path}\n" for path in sorted(digests)]
     (folder / DIGESTS).write_text("".join(lines))
 
@@ -151,8 +151,8 @@ def verify(folder: epath.Path, gather: Gather) -> Verified:
     result.
 
     Raises:
-      DamagedError: they are not.
-      CheckpointError: some process cannot read them, which says nothing of them.
+      DamagedError: they are not those.
+      CheckpointError: some process cannot read them; they may be intact.
     """
     sizes: dict[str, int] = {}
 
@@ -167,7 +167,7 @@ def verify(folder: epath.Path, gather: Gather) -> Verified:
 def _raise_together(
     folder: epath.Path, find_problems: Callable[[], list[str]], gather: Gather
 ) -> None:
-    """Raises in every process if one finds problems, or cannot look for them."""
+    """Raises in every process if any process has problems, or cannot look for them."""
     problems, failure = [], None
     try:
         problems = find_problems()
@@ -210,10 +210,10 @@ def _problems(folder: epath.Path, sizes: dict[str, int]) -> list[str]:
     # The largest first and in turn: even shares.
     paths = sorted(sizes, key=lambda path: (-sizes[path], path))
     share = paths[jax.process_index() :: jax.process_count()]
-    own = {path: sizes[path] for path in share}
+    sizes_here = {path: sizes[path] for path in share}
     return [
         f"{path} ({sizes[path]:,} bytes) does not match its digest in {DIGESTS}"
-        for path, digest in _digests(folder, own, f"verifying {folder}").items()
+        for path, digest in _digests(folder, sizes_here, f"verifying {folder}").items()
         if digest != saved[path]
     ]
 
@@ -230,21 +230,21 @@ def _sizes(folder: epath.Path) -> dict[str, int]:
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, int]]:
     for file in folder.iterdir():
         # `is_dir` and `exists` are false where the disk fails; this raises.
-        found = file.stat()
-        if found.is_directory:
+        status = file.stat()
+        if status.is_directory:
             yield from _files(file, f"{prefix}{file.name}/")
         else:
-            yield prefix + file.name, found.length
+            yield prefix + file.name, status.length
 
 
 def _digests(folder: epath.Path, sizes: dict[str, int], what: str) -> dict[str, str]:
-    """SHA-256 of the files in `sizes`; `what` is done, for who waits for it."""
+    """SHA-256 of the files in `sizes`; `what` names the work in the log."""
     with (
         Transfer(what, sum(sizes.values())) as transfer,
         concurrent.futures.ThreadPoolExecutor(_THREADS) as pool,
     ):
-        found = pool.map(lambda path: _digest(folder / path, transfer), sizes)
-        return dict(zip(sizes, found, strict=True))
+        digests = pool.map(lambda path: _digest(folder / path, transfer), sizes)
+        return dict(zip(sizes, digests, strict=True))
 
 
 def _digest(file: epath.Path, transfer: Transfer) -> str:

@@ -1,4 +1,4 @@
-"""Begins a training with the weights of another model."""
+"""Starts a training from the weights of another model."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from meshwright.trainers.startup.messages import log_line
 def weights_from(source: InitializeFrom, theta: NestedMap) -> dict[str, jax.Array]:
     """Weights of another model, by the dotted paths that they have in this one.
 
-    Says which were taken, which are to be initialized, and what was not used.
+    Logs which were taken, which are to be initialized, and which were not used.
 
     Args:
-      source: whose, and how they are called there.
-      theta: this model's, nested map of `jax.ShapeDtypeStruct` with shardings, in
-        logical shapes.
+      source: the other model's checkpoint, and the names of its weights.
+      theta: this model's weights, nested map of `jax.ShapeDtypeStruct` with shardings,
+        in logical shapes.
 
     Raises:
-      CheckpointError: there is no such checkpoint, none that is whole, or it does not
-        fit; the message lists where.
+      CheckpointError: there is no such checkpoint, none is intact, or it does not fit;
+        the message lists where.
     """
     fitting = _Fitting(source, theta)
     arrays = _read(source, fitting)
@@ -60,11 +60,11 @@ def weights_from(source: InitializeFrom, theta: NestedMap) -> dict[str, jax.Arra
 
 
 def with_weights(state: NestedMap, taken: Mapping[str, jax.Array]) -> NestedMap:
-    """An initial state with other weights, and their moving average.
+    """An initial state, with its weights and their moving average replaced.
 
     Args:
       state: nested map of `jax.Array`, in logical shapes.
-      taken: see `weights_from`.
+      taken: the new weights, see `weights_from`.
     """
 
     def leaf(path: str, initial: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ def with_weights(state: NestedMap, taken: Mapping[str, jax.Array]) -> NestedMap:
             return taken[name]
         if part == "ema" and name in taken:
             with wide_elements():
-                return jnp.copy(taken[name])  # Both are donated: no array twice.
+                return jnp.copy(taken[name])  # Both are donated: never one array.
         return initial
 
     return state.map_with_path(leaf)
@@ -91,8 +91,8 @@ class _Fitting:
     """Which arrays of a checkpoint make up which weights.
 
     Args:
-      source: whose, and how they are called there.
-      theta: this model's, nested map of `jax.ShapeDtypeStruct` with shardings.
+      source: the other model's checkpoint, and the names of its weights.
+      theta: this model's weights, nested map of `jax.ShapeDtypeStruct` with shardings.
     """
 
     def __init__(self, source: InitializeFrom, theta: NestedMap):
@@ -103,10 +103,10 @@ class _Fitting:
         self.unused: list[str] = []
 
     def fit(self, saved: Mapping[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays to read; those that become a weight as they are, laid out so.
+        """The arrays to read; an array that is a weight as it is gets its sharding.
 
         Raises:
-          CheckpointError: they do not make up the weights.
+          CheckpointError: the arrays do not make up the weights.
         """
         problems = self._match(saved)
         for path, pieces in self.pieces.items():
@@ -136,23 +136,23 @@ class _Fitting:
     def assembled(
         self, path: str, arrays: Mapping[str, jax.Array | np.ndarray]
     ) -> jax.Array:
-        """The weight at `path`, laid out as the initial one, of what was read."""
+        """The weight at `path`, with the initial weight's sharding, from `arrays`."""
         weight, pieces = self._weights[path], self.pieces[path]
         if _is_whole(pieces) and isinstance(arrays[pieces[0].name], jax.Array):
             return arrays[pieces[0].name]
-        whole = np.empty(weight.shape, weight.dtype)
+        value = np.empty(weight.shape, weight.dtype)
         for piece in pieces:
             array = np.asarray(arrays[piece.name])
             if Change.TRANSPOSE in piece.place.changes:
                 array = array.T
-            whole[piece.place.index] = array.reshape(whole[piece.place.index].shape)
+            value[piece.place.index] = array.reshape(value[piece.place.index].shape)
         with wide_elements():
             return jax.make_array_from_callback(
-                weight.shape, weight.sharding, lambda index: whole[index]
+                weight.shape, weight.sharding, lambda index: value[index]
             )
 
     def report(self) -> None:
-        """Says what came of it."""
+        """Logs which weights were taken, and which were not."""
         log_line("took %d weights from %s", len(self.pieces), self._source.checkpoint)
         if initialized := self._initialized():
             log_line(
@@ -166,7 +166,7 @@ class _Fitting:
             )
 
     def _match(self, saved: Mapping[str, ArraySpec]) -> list[str]:
-        """Fills `pieces` and `unused`; what is wrong with rules and patterns."""
+        """Fills `pieces` and `unused`; returns the errors of rules and patterns."""
         self.pieces, self.unused = {}, []
         rules, problems, matched = self._source.read_rules(), [], set()
         for name in sorted(saved):
@@ -204,7 +204,7 @@ class _Fitting:
     def _misfits(
         self, path: str, pieces: Sequence[_Piece], saved: Mapping[str, ArraySpec]
     ) -> list[str]:
-        """Why the pieces do not make up the weight."""
+        """The reasons why the pieces do not make up the weight."""
         wanted, places = self._wanted[path], {}
         rank = len(pieces[0].place.index)
         for piece in pieces:
@@ -255,20 +255,21 @@ class _Fitting:
 
 
 def _is_whole(pieces: Sequence[_Piece]) -> bool:
-    """Whether one array is the weight as it is."""
+    """Whether a single array is the weight as it is."""
     return not pieces[0].place.index and not pieces[0].place.changes
 
 
 def _read(
     source: InitializeFrom, fitting: _Fitting
 ) -> Mapping[str, jax.Array | np.ndarray]:
-    """The arrays that are needed, by their names in the checkpoint."""
+    """The arrays to use, by their names in the checkpoint."""
     path = os.path.expanduser(source.checkpoint)
     if prefix := tf_checkpoint(path):
         if (source.step, source.part) != (None, "theta"):
             raise CheckpointError(
                 f"InitializeFrom.step and part are for a model_dir, but {prefix} is "
-                "TensorFlow's: leave them out, and name the one you want by its prefix"
+                "TensorFlow's: leave them out, and name the checkpoint that you want "
+                "by its prefix"
             )
         return read_tf_checkpoint(prefix, fitting.fit)
     folder = epath.Path(path)

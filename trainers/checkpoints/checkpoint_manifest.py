@@ -1,4 +1,4 @@
-"""What a checkpoint holds, leaf by leaf, and how it differs from what is wanted."""
+"""What a checkpoint holds, leaf by leaf, and how it differs from a given state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ArraySpec:
 
     @classmethod
     def of(cls, leaf: Any) -> ArraySpec:
-        """Of anything that has a shape and a dtype."""
+        """The shape and dtype of anything that has both."""
         return cls(tuple(leaf.shape), str(leaf.dtype))
 
     def __str__(self) -> str:
@@ -33,15 +33,15 @@ def forms(state: NestedMap) -> dict[str, ArraySpec]:
 
 
 def to_json(forms: Mapping[str, ArraySpec]) -> dict[str, Any]:
-    """What the manifest file holds."""
+    """The contents of the manifest file."""
     return {path: dataclasses.asdict(form) for path, form in forms.items()}
 
 
 def from_json(saved: Any) -> dict[str, ArraySpec]:
-    """What `to_json` made.
+    """The inverse of `to_json`.
 
     Raises:
-      ValueError: it is nothing like that.
+      ValueError: `saved` is no result of `to_json`.
     """
     try:
         return {
@@ -52,7 +52,8 @@ def from_json(saved: Any) -> dict[str, ArraySpec]:
         }
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(
-            f"a manifest maps paths to shapes and dtypes, this one does not ({error})"
+            "a manifest maps paths to shapes and dtypes, but this one does not "
+            f"({error})"
         ) from error
 
 
@@ -61,7 +62,7 @@ def differences(
 ) -> list[str]:
     """One line for each leaf that is missing, extra, or of another form.
 
-    Weights come first: what differs in their optimizer slots follows from them.
+    Weights come first: differences in their optimizer slots follow from them.
     """
     lines = []
     paths = saved.keys() | wanted.keys()
@@ -79,7 +80,7 @@ def differences(
 
 
 def bullet_list(lines: Sequence[str]) -> str:
-    """Lines below each other and indented, not too many of them."""
+    """The first lines, indented and below each other, and the number of the rest."""
     shown = list(lines[:_MAX_SHOWN])
     if len(lines) > len(shown):
         shown[-1] = f"... and {len(lines) - len(shown) + 1} more"

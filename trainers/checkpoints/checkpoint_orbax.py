@@ -1,4 +1,4 @@
-"""What Orbax is told to do in other ways than its own."""
+"""What Orbax is made to do otherwise than by default."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from meshwright.framework.compiler.xla.processes import arrive
 
 
 def barrier() -> ocp.multihost.BarrierSyncFn:
-    """Orbax's, for its threads, but none to wait at after a failure.
+    """Orbax's barrier for its threads, but without waiting after a failure.
 
-    Those threads meet the other processes even on the way out of a failure. As the
-    others wait elsewhere by then, the failure would come out after 20 minutes.
+    Orbax's threads meet the other processes even when they fail. As the others wait
+    elsewhere by then, the failure would show only after 20 minutes.
     """
     wait = ocp.multihost.get_barrier_sync_fn()
 
     def wait_unless_failed(*, key: str, timeout_ms: int) -> None:
-        # Whoever saves may be handling an error that has nothing to do with it.
+        # The saving thread may be handling an error unrelated to the save.
         is_background = threading.current_thread() is not threading.main_thread()
         if is_background and (failure := sys.exception()) is not None:
             raise failure
@@ -40,10 +40,10 @@ class _Step(ocp.path.step.Metadata):
 
 
 class StepNames(ocp.path.step.NameFormat[_Step]):
-    """Orbax's names, which are numbers; what they hold is not looked at.
+    """Orbax's names, which are numbers, without a look at the contents.
 
-    By default it reads when each step was saved, from a file that has no digest, and
-    raises all sorts of errors if that is damaged or the clock was wrong. Steps are
+    By default Orbax reads when each step was saved, from a file without a digest, and
+    raises all sorts of errors if that file is damaged or the clock was wrong. Steps are
     ordered by their numbers, never by time.
     """
 
@@ -53,14 +53,14 @@ class StepNames(ocp.path.step.NameFormat[_Step]):
         return self._names.build_name(step)
 
     def find_all(self, base_path: epath.PathLike) -> Iterator[_Step]:
-        for found in self._names.find_all(base_path):
-            yield _Step(step=found.step, path=found.path)
+        for step in self._names.find_all(base_path):
+            yield _Step(step=step.step, path=step.path)
 
     def find_step(self, base_path: epath.PathLike, step: int) -> _Step:
-        found = self._names.find_step(base_path, step)
-        return _Step(step=found.step, path=found.path)
+        metadata = self._names.find_step(base_path, step)
+        return _Step(step=metadata.step, path=metadata.path)
 
 
 def is_not_chatter(record: logging.LogRecord) -> bool:
-    """Whether a record is of more interest than what Orbax says at INFO; a filter."""
+    """A filter: whether a record is of more interest than Orbax's messages at INFO."""
     return record.levelno >= logging.WARNING or "/orbax/" not in record.pathname

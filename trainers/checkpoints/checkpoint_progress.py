@@ -1,4 +1,4 @@
-"""How far a save or a restore is, said now and then when it takes long."""
+"""Logs now and then how far a long save or restore has come."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from meshwright.trainers.startup.messages import log_line
 
 
 class Transfer:
-    """Says every so often how many bytes of a file transfer are done; a context.
+    """A context that logs now and then how many bytes of a file transfer are done.
 
-    What ends within the first interval says nothing. The first process speaks for all.
+    A transfer that ends within the first interval logs nothing. The first process logs
+    for all.
 
     Args:
-      what: is done, such as "saving step 5".
-      total: bytes that there are to do.
-      done: bytes done so far, from any start; `add` counts if it is None.
+      what: what is being done, such as "saving step 5".
+      total: bytes to transfer.
+      done: returns the bytes done so far, from any start; if None, `add` counts them.
     """
 
     interval = 15.0  # seconds
@@ -47,18 +48,18 @@ class Transfer:
             self._thread.start()
 
     def end(self) -> None:
-        """Ends it, in whatever thread; may be called again."""
+        """Ends the watch, in whatever thread; may be called again."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def add(self, count: int) -> None:
-        """Takes note of bytes done; for any thread."""
+        """Counts bytes done; for any thread."""
         with self._lock:
             self._added += count
 
     def _watch(self) -> None:
-        said = False
+        has_logged = False
         while not self._ended.wait(self.interval):
             done, rate = self._so_far()
             log_line(
@@ -68,8 +69,8 @@ class Transfer:
                 self._total / 1e9,
                 rate / 1e9,
             )
-            said = True
-        if said:
+            has_logged = True
+        if has_logged:
             done, rate = self._so_far()
             log_line(
                 "%s: ended, %.2f GB at %.2f GB/s", self._what, done / 1e9, rate / 1e9
@@ -81,12 +82,12 @@ class Transfer:
 
 
 def bytes_written() -> int:
-    """What TensorStore wrote in this process, to disks and buckets."""
+    """Bytes that TensorStore wrote in this process, to disks and buckets."""
     return _counted("bytes_written")
 
 
 def bytes_read() -> int:
-    """What TensorStore read in this process, from disks and buckets."""
+    """Bytes that TensorStore read in this process, from disks and buckets."""
     return _counted("bytes_read")
 
 

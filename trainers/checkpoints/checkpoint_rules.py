@@ -1,4 +1,4 @@
-"""Which weights of another model's checkpoint become which of this model's."""
+"""Which weights of another model's checkpoint become which weights of this model."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _RULE = re.compile(
 
 
 class Missing(enum.Enum):
-    """What becomes of weights that the checkpoint has nothing for."""
+    """What becomes of weights for which the checkpoint has no array."""
 
     ERROR = "error"
     INITIALIZE = "initialize"
 
 
 class Unused(enum.Enum):
-    """What becomes of the checkpoint's weights that go nowhere."""
+    """What becomes of the checkpoint's arrays that go nowhere."""
 
     IGNORE = "ignore"
     ERROR = "error"
 
 
 class Change(enum.Enum):
-    """What is done to an array on its way; both in this order."""
+    """What is done to an array on its way; if both, then in this order."""
 
     TRANSPOSE = "transpose"
-    """Turns the order of its dims around."""
+    """Reverses the order of its dims."""
     RESHAPE = "reshape"
     """Gives it the shape of its place, which has as many elements."""
 
@@ -44,7 +44,7 @@ class Place:
 
     Args:
       path: dotted path of the weight.
-      index: into the weight's first dims, () for all of it.
+      index: into the weight's first dims, () for all of the weight.
       changes: what is done to the array.
     """
 
@@ -58,13 +58,13 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Where arrays go whose names in the checkpoint match.
+    """Where the arrays go whose names in the checkpoint match a pattern.
 
     Args:
-      line: what it was parsed from.
-      source: matches all of a name.
-      path: of the weight, with groups of the match.
-      index: into its first dims, with groups too; "" for none.
+      line: the text that the rule was parsed from.
+      source: the pattern, which matches all of a name.
+      path: the weight's path, with groups of the match.
+      index: into the weight's first dims, with groups too; "" for none.
       changes: what is done to the array.
     """
 
@@ -80,23 +80,23 @@ class Rule:
         Raises:
           ValueError: an index is no number.
         """
-        found = self.source.fullmatch(name)
-        index = found.expand(self.index)
+        match = self.source.fullmatch(name)
+        index = match.expand(self.index)
         try:
-            numbers = tuple(int(one) for one in index.split(",")) if index else ()
+            numbers = tuple(int(number) for number in index.split(",")) if index else ()
         except ValueError:
             raise ValueError(
                 f"the rule '{self.line}' makes {index!r} an index for {name}: it must "
                 "be a number, or several with commas"
             ) from None
-        return Place(path=found.expand(self.path), index=numbers, changes=self.changes)
+        return Place(path=match.expand(self.path), index=numbers, changes=self.changes)
 
 
 def parse_rule(line: str) -> Rule:
     r"""The rule of a line such as `layer_(\d+)/kernel -> body.w[\1] transpose`.
 
     Raises:
-      ValueError: it reads otherwise, or has no regular expression.
+      ValueError: the line reads otherwise, or does not begin with a regular expression.
     """
     match = _RULE.fullmatch(line)
     if match is None:
@@ -129,7 +129,7 @@ def parse_rule(line: str) -> Rule:
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitializeFrom:
-    r"""Weights of another model for a training to begin with; it counts from step 0.
+    r"""Weights of another model for a training to start from; it counts from step 0.
 
     Optimizer slots start afresh, and a moving average starts at these weights.
 
@@ -137,22 +137,22 @@ class InitializeFrom:
     checkpoint, and the dotted path of a weight of this model, with `\1` for what the
     first group matched. `path[\1]` is one of the layers that `Repeat` stacks;
     `transpose` and `reshape` behind it change the array. The first rule that matches a
-    name counts; without one it keeps its name.
+    name counts; an array without a rule keeps its name.
 
     Args:
-      checkpoint: a model_dir, its folder of checkpoints, or a checkpoint of TensorFlow:
-        its prefix or its folder.
-      step: which of a model_dir's checkpoints; None for the newest.
-      part: of the state to take, "theta" or "ema".
-      rules: lines.
+      checkpoint: a model_dir, its folder of checkpoints, or the prefix or folder of a
+        TensorFlow checkpoint.
+      step: the step of a model_dir's checkpoint; None for the newest.
+      part: the part of the state to take, "theta" or "ema".
+      rules: lines as above.
       rules_file: a file of more such lines, with comments behind `#`; "" for none.
       only: regular expressions of paths; other weights are initialized as usual. ()
         for all.
-      missing: "error" or "initialize", for weights that the checkpoint does not have.
-      unused: "ignore" or "error", for arrays of it that go nowhere.
+      missing: "error" or "initialize", for weights that the checkpoint lacks.
+      unused: "ignore" or "error", for arrays of the checkpoint that go nowhere.
 
     Raises:
-      ValueError: a field is none of these.
+      ValueError: a field has none of these values.
       OSError: the file of rules cannot be read.
     """
 
@@ -174,7 +174,7 @@ class InitializeFrom:
             try:
                 object.__setattr__(self, name, kind(getattr(self, name)))
             except ValueError:
-                known = " or ".join(repr(one.value) for one in kind)
+                known = " or ".join(repr(value.value) for value in kind)
                 raise ValueError(
                     f"InitializeFrom.{name} is {getattr(self, name)!r}, must be {known}"
                 ) from None
@@ -192,7 +192,7 @@ class InitializeFrom:
         self.read_rules()
 
     def read_rules(self) -> list[Rule]:
-        """The rules, those of the file last."""
+        """The rules; those of the file come last."""
         lines = list(self.rules)
         if self.rules_file:
             lines += _lines(self.rules_file)

@@ -1,4 +1,4 @@
-"""Reads checkpoints that `tf.train` wrote: of TF 2's objects, and of TF 1's names."""
+"""Reads checkpoints of `tf.train`: TF 2's of objects, and TF 1's of names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import tensorflow as tf
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
 from meshwright.trainers.checkpoints.checkpoint_manifest import ArraySpec
 
-# What tf.train.Checkpoint puts behind the path of every variable.
+# tf.train.Checkpoint puts this behind the path of every variable.
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 def tf_checkpoint(path: str) -> str | None:
-    """The prefix of TensorFlow's checkpoint at `path`, itself one or a folder of some.
+    """The prefix of TensorFlow's checkpoint at `path`: a prefix, or a folder of some.
 
     None if there is none.
     """
@@ -35,12 +35,13 @@ def read_tf_checkpoint(
     """Some variables of a checkpoint; TensorFlow checks the digest of each.
 
     Args:
-      prefix: as `tf_checkpoint` finds it.
-      choose: takes the forms of all by name and returns the names of those to read.
-        `tf.train.Checkpoint`'s are paths of attributes, such as `model/dense/kernel`.
+      prefix: as returned by `tf_checkpoint`.
+      choose: takes the forms of all variables by name, and returns the names of those
+        to read. `tf.train.Checkpoint`'s are paths of attributes, such as
+        `model/dense/kernel`.
 
     Raises:
-      CheckpointError: it is damaged, or none of TensorFlow's.
+      CheckpointError: the checkpoint is damaged, or is not TensorFlow's.
     """
     try:
         reader = tf.train.load_checkpoint(prefix)
@@ -65,5 +66,6 @@ def read_tf_checkpoint(
 def _unreadable(prefix: str, error: Exception) -> CheckpointError:
     text = " ".join(str(error).split())
     return CheckpointError(
-        f"the TensorFlow checkpoint {prefix} cannot be read ({text[:300]}): use another"
+        f"the TensorFlow checkpoint {prefix} cannot be read ({text[:300]}): use "
+        "another checkpoint"
     )

@@ -51,7 +51,7 @@ class Access(enum.Enum):
 
     READ_WRITE = "read_write"
     READ = "read"
-    """Makes, writes and removes nothing: to watch a directory that another fills."""
+    """Makes, writes and removes nothing, to watch a directory that others fill."""
 
 
 class Checkpoints:
@@ -59,20 +59,20 @@ class Checkpoints:
 
     A checkpoint is a state (nested dicts of arrays in their logical shapes), a manifest
     (dotted path -> shape and dtype), the caller's metadata as JSON, and the digests of
-    all files. It is written under a temporary name and renamed when whole: a save that
-    fails or is killed leaves the earlier steps as they are. Files that were damaged
-    afterwards are noticed before they are read (`checkpoint_digests`).
+    all files. It is written under a temporary name and renamed when complete: a save
+    that fails or is killed leaves the earlier steps as they are. Files that were
+    damaged afterwards are noticed before they are read (`checkpoint_digests`).
 
-    In a program of several processes, all make the same calls, and go by the steps
-    that the first one sees. If one cannot read a step, all raise. A save that fails in
-    one raises there alone, at its next call: the others wait, and have to be ended by
-    who started them (`supervisor`).
+    In a program of several processes, all make the same calls, and go by the steps that
+    the first process sees. If a process cannot read a step, all raise. A save that
+    fails in one process raises there alone, at its next call: the others wait, and
+    their starter (`supervisor`) has to end them.
 
     Args:
-      directory: a local path, made if it is not there, or `gs://...`.
+      directory: a local path, made if it does not exist, or `gs://...`.
       max_to_keep: how many of the newest steps to keep; None keeps all.
-      access: whether anything may be written.
-      gather: how processes tell each other a number.
+      access: whether the directory may be written.
+      gather: collects a number from each process.
 
     Raises:
       CheckpointError: the directory cannot be made or written.
@@ -100,9 +100,10 @@ class Checkpoints:
             cleanup_tmp_directories=access is Access.READ_WRITE,
             preservation_policy=ocp.checkpoint_managers.LatestN(max_to_keep),
             async_options=ocp.AsyncOptions(
-                # When it fails in the background, Orbax's threads wait 20 minutes.
+                # If this fails in the background, Orbax's threads wait 20 minutes.
                 create_directories_asynchronously=False,
-                # Between the last byte and the final name: a step has its digests.
+                # It runs between the last byte and the final name: a step has its
+                # digests.
                 post_finalization_callback=self._write_digests,
                 barrier_sync_fn=checkpoint_orbax.barrier(),
             ),
@@ -141,7 +142,7 @@ class Checkpoints:
         first for an earlier save.
 
         Args:
-          step: larger than every step saved so far.
+          step: a number larger than every step saved so far.
           state: nested map of `jax.Array`, in logical shapes, sharded in any way.
           metadata: small and JSON-like; `metadata()` returns it.
 
@@ -159,7 +160,7 @@ class Checkpoints:
             )
         self._check_writable()
         self.check_space(step, sum(array.nbytes for array in state.leaves()))
-        json.dumps(metadata)  # What is no JSON fails here, not in the background.
+        json.dumps(metadata)  # Fails here, not in the background.
         forms = manifests.to_json(manifests.forms(state))
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(_to_dict(state)),
@@ -177,7 +178,7 @@ class Checkpoints:
         """Checks that `needed` bytes are free, for a later `save` of `step`.
 
         Raises:
-          CheckpointError: they are not.
+          CheckpointError: they are not free.
         """
         if not self._local:
             return
@@ -192,7 +193,7 @@ class Checkpoints:
         """Waits for the save under way.
 
         Raises:
-          CheckpointError: it failed in this process; said once.
+          CheckpointError: the save failed in this process; raised once.
         """
         with self._write_errors():
             self._manager.wait_until_finished()
@@ -206,10 +207,10 @@ class Checkpoints:
             self._manager.close()
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """The metadata saved with `step`, or with the newest.
+        """The metadata saved with `step`, or with the newest step.
 
         Raises:
-          CheckpointError: no such step, or it cannot be read.
+          CheckpointError: there is no such step, or it cannot be read.
         """
         step = self.existing(step)
         try:
@@ -224,17 +225,18 @@ class Checkpoints:
             ) from error
 
     def restore(self, step: int | None, abstract: NestedMap) -> NestedMap:
-        """The state saved as `step`, laid out as `abstract` says.
+        """The state saved as `step`, with the shardings of `abstract`.
 
         Args:
-          step: None for the newest that is not damaged. Newer ones, which are, get
-            names such as `12.damaged`, with a warning; only read, they stay.
+          step: None for the newest step that is not damaged. Newer steps, which are
+            damaged, get names such as `12.damaged`, with a warning; with `Access.READ`
+            they stay.
           abstract: nested map of `jax.ShapeDtypeStruct` with shardings, on any mesh.
 
         Raises:
-          CheckpointError: no such step; it is, or all are, damaged; it cannot be read;
-            or it holds other weights than `abstract`, of which the message lists the
-            first.
+          CheckpointError: there is no such step; it is, or all are, damaged; it cannot
+            be read; or it does not hold the weights of `abstract`: the message lists
+            the first differences.
           ValueError: an entry of `abstract` has no sharding.
         """
         _check_shardings(abstract)
@@ -256,16 +258,16 @@ class Checkpoints:
     def restore_part(
         self, step: int | None, choose: Callable[[dict[str, ArraySpec]], NestedMap]
     ) -> NestedMap:
-        """Some leaves of the state saved as `step`.
+        """Some leaves of the state that was saved as `step`.
 
         Args:
           step: as in `restore`.
-          choose: takes the forms of all leaves, by path, and returns the chosen ones as
-            `restore` takes them: at the paths that they are saved under.
+          choose: takes the forms of all leaves, by path, and returns the chosen leaves
+            as `restore` takes them: at the paths that they are saved under.
 
         Raises:
-          CheckpointError: no such step; it is, or all are, damaged; or it cannot be
-            read.
+          CheckpointError: there is no such step; it is, or all are, damaged; or it
+            cannot be read.
           ValueError: a chosen leaf has no sharding.
         """
 
@@ -281,14 +283,14 @@ class Checkpoints:
         return self._read_intact(step, read)
 
     def _read_intact(self, step: int | None, read: Callable[[int], T]) -> T:
-        """`read` of `step`, or of the newest step that is as it was saved."""
+        """The result of `read` for `step`, or for the newest step that is intact."""
         if step is not None:
             try:
                 return self._verified_read(self.existing(step), read)
             except DamagedError as error:
-                others = [one for one in self.steps() if one != step]
-                other = f"take step {others[-1]}" if others else "there is no other"
-                raise CheckpointError(f"{error}; {other}") from error
+                steps = [s for s in self.steps() if s != step]
+                remedy = f"take step {steps[-1]}" if steps else "there is no other"
+                raise CheckpointError(f"{error}; {remedy}") from error
         damaged: dict[int, DamagedError] = {}
         while (step := self._newest(skipped=damaged)) is not None:
             try:
@@ -300,8 +302,8 @@ class Checkpoints:
                 else:
                     log.warning("%s was removed while it was read", self._folder(step))
             else:
-                for other in damaged:
-                    self._set_aside(other, instead=step)
+                for number in damaged:
+                    self._set_aside(number, instead=step)
                 return result
         if damaged:
             raise CheckpointError(
@@ -319,7 +321,7 @@ class Checkpoints:
                 if size > _MAX_JSON and "/d/" not in path:  # Arrays are in folders `d`.
                     raise ValueError(f"{path} has {size:,} bytes, too many to describe")
             result = read(step)
-        except CheckpointError:  # It does not fit: in all processes alike.
+        except CheckpointError:  # It does not fit, in all processes alike.
             raise
         # Orbax and TensorStore raise KeyError, ValueError, plain Exception, ...
         except Exception as error:
@@ -341,21 +343,21 @@ class Checkpoints:
                 if not aside.exists():
                     break
                 aside = self._directory / f"{step}.damaged.{count}"
-            # Who removes old steps may have been faster.
+            # Another process's retention may have been faster.
             with contextlib.suppress(FileNotFoundError):
                 folder.rename(aside)
                 log.warning("kept the damaged checkpoint as %s", aside)
         log.warning("going on from step %d instead of step %d", instead, step)
-        self._gather(0)  # All wait for the new name.
+        self._gather(0)  # All processes wait for the new name.
 
     def _folder(self, step: int) -> epath.Path:
         return self._directory / str(step)
 
     def existing(self, step: int | None = None) -> int:
-        """`step` if it is on disk, or the newest for None. Waits for a save under way.
+        """`step` if on disk, or the newest step if None. Waits for a save under way.
 
         Raises:
-          CheckpointError: there is no such step, or none at all.
+          CheckpointError: there is no such step, or no step at all.
         """
         newest = self.latest_step()
         if newest is None:
@@ -366,18 +368,18 @@ class Checkpoints:
         if not self._gather(step in steps)[0]:
             raise CheckpointError(
                 f"there is no checkpoint of step {step} in {self._directory}, only of "
-                + ", ".join(str(one) for one in steps)
+                + ", ".join(str(s) for s in steps)
             )
         return step
 
     def _newest(self, *, skipped: Container[int]) -> int | None:
-        """The newest step that the first process sees, but for some."""
+        """The newest step that the first process sees, other than `skipped`."""
         newest = max((s for s in self.steps() if s not in skipped), default=-1)
         newest = self._gather(newest)[0]
         return None if newest < 0 else newest
 
     def _steps_on_disk(self) -> list[int]:
-        # What Orbax remembers is stale after a failed save, or when others write.
+        # Orbax's memory is stale after a failed save, or when others write.
         self._manager.reload()
         return sorted(self._manager.all_steps())
 
@@ -394,7 +396,7 @@ class Checkpoints:
         args: ocp.args.CheckpointArgs,
         abstract: NestedMap,
     ) -> NestedMap:
-        # Not by Orbax's manager, whose barrier a process that fails would never reach.
+        # Not with Orbax's manager: a process that fails would never reach its barrier.
         what, size = f"restoring step {step}", _bytes_here(abstract)
         with Transfer(what, size, done=bytes_read), wide_elements():
             state = NestedMap(handler.restore(self._folder(step) / "state", args=args))
@@ -402,9 +404,9 @@ class Checkpoints:
         return state
 
     def _write_digests(self) -> None:
-        """Runs in the background of the first process, when all files are written."""
+        """Runs in the background of the first process, once all files are written."""
         self._end_writing()
-        # A bucket knows no renaming: there, what marks a step as whole comes last.
+        # A bucket has no renaming: there, the mark of a complete step comes last.
         temporary = f"{self._saving}{ocp.utils.TMP_DIR_SUFFIX}"
         folders = [self._directory / temporary, self._folder(self._saving)]
         digests.write(next(folder for folder in folders if folder.exists()))
@@ -456,7 +458,7 @@ def _check_shardings(abstract: NestedMap) -> None:
 
 
 def _bytes_here(state: NestedMap) -> int:
-    """Bytes of arrays, or of what they are to be, in the memory of this process."""
+    """Bytes of arrays, real or abstract, in the memory of this process."""
     total = 0
     for leaf in state.leaves():
         places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
