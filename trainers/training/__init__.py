@@ -1,1 +1,1 @@
-"""The training loop, and what watches it."""
+"""The training loop, and the parts that watch it."""

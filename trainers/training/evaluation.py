@@ -1,4 +1,4 @@
-"""Evaluation: metrics over held-out batches, and what the model says of some."""
+"""Evaluation: metrics over held-out batches, and the model's predictions for some."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from meshwright.trainers.training.summaries import Summaries, metric_tags
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What an evaluation finds.
+    """The results of an evaluation.
 
     Args:
       metrics: by name.
       heat_maps: see `Task.heat_maps`.
-      decoding: what was decoded, if anything.
+      decoding: the decoded examples' scores, empty if none were decoded.
     """
 
     metrics: dict[str, float]
@@ -41,7 +41,7 @@ def evaluate(
 ) -> Evaluation | None:
     """Metrics over the held-out batches, by the moving average if there is one.
 
-    None if stopped in the middle. The folder is for files of what is decoded.
+    None if stopped in the middle. The folder is for files of decoded examples.
     """
     experiment, task = programs.experiment, programs.experiment.task
     theta = state.weights()
@@ -68,11 +68,11 @@ def evaluate(
 def sums_over(
     programs: StepPrograms, theta: NestedMap, batches: Iterable[NestedMap], rows: range
 ) -> dict[str, np.ndarray]:
-    """What the evaluation program's sums come to over batches, float64, by path.
+    """Totals over batches of the evaluation program's sums, float64, by path.
 
     Args:
-      programs: of the experiment.
-      theta: as `TrainState.weights` has them.
+      programs: the experiment's programs.
+      theta: weights as `TrainState.weights` returns them.
       batches: NumPy arrays, these rows of the global batch.
       rows: see `Arguments.local_rows`.
     """
@@ -85,7 +85,7 @@ def sums_over(
 
 
 class _StoppedError(Exception):
-    """The run is to end; raised through what evaluates or decodes."""
+    """The run is to end; raised through evaluation or decoding."""
 
 
 def _until_stopped(
@@ -100,9 +100,9 @@ def _until_stopped(
 def _decode(
     programs: StepPrograms, theta: NestedMap, stop: StopRequest, folder: str
 ) -> DecodeResult:
-    """What the model says of held-out examples.
+    """The scores of the model's predictions for held-out examples.
 
-    The folder gets the task's files when all are there.
+    The folder gets the task's files once all are written.
     """
     experiment = programs.experiment
     decoding = experiment.task.decoding
@@ -114,10 +114,10 @@ def _decode(
         for batch in _until_stopped(readable(batches), stop)
     )
     with tempfile.TemporaryDirectory(prefix="predictions") as scratch:
-        found = decoding.score(pairs, pathlib.Path(scratch))
+        result = decoding.score(pairs, pathlib.Path(scratch))
         if is_first_process():
             _copy(pathlib.Path(scratch), epath.Path(folder))
-    return found
+    return result
 
 
 def _copy(files: pathlib.Path, folder: epath.Path) -> None:
@@ -126,12 +126,12 @@ def _copy(files: pathlib.Path, folder: epath.Path) -> None:
         epath.Path(file).copy(folder / file.name, overwrite=True)
 
 
-def summarize(summaries: Summaries, step: int, found: Evaluation) -> None:
-    summaries.scalars(step, metric_tags(found.metrics))
-    summaries.heat_maps(step, found.heat_maps)
-    summaries.pictures(step, found.decoding.pictures)
-    if found.decoding.samples:
-        summaries.text(step, "samples", found.decoding.samples)
+def summarize(summaries: Summaries, step: int, evaluation: Evaluation) -> None:
+    summaries.scalars(step, metric_tags(evaluation.metrics))
+    summaries.heat_maps(step, evaluation.heat_maps)
+    summaries.pictures(step, evaluation.decoding.pictures)
+    if evaluation.decoding.samples:
+        summaries.text(step, "samples", evaluation.decoding.samples)
     summaries.note_complete(step)
 
 

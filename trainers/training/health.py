@@ -1,4 +1,4 @@
-"""How a training fares: numbers that are not finite, time that was not training."""
+"""How a training fares: values that are not finite, time not spent training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _KEY = "history"
 
 @dataclasses.dataclass(kw_only=True)
 class History:
-    """What a training went through, over all its runs; checkpoints keep it.
+    """The history of a training over all its runs; checkpoints keep it.
 
     Args:
       began: when the first run began, seconds since the epoch.
       productive: seconds spent in steps whose results the training goes on from.
       skipped_steps: steps that changed no weight, see `NotFinite.SKIP`.
       roll_backs: see `NotFinite.ROLL_BACK`.
-      batches_passed: batches that the input is ahead of the steps, by roll backs.
+      batches_passed: number of batches that the input is ahead of the steps, by roll
+        backs.
     """
 
     began: float = dataclasses.field(default_factory=time.time)
@@ -33,10 +34,10 @@ class History:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> History:
-        """What a checkpoint's metadata says; of what it does not say, the defaults.
+        """The history in a checkpoint's metadata; what it lacks has the default.
 
         Raises:
-          ValueError: it is no such history.
+          ValueError: the metadata hold something else there.
         """
         saved = metadata.get(_KEY, {})
         kinds = {field.name: field.type for field in dataclasses.fields(cls)}
@@ -50,27 +51,27 @@ class History:
         return cls(**{**known, **counts})
 
     def metadata(self) -> dict[str, Any]:
-        """To keep with a checkpoint."""
+        """The entry for a checkpoint's metadata."""
         return {_KEY: dataclasses.asdict(self)}
 
     def goodput(self) -> float:
         """Share of the wall time since the training began that went into its steps.
 
-        What is left are compiling, saving, evaluating, steps that were lost or rolled
+        The rest went into compiling, saving, evaluating, steps that were lost or rolled
         back, and the time between runs.
         """
-        # A clock that was set back must not make it more than all.
+        # A clock that was set back must not make the share more than 1.
         elapsed = max(time.time() - self.began, self.productive, 1e-9)
         return self.productive / elapsed
 
     def scalars(self, policy: NotFinite) -> dict[str, float]:
-        """For TensorBoard, by tag."""
-        found = {"run/goodput": self.goodput()}
+        """Scalars for TensorBoard, by tag."""
+        scalars = {"run/goodput": self.goodput()}
         if policy is NotFinite.SKIP:
-            found["run/skipped_steps"] = self.skipped_steps
+            scalars["run/skipped_steps"] = self.skipped_steps
         if policy is NotFinite.ROLL_BACK:
-            found["run/roll_backs"] = self.roll_backs
-        return found
+            scalars["run/roll_backs"] = self.roll_backs
+        return scalars
 
 
 def _is_count(value: Any) -> bool:

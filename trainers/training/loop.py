@@ -1,7 +1,7 @@
 """The training loop, and evaluation.
 
-Read top to bottom: `train_and_evaluate` and `evaluate_latest` are what the main calls.
-Steps count from 1: step n makes the n-th update, and checkpoint n holds its result.
+Read top to bottom: the main calls `train_and_evaluate` and `evaluate_latest`. Steps
+count from 1: step n makes the n-th update, and checkpoint n holds its result.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Run:
         return os.path.join(self.model_dir, "checkpoints")
 
     def predictions_dir(self, step: int) -> str:
-        """For files of what the model says of held-out examples at a step."""
+        """The folder for files of the model's predictions for held-out examples."""
         return os.path.join(self.model_dir, "predictions", f"step_{step}")
 
 
@@ -99,13 +99,13 @@ def train_and_evaluate(
 ) -> TrainResult:
     """Trains from the newest checkpoint in the run's folder, or from the start.
 
-    SIGTERM or Ctrl-C ends it after the call under way, and what was trained is saved;
-    of several processes all `peers` call this, and stop after the same step.
+    SIGTERM or Ctrl-C ends training after the call under way, and saves its state; of
+    several processes all `peers` call this, and stop after the same step.
 
     Raises:
-      TrainingError: a loss, gradient or weight is not finite; it is not saved.
+      TrainingError: a loss, gradient or weight is not finite; the state is not saved.
       CheckpointError: see `Checkpoints`.
-      OSError: no data, or a folder that cannot be written.
+      OSError: there is no data, or a folder cannot be written.
       ReplicationError: more is left replicated than the experiment's budget.
       ValueError: the checkpoint's step does not fit with `steps_per_loop`.
     """
@@ -119,7 +119,7 @@ def train_and_evaluate(
 
 
 def check_is_saved(run: Run) -> None:
-    """Checks that there is a checkpoint to evaluate, before data are read for that.
+    """Checks that there is a checkpoint to evaluate, before any data are read.
 
     Raises:
       CheckpointError: there is none.
@@ -131,14 +131,14 @@ def check_is_saved(run: Run) -> None:
 def evaluate_latest(
     programs: StepPrograms, run: Run, peers: Peers | None = None
 ) -> dict[str, float] | None:
-    """Evaluates the newest checkpoint; writes summaries, and what the task predicts.
+    """Evaluates the newest checkpoint; writes summaries, and the task's predictions.
 
-    None if a signal stopped it before its end; of several processes all `peers` call
+    None if a signal stopped the evaluation early; of several processes all `peers` call
     this.
 
     Raises:
       CheckpointError: there is none, or see `Checkpoints.restore`.
-      OSError: no data, or a folder that cannot be written.
+      OSError: there is no data, or a folder cannot be written.
     """
     with Checkpoints(run.checkpoint_dir, access=Access.READ) as checkpoints:
         abstract = TrainState.abstract(programs)
@@ -146,12 +146,12 @@ def evaluate_latest(
     log_line("evaluating step %d", state.step)
     folder = run.predictions_dir(state.step)
     with stop_on_signals(peers) as stop:
-        found = evaluate(programs, state, stop, folder)
-    if found is None:
+        evaluation = evaluate(programs, state, stop, folder)
+    if evaluation is None:
         return None
     with contextlib.closing(Summaries(run.model_dir, "eval")) as summaries:
-        summarize(summaries, state.step, found)
-    return found.metrics
+        summarize(summaries, state.step, evaluation)
+    return evaluation.metrics
 
 
 class _Loop:
@@ -214,7 +214,7 @@ class _Loop:
         )
 
     def _report_updates(self, step: int) -> None:
-        """Says which weight updates are sharded."""
+        """Logs which weight updates are sharded."""
         updates = self.programs.traced_main.updates
         if updates is not None:
             log_line("%s", updates.summary())
@@ -223,7 +223,7 @@ class _Loop:
             log_line("weight updates (all): none, as no mesh axis splits the batch")
 
     def _train(self, state: TrainState, step: int) -> int:
-        """Trains from `step` on and saves; returns the step it came to."""
+        """Trains from `step` on and saves; returns the last step."""
         experiment, steps = self.experiment, self.experiment.steps_per_loop
         if (experiment.num_steps - step) % steps:
             raise ValueError(
@@ -249,7 +249,7 @@ class _Loop:
                     step = self._rolled_back(state, error)
 
     def _make_steps(self, main, state: TrainState, step: int, watchdog) -> int:
-        """Trains from `step` on and saves; returns the step it came to."""
+        """Trains from `step` on and saves; returns the last step."""
         experiment, steps = self.experiment, self.experiment.steps_per_loop
         calls = _device_batches(self.programs, step + self.history.batches_passed)
         saved_step = step
@@ -262,7 +262,8 @@ class _Loop:
             watchdog=watchdog,
         ) as progress:
             while step < experiment.num_steps:
-                # Before it is this process's turn, for the others to see who is late.
+                # Read before this process's arrival, so that the others see who is
+                # late.
                 batches = next(calls)
                 if self.stop.reached():
                     break
@@ -305,21 +306,22 @@ class _Loop:
         return main
 
     def _replicated(self) -> list[replication.ReplicatedTensor]:
-        """Reports what of state and batch is left replicated, before any compiling."""
-        found = replication.replicated_state(self.programs)
-        for line in replication.report_lines(self.programs, found):
+        """Reports what stays replicated of state and batch, before any compiling."""
+        tensors = replication.replicated_state(self.programs)
+        for line in replication.report_lines(self.programs, tensors):
             log_line("%s", line)
-        replication.check_budget(found, self.experiment.replicated_budget)
-        return found
+        replication.check_budget(tensors, self.experiment.replicated_budget)
+        return tensors
 
     def _check_activations(self, main: Program) -> None:
-        """With a budget: activations count too, for a second, shorter compilation."""
+        """Checks any budget with activations too, by a second, shorter compilation.
+        """
         budget = self.experiment.replicated_budget
         if budget is None or main.mesh.size == 1:
             return
         explanation = explain(main)
-        for one in explanation.rematerialized():
-            lines = "\n".join(rematerialized_lines(one))
+        for reshard in explanation.rematerialized():
+            lines = "\n".join(rematerialized_lines(reshard))
             log.warning("a tensor is made whole on every device:\n%s", lines)
         state = replication.replicated_state(self.programs)
         activations = replication.replicated_activations(explanation)
@@ -331,7 +333,7 @@ class _Loop:
             return self._initial()
         log_line("restoring step %d from %s", step, self.run.checkpoint_dir)
         abstract = TrainState.abstract(self.programs)
-        # An earlier step, if that one is damaged.
+        # Restores an earlier step if that step is damaged.
         restored = self.checkpoints.restore(None, abstract)
         state = TrainState(self.programs, restored)
         metadata = self.checkpoints.metadata(state.step)
@@ -343,14 +345,15 @@ class _Loop:
     def _initial(self) -> TrainState:
         source, taken = self.experiment.initialize_from, {}
         if source is not None:
-            # First: what does not fit is told before anything is compiled.
+            # This comes first: weights that do not fit raise before anything is
+            # compiled.
             taken = weights_from(source, TrainState.abstract(self.programs).theta)
         log_line("initializing weights")
         state = TrainState.initial(self.programs)
         return TrainState(self.programs, with_weights(state.logical(), taken))
 
     def _warn_of_other_data(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Says so if training batches are not those of the run that saved `step`."""
+        """Warns if training batches are not those of the run that saved `step`."""
         saved = metadata.get("batches")
         saved = saved if isinstance(saved, Mapping) else {}
         changed = [k for k, v in self.fingerprint.items() if saved.get(k) != v]
@@ -363,20 +366,20 @@ class _Loop:
             )
 
     def _note_other_configuration(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Says what differs from the configuration that `step` was saved with."""
+        """Logs the differences from the configuration that `step` was saved with."""
         saved = metadata.get("config")
         if not self.run.config or not saved:
             return  # Not built by gin.
         try:
-            found = changes(saved, self.run.config)
+            changed = changes(saved, self.run.config)
         except (ValueError, TypeError):
             log.warning("the configuration in checkpoint step %d cannot be read", step)
             return
-        if found:
-            log_line("configured otherwise than checkpoint step %d: %s", step, found)
+        if changed:
+            log_line("configured otherwise than checkpoint step %d: %s", step, changed)
 
     def _save(self, step: int, state: TrainState) -> None:
-        """Saves in the background what is fit to be trained on."""
+        """Saves the state in the background, or raises if it is not finite."""
         finite = to_host(self.programs.finite(state.stored()))
         paths = [path for path, _ in self.programs.state_specs.items_by_path()]
         bad = [path for path, good in zip(paths, finite, strict=True) if not good]
@@ -395,7 +398,7 @@ class _Loop:
         """Goes back to the newest checkpoint; returns its step.
 
         Raises:
-          TrainingError: that is not what is to be done, or was done too often.
+          TrainingError: the experiment does not roll back, or has done so too often.
         """
         is_first = self.checkpoints.latest_step() is None
         self.roll_backs_since_save += 1
@@ -434,12 +437,12 @@ class _Loop:
         if done or not self.run.evaluate or self.stop.reached():
             return
         folder = self.run.predictions_dir(step)
-        found = evaluate(self.programs, state, self.stop, folder)
-        if found is None:
+        evaluation = evaluate(self.programs, state, self.stop, folder)
+        if evaluation is None:
             return
-        self.evaluation, self.evaluated_step = found.metrics, step
-        summarize(self.eval_summaries, step, found)
-        log_line("step %d: held-out %s", step, format_metrics(found.metrics))
+        self.evaluation, self.evaluated_step = evaluation.metrics, step
+        summarize(self.eval_summaries, step, evaluation)
+        log_line("step %d: held-out %s", step, format_metrics(evaluation.metrics))
 
     def _explained(self, error: NotFiniteError, when: str = "") -> TrainingError:
         steps = ", ".join(map(str, self.checkpoints.steps()))
@@ -454,7 +457,7 @@ class _Loop:
 
 
 def _device_batches(programs: StepPrograms, start_step: int) -> Iterator[NestedMap]:
-    """Batches for one call of the main program after another, on its devices."""
+    """Batches for successive calls of the main program, on its devices."""
     arguments = programs.main.arguments
     rows = arguments.local_rows(1, dim=1)
     for batches in call_batches(programs.experiment, start_step, rows):
@@ -462,7 +465,7 @@ def _device_batches(programs: StepPrograms, start_step: int) -> Iterator[NestedM
 
 
 def _warn_of_unknown_dims(programs: StepPrograms) -> None:
-    """Says so if the plan splits a dim that nothing has: a typo splits nothing."""
+    """Warns if the plan splits a dim that nothing has: a typo splits nothing."""
     plan = programs.experiment.plan
     weight_dims = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
     tables = {

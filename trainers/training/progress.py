@@ -1,4 +1,4 @@
-"""What a user sees of training: progress bar, log lines, points, and bad numbers."""
+"""What a user sees of training: progress bar, log lines, points, bad values."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ log = logging.getLogger("absl")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of the main program whose metrics nobody has waited for yet."""
+    """A call of the main program whose metrics have not been waited for yet."""
 
     last_step: int
     metrics: NestedMap
 
 
 class Progress(contextlib.AbstractContextManager):
-    """Follows the calls of the main program; the context is that of its bar.
+    """Follows the calls of the main program; a context, which closes the bar.
 
     Args:
-      experiment: what is trained.
-      summaries: where the points go.
-      start: updates made before.
+      experiment: the experiment that is trained.
+      summaries: get the points.
+      start: number of updates made before.
       losses: gets the loss of each step.
-      history: gets the seconds of steps, and those that were skipped.
-      watchdog: told of calls.
+      history: gets the seconds of steps, and the number of skipped steps.
+      watchdog: gets the time of each call.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Progress(contextlib.AbstractContextManager):
         self._skipped_in_a_row = 0
         self._in_flight: collections.deque[_Call] = collections.deque()
         self._peak_flops = peak_flops(experiment.plan.mesh.size)
-        # A log file gets a line now and then; a terminal a live bar.
+        # A log file gets a line now and then; a terminal gets a live bar.
         self._live = sys.stderr.isatty()
         self._bar = tqdm.tqdm(
             initial=start,
@@ -80,11 +80,11 @@ class Progress(contextlib.AbstractContextManager):
         self._bar.close()
 
     def add(self, last_step: int, metrics: NestedMap) -> None:
-        """Takes note of a call just made, whose results may be long in coming."""
+        """Adds a call just made, whose results may be long in coming."""
         self._in_flight.append(_Call(last_step=last_step, metrics=metrics))
 
     def wait(self, *, in_flight: int = 0) -> None:
-        """Waits for calls and reports them until only so many are left.
+        """Waits for calls and reports them until only `in_flight` are left.
 
         Raises:
           NotFiniteError: a loss or gradient is not finite.
@@ -94,7 +94,7 @@ class Progress(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def pause(self, doing: str):
-        """Does something else meanwhile, when no call is in flight."""
+        """A context for doing something else, when no call is in flight."""
         self._bar.set_description_str(doing, refresh=self._live)
         self._watchdog.rest()
         yield
@@ -103,7 +103,7 @@ class Progress(contextlib.AbstractContextManager):
         self._watchdog.resume()
 
     def _start_window(self) -> None:
-        """Starts the steps that the next point of step time and tokens/s is about."""
+        """Starts the window that the next point of step time and tokens/s covers."""
         self._clock, self._seconds, self._steps = time.perf_counter(), 0.0, 0
 
     def _report(self, call: _Call) -> None:
@@ -134,23 +134,23 @@ class Progress(contextlib.AbstractContextManager):
         if not bad:
             self._skipped_in_a_row = 0
             return
-        found = f"{bad[0]} is {values[bad[0]]} at step {step}"
+        problem = f"{bad[0]} is {values[bad[0]]} at step {step}"
         if self._experiment.not_finite is not NotFinite.SKIP:
-            raise NotFiniteError(step, found)
+            raise NotFiniteError(step, problem)
         self._history.skipped_steps += 1
         self._skipped_in_a_row += 1
-        log.warning("%s: skipped", found)
+        log.warning("%s: skipped", problem)
         if self._skipped_in_a_row > self._experiment.not_finite_limit:
             raise NotFiniteError(
-                step, f"{found}, the {self._skipped_in_a_row}th step skipped in a row"
+                step, f"{problem}, the {self._skipped_in_a_row}th step skipped in a row"
             )
 
     def _write_scalars(self, step: int, metrics: NestedMap, seconds: float) -> None:
         task, batch = self._experiment.task, self._experiment.global_batch
         sums = {path: v[-1] for path, v in metrics.sums.items_by_path()}
         scalars = metric_tags({"loss": float(metrics.loss[-1])} | task.metrics(sums))
-        others = {k: v for k, v in metrics.items() if k not in ("sums", "loss")}
-        scalars |= {f"optimizer/{k}": float(v[-1]) for k, v in others.items()}
+        rest = {k: v for k, v in metrics.items() if k not in ("sums", "loss")}
+        scalars |= {f"optimizer/{k}": float(v[-1]) for k, v in rest.items()}
         scalars |= self._history.scalars(self._experiment.not_finite)
         scalars["speed/step_time_s"] = seconds
         scalars["speed/tokens_per_s"] = task.tokens(batch) / seconds

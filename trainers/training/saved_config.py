@@ -1,4 +1,4 @@
-"""What the text of a configuration says: to compare two, and for tables."""
+"""Reads the text of a configuration, to compare two texts, and for tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_SHOWN = 10
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
-    """`@name`, `@name()` or `%NAME`, which are not looked up."""
+    """A reference `@name`, `@name()` or `%NAME`, which is not looked up."""
 
     text: str
 
@@ -32,36 +32,36 @@ class _AsText(config_parser.ParserDelegate):
 def parameters(text: str) -> dict[str, Any]:
     """The value of each class's parameter in an operative configuration.
 
-    Macros are replaced by their values; references to classes are no values, but `repr`
-    gives what the text has.
+    Macros are replaced by their values; a reference to a class is no value, but its
+    `repr` is its text.
 
     Raises:
-      ValueError: it is no text of a configuration.
+      ValueError: `text` is no configuration.
     """
-    found, macros = {}, {}
+    values, macros = {}, {}
     try:
         for statement in config_parser.ConfigParser(text, _AsText()):
             if isinstance(statement, config_parser.BindingStatement):
                 scope = f"{statement.scope}/" if statement.scope else ""
                 if statement.arg_name:
                     name = f"{scope}{statement.selector}.{statement.arg_name}"
-                    found[name] = statement.value
+                    values[name] = statement.value
                 else:
                     macros[f"%{scope}{statement.selector}"] = statement.value
     # Checkpoints may be damaged.
     except (SyntaxError, tokenize.TokenError, RecursionError) as error:
         raise ValueError(f"no configuration: {error}") from error
-    for name, value in found.items():
+    for name, value in values.items():
         seen = set()
         while isinstance(value, _Reference) and value.text not in seen:
             seen.add(value.text)
             value = macros.get(value.text, value)
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def hyperparameters(text: str) -> dict[str, bool | float | str]:
-    """The parameters as TensorBoard's table of them takes them: numbers and texts."""
+    """The parameters as TensorBoard's HParams table takes them: numbers and texts."""
     return {
         name: value if isinstance(value, (bool, int, float, str)) else repr(value)
         for name, value in parameters(text).items()
@@ -69,7 +69,7 @@ def hyperparameters(text: str) -> dict[str, bool | float | str]:
 
 
 def changes(before: str, now: str) -> str:
-    """What differs between two configurations, on one line; "" if nothing does."""
+    """The differences of two configurations, on one line; "" if there are none."""
     old, new = parameters(before), parameters(now)
     differ = [
         f"{name}: {_shown(old, name)} -> {_shown(new, name)}"

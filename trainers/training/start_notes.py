@@ -1,4 +1,4 @@
-"""What is said once at the start of a run, as nothing else would say it."""
+"""Notes logged once at the start of a run, which nothing else would report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.trainers.experiment.step_programs import StepPrograms
 
 
 def start_notes(programs: StepPrograms) -> list[str]:
-    """Lines about padding, and about schedules that go on after the last step."""
+    """Lines about padding, and about schedules that do not end by the last step."""
     notes = []
     if padded := list(dict.fromkeys(_padded_dims(programs))):
         notes.append(
@@ -23,7 +23,7 @@ def start_notes(programs: StepPrograms) -> list[str]:
         if end > experiment.num_steps:
             notes.append(
                 f"Experiment.num_steps = {experiment.num_steps} ends the training "
-                f"before {name} = {end}: the schedule does not come to its end"
+                f"before {name} = {end}: the schedule does not reach its end"
             )
     return notes
 

@@ -13,13 +13,13 @@ log = logging.getLogger("absl")
 
 
 class StepProfile:
-    """Traces the calls of the main program that make the steps asked for.
+    """Traces the calls of the main program that make the requested steps.
 
-    A trace is of whole calls: with several steps in a compiled loop it may begin and
-    end some steps early and late. Calls show as the step that they begin with.
+    A trace covers full calls: with several steps in a compiled loop it may begin some
+    steps early and end some steps late. A call shows as the step that it begins with.
 
     Args:
-      folder: the trace goes to `plugins/profile` below it, where TensorBoard looks.
+      folder: the trace goes to its `plugins/profile`, where TensorBoard looks.
       steps: (first, last) step, from 1, or None for no trace.
     """
 
@@ -29,10 +29,10 @@ class StepProfile:
         self._tracing = False
 
     def warn_unless_within(self, first: int, last: int) -> None:
-        """Says so if a run of steps `first` to `last` has none to trace."""
+        """Warns if a run of steps `first` to `last` has none to trace."""
         if self._steps and (self._steps[1] < first or last < self._steps[0]):
             log.warning(
-                "nothing to profile: steps %d to %d are asked for, this run makes "
+                "nothing to profile: steps %d to %d are requested, but this run makes "
                 "steps %d to %d",
                 *self._steps,
                 first,
@@ -54,7 +54,7 @@ class StepProfile:
         self._tracing = True
 
     def call(self, first: int) -> contextlib.AbstractContextManager:
-        """The context of a call whose first step is `first`, named so in the trace."""
+        """The context of a call whose first step is `first`, its name in the trace."""
         if not self._tracing:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=first)

@@ -25,13 +25,13 @@ class StopRequest:
         self._peers = peers
 
     def reached(self) -> bool:
-        """Whether to stop here; asked before each unit of work.
+        """Whether to stop here; to be called before each unit of work.
 
-        All processes ask before the same ones, and get the same answer.
+        All processes call it before the same units, and get the same answer.
         """
         if self.signal is None:
-            peers, asked = self._peers, self.asked
-            self.signal = asked if peers is None else peers.stop_reached(asked)
+            peers, received = self._peers, self.asked
+            self.signal = received if peers is None else peers.stop_reached(received)
         return self.signal is not None
 
 
@@ -39,11 +39,11 @@ class StopRequest:
 def stop_on_signals(peers: Peers | None = None) -> Iterator[StopRequest]:
     """Turns SIGTERM and Ctrl-C into a request while the context lasts.
 
-    One process that gets a signal stops all `peers`.
+    A signal that one process gets stops all `peers`.
 
     A Ctrl-C after that interrupts at once. Further SIGTERMs change nothing: `timeout`
-    and others send two. Outside of the main thread, which alone gets signals, nothing
-    ever is requested.
+    and others send two. Outside the main thread, which alone gets signals, nothing is
+    ever requested.
     """
     request = StopRequest(peers)
 
@@ -59,15 +59,15 @@ def stop_on_signals(peers: Peers | None = None) -> Iterator[StopRequest]:
 
     handled = {}
     try:
-        for one in (signal.SIGTERM, signal.SIGINT):
-            handled[one] = signal.signal(one, on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handled[number] = signal.signal(number, on_signal)
     except ValueError:  # Not in the main thread.
         pass
     try:
         yield request
     finally:
-        for one, before in handled.items():
-            signal.signal(one, before)
+        for number, before in handled.items():
+            signal.signal(number, before)
 
 
 def _write(text: str) -> None:

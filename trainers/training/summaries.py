@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run."""
+"""What TensorBoard shows about a run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ log = logging.getLogger("absl")
 class Summaries:
     """Writes scalars, texts and images below `model_dir`; they are on disk at once.
 
-    Of several processes the first one writes, the others say the same to nobody.
-    The first point takes the place of those that an earlier run wrote from its step on:
-    a run that was killed had gone on after the checkpoint that this one starts from.
-    A disk that fills up later costs points, not the training: it is warned of once.
+    Of several processes only the first writes. The first point replaces the points that
+    an earlier run wrote from its step on: a run that was killed had gone on after the
+    checkpoint that this run starts from. A disk that fills up later costs points, not
+    the training: a single warning says so.
 
     Args:
       model_dir: the run's folder.
-      name: sub-folder, such as "train" or "eval": a run of its own in TensorBoard.
-      flag: what the folder is chosen by, for messages.
+      name: sub-folder, such as "train" or "eval": a separate run in TensorBoard.
+      flag: the flag that sets the folder, for messages.
 
     Raises:
       OSError: the folder cannot be written.
@@ -65,11 +65,11 @@ class Summaries:
                 tf.summary.scalar(name, np.float32(value))
 
     def go_back(self) -> None:
-        """The next point takes the place of those at and after its step."""
+        """Lets the next point replace the points at and after its step."""
         self._is_new = is_first_process()
 
     def note_complete(self, step: int) -> None:
-        """Remembers, for later runs, that all there is to say of `step` was said."""
+        """Records, for later runs, that the summaries of `step` are complete."""
         if is_first_process():
             with self._failures_as_warnings(), tf.io.gfile.GFile(self._note, "w") as f:
                 f.write(str(step))
@@ -80,7 +80,7 @@ class Summaries:
         All processes must call it.
         """
         text = ""
-        # Who writes it may have been killed: then there is none, or half a number.
+        # The writer may have been killed: then there is no file, or half a number.
         if is_first_process() and tf.io.gfile.exists(self._note):
             with self._failures_as_warnings(), tf.io.gfile.GFile(self._note) as f:
                 text = f.read()
@@ -101,12 +101,12 @@ class Summaries:
             hparams.hparams(dict(values))
 
     def images(self, step: int, values: Mapping[str, bytes]) -> None:
-        """PNG files, each in the images tab by its name."""
+        """PNG files, in the images tab by name."""
         decoded = {n: tf.io.decode_png(png, channels=3) for n, png in values.items()}
         self.pictures(step, decoded)
 
     def pictures(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """uint8 [height, width, 3], each in the images tab by its name."""
+        """Arrays of uint8 [height, width, 3], in the images tab by name."""
         if values:
             with self._writing(step):
                 for name, pixels in values.items():
@@ -138,7 +138,7 @@ class Summaries:
             self._has_failed = True
 
     def _drop_points_from(self, step: int) -> None:
-        # What TensorBoard takes for a restart; tf.summary has no function for it.
+        # TensorBoard takes this for a restart; tf.summary has no function for it.
         start = SessionLog(status=SessionLog.START)
         event = Event(wall_time=time.time(), step=step, session_log=start)
         tf.raw_ops.ImportEvent(
@@ -158,10 +158,10 @@ def metric_tags(metrics: Mapping[str, float]) -> dict[str, float]:
 def write_hyperparameters(model_dir: str, config: str) -> None:
     """Writes a run's row of the HParams tab, from its operative gin configuration.
 
-    It is of the folder above "train" and "eval", whose curves the tab shows beside it.
-    The first row that a folder has stays the one that is shown.
+    The row belongs to the folder above "train" and "eval", whose curves the tab shows
+    beside it. Of several rows of a folder the tab shows the first.
     """
-    # A folder's empty name makes it the run itself.
+    # The empty sub-folder is the run itself.
     summaries = Summaries(model_dir, "")
     with contextlib.closing(summaries):
         summaries.hyperparameters(hyperparameters(config))
@@ -180,5 +180,5 @@ def _heat_map(matrix: np.ndarray) -> np.ndarray:
 
 
 def _brief(error: Exception) -> str:
-    """TF's own messages are long; `path; reason` opens them."""
+    """The reason alone: TF's messages are long, and begin with `path; reason`."""
     return str(error).splitlines()[0].rsplit("; ", 1)[-1]

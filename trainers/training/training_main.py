@@ -60,7 +60,7 @@ def _run(
 def _dry_run(experiment: Experiment) -> None:
     check_takes_part(experiment.plan.mesh)
     programs = StepPrograms(experiment)
-    programs.traced_main  # noqa: B018  Traces, and raises what is wrong.
+    programs.traced_main  # noqa: B018  Traces, and raises any errors.
     weights = programs.state_specs.theta.leaves()
     count = sum(math.prod(spec.shape) for spec in weights)
     print(f"Mesh: {experiment.plan.mesh} ({experiment.partitioner.value}).")
@@ -80,8 +80,8 @@ def _train_or_evaluate(
     if train_flags.MODE.value == "eval":
         loop.check_is_saved(run)
     programs = StepPrograms(experiment)
-    said = sys.stdout if is_first_process() else io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = sys.stdout if is_first_process() else io.StringIO()
+    with contextlib.redirect_stdout(output):
         mesh = experiment.plan.mesh
         print(f"Mesh: {mesh} ({experiment.partitioner.value}). Logs: {run.model_dir}")
         for name, value in experiment.task.describe_data().items():
@@ -89,11 +89,11 @@ def _train_or_evaluate(
             print(f"  {name}: {number}")
         sys.stdout.flush()
         if train_flags.MODE.value == "eval":
-            found = loop.evaluate_latest(programs, run, peers)
-            if found is None:
+            metrics = loop.evaluate_latest(programs, run, peers)
+            if metrics is None:
                 print("Stopped by a signal before the end of the evaluation.")
                 return cli.INTERRUPTED
-            print("Held-out:", evaluation.format_metrics(found))
+            print("Held-out:", evaluation.format_metrics(metrics))
             return None
         start = time.time()
         result = loop.train_and_evaluate(programs, run, peers)
@@ -119,7 +119,7 @@ def _print_result(result: loop.TrainResult, seconds: float) -> None:
 
 
 def _devices_each(mesh: DeviceMesh, processes: int) -> int | None:
-    """Virtual devices of each process; None: the platform brings its own."""
+    """Virtual devices of each process; None if the platform brings its devices."""
     if cli.DEVICE_COUNT.value or train_flags.PLATFORM.value != "cpu":
         return cli.DEVICE_COUNT.value
     if mesh.size % processes:

@@ -1,4 +1,4 @@
-"""What a process does when a step takes far longer than steps do."""
+"""Dumps a process's stacks when a step takes far longer than steps do."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from etils import epath
 log = logging.getLogger("absl")
 
 _KNOWN = 5
-"""So many calls must have been seen for their median to mean something."""
+"""The number of calls that must have ended for their median to mean something."""
 _REMEMBERED = 100
 _LEAST_SECONDS = 10.0
 
 
 class Watchdog(contextlib.AbstractContextManager):
-    """Writes down, while a call takes too long, what all Python threads are doing.
+    """Writes the stacks of all Python threads while a call takes too long.
 
-    Once for each such call, into a file of `folder`; the training goes on.
+    It writes once for each such call, into a file of `folder`; the training goes on.
 
     Args:
-      folder: local, or `gs://...`; made when it is needed.
-      factor: a call takes too long when it takes so many times the median of those
-        before, and 10 s; None: never.
+      folder: a local path, or `gs://...`; made when it is needed.
+      factor: a call takes too long when it takes `factor` times the median of earlier
+        calls, and 10 s; None: never.
     """
 
     def __init__(self, folder: str, factor: float | None):
@@ -38,7 +38,7 @@ class Watchdog(contextlib.AbstractContextManager):
         self._factor = factor
         self._seconds: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
         self._step = 0
-        self._since: float | None = None  # None: nothing is waited for.
+        self._since: float | None = None  # None: no call is under way.
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog")
         self._thread.daemon = True
@@ -52,16 +52,16 @@ class Watchdog(contextlib.AbstractContextManager):
         self._ended.set()
 
     def ended(self, step: int, seconds: float) -> None:
-        """A call whose last step is `step` took so long; the next one is under way."""
+        """Notes a call's time, whose last step is `step`; the next is under way."""
         self._seconds.append(seconds)
         self._step, self._since = step, time.monotonic()
 
     def rest(self) -> None:
-        """No call is under way, until `resume`, or until the next one has ended."""
+        """Stops watching until `resume`, or until the next call has ended."""
         self._since = None
 
     def resume(self) -> None:
-        """A call is under way again."""
+        """Watches again: a call is under way."""
         self._since = time.monotonic()
 
     def _watch(self) -> None:

@@ -37,7 +37,7 @@ def test_a_schedule_that_does_not_come_to_its_end_is_said():
     params += ["CosineSchedule.start_value = 1.0", "CosineSchedule.end_value = 0.0"]
     assert start_notes(small_programs(*params)) == [
         "Experiment.num_steps = 20 ends the training before CosineSchedule.end_step = "
-        "50: the schedule does not come to its end"
+        "50: the schedule does not reach its end"
     ]
 
 

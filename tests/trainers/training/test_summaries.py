@@ -196,7 +196,7 @@ def test_profile_of_steps_that_this_run_does_not_make(
     shutil.copytree(straight()[1] / "checkpoints" / "5", tmp_path / "checkpoints" / "5")
     run = loop.Run(model_dir=str(tmp_path), profile_steps=steps, evaluate=False)
     loop.train_and_evaluate(at(small_programs(), num_steps=7), run)
-    expected = "are asked for, this run makes steps 6 to 7"
+    expected = "are requested, but this run makes steps 6 to 7"
     assert (
         f"nothing to profile: steps {steps[0]} to {steps[1]} {expected}" in caplog.text
     )
