@@ -314,7 +314,8 @@ class _Loop:
         return tensors
 
     def _check_activations(self, main: Program) -> None:
-        """Checks any budget with activations too, by a second, shorter compilation.
+        """Checks a budget with activations too; compiles a second time, but more
+        briefly.
         """
         budget = self.experiment.replicated_budget
         if budget is None or main.mesh.size == 1:

@@ -219,7 +219,7 @@ def test_missing(copied, file):
     [
         (
             lambda m: m.update(format=99),
-            "is of format 99, this runner reads 1: use the run_bundle.py that lies",
+            "is of format 99, this runner reads 1: use the run_bundle.py beside it",
         ),
         (
             lambda m: m["mesh"].update(shape=[4, 4], devices=16),
