@@ -17,7 +17,7 @@ from meshwright.tasks.input.batched_input import BatchedInput
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskLoss:
-    """What a task says of one batch.
+    """The loss and the metrics' sums of one batch.
 
     Args:
       loss: float32 scalar, differentiated by training.
@@ -31,12 +31,12 @@ class TaskLoss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeResult:
-    """How good what a model said of held-out examples is.
+    """The scores and samples of a model's predictions for held-out examples.
 
     Args:
       metrics: scores by name.
-      samples: some of it, as Markdown.
-      pictures: some of it by name, uint8 [height, width, 3].
+      samples: some predictions, as Markdown.
+      pictures: some predictions by name, uint8 [height, width, 3].
     """
 
     metrics: dict[str, float]
@@ -45,20 +45,21 @@ class DecodeResult:
 
 
 class Decoding:
-    """Base of what has a model say something, such as a translation, of examples.
+    """Base of decoding, which predicts something of examples, such as a translation.
 
-    An evaluation decodes held-out examples and scores what was said.
+    An evaluation decodes held-out examples and scores the predictions.
     """
 
     def spec(self, global_batch: int | None) -> NestedMap:
-        """Nested map of `tf.TensorSpec`: what `decode` reads, [B, ...] each.
+        """Nested map of `tf.TensorSpec` for the input of `decode`, [B, ...] each.
 
-        What has a name of `Task.batch_dims` is split likewise, all else by rows alone.
+        A tensor with a name of `Task.batch_dims` is split likewise, others by rows
+        alone.
         """
         raise NotImplementedError(f"{type(self).__name__}.spec")
 
     def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """What the model says of each row, a nested map of tensors [B, ...]."""
+        """The model's prediction for each row, a nested map of tensors [B, ...]."""
         raise NotImplementedError(f"{type(self).__name__}.decode")
 
     def batches(
@@ -70,21 +71,21 @@ class Decoding:
     def score(
         self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
     ) -> DecodeResult:
-        """Scores what was said.
+        """Scores predictions.
 
         Args:
-          batches: pairs of a batch and what `decode` made of it; decoded one by one,
-            as they are asked for.
-          folder: for files of what was said, if there are any; may not be there.
+          batches: pairs of a batch and the result of `decode`; the iterator decodes one
+            batch at a time.
+          folder: for files of predictions, if there are any; may not exist.
         """
         raise NotImplementedError(f"{type(self).__name__}.score")
 
 
 class Serving:
-    """Base of what an exported model answers to requests."""
+    """Base of an exported model's answers to requests."""
 
     def spec(self, batch: int | None) -> NestedMap:
-        """Nested map of `tf.TensorSpec`: what `serve` reads, [B, ...] each."""
+        """Nested map of `tf.TensorSpec` for the input of `serve`, [B, ...] each."""
         raise NotImplementedError(f"{type(self).__name__}.spec")
 
     def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
@@ -103,7 +104,7 @@ class Task(Checked):
     """
 
     def weights(self) -> NestedMap:
-        """Nested map of `WeightSpec`: of each field that is a layer."""
+        """Nested map of `WeightSpec`, for each field that is a layer."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         layers = {name: x for name, x in fields.items() if isinstance(x, Layer)}
         return NestedMap({name: layer.weights() for name, layer in layers.items()})
@@ -152,7 +153,7 @@ class Task(Checked):
         )
 
     def _like_spec(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Batches without what the model does not read."""
+        """Batches without the tensors that the model does not read."""
         names = self.batch_spec(None).keys()
         if batches.element_spec.keys() == names:
             return batches
@@ -169,11 +170,11 @@ class Task(Checked):
         return None
 
     def describe_data(self) -> dict[str, float]:
-        """Facts on the data to print and log before training."""
+        """Facts about the data, to print and log before training."""
         return {}
 
     def data_fingerprint(self) -> dict[str, str | int]:
-        """What training batches follow from, by name; a resumed run compares it."""
+        """What determines training batches, by name; a resumed run compares it."""
         return {}
 
     def train_flops(self, global_batch: int) -> float:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def atomic_write(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A path of the same name to write to; what is there at the end replaces `path`.
+    """A path of the same name to write to; at the end its file replaces `path`.
 
-    The folder must be there. What an interrupted run leaves is a folder beside the file
-    that nothing reads; of an exception nothing is left.
+    The folder must exist. A killed run leaves a folder beside the file that nothing
+    reads; an exception leaves nothing.
     """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="writing") as scratch:
         new = pathlib.Path(scratch, path.name)

@@ -17,12 +17,12 @@ _READY_BATCHES = 8
 class BatchedInput(Checked):
     """Base of inputs: subclass as a frozen, keyword-only dataclass.
 
-    The state of an input is the step number alone. A subclass says what its batches
-    are, and reads those of the steps that it is given.
+    The state of an input is the step number alone. A subclass describes its batches,
+    and reads those of given steps.
     """
 
     def element_spec(self, batch: int | None) -> NestedMap:
-        """The `tf.TensorSpec` of each tensor in a batch of so many rows."""
+        """The `tf.TensorSpec` of each tensor in a batch of `batch` rows."""
         raise NotImplementedError(f"{type(self).__name__}.element_spec")
 
     def read_train(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
@@ -30,7 +30,7 @@ class BatchedInput(Checked):
         raise NotImplementedError(f"{type(self).__name__}.read_train")
 
     def held_out_rows(self, global_batch: int) -> int:
-        """How many rows one pass over the held-out examples has."""
+        """The number of rows of one pass over the held-out examples."""
         raise NotImplementedError(f"{type(self).__name__}.held_out_rows")
 
     def read_held_out(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
@@ -40,12 +40,12 @@ class BatchedInput(Checked):
     def train_batches(
         self, start_step: int, *, global_batch: int, rows: range
     ) -> tf.data.Dataset:
-        """Endless batches from `start_step` on, reached without reading those before.
+        """Endless batches from `start_step` on, reached without reading earlier ones.
 
         Args:
           start_step: number of the first batch.
           global_batch: rows of a step, over all processes.
-          rows: which of them to read here; processes may read the same ones.
+          rows: the rows to read here; processes may read the same rows.
 
         Raises:
           ValueError: the rows are not of a batch of that size.
@@ -60,8 +60,8 @@ class BatchedInput(Checked):
 
         Args:
           global_batch: rows of a step, over all processes.
-          rows: which of them to read here.
-          max_batches: read so many at most, spread evenly over all.
+          rows: the rows to read here.
+          max_batches: number of batches to read at most, spread evenly over all.
 
         Raises:
           ValueError: the rows are not of a batch of that size.
@@ -72,7 +72,7 @@ class BatchedInput(Checked):
 
 
 class TokenInput(BatchedInput):
-    """Base of inputs that are tokens of one vocabulary."""
+    """Base of inputs of tokens from one vocabulary."""
 
     @property
     def vocab_size(self) -> int:
@@ -83,7 +83,7 @@ class TokenInput(BatchedInput):
 def pass_steps(
     rows: int, global_batch: int, max_batches: int | None
 ) -> tf.data.Dataset:
-    """Numbers of the batches of one pass, or of so many, spread evenly over it."""
+    """Numbers of the batches of one pass, or of `max_batches` spread evenly over it."""
     total = -(-rows // global_batch)
     count = total if max_batches is None else min(total, max_batches)
     return tf.data.Dataset.range(count).map(lambda n: n * total // count)
@@ -95,7 +95,7 @@ def read_batches(
     *,
     ready: int = _READY_BATCHES,
 ) -> tf.data.Dataset:
-    """What `batch` makes of each of `steps`, in order; so many are `ready` ahead."""
+    """The result of `batch` for each of `steps`, in order, `ready` of them ahead."""
     batches = steps.map(
         batch, num_parallel_calls=min(ready, _PARALLEL_BATCHES), deterministic=True
     )
@@ -103,7 +103,7 @@ def read_batches(
 
 
 def read_ahead(batches: tf.data.Dataset, ready: int) -> tf.data.Dataset:
-    """`batches`, of which so many are read before they are asked for."""
+    """`batches`, of which `ready` are read ahead of need."""
     options = tf.data.Options()
     # On a busy machine an iterator waited up to a minute for its tuner to end.
     options.autotune.enabled = False

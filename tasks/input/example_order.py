@@ -1,8 +1,8 @@
-"""The order of examples: which of them a batch holds, from its number alone.
+"""The order of examples: which examples a batch holds, from its number alone.
 
-A stateless permutation orders the examples of training anew in every epoch; held-out
-ones come in their own order. A run resumes at any step, with any number of processes,
-from nothing saved.
+A stateless permutation reorders the training examples in every epoch; held-out examples
+come in their given order. A run resumes at any step, with any number of processes, from
+nothing saved.
 
 B batch rows.
 """
@@ -18,14 +18,14 @@ import tensorflow as tf
 
 
 class Split(enum.Enum):
-    """Which of the examples: those trained on, or those kept for evaluation."""
+    """Which examples: those for training, or those kept for evaluation."""
 
     TRAIN = "train"
     HELD_OUT = "held_out"
 
     @classmethod
     def by_hash(cls, key: bytes, held_out_one_in: int) -> Split:
-        """Where what has this key belongs, whatever else there is."""
+        """The split of the example with this key, whatever other examples there are."""
         digest = hashlib.sha256(key).digest()
         held_out = int.from_bytes(digest[:8], "big") % held_out_one_in == 0
         return cls.HELD_OUT if held_out else cls.TRAIN
@@ -37,7 +37,7 @@ class BatchRows:
 
     Args:
       global_batch: rows of a batch over all processes.
-      rows: which of them; processes may read the same ones.
+      rows: the rows of the batch; processes may read the same rows.
 
     Raises:
       ValueError: the rows are not of a batch of that size.
@@ -63,7 +63,7 @@ class BatchRows:
         return np.array(self.rows, np.int64)
 
     def indices(self, step: tf.Tensor) -> tf.Tensor:
-        """int64 [B], the index of each row of a step among those of all steps."""
+        """int64 [B], the index of each row of a step among the rows of all steps."""
         return step * self.global_batch + self.within
 
 
@@ -78,16 +78,15 @@ def shuffled_examples(
 
     Args:
       index: int64 [B].
-      count: how many examples there are; int64 [B] if the indices are of several
-        orders.
-      seed: of the order.
+      count: number of examples; int64 [B] if the indices are of several orders.
+      seed: seed of the order.
 
     Returns:
       int64 [B], below `count`; some are equal to it if there are 2^16 and more.
     """
     count = tf.convert_to_tensor(count, tf.int64)
     # TF 2.21 repeats one example and skips another where the largest number is a power
-    # of 4 from 2^16 up: an example of padding more avoids that.
+    # of 4 from 2^16 up: an extra example of padding avoids that.
     is_power = tf.equal(tf.bitwise.bitwise_and(count - 1, count - 2), 0)
     count += tf.cast((count > 2**16) & is_power, tf.int64)
     epoch = index // count

@@ -20,7 +20,7 @@ from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.input.record_files import find_records, read_record
 
-# Of a text or comment of a .po file; long ones of real programs have a few hundred.
+# Lines of a text or comment of a .po file; real programs have a few hundred at most.
 _MOST_LINES = 5000
 
 
@@ -29,8 +29,8 @@ class Pair:
     """A text and its translation.
 
     Args:
-      source_language: what the source is written in, such as "en".
-      target_language: what the target is written in, such as "de" or "pt_BR".
+      source_language: language of the source, such as "en".
+      target_language: language of the target, such as "de" or "pt_BR".
       source: one line of text.
       target: one line of text.
     """
@@ -46,7 +46,7 @@ class Pair:
         return f"{self.source_language}-{self.target_language}"
 
     def reversed(self) -> Pair:
-        """The translation, and the text as its translation."""
+        """The pair with source and target exchanged."""
         return Pair(
             self.target_language, self.source_language, self.target, self.source
         )
@@ -54,7 +54,7 @@ class Pair:
 
 @gin.constants_from_enum
 class Direction(enum.Enum):
-    """Which way pairs are translated: as they are, the other way, or both."""
+    """Which way pairs are translated: forward, backward, or both."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -63,17 +63,17 @@ class Direction(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelFiles(Checked):
-    """Base of where pairs come from. Making one does not touch the file system.
+    """Base of sources of pairs. Construction does not touch the file system.
 
     Args:
       root: the folder.
-      languages: those to translate the source language to; none for all there are.
-      source_language: of all sources.
+      languages: languages to translate the source language to; none for all there are.
+      source_language: the language of all sources.
       direction: which way to translate.
       held_out_one_in: about one text of the source language in so many is held out,
         with its translations to all languages, chosen by a hash of its text: adding
-        files moves no other. Translated backward, what is trained on as well, as
-        several texts may have one translation, is no longer held out.
+        files moves no other text. Translated backward, a source that is also trained
+        on, as several texts may have one translation, is no longer held out.
 
     Raises:
       ValueError: nothing is left to train on; a language comes twice.
@@ -86,14 +86,14 @@ class ParallelFiles(Checked):
     held_out_one_in: int = bounded(20, at_least=2)
 
     hint: ClassVar[str] = ""
-    """Where files may come from, the end of a sentence."""
+    """Where files may come from: the end of a sentence."""
 
     def __post_init__(self):
         super().__post_init__()
         name = type(self).__name__
         object.__setattr__(self, "languages", tuple(self.languages))
         listed = [*self.languages, self.source_language]
-        twice = sorted({one for one in listed if listed.count(one) > 1})
+        twice = sorted({language for language in listed if listed.count(language) > 1})
         if twice:
             raise ValueError(
                 f"{name}.languages names {', '.join(twice)} twice, or as a translation "
@@ -104,60 +104,60 @@ class ParallelFiles(Checked):
         """The pairs of a split, sorted, each once; files are read once in a process.
 
         Raises:
-          FileNotFoundError: no file has pairs of a language that is asked for.
+          FileNotFoundError: no file has pairs of a requested language.
           ValueError: a file is malformed; the split is empty.
           OSError: a file cannot be read.
         """
-        found = _load(self)[split]
-        if not found:
+        pairs = _load(self)[split]
+        if not pairs:
             raise ValueError(
                 f"no {split.value} pairs under {self.root!r}: add files, or change "
                 f"{type(self).__name__}.held_out_one_in ({self.held_out_one_in})"
             )
-        return found
+        return pairs
 
     def read(self) -> Iterator[Pair]:
         """All pairs of `languages`, in any order, forward."""
         raise NotImplementedError(f"{type(self).__name__}.read")
 
     def split_of(self, pair: Pair) -> Split:
-        """Where a forward pair belongs: by its source, whatever the language."""
+        """The split of a forward pair, by its source, whatever the language."""
         return Split.by_hash(pair.source.encode(), self.held_out_one_in)
 
     def _files(self, suffixes: Sequence[str]) -> list[pathlib.Path]:
         root = pathlib.Path(self.root).expanduser()
-        found = sorted(
+        paths = sorted(
             pathlib.Path(parent, name)
             for parent, _, names in os.walk(root, onerror=_unreadable)
             for name in names
             if name.endswith(tuple(suffixes))
-            # No pipe, which could be waited at for ever.
+            # No pipe: reading it might never end.
             and os.path.isfile(os.path.join(parent, name))
         )
-        if not found:
+        if not paths:
             raise FileNotFoundError(
                 f"no {' or '.join(suffixes)} files under {self.root!r}: set "
                 f"{type(self).__name__}.root to a folder that has some{self.hint}"
             )
-        return found
+        return paths
 
 
 def _unreadable(error: OSError) -> None:
-    """Lets no folder be left out in silence, but a root that is not there."""
+    """Raises, so that no folder is left out in silence, except a missing root."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 @functools.cache
 def _load(files: ParallelFiles) -> dict[Split, list[Pair]]:
-    found = {split: set() for split in Split}
+    splits = {split: set() for split in Split}
     read, missing = set(), set(files.languages)
     for pair in files.read():
         missing.discard(pair.target_language)
         if pair in read:
             continue
         read.add(pair)
-        part = found[files.split_of(pair)]
+        part = splits[files.split_of(pair)]
         if files.direction is not Direction.BACKWARD:
             part.add(pair)
         if files.direction is not Direction.FORWARD:
@@ -170,10 +170,10 @@ def _load(files: ParallelFiles) -> dict[Split, list[Pair]]:
         )
     if files.direction is not Direction.FORWARD:
         # English decides the split: sources of other languages may be in both.
-        trained = {pair.source for pair in found[Split.TRAIN]}
-        held_out = found[Split.HELD_OUT]
-        found[Split.HELD_OUT] = {p for p in held_out if p.source not in trained}
-    return {split: sorted(part) for split, part in found.items()}
+        trained = {pair.source for pair in splits[Split.TRAIN]}
+        held_out = splits[Split.HELD_OUT]
+        splits[Split.HELD_OUT] = {p for p in held_out if p.source not in trained}
+    return {split: sorted(part) for split, part in splits.items()}
 
 
 @gin.register
@@ -181,17 +181,20 @@ def _load(files: ParallelFiles) -> dict[Split, list[Pair]]:
 class GettextCatalogues(ParallelFiles):
     """Messages of programs and their translations, from .mo and .po files.
 
-    The language of a file is the folder around its LC_MESSAGES, else what its header
-    says, else its name without suffix. Fuzzy and untranslated messages are left out,
+    The language of a file is the folder around its LC_MESSAGES, else that of its
+    header, else its name without suffix. Fuzzy and untranslated messages are left out,
     and so are plurals other than the first form, and messages of several lines. A
-    catalogue that cannot be decoded is left out with a warning: most machines have one.
+    catalogue that cannot be decoded is left out with a warning: most machines have such
+    a file.
 
     Args:
-      root: where catalogues lie; on Debian the default, where `apt install iso-codes`
-        puts names of languages, countries and currencies in over a hundred languages.
-      domains: names of catalogues without suffix, such as "iso_639-3", of those in
-        folders called LC_MESSAGES; none for all.
-      max_chars: of a message or its translation; longer ones are left out.
+      root: the folder of catalogues; on Debian the default, where `apt install
+        iso-codes` puts names of languages, countries and currencies in over a hundred
+        languages.
+      domains: names, without suffix, of the catalogues to read in folders called
+        LC_MESSAGES, such as "iso_639-3"; none for all.
+      max_chars: most characters of a message or its translation; longer ones are left
+        out.
     """
 
     root: str = "/usr/share/locale"
@@ -215,8 +218,8 @@ class GettextCatalogues(ParallelFiles):
         language = None
         if path.parent.name == "LC_MESSAGES":
             language = path.parent.parent.name
-            asked_for = not self.domains or path.stem in self.domains
-            if not asked_for or not self._is_wanted(language):
+            is_wanted = not self.domains or path.stem in self.domains
+            if not is_wanted or not self._is_wanted(language):
                 return
         catalogue = _catalogue(path)
         language = language or catalogue.metadata.get("Language") or path.stem
@@ -234,41 +237,42 @@ class GettextCatalogues(ParallelFiles):
 
 
 def _catalogue(path: pathlib.Path):
-    """What is in a .mo or .po file; nothing if it cannot be decoded."""
+    """The contents of a .mo or .po file; empty if it cannot be decoded."""
     polib = _import_polib()
     binary = path.suffix == ".mo"
     check, read = (_check_mo, polib.mofile) if binary else (_check_po, polib.pofile)
     try:
         check(path)
         return read(str(path))
-    # What polib raises on broken files, some of which distributions install.
+    # polib raises these on broken files, some of which distributions install.
     except (OSError, LookupError, ValueError, TypeError, struct.error) as e:
         logging.warning("left out, as it is no gettext catalogue: %s (%s)", path, e)
         return polib.POFile()
 
 
 def _check_mo(path: pathlib.Path) -> None:
-    """Refuses strings beyond a file, or so many over each other that they fill memory.
+    """Refuses a file whose strings are beyond its end, or overlap so as to fill memory.
 
     Raises:
-      ValueError, struct.error: there are some.
+      ValueError, struct.error: the file has such strings.
     """
     content = path.read_bytes()
     order = ">" if content.startswith(b"\x95\x04\x12\xde") else "<"
     count, *tables = struct.unpack_from(f"{order}III", content, 8)
     size = 0
     for table in tables:
-        places = content[table : table + 8 * count]
-        for length, at in struct.iter_unpack(f"{order}II", places):
+        offsets = content[table : table + 8 * count]
+        for length, start in struct.iter_unpack(f"{order}II", offsets):
             size += length
-            if at + length > len(content):
-                raise ValueError("a string lies beyond its end")
+            if start + length > len(content):
+                raise ValueError("a string is beyond its end")
     if size > len(content):
-        raise ValueError(f"its strings have {size} bytes, more than all of it")
+        raise ValueError(f"its strings have {size} bytes, more than the file")
 
 
 def _check_po(path: pathlib.Path) -> None:
-    """Refuses what polib would take hours for: it copies a text for each of its lines.
+    """Refuses texts that would take polib hours: it copies a text for each of its
+    lines.
 
     Raises:
       ValueError: a text or a comment has too many lines.
@@ -280,7 +284,7 @@ def _check_po(path: pathlib.Path) -> None:
 
 
 def _kind_of_line(line: bytes) -> bytes:
-    """What polib joins with neighbours of the same kind; else empty."""
+    """The kind of a line that polib joins with neighbours of its kind; else empty."""
     start = line.lstrip()[:2]
     if start.startswith(b'"'):
         return b'"'
@@ -289,7 +293,7 @@ def _kind_of_line(line: bytes) -> bytes:
 
 def _import_polib():
     try:
-        import polib  # Only catalogues want it.
+        import polib  # Only catalogues need it.
     except ImportError as e:
         raise ImportError(
             "gettext catalogues need polib, which is not installed: "
@@ -299,7 +303,7 @@ def _import_polib():
 
 
 def _texts_of(entry) -> tuple[str, str]:
-    """A message and its translation, empty if it has none of one line."""
+    """A message and its translation; empty unless both are of one line."""
     source = entry.msgid.strip()
     target = (entry.msgstr or entry.msgstr_plural.get(0, "")).strip()
     left_out = "fuzzy" in entry.flags or entry.obsolete
@@ -311,9 +315,9 @@ def _texts_of(entry) -> tuple[str, str]:
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TsvFiles(ParallelFiles):
-    """Files of two columns, source and translation, parted by a tab; UTF-8.
+    """Files of two columns, source and translation, separated by a tab; UTF-8.
 
-    A file is called after its languages: en-de.tsv holds English and German.
+    A file is named after its languages: en-de.tsv holds English and German.
     """
 
     def read(self) -> Iterator[Pair]:
@@ -354,7 +358,7 @@ _FEATURES = {
 class TFRecordFiles(ParallelFiles):
     """Files of `tf.train.Example`, *.tfrecord, with bytes features in UTF-8.
 
-    Features: source, target, target_language; others are left alone.
+    Features: source, target, target_language; others are ignored.
     """
 
     def read(self) -> Iterator[Pair]:
@@ -367,8 +371,8 @@ class TFRecordFiles(ParallelFiles):
 
     def _pair(self, name: str, record: bytes) -> Pair:
         try:
-            one = tf.io.parse_single_example(record, _FEATURES)
-            texts = [one[feature].numpy().decode().strip() for feature in _FEATURES]
+            example = tf.io.parse_single_example(record, _FEATURES)
+            texts = [example[feature].numpy().decode().strip() for feature in _FEATURES]
         except (tf.errors.OpError, UnicodeDecodeError) as e:
             raise ValueError(
                 f"{name} is no tf.train.Example with the bytes features "

@@ -4,7 +4,7 @@ A row holds pairs of one direction, one after the other, sources in one tensor a
 targets in another. Rows are packed once; then the order of training is arithmetic: a
 cycle has places for each direction in proportion to its sampled share, a stateless
 permutation mixes them anew in every cycle, and each direction goes through its own rows
-in an order that is anew in each of its epochs. A batch is a function of the step alone.
+in a new order in each of its epochs. A batch is a function of the step alone.
 
 Dims: B batch rows, S source, T target, N rows in all, D directions.
 """
@@ -32,7 +32,7 @@ from meshwright.tasks.input.example_order import (
 from meshwright.tasks.text.parallel_text import Pair, ParallelFiles
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, Vocabulary
 
-# Rows that are being filled at a time: more fill better, and take longer.
+# Rows that are being filled at a time: more rows fill better, and take longer.
 _OPEN_ROWS = 64
 
 
@@ -41,11 +41,11 @@ class PackedPairs:
     """Rows of one split.
 
     Args:
-      directions: such as "en-de", sorted; D of them.
-      bounds: int64 [D + 1], where the rows of each begin, and N.
+      directions: D names such as "en-de", sorted.
+      bounds: int64 [D + 1], where the rows of each direction begin, and N.
       columns: int32 arrays by name, source_* [N, S] and target_* [N, T].
-      pairs: how many are in the rows.
-      too_long: how many are not, having more tokens than a row.
+      pairs: number of pairs in the rows.
+      too_long: number of pairs left out, having more tokens than a row.
     """
 
     directions: tuple[str, ...]
@@ -56,7 +56,7 @@ class PackedPairs:
 
     @property
     def sha256(self) -> str:
-        """Of all rows; processes, and runs that resume, must agree on it."""
+        """Digest of all rows; processes, and runs that resume, must agree on it."""
         digest = hashlib.sha256(self.bounds)
         for _, column in sorted(self.columns.items()):
             digest.update(column)
@@ -77,25 +77,25 @@ class _Encoded:
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TranslationInput(TokenInput):
-    """Batches of packed pairs. Making one does not touch the file system.
+    """Batches of packed pairs. Construction does not touch the file system.
 
     A batch is a nested map of tensors, source_* [rows, S] and target_* [rows, T]:
-      source_ids: int32, the tag of the language wanted, the source, and an end.
-      target_ids: int32, what the decoder reads: a start, and the translation.
-      target_labels: int32, what it is to say: the translation, and an end.
+      source_ids: int32, the tag of the target language, the source, and an end.
+      target_ids: int32, the decoder's input: a start, and the translation.
+      target_labels: int32, the tokens to predict: the translation, and an end.
       source_segment_ids, target_segment_ids: int32, pairs counted from 1 within the
         row; 0 is padding.
       source_positions, target_positions: int32, position within the pair.
       target_weights: float32, 1 where there is a label, else 0.
 
     Args:
-      files: where pairs come from.
-      vocabulary: of sources and targets of all languages.
+      files: the source of pairs.
+      vocabulary: the vocabulary of sources and targets of all languages.
       source_length: S; pairs with more tokens are left out, and counted.
       target_length: T; likewise.
       temperature: directions are sampled in proportion to rows ** (1 / temperature): 1
-        takes all pairs alike, infinity all directions (GShard 4.1 takes 5).
-      seed: of the order of training.
+        samples all pairs alike, infinity all directions (GShard 4.1 takes 5).
+      seed: seed of the training order.
 
     Raises:
       ValueError: a length or temperature out of range.
@@ -154,18 +154,16 @@ class TranslationInput(TokenInput):
     def source_batches(
         self, global_batch: int, *, max_batches: int | None = None
     ) -> Iterator[NestedMap]:
-        """Held-out sources, one to a row, as `source_spec`; `pair` is the number of
-        each in `files.pairs`, -1 for rows that fill up the last batch.
+        """Held-out sources, one per row, as `source_spec`; `pair` is the number of each
+        pair in `files.pairs`, -1 for rows that fill up the last batch.
 
         Args:
           global_batch: rows.
-          max_batches: so many at most, their pairs spread evenly over all.
+          max_batches: number of batches at most, their pairs spread evenly over all.
         """
         pairs = self.files.pairs(Split.HELD_OUT)
         encoded = encode_pairs(self.trained_vocabulary(), pairs)
-        fits = [
-            i for i, one in enumerate(encoded) if len(one.source) <= self.source_length
-        ]
+        fits = [i for i, e in enumerate(encoded) if len(e.source) <= self.source_length]
         if max_batches is not None and len(fits) > max_batches * global_batch:
             wanted = max_batches * global_batch
             fits = [fits[i * len(fits) // wanted] for i in range(wanted)]
@@ -186,8 +184,8 @@ class SampledOrder:
     Args:
       bounds: int64 [D + 1], as in `PackedPairs`.
       shares: int64 [D + 1], where the places of each direction begin in a cycle, and
-        how many a cycle has.
-      seed: of all permutations.
+        the number of places in a cycle.
+      seed: seed of all permutations.
     """
 
     bounds: np.ndarray
@@ -196,7 +194,7 @@ class SampledOrder:
 
     @classmethod
     def of(cls, bounds: np.ndarray, temperature: float, seed: int) -> SampledOrder:
-        """Each direction has a place in a cycle, and as many as its share of N."""
+        """The order whose cycle gives a direction its share of N places, or one place."""
         counts = np.diff(bounds)
         weights = (counts / counts.max()) ** (1 / temperature)
         wanted = np.rint(weights / weights.sum() * counts.sum()).astype(np.int64)
@@ -206,24 +204,24 @@ class SampledOrder:
     def rows(self, index: tf.Tensor) -> tf.Tensor:
         """Numbers of the rows at indices int64 [B] of the endless training order.
 
-        From N on a row is padding.
+        Rows from N on are padding.
         """
         cycle_length = int(self.shares[-1])
         slot = shuffled_examples(index, count=cycle_length, seed=self.seed)
         slot = tf.minimum(slot, cycle_length - 1)
-        at = tf.searchsorted(self.shares, slot, side="right") - 1
-        share = tf.gather(np.diff(self.shares), at)
-        turn = index // cycle_length * share + slot - tf.gather(self.shares, at)
-        count = tf.gather(np.diff(self.bounds), at)
+        direction = tf.searchsorted(self.shares, slot, side="right") - 1
+        share = tf.gather(np.diff(self.shares), direction)
+        turn = index // cycle_length * share + slot - tf.gather(self.shares, direction)
+        count = tf.gather(np.diff(self.bounds), direction)
         within = shuffled_examples(turn, count=count, seed=self.seed + 1)
-        return tf.gather(self.bounds, at) + within
+        return tf.gather(self.bounds, direction) + within
 
 
 @functools.cache
 def _vocabulary(files: ParallelFiles, spec: SentencePieceVocabulary) -> Vocabulary:
     pairs = files.pairs(Split.TRAIN)
     texts = sorted({text for pair in pairs for text in (pair.source, pair.target)})
-    # A language of few pairs may be in the held-out ones alone.
+    # A language of few pairs may be in the held-out pairs alone.
     every = [*pairs, *files.pairs(Split.HELD_OUT)]
     return spec.trained(texts, [pair.target_language for pair in every])
 
@@ -244,7 +242,7 @@ def _packed(
     directions, rows, bounds, pairs, too_long = [], [], [0], 0, 0
     for direction, group in by_direction:
         encoded = encode_pairs(vocabulary, sorted(group, key=_mixed))
-        kept = [one for one in encoded if one.fits(source_length, target_length)]
+        kept = [pair for pair in encoded if pair.fits(source_length, target_length)]
         too_long += len(encoded) - len(kept)
         pairs += len(kept)
         if kept:
@@ -266,7 +264,7 @@ def _packed(
 
 
 def _mixed(pair: Pair) -> bytes:
-    """An order in which neighbours in the alphabet are not neighbours."""
+    """A sort key by which alphabetic neighbours are not neighbours."""
     return hashlib.sha256(f"{pair.source}\t{pair.target}".encode()).digest()
 
 
@@ -286,8 +284,8 @@ def encode_pairs(vocabulary: Vocabulary, pairs: Sequence[Pair]) -> list[_Encoded
 
 
 def _fill(pairs: Sequence[_Encoded], S: int, T: int) -> list[list[_Encoded]]:
-    """Rows of pairs, each pair in the first of the open rows that has room."""
-    full, open_rows = [], []  # An open row: its source room, its target room, pairs.
+    """Rows of pairs, each pair in the first open row that has room."""
+    full, open_rows = [], []  # Of an open row: source room, target room, pairs.
     for pair in pairs:
         for row in open_rows:
             if pair.fits(row[0], row[1]):
@@ -311,7 +309,7 @@ def _columns(rows: Sequence[Sequence[_Encoded]], S: int, T: int) -> dict:
     start = Vocabulary.start_id
     return {
         **_side("source", [[pair.source for pair in row] for row in rows], S),
-        **_side("target", [[[start, *one[:-1]] for one in row] for row in labels], T),
+        **_side("target", [[[start, *text[:-1]] for text in row] for row in labels], T),
         "target_labels": _side_by_side(labels, T),
     }
 
@@ -328,7 +326,7 @@ def _side(name: str, rows: Sequence[Sequence[Sequence[int]]], length: int) -> di
 
 
 def _side_by_side(rows: Sequence[Sequence[Sequence[int]]], length: int) -> np.ndarray:
-    """int32 [N, length], the parts of each row one after the other, then 0."""
+    """int32 [N, length], the parts of each row one after another, then 0."""
     out = np.zeros([len(rows), length], np.int32)
     for i, parts in enumerate(rows):
         flat = list(itertools.chain.from_iterable(parts))
@@ -338,8 +336,8 @@ def _side_by_side(rows: Sequence[Sequence[Sequence[int]]], length: int) -> np.nd
 
 def _dataset(packed: PackedPairs, steps: tf.data.Dataset, numbers) -> tf.data.Dataset:
     """Batches of the rows that `numbers` names for each of `steps`."""
-    with tf.device("CPU"):  # Where there is a GPU, TF would put them there.
-        # One row more, of padding.
+    with tf.device("CPU"):  # Where there is a GPU, TF would use it.
+        # An extra row of padding.
         columns = {
             name: tf.constant(np.pad(column, [[0, 1], [0, 0]]))
             for name, column in packed.columns.items()
@@ -347,8 +345,8 @@ def _dataset(packed: PackedPairs, steps: tf.data.Dataset, numbers) -> tf.data.Da
 
     def batch(step):
         at = tf.minimum(numbers(step), int(packed.bounds[-1]))
-        found = NestedMap({name: tf.gather(c, at) for name, c in columns.items()})
-        found.target_weights = tf.cast(found.target_segment_ids > 0, tf.float32)
-        return found
+        tensors = NestedMap({name: tf.gather(c, at) for name, c in columns.items()})
+        tensors.target_weights = tf.cast(tensors.target_segment_ids > 0, tf.float32)
+        return tensors
 
     return read_batches(steps, batch)

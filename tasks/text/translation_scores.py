@@ -14,14 +14,14 @@ _BY_CHARACTER = ("ja", "ko", "th", "lo", "km", "my", "zh")
 
 @dataclasses.dataclass(frozen=True)
 class Translated:
-    """One translation found.
+    """One translation by the model.
 
     Args:
       direction: such as "en-de".
-      language: of the translation, such as "de" or "zh_CN".
+      language: the translation's language, such as "de" or "zh_CN".
       source: the text.
-      reference: its translation by people.
-      found: the model's.
+      reference: its human translation.
+      found: the model's translation.
     """
 
     direction: str
@@ -32,10 +32,10 @@ class Translated:
 
 
 def scores(translated: Sequence[Translated]) -> dict[str, float]:
-    """Corpus scores from 0 to 100, of each direction and their means.
+    """Corpus scores from 0 to 100, by direction, and their means.
 
     Args:
-      translated: of any directions.
+      translated: translations of any directions.
 
     Returns:
       `bleu` and `chrf`, means over directions, and `bleu/en-de` and the like.
@@ -44,29 +44,34 @@ def scores(translated: Sequence[Translated]) -> dict[str, float]:
       ImportError: sacrebleu is not installed.
     """
     by_direction: dict[str, list[Translated]] = {}
-    for one in translated:
-        by_direction.setdefault(one.direction, []).append(one)
-    found: dict[str, float] = {}
+    for translation in translated:
+        by_direction.setdefault(translation.direction, []).append(translation)
+    values: dict[str, float] = {}
     for direction, group in sorted(by_direction.items()):
-        texts = [one.found for one in group]
-        references = [[one.reference for one in group]]
+        texts = [translation.found for translation in group]
+        references = [[translation.reference for translation in group]]
         tokenizer = _tokenizer(group[0].language)
         bleu = _sacrebleu().corpus_bleu(texts, references, tokenize=tokenizer)
-        found[f"bleu/{direction}"] = bleu.score
-        found[f"chrf/{direction}"] = _sacrebleu().corpus_chrf(texts, references).score
+        values[f"bleu/{direction}"] = bleu.score
+        values[f"chrf/{direction}"] = _sacrebleu().corpus_chrf(texts, references).score
     for name in ("bleu", "chrf"):
-        of = [value for key, value in found.items() if key.startswith(f"{name}/")]
+        of = [value for key, value in values.items() if key.startswith(f"{name}/")]
         if of:
-            found[name] = float(np.mean(of))
-    return found
+            values[name] = float(np.mean(of))
+    return values
 
 
 def samples(translated: Sequence[Translated], count: int = 20) -> str:
-    """A Markdown table of some, evenly spread."""
+    """A Markdown table of some translations, evenly spread."""
     step = max(1, -(-len(translated) // count))
     lines = ["| | source | reference | found |", "|---|---|---|---|"]
-    for one in translated[::step][:count]:
-        cells = (one.direction, one.source, one.reference, one.found)
+    for translation in translated[::step][:count]:
+        cells = (
+            translation.direction,
+            translation.source,
+            translation.reference,
+            translation.found,
+        )
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
     return "\n".join(lines)
 
@@ -77,7 +82,7 @@ def _tokenizer(language: str) -> str:
 
 def _sacrebleu():
     try:
-        import sacrebleu  # Only translations want it.
+        import sacrebleu  # Only translations need it.
     except ImportError as e:
         raise ImportError(
             "BLEU needs sacrebleu, which is not installed: pip install 'meshwright[mt]'"
