@@ -12,19 +12,19 @@ from typing import Protocol, runtime_checkable
 import gin
 import numpy as np
 
-# What is read of a file, by the names that MovieLens gives them.
+# The columns that are read of a file, as MovieLens names them.
 _COLUMNS = ("userId", "movieId", "timestamp")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Interactions:
-    """Pairs of users and items, both numbered from 0 on, and one held out of each user.
+    """Pairs of users and items, both numbered from 0 on, with one held out per user.
 
     Args:
-      user_count: how many users there are.
-      item_count: how many items.
-      user: int32 [P], of the pairs to train on, sorted by user and then by item.
-      item: int32 [P], of the same pairs.
+      user_count: number of users.
+      item_count: number of items.
+      user: int32 [P], users of the pairs to train on, sorted by user and then by item.
+      item: int32 [P], items of the same pairs.
       held_out: int32 [users], the item that each user took last.
     """
 
@@ -38,18 +38,20 @@ class Interactions:
     def from_events(
         cls, user: np.ndarray, item: np.ndarray, time: np.ndarray, *, source: str
     ) -> Interactions:
-        """Numbers users and items in the order of their ids, and holds out the last.
+        """Numbers users and items in the order of their ids, and holds out the last
+        items.
 
-        Of events at one time, and of those of one pair, the last one given counts.
+        Of events at the same time, and of events of the same pair, the last one given
+        counts.
 
         Args:
-          user: int64 [N], ids; there is one or more.
+          user: int64 [N], ids; N is at least 1.
           item: int64 [N], ids.
           time: int64 [N].
-          source: for messages.
+          source: the name of the data, for messages.
 
         Raises:
-          ValueError: a user has one item only; it is named.
+          ValueError: a user has one item only; the message names it.
         """
         users, user = np.unique(user, return_inverse=True)
         items, item = np.unique(item, return_inverse=True)
@@ -88,18 +90,18 @@ class Interactions:
         return np.searchsorted(self.user, np.arange(self.user_count + 1))
 
     def are_trained_on(self, user: np.ndarray, item: np.ndarray) -> np.ndarray:
-        """bool [N]: whether pairs of int32 [N] users and items are training pairs."""
+        """bool [N]: whether pairs of users and items, int32 [N], are training pairs."""
         pair = self._pair(user, item)
-        at = np.searchsorted(self.pairs, pair)
-        return self.pairs[np.minimum(at, len(self.pairs) - 1)] == pair
+        index = np.searchsorted(self.pairs, pair)
+        return self.pairs[np.minimum(index, len(self.pairs) - 1)] == pair
 
     def taken_by(self, user: int) -> np.ndarray:
-        """int32: the items that a user took, the one that is held out at the end."""
+        """int32: the items that a user took, with the held-out item at the end."""
         start, end = self.bounds[user : user + 2]
         return np.append(self.item[start:end], self.held_out[user])
 
     def sha256(self) -> str:
-        """Of the training pairs."""
+        """Digest of the training pairs."""
         return hashlib.sha256(self.pairs).hexdigest()
 
     def _pair(self, user: np.ndarray, item: np.ndarray) -> np.ndarray:
@@ -108,20 +110,20 @@ class Interactions:
 
 @runtime_checkable
 class InteractionFiles(Protocol):
-    """What has interactions, such as `RatingsFile` or `SyntheticInteractions`."""
+    """A source of interactions, such as `RatingsFile` or `SyntheticInteractions`."""
 
     def read(self) -> Interactions:
-        """All of them, the same ones each time."""
+        """All interactions, the same each time."""
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RatingsFile:
-    """A `ratings.csv` as MovieLens has it. Making one does not touch the file system.
+    """MovieLens' `ratings.csv`. Construction does not touch the file system.
 
     Its first line names the columns, among them userId, movieId and timestamp, in any
-    order; their values are whole numbers. What a user rated is what the user took, be
-    the rating good or bad.
+    order; their values are whole numbers. A user took the items that the user rated,
+    whether the rating is good or bad.
 
     Args:
       path: the file.
@@ -134,8 +136,9 @@ class RatingsFile:
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: a column is not there; a line is shorter than the first, or has
-            no number in a column; a user has one item only. File and line are named.
+          ValueError: a column is missing; a line is shorter than the first, or has no
+            number in a column; a user has one item only. The message names file and
+            line.
         """
         return _read(os.path.expanduser(self.path))
 
@@ -157,7 +160,7 @@ def _read(path: str) -> Interactions:
 
 
 def _events(path: str) -> np.ndarray:
-    """int64 [N, columns]."""
+    """The events of a file, int64 [N, columns]."""
     with open(path, encoding="utf-8") as file:
         header = file.readline().strip().split(",")
     missing = [name for name in _COLUMNS if name not in header]
@@ -185,8 +188,8 @@ def _events(path: str) -> np.ndarray:
 
 
 def _checked(path: str, header: list[str], columns: list[int]) -> np.ndarray:
-    """int64 [N, columns], read line by line, to say which one is wrong."""
-    found = []
+    """int64 [N, columns], read line by line, to name the line that is wrong."""
+    numbers = []
     lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines[1:], start=2):
         values = line.split(",")
@@ -197,12 +200,12 @@ def _checked(path: str, header: list[str], columns: list[int]) -> np.ndarray:
                 f"{path}, line {number}: {len(values)} columns in {line!r}, but the "
                 f"first line names {len(header)}"
             )
-        for at in columns:
+        for column in columns:
             try:
-                found.append(np.int64(int(values[at])))
+                numbers.append(np.int64(int(values[column])))
             except (ValueError, OverflowError):
                 raise ValueError(
-                    f"{path}, line {number}: {header[at]} is {values[at]!r}, which is "
-                    "no whole number of 64 bits"
+                    f"{path}, line {number}: {header[column]} is {values[column]!r}, "
+                    "which is no whole number of 64 bits"
                 ) from None
-    return np.array(found, np.int64).reshape(-1, len(columns))
+    return np.array(numbers, np.int64).reshape(-1, len(columns))

@@ -1,4 +1,4 @@
-"""Recommendation: which items a user takes, learned from those taken before.
+"""Recommendation: which items a user takes, learned from items taken before.
 
 Dims: B batch (pairs of a user and an item, or users to rank for), K negatives.
 """
@@ -25,20 +25,20 @@ from meshwright.tasks.task import DecodeResult, Decoding, Serving, Task, TaskLos
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recommendation(Task):
-    """Tells pairs that there are from negatives, by cross-entropy (He et al. 2017).
+    """Tells real pairs from negatives, trained by cross-entropy (He et al. 2017).
 
     Each user's last item is held out. An evaluation ranks it among K items that the
     user never took, by score: the hit rate is the share of users for whom it is among
-    the first `top`, and NDCG counts 1 / log2(rank + 1) for these and 0 for others, the
-    first rank being 1. Items of an equal score rank before it.
+    the first `top`, and NDCG counts 1 / log2(rank + 1) for these and 0 for others,
+    where the first rank is 1. Items of an equal score rank before it.
 
     Args:
       data: the input.
       network: scores pairs.
-      top: how many items are recommended.
+      top: number of items that are recommended.
 
     Raises:
-      ValueError: `top` is out of range, or so large that all are hits.
+      ValueError: `top` is out of range, or so large that every item is a hit.
     """
 
     data: RecommendationInput
@@ -50,7 +50,7 @@ class Recommendation(Task):
         check_number(self, "top", at_least=1, at_most=self.data.held_out_negatives)
 
     def logits(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> tf.Tensor:
-        """[B], of each `user` with its `item`, in the activation dtype."""
+        """Logits [B] of each `user` with its `item`, in the activation dtype."""
         with ctx.scope("network") as c:
             user, item = (
                 c.split(ids, ("batch",), name=name)
@@ -104,9 +104,9 @@ class Recommendation(Task):
         )
 
     def describe_data(self) -> dict[str, float]:
-        """Sizes, and the scores of what ranks items by how often they were taken."""
-        found = self.interactions()
-        counts = np.bincount(found.item, minlength=found.item_count)
+        """Sizes, and the scores of ranking items by how often they were taken."""
+        interactions = self.interactions()
+        counts = np.bincount(interactions.item, minlength=interactions.item_count)
         before = [
             np.sum(taken[:, 1:] >= taken[:, :1], axis=1)[batch.user >= 0]
             for batch in self.decoding.batches(global_batch=1024)
@@ -114,9 +114,9 @@ class Recommendation(Task):
         ]
         by_popularity = self.decoding.scores(np.concatenate(before))
         return {
-            "users": found.user_count,
-            "items": found.item_count,
-            "training pairs": len(found.user),
+            "users": interactions.user_count,
+            "items": interactions.item_count,
+            "training pairs": len(interactions.user),
             **{f"{name} by popularity": n for name, n in by_popularity.items()},
         }
 
@@ -128,7 +128,7 @@ class Recommendation(Task):
         }
 
     def train_flops(self, global_batch: int) -> float:
-        """Three times those forward; looking up rows does not count."""
+        """Three times the forward FLOPs; looking up rows does not count."""
         return 3.0 * global_batch * self.network.flops()
 
     def tokens(self, global_batch: int) -> int:
@@ -136,19 +136,19 @@ class Recommendation(Task):
         return global_batch
 
     def interactions(self) -> Interactions:
-        """What there is, once the tables are known to have a row for each id."""
-        found = self.data.interactions()
+        """The interactions, after a check that the tables have a row for each id."""
+        interactions = self.data.interactions()
         for name in ("user", "item"):
             rows, needed = (
                 getattr(self.network, f"{name}s"),
-                getattr(found, f"{name}_count"),
+                getattr(interactions, f"{name}_count"),
             )
             if rows < needed:
                 raise ValueError(
                     f"NeuMF.{name}s is {rows}, but the data have {needed} {name}s: "
                     "raise it to that"
                 )
-        return found
+        return interactions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +164,7 @@ class HeldOutRanking(Decoding):
     def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """`before` int32 [B]: how many negatives rank before the held-out item.
 
-        Items are scored one after another, so that it takes no more memory than to
-        score as many pairs as there are users.
+        Items are scored one after another, so that memory suffices for a pair per user.
         """
         user = tf.maximum(batch.user, 0)
         ranked = tf.transpose(batch.ranked)
@@ -178,7 +177,7 @@ class HeldOutRanking(Decoding):
         held_out = score(0)
 
         def count(i, before):
-            # Not >=: a score that is no number is not to make a hit.
+            # Not >=: a score that is NaN must not make a hit.
             is_behind = score(i) < held_out
             return i + 1, before + 1 - tf.cast(is_behind, tf.int32)
 
@@ -207,7 +206,7 @@ class HeldOutRanking(Decoding):
         return DecodeResult(metrics=self.scores(np.concatenate(ranks)))
 
     def scores(self, before: np.ndarray) -> dict[str, float]:
-        """Of how many negatives rank before each user's held-out item."""
+        """Scores, given how many negatives rank before each user's held-out item."""
         gains = np.where(before < self.task.top, 1 / np.log2(before + 2.0), 0.0)
         return {
             f"hit_rate@{self.task.top}": float(np.mean(before < self.task.top)),
@@ -217,7 +216,7 @@ class HeldOutRanking(Decoding):
 
 @dataclasses.dataclass(frozen=True)
 class PairChances(Serving):
-    """How likely users are to take items."""
+    """Answers how likely users are to take items."""
 
     task: Recommendation
 
@@ -227,6 +226,6 @@ class PairChances(Serving):
         return NestedMap(user=spec.user, item=spec.item)
 
     def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """`chances` float32 [B], of the user taking the item."""
+        """`chances` float32 [B] that the user takes the item."""
         logits = tf.cast(self.task.logits(ctx, theta, batch), tf.float32)
         return NestedMap(chances=tf.sigmoid(logits))

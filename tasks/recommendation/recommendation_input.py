@@ -1,9 +1,9 @@
 """Interactions as batches of pairs; the state of the input is the step number.
 
-Beside each pair that there is, some are read that there are not, with items drawn anew
-each time: negatives. What is held out is ranked among negatives of the user's own.
+Beside each real pair, some are read that do not exist, with items drawn anew each time:
+negatives. A held-out item is ranked among negatives of its user.
 
-Dims: B batch rows, P training pairs, N negatives a pair, K negatives that a held-out
+Dims: B batch rows, P training pairs, N negatives per pair, K negatives that a held-out
 item is ranked among.
 """
 
@@ -26,14 +26,14 @@ from meshwright.tasks.input.batched_input import (
 from meshwright.tasks.input.example_order import BatchRows, shuffled_examples
 from meshwright.tasks.recommendation.interactions import InteractionFiles, Interactions
 
-# So that a step and a user of the same number have other draws.
+# A step and a user of the same number have different draws.
 _TRAINED, _HELD_OUT = 0, 1
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecommendationInput(BatchedInput):
-    """Batches of pairs. Making one does not touch the file system.
+    """Batches of pairs. Construction does not touch the file system.
 
     A batch is a nested map of tensors [rows]:
       user: int32.
@@ -42,11 +42,11 @@ class RecommendationInput(BatchedInput):
       weight: float32, 1, and 0 in rows that fill up a batch.
 
     Args:
-      files: what has interactions: `RatingsFile` or `SyntheticInteractions`.
+      files: the source of interactions: `RatingsFile` or `SyntheticInteractions`.
       negatives: N; each is an item that the user did not take in training.
       held_out_negatives: K, at least N; distinct items that the user never took, the
-        same ones in every evaluation.
-      seed: of the order of training and of negatives.
+        same in every evaluation.
+      seed: seed of the training order and of negatives.
 
     Raises:
       ValueError: a number out of range.
@@ -66,49 +66,50 @@ class RecommendationInput(BatchedInput):
         return NestedMap(user=ids, item=ids, label=numbers, weight=numbers)
 
     def ranked_spec(self, batch: int) -> NestedMap:
-        """Of so many users of `ranked_batches`."""
+        """The `tf.TensorSpec`s of a batch of `ranked_batches`."""
         return NestedMap(
             user=tf.TensorSpec([batch], tf.int32),
             ranked=tf.TensorSpec([batch, 1 + self.held_out_negatives], tf.int32),
         )
 
     def interactions(self) -> Interactions:
-        """What there is.
+        """All interactions.
 
         Raises:
           FileNotFoundError, ValueError: see `RatingsFile.read`.
-          ValueError: a user took so many items that too few are left; it is named.
+          ValueError: a user took so many items that too few are left; the message names
+            the user.
         """
-        found = self.files.read()
-        counts = np.diff(found.bounds) + 1
+        interactions = self.files.read()
+        counts = np.diff(interactions.bounds) + 1
         most = int(counts.argmax())
-        left = found.item_count - int(counts[most])
+        left = interactions.item_count - int(counts[most])
         if left < self.held_out_negatives:
             raise ValueError(
                 f"RecommendationInput.held_out_negatives is {self.held_out_negatives}, "
                 f"but user number {most} took all but {left} of the "
-                f"{found.item_count} items: lower it to that"
+                f"{interactions.item_count} items: lower it to that"
             )
-        return found
+        return interactions
 
     def read_train(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
-        """Each epoch reads every pair once, and N negatives of its user, shuffled."""
-        found = self.interactions()
-        count = len(found.user) * (1 + self.negatives)
+        """Each epoch reads every pair once, with N negatives of its user, shuffled."""
+        interactions = self.interactions()
+        count = len(interactions.user) * (1 + self.negatives)
 
         def read(step: np.ndarray, example: np.ndarray):
             example, weight = _within(example, count)
             positive, slot = np.divmod(example, 1 + self.negatives)
-            user, item = found.user[positive], found.item[positive]
+            user, item = interactions.user[positive], interactions.item[positive]
             rng = np.random.default_rng([self.seed, _TRAINED, int(step)])
             todo = np.flatnonzero(slot)
             while len(todo):
-                # All processes draw for all rows, and so the same ones.
+                # All processes draw for all rows, and thus draw the same.
                 draws = rng.integers(
-                    found.item_count, size=rows.global_batch, dtype="int32"
+                    interactions.item_count, size=rows.global_batch, dtype="int32"
                 )
                 item[todo] = draws[rows.within[todo]]
-                todo = todo[found.are_trained_on(user[todo], item[todo])]
+                todo = todo[interactions.are_trained_on(user[todo], item[todo])]
             return _rows(user, item, slot, weight)
 
         def batch(step):
@@ -122,15 +123,15 @@ class RecommendationInput(BatchedInput):
         return self.interactions().user_count * (1 + self.negatives)
 
     def read_held_out(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
-        """Each user's held-out item, and the first N of the K negatives, once."""
-        found = self.interactions()
-        count = found.user_count * (1 + self.negatives)
+        """Each user's held-out item and the first N of the K negatives, once."""
+        interactions = self.interactions()
+        count = interactions.user_count * (1 + self.negatives)
 
         def read(example: np.ndarray):
             example, weight = _within(example, count)
             user, slot = np.divmod(example, 1 + self.negatives)
-            each, which = np.unique(user, return_inverse=True)
-            item = self._ranked(found, each)[which, slot]
+            users, which = np.unique(user, return_inverse=True)
+            item = self._ranked(interactions, users)[which, slot]
             return _rows(user, item, slot, weight)
 
         def batch(step):
@@ -141,42 +142,45 @@ class RecommendationInput(BatchedInput):
     def ranked_batches(
         self, *, global_batch: int, max_batches: int | None = None
     ) -> tf.data.Dataset:
-        """Users and what to rank for them, each user once.
+        """Users and the items to rank for them, each user once.
 
         Args:
           global_batch: B, users of a batch.
-          max_batches: read so many at most, spread evenly over all.
+          max_batches: number of batches to read at most, spread evenly over all.
 
         Returns:
           `user` int32 [B], -1 in rows that fill up a batch, and `ranked` int32
           [B, 1 + K]: the held-out item and K negatives.
         """
-        found, rows = self.interactions(), BatchRows(global_batch, range(global_batch))
+        interactions, rows = (
+            self.interactions(),
+            BatchRows(global_batch, range(global_batch)),
+        )
 
         def read(number: np.ndarray):
-            user, weight = _within(number, found.user_count)
-            ranked = self._ranked(found, user)
+            user, weight = _within(number, interactions.user_count)
+            ranked = self._ranked(interactions, user)
             return NestedMap(user=np.where(weight > 0, user, -1), ranked=ranked)
 
         def batch(step):
             return _tensors(read, [rows.indices(step)], self.ranked_spec(global_batch))
 
-        steps = pass_steps(found.user_count, global_batch, max_batches)
+        steps = pass_steps(interactions.user_count, global_batch, max_batches)
         return read_batches(steps, batch)
 
-    def _ranked(self, found: Interactions, users: np.ndarray) -> np.ndarray:
-        """int32 [users, 1 + K]: the held-out item, and items that each never took."""
-        every, rows = np.arange(found.item_count, dtype=np.int32), []
+    def _ranked(self, interactions: Interactions, users: np.ndarray) -> np.ndarray:
+        """int32 [users, 1 + K]: held-out items, and items that the user never took."""
+        every, rows = np.arange(interactions.item_count, dtype=np.int32), []
         for user in users:
-            left = np.delete(every, found.taken_by(user))
+            left = np.delete(every, interactions.taken_by(user))
             rng = np.random.default_rng([self.seed, _HELD_OUT, int(user)])
             negatives = rng.choice(left, self.held_out_negatives, replace=False)
-            rows.append(np.append(found.held_out[user], negatives))
+            rows.append(np.append(interactions.held_out[user], negatives))
         return np.stack(rows)
 
 
 def _within(number: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers below `count`, and weight 0 for those that were not."""
+    """Numbers limited to below `count`, and weights: 0 where a number was not."""
     return np.minimum(number, count - 1), np.float32(number < count)
 
 
@@ -187,12 +191,12 @@ def _rows(user, item, slot, weight) -> NestedMap:
 def _tensors(
     read: Callable[..., NestedMap], inputs: list[tf.Tensor], spec: NestedMap
 ) -> NestedMap:
-    """What `read` gives for arrays like `inputs`, as tensors of `spec`."""
+    """The result of `read` for `inputs`, as tensors of `spec`."""
 
     def arrays(*inputs: np.ndarray) -> list[np.ndarray]:
         dtypes = spec.map(lambda s: s.dtype.as_numpy_dtype)
         return read(*inputs).map(lambda a, dtype: a.astype(dtype), dtypes).leaves()
 
-    kinds = [one.dtype for one in spec.leaves()]
+    kinds = [s.dtype for s in spec.leaves()]
     values = tf.numpy_function(arrays, inputs, kinds, stateful=False)
     return spec.pack(values).map(lambda t, s: tf.ensure_shape(t, s.shape), spec)

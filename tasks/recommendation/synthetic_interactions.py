@@ -1,4 +1,4 @@
-"""Interactions made on the machine: users and items that have tastes in common."""
+"""Synthetic interactions: users and items that have tastes in common."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class SyntheticInteractions(Checked):
     better than by popularity, and none is always right.
 
     Args:
-      users: how many.
-      items: how many.
+      users: number of users.
+      items: number of items.
       per_user: items that each user takes, the last of which is held out.
-      tastes: numbers in a vector.
-      taste: how much these matter.
-      popularity: how much it matters.
-      seed: of everything.
+      tastes: size of a vector.
+      taste: how much the vectors matter.
+      popularity: how much popularity matters.
+      seed: seed of everything.
 
     Raises:
       ValueError: a number out of range.
@@ -48,7 +48,7 @@ class SyntheticInteractions(Checked):
         check_number(self, "per_user", at_least=2, at_most=self.items)
 
     def read(self) -> Interactions:
-        """The interactions; made once in a process, the same ones always.
+        """The interactions; made once in a process, and always the same.
 
         Items that nobody took have no number, as in a file.
         """
@@ -69,6 +69,6 @@ def _made(given: SyntheticInteractions) -> Interactions:
         taken.append(np.argsort(-noisy)[: given.per_user])
     item = np.concatenate(taken)
     user = np.repeat(np.arange(given.users), given.per_user)
-    # The last one is to be like the others, not the one that the user likes least.
+    # The last item should be like the others, not the one that the user likes least.
     time = rng.permutation(len(item))
     return Interactions.from_events(user, item, time, source="SyntheticInteractions")

@@ -194,7 +194,7 @@ class SampledOrder:
 
     @classmethod
     def of(cls, bounds: np.ndarray, temperature: float, seed: int) -> SampledOrder:
-        """The order whose cycle gives a direction its share of N places, or one place."""
+        """The order whose cycle gives a direction its share of N places, or one."""
         counts = np.diff(bounds)
         weights = (counts / counts.max()) ** (1 / temperature)
         wanted = np.rint(weights / weights.sum() * counts.sum()).astype(np.int64)
