@@ -1,4 +1,4 @@
-"""Image classification: what a picture shows, of several classes.
+"""Image classification: which of several classes a picture shows.
 
 Dims: B batch, H height, W width, K classes.
 """
@@ -20,29 +20,30 @@ from meshwright.tasks.images.image_input import CHANNELS, UNLABELLED, ImageInput
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import Serving, Task, TaskLoss
 
-# What of the input training batches follow from, beside the pictures.
+# The input's fields that determine training batches, beside the pictures.
 _DRAWN_BY = ("size", "area", "aspect", "mirrored", "seed")
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageClassification(Task):
-    """Says what a picture shows, trained by cross-entropy.
+    """Classifies pictures, trained by cross-entropy.
 
     The picture is annotated by the dims "batch", "height", "width" and "channels", and
-    what the network's head reads by "batch" and "channels". Classes are never split: on
-    a TPU 1000 of them take the room of 1024.
+    the input of the network's head by "batch" and "channels". Classes are never split:
+    on a TPU 1000 classes take the room of 1024.
 
     Args:
       pictures: the input.
       network: from a picture to logits.
-      label_smoothing: the share of a label that all classes get alike (Szegedy et al.
-        2016, section 7).
-      mean: of red, green and blue, from 0 to 255, taken off each picture.
-      deviation: of the same; pictures are divided by it. Defaults are ImageNet's.
+      label_smoothing: the share of a label that is spread evenly over all classes
+        (Szegedy et al. 2016, section 7).
+      mean: means of red, green and blue, from 0 to 255, subtracted from each picture.
+      deviation: standard deviations of the same; pictures are divided by them. Defaults
+        are ImageNet's.
 
     Raises:
-      ValueError: the network and the input disagree on classes or channels; a number
+      ValueError: the network and the input disagree on classes or channels; a number is
         out of range.
     """
 
@@ -92,7 +93,7 @@ class ImageClassification(Task):
         return PictureClasses(self)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Means over pictures; top_5: how many have their label among the five best."""
+        """Means over pictures; top_5: the share whose label is among the five best."""
         pictures = max(float(sums["pictures"]), 1.0)
         names = {"loss": "loss", "cross_entropy": "nats", "top_1": "first"}
         names["top_5"] = "among_five"
@@ -120,7 +121,7 @@ class ImageClassification(Task):
         }
 
     def train_flops(self, global_batch: int) -> float:
-        """Three times those of the kernels forward."""
+        """Three times the forward FLOPs of the kernels."""
         size = (self.pictures.size, self.pictures.size)
         return 3.0 * global_batch * self.network.flops(size)
 
@@ -131,7 +132,7 @@ class ImageClassification(Task):
 
 @dataclasses.dataclass(frozen=True)
 class PictureClasses(Serving):
-    """What pictures show."""
+    """Answers which classes pictures show."""
 
     task: ImageClassification
 
@@ -149,17 +150,18 @@ class PictureClasses(Serving):
 def picture_sums(
     logits: tf.Tensor, label: tf.Tensor, label_smoothing: float
 ) -> NestedMap:
-    """What the loss and the metrics are made of.
+    """The sums that the loss and the metrics are made of.
 
     Args:
       logits: [B, K], any float dtype.
-      label: int32 [B], in [0, K) or `UNLABELLED`, which counts for nothing.
-      label_smoothing: the share of a label that all classes get alike.
+      label: int32 [B], in [0, K) or `UNLABELLED`, which does not count.
+      label_smoothing: the share of a label that is spread evenly over all classes.
 
     Returns:
-      float32 scalars: `pictures`, how many count; `nats`, their cross-entropy; `loss`,
-      the same with smoothed labels; `first` and `among_five`, how many have no class,
-      or less than five, before the label. Of equal logits the first comes before.
+      float32 scalars: `pictures`, the number that count; `nats`, their cross-entropy;
+      `loss`, the same with smoothed labels; `first` and `among_five`, the numbers with
+      no class, or fewer than five, before the label. Of equal logits the first comes
+      before.
     """
     logits = tf.cast(logits, tf.float32)
     counts = tf.cast(label != UNLABELLED, tf.float32)
@@ -178,4 +180,4 @@ def picture_sums(
         among_five=tf.cast(rank < 5, tf.float32),
         pictures=tf.ones_like(nats),
     )
-    return sums.map(lambda one: tf.reduce_sum(one * counts))
+    return sums.map(lambda x: tf.reduce_sum(x * counts))

@@ -1,4 +1,4 @@
-"""Pictures with a label each, in TFRecord files of `tf.train.Example`."""
+"""Pictures with labels, in TFRecord files of `tf.train.Example`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tensorflow as tf
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.input.record_files import find_records, read_record
 
-# Files whose lengths are read at a time: it is their disks that take the time.
+# Files whose lengths are read at a time: their disks take the time.
 _FILES_AT_A_TIME = 16
 
 _FEATURES = {
@@ -28,12 +28,12 @@ _FEATURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """What a record says.
+    """The contents of a record.
 
     Args:
-      name: of the record, for messages.
+      name: the record's name, for messages.
       encoded: a JPEG file's bytes.
-      label: as it is written, which is from 1 on.
+      label: the label as written, which is from 1 on.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Records:
 
     Args:
       paths: the files.
-      first: int64 [files + 1], the number of each file's first record, and how many
-        there are in all.
-      starts: int64 [records], where in its file each one's data begins.
-      sizes: int64 [records], of the data in bytes.
+      first: int64 [files + 1], the number of each file's first record, and the number
+        of all records.
+      starts: int64 [records], where each record's data begins in its file.
+      sizes: int64 [records], bytes of the data.
     """
 
     paths: tuple[str, ...]
@@ -66,8 +66,8 @@ class Records:
 
         Raises:
           OSError: its file cannot be read.
-          ValueError: it is not as it was written, is no `tf.train.Example`, or has not
-            both features.
+          ValueError: the record is not as it was written, is no `tf.train.Example`, or
+            lacks a feature.
         """
         file = int(np.searchsorted(self.first, number, side="right")) - 1
         path = self.paths[file]
@@ -75,14 +75,14 @@ class Records:
         start, size = int(self.starts[number]), int(self.sizes[number])
         data = read_record(path, start, size, name=name)
         try:
-            found = tf.io.parse_single_example(data, _FEATURES)
+            features = tf.io.parse_single_example(data, _FEATURES)
         # TensorFlow quotes the record, which need not be text.
         except (tf.errors.OpError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{name} is no tf.train.Example with the features "
                 f"{' (bytes) and '.join(_FEATURES)} (a whole number): {reason(error)}"
             ) from error
-        encoded, label = (found[feature].numpy() for feature in _FEATURES)
+        encoded, label = (features[feature].numpy() for feature in _FEATURES)
         for feature, missing in zip(_FEATURES, (not encoded, label < 0), strict=True):
             if missing:
                 raise ValueError(
@@ -92,7 +92,7 @@ class Records:
         return Picture(name, encoded, int(label))
 
     def fingerprint(self) -> str:
-        """Of names of files and sizes of records; runs that resume must agree on it."""
+        """Digest of file names and record sizes; runs that resume must agree on it."""
         names = "\n".join(os.path.basename(path) for path in self.paths)
         digest = hashlib.sha256(names.encode())
         digest.update(self.first.tobytes())
@@ -102,7 +102,7 @@ class Records:
 
 @runtime_checkable
 class PictureFiles(Protocol):
-    """What has labelled pictures, such as `ImageFiles` or `SyntheticImages`."""
+    """A source of labelled pictures, such as `ImageFiles` or `SyntheticImages`."""
 
     def records(self, split: Split) -> Records:
         """The pictures of a split."""
@@ -114,11 +114,13 @@ class ImageFiles:
     """TFRecord files as TensorFlow's ImageNet scripts write them.
 
     A record is a `tf.train.Example` with `image/encoded`, the bytes of a JPEG file, and
-    `image/class/label`, a number from 1 on. Making one does not touch the file system.
+    `image/class/label`, a number from 1 on. Construction does not touch the file
+    system.
 
     Args:
       train: shell pattern of the files to train on, such as "/data/imagenet/train-*".
-      held_out: of those to evaluate on, such as "/data/imagenet/validation-*".
+      held_out: shell pattern of the files to evaluate on, such as
+        "/data/imagenet/validation-*".
     """
 
     train: str
@@ -130,14 +132,15 @@ class ImageFiles:
         Raises:
           FileNotFoundError: no file matches.
           OSError: a file cannot be read.
-          ValueError: a file is no TFRecord file, or ends too soon; there is no record.
+          ValueError: a file is no TFRecord file, or ends too soon; or there is no
+            record.
         """
         field = "train" if split is Split.TRAIN else "held_out"
         return _records(getattr(self, field), f"ImageFiles.{field}")
 
 
 def reason(error: Exception) -> str:
-    """What an op says, without where it ran."""
+    """The message of an op's error, without where the op ran."""
     return str(error).split("}} ")[-1].split(" [Op:")[0]
 
 

@@ -1,7 +1,7 @@
 """Labelled pictures as batches; the state of the input is the step number.
 
-A training picture is a random part of one, at any size and perhaps mirrored; a held-out
-one the middle. They stay bytes: four times fewer go to the devices than of float32.
+A training example is a random part of a picture, at any size and perhaps mirrored; a
+held-out example is the middle. Pixels stay bytes: devices get a quarter of float32's.
 
 Dims: B batch rows, H height, W width.
 """
@@ -27,10 +27,10 @@ CHANNELS = 3
 """Red, green and blue."""
 
 UNLABELLED = -1
-"""The label of rows that fill up a batch, and count for nothing."""
+"""The label of rows that fill up a batch and do not count."""
 
 _READY_BATCHES = 2
-# Draws of a part of a picture, before all that fits is taken.
+# Draws of a part of a picture, before all of the picture is taken.
 _DRAWS = 10
 
 Part = tuple[int, int, int, int]
@@ -40,25 +40,25 @@ Part = tuple[int, int, int, int]
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageInput(BatchedInput):
-    """Batches of pictures. Making one does not touch the file system.
+    """Batches of pictures. Construction does not touch the file system.
 
     A batch is a nested map of tensors:
       image: uint8 [rows, size, size, 3].
       label: int32 [rows], in [0, num_classes), or `UNLABELLED`.
 
     Args:
-      files: what has pictures: `ImageFiles` or `SyntheticImages`.
+      files: the source of pictures: `ImageFiles` or `SyntheticImages`.
       size: H and W.
       num_classes: labels in files are from 1 to this.
       area: least and largest share of a picture that is trained on (Szegedy et al.
         2015, section 6).
-      aspect: width by height of that part, least and largest.
-      mirrored: the share of training pictures that are.
-      middle: of a held-out picture, the share of its shorter side that is read.
-      seed: of the order of training, parts and mirroring.
+      aspect: least and largest width by height of that part.
+      mirrored: the share of training pictures that are mirrored.
+      middle: the share of a held-out picture's shorter side that is read.
+      seed: seed of the training order, parts and mirroring.
 
     Raises:
-      ValueError: a number out of range, or no two ascending ones.
+      ValueError: a number is out of range, or a range is no two ascending numbers.
     """
 
     files: PictureFiles = instance(example="@ImageFiles()")
@@ -126,7 +126,7 @@ class ImageInput(BatchedInput):
     def _dataset(
         self, numbers: tf.data.Dataset, read: Callable, rows: int
     ) -> tf.data.Dataset:
-        """Batches of what `read` makes of each row's numbers; many rows at a time."""
+        """Batches of the results of `read` for each row's numbers; many at a time."""
         spec = self.element_spec(rows)
         kinds = [spec.image.dtype, spec.label.dtype]
 
@@ -148,7 +148,7 @@ class ImageInput(BatchedInput):
             raise ValueError(
                 f"{picture.name} has label {picture.label}, but there are "
                 f"{self.num_classes} classes, from 1 on: set ImageInput.num_classes to "
-                "what the files have, or mend them"
+                "what the files have, or correct them"
             )
         return np.int32(picture.label - 1)
 
@@ -160,9 +160,9 @@ class ImageInput(BatchedInput):
         return image[:, ::-1] if rng.random() < self.mirrored else image
 
     def _part(self, picture: Picture, part: Part) -> np.ndarray:
-        """Part of a picture at the size asked for, uint8 [H, W, 3].
+        """Part of a picture at the size of the input, uint8 [H, W, 3].
 
-        What lies below the part is not decoded, nor looked at for what is wrong.
+        Rows below the part are not decoded, nor checked for errors.
         """
         try:
             image = tf.io.decode_and_crop_jpeg(picture.encoded, part, CHANNELS)
@@ -175,7 +175,7 @@ class ImageInput(BatchedInput):
 
 
 def _size(picture: Picture) -> tuple[int, int]:
-    """Its height and width."""
+    """A picture's height and width."""
     try:
         height, width, _ = tf.io.extract_jpeg_shape(picture.encoded).numpy().tolist()
     except tf.errors.OpError as error:
@@ -185,7 +185,7 @@ def _size(picture: Picture) -> tuple[int, int]:
 
 def _broken(picture: Picture, error: tf.errors.OpError) -> ValueError:
     return ValueError(
-        f"the picture in {picture.name} is no JPEG file, or not whole "
+        f"the picture in {picture.name} is no JPEG file, or not all of one "
         f"({reason(error)}): write it anew, or leave it out"
     )
 
@@ -196,12 +196,12 @@ def _random_part(
     area: Sequence[float],
     aspect: Sequence[float],
 ) -> Part:
-    """A part of such an area and aspect; all of the picture if few of these fit."""
+    """A part with such an area and aspect; all of the picture if few of them fit."""
     for _ in range(_DRAWS):
-        places = math.prod(size) * rng.uniform(*area)
+        pixels = math.prod(size) * rng.uniform(*area)
         by_height = math.exp(rng.uniform(*np.log(aspect)))
-        height = round(math.sqrt(places / by_height))
-        width = round(math.sqrt(places * by_height))
+        height = round(math.sqrt(pixels / by_height))
+        width = round(math.sqrt(pixels * by_height))
         if 1 <= height <= size[0] and 1 <= width <= size[1]:
             top = rng.integers(size[0] - height + 1)
             left = rng.integers(size[1] - width + 1)
@@ -210,6 +210,6 @@ def _random_part(
 
 
 def _middle(size: tuple[int, int], share: float) -> Part:
-    """The square in the middle, whose side is so much of the shorter side."""
+    """The square in the middle, whose side is `share` of the shorter side."""
     side = max(1, round(share * min(size)))
     return (size[0] - side) // 2, (size[1] - side) // 2, side, side

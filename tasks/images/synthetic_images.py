@@ -1,4 +1,4 @@
-"""Pictures made on the machine: one shape each, plain or striped, on another colour."""
+"""Synthetic pictures: one shape each, plain or striped, on another colour."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from meshwright.tasks.input.example_order import Split
 _SHAPES = ("disc", "square", "triangle", "cross")
 _TEXTURES = ("plain", "striped")
 CLASSES = tuple(f"{texture} {shape}" for shape in _SHAPES for texture in _TEXTURES)
-"""What the labels 1, 2, ... mean."""
+"""The meanings of the labels 1, 2, ..."""
 
-# Raised when other pictures are drawn for the same settings.
+# To be raised when the same settings come to draw other pictures.
 _RECIPE = 1
 _FILES = 4
 # Least distance between two colours of a picture; black and white are 1.7 apart.
@@ -36,20 +36,20 @@ class SyntheticImages(Checked):
     """Pictures of eight classes: a disc, square, triangle or cross, plain or striped.
 
     Colours, places, sizes, angles and the light are random, so that only shape and
-    texture tell classes apart. What is missing is made when records are asked for, in
+    texture tell classes apart. Missing files are made when records are requested, in
     the form that `ImageFiles` reads, and kept; each picture is a function of the
     settings and its number.
 
     Args:
       folder: where the files are kept.
-      train: how many pictures to train on.
-      held_out: how many to evaluate on.
-      size: their sides.
-      noise: standard deviation of what is added to each colour, which is from 0 to 1.
-      seed: of everything.
+      train: number of pictures to train on.
+      held_out: number of pictures to evaluate on.
+      size: sides of the pictures.
+      noise: standard deviation of the noise on each colour, which is from 0 to 1.
+      seed: seed of everything.
 
     Raises:
-      ValueError: a number out of range.
+      ValueError: a number is out of range.
     """
 
     folder: str = "~/.cache/meshwright/images"
@@ -60,18 +60,18 @@ class SyntheticImages(Checked):
     seed: int = bounded(0, at_least=0)
 
     def records(self, split: Split) -> Records:
-        """As `ImageFiles.records`, after what is missing was made.
+        """As `ImageFiles.records`, after missing files were made.
 
         Raises:
           OSError: the folder cannot be written.
         """
-        train, held_out = (_made(self, one) for one in (Split.TRAIN, Split.HELD_OUT))
+        train, held_out = (_made(self, s) for s in (Split.TRAIN, Split.HELD_OUT))
         return ImageFiles(train=train, held_out=held_out).records(split)
 
 
 @functools.cache
 def _made(given: SyntheticImages, split: Split) -> str:
-    """A pattern of files, which are made unless they are there."""
+    """A pattern of files, which are made unless they exist."""
     count = given.train if split is Split.TRAIN else given.held_out
     settings = (_RECIPE, split.value, count, given.size, given.noise, given.seed)
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
@@ -92,9 +92,9 @@ def _write(
 ) -> None:
     with tf.io.TFRecordWriter(str(path)) as writer:
         for number in numbers:
-            place = 2 * number + (split is Split.HELD_OUT)
-            rng = np.random.Generator(np.random.Philox(key=[given.seed, place]))
-            # By turns, so that there are as many of each.
+            index = 2 * number + (split is Split.HELD_OUT)
+            rng = np.random.Generator(np.random.Philox(key=[given.seed, index]))
+            # By turns, so that each class has as many.
             kind = number % len(CLASSES)
             image = _drawn(rng, kind, given.size, given.noise)
             writer.write(_example(image, kind + 1).SerializeToString())
@@ -112,7 +112,7 @@ def _example(image: np.ndarray, label: int) -> tf.train.Example:
 
 
 def _drawn(rng: np.random.Generator, kind: int, size: int, noise: float) -> np.ndarray:
-    """uint8 [size, size, 3], of the class of that number."""
+    """A picture uint8 [size, size, 3] of class number `kind`."""
     shape, texture = divmod(kind, len(_TEXTURES))
     x, y = _places(rng, size)
     behind, front, stripe = _colours(rng)
@@ -127,7 +127,7 @@ def _drawn(rng: np.random.Generator, kind: int, size: int, noise: float) -> np.n
 
 
 def _places(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """[size, size] each: where pixels are as the shape lies, whose radius is 1."""
+    """[size, size] each: pixels' coordinates in the frame of the shape, of radius 1."""
     rows, columns = np.indices([size, size]) / (size - 1) - 0.5
     radius = rng.uniform(0.2, 0.35)
     down, right = rng.uniform(-0.5 + radius, 0.5 - radius, 2)
@@ -138,7 +138,7 @@ def _places(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """bool, like both: whether a place is in the shape; all fit into radius 1."""
+    """bool, like both: whether a point is in the shape; all fit into radius 1."""
     if shape == "disc":
         return np.hypot(x, y) < 0.85
     if shape == "square":

@@ -250,11 +250,11 @@ def test_files_without_records(tmp_path):
         (example(**{**GOOD, "label": 0}), "has label 0, but there are 3 classes"),
         (
             example(**{**GOOD, "encoded": b"GIF89a"}),
-            r"is no JPEG file, or not whole \(",
+            r"is no JPEG file, or not all of one \(",
         ),
         (
             example(**{**GOOD, "encoded": GOOD["encoded"][:-40]}),
-            r"is no JPEG file, or not whole \(.*Invalid JPEG .*\): write it anew, or l",
+            r"is no JPEG file, or not all of one \(.*Invalid JPEG .*\): write it anew",
         ),
     ],
     ids=["no text", "none", "no image", "no label", "text", "4", "0", "gif", "cut"],
