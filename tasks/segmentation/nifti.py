@@ -1,4 +1,4 @@
-"""NIfTI files: read whole, written whole, and what is wrong with them said."""
+"""NIfTI files: read and written completely, with errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ import numpy as np
 from meshwright.tasks.input.atomic_files import atomic_write
 
 _ENDINGS = (".nii.gz", ".nii")
-# By the unit's code in a header: metres and micrometres. All else counts as mm.
+# By the unit's code in a header: metres and micrometres. All other codes count as mm.
 _MILLIMETRES = {1: 1e3, 3: 1e-3}
 
-# The two kinds' headers have 348 and 540; extensions of some software follow. As many
-# may lie after the voxels, and no more: zipped, a file of zeros without end is small.
+# The two kinds' headers have 348 and 540 bytes; extensions of some software follow. As
+# many bytes may follow the voxels, but no more: zipped, an endless file of zeros is
+# small.
 _HEADER_BYTES = _TRAILING_BYTES = 2**20
 _PIECE = 2**24
 
 MOST_VOXELS = 2**31
-"""Of a volume, with its channels: 8 GiB of float32. A header may say anything."""
+"""A volume's limit, with its channels: 8 GiB of float32. Headers may say anything."""
 
 
 def read_nifti(path: str, *, header_only: bool = False) -> Any:
-    """A nibabel image with whole data, an affine that can be inverted, and real voxels.
+    """A nibabel image with complete data, an invertible affine, and real voxels.
 
-    With `header_only` its data is not there, and may be broken.
+    With `header_only` its data is not read, and may be broken.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: there is no such image in it; it is named.
-      OSError: it cannot be read.
+      ValueError: there is no such image in it; the message names the file.
+      OSError: the file cannot be read.
     """
     nibabel, _ = libraries()
     stem(path)
@@ -55,14 +56,14 @@ def read_nifti(path: str, *, header_only: bool = False) -> Any:
         ) from e
     except failures as e:
         raise ValueError(
-            f"{path} is no NIfTI file that can be used ({e}): write it anew by what "
-            "made it, convert it to .nii.gz, or leave it out"
+            f"{path} is no NIfTI file that can be used ({e}): write it anew with the "
+            "program that made it, convert it to .nii.gz, or leave it out"
         ) from e
     return image
 
 
 def write_nifti(path: str, image: Any) -> None:
-    """Saves an image of nibabel's, all of it or nothing. Makes folders.
+    """Saves a nibabel image, all of it or nothing. Makes folders.
 
     Raises:
       ValueError: the path does not end in .nii or .nii.gz.
@@ -77,10 +78,10 @@ def write_nifti(path: str, image: Any) -> None:
 
 
 def stem(path: str) -> str:
-    """Name of a file, without .nii or .nii.gz.
+    """The name of a file, without .nii or .nii.gz.
 
     Raises:
-      ValueError: it ends in neither.
+      ValueError: the name ends in neither.
     """
     name = pathlib.Path(path).name
     for ending in _ENDINGS:
@@ -93,7 +94,7 @@ def stem(path: str) -> str:
 
 
 def millimetre_affine(image: Any) -> np.ndarray:
-    """float64 [4, 4], of a nibabel image, whatever unit of length its header has."""
+    """A nibabel image's affine in mm, float64 [4, 4], whatever its header's unit."""
     unit = int(image.header["xyzt_units"]) & 7
     return np.diag([*[_MILLIMETRES.get(unit, 1.0)] * 3, 1.0]) @ image.affine
 
@@ -102,10 +103,10 @@ def libraries() -> tuple[Any, Any]:
     """nibabel and scipy.ndimage.
 
     Raises:
-      ImportError: one is missing.
+      ImportError: a library is missing.
     """
     try:
-        import nibabel  # Only volumes want them.
+        import nibabel  # Only volumes need it.
         import scipy.ndimage
     except ImportError as e:
         raise ImportError(
@@ -116,7 +117,7 @@ def libraries() -> tuple[Any, Any]:
 
 
 def _kind(content: bytes) -> type:
-    """The class of nibabel that reads a file."""
+    """The class of nibabel that reads a file of this content."""
     nibabel, _ = libraries()
     if content[344:347] == b"n+1":
         return nibabel.Nifti1Image
@@ -139,13 +140,13 @@ def _check_header(image: Any) -> None:
 
 
 def _read_voxels(file: Any, image: Any, content: io.BytesIO) -> None:
-    """Reads what follows the first bytes of a file into `content`, which has these."""
+    """Reads the rest of a file into `content`, which has its first bytes."""
     itemsize = image.header.get_data_dtype().itemsize
     wanted = image.dataobj.offset + math.prod(image.shape) * itemsize
     most = wanted + _TRAILING_BYTES
     size = content.seek(0, io.SEEK_END)
-    # To the end, for only there does gzip compare checksums; and piece by piece, as all
-    # that a header asks for would be allocated at once.
+    # To the end, as gzip compares checksums only there; and piece by piece, as all that
+    # a header claims would be allocated at once.
     while size <= most and (piece := file.read(min(_PIECE, most + 1 - size))):
         size += content.write(piece)
     if size < wanted:

@@ -1,6 +1,6 @@
 """Patches of labelled volumes as batches; the state of the input is the step number.
 
-Dims: B batch rows, X Y Z the patch's image, U V W what is labelled of it, C channels.
+Dims: B batch rows, X Y Z the patch's image, U V W its labelled part, C channels.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Tile:
 
     Args:
       case: number of the volume in `read(Split.HELD_OUT)`.
-      start: first voxel that is labelled; those before `fresh` are in other tiles too.
-      fresh: first voxel, along each dim, that no tile before counted.
+      start: first labelled voxel; voxels before `fresh` are in other tiles too.
+      fresh: first voxel, along each dim, that no earlier tile counted.
     """
 
     case: int
@@ -48,15 +48,15 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Patches(BatchedInput):
-    """Batches of patches of which a network labels the middle.
+    """Batches of patches whose middle a network labels.
 
-    A batch is as `SegmentationInput` says. A held-out one has `tile` too, int32 [rows]:
-    its number in `tiles`, -1 in rows that fill up a batch.
+    A batch is as `SegmentationInput` describes. A held-out batch has `tile` too, int32
+    [rows]: each row's number in `tiles`, -1 in rows that fill up a batch.
 
     Args:
-      volumes: what they are cut from, and how.
+      volumes: the volumes that patches are cut from, and how.
       labelled: U, V and W.
-      overlap: the share of a side that neighbouring tiles have in common at least.
+      overlap: the least share of a side that neighbouring tiles have in common.
     """
 
     volumes: SegmentationInput
@@ -89,7 +89,7 @@ class Patches(BatchedInput):
         return len(self.tiles())
 
     def read_held_out(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
-        """Volumes one after the other, tile by tile; each voxel counts once."""
+        """Volumes one after another, tile by tile; each voxel counts once."""
         cases, tiles = self.volumes.cases(Split.HELD_OUT), self.tiles()
 
         def read(number: np.ndarray):
@@ -117,12 +117,13 @@ class Patches(BatchedInput):
 
         Raises:
           FileNotFoundError, ImportError: see `load`.
-          ValueError: what is there cannot be used, as far as headers tell; it is named.
+          ValueError: the files cannot be used, as far as headers tell; the message
+            names the file.
         """
         return _size(self.volumes, case, self.labelled)
 
     def _read(self, read, inputs) -> NestedMap:
-        """What `read` gives for `inputs`, with static shapes."""
+        """The result of `read` for `inputs`, with static shapes."""
         kinds = [tf.float32, tf.int32]
         image, label = tf.numpy_function(read, inputs, kinds, stateful=False)
         spec = self.element_spec(inputs[0].shape[0])
@@ -159,11 +160,11 @@ class Patches(BatchedInput):
         return image, np.full(self.labelled, IGNORED, np.int32)
 
     def _cut(self, volume: Volume, start: Sequence[int]):
-        """Image and label of the patch whose label begins at `start`."""
+        """The image and label of the patch whose label begins at `start`."""
         patch, labelled = self.volumes.patch, self.labelled
         dims = zip(start, patch, labelled, volume.label.shape, strict=True)
-        places = [_mirrored(i - (n - m) // 2, n, length) for i, n, m, length in dims]
-        image = volume.image[np.ix_(*places)]
+        indices = [_mirrored(i - (n - m) // 2, n, length) for i, n, m, length in dims]
+        image = volume.image[np.ix_(*indices)]
         ends = [i + m for i, m in zip(start, labelled, strict=True)]
         label = volume.label[tuple(map(slice, start, ends))]
         missing = [(0, m - n) for n, m in zip(label.shape, labelled, strict=True)]
@@ -171,20 +172,20 @@ class Patches(BatchedInput):
 
 
 def _mirrored(first: int, size: int, length: int) -> np.ndarray:
-    """Places first, ..., first + size - 1 of a dim, mirrored at its ends."""
+    """Indices first, ..., first + size - 1 of a dim, mirrored at its ends."""
     period = max(2 * (length - 1), 1)
-    at = np.abs(np.arange(first, first + size)) % period
-    return np.where(at < length, at, period - at)
+    index = np.abs(np.arange(first, first + size)) % period
+    return np.where(index < length, index, period - index)
 
 
 def _around_a_class(kept: KeptVolume, rng, labelled: Size, room) -> list[int] | None:
-    """Where a patch begins whose middle is a random voxel of a random class."""
+    """The start of a patch whose middle is a random voxel of a random class."""
     if not kept.voxels:
         return None
     of_class = kept.voxels[rng.integers(len(kept.voxels))]
     voxel = of_class[rng.integers(len(of_class))]
-    at = np.unravel_index(voxel, kept.volume.label.shape)
-    middles = zip(at, labelled, room, strict=True)
+    index = np.unravel_index(voxel, kept.volume.label.shape)
+    middles = zip(index, labelled, room, strict=True)
     return [int(np.clip(i - m // 2, 0, most)) for i, m, most in middles]
 
 
@@ -226,7 +227,7 @@ def _size(given: SegmentationInput, case: Case, labelled: Size) -> Size:
 
 @functools.cache
 def _tiles(given: Patches) -> list[Tile]:
-    found = []
+    tiles = []
     for number, case in enumerate(given.volumes.cases(Split.HELD_OUT)):
         along = [
             list(_starts(n, m, given.overlap))
@@ -234,12 +235,12 @@ def _tiles(given: Patches) -> list[Tile]:
         ]
         for corner in itertools.product(*along):
             start, fresh = zip(*corner, strict=True)
-            found.append(Tile(case=number, start=start, fresh=fresh))
-    return found
+            tiles.append(Tile(case=number, start=start, fresh=fresh))
+    return tiles
 
 
 def _starts(length: int, tile: int, overlap: float) -> Iterator[tuple[int, int]]:
-    """Where tiles begin along a dim, evenly, and where each counts from."""
+    """Where tiles begin along a dim, evenly, and from where each counts."""
     step = max(1, math.floor(tile * (1 - overlap)))
     count = 1 + max(0, -(-(length - tile) // step))
     done = 0

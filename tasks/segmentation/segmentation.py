@@ -1,6 +1,6 @@
 """Segmentation: the class of each voxel of a volume.
 
-Dims: B batch, X Y Z the image, U V W what is labelled of it, C channels, K classes.
+Dims: B batch, X Y Z the image, U V W its labelled part, C channels, K classes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from meshwright.tasks.segmentation.segmentation_views import views
 from meshwright.tasks.segmentation.volume_files import save
 from meshwright.tasks.task import DecodeResult, Decoding, Serving, Task, TaskLoss
 
-# Of the sums that soft Dice divides: a class that is nowhere has none.
+# Added to the sums that soft Dice divides, which are 0 for a class that occurs nowhere.
 _SMOOTH = 1.0
 
-# What of the input training batches follow from, beside the volumes.
+# The input's fields that determine training batches, beside the volumes.
 _DRAWN_BY = (
     "patch",
     "crop",
@@ -62,14 +62,14 @@ class Segmentation(Task):
     Args:
       volumes: the input.
       network: labels an image, or its middle.
-      cross_entropy_weight: of the mean over voxels, in the loss.
-      dice_weight: of 1 - soft Dice (Milletari et al. 2016), the mean over classes but
-        the background, each of all voxels of the batch.
-      pictures: how many held-out volumes an evaluation shows.
+      cross_entropy_weight: weight in the loss of the mean over voxels.
+      dice_weight: weight in the loss of 1 - soft Dice (Milletari et al. 2016), the mean
+        over classes but the background, each over all voxels of the batch.
+      pictures: number of held-out volumes that an evaluation shows.
 
     Raises:
-      ValueError: the network and the input disagree on channels or classes; the
-        patch is a size that the network cannot take.
+      ValueError: the network and the input disagree on channels or classes; the patch
+        has a size that the network cannot take.
     """
 
     volumes: SegmentationInput
@@ -102,7 +102,7 @@ class Segmentation(Task):
             return self.network.fprop(c, theta.network, image)
 
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
-        """Weighted cross-entropy, in nats a voxel, and soft Dice."""
+        """Weighted cross-entropy, in nats per voxel, and soft Dice."""
         logits = self.logits(ctx, theta, batch.image)
         with ctx.scope("loss"):
             sums = voxel_sums(logits, batch.label)
@@ -118,20 +118,22 @@ class Segmentation(Task):
         """Means over voxels, and Dice of each class over all voxels together."""
         voxels = max(float(sums["voxels"]), 1.0)
         scores = dice(sums["overlap"], sums["found"], sums["truth"])
-        found = {
+        means = {
             "loss": float(sums["loss"]) / voxels,
             "cross_entropy": float(sums["nats"]) / voxels,
         }
-        return found | self.means("dice", [scores])
+        return means | self.means("dice", [scores])
 
     def means(self, what: str, scores: Sequence[np.ndarray]) -> dict[str, float]:
-        """Of each class but the background, where it has a score; and of classes."""
-        found = {}
+        """Mean scores of each class but the background, if any; and the mean of
+        classes.
+        """
+        means = {}
         for k, name in enumerate(self.volumes.classes()):
-            known = [one[k] for one in scores if one[k] == one[k]]
+            known = [score[k] for score in scores if score[k] == score[k]]
             if k and known:
-                found[f"{what}/{name}"] = float(np.mean(known))
-        return {what: float(np.mean(list(found.values())))} | found if found else {}
+                means[f"{what}/{name}"] = float(np.mean(known))
+        return {what: float(np.mean(list(means.values())))} | means if means else {}
 
     @property
     def decoding(self) -> SegmentationDecoding:
@@ -147,7 +149,7 @@ class Segmentation(Task):
 
     @property
     def overlapping(self) -> Patches:
-        """Patches that whole volumes are put together from."""
+        """Patches from which volumes are assembled."""
         return dataclasses.replace(self.input, overlap=self.volumes.overlap)
 
     def batch_dims(self) -> NestedMap:
@@ -158,7 +160,7 @@ class Segmentation(Task):
         given = self.volumes
         for split in Split:
             for case in given.cases(split):
-                self.input.size(case)  # What headers tell, before training.
+                self.input.size(case)  # Checks headers before training.
         return {
             "training volumes": len(given.cases(Split.TRAIN)),
             "held-out volumes": len(given.cases(Split.HELD_OUT)),
@@ -174,7 +176,7 @@ class Segmentation(Task):
         }
 
     def train_flops(self, global_batch: int) -> float:
-        """Three times those of the kernels forward."""
+        """Three times the forward FLOPs of the kernels."""
         return 3.0 * global_batch * self.network.flops(self.volumes.patch)
 
     def tokens(self, global_batch: int) -> int:
@@ -203,17 +205,17 @@ class SegmentationDecoding(Decoding):
         batches = self.task.overlapping.held_out_batches(
             global_batch=global_batch, rows=range(global_batch)
         )
-        # The first ones, not spread evenly: tiles of whole volumes.
+        # The first batches, not spread evenly: they have all tiles of some volumes.
         for batch in batches.take(-1 if max_batches is None else max_batches):
             yield NestedMap(image=batch.image.numpy(), tile=batch.tile.numpy())
 
     def score(
         self, batches: Iterable[tuple[NestedMap, NestedMap]], folder: pathlib.Path
     ) -> DecodeResult:
-        """Whole volumes, put together from their tiles and written as NIfTI files.
+        """Scores volumes, assembled from their tiles and written as NIfTI files.
 
-        The metrics are means over volumes of which all tiles were read; a class that
-        is neither in a volume nor found in it has none there.
+        The metrics are means over volumes of which all tiles were read; a class that is
+        neither labelled nor predicted in a volume has no score there.
         """
         given, patches = self.task.volumes, self.task.overlapping
         cases = given.cases(Split.HELD_OUT)
@@ -223,19 +225,19 @@ class SegmentationDecoding(Decoding):
             return patches.size(cases[number])
 
         answers = self._answers(batches)
-        for one in segmented_volumes(patches.tiles(), answers, size_of):
-            case = cases[one.case]
+        for segmented in segmented_volumes(patches.tiles(), answers, size_of):
+            case = cases[segmented.case]
             volume = given.volume(case)
             path = str(folder / f"{case.name}.nii.gz")
-            save(path, one.found, like=case, volume=volume)
-            counts = counts_by_class(one.found, volume.label, given.num_classes)
+            save(path, segmented.found, like=case, volume=volume)
+            counts = counts_by_class(segmented.found, volume.label, given.num_classes)
             scores.append(dice(*counts))
             if len(shown) < self.task.pictures:
-                shown[case.name] = views(volume, one.found)
+                shown[case.name] = views(volume, segmented.found)
         if not scores:
             logging.warning(
-                "no held-out volume was decoded whole, so that none is scored: raise "
-                "Experiment.decode_batches, or set it to None"
+                "no held-out volume was decoded completely, so that none is scored: "
+                "raise Experiment.decode_batches, or set it to None"
             )
         return DecodeResult(
             metrics=self.task.means("volume_dice", scores), pictures=shown
@@ -243,9 +245,9 @@ class SegmentationDecoding(Decoding):
 
     def _answers(self, batches) -> Iterator[tuple[int, np.ndarray]]:
         for batch, out in batches:
-            for tile, one in zip(batch.tile, np.asarray(out.chances), strict=True):
+            for tile, by_class in zip(batch.tile, np.asarray(out.chances), strict=True):
                 if tile >= 0:
-                    yield int(tile), np.moveaxis(one, 0, -1)
+                    yield int(tile), np.moveaxis(by_class, 0, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +262,6 @@ class SegmentationServing(Serving):
 
     def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """`chances` of each class, and the likeliest `classes`, int32 [B, U, V, W]."""
-        said = self.task.decoding.decode(ctx, theta, batch)
-        said.classes = tf.argmax(said.chances, axis=1, output_type=tf.int32)
-        return said
+        out = self.task.decoding.decode(ctx, theta, batch)
+        out.classes = tf.argmax(out.chances, axis=1, output_type=tf.int32)
+        return out

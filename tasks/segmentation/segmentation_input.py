@@ -1,10 +1,10 @@
-"""Labelled volumes, and what a patch of them is.
+"""Labelled volumes, and the patches to cut from them.
 
 A volume is read when a patch of it is due, and kept while there is room. A patch's
-image may be wider than what the model labels of it, its middle: what lies beyond the
-volume's ends is then mirrored.
+image may be wider than its middle, which the model labels: beyond the volume's ends the
+image is then mirrored.
 
-Dims: B batch rows, X Y Z the patch's image, U V W what is labelled of it, C channels.
+Dims: B batch rows, X Y Z the patch's image, U V W its labelled part, C channels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Size = tuple[int, int, int]
 
 @gin.constants_from_enum
 class Crop(enum.Enum):
-    """What a row is: a part of a volume, or all of it, padded to one size for all."""
+    """The contents of a row: a part of a volume, or all of it, padded to one size."""
 
     PATCHES = "patches"
     WHOLE = "whole"
@@ -44,32 +44,32 @@ class Crop(enum.Enum):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentationInput(Checked):
-    """Volumes to cut patches from. Making one does not touch the file system.
+    """Volumes to cut patches from. Construction does not touch the file system.
 
     A batch of `Patches` is a nested map of tensors:
       image: float32 [rows, X, Y, Z, C].
       label: int32 [rows, U, V, W], the class of each voxel or `IGNORED`.
 
     Args:
-      files: what names volumes: `VolumeFiles` or `SyntheticVolumes`.
+      files: the source of volumes: `VolumeFiles` or `SyntheticVolumes`.
       patch: X, Y and Z, in voxels.
-      num_classes: K, with the background.
-      channels: C of the files.
+      num_classes: K, including the background.
+      channels: C, of the files.
       crop: patches of volumes, or whole volumes of at most that size.
       spacing: mm between voxels along each dim, which all volumes are resampled to;
-        None trains on voxels as they come, whatever their spacing.
+        None trains on voxels as they are, whatever their spacing.
       intensities: how values of images are scaled.
       flips: the dims, of 0, 1 and 2, along which half of the training patches are
         mirrored.
-      foreground: the share of training patches that lie around a voxel of a random
-        class but the background.
-      overlap: the share of a tile's side that the next one covers again, where whole
-        volumes are put together from tiles; below 1.
-      cache_bytes: of volumes, decoded, that stay in memory.
-      seed: of the order of training, places and flips.
+      foreground: the share of training patches around a voxel of a random class but the
+        background.
+      overlap: the share of a tile's side that the next tile covers again, where volumes
+        are assembled from tiles; below 1.
+      cache_bytes: bytes of decoded volumes that stay in memory.
+      seed: seed of the training order, places and flips.
 
     Raises:
-      ValueError: a number out of range, or other than three of them.
+      ValueError: a number is out of range, or there are other than three.
     """
 
     files: SegmentationFiles = instance(example="@VolumeFiles()")
@@ -105,18 +105,18 @@ class SegmentationInput(Checked):
                 object.__setattr__(self, name, tuple(given))
 
     def classes(self) -> tuple[str, ...]:
-        """Their names, the background's first.
+        """The classes' names, the background's first.
 
         Raises:
-          ValueError: they are not `num_classes`.
+          ValueError: their number is not `num_classes`.
         """
-        found = self.files.classes()
-        if len(found) != self.num_classes:
+        names = self.files.classes()
+        if len(names) != self.num_classes:
             raise ValueError(
                 f"SegmentationInput.num_classes is {self.num_classes}, but the files "
-                f"have {len(found)} classes: {', '.join(found)}; set it to that"
+                f"have {len(names)} classes: {', '.join(names)}; set it to that"
             )
-        return found
+        return names
 
     def cases(self, split: Split) -> tuple[Case, ...]:
         """The volumes of a split; see `VolumeFiles.read`."""
@@ -131,7 +131,7 @@ class SegmentationInput(Checked):
         return self.kept(case).volume
 
     def kept(self, case: Case) -> KeptVolume:
-        """As `volume`, with what is found out about it."""
+        """As `volume`, with the voxels of its classes."""
         return _cache(self).get(case)
 
 
@@ -155,5 +155,5 @@ def _cache(given: SegmentationInput) -> VolumeCache:
 
 
 def fingerprint(cases: Sequence[Case]) -> str:
-    """Of the names of volumes; runs that resume must agree on it."""
-    return hashlib.sha256("\n".join(one.name for one in cases).encode()).hexdigest()
+    """Digest of the names of volumes; runs that resume must agree on it."""
+    return hashlib.sha256("\n".join(case.name for case in cases).encode()).hexdigest()

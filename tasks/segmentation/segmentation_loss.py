@@ -1,6 +1,6 @@
 """Sums over voxels that losses and scores of segmentation are made of.
 
-Dims: B batch, X Y Z what is labelled, K classes.
+Dims: B batch, X Y Z the labelled part, K classes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import tensorflow as tf
 from meshwright.framework.nested_map import NestedMap
 
 IGNORED = -1
-"""The label of voxels that count for nothing: padding, or counted in another tile."""
+"""The label of voxels that do not count: padding, or counted in another tile."""
 
 
 def voxel_sums(logits: tf.Tensor, label: tf.Tensor) -> NestedMap:
-    """What cross-entropy and Dice need of a batch.
+    """The sums that cross-entropy and Dice need of a batch.
 
-    Class by class: with few classes in the last dim, TPUs would pad each voxel's to 128
-    numbers, and keep sums over them with the batch padded likewise. So all is fused.
+    It works class by class: with few classes in the last dim, TPUs would pad each voxel
+    to 128 numbers, and keep sums over them with the batch padded likewise. So all is
+    fused.
 
     Args:
       logits: [B, X, Y, Z, K], any float dtype.
@@ -27,10 +28,10 @@ def voxel_sums(logits: tf.Tensor, label: tf.Tensor) -> NestedMap:
 
     Returns:
       float32 `nats` and `voxels`, scalars: the cross-entropy of all voxels that count,
-      and how many do. By class, [K]: `chance`, the sum of its probability, and `right`,
-      the same where it is the label; `found`, voxels where it is the likeliest, and
-      `overlap`, the same where it is the label; `truth`, voxels where it is the label.
-      Counts beyond 2^24 may round.
+      and their number. By class, [K]: `chance`, the sum of its probability, and
+      `right`, the same where it is the label; `found`, voxels where it is the
+      likeliest, and `overlap`, the same where it is the label; `truth`, voxels where it
+      is the label. Counts beyond 2^24 may round.
     """
     values, largest, log_sum = _by_class(logits)
     counts = tf.cast(label != IGNORED, tf.float32)
@@ -40,21 +41,21 @@ def voxel_sums(logits: tf.Tensor, label: tf.Tensor) -> NestedMap:
         chance = tf.exp(value - log_sum) * counts
         first = tf.cast(value == largest, tf.float32) * (1 - seen)  # Of equals.
         seen += first
-        found = first * counts
+        chosen = first * counts
         nats -= value * truth
         by_class.append(
             NestedMap(
                 chance=chance,
                 right=chance * truth,
-                found=found,
-                overlap=found * truth,
+                found=chosen,
+                overlap=chosen * truth,
                 truth=truth,
             ).map(tf.reduce_sum)
         )
     return NestedMap(
         nats=tf.reduce_sum(nats),
         voxels=tf.reduce_sum(counts),
-        **{name: tf.stack([one[name] for one in by_class]) for name in by_class[0]},
+        **{name: tf.stack([sums[name] for sums in by_class]) for name in by_class[0]},
     )
 
 
@@ -65,8 +66,8 @@ def chances(logits: tf.Tensor) -> tf.Tensor:
 
 
 def _by_class(logits: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-    """float32 [B, X, Y, Z]: each class, their largest, and their log-sum-exp."""
-    values = [tf.cast(one, tf.float32) for one in tf.unstack(logits, axis=-1)]
+    """float32 [B, X, Y, Z]: logits of each class, their largest, their log-sum-exp."""
+    values = [tf.cast(logit, tf.float32) for logit in tf.unstack(logits, axis=-1)]
     largest = tf.stop_gradient(functools.reduce(tf.maximum, values))
     total = tf.add_n([tf.exp(value - largest) for value in values])
     return values, largest, largest + tf.math.log(total)

@@ -1,4 +1,4 @@
-"""Pictures of a segmented volume: slices, with what is there and what was found."""
+"""Pictures of a segmented volume: slices, with reference and prediction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 
 from meshwright.tasks.segmentation.volume_files import Volume
 
-# Okabe and Ito's colours, told apart by the colour-blind too; the background has none.
+# Okabe and Ito's colours, which the colour-blind can distinguish; the background has
+# none.
 _COLOURS = np.array(
     [
         (230, 159, 0),
@@ -25,14 +26,14 @@ _LEAST_SIDE = 192
 
 
 def views(volume: Volume, found: np.ndarray) -> np.ndarray:
-    """Three slices through a volume, reference in the upper row and found below.
+    """Three slices through a volume, the reference above and the prediction below.
 
-    Axial, coronal and sagittal, each through the middle of what is labelled, with
-    spacing respected: right is the picture's left, as radiologists look.
+    The slices are axial, coronal and sagittal, each through the middle of the labelled
+    voxels, with spacing respected. Right is the picture's left, as radiologists look.
 
     Args:
-      volume: with a label.
-      found: int32 [X, Y, Z].
+      volume: a volume with a label.
+      found: int32 [X, Y, Z], the predicted classes.
 
     Returns:
       uint8 [height, width, 3].
@@ -53,15 +54,16 @@ def views(volume: Volume, found: np.ndarray) -> np.ndarray:
             for label in (volume.label, found)
         ]
         columns.append(np.concatenate([halves[0], _gap(halves[0], 0), halves[1]], 0))
-    height = max(one.shape[0] for one in columns)
+    height = max(column.shape[0] for column in columns)
     columns = [
-        np.pad(one, [(0, height - one.shape[0]), (0, _GAP), (0, 0)]) for one in columns
+        np.pad(column, [(0, height - column.shape[0]), (0, _GAP), (0, 0)])
+        for column in columns
     ]
     return np.concatenate(columns, axis=1)[:, :-_GAP]
 
 
 def _middle(counts: np.ndarray) -> int:
-    """The place before which half of what is counted lies; the dim's if nothing is."""
+    """The index before which half of the counts are; the dim's middle if all are 0."""
     if not counts.any():
         return len(counts) // 2
     return int(np.searchsorted(counts.cumsum(), counts.sum() / 2))
@@ -74,23 +76,23 @@ def _gap(like: np.ndarray, dim: int) -> np.ndarray:
 
 
 def _gray(image: np.ndarray) -> np.ndarray:
-    """Float [X, Y, Z] from 0 to 255, but for the outermost hundredths."""
+    """Gray float [X, Y, Z] from 0 to 255; the outermost hundredths are clipped."""
     low, high = np.percentile(image, [1, 99])
     return 255 * np.clip((image - low) / max(high - low, 1e-6), 0, 1)
 
 
 def _picture(gray: np.ndarray, label: np.ndarray, spacing: np.ndarray) -> np.ndarray:
-    """A slice [P, Q] with its classes in colour, pixels of one size in mm."""
+    """A slice [P, Q] with its classes in colour, and pixels of one size in mm."""
     pixels = np.repeat(gray[..., None], 3, -1)
     colours = _COLOURS[(label - 1) % len(_COLOURS)]
     mixed = (1 - _OPACITY) * pixels + _OPACITY * colours
     pixels = np.where((label > 0)[..., None], mixed, pixels)
     sizes = np.array(label.shape) * spacing
     scale = max(1.0, _LEAST_SIDE / sizes.max()) * spacing
-    places = [
+    indices = [
         np.minimum((np.arange(round(n * s)) / s).astype(int), n - 1)
         for n, s in zip(label.shape, scale, strict=True)
     ]
-    pixels = pixels[places[0]][:, places[1]]
-    # The second dim goes up, and the first from the patient's right to left.
+    pixels = pixels[indices[0]][:, indices[1]]
+    # The second dim goes up, and the first from the patient's right to the left.
     return pixels.transpose(1, 0, 2)[::-1, ::-1].round().astype(np.uint8)

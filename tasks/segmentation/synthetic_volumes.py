@@ -1,4 +1,4 @@
-"""Volumes made on the machine: ellipsoids and tubes, in noise and uneven light."""
+"""Synthetic volumes: ellipsoids and tubes, in noise and uneven light."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from meshwright.tasks.segmentation.nifti import libraries, write_nifti
 from meshwright.tasks.segmentation.volume_files import Case, VolumeFiles
 
 _CLASSES = ("background", "ellipsoid", "tube")
-# Mean intensity of each class; they are one contrast apart.
+# Mean intensities of the classes, one contrast apart.
 _MEANS = np.array([200.0, 300.0, 400.0], np.float32)
 _CONTRAST = 100.0
-# Raised when other volumes are drawn for the same settings.
+# To be raised when the same settings come to draw other volumes.
 _RECIPE = 1
 _CURVE_POINTS = 256
 
@@ -34,23 +34,23 @@ _CURVE_POINTS = 256
 class SyntheticVolumes(Checked):
     """Volumes with two to four ellipsoids, and one to three curved tubes over them.
 
-    What is missing is made when cases are asked for, and kept; each is a function of
+    Missing volumes are made when cases are requested, and kept; each is a function of
     the settings and its number. Sizes and voxels differ from volume to volume, shapes
     are drawn in millimetres, and half of the files are askew: turned by up to 10
-    degrees, their axes in any order and direction.
+    degrees, with axes in any order and direction.
 
     Args:
-      folder: where NIfTI files and lists of them are kept.
-      volumes: how many.
+      folder: the folder of NIfTI files and lists of them.
+      volumes: number of volumes.
       size: voxels along each axis, up to 10 % more or fewer.
       spacing: size of a voxel along each axis in mm, up to 20 % more or less.
       noise: standard deviation, in contrasts from one class to the next.
-      bias_field: by what share the light differs at most from its mean.
-      seed: of everything.
-      held_out_one_in: the first of every so many is held out.
+      bias_field: the share by which the light differs from its mean at most.
+      seed: seed of everything.
+      held_out_one_in: of every so many volumes the first is held out.
 
     Raises:
-      ValueError: a number out of range.
+      ValueError: a number is out of range.
     """
 
     folder: str = "~/.cache/meshwright/volumes"
@@ -73,7 +73,7 @@ class SyntheticVolumes(Checked):
                 check_value(f"SyntheticVolumes.{name}", value, **bound)
 
     def read(self, split: Split) -> list[Case]:
-        """As `VolumeFiles.read`, after what is missing was made.
+        """As `VolumeFiles.read`, after missing volumes were made.
 
         Raises:
           ImportError: nibabel or SciPy is missing.
@@ -82,7 +82,7 @@ class SyntheticVolumes(Checked):
         return VolumeFiles(path=str(_made(self))).read(split)
 
     def classes(self) -> tuple[str, ...]:
-        """Background, ellipsoid, tube."""
+        """The names background, ellipsoid, tube."""
         return _CLASSES
 
     def _name(self, number: int) -> str:
@@ -92,14 +92,14 @@ class SyntheticVolumes(Checked):
 
 @functools.cache
 def _made(given: SyntheticVolumes) -> pathlib.Path:
-    """The list, made unless all its files are there."""
+    """The list of volumes; its files are made unless they exist."""
     folder = pathlib.Path(given.folder).expanduser()
     names = [given._name(number) for number in range(given.volumes)]
     missing = [
         name for name in names if not all(f.is_file() for f in _pair(folder, name))
     ]
     if missing:
-        libraries()  # Or it says how to install them.
+        libraries()  # Raises if they are not installed.
         logging.info("making %d volumes, into %s", len(missing), folder)
     for name in missing:
         for path, image in zip(_pair(folder, name), _drawn(given, name), strict=True):
@@ -108,7 +108,7 @@ def _made(given: SyntheticVolumes) -> pathlib.Path:
 
 
 def _pair(folder: pathlib.Path, name: str) -> tuple[pathlib.Path, pathlib.Path]:
-    """Where image and label are."""
+    """The paths of image and label."""
     return folder / f"images/{name}.nii.gz", folder / f"labels/{name}.nii.gz"
 
 
@@ -121,7 +121,7 @@ def _written(folder: pathlib.Path, names: list[str], one_in: int) -> pathlib.Pat
         "name": "meshwright synthetic volumes",
         "modality": {"0": "synthetic"},
         "labels": {str(value): name for value, name in enumerate(_CLASSES)},
-        "training": [one for i, one in enumerate(entries) if i % one_in],
+        "training": [entry for i, entry in enumerate(entries) if i % one_in],
         "validation": entries[::one_in],
     }
     text = json.dumps(content, indent=1)
@@ -137,16 +137,16 @@ def _drawn(given: SyntheticVolumes, name: str) -> tuple[Any, Any]:
     rng = np.random.default_rng(int.from_bytes(name.encode(), "big"))
     size = np.rint(given.size * rng.uniform(0.9, 1.1, 3)).astype(int)
     spacing = given.spacing * rng.uniform(0.8, 1.2, 3)
-    places = _places(size, spacing)
-    label = _label(rng, places, size * spacing, spacing.max())
-    light = 1 + given.bias_field * _smooth(rng, places / (size * spacing))
+    positions = _places(size, spacing)
+    label = _label(rng, positions, size * spacing, spacing.max())
+    light = 1 + given.bias_field * _smooth(rng, positions / (size * spacing))
     noise = given.noise * _CONTRAST * rng.standard_normal(size, np.float32)
     image = _MEANS[label] * light + noise
     return _files(rng, image.astype(np.float32), label, spacing)
 
 
 def _places(size: np.ndarray, spacing: np.ndarray) -> np.ndarray:
-    """float32 [X, Y, Z, 3]: where voxels are, in mm from the middle."""
+    """float32 [X, Y, Z, 3]: positions of voxels, in mm from the middle."""
     indices = np.moveaxis(np.indices(size, np.float32), 0, -1)
     return ((indices - (size - 1) / 2) * spacing).astype(np.float32)
 
@@ -154,7 +154,7 @@ def _places(size: np.ndarray, spacing: np.ndarray) -> np.ndarray:
 def _label(
     rng: np.random.Generator, places: np.ndarray, extent: np.ndarray, coarsest: float
 ) -> np.ndarray:
-    """uint8 [X, Y, Z]; tubes are of 2.5 to 4 mm radius in a volume of 48 mm."""
+    """Labels uint8 [X, Y, Z]; tubes have radii of 2.5 to 4 mm in a volume of 48 mm."""
     label = np.zeros(places.shape[:3], np.uint8)
     smallest = extent.min()
     for _ in range(rng.integers(2, 5)):
@@ -168,13 +168,13 @@ def _label(
 
 
 def _ellipsoid(places, middle, radii, rotation) -> np.ndarray:
-    """bool [X, Y, Z], of places [X, Y, Z, 3]: whether each is inside."""
+    """bool [X, Y, Z]: whether each of places [X, Y, Z, 3] is inside."""
     along = (places - middle.astype(np.float32)) @ (rotation / radii).astype(np.float32)
     return np.einsum("xyzi,xyzi->xyz", along, along) <= 1
 
 
 def _tube(places, curve, radius: float) -> np.ndarray:
-    """bool [X, Y, Z]: whether each place is as near as `radius` to points [N, 3]."""
+    """bool [X, Y, Z]: whether each place is within `radius` of points [N, 3]."""
     from scipy.spatial import KDTree
 
     distance, _ = KDTree(curve).query(places, distance_upper_bound=radius)
@@ -198,7 +198,7 @@ def _smooth(rng: np.random.Generator, places: np.ndarray) -> np.ndarray:
 
 
 def _rotation(rng: np.random.Generator, most: float) -> np.ndarray:
-    """float64 [3, 3], by an angle of at most so much about any axis (Rodrigues)."""
+    """float64 [3, 3]: rotation by at most `most` about a random axis (Rodrigues)."""
     axis = rng.standard_normal(3)
     x, y, z = axis / np.linalg.norm(axis)
     cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
@@ -207,7 +207,7 @@ def _rotation(rng: np.random.Generator, most: float) -> np.ndarray:
 
 
 def _files(rng: np.random.Generator, image, label, spacing) -> tuple[Any, Any]:
-    """nibabel images: int16 with a scale and uint8, in half of the cases askew."""
+    """nibabel images: int16 with a scale, and uint8; in half of the cases askew."""
     nibabel, _ = libraries()
     affine = np.diag([*spacing, 1.0])
     affine[:3, 3] = rng.uniform(-100, 100, 3)
@@ -216,15 +216,15 @@ def _files(rng: np.random.Generator, image, label, spacing) -> tuple[Any, Any]:
         orientation = np.stack([rng.permutation(3), rng.choice([-1, 1], 3)], axis=1)
         affine = affine @ nibabel.orientations.inv_ornt_aff(orientation, image.shape)
         image, label = (
-            nibabel.apply_orientation(one, orientation) for one in (image, label)
+            nibabel.apply_orientation(array, orientation) for array in (image, label)
         )
-    found = []
+    images = []
     for values, dtype in ((image, np.int16), (label, np.uint8)):
-        one = nibabel.Nifti1Image(values, affine)
-        one.set_data_dtype(dtype)
-        one.header.set_xyzt_units("mm")
-        found.append(one)
-    return tuple(found)
+        file = nibabel.Nifti1Image(values, affine)
+        file.set_data_dtype(dtype)
+        file.header.set_xyzt_units("mm")
+        images.append(file)
+    return tuple(images)
 
 
 def _digest(text: str) -> str:

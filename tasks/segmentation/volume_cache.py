@@ -1,4 +1,4 @@
-"""Volumes in memory, for those that read them again and again."""
+"""Volumes in memory, for repeated reading."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from meshwright.tasks.segmentation.volume_files import Case, Volume
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeptVolume:
-    """A volume, and where its classes are."""
+    """A volume, and the voxels of its classes."""
 
     volume: Volume
 
     @functools.cached_property
     def voxels(self) -> list[np.ndarray]:
-        """Flat places of the voxels of each class there is but the background."""
+        """Flat indices of the voxels of each class present but the background."""
         flat = self.volume.label.ravel()
-        kinds = np.flatnonzero(np.bincount(flat))
-        return [np.flatnonzero(flat == k).astype(np.uint32) for k in kinds if k > 0]
+        classes = np.flatnonzero(np.bincount(flat))
+        return [np.flatnonzero(flat == k).astype(np.uint32) for k in classes if k > 0]
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         arrays = [
             self.volume.image,
             self.volume.label,
             *self.__dict__.get("voxels", []),
         ]
-        return sum(one.nbytes for one in arrays)
+        return sum(array.nbytes for array in arrays)
 
 
 @dataclasses.dataclass(eq=False)
 class _Slot:
-    """A place for a volume, and who may load it."""
+    """A place for a volume, and a lock for loading it."""
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     kept: KeptVolume | None = None
 
 
 class VolumeCache:
-    """The volumes used last, at most so many bytes, and at least one.
+    """The last used volumes: `limit` bytes at most, but at least one volume.
 
     Threads load different volumes at the same time, and each only once.
 
     Args:
       load: reads a case.
-      limit: bytes.
+      limit: most bytes to keep.
     """
 
     def __init__(self, load: Callable[[Case], Volume], limit: int):
@@ -61,7 +61,7 @@ class VolumeCache:
         self._slots: collections.OrderedDict[Case, _Slot] = collections.OrderedDict()
 
     def get(self, case: Case) -> KeptVolume:
-        """A volume, from memory if it is there; raises what loading does."""
+        """A volume, from memory if it is there; raises as `load` does."""
         with self._lock:
             slot = self._slots.setdefault(case, _Slot())
             self._slots.move_to_end(case)
@@ -74,4 +74,4 @@ class VolumeCache:
         return slot.kept
 
     def _size(self) -> int:
-        return sum(one.kept.size for one in self._slots.values() if one.kept)
+        return sum(slot.kept.size for slot in self._slots.values() if slot.kept)

@@ -1,8 +1,8 @@
-"""Volumes of which each voxel has a label: NIfTI files that a list names.
+"""Volumes with a label for each voxel: NIfTI files that a list names.
 
-Files differ in voxel size and in what direction their axes run; their affine says both.
-Whatever is loaded has axes that run right, front and up, as near as reorienting brings
-them, and voxels of the size asked for. A prediction goes back onto the file's own grid.
+Files differ in voxel size and in the directions of their axes; their affine says both.
+A loaded volume has axes that run right, front and up, as near as reorienting brings
+them, and voxels of the requested size. A prediction goes back onto the file's grid.
 
 Dims: X Y Z the volume, C channels.
 """
@@ -32,8 +32,8 @@ from meshwright.tasks.segmentation.nifti import (
     write_nifti,
 )
 
-# How far apart, in voxels, an image's corner and its label's may lie: what rounding of
-# headers explains, and no more.
+# How far apart, in voxels, the corners of an image and its label may be: as far as
+# rounding of headers explains.
 _CORNER_TOLERANCE = 0.1
 
 
@@ -42,9 +42,9 @@ class Case:
     """An image and its labels.
 
     Args:
-      name: of the image's file, without .nii or .nii.gz; each in a list has its own.
+      name: the image's file name, without .nii or .nii.gz; unique in a list.
       image: path of a NIfTI file.
-      label: of another, or None if nobody labelled it.
+      label: path of the label's file, or None if there is no label.
     """
 
     name: str
@@ -54,29 +54,29 @@ class Case:
 
 @runtime_checkable
 class SegmentationFiles(Protocol):
-    """What names labelled volumes, such as `VolumeFiles` or `SyntheticVolumes`."""
+    """A source of labelled volumes, such as `VolumeFiles` or `SyntheticVolumes`."""
 
     def read(self, split: Split) -> Sequence[Case]:
-        """The volumes of a split, the same ones in the same order each time."""
+        """The volumes of a split, the same in the same order each time."""
 
     def classes(self) -> tuple[str, ...]:
-        """What each label value means: value i is the name at i."""
+        """The meaning of each label value: value i is the name at i."""
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VolumeFiles(Checked):
-    """Cases that a dataset.json lists. Making one reads nothing.
+    """Cases that a dataset.json lists. Construction reads nothing.
 
     The file is as in the Medical Segmentation Decathlon (Antonelli et al. 2022): an
     object with "labels", such as {"0": "background", "1": "liver"}, and "training",
-    objects with "image" and "label", paths relative to the file. If it has "validation"
-    too, these cases are held out, and all others are trained on.
+    objects with "image" and "label", paths relative to the file. If it also has
+    "validation", these cases are held out, and all others are trained on.
 
     Args:
-      path: of the file.
+      path: the path of the dataset.json.
       held_out_one_in: without "validation", about one case in so many is held out,
-        chosen by a hash of its name: adding cases moves no other.
+        chosen by a hash of its name: adding cases moves no other case.
 
     Raises:
       ValueError: nothing is left to train on.
@@ -89,23 +89,23 @@ class VolumeFiles(Checked):
         """The cases of a split, in the file's order; read once in a process.
 
         Raises:
-          FileNotFoundError: there is no such file, or none that an entry names.
-          ValueError: the file is malformed; a name is there twice; the split is empty.
+          FileNotFoundError: the file, or a file that an entry names, does not exist.
+          ValueError: the file is malformed; a name occurs twice; the split is empty.
         """
         listed = _listed(self.path)
         if listed.validation:
-            found = listed.validation if split is Split.HELD_OUT else listed.training
+            cases = listed.validation if split is Split.HELD_OUT else listed.training
         else:
-            found = [one for one in listed.training if self._split_of(one) is split]
-        if not found:
+            cases = [c for c in listed.training if self._split_of(c) is split]
+        if not cases:
             raise ValueError(
                 f"{self.path} lists no {split.value} case: add some, or change "
                 f"held_out_one_in, which holds out one in {self.held_out_one_in}"
             )
-        return list(found)
+        return list(cases)
 
     def classes(self) -> tuple[str, ...]:
-        """What each label value means: value i is the name at i. Raises as `read`."""
+        """The meaning of each label value, by number. Raises as `read`."""
         return _listed(self.path).classes
 
     def _split_of(self, case: Case) -> Split:
@@ -139,13 +139,13 @@ class Intensities:
             )
 
     def normalized(self, image: np.ndarray) -> np.ndarray:
-        """float32 [X, Y, Z, C], of an image of such a shape."""
+        """The normalized image, float32 [X, Y, Z, C] as the given one."""
         if self.clip is not None:
             image = np.clip(image, *self.clip)
         over = {"axis": (0, 1, 2), "dtype": np.float64}
         mean, deviation = image.mean(**over), image.std(**over)
         deviation[deviation == 0] = np.inf
-        # In float32: a large volume would be held twice over.
+        # In float32: otherwise a large volume would be held twice over.
         out = np.subtract(image, mean, dtype=np.float32)
         return np.divide(out, deviation.astype(np.float32), out=out)
 
@@ -166,10 +166,10 @@ class Volume:
 
 
 def grid(case: Case, *, spacing: Sequence[float] | None) -> tuple[int, ...]:
-    """X, Y, Z and C of what `load` would give, from headers alone.
+    """X, Y, Z and C of the volume that `load` would return, from headers alone.
 
     Raises:
-      FileNotFoundError, ImportError, ValueError: as `load`, of what headers say.
+      FileNotFoundError, ImportError, ValueError: as `load`, as far as headers tell.
     """
     file = _image(case, header_only=True)
     if case.label is not None:
@@ -190,21 +190,21 @@ def load(
     spacing: Sequence[float] | None,
     intensities: Intensities,
 ) -> Volume:
-    """Reads a case. Images are resampled linearly, labels by their nearest voxel.
+    """Reads a case. Images are resampled linearly, labels by the nearest voxel.
 
     Args:
       case: what to read.
       classes: names of label values.
-      spacing: size of a voxel along X, Y and Z in mm, or None for the file's own. What
-        is resampled keeps its middle, and its borders to half a voxel.
-      intensities: what becomes of the image's.
+      spacing: size of a voxel along X, Y and Z in mm, or None for the file's. A
+        resampled volume keeps its middle, and its borders to half a voxel.
+      intensities: how the image's values are scaled.
 
     Raises:
-      FileNotFoundError: a file is not there.
+      FileNotFoundError: a file does not exist.
       ImportError: nibabel or SciPy is missing.
-      ValueError: a file is broken or no NIfTI file; an image of other than 3 or 4 dims,
-        or with voxels that are not finite; a label that does not lie on the image's
-        grid, or has values that are no class; it is named.
+      ValueError: a file is broken or no NIfTI file; an image has other than 3 or 4
+        dims, or voxels that are not finite; a label is not on the image's grid, or has
+        values that are no class. The message names the file.
     """
     file = _image(case)
     image = file.get_fdata(dtype=np.float32, caching="unchanged")
@@ -223,15 +223,15 @@ def load(
 
 
 def save(path: str, values: np.ndarray, *, like: Case, volume: Volume) -> None:
-    """Writes predicted labels, all of the file or nothing, on the grid of an image.
+    """Writes predicted labels on the grid of an image, all of the file or nothing.
 
     Each voxel of the file gets the label of the nearest voxel of `volume`.
 
     Args:
-      path: of the file, which ends in .nii or .nii.gz.
+      path: the file to write, ending in .nii or .nii.gz.
       values: whole numbers [X, Y, Z], on the grid of `volume`.
-      like: whose image has the grid, orientation and header that are wanted.
-      volume: what was loaded of it.
+      like: the case whose image has the wanted grid, orientation and header.
+      volume: the volume loaded for it.
 
     Raises:
       ValueError: the path has another ending; the shape is not `volume`'s; a value is
@@ -253,18 +253,18 @@ def save(path: str, values: np.ndarray, *, like: Case, volume: Volume) -> None:
     dtype = np.min_scalar_type(int(values.max()))
     original = read_nifti(like.image)
     back = np.linalg.inv(volume.affine) @ millimetre_affine(original)
-    found = ndimage.affine_transform(
+    labels = ndimage.affine_transform(
         values.astype(dtype),
         back[:3, :3],
         back[:3, 3],
         output_shape=original.shape[:3],
         order=0,
-        mode="nearest",  # A border is up to half a voxel beyond the last one's middle.
+        mode="nearest",  # A border is up to half a voxel beyond a middle.
     )
     header = original.header.copy()
     header.set_data_dtype(dtype)
-    header["cal_min"] = header["cal_max"] = 0  # How dark the image is to be shown.
-    write_nifti(path, type(original)(found, original.affine, header))
+    header["cal_min"] = header["cal_max"] = 0  # The image's display range.
+    write_nifti(path, type(original)(labels, original.affine, header))
 
 
 def _image(case: Case, *, header_only: bool = False) -> Any:
@@ -278,30 +278,30 @@ def _image(case: Case, *, header_only: bool = False) -> Any:
 
 
 def _label(case: Case, image: Any, classes: Sequence[str]) -> np.ndarray:
-    """int32, on the grid of the image, values below the number of classes."""
+    """Labels int32 on the grid of the image, below the number of classes."""
     file = read_nifti(case.label)
     _check_grid(case, image, file)
     label = np.asanyarray(file.dataobj)
     with np.errstate(invalid="ignore"):
-        whole = label.astype(np.int32)
-    wrong = (whole != label) | (whole < 0) | (whole >= len(classes))
+        integers = label.astype(np.int32)
+    wrong = (integers != label) | (integers < 0) | (integers >= len(classes))
     if wrong.any():
         values, counts = np.unique(label[wrong], return_counts=True)
-        some = ", ".join(
+        listed = ", ".join(
             f"{value} in {count} voxels"
             for value, count in list(zip(values, counts, strict=True))[:5]
         )
         known = ", ".join(f"{i} {name}" for i, name in enumerate(classes))
         raise ValueError(
-            f"{case.label} has label values that are no class: {some}, {len(values)} "
+            f"{case.label} has label values that are no class: {listed}, {len(values)} "
             f"such values in all; classes are {known}: correct the file, or name the "
             'value in "labels" of dataset.json'
         )
-    return whole
+    return integers
 
 
 def _check_grid(case: Case, image: Any, label: Any) -> None:
-    """Checks that two nibabel images have equal shapes, and corners at equal places."""
+    """Checks that two nibabel images have equal shapes, and equal corners."""
     shape = image.shape[:3]
     if label.shape != shape:
         raise ValueError(
@@ -321,21 +321,21 @@ def _check_grid(case: Case, image: Any, label: Any) -> None:
 
 
 def _canonical(image, label, affine):
-    """Permutes and flips the axes, of a label that may be None too."""
+    """Permutes and flips the axes of an image and a label, which may be None."""
     nibabel, _ = libraries()
     orientation = nibabel.io_orientation(affine)
     back = nibabel.orientations.inv_ornt_aff(orientation, image.shape[:3])
     image, label = (
         None
-        if one is None
-        else np.ascontiguousarray(nibabel.apply_orientation(one, orientation))
-        for one in (image, label)
+        if array is None
+        else np.ascontiguousarray(nibabel.apply_orientation(array, orientation))
+        for array in (image, label)
     )
     return image, label, affine @ back
 
 
 def _resampled(case: Case, image, label, affine, spacing: np.ndarray):
-    """Changes the size of voxels, not the directions of axes."""
+    """Changes the size of voxels, but not the directions of axes."""
     _, ndimage = libraries()
     old = np.array(image.shape[:3])
     scale = spacing / np.linalg.norm(affine[:3, :3], axis=0)
@@ -343,8 +343,8 @@ def _resampled(case: Case, image, label, affine, spacing: np.ndarray):
     offset = ((old - 1) - (new - 1) * scale) / 2
     to = {"output_shape": tuple(new), "mode": "nearest"}
     channels = [
-        ndimage.affine_transform(one, scale, offset, order=1, **to)
-        for one in np.moveaxis(image, -1, 0)
+        ndimage.affine_transform(channel, scale, offset, order=1, **to)
+        for channel in np.moveaxis(image, -1, 0)
     ]
     if label is not None:
         label = ndimage.affine_transform(label, scale, offset, order=0, **to)
@@ -354,7 +354,7 @@ def _resampled(case: Case, image, label, affine, spacing: np.ndarray):
 
 
 def _new_size(case: Case, size: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """How many voxels, `scale` times as long each, reach as far."""
+    """The number of voxels, each `scale` times as long, that reach as far."""
     new = np.maximum(1, np.rint(size / scale))
     if not np.prod(new) <= MOST_VOXELS:
         raise ValueError(
@@ -392,28 +392,28 @@ def _listed(path: str) -> _Listed:
         raise ValueError(
             f"{path} is a folder: set VolumeFiles.path to the dataset.json in it"
         ) from e
-    # ValueError is text that is none, no JSON, or a number of thousands of digits.
+    # ValueError means no UTF-8, no JSON, or a number of thousands of digits.
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not JSON in UTF-8: {e}") from e
     if not isinstance(content, dict):
         raise ValueError(f'{path} is no object: write one with "labels" and "training"')
     entries = {key: _entries(path, content, key) for key in ("training", "validation")}
-    found = {
-        key: tuple(_case(place, file.parent, one) for place, one in of)
+    splits = {
+        key: tuple(_case(place, file.parent, entry) for place, entry in of)
         for key, of in entries.items()
     }
-    _check_names(path, [case for cases in found.values() for case in cases])
-    return _Listed(classes=_classes(path, content), **found)
+    _check_names(path, [case for cases in splits.values() for case in cases])
+    return _Listed(classes=_classes(path, content), **splits)
 
 
 def _classes(path: str, content: dict) -> tuple[str, ...]:
     labels = content.get("labels")
     try:
         named = {int(value): name for value, name in labels.items()}
-        whole = all(isinstance(name, str) for name in named.values())
+        is_valid = all(isinstance(name, str) for name in named.values())
     except (AttributeError, ValueError):
-        whole = False
-    if not whole or len(named) < 2 or sorted(named) != list(range(len(named))):
+        is_valid = False
+    if not is_valid or len(named) < 2 or sorted(named) != list(range(len(named))):
         raise ValueError(
             f'{path} has "labels" {labels!r}: name each value from 0 on, leaving none '
             'out, two at least, as in {"0": "background", "1": "liver"}'
@@ -422,13 +422,13 @@ def _classes(path: str, content: dict) -> tuple[str, ...]:
 
 
 def _entries(path: str, content: dict, key: str) -> list[tuple[str, Any]]:
-    """Each entry and its place, for messages."""
+    """The entries, each with its place for messages."""
     entries = content.get(key, [])
     if not isinstance(entries, list) or (key == "training" and not entries):
         raise ValueError(
             f'{path} has "{key}" {entries!r}: list objects with "image" and "label"'
         )
-    return [(f'{path} "{key}"[{i}]', one) for i, one in enumerate(entries)]
+    return [(f'{path} "{key}"[{i}]', entry) for i, entry in enumerate(entries)]
 
 
 def _case(place: str, folder: pathlib.Path, entry: Any) -> Case:
@@ -451,9 +451,9 @@ def _case(place: str, folder: pathlib.Path, entry: Any) -> Case:
 def _check_names(path: str, cases: list[Case]) -> None:
     seen = {}
     for case in cases:
-        other = seen.setdefault(case.name, case)
-        if other is not case:
+        first = seen.setdefault(case.name, case)
+        if first is not case:
             raise ValueError(
-                f"{path} names two images {case.name!r}, {other.image} and "
-                f"{case.image}: list each once, under a name of its own"
+                f"{path} names two images {case.name!r}, {first.image} and "
+                f"{case.image}: list each once, under a unique name"
             )

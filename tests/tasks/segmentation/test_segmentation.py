@@ -301,7 +301,7 @@ def test_a_part_is_of_the_first_volumes(folder, tmp_path, caplog):
     assert found.metrics["volume_dice"] == 1 and set(found.pictures) == {"2"}
     assert not caplog.records
     assert decoded(task, tmp_path, max_batches=1, B=2 * half - 1).metrics == {}
-    assert "no held-out volume was decoded whole" in caplog.text
+    assert "no held-out volume was decoded completely" in caplog.text
 
 
 def test_rows_that_fill_up_say_nothing(folder, tmp_path):
