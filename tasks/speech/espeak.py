@@ -1,4 +1,4 @@
-"""Speech made on the machine: sentences of docstrings, spoken by espeak-ng."""
+"""Synthetic speech: sentences of docstrings, spoken by espeak-ng."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.speech.speech_manifest import Manifest, Utterance
 from meshwright.tasks.text.text_input import TextFiles
 
-# Words that can be said, alone: what is spelt out or left out in speech, such as
-# digits, abbreviations, code and brackets, makes no sentence.
+# Only words that can be spoken: text that speech spells out or omits, such as digits,
+# abbreviations, code and brackets, makes no sentence.
 _WORD = "[a-z']*[aeiouy][a-z']*"
 _SENTENCE = re.compile(f"{_WORD}(?: {_WORD}){{2,}}")
 _TIMEOUT_SECONDS = 60
@@ -34,21 +34,22 @@ _TIMEOUT_SECONDS = 60
 class EspeakSpeech(Checked):
     """Sentences of Python docstrings, each spoken once, by one of several voices.
 
-    What is missing is made when utterances are asked for, a file at a time, several at
-    once, and kept; only making wants espeak-ng. The same Python gives the same
-    sentences, and a hash of each chooses its voice and speed.
+    Missing files are made when utterances are requested, several at once, and kept;
+    only making them needs espeak-ng. The same Python gives the same sentences, and a
+    hash of each chooses its voice and speed.
 
     Args:
-      folder: where wav files and manifests are kept.
-      text: where docstrings come from.
-      utterances: how many are wanted; there may be fewer sentences.
-      voices: of espeak-ng (`espeak-ng --voices=en`); "+f2" and the like are variants.
-      speeds: words a minute.
+      folder: the folder of wav files and manifests.
+      text: the source of docstrings.
+      utterances: number of utterances wanted; there may be fewer sentences.
+      voices: voices of espeak-ng (`espeak-ng --voices=en`); "+f2" and the like are
+        variants.
+      speeds: words per minute.
       max_chars: longer sentences are left out.
-      held_out_one_in: as of `Manifest`.
+      held_out_one_in: as in `Manifest`.
 
     Raises:
-      ValueError: a number out of range, or no voice or speed.
+      ValueError: a number is out of range, or there is no voice or speed.
     """
 
     folder: str = "~/.cache/meshwright/espeak"
@@ -67,10 +68,10 @@ class EspeakSpeech(Checked):
                 raise ValueError(f"EspeakSpeech.{name} is empty: name at least one")
 
     def read(self, split: Split) -> list[Utterance]:
-        """As `Manifest.read`, after what is missing was made.
+        """As `Manifest.read`, after missing files were made.
 
         Raises:
-          FileNotFoundError: something is missing, and so is espeak-ng.
+          FileNotFoundError: a file is missing, and so is espeak-ng.
           ValueError: there is no sentence; espeak-ng fails.
           OSError: the folder cannot be written.
         """
@@ -78,22 +79,22 @@ class EspeakSpeech(Checked):
         return manifest.read(split)
 
     def sentences(self) -> list[str]:
-        """What is to be said, in an order that is mixed and always the same.
+        """The sentences to speak, in a mixed order that is always the same.
 
         Raises:
-          ValueError: there is none.
+          ValueError: there is no sentence.
         """
-        found = set()
+        sentences = set()
         for path in self.text.paths():
             for docstring in _docstrings(self.text.read(path)):
-                found.update(_sentences_of(docstring, self.max_chars))
-        if not found:
+                sentences.update(_sentences_of(docstring, self.max_chars))
+        if not sentences:
             raise ValueError(
                 f"no docstring under {str(self.text.folder)!r} has a sentence of words "
                 f"alone with at most {self.max_chars} characters: raise "
                 "EspeakSpeech.max_chars, or set TextFiles.root to Python sources"
             )
-        return sorted(found, key=lambda one: _digest(one))[: self.utterances]
+        return sorted(sentences, key=lambda s: _digest(s))[: self.utterances]
 
     def _line(self, sentence: str) -> _Line:
         choice = int(_digest(sentence)[:8], 16)
@@ -104,7 +105,7 @@ class EspeakSpeech(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """A sentence, and who says it how fast."""
+    """A sentence, with its voice and speed."""
 
     sentence: str
     voice: str
@@ -112,7 +113,7 @@ class _Line:
 
     @property
     def wav(self) -> str:
-        """Name of its file."""
+        """Name of its wav file."""
         return _digest(f"{self.voice} {self.speed} {self.sentence}")[:16] + ".wav"
 
     def speak(self, folder: pathlib.Path) -> None:
@@ -132,7 +133,7 @@ class _Line:
 
 @functools.cache
 def _made(speech: EspeakSpeech) -> pathlib.Path:
-    """The manifest, made unless all its sounds are there."""
+    """The manifest; its sounds are made unless they exist."""
     lines = [speech._line(sentence) for sentence in speech.sentences()]
     folder = pathlib.Path(speech.folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,12 +146,12 @@ def _made(speech: EspeakSpeech) -> pathlib.Path:
                 "`apt-get install espeak-ng`"
             )
         logging.info("espeak-ng says %d sentences, into %s", len(missing), folder)
-        # Threads do: each waits for a process.
+        # Threads suffice: each waits for a process.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             made = [pool.submit(line.speak, folder) for line in missing]
             try:
-                for one in concurrent.futures.as_completed(made):
-                    one.result()
+                for done in concurrent.futures.as_completed(made):
+                    done.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -167,7 +168,7 @@ def _written(folder: pathlib.Path, lines: list[_Line]) -> pathlib.Path:
 
 
 def _docstrings(source: bytes) -> list[str]:
-    """What stands between triple quotes: found by parsing, they would take 20 s."""
+    """The texts between triple quotes; parsing for docstrings would take 20 s."""
     return re.findall(r'"""(.*?)"""', source.decode(errors="replace"), re.DOTALL)
 
 

@@ -37,13 +37,13 @@ def ctc_loss(
 ) -> tf.Tensor:
     """Negative log likelihood of transcripts, float32 [B], in nats.
 
-    TF's loss of dense labels: of its two the one that XLA can compile.
+    This is TF's loss of dense labels, the one of its two that XLA can compile.
 
     Args:
       logits: [B, S, V], `BLANK_ID` the blank.
-      frames: int32 [B], how many of S count.
-      labels: int32 [B, L], in [1, V); what is beyond the count is left alone.
-      label_counts: int32 [B]. A row of no labels and no frames has loss 0.
+      frames: int32 [B], how many of the S frames count.
+      labels: int32 [B, L], in [1, V); labels beyond the count are ignored.
+      label_counts: int32 [B]. A row without labels and frames has loss 0.
     """
     return tf.nn.ctc_loss(
         labels,
@@ -58,12 +58,12 @@ def ctc_loss(
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeechRecognition(SpeechTask):
-    """Writes what is said, as in GSPMD 5.3's Conformer with a CTC output.
+    """Transcribes speech, as GSPMD 5.3's Conformer with a CTC output.
 
     Args:
       softmax: output layer, M x V; label 0 is the blank.
       spec_augment: masks features in training.
-      beams: prefixes that the search for transcripts keeps.
+      beams: number of prefixes that the search for transcripts keeps.
 
     Raises:
       ValueError: V is smaller than the input's; see `SpeechTask`.
@@ -104,7 +104,7 @@ class SpeechRecognition(SpeechTask):
         return logits, tf.reduce_sum(tf.cast(mask, tf.int32), axis=1)
 
     def loss_at(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
-        """Negative log likelihood of transcripts, in nats a label."""
+        """Negative log likelihood of transcripts, in nats per label."""
         logits, frames = self.logits(ctx, theta, batch.features, batch.frames)
         with ctx.scope("loss"):
             losses = ctc_loss(logits, frames, batch.labels, batch.label_counts)
@@ -132,7 +132,7 @@ class SpeechDecoding(Decoding):
     task: SpeechRecognition
 
     def spec(self, global_batch: int) -> NestedMap:
-        """Features, their `frames`, and `utterance`, a held-out one's number or -1."""
+        """Features, `frames`, and `utterance`: a held-out utterance's number, or -1."""
         spec = self.task.speech.element_spec(global_batch)
         utterance = tf.TensorSpec([global_batch], tf.int32)
         return NestedMap(
@@ -142,7 +142,7 @@ class SpeechDecoding(Decoding):
     def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """`log_probs` float32 [B, S, V], and how many `frames` of S count, int32 [B].
 
-        The search for transcripts is `score`'s, on the host.
+        `score` searches for transcripts, on the host.
         """
         logits, frames = self.task.logits(ctx, theta, batch.features, batch.frames)
         log_probs = tf.nn.log_softmax(tf.cast(logits, tf.float32))
@@ -163,24 +163,24 @@ class SpeechDecoding(Decoding):
     ) -> DecodeResult:
         """Word and character error rates, by prefix beam search and greedily.
 
-        References are as the vocabulary spells them.
+        References are spelled as by the vocabulary.
         """
         listed = self.task.speech.utterances(Split.HELD_OUT).listed
         vocabulary = self.task.speech.trained_vocabulary()
         recognized = []
         for batch, out in batches:
             log_probs, frames = np.asarray(out.log_probs), np.asarray(out.frames)
-            heard = zip(
+            searches = zip(
                 batch.utterance,
                 greedy_search(log_probs, frames),
                 beam_search(log_probs, frames, self.task.beams),
                 strict=True,
             )
-            for number, *found in heard:
+            for number, *labels in searches:
                 if number >= 0:
-                    said = vocabulary.normalized(listed[number].transcript)
-                    texts = map(vocabulary.decode, found)
-                    recognized.append(Recognized(said, *texts))
+                    reference = vocabulary.normalized(listed[number].transcript)
+                    texts = map(vocabulary.decode, labels)
+                    recognized.append(Recognized(reference, *texts))
         return DecodeResult(
             metrics=error_rates(recognized), samples=samples(recognized)
         )
@@ -198,14 +198,15 @@ class SpeechServing(Serving):
         return NestedMap(features=spec.features, frames=spec.frames)
 
     def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """What `SpeechDecoding.decode` says, and `ids`, int32 [B, L].
+        """The results of `SpeechDecoding.decode`, and `ids`, int32 [B, L].
 
-        These are the greedy search's, then 0; L is how many the longest row has.
+        These are the labels of the greedy search, then 0; L is the count of the longest
+        row.
         """
-        said = self.task.decoding.decode(ctx, theta, batch)
-        by_frame = tf.transpose(said.log_probs, [1, 0, 2])
-        (found,), _ = tf.nn.ctc_greedy_decoder(
-            by_frame, said.frames, blank_index=BLANK_ID
+        out = self.task.decoding.decode(ctx, theta, batch)
+        by_frame = tf.transpose(out.log_probs, [1, 0, 2])
+        (labels,), _ = tf.nn.ctc_greedy_decoder(
+            by_frame, out.frames, blank_index=BLANK_ID
         )
-        said.ids = tf.cast(tf.sparse.to_dense(found, default_value=BLANK_ID), tf.int32)
-        return said
+        out.ids = tf.cast(tf.sparse.to_dense(labels, default_value=BLANK_ID), tf.int32)
+        return out

@@ -21,13 +21,13 @@ from meshwright.framework.modeling.layer import Context, Layer, Mode
 from meshwright.framework.nested_map import NestedMap
 
 SAMPLE_RATE = 16000
-"""Of everything behind `read_wav`, in Hz."""
+"""The sampling rate of all sounds after `read_wav`, in Hz."""
 
-# Of files, in Hz: telephones have 8000, bats 384000. Resampling one that is absurd
-# would take all memory: the filter has some 20 * rate numbers.
+# Least and largest rates of files, in Hz: telephones have 8000, bats 384000. Resampling
+# from an absurd rate would take all memory: the filter has some 20 * rate numbers.
 _RATES = (1000, 400_000)
 
-# Of samples that are no integers: full scale is 1, though some write what is 2**31.
+# Limit of samples that are no integers: full scale is 1, but some files have 2**31.
 _LOUDEST = 2.0**31
 
 # Added to energies before the logarithm, as in digital silence; samples are in [-1, 1].
@@ -37,16 +37,17 @@ _QUIET = 1e-6
 def read_wav(path: str | os.PathLike) -> np.ndarray:
     """The sound in a wav file, float32 [N] at `SAMPLE_RATE`, full scale 1.
 
-    Integers of 8, 16, 24 or 32 bits and floating point; channels are averaged.
+    Samples may be integers of 8, 16, 24 or 32 bits or floating point; channels are
+    averaged.
 
     Raises:
       OSError: there is no such file, or it cannot be read.
-      ValueError: it is no wav file, or a broken one; names path and what is there.
+      ValueError: it is no wav file, or a broken one; the message has path and contents.
     """
     rate, samples = _read(path, mmap=False)
     if samples.dtype == np.uint8:
         sound = samples.astype(np.float32) / 128 - 1
-    elif samples.dtype.kind == "i":  # 24 bits come as 32, the lowest of them 0.
+    elif samples.dtype.kind == "i":  # 24 bits come as 32, the lowest 8 being 0.
         sound = samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)
     else:
         sound = samples.astype(np.float32)
@@ -65,15 +66,15 @@ def read_wav(path: str | os.PathLike) -> np.ndarray:
 
 
 def wav_length(path: str | os.PathLike) -> int:
-    """How many samples `read_wav` gives, mostly by the header alone.
+    """The number of samples that `read_wav` returns, mostly by the header alone.
 
     Raises:
-      OSError, ValueError: as `read_wav`, and of a file that was cut off; samples that
-        are not finite are not seen.
+      OSError, ValueError: as `read_wav`, and for a file that was cut off; samples that
+        are not finite are not noticed.
     """
     try:
         rate, samples = _read(path, mmap=True)
-    except ValueError:  # 24 bits cannot be mapped, and what is cut off.
+    except ValueError:  # 24 bits cannot be mapped, nor can files that are cut off.
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Reached EOF prematurely")
             rate, samples = _read(path, mmap=False)
@@ -89,8 +90,8 @@ def _read(path: str | os.PathLike, *, mmap: bool) -> tuple[int, np.ndarray]:
     except OSError as e:
         if e.filename is not None:
             raise
-        raise _unreadable(path, e) from e  # It sought a place beyond the file.
-    # Of a header that is not true SciPy says whatever failed first.
+        raise _unreadable(path, e) from e  # It sought a position beyond the file.
+    # For a false header SciPy raises whatever failed first.
     except Exception as e:
         raise _unreadable(path, e) from e
     if not len(samples):
@@ -115,7 +116,7 @@ def _unreadable(path: str | os.PathLike, error: Exception) -> ValueError:
 
 def _scipy():
     try:
-        import scipy  # Only speech wants it.
+        import scipy  # Only speech needs it.
         import scipy.io.wavfile
         import scipy.signal
     except ImportError as e:
@@ -128,10 +129,10 @@ def _scipy():
 
 @gin.constants_from_enum
 class Normalization(enum.Enum):
-    """What brings each mel bin to mean 0 and deviation 1.
+    """The statistics that bring each mel bin to mean 0 and deviation 1.
 
     UTTERANCE takes each utterance's own statistics; GLOBAL those of the training data,
-    which keeps what is loud apart from what is not.
+    which keeps loud and quiet sounds apart.
     """
 
     UTTERANCE = "utterance"
@@ -147,9 +148,9 @@ class LogMel(Checked):
       bins: F.
       window: samples of a window; 400 are 25 ms.
       hop: samples from one window to the next; 160 are 10 ms.
-      low_hz: where the lowest bin begins.
-      high_hz: where the highest one ends.
-      normalization: of each bin.
+      low_hz: lower end of the lowest bin.
+      high_hz: upper end of the highest bin.
+      normalization: how each bin is normalized.
 
     Raises:
       ValueError: a size below 1, or frequencies out of order.
@@ -167,15 +168,15 @@ class LogMel(Checked):
         check_number(self, "low_hz", at_least=0, below=self.high_hz)
 
     def frames(self, samples: int) -> int:
-        """T of a sound: only whole windows make a frame."""
+        """T of a sound of `samples` samples: only complete windows make a frame."""
         return max(0, 1 + (samples - self.window) // self.hop)
 
     def samples(self, frames: int) -> int:
-        """N of the shortest sound that makes so many frames, one or more."""
+        """N of the shortest sound that makes `frames` frames, one or more."""
         return self.window + (frames - 1) * self.hop
 
     def energies(self, sound: tf.Tensor) -> tf.Tensor:
-        """float32 [B, T, F], not normalized, of sounds [B, N]."""
+        """Log energies float32 [B, T, F], not normalized, of sounds [B, N]."""
         fft_length = 2 ** math.ceil(math.log2(self.window))
         spectrum = tf.signal.stft(sound, self.window, self.hop, fft_length)
         to_mel = tf.signal.linear_to_mel_weight_matrix(
@@ -191,8 +192,8 @@ class LogMel(Checked):
 
         Args:
           energies: float32 [B, T, F].
-          frames: int32 [B], how many of them count.
-          statistics: [2, F], mean and deviation, or None: each row's own.
+          frames: int32 [B], how many of the T frames count.
+          statistics: [2, F], mean and deviation, or None to take each row's own.
         """
         counts = tf.range(tf.shape(energies)[1])[None] < frames[:, None]
         counts = tf.cast(counts, tf.float32)[:, :, None]
@@ -203,7 +204,7 @@ class LogMel(Checked):
             deviation = tf.sqrt(tf.reduce_sum(squares, axis=1, keepdims=True) / total)
         else:
             mean, deviation = tf.unstack(tf.cast(statistics, tf.float32))
-        # A bin may be the same all along, as in silence.
+        # A bin may be constant, as in silence.
         return (energies - mean) / tf.maximum(deviation, 1e-3) * counts
 
 
@@ -212,19 +213,19 @@ class LogMel(Checked):
 class SpecAugment(Layer):
     """Masks random bands of bins and of time in training (Park et al. 2019).
 
-    What is masked becomes 0, the mean of normalized features. Time is not warped, which
+    Masked values become 0, the mean of normalized features. Time is not warped, which
     the paper found to matter least. Defaults are the paper's "LibriSpeech double" but
     for `time_share`, which keeps short utterances legible.
 
     Args:
-      bin_masks: how many bands of bins; they may overlap.
-      bin_width: each is narrower than this at random, at most so wide.
-      time_masks: how many stretches of time.
-      time_width: each is at most so many frames.
-      time_share: and at most this share of the utterance.
+      bin_masks: number of bands of bins; they may overlap.
+      bin_width: the largest width of a band; widths are random.
+      time_masks: number of stretches of time.
+      time_width: the most frames of a stretch.
+      time_share: the largest share of the utterance that a stretch takes.
 
     Raises:
-      ValueError: a number below 0, or a share above 1.
+      ValueError: a number is below 0, or a share above 1.
     """
 
     bin_masks: int = bounded(2, at_least=0)
@@ -239,13 +240,13 @@ class SpecAugment(Layer):
         """`x` [B, T, F], masked in `Mode.TRAIN`.
 
         Args:
-          ctx: context; each element's fate hangs on its key and place alone.
+          ctx: context; whether an element is masked depends on its key and place alone.
           theta: empty.
-          x: features.
-          frames: int32 [B], how many of T count.
+          x: the features.
+          frames: int32 [B], how many of the T frames count.
 
         Raises:
-          ValueError: it is to mask and the context has no key.
+          ValueError: features are to be masked and the context has no key.
         """
         del theta
         if ctx.mode is Mode.EVAL:
@@ -266,14 +267,14 @@ class SpecAugment(Layer):
 def _bands(
     ctx: Context, count: int, size: int, length: tf.Tensor, widest: tf.Tensor
 ) -> tf.Tensor:
-    """bool [B, size], True in each of `count` random bands of a row.
+    """bool [B, size], True in each of `count` random bands per row.
 
     Args:
-      ctx: gives the key.
-      count: bands of a row.
-      size: places.
-      length: float32 [B], the first so many places may be in a band.
-      widest: float32 [B], places that a band has at most.
+      ctx: the context, which has the key.
+      count: number of bands per row.
+      size: number of places.
+      length: float32 [B], the number of first places that may be in a band.
+      widest: float32 [B], the most places of a band.
     """
     draws = random.uniform(ctx.random_key(), [2, *length.shape, count])
     width = tf.floor(draws[0] * (tf.minimum(widest, length) + 1)[:, None])

@@ -18,33 +18,33 @@ def loss_by_length(
     lengths: tf.Tensor,
     buckets: Sequence[int],
 ) -> TaskLoss:
-    """What `loss` says at the shortest bucket that holds every row of the batch.
+    """The `loss` at the shortest bucket that holds every row of the batch.
 
     A compiled program has one shape of batches. So batches come padded to the longest
-    bucket, and the program branches, on all devices alike, to a part that cuts them:
-    the time of a step is that of its bucket, memory that of the longest one. With one
+    bucket, and the program branches, on all devices alike, to a part that cuts them: a
+    step takes the time of its bucket, and the memory of the longest bucket. With one
     bucket there is no branch.
 
     Args:
       loss: (theta, bucket) -> the loss of the batch, cut to the bucket's length. Its
-        sums have the same shapes for each.
-      mode: in `Mode.TRAIN` the loss can be differentiated by `theta`, once.
+        sums have the same shapes for each bucket.
+      mode: in `Mode.TRAIN` the loss can be differentiated once, by `theta`.
       theta: weights.
-      lengths: int32 [B], of the rows.
-      buckets: ascending.
+      lengths: int32 [B], lengths of the rows.
+      buckets: the buckets' lengths, ascending.
     """
     if len(buckets) == 1:
         return loss(theta, buckets[0])
     which = tf.searchsorted(tf.constant(buckets), tf.reduce_max(lengths)[None])[0]
     which = tf.minimum(which, len(buckets) - 1)
-    found = {}
+    traced = {}
 
     def branch(bucket: int, leaves: Sequence[tf.Tensor]):
         def run() -> list[tf.Tensor]:
             with tf.GradientTape() as tape:
                 tape.watch(leaves)
                 result = loss(theta.pack(leaves), bucket)
-            found["sums"] = result.sums
+            traced["sums"] = result.sums
             values = [result.loss, *result.sums.leaves()]
             if mode is Mode.EVAL:
                 return values
@@ -57,16 +57,17 @@ def loss_by_length(
     @tf.custom_gradient
     def switch(*leaves: tf.Tensor):
         # TF's own gradient of a branch would hand on the intermediates of all branches.
-        # Hidden from tapes outside, which would want a gradient of the gradient.
+        # The leaves are hidden from outer tapes, which would want a gradient of the
+        # gradient.
         leaves = [tf.stop_gradient(leaf) for leaf in leaves]
         out = tf.switch_case(which, [branch(n, leaves) for n in buckets])
-        count = 1 + len(found["sums"].leaves())
+        count = 1 + len(traced["sums"].leaves())
 
         def gradient(d_loss: tf.Tensor, *d_sums: tf.Tensor):
             del d_sums
-            return [d_loss * one for one in out[count:]]
+            return [d_loss * g for g in out[count:]]
 
         return out[:count], gradient
 
     total, *sums = switch(*theta.leaves())
-    return TaskLoss(loss=total, sums=found["sums"].pack(sums))
+    return TaskLoss(loss=total, sums=traced["sums"].pack(sums))

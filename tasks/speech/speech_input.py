@@ -1,10 +1,10 @@
 """Utterances as batches of log-mel features; the state of the input is the step number.
 
-Sounds are read when their batch is due: what is held is a list of them. An utterance
+Sounds are read when their batch is due; memory holds only a list of them. An utterance
 is in the shortest bucket that holds it, and a batch is of one bucket. The order of
 training is arithmetic: a cycle has as many batches of each bucket as hold it once, a
 stateless permutation mixes them anew in every cycle, and each bucket goes through its
-own utterances in an order that is anew in each of its epochs.
+utterances in a new order in each of its epochs.
 
 Dims: B batch rows, T frames of the longest bucket, F mel bins, L labels, N utterances
 in all, K buckets.
@@ -41,23 +41,24 @@ from meshwright.tasks.speech.speech_text import (
     TranscriptVocabulary,
 )
 
-# Utterances whose statistics stand for those of all.
+# Number of utterances whose statistics stand for those of all.
 _SAMPLED = 500
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Utterances:
-    """Those of one split that can be used, by bucket.
+    """The usable utterances of one split, by bucket.
 
     Args:
-      listed: path and words of each; N of them.
-      bounds: int64 [K + 1], where those of each bucket begin, and N.
+      listed: path and words of each of the N utterances.
+      bounds: int64 [K + 1], where the utterances of each bucket begin, and N.
       frames: int32 [N].
       labels: int32 [N, L], 0 beyond the count.
       label_counts: int32 [N].
-      too_long: how many were left out, being longer than the longest bucket.
-      too_wordy: or having more than L labels.
-      too_fast: or more of them than fit in their frames, which CTC cannot align.
+      too_long: number of utterances left out as longer than the longest bucket.
+      too_wordy: number left out as having more than L labels.
+      too_fast: number left out as having more labels than fit in their frames, which
+        CTC cannot align.
     """
 
     listed: tuple[Utterance, ...]
@@ -71,7 +72,7 @@ class Utterances:
 
     @property
     def sha256(self) -> str:
-        """Of lengths and words; processes, and runs that resume, must agree on it."""
+        """Digest of lengths and words; processes and resumed runs must agree on it."""
         digest = hashlib.sha256(self.bounds)
         digest.update(self.frames)
         digest.update(self.labels)
@@ -81,27 +82,29 @@ class Utterances:
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeechInput(BatchedInput):
-    """Batches of utterances. Making one does not touch the file system.
+    """Batches of utterances. Construction does not touch the file system.
 
     A batch is a nested map of tensors:
       features: float32 [rows, T, F], 0 in padding.
-      frames: int32 [rows], how many of T count; 0 in rows that fill up a batch.
+      frames: int32 [rows], how many of the T frames count; 0 in rows that fill up a
+        batch.
       labels: int32 [rows, L], 0 in padding.
       label_counts: int32 [rows].
 
     Args:
-      files: what lists utterances: `Manifest` or `EspeakSpeech`.
-      vocabulary: of transcripts: `CharacterVocabulary` or `SentencePieceVocabulary`.
+      files: the list of utterances: `Manifest` or `EspeakSpeech`.
+      vocabulary: the vocabulary of transcripts: `CharacterVocabulary` or
+        `SentencePieceVocabulary`.
       label_length: L.
       bucket_frames: the lengths that utterances are padded to, ascending; the last is
-        T. One program has a part for each, and compiles as much longer.
+        T. One program has a part for each bucket, and compiles as much longer.
       log_mel: makes features.
-      subsampling: frames that the model makes one of; transcripts must fit in what it
-        leaves.
-      seed: of the order of training.
+      subsampling: number of frames that the model turns into one; transcripts must fit
+        in the frames that are left.
+      seed: seed of the training order.
 
     Raises:
-      ValueError: a number out of range; buckets that do not ascend.
+      ValueError: a number is out of range, or buckets do not ascend.
     """
 
     files: SpeechFiles = instance(example="@Manifest()")
@@ -145,53 +148,53 @@ class SpeechInput(BatchedInput):
         return _vocabulary(self.files, self.vocabulary)
 
     def utterances(self, split: Split) -> Utterances:
-        """Those of a split, looked through once in a process.
+        """The utterances of a split, checked once in a process.
 
         Raises:
-          OSError, ValueError: see `Manifest.read` and `wav_length`; a transcript that
-            the vocabulary cannot spell, with its place; no utterance can be used.
+          OSError, ValueError: see `Manifest.read` and `wav_length`; the vocabulary
+            cannot spell a transcript, which is named; no utterance can be used.
         """
         return _utterances(self, split)
 
     def read_train(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
-        """Batches have `utterance` too, as those of `read_held_out`."""
-        found = self.utterances(Split.TRAIN)
-        order = BucketOrder.of(found.bounds, rows.global_batch, self.seed)
+        """Batches have `utterance` too, as the batches of `read_held_out`."""
+        utterances = self.utterances(Split.TRAIN)
+        order = BucketOrder.of(utterances.bounds, rows.global_batch, self.seed)
         within = tf.constant(rows.within)
-        return self._dataset(found, steps, lambda step: order.rows(step, within))
+        return self._dataset(utterances, steps, lambda step: order.rows(step, within))
 
     def held_out_rows(self, global_batch: int) -> int:
         return _rows_in_order(self.utterances(Split.HELD_OUT).bounds, global_batch).size
 
     def read_held_out(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
-        """Bucket by bucket; padding fills up the last batch of each.
+        """Batches bucket by bucket; padding fills up the last batch of each bucket.
 
-        A batch has `utterance` too, int32 [rows]: the number of each in
+        A batch has `utterance` too, int32 [rows]: the number of each row's utterance in
         `utterances(Split.HELD_OUT).listed`, -1 in padding.
         """
-        found = self.utterances(Split.HELD_OUT)
-        every = _rows_in_order(found.bounds, rows.global_batch)[:, rows.within]
-        return self._dataset(found, steps, lambda step: tf.gather(every, step))
+        utterances = self.utterances(Split.HELD_OUT)
+        every = _rows_in_order(utterances.bounds, rows.global_batch)[:, rows.within]
+        return self._dataset(utterances, steps, lambda step: tf.gather(every, step))
 
     def _dataset(
         self,
-        found: Utterances,
+        utterances: Utterances,
         steps: tf.data.Dataset,
         numbers: Callable[[tf.Tensor], tf.Tensor],
     ) -> tf.data.Dataset:
         """Batches of the utterances that `numbers` names for each of `steps`."""
         longest = self.log_mel.samples(self.max_frames)
         statistics = self._statistics()
-        with tf.device("CPU"):  # Where there is a GPU, TF would put them there.
-            # One row more, of padding, which is row -1.
+        with tf.device("CPU"):  # Where there is a GPU, TF would use it.
+            # An extra row of padding, which is row -1.
             columns = {
                 name: tf.constant(
                     np.pad(column, [[0, 1], *[[0, 0]] * (column.ndim - 1)])
                 )
                 for name, column in (
-                    ("frames", found.frames),
-                    ("labels", found.labels),
-                    ("label_counts", found.label_counts),
+                    ("frames", utterances.frames),
+                    ("labels", utterances.labels),
+                    ("label_counts", utterances.label_counts),
                 )
             }
 
@@ -199,14 +202,14 @@ class SpeechInput(BatchedInput):
             sounds = np.zeros([len(index), longest], np.float32)
             for row, number in zip(sounds, index, strict=True):
                 if number >= 0:
-                    sound = read_wav(found.listed[number].path)[:longest]
+                    sound = read_wav(utterances.listed[number].path)[:longest]
                     row[: len(sound)] = sound
             return sounds
 
         def batch(step):
             index = numbers(step)
-            at = index % (len(found.listed) + 1)
-            out = NestedMap({name: tf.gather(c, at) for name, c in columns.items()})
+            rows = index % (len(utterances.listed) + 1)
+            out = NestedMap({name: tf.gather(c, rows) for name, c in columns.items()})
             sounds = tf.numpy_function(read, [index], tf.float32, stateful=False)
             sounds = tf.ensure_shape(sounds, [index.shape[0], longest])
             energies = self.log_mel.energies(sounds)
@@ -227,10 +230,10 @@ class BucketOrder:
 
     Args:
       bounds: int64 [K + 1], as in `Utterances`.
-      batches: int64 [K + 1], where the batches of each bucket begin in a cycle, and how
-        many a cycle has.
+      batches: int64 [K + 1], where the batches of each bucket begin in a cycle, and the
+        number of batches in a cycle.
       global_batch: rows of a batch.
-      seed: of all permutations.
+      seed: seed of all permutations.
     """
 
     bounds: np.ndarray
@@ -240,14 +243,14 @@ class BucketOrder:
 
     @classmethod
     def of(cls, bounds: np.ndarray, global_batch: int, seed: int) -> BucketOrder:
-        """A cycle has as many batches of a bucket as hold all of it, rounded."""
+        """The order whose cycle has as many batches of a bucket as hold it, rounded."""
         counts = np.diff(bounds)
         each = np.maximum(np.rint(counts / global_batch), counts > 0).astype(np.int64)
         batches = np.concatenate([[0], np.cumsum(each)])
         return cls(bounds=bounds, batches=batches, global_batch=global_batch, seed=seed)
 
     def rows(self, step: tf.Tensor, within: tf.Tensor) -> tf.Tensor:
-        """Numbers of the utterances at int64 indices in a step's batch; -1: padding."""
+        """Numbers of the utterances at indices int64 of a step's batch; -1: padding."""
         cycle_length = int(self.batches[-1])
         slot = shuffled_examples(step[None], count=cycle_length, seed=self.seed)[0]
         slot = tf.minimum(slot, cycle_length - 1)
@@ -264,7 +267,7 @@ class BucketOrder:
 
 
 def _rows_in_order(bounds: np.ndarray, global_batch: int) -> np.ndarray:
-    """int64 [batches, B]: numbers bucket by bucket, -1 at the end of each."""
+    """int64 [batches, B]: numbers bucket by bucket, with -1 at the end of each."""
     parts = []
     for start, end in zip(bounds, bounds[1:], strict=False):
         numbers = np.arange(start, end)
@@ -275,7 +278,9 @@ def _rows_in_order(bounds: np.ndarray, global_batch: int) -> np.ndarray:
 
 @functools.cache
 def _vocabulary(files: SpeechFiles, spec: TranscriptVocabulary) -> TrainedVocabulary:
-    return spec.trained([one.transcript for one in files.read(Split.TRAIN)], ())
+    return spec.trained(
+        [utterance.transcript for utterance in files.read(Split.TRAIN)], ()
+    )
 
 
 @functools.cache
@@ -283,15 +288,15 @@ def _utterances(given: SpeechInput, split: Split) -> Utterances:
     listed = given.files.read(split)
     vocabulary = given.trained_vocabulary()
     kept, left_out = [], dict.fromkeys(("too_long", "too_wordy", "too_fast"), 0)
-    for one in listed:
-        labels = _labels(vocabulary, one)
-        frames = given.log_mel.frames(wav_length(one.path))
+    for utterance in listed:
+        labels = _labels(vocabulary, utterance)
+        frames = given.log_mel.frames(wav_length(utterance.path))
         reason = _reason(given, frames, labels)
         if reason:
             left_out[reason] += 1
         else:
             bucket = int(np.searchsorted(given.bucket_frames, frames))
-            kept.append((bucket, len(kept), one, frames, labels))
+            kept.append((bucket, len(kept), utterance, frames, labels))
     if not kept:
         raise ValueError(
             f"no {split.value} utterance of {len(listed)} can be used: "
@@ -300,18 +305,18 @@ def _utterances(given: SpeechInput, split: Split) -> Utterances:
             f"SpeechInput.label_length {given.label_length}, {left_out['too_fast']} "
             "more than fit in their frames: raise these, or cut the sounds"
         )
-    kept.sort(key=lambda one: one[:2])
+    kept.sort(key=lambda entry: entry[:2])
     buckets, _, used, frames, labels = zip(*kept, strict=True)
     table = np.zeros([len(kept), given.label_length], np.int32)
-    for row, one in zip(table, labels, strict=True):
-        row[: len(one)] = one
+    for row, ids in zip(table, labels, strict=True):
+        row[: len(ids)] = ids
     each = np.bincount(buckets, minlength=len(given.bucket_frames))
     return Utterances(
         listed=tuple(used),
         bounds=np.concatenate([[0], np.cumsum(each)]).astype(np.int64),
         frames=np.array(frames, np.int32),
         labels=table,
-        label_counts=np.array([len(one) for one in labels], np.int32),
+        label_counts=np.array([len(ids) for ids in labels], np.int32),
         **left_out,
     )
 
@@ -324,7 +329,7 @@ def _labels(vocabulary: TrainedVocabulary, utterance: Utterance) -> list[int]:
 
 
 def _reason(given: SpeechInput, frames: int, labels: Sequence[int]) -> str | None:
-    """Why an utterance cannot be used, or None."""
+    """The reason why an utterance cannot be used, or None."""
     if frames > given.max_frames:
         return "too_long"
     if len(labels) > given.label_length:
@@ -334,18 +339,18 @@ def _reason(given: SpeechInput, frames: int, labels: Sequence[int]) -> str | Non
 
 
 def frames_needed(labels: Sequence[int]) -> int:
-    """The fewest frames that say some labels: equal neighbours need a blank."""
+    """The fewest frames that can hold `labels`: equal neighbours need a blank."""
     repeats = sum(a == b for a, b in zip(labels, labels[1:], strict=False))
     return len(labels) + repeats
 
 
 @functools.cache
 def _global_statistics(given: SpeechInput) -> np.ndarray:
-    """float32 [2, F], mean and deviation of each bin over training utterances."""
+    """float32 [2, F]: mean and deviation of each bin over training utterances."""
     listed = given.utterances(Split.TRAIN).listed
     energies = [
-        given.log_mel.energies(tf.constant(read_wav(one.path)[None]))[0].numpy()
-        for one in listed[:: -(-len(listed) // _SAMPLED)]
+        given.log_mel.energies(tf.constant(read_wav(utterance.path)[None]))[0].numpy()
+        for utterance in listed[:: -(-len(listed) // _SAMPLED)]
     ]
     frames = np.concatenate(energies)
     return np.stack([frames.mean(axis=0), frames.std(axis=0)])

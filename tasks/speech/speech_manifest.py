@@ -1,4 +1,4 @@
-"""Recorded utterances and what was said in them, from a list in a file."""
+"""Recorded utterances and their transcripts, from a list in a file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Utterance:
     """A sound and its words.
 
     Args:
-      path: of a wav file.
-      transcript: what is said, not empty.
-      place: "file:line" that says so, for messages.
+      path: path of a wav file.
+      transcript: its words, not empty.
+      place: "file:line" of its entry, for messages.
     """
 
     path: str
@@ -33,25 +33,26 @@ class Utterance:
 
 @runtime_checkable
 class SpeechFiles(Protocol):
-    """What lists utterances, such as `Manifest` or `EspeakSpeech`."""
+    """A list of utterances, such as `Manifest` or `EspeakSpeech`."""
 
     def read(self, split: Split) -> Sequence[Utterance]:
-        """The utterances of a split, the same ones in the same order each time."""
+        """The utterances of a split, the same in the same order each time."""
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest(Checked):
-    """Utterances that a file lists, one a line; UTF-8. Making one reads nothing.
+    """Utterances that a file lists, one per line; UTF-8. Construction reads nothing.
 
-    Of two columns parted by a tab, path of a wav file and transcript; or, in a file
-    called *.jsonl, an object with "audio" and "text". Paths are relative to the file.
+    A line has two columns separated by a tab, the path of a wav file and the
+    transcript; or, in a file called *.jsonl, an object with "audio" and "text". Paths
+    are relative to the file.
 
     Args:
-      path: of the file.
-      held_out_one_in: about one transcript in so many is held out, with all utterances
-        of it, chosen by a hash of its words: none is in both splits, and adding lines
-        moves no other.
+      path: the file's path.
+      held_out_one_in: about one transcript in so many is held out, with all its
+        utterances, chosen by a hash of its words: none is in both splits, and adding
+        lines moves no other.
 
     Raises:
       ValueError: nothing is left to train on.
@@ -64,20 +65,20 @@ class Manifest(Checked):
         """The utterances of a split, in the file's order; read once in a process.
 
         Raises:
-          FileNotFoundError: there is no such file, or no file of a sound; it is named.
+          FileNotFoundError: the file or that of a sound does not exist; it is named.
           ValueError: a line is malformed or has an empty transcript; the split is
             empty.
         """
-        found = [one for one in _read(self.path) if self.split_of(one) is split]
-        if not found:
+        utterances = [u for u in _read(self.path) if self.split_of(u) is split]
+        if not utterances:
             raise ValueError(
                 f"{self.path} lists no {split.value} utterance: add some, or change "
                 f"held_out_one_in, which holds out one in {self.held_out_one_in}"
             )
-        return found
+        return utterances
 
     def split_of(self, utterance: Utterance) -> Split:
-        """Where an utterance belongs: by its words, in whatever case."""
+        """The split of an utterance, by its words in whatever case."""
         words = " ".join(utterance.transcript.lower().split())
         return Split.by_hash(words.encode(), self.held_out_one_in)
 
@@ -89,12 +90,12 @@ def _read(path: str) -> list[Utterance]:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError as e:
         raise FileNotFoundError(
-            f"there is no manifest {path}: set Manifest.path to one"
+            f"there is no manifest {path}: set Manifest.path to a manifest"
         ) from e
     except UnicodeDecodeError as e:
         raise ValueError(f"{path} is not in UTF-8: {e}") from e
     columns = _objects if file.suffix == ".jsonl" else _columns
-    found = []
+    utterances = []
     for place, sound, transcript in columns(path, text):
         if not transcript.strip():
             raise ValueError(
@@ -104,10 +105,10 @@ def _read(path: str) -> list[Utterance]:
         wav = file.parent / sound
         if not os.path.isfile(wav):
             raise FileNotFoundError(f"{place} names {sound!r}, and there is no {wav}")
-        found.append(Utterance(str(wav), transcript.strip(), place))
-    if not found:
+        utterances.append(Utterance(str(wav), transcript.strip(), place))
+    if not utterances:
         raise ValueError(f"{path} is empty: write an utterance a line")
-    return found
+    return utterances
 
 
 def _columns(path: str, text: str) -> Iterator[tuple[str, str, str]]:
@@ -129,13 +130,13 @@ def _objects(path: str, text: str) -> Iterator[tuple[str, str, str]]:
         if not line.strip():
             continue
         try:
-            one = json.loads(line)
-            sound, transcript = one["audio"], one["text"]
+            entry = json.loads(line)
+            sound, transcript = entry["audio"], entry["text"]
             both = f"{sound}{transcript}"
             if not isinstance(sound, str) or not isinstance(transcript, str):
                 raise TypeError("they are to be strings")
-            both.encode()  # JSON can spell what is no text.
-        # ValueError is no JSON, no text, or a number of thousands of digits.
+            both.encode()  # JSON can spell invalid text.
+        # ValueError means no JSON, no text, or a number of thousands of digits.
         except (ValueError, RecursionError, LookupError, TypeError) as e:
             raise ValueError(
                 f'{path}:{number} is no object with "audio" and "text" ({e!r}): write '

@@ -1,7 +1,7 @@
-"""Learning from sound alone: what was masked is to be told from the rest.
+"""Learning from sound alone: masked frames are to be identified.
 
-As wav2vec 2.0 (Baevski et al. 2020), without its quantizer, as in BigSSL (Zhang et al.
-2021): targets are linear in the subsampled features.
+This is wav2vec 2.0 (Baevski et al. 2020) without its quantizer, as in BigSSL (Zhang et
+al. 2021): targets are linear in the subsampled features.
 
 Dims: B batch, T frames, S frames after subsampling, M model, P projected.
 """
@@ -24,24 +24,24 @@ from meshwright.layers.basic.linear import BSM, contract
 from meshwright.tasks.speech.speech_task import SpeechTask
 from meshwright.tasks.task import TaskLoss
 
-# Similarities of what is no candidate.
+# The similarity of frames that are no candidates.
 _NEVER = -1e9
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedPrediction(Layer):
-    """Masks spans of frames, and asks of each masked frame which one it was.
+    """Masks spans of frames, and identifies each masked frame among the masked ones.
 
     Args:
       model_dims: M.
-      projected_dims: P, in which contexts and targets are compared.
+      projected_dims: P, the size in which contexts and targets are compared.
       start_share: each frame begins a span with this probability.
-      span: frames of a span; spans may overlap.
+      span: number of frames of a span; spans may overlap.
       temperature: divides cosine similarities.
 
     Raises:
-      ValueError: a number out of range.
+      ValueError: a number is out of range.
     """
 
     model_dims: int = bounded(at_least=1)
@@ -64,7 +64,7 @@ class MaskedPrediction(Layer):
     def spans(self, ctx: Context, real: tf.Tensor) -> tf.Tensor:
         """bool [B, S], the frames to mask, among those that are `real`, bool [B, S].
 
-        In `Mode.EVAL` they are always the same ones.
+        In `Mode.EVAL` they are always the same.
         """
         key = random.key_from_seed(0) if ctx.mode is Mode.EVAL else ctx.random_key()
         starts = tf.cast(random.bernoulli(key, self.start_share, real.shape), tf.int32)
@@ -89,29 +89,29 @@ class MaskedPrediction(Layer):
     ) -> NestedMap:
         """Sums over all masked frames of utterances that have two or more.
 
-        Distractors of a frame are all other masked ones of its utterance: a product of
-        matrices, where drawing some would take a gather.
+        The distractors of a frame are all other masked frames of its utterance: that
+        takes a product of matrices, where drawing some would take a gather.
 
         Args:
           ctx: context.
           theta: weights.
-          x: [B, S, M], what the backbone made of the masked features.
-          features: [B, S, M], before they were masked.
+          x: [B, S, M], the backbone's output for the masked features.
+          features: [B, S, M], the features before masking.
           spans: bool [B, S].
 
         Returns:
           float32 scalars: `nats`, the loss; `correct`, how often the right frame was
-          the likeliest; `frames`, how many there are.
+          the likeliest; `frames`, the number of these frames.
         """
         context = _directions(contract(ctx, x, theta.context))
         target = _directions(contract(ctx, features, theta.target))
         similarities = tf.matmul(context, target, transpose_b=True) / self.temperature
         similarities = tf.where(spans[:, None, :], similarities, _NEVER)
-        own = tf.linalg.diag_part(similarities)
+        matching = tf.linalg.diag_part(similarities)
         count = tf.reduce_sum(tf.cast(spans, tf.float32), axis=1, keepdims=True)
         weight = tf.cast(spans & (count > 1), tf.float32)
-        nats = tf.reduce_logsumexp(similarities, axis=-1) - own
-        correct = tf.cast(own >= tf.reduce_max(similarities, axis=-1), tf.float32)
+        nats = tf.reduce_logsumexp(similarities, axis=-1) - matching
+        correct = tf.cast(matching >= tf.reduce_max(similarities, axis=-1), tf.float32)
         return NestedMap(
             nats=tf.reduce_sum(nats * weight),
             correct=tf.reduce_sum(correct * weight),
@@ -120,7 +120,7 @@ class MaskedPrediction(Layer):
 
 
 def _directions(x: tf.Tensor) -> tf.Tensor:
-    """float32 `x` [B, S, P], each of length 1."""
+    """Vectors `x` [B, S, P] as float32, scaled to length 1."""
     x = tf.cast(x, tf.float32)
     squares = tf.reduce_sum(tf.square(x), axis=-1, keepdims=True)
     return x * tf.math.rsqrt(squares + 1e-9)
@@ -129,18 +129,18 @@ def _directions(x: tf.Tensor) -> tf.Tensor:
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeechPretraining(SpeechTask):
-    """Trains a subsampling and a backbone as `SpeechRecognition` has them.
+    """Pretrains a subsampling and a backbone, such as those of `SpeechRecognition`.
 
-    Transcripts are not looked at, but for what the input leaves out.
+    Transcripts are used only for what the input leaves out.
 
     Args:
-      prediction: what is masked, and how it is compared.
+      prediction: how frames are masked and compared.
     """
 
     prediction: MaskedPrediction
 
     def loss_at(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
-        """The contrastive loss, in nats a masked frame."""
+        """The contrastive loss, in nats per masked frame."""
         features, real = self.subsampled(ctx, theta, batch.features, batch.frames)
         with ctx.scope("prediction") as c:
             spans = self.prediction.spans(c, real)

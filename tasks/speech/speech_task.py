@@ -1,4 +1,4 @@
-"""What tasks on speech share: an input, and a backbone behind a subsampling.
+"""The base of tasks on speech: an input, and a backbone behind a subsampling.
 
 Dims: B batch, T frames, F mel bins, S frames after subsampling, M model.
 """
@@ -30,12 +30,12 @@ _BATCH_DIMS = NestedMap(
 class SpeechTask(Task):
     """Base of tasks on speech.
 
-    Outside the backbone the dims that are split are called "batch": what comes before
-    and after is data-parallel, and the backbone as its layers and the plan say.
+    Outside the backbone only dims called "batch" are split: the layers before and after
+    it are data-parallel, and the backbone is as its layers and the plan say.
 
     Args:
       speech: the input.
-      subsampling: layer from [B, T, F] to [B, S, M], which takes and gives a `mask`,
+      subsampling: layer from [B, T, F] to [B, S, M], which takes and returns a `mask`,
         such as `ConvSubsampling`.
       backbone: any layer from [B, S, M] to [B, S, M] that takes `mask`, bool [B, S].
 
@@ -58,16 +58,16 @@ class SpeechTask(Task):
         return loss_by_length(cut, ctx.mode, theta, batch.frames, buckets)
 
     def loss_at(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
-        """The loss of a batch, as it is."""
+        """The loss of a batch, at the length that it has."""
         raise NotImplementedError(f"{type(self).__name__}.loss_at")
 
     def subsampled(
         self, ctx: Context, theta: NestedMap, features: tf.Tensor, frames: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """[B, S, M] in the activation dtype and the mask, bool [B, S].
+        """Subsampled features [B, S, M] in the activation dtype, and mask bool [B, S].
 
         Raises:
-          ValueError: `SpeechInput.subsampling` is not the layer's.
+          ValueError: `SpeechInput.subsampling` differs from the layer's.
         """
         T = features.shape[1]
         mask = tf.range(T)[None] < frames[:, None]
@@ -87,7 +87,7 @@ class SpeechTask(Task):
     def run_backbone(
         self, ctx: Context, theta: NestedMap, x: tf.Tensor, mask: tf.Tensor
     ) -> tf.Tensor:
-        """[B, S, M] of `x` [B, S, M]."""
+        """The backbone's output [B, S, M] for `x` [B, S, M]."""
         with ctx.scope("backbone") as c:
             x = self.backbone.fprop(c, theta.backbone, x, mask=mask)
         return ctx.split(x, BSM)
@@ -100,17 +100,19 @@ class SpeechTask(Task):
         return _BATCH_DIMS
 
     def describe_data(self) -> dict[str, float]:
-        found = {}
+        facts = {}
         for split in Split:
-            of = self.speech.utterances(split)
+            utterances = self.speech.utterances(split)
             name = split.value.replace("_", "-").replace("train", "training")
-            seconds = int(of.frames.sum()) * self.speech.log_mel.hop / SAMPLE_RATE
-            found[f"{name} utterances"] = len(of.listed)
-            found[f"{name} minutes"] = seconds / 60
-            found[f"{name} utterances too long"] = of.too_long
-            found[f"{name} utterances with too many labels"] = of.too_wordy
-            found[f"{name} utterances too fast for CTC"] = of.too_fast
-        return found
+            seconds = (
+                int(utterances.frames.sum()) * self.speech.log_mel.hop / SAMPLE_RATE
+            )
+            facts[f"{name} utterances"] = len(utterances.listed)
+            facts[f"{name} minutes"] = seconds / 60
+            facts[f"{name} utterances too long"] = utterances.too_long
+            facts[f"{name} utterances with too many labels"] = utterances.too_wordy
+            facts[f"{name} utterances too fast for CTC"] = utterances.too_fast
+        return facts
 
     def data_fingerprint(self) -> dict[str, str | int]:
         return {
@@ -121,8 +123,8 @@ class SpeechTask(Task):
         }
 
     def train_flops(self, global_batch: int) -> float:
-        """Of a batch in the longest bucket: six FLOPs a frame and matrix weight, and
-        what layers have beyond weights.
+        """FLOPs of a batch in the longest bucket: six per frame and matrix weight, and
+        those of layers beyond weights.
         """
         length = -(-self.speech.max_frames // self.speech.subsampling)
         total = 0.0
@@ -133,5 +135,5 @@ class SpeechTask(Task):
         return total
 
     def tokens(self, global_batch: int) -> int:
-        """Frames, of a batch in the longest bucket."""
+        """Frames of a batch in the longest bucket."""
         return global_batch * self.speech.max_frames

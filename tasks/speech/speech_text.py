@@ -1,4 +1,4 @@
-"""What is said: characters as labels, and how well they were recognized."""
+"""Transcripts: characters as labels, and the error rates of recognition."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BLANK_ID = 0
 
 
 class TrainedVocabulary(Protocol):
-    """What spells transcripts as labels."""
+    """A vocabulary that spells transcripts as labels."""
 
     @property
     def sha256(self) -> str:
-        """Runs that resume must agree on it."""
+        """Digest that runs which resume must agree on."""
 
     def normalized(self, text: str) -> str:
         """`text` as it is encoded."""
@@ -28,16 +28,16 @@ class TrainedVocabulary(Protocol):
         """The labels of each text, below `vocab_size`; none is `BLANK_ID`.
 
         Raises:
-          ValueError: a text that cannot be spelled.
+          ValueError: a text cannot be spelled.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of labels; what is no label of text is left out."""
+        """The text of labels; ids that are no label of text are left out."""
 
 
 @runtime_checkable
 class TranscriptVocabulary(Protocol):
-    """What becomes a vocabulary: `CharacterVocabulary`, `SentencePieceVocabulary`."""
+    """A vocabulary's settings: `CharacterVocabulary`, `SentencePieceVocabulary`."""
 
     vocab_size: int
 
@@ -52,15 +52,15 @@ class TranscriptVocabulary(Protocol):
 class CharacterVocabulary:
     """Each character is a label; text is in lower case, with single spaces.
 
-    It stands in for `SentencePieceVocabulary` and for what that one trains: there is
-    nothing to train.
+    It stands in for `SentencePieceVocabulary` and for its trained vocabulary, as there
+    is nothing to train.
 
     Args:
-      characters: what transcripts may hold.
-      vocab_size: V; the blank and the characters, or more, to divide by a mesh axis.
+      characters: the characters that transcripts may have.
+      vocab_size: V; the blank and the characters, or more, for a mesh axis to divide.
 
     Raises:
-      ValueError: a character twice, or in upper case; a V that is too small.
+      ValueError: a character occurs twice, or is in upper case; V is too small.
     """
 
     characters: str = " 'abcdefghijklmnopqrstuvwxyz"
@@ -93,7 +93,7 @@ class CharacterVocabulary:
 
     @property
     def sha256(self) -> str:
-        """Runs that resume must agree on it."""
+        """Digest that runs which resume must agree on."""
         return hashlib.sha256(self.characters.encode()).hexdigest()
 
     def normalized(self, text: str) -> str:
@@ -104,7 +104,7 @@ class CharacterVocabulary:
         """The labels of each text, from 1 on.
 
         Raises:
-          ValueError: a character that is no label.
+          ValueError: a character is no label.
         """
         return [[self._label(c, text) for c in self.normalized(text)] for text in texts]
 
@@ -117,7 +117,7 @@ class CharacterVocabulary:
         return 1 + self.characters.index(character)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of labels; what is no character is left out."""
+        """The text of labels; ids that are no character are left out."""
         known = range(1, 1 + len(self.characters))
         return "".join(self.characters[i - 1] for i in map(int, ids) if i in known)
 
@@ -125,10 +125,10 @@ class CharacterVocabulary:
 def greedy_search(log_probs: np.ndarray, frames: np.ndarray) -> list[list[int]]:
     """The labels of the likeliest alignments, see `beam_search`."""
     with tf.device("CPU"):
-        (found,), _ = tf.nn.ctc_greedy_decoder(
+        (labels,), _ = tf.nn.ctc_greedy_decoder(
             _time_major(log_probs), frames, blank_index=BLANK_ID
         )
-        return _lists(found)
+        return _lists(labels)
 
 
 def beam_search(
@@ -138,15 +138,15 @@ def beam_search(
 
     Args:
       log_probs: [B, S, V].
-      frames: int32 [B], how many of S count.
-      beams: prefixes that are kept.
+      frames: int32 [B], how many of the S frames count.
+      beams: number of prefixes that are kept.
     """
     blank_last = np.roll(log_probs, -1, axis=-1)
     with tf.device("CPU"):
-        (found,), _ = tf.nn.ctc_beam_search_decoder(
+        (labels,), _ = tf.nn.ctc_beam_search_decoder(
             _time_major(blank_last), frames, beam_width=beams
         )
-        return [[label + 1 for label in row] for row in _lists(found)]
+        return [[i + 1 for i in row] for row in _lists(labels)]
 
 
 def _time_major(log_probs: np.ndarray) -> np.ndarray:
@@ -160,12 +160,12 @@ def _lists(labels: tf.SparseTensor) -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Recognized:
-    """One utterance.
+    """One recognized utterance.
 
     Args:
-      reference: what was said.
-      greedy: what the likeliest alignment says.
-      beam: what prefix beam search says.
+      reference: the true transcript.
+      greedy: the transcript of the likeliest alignment.
+      beam: the transcript by prefix beam search.
     """
 
     reference: str
@@ -174,7 +174,7 @@ class Recognized:
 
 
 def error_rates(recognized: Sequence[Recognized]) -> dict[str, float]:
-    """Word and character error rates, errors a word or character of the references.
+    """Word and character error rates: errors per word or character of the references.
 
     Returns:
       `wer` and `cer` by beam search, `wer/greedy` and `cer/greedy`; empty if nothing
@@ -185,28 +185,28 @@ def error_rates(recognized: Sequence[Recognized]) -> dict[str, float]:
     """
     if not recognized:
         return {}
-    said = [one.reference for one in recognized]
-    found = {}
+    references = [r.reference for r in recognized]
+    rates = {}
     for suffix, field in (("", "beam"), ("/greedy", "greedy")):
-        heard = [getattr(one, field) for one in recognized]
-        found[f"wer{suffix}"] = float(_jiwer().wer(said, heard))
-        found[f"cer{suffix}"] = float(_jiwer().cer(said, heard))
-    return found
+        texts = [getattr(r, field) for r in recognized]
+        rates[f"wer{suffix}"] = float(_jiwer().wer(references, texts))
+        rates[f"cer{suffix}"] = float(_jiwer().cer(references, texts))
+    return rates
 
 
 def samples(recognized: Sequence[Recognized], count: int = 20) -> str:
-    """A Markdown table of some, evenly spread."""
+    """A Markdown table of some utterances, evenly spread."""
     step = max(1, -(-len(recognized) // count))
     lines = ["| said | beam search | greedy |", "|---|---|---|"]
-    for one in recognized[::step][:count]:
-        cells = (one.reference, one.beam, one.greedy)
+    for utterance in recognized[::step][:count]:
+        cells = (utterance.reference, utterance.beam, utterance.greedy)
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
     return "\n".join(lines)
 
 
 def _jiwer():
     try:
-        import jiwer  # Only speech wants it.
+        import jiwer  # Only speech needs it.
     except ImportError as e:
         raise ImportError(
             "word error rates need jiwer, which is not installed: pip install "
