@@ -1,6 +1,6 @@
-"""Search for what a model says: beam search, greedy, sampling; one token at a time.
+"""Decoding of a model's output token by token: beam search, greedy, sampling.
 
-All of it is one XLA program with static shapes. Rows finish at different lengths; the
+A search is one XLA program with static shapes. Rows finish at different lengths; the
 loop ends when all rows are done.
 
 Dims: B batch, K beams, T length, V vocabulary, J candidates.
@@ -27,22 +27,22 @@ Step = Callable[
 ]
 """(ids int32 [B, K], cache, position) -> (logits [B, K, V], cache)."""
 
-# Below every sum of log probabilities, and finite: 0 times it is 0.
+# Below every sum of log probabilities, but finite: 0 times it is 0.
 _NEVER = -1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenModel:
-    """What says how likely each next token is.
+    """A model of how likely each next token is.
 
     Args:
-      step: logits of the tokens after `ids`.
-      cache: what `step` keeps, before the first token.
+      step: computes logits of the tokens after `ids`.
+      cache: the cache of `step`, as before the first token.
       batch: B, or a scalar tensor.
       length: T.
-      start_id: what comes before the first token.
-      end_id: what comes after the last.
-      cache_dim: which dim of the cache's tensors is B * K; 1 in stacked layers.
+      start_id: the id before the first token.
+      end_id: the id after the last token.
+      cache_dim: the dim of the cache's tensors that is B * K; 1 in stacked layers.
     """
 
     step: Step
@@ -56,11 +56,11 @@ class TokenModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """What was found for each row, the best first.
+    """The results of each row, the best first.
 
     Args:
-      ids: int32 [B, K, T], up to and with the end; then 0.
-      scores: float32 [B, K], log probabilities in nats, over their length penalty.
+      ids: int32 [B, K, T], up to and including the end; then 0.
+      scores: float32 [B, K], log probabilities in nats over their length penalties.
     """
 
     ids: tf.Tensor
@@ -77,8 +77,8 @@ class Decoder(Checked):
         """Searches from the model's `start_id` on.
 
         Args:
-          ctx: gives the plan that splits the batch, and a random key to samplers.
-          model: what is asked for the next token, with a cache for K beams.
+          ctx: the context: its plan splits the batch, and samplers use its random key.
+          model: predicts the next token, with a cache for K beams.
         """
         raise NotImplementedError(f"{type(self).__name__}.decode")
 
@@ -89,10 +89,10 @@ class Sampling(Decoder):
     """Draws each token from the model's distribution.
 
     Args:
-      temperature: of the distribution; 0 is greedy: always the likeliest.
+      temperature: the distribution's temperature; 0 is greedy: always the likeliest.
 
     Raises:
-      ValueError: a temperature below 0.
+      ValueError: the temperature is below 0.
     """
 
     temperature: float = bounded(1.0, at_least=0)
@@ -100,7 +100,7 @@ class Sampling(Decoder):
     beams: ClassVar[int] = 1
 
     def decode(self, ctx: Context, model: TokenModel) -> Decoded:
-        def say(position, state, logits):
+        def choose(position, state, logits):
             logits = logits[:, 0]
             chosen = tf.argmax(self._noisy(ctx, logits, position), -1, tf.int32)
             gain = _pick(tf.nn.log_softmax(logits), chosen)
@@ -119,11 +119,11 @@ class Sampling(Decoder):
             score=tf.zeros([batch]),
             ended=tf.zeros([batch], tf.bool),
         )
-        found = _search(ctx, model, start, say, lambda state: state.ended)
-        return Decoded(ids=found.ids[:, None], scores=found.score[:, None])
+        result = _search(ctx, model, start, choose, lambda state: state.ended)
+        return Decoded(ids=result.ids[:, None], scores=result.score[:, None])
 
     def _noisy(self, ctx: Context, logits: tf.Tensor, position) -> tf.Tensor:
-        """Logits whose largest is a draw (Gumbel's trick)."""
+        """Logits whose largest is a random draw (Gumbel's trick)."""
         if self.temperature == 0:
             return logits
         if None in logits.shape:
@@ -140,18 +140,18 @@ class Sampling(Decoder):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearch(Decoder):
-    """Keeps the K likeliest beginnings; one that ends among them is set aside.
+    """Keeps the K likeliest beginnings; a beginning that ends is set aside.
 
-    A row is done when K have ended, or at length T, where beginnings count as ended.
-    They are ranked by log probability over ((5 + length) / 6) ** alpha (Wu et al.
-    2016). One beam is greedy search.
+    A row is done when K beginnings have ended, or at length T, where all count as
+    ended. They are ranked by log probability over ((5 + length) / 6) ** alpha (Wu et
+    al. 2016). One beam is greedy search.
 
     Args:
       beams: K.
-      alpha: how much length is rewarded; 0: not at all.
+      alpha: how much length is rewarded; 0 means not at all.
 
     Raises:
-      ValueError: K below 1 or alpha below 0.
+      ValueError: K is below 1 or alpha below 0.
     """
 
     beams: int = bounded(4, at_least=1)
@@ -160,13 +160,13 @@ class BeamSearch(Decoder):
     def decode(self, ctx: Context, model: TokenModel) -> Decoded:
         batch, K = model.batch, self.beams
 
-        def say(position, state, logits):
+        def choose(position, state, logits):
             gains = tf.nn.log_softmax(logits)
             score, beam, token = _best(state.score[:, :, None] + gains, 2 * K)
             ids = _put(_take(state.ids, beam), token, position)
             is_end = token == model.end_id
-            # Below the K best nothing ends: it would cut off likelier beginnings. Rows
-            # that are done stay so, whatever the others of the batch still do.
+            # Beginnings below the K best do not end: they would cut off likelier ones.
+            # Rows that are done stay so, whatever other rows of the batch still do.
             ends = is_end & (tf.range(2 * K) < K) & ~_done(state)[:, None]
             ended = _merge(
                 state.ended_ids,
@@ -186,37 +186,37 @@ class BeamSearch(Decoder):
         start = NestedMap(
             last=tf.fill([batch, K], model.start_id),
             ids=tf.zeros([batch, K, model.length], tf.int32),
-            # All beams are alike at first: one counts.
+            # All beams are equal at first: one counts.
             score=tf.fill([batch, K], _NEVER) * tf.cast(tf.range(K) > 0, tf.float32),
             ended_ids=tf.zeros([batch, K, model.length], tf.int32),
             ended_score=tf.fill([batch, K], _NEVER),
         )
-        found = _search(ctx, model, start, say, _done)
-        cut = found.score / self._penalty(model.length)
-        cut = tf.where(_done(found)[:, None], _NEVER, cut)
-        return _merge(found.ended_ids, found.ended_score, found.ids, cut)
+        result = _search(ctx, model, start, choose, _done)
+        cut = result.score / self._penalty(model.length)
+        cut = tf.where(_done(result)[:, None], _NEVER, cut)
+        return _merge(result.ended_ids, result.ended_score, result.ids, cut)
 
     def _penalty(self, length) -> tf.Tensor:
         return ((5.0 + tf.cast(length, tf.float32)) / 6.0) ** self.alpha
 
 
 def _search(
-    ctx: Context, model: TokenModel, start: NestedMap, say, is_done
+    ctx: Context, model: TokenModel, start: NestedMap, choose, is_done
 ) -> NestedMap:
-    """The state of a search in the end: all rows are done, or at length T.
+    """The final state of a search: all rows are done, or at length T.
 
     Args:
-      ctx: gives the plan that splits the batch.
-      model: what is asked.
-      start: before the first token; tensors [B, ...], `last` what was said.
-      say: (position, state, logits float32 [B, K, V]) -> (state, and the beams [B, K]
-        that go on, None for all as they are).
+      ctx: the context, whose plan splits the batch.
+      model: predicts the next token.
+      start: the state before the first token; tensors [B, ...], `last` the last token.
+      choose: (position, state, logits float32 [B, K, V]) -> (state, and the beams [B,
+        K] that go on, or None for all as they are).
       is_done: state -> bool [B].
     """
 
     def body(position, state):
         logits, cache = model.step(state.last, state.cache, position)
-        new, beam = say(position, state, tf.cast(logits, tf.float32))
+        new, beam = choose(position, state, tf.cast(logits, tf.float32))
         if beam is not None:
             cache = cache.map(lambda t: _take_rows(t, beam, model.cache_dim))
         return [position + 1, NestedMap(new.map(_split(ctx)), cache=cache)]
@@ -229,7 +229,7 @@ def _search(
 
 
 def _done(state: NestedMap) -> tf.Tensor:
-    """bool [B], whether K beams have ended."""
+    """bool [B]: whether K beams have ended."""
     return tf.reduce_min(state.ended_score, -1) > _NEVER / 2
 
 
@@ -244,7 +244,7 @@ def _put(ids: tf.Tensor, chosen: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
 
 
 def _pick(values: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-    """From [..., N], the value at index [...]; a sum, which a split N partitions."""
+    """From [..., N], the values at index [...]; a sum, which a split N partitions."""
     here = tf.range(values.shape[-1]) == index[..., None]
     return tf.reduce_sum(tf.where(here, values, 0), -1)
 
@@ -252,25 +252,25 @@ def _pick(values: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
 def _best(scores: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """The largest of scores [B, K, V], the first of equals first.
 
-    By `count` maxima: `top_k` would gather a batch that is split.
+    It takes `count` maxima: `top_k` would gather a batch that is split.
 
     Returns:
       Scores, beams and tokens, each [B, count].
     """
     _, beams, size = scores.shape
     scores = tf.reshape(scores, [-1, beams * size])
-    found = []
+    maxima = []
     for _ in range(count):
         at = tf.argmax(scores, -1, tf.int32)
-        found.append((tf.reduce_max(scores, -1), at))
+        maxima.append((tf.reduce_max(scores, -1), at))
         here = tf.range(beams * size) == at[:, None]
         scores = tf.where(here, 2 * _NEVER, scores)
-    best, at = (tf.stack(values, -1) for values in zip(*found, strict=True))
+    best, at = (tf.stack(values, -1) for values in zip(*maxima, strict=True))
     return best, at // size, at % size
 
 
 def _take(values: tf.Tensor, beam: tf.Tensor) -> tf.Tensor:
-    """From [B, K, ...], those of beams [B, J]: [B, J, ...]."""
+    """From [B, K, ...], the values of beams [B, J]: [B, J, ...]."""
     here = tf.range(values.shape[1]) == beam[:, :, None]
     here = tf.reshape(here, [*shape_of(here), *[1] * (values.shape.rank - 2)])
     zero = tf.zeros([], values.dtype)
@@ -290,7 +290,7 @@ def _take_rows(values: tf.Tensor, beam: tf.Tensor, dim: int) -> tf.Tensor:
 
 
 def _merge(ids, scores, more_ids, more_scores) -> Decoded:
-    """The K best of K and J more, [B, K] and [B, J]."""
+    """The K best of K results [B, K] and J more [B, J]."""
     all_scores = tf.concat([scores, more_scores], axis=1)
     all_ids = tf.concat([ids, more_ids], axis=1)
     best, at, _ = _best(all_scores[:, :, None], scores.shape[1])

@@ -64,7 +64,7 @@ class LanguageModel(TextTask):
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
         """Mean negative log likelihood in nats over tokens of weight 1.
 
-        To it come the losses of mixtures of experts; `sums.nats` is without them.
+        The losses of mixtures of experts are added; `sums.nats` is without them.
         """
         logits, aux = self.logits(ctx, theta, batch)
         with ctx.scope("loss"):
@@ -80,9 +80,9 @@ class LanguageModel(TextTask):
         return NextTokens(self)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-        found = super().metrics(sums)
-        # The tokenizer is bytes, and only bytes carry weight.
-        return {**found, "bits_per_byte": found["loss"] / math.log(2)}
+        metrics = super().metrics(sums)
+        # Tokens are bytes, and only bytes carry weight.
+        return {**metrics, "bits_per_byte": metrics["loss"] / math.log(2)}
 
     def describe_data(self) -> dict[str, float]:
         train = self.text.statistics(Split.TRAIN)
@@ -113,21 +113,21 @@ class LanguageModel(TextTask):
 
 @dataclasses.dataclass(frozen=True)
 class NextTokens(Serving):
-    """What comes after each token of a text."""
+    """Predicts what comes after each token of a text."""
 
     task: LanguageModel
 
     def spec(self, batch: int | None) -> NestedMap:
-        """`ids` int32 [B, S], a text to a row from its start token on; then 0."""
+        """`ids` int32 [B, S], a text per row from its start token on; then 0."""
         return NestedMap(ids=self.task.text.element_spec(batch).ids)
 
     def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """`log_probs` float32 [B, S, V], in nats, of the token after each."""
-        places = tf.range(self.task.text.sequence_length)
+        """`log_probs` float32 [B, S, V] of the token after each, in nats."""
+        positions = tf.range(self.task.text.sequence_length)
         rows = NestedMap(
             ids=batch.ids,
             segment_ids=tf.cast(batch.ids != 0, tf.int32),
-            segment_positions=tf.broadcast_to(places, shape_of(batch.ids)),
+            segment_positions=tf.broadcast_to(positions, shape_of(batch.ids)),
         )
         logits, _ = self.task.logits(ctx, theta, rows)
         return NestedMap(log_probs=tf.nn.log_softmax(tf.cast(logits, tf.float32)))

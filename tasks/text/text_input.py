@@ -1,6 +1,6 @@
 """Text files as language-model batches; the state of the input is the step number.
 
-Files become bytes, bytes one token stream, and the stream rows of S tokens.
+Files become bytes, bytes become one token stream, and the stream rows of S tokens.
 
 B batch rows, S sequence, T tokens of the stream, D documents, N examples (rows of S).
 """
@@ -52,14 +52,14 @@ class ByteTokenizer:
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFiles(Checked):
-    """Files of a folder, each a document. Making one does not touch the file system.
+    """Files of a folder, each a document. Construction does not touch the file system.
 
     Args:
-      root: the folder, or None for the Python standard library's own sources.
+      root: the folder, or None for the sources of the Python standard library.
       pattern: shell pattern that a file's name, without its folder, must match.
       excluded_dirs: names of folders to leave out, at any depth.
       held_out_one_in: about one file in so many is held out, chosen by a hash of its
-        path below `root`, so that adding files moves no other.
+        path below `root`, so that adding files moves no other file.
     """
 
     root: str | None = None
@@ -73,7 +73,7 @@ class TextFiles(Checked):
 
     @property
     def folder(self) -> pathlib.Path:
-        """`root`, or where the standard library lies."""
+        """`root`, or the folder of the standard library."""
         stdlib = sysconfig.get_path("stdlib")
         return pathlib.Path(stdlib if self.root is None else self.root)
 
@@ -84,22 +84,22 @@ class TextFiles(Checked):
           FileNotFoundError: no file matches.
           OSError: a folder cannot be listed.
         """
-        found = []
+        paths = []
         if self.folder.is_dir():
             for parent, folders, names in os.walk(self.folder, onerror=_unreadable):
                 folders[:] = [d for d in folders if d not in self.excluded_dirs]
                 below = pathlib.Path(parent).relative_to(self.folder)
                 matching = fnmatch.filter(names, self.pattern)
-                found += [(below / name).as_posix() for name in matching]
-        if not found:
+                paths += [(below / name).as_posix() for name in matching]
+        if not paths:
             raise FileNotFoundError(
                 f"no text files under {str(self.folder)!r} match {self.pattern!r}: set "
                 "TextFiles.root to a folder that has some, or change TextFiles.pattern"
             )
-        return sorted(found)
+        return sorted(paths)
 
     def split_of(self, path: str) -> Split:
-        """Where the file at `path`, relative to `folder`, belongs."""
+        """The split of the file at `path`, relative to `folder`."""
         return Split.by_hash(os.fsencode(path), self.held_out_one_in)
 
     def read(self, path: str) -> bytes:
@@ -126,7 +126,7 @@ def _unreadable(error: OSError) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Corpus:
-    """Documents as one stream of tokens: a start token before the bytes of each.
+    """Documents as one stream of tokens, with a start token before each one's bytes.
 
     Args:
       stream: uint8 [T], the bytes, with an ignored 0 for every start token.
@@ -138,7 +138,7 @@ class Corpus:
 
     @classmethod
     def from_documents(cls, documents: Sequence[bytes]) -> Corpus:
-        """Packs `documents`, of which there must be one; empty ones are left out."""
+        """Packs `documents`, at least one not empty; empty ones are left out."""
         documents = [document for document in documents if document]
         lengths = np.array([len(document) + 1 for document in documents], np.int64)
         return cls(
@@ -147,7 +147,7 @@ class Corpus:
         )
 
     def example_count(self, sequence_length: int) -> int:
-        """N: rows that it takes to read every token but the last, which has no next."""
+        """N: the number of rows with every token but the last, which has no next."""
         return -(-(len(self.stream) - 1) // sequence_length)
 
 
@@ -167,7 +167,7 @@ def load_corpus(files: TextFiles, split: Split) -> Corpus:
 
     Raises:
       FileNotFoundError: no file matches.
-      OSError: a file or folder cannot be read; it is named.
+      OSError: a file or folder cannot be read; the message names it.
       ValueError: the split has no text.
     """
     corpus = _load(files)[split]
@@ -183,10 +183,10 @@ def load_corpus(files: TextFiles, split: Split) -> Corpus:
 def pack_rows(
     stream: tf.Tensor, bounds: tf.Tensor, index: tf.Tensor, *, sequence_length: int
 ) -> NestedMap:
-    """Examples by number: example i reads the S tokens from i * S on.
+    """Examples by number: example i has the S tokens from i * S on.
 
     Every byte of the stream is a label of weight 1 in exactly one example below N.
-    From N on, examples are all padding.
+    Examples from N on are all padding.
 
     Args:
       stream: uint8 [T], as in `Corpus`.
@@ -206,7 +206,7 @@ def pack_rows(
     start = tf.gather(bounds, document)
     is_byte = place + 1 < tf.gather(bounds, document + 1)
 
-    def only(where, values):
+    def masked(where, values):
         return tf.where(where, tf.cast(values, tf.int32), ByteTokenizer.padding_id)
 
     def byte_id(at):
@@ -214,25 +214,26 @@ def pack_rows(
 
     ids = tf.where(place == start, ByteTokenizer.start_id, byte_id(place))
     return NestedMap(
-        ids=only(is_read, ids),
-        labels=only(is_byte, byte_id(tf.minimum(place + 1, last))),
-        segment_ids=only(is_read, document - document[:, :1] + 1),
-        segment_positions=only(is_read, place - tf.maximum(start, place[:, :1])),
+        ids=masked(is_read, ids),
+        labels=masked(is_byte, byte_id(tf.minimum(place + 1, last))),
+        segment_ids=masked(is_read, document - document[:, :1] + 1),
+        segment_positions=masked(is_read, place - tf.maximum(start, place[:, :1])),
         weights=tf.cast(is_byte, tf.float32),
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextStatistics:
-    """What a split holds.
+    """Statistics of a split.
 
     Args:
-      documents: how many files that are not empty.
-      text_bytes: their size.
-      examples: rows of S tokens, which are an epoch.
-      unigram_entropy: bits per byte of the best model without context: a loss that is
-        not well below it has learned nothing but frequencies.
-      sha256: of the token stream; processes, and runs that resume, must agree on it.
+      documents: number of files that are not empty.
+      text_bytes: their total size.
+      examples: number of rows of S tokens in an epoch.
+      unigram_entropy: bits per byte of the best model without context: a model whose
+        loss is not well below it has learned nothing but frequencies.
+      sha256: digest of the token stream; processes, and runs that resume, must agree on
+        it.
     """
 
     documents: int
@@ -245,23 +246,23 @@ class TextStatistics:
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextInput(TokenInput):
-    """Batches of packed text. Making one does not touch the file system.
+    """Batches of packed text. Construction does not touch the file system.
 
     A batch is a nested map of tensors [rows, S]:
       ids: int32, tokens to read.
-      labels: int32, the byte that follows each, 0 where the document ends.
+      labels: int32, the byte that follows each token, 0 where the document ends.
       segment_ids: int32, documents counted from 1 within the row; 0 is padding.
       segment_positions: int32, position within the document's part of this row.
       weights: float32, 1 where the label is a byte of the same document, else 0.
 
     Only bytes carry weight: never a start token, never padding. So bits per byte are
     exactly sum(weights * loss in nats) / sum(weights) / ln 2. A row may begin in the
-    middle of a document, whose earlier part it then does not see.
+    middle of a document, whose earlier part it then lacks.
 
     Args:
-      files: where the text comes from.
+      files: the source of text.
       sequence_length: S.
-      seed: of the order of the training examples.
+      seed: seed of the order of the training examples.
     """
 
     files: TextFiles = TextFiles()
@@ -296,13 +297,13 @@ class TextInput(TokenInput):
         return self._dataset(corpus, steps, rows.indices)
 
     def statistics(self, split: Split = Split.TRAIN) -> TextStatistics:
-        """What the files of `split` hold; reads them."""
+        """Statistics of the files of `split`; reads them."""
         corpus = load_corpus(self.files, split)
         digest = hashlib.sha256(corpus.bounds)
         digest.update(corpus.stream)
         parts = np.array_split(corpus.stream, len(corpus.stream) // 2**20 + 1)
         counts = sum(np.bincount(part, minlength=256) for part in parts)
-        counts[0] -= len(corpus.bounds) - 1  # Start tokens are no bytes.
+        counts[0] -= len(corpus.bounds) - 1  # Start tokens are not bytes.
         share = counts[counts > 0] / counts.sum()
         return TextStatistics(
             documents=len(corpus.bounds) - 1,
@@ -319,7 +320,7 @@ class TextInput(TokenInput):
         examples: Callable[[tf.Tensor], tf.Tensor],
     ) -> tf.data.Dataset:
         """Batches of the examples that `examples` names for each of `steps`."""
-        with tf.device("CPU"):  # Where there is a GPU, TF would put them there.
+        with tf.device("CPU"):  # Where there is a GPU, TF would use it.
             stream, bounds = tf.constant(corpus.stream), tf.constant(corpus.bounds)
 
         def batch(step):

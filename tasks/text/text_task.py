@@ -1,4 +1,4 @@
-"""What tasks on rows of tokens share.
+"""The base of tasks on rows of tokens.
 
 Dims: B batch, S sequence, M model, V vocabulary.
 """
@@ -23,12 +23,12 @@ from meshwright.tasks.text.expert_metrics import expert_heat_maps, expert_metric
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextTask(Task):
-    """Base of tasks that read and say tokens of one vocabulary.
+    """Base of tasks that read and predict tokens of one vocabulary.
 
     Args:
       text: the input; all its tensors are [B, S].
-      embedding: of tokens, V x M.
-      softmax: output layer, or None if the embedding's table is shared with it.
+      embedding: the embedding of tokens, V x M.
+      softmax: output layer, or None if it shares the embedding's table.
 
     Raises:
       ValueError: the vocabulary is smaller than the input's; the embedding and
@@ -44,10 +44,10 @@ class TextTask(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        ours, needed = self.embedding.vocab_size, self.text.vocab_size
-        if ours < needed:
+        size, needed = self.embedding.vocab_size, self.text.vocab_size
+        if size < needed:
             raise ValueError(
-                f"TokenEmbedding.vocab_size {ours} is smaller than the {needed} of "
+                f"TokenEmbedding.vocab_size {size} is smaller than the {needed} of "
                 f"{type(self.text).__name__}'s tokens: raise it to that"
             )
         shared = self.embedding.softmax is SoftmaxKind.SHARED
@@ -59,16 +59,16 @@ class TextTask(Task):
             )
 
     def embed(self, ctx: Context, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
-        """[B, S, M] of `ids` [B, S]."""
+        """Embeddings [B, S, M] of `ids` [B, S]."""
         with ctx.scope("embedding") as c:
             return self.embedding.fprop(c, theta.embedding, ids)
 
     def run_stack(
         self, ctx: Context, theta: NestedMap, name: str, x: tf.Tensor, **inputs
     ) -> tuple[tf.Tensor, NestedMap]:
-        """The stack called `name`, and `aux` of its mixtures of experts under its name.
+        """The output of stack `name`, and `aux` of its mixtures of experts by its name.
 
-        `aux` is empty where there are none.
+        `aux` is empty if there are no mixtures.
         """
         with ctx.scope(name) as c:
             out = getattr(self, name).fprop(c, theta[name], x, **inputs)
@@ -83,32 +83,32 @@ class TextTask(Task):
             return self.softmax.fprop(c, theta.softmax, x)
 
     def total_loss(self, loss: tf.Tensor, sums: NestedMap, aux: NestedMap) -> TaskLoss:
-        """`loss` and `sums`, and those of mixtures of experts by stack."""
-        for name, one in aux.items():
-            loss += one.loss
-            sums[name] = one.sums
+        """`loss` and `sums`, with those of mixtures of experts by stack."""
+        for name, stack_aux in aux.items():
+            loss += stack_aux.loss
+            sums[name] = stack_aux.sums
         return TaskLoss(loss=loss, sums=sums)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-        found = {"loss": float(sums["nats"] / max(sums["tokens"], 1.0))}
+        metrics = {"loss": float(sums["nats"] / max(sums["tokens"], 1.0))}
         for name in self.stacks:
-            found |= expert_metrics(sums, name)
-        return found
+            metrics |= expert_metrics(sums, name)
+        return metrics
 
     def heat_maps(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        found = {}
+        maps = {}
         for name in self.stacks:
-            found |= expert_heat_maps(sums, name)
-        return found
+            maps |= expert_heat_maps(sums, name)
+        return maps
 
     def stacks_flops(self, global_batch: int, lengths: Mapping[str, int]) -> float:
-        """Six FLOPs a token and matrix weight, plus what layers have beyond weights.
+        """Six FLOPs per token and matrix weight, plus those of layers beyond weights.
 
-        The backward pass costs twice the forward one; embedding lookup does not count.
+        The backward pass costs twice the forward pass; embedding lookup does not count.
 
         Args:
           global_batch: B.
-          lengths: S of each stack, and of "softmax".
+          lengths: S of each stack and of "softmax".
         """
         weights = self.weights()
         parts = {name: weights[name] for name in self.stacks}

@@ -32,20 +32,20 @@ from meshwright.tasks.text.vocabulary import Vocabulary
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Translation(TextTask):
-    """An encoder and a decoder on one vocabulary.
+    """An encoder and a decoder with one vocabulary.
 
     Args:
       text: the input; see `TranslationInput`.
       encoder: layers from [B, S, M] to [B, S, M], which see all of a source.
-      encoder_norm: normalization of what the decoder attends to.
-      decoder: a stack of layers from [B, T, M] to [B, T, M], which see what was said
-        before and attend to a memory.
+      encoder_norm: normalization of the encoder's output.
+      decoder: a stack of layers from [B, T, M] to [B, T, M], which see earlier tokens
+        and attend to a memory.
       decoder_norm: normalization before the softmax.
-      label_smoothing: share of the loss that asks for all tokens alike.
-      search: how translations are found.
+      label_smoothing: share of the loss in which all tokens are equally right.
+      search: the search for translations.
 
     Raises:
-      ValueError: see `TextTask`; a share out of range.
+      ValueError: see `TextTask`; or a share is out of range.
     """
 
     stacks = ("encoder", "decoder")
@@ -61,7 +61,7 @@ class Translation(TextTask):
     def encode(
         self, ctx: Context, theta: NestedMap, batch: NestedMap
     ) -> tuple[tf.Tensor, NestedMap]:
-        """What the decoder attends to, [B, S, M], and `aux` of mixtures of experts."""
+        """The memory of the decoder, [B, S, M], and `aux` of mixtures of experts."""
         x, aux = self.run_stack(
             ctx,
             theta,
@@ -77,7 +77,7 @@ class Translation(TextTask):
     def logits(
         self, ctx: Context, theta: NestedMap, batch: NestedMap
     ) -> tuple[tf.Tensor, NestedMap]:
-        """Logits [B, T, V] of what is said, in the activation dtype; `aux` by stack."""
+        """Logits [B, T, V] of translations, in the activation dtype; `aux` by stack."""
         memory, encoder_aux = self.encode(ctx, theta, batch)
         x, decoder_aux = self.run_stack(
             ctx,
@@ -93,7 +93,7 @@ class Translation(TextTask):
         return self._logits(ctx, theta, x), NestedMap({**encoder_aux, **decoder_aux})
 
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
-        """Mean smoothed loss in nats a token, and the losses of mixtures of experts.
+        """Mean smoothed loss in nats per token, plus the losses of mixtures of experts.
 
         `sums.nats` is without either.
         """
@@ -112,11 +112,11 @@ class Translation(TextTask):
         return self.total_loss(loss, NestedMap(nats=nats, tokens=count), aux)
 
     def translate(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> Decoded:
-        """The best translations of sources, a source to a row."""
+        """The best translations of sources, a source per row."""
         memory, _ = self.encode(ctx, theta, batch)
         paddings = tf.cast(batch.source_segment_ids == 0, tf.int32)
         with ctx.scope("decoder") as c:
-            remembered = self.decoder.encode_memory(c, theta.decoder, memory)
+            encoded = self.decoder.encode_memory(c, theta.decoder, memory)
         batch_size, beams = shape_of(memory)[0], self.search.beams
         length = self.text.target_length
 
@@ -131,7 +131,7 @@ class Translation(TextTask):
                     cache,
                     position,
                     token_ids=ids,
-                    memory=remembered,
+                    memory=encoded,
                     memory_paddings=paddings,
                 )
             logits = self._logits(ctx, theta, x)
@@ -140,7 +140,7 @@ class Translation(TextTask):
         with ctx.scope("decoder") as c:
             cache = self.decoder.init_cache(c, batch_size * beams, length)
         with ctx.scope("search") as c:
-            if c.key is not None:  # Other batches draw otherwise.
+            if c.key is not None:  # Other batches have other draws.
                 c = dataclasses.replace(
                     c, key=random.fold_in(c.key, tf.reduce_max(batch.pair))
                 )
@@ -151,7 +151,7 @@ class Translation(TextTask):
                 length=length,
                 start_id=Vocabulary.start_id,
                 end_id=Vocabulary.end_id,
-                cache_dim=1,  # Of a stack.
+                cache_dim=1,  # The decoder is a stack.
             )
             return self.search.decode(c, model)
 
@@ -169,8 +169,8 @@ class Translation(TextTask):
         return TranslationServing(self)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-        found = super().metrics(sums)
-        return {**found, "perplexity": math.exp(min(found["loss"], 700.0))}
+        metrics = super().metrics(sums)
+        return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))}
 
     def describe_data(self) -> dict[str, float]:
         train, held_out = (self.text.rows(split) for split in Split)
@@ -193,8 +193,8 @@ class Translation(TextTask):
     def train_flops(self, global_batch: int) -> float:
         """See `TextTask.stacks_flops`.
 
-        Cross-attention's keys and values are of the source, and count with the target,
-        as if both had one length.
+        Cross-attention's keys and values are the source's, but count with the target,
+        as if both had the same length.
         """
         source, target = self.text.source_length, self.text.target_length
         lengths = {"encoder": source, "decoder": target, "softmax": target}
@@ -217,15 +217,15 @@ class TranslationDecoding(Decoding):
     def decode(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """`ids` int32 [B, K, T] and `scores` float32 [B, K] of translations.
 
-        The best first, up to an end and then 0; see `Decoded`.
+        The best translation comes first; ids are 0 after an end, see `Decoded`.
 
         Args:
           ctx: context of `Mode.EVAL`.
           theta: weights.
-          batch: as `spec`, a source to a row.
+          batch: as `spec`, a source per row.
         """
-        found = self.task.translate(ctx, theta, batch)
-        return NestedMap(ids=found.ids, scores=found.scores)
+        decoded = self.task.translate(ctx, theta, batch)
+        return NestedMap(ids=decoded.ids, scores=decoded.scores)
 
     def batches(
         self, *, global_batch: int, max_batches: int | None = None
@@ -237,7 +237,7 @@ class TranslationDecoding(Decoding):
     ) -> DecodeResult:
         """BLEU and chrF by direction, of the best translations.
 
-        References are as the vocabulary spells them, in Unicode's NFKC.
+        References are spelled as by the vocabulary, in Unicode's NFKC.
         """
         pairs = self.task.text.files.pairs(Split.HELD_OUT)
         vocabulary = self.task.text.trained_vocabulary()
@@ -258,22 +258,22 @@ class TranslationDecoding(Decoding):
 
 @dataclasses.dataclass(frozen=True)
 class TranslationServing(Serving):
-    """Translates what it is given."""
+    """Translates sources."""
 
     task: Translation
 
     def spec(self, batch: int | None) -> NestedMap:
-        """`source_ids` int32 [B, S], a source to a row as the input has it; then 0."""
+        """`source_ids` int32 [B, S], a source per row as in the input; then 0."""
         return NestedMap(source_ids=self.task.text.source_spec(batch).source_ids)
 
     def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """As `TranslationDecoding.decode`."""
         ids = batch.source_ids
-        places = tf.range(self.task.text.source_length)
+        positions = tf.range(self.task.text.source_length)
         rows = NestedMap(
             source_ids=ids,
             source_segment_ids=tf.cast(ids != 0, tf.int32),
-            source_positions=tf.broadcast_to(places, shape_of(ids)),
+            source_positions=tf.broadcast_to(positions, shape_of(ids)),
             pair=tf.zeros_like(ids[:, 0]),
         )
         return self.task.decoding.decode(ctx, theta, rows)

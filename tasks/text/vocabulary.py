@@ -16,7 +16,7 @@ import gin
 
 @gin.constants_from_enum
 class Subwords(enum.Enum):
-    """How a vocabulary is found: by likelihood of pieces, or by merging pairs."""
+    """How pieces are chosen: by their likelihood, or by merging pairs."""
 
     UNIGRAM = "unigram"
     BPE = "bpe"
@@ -25,21 +25,22 @@ class Subwords(enum.Enum):
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentencePieceVocabulary:
-    """What SentencePiece (Kudo and Richardson 2018) is to make of training text.
+    """Settings for SentencePiece (Kudo and Richardson 2018) to train a vocabulary.
 
-    Making one reads nothing, so that a task can be planned without its data. The same
+    Construction reads nothing, so that a task can be planned without its data. The same
     text gives the same vocabulary in every process.
 
     Args:
-      vocab_size: V; control symbols and 256 bytes, for what has no piece, count.
-      subwords: how pieces are found.
-      character_coverage: share of all characters that get a piece; others are spelt as
-        bytes.
-      max_texts: a larger corpus is sampled, evenly.
-      model_file: a trained model to read instead of training one.
+      vocab_size: V, which counts control symbols and 256 bytes for text without a
+        piece.
+      subwords: how pieces are chosen.
+      character_coverage: share of all characters that get a piece; others are spelled
+        as bytes.
+      max_texts: the most texts to train on; a larger corpus is sampled evenly.
+      model_file: a trained model to read instead of training.
 
     Raises:
-      ValueError: a size too small for bytes and control symbols.
+      ValueError: the size is too small for bytes and control symbols.
     """
 
     vocab_size: int
@@ -60,8 +61,8 @@ class SentencePieceVocabulary:
         """The vocabulary of `texts`, with a tag for each language.
 
         Raises:
-          ValueError: the text has too few pieces for V; the file is no such model or
-            another one.
+          ValueError: the text has too few pieces for V; the file is no such model, or
+            one of other settings.
         """
         tags = tuple(map(tag_of, sorted(set(languages))))
         if self.model_file is None:
@@ -85,7 +86,7 @@ class SentencePieceVocabulary:
                 bos_id=Vocabulary.start_id,
                 eos_id=Vocabulary.end_id,
                 unk_id=3,
-                num_threads=1,  # It is written into the model.
+                num_threads=1,  # The number is written into the model.
                 minloglevel=2,
             )
         except RuntimeError as e:
@@ -103,29 +104,29 @@ class SentencePieceVocabulary:
                 f"SentencePieceVocabulary.model_file: there is no file {path}"
             )
         try:
-            found = Vocabulary(path.read_bytes())
-            size = found.size
-            found.check_text()
+            vocabulary = Vocabulary(path.read_bytes())
+            size = vocabulary.size
+            vocabulary.check_text()
         except (RuntimeError, UnicodeDecodeError) as e:
             raise ValueError(f"{path} is no SentencePiece model: {e}") from e
-        ours = (Vocabulary.padding_id, Vocabulary.start_id, Vocabulary.end_id)
-        if found.control_ids != ours:
+        expected = (Vocabulary.padding_id, Vocabulary.start_id, Vocabulary.end_id)
+        if vocabulary.control_ids != expected:
             raise ValueError(
-                f"{path} has padding, start and end at {found.control_ids}: train one "
-                f"that has them at {ours}, by --pad_id, --bos_id and --eos_id"
+                f"{path} has padding, start and end at {vocabulary.control_ids}: train "
+                f"a model with them at {expected}, by --pad_id, --bos_id and --eos_id"
             )
-        missing = [tag for tag in tags if not found.has(tag)]
+        missing = [tag for tag in tags if not vocabulary.has(tag)]
         if missing or size != self.vocab_size:
             raise ValueError(
                 f"{path} has {size} pieces and lacks the tags {missing}: it must have "
                 f"SentencePieceVocabulary.vocab_size ({self.vocab_size}) pieces and a "
-                "tag for each language, as one has that was trained for this task"
+                "tag for each language, as a model has that was trained for this task"
             )
-        return found
+        return vocabulary
 
 
 def tag_of(language: str) -> str:
-    """The symbol that asks for a translation to `language`."""
+    """The symbol that requests a translation to `language`."""
     return f"<2{language}>"
 
 
@@ -150,30 +151,30 @@ class Vocabulary:
 
     @property
     def sha256(self) -> str:
-        """Of the model; runs that resume must agree on it."""
+        """Digest of the model; runs that resume must agree on it."""
         return hashlib.sha256(self.model).hexdigest()
 
     @property
     def control_ids(self) -> tuple[int, int, int]:
         """The ids of padding, start and end in the model; -1 for what it lacks."""
-        of = self._processor
-        return of.pad_id(), of.bos_id(), of.eos_id()
+        processor = self._processor
+        return processor.pad_id(), processor.bos_id(), processor.eos_id()
 
     def normalized(self, text: str) -> str:
         """`text` as it is encoded."""
         return unicodedata.normalize("NFKC", text)
 
     def has(self, symbol: str) -> bool:
-        """Whether `symbol` is a piece of its own."""
+        """Whether `symbol` is a piece."""
         return (
             self._processor.id_to_piece(self._processor.piece_to_id(symbol)) == symbol
         )
 
     def check_text(self) -> None:
-        """Checks that all pieces are text, as a damaged model's may not be.
+        """Checks that all pieces are text; a damaged model's may not be.
 
         Raises:
-          UnicodeDecodeError: one is not.
+          UnicodeDecodeError: a piece is not text.
         """
         for i in range(self.size):
             self._processor.id_to_piece(i)
@@ -182,7 +183,7 @@ class Vocabulary:
         """The id of the tag of `language`.
 
         Raises:
-          ValueError: it has none.
+          ValueError: the language has no tag.
         """
         if not self.has(tag_of(language)):
             raise ValueError(f"the vocabulary has no tag for language {language!r}")
@@ -208,7 +209,7 @@ class Vocabulary:
 
 def _sentencepiece():
     try:
-        import sentencepiece  # Only tasks on subwords want it.
+        import sentencepiece  # Only tasks on subwords need it.
     except ImportError as e:
         raise ImportError(
             "subword vocabularies need sentencepiece, which is not installed: "
