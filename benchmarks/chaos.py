@@ -1,12 +1,12 @@
-"""Kills a training again and again, and looks whether anything is lost.
+"""Kills a training again and again, and checks whether anything is lost.
 
     python benchmarks/chaos.py [--kills=50] [--processes=1] [--steps=60] [--seed=0]
 
 A small language model is trained once undisturbed, by the command that users run. Then
 it is killed (SIGKILL) at random moments: while it starts, between steps, or in the
-middle of a save, and started again by the same command, as often as asked for; a
-training that gets to its end makes room for another one. Of several processes one is
-killed, and the others have to end by themselves and say which one it was.
+middle of a save, and started again by the same command, as often as requested; a
+training that gets to its end makes room for another. Of several processes one is
+killed, and the others have to end by themselves and name it.
 
 Each restart has to go on from the newest checkpoint, and each end has to have the
 undisturbed run's weights, bit by bit. The exit status is 1 if anything differs.
@@ -39,10 +39,10 @@ from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.processes.peers import LOST
 
-_KILLS = flags.DEFINE_integer("kills", 50, "How often to kill.", lower_bound=1)
-_PROCESSES = flags.DEFINE_integer("processes", 1, "Of the training.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 60, "Of the training.", lower_bound=10)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
+_KILLS = flags.DEFINE_integer("kills", 50, "Number of kills.", lower_bound=1)
+_PROCESSES = flags.DEFINE_integer("processes", 1, "Of a training.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 60, "Of a training.", lower_bound=10)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
 
 _INTERVAL = 3
 GIN_FILES = ("lm/stdlib_tiny.gin",)
@@ -72,11 +72,11 @@ class ChaosError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long things take when nothing disturbs them, in seconds.
+    """Durations of an undisturbed training, in seconds.
 
     Args:
-      start: until the first step.
-      steps: from there to the end.
+      start: time until the first step.
+      steps: time from there to the end.
     """
 
     start: float
@@ -91,7 +91,7 @@ class Kill:
       phase: one of `PHASES`.
       kept: the newest checkpoint afterwards, 0 for none.
       in_save: whether a save was under way.
-      seconds: until the other processes had ended.
+      seconds: time until the other processes had ended.
     """
 
     phase: str
@@ -105,7 +105,7 @@ class Life:
 
     Args:
       folder: the training's `--model_dir`.
-      log: a folder for what they print.
+      log: a folder for their output.
     """
 
     def __init__(self, folder: pathlib.Path, log: pathlib.Path):
@@ -128,17 +128,17 @@ class Life:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has compiled its program, and makes steps."""
+        """Whether the training has compiled its program and makes steps."""
         self._has_begun = self._has_begun or "compiled in" in self.logs[0].read_text()
         return self._has_begun
 
     @property
     def resumed_from(self) -> int:
-        found = re.search(r"restoring step (\d+)", self.logs[0].read_text())
-        return int(found[1]) if found else 0
+        match = re.search(r"restoring step (\d+)", self.logs[0].read_text())
+        return int(match[1]) if match else 0
 
     def wait_until(self, happens: Callable[[], bool]) -> bool:
-        """Whether it happens before the processes end."""
+        """Whether `happens` comes true before the processes end."""
         deadline = time.monotonic() + _PATIENCE
         while self.is_running:
             if happens():
@@ -155,30 +155,30 @@ class Life:
         self._kill(victim, alone=rng.random() < 0.5)
         for number, process in enumerate(self.processes):
             status = process.wait(_PATIENCE)
-            said = self.logs[number].read_text()
-            if number != victim and not _names(victim, status, said):
+            output = self.logs[number].read_text()
+            if number != victim and not _names(victim, status, output):
                 raise ChaosError(
                     f"process {number} ended with {status} and did not name process "
-                    f"{victim}, which was killed:\n{said[-2000:]}"
+                    f"{victim}, which was killed:\n{output[-2000:]}"
                 )
         return time.monotonic() - start
 
     def _kill(self, victim: int, *, alone: bool) -> None:
-        """Kills a process, or of one of several its training alone."""
+        """Kills a process, or its training alone."""
         pid = str(self.processes[victim].pid)
-        found = subprocess.run(
+        pgrep = subprocess.run(
             ["pgrep", "-P", pid], capture_output=True, text=True, check=False
         )
-        children = [int(child) for child in found.stdout.split()]
+        children = [int(child) for child in pgrep.stdout.split()]
         if not alone or not children:
             os.killpg(int(pid), signal.SIGKILL)
         for child in children:
-            # It ends with its parent.
+            # The child ends with its parent.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Waits for it to end well."""
+        """Waits for the training to end well."""
         for process in self.processes:
             if process.wait(_PATIENCE) != 0:
                 raise ChaosError(f"the training failed:\n{self.said()}")
@@ -193,14 +193,14 @@ class Life:
         return "\n".join(log.read_text()[-2000:] for log in self.logs)
 
 
-def _names(victim: int, status: int, said: str) -> bool:
-    """Whether a process that ended so says whom it misses."""
+def _names(victim: int, status: int, output: str) -> bool:
+    """Whether a process that ended with `status` names the victim."""
     if status == LOST:
-        last = said[max(said.rfind("lost a peer"), said.rfind("a peer failed")) :]
+        last = output[max(output.rfind("lost a peer"), output.rfind("a peer failed")) :]
         return f"process {victim}" in last
-    # They were not together yet.
-    waited = f"within the start timeout: {victim}" in said
-    return status == 1 and (waited or (victim == 0 and "process 0" in said))
+    # The processes had not come together yet.
+    waited = f"within the start timeout: {victim}" in output
+    return status == 1 and (waited or (victim == 0 and "process 0" in output))
 
 
 def main(argv: list[str]) -> int:
@@ -240,7 +240,7 @@ def _undisturbed(scratch: pathlib.Path) -> tuple[Timing, dict[str, np.ndarray]]:
 def _disturbed(
     scratch: pathlib.Path, timing: Timing, want: dict[str, np.ndarray], rng
 ) -> tuple[list[Kill], int]:
-    """The kills, and how many trainings came to their end."""
+    """The kills, and the number of trainings that came to their end."""
     kills: list[Kill] = []
     ends = lives = 0
     while len(kills) < _KILLS.value or ends == 0:
@@ -271,39 +271,40 @@ def _disturbed(
 
 
 def _killed(life: Life, timing: Timing, rng: random.Random) -> Kill | None:
-    """Kills at a random moment; None if the training ends before it comes."""
+    """Kills at a random moment; None if the training ends before that."""
     (phase,) = rng.choices(PHASES, _SHARES)
     if phase == "starting":
-        came = _passes(life, rng.uniform(0, timing.start))
+        has_come = _passes(life, rng.uniform(0, timing.start))
     else:
-        # After so many saves, for trainings to get on however slow the machine is.
+        # It comes after some saves, so that trainings get on however slow the machine
+        # is.
         step = _newest(life.folder) + rng.randrange(4) * _INTERVAL
-        came = life.wait_until(lambda: life.has_begun)
-        came = came and life.wait_until(lambda: _newest(life.folder) >= step)
-        came = came and _passes(life, rng.uniform(0, timing.steps / 20))
-    if came and phase == "in a save":
-        came = life.wait_until(lambda: _is_saving(life.folder))
+        has_come = life.wait_until(lambda: life.has_begun)
+        has_come = has_come and life.wait_until(lambda: _newest(life.folder) >= step)
+        has_come = has_come and _passes(life, rng.uniform(0, timing.steps / 20))
+    if has_come and phase == "in a save":
+        has_come = life.wait_until(lambda: _is_saving(life.folder))
         time.sleep(rng.choice((0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.2))))
-    if not came or not life.is_running:
+    if not has_come or not life.is_running:
         return None
     seconds = life.kill(rng)
     return Kill(
         phase=phase,
         kept=_newest(life.folder),
-        # Before it begins, what an earlier kill has left is still there.
+        # Before the training begins, the leftovers of an earlier kill are still there.
         in_save=life.has_begun and _is_saving(life.folder),
         seconds=seconds,
     )
 
 
 def _passes(life: Life, seconds: float) -> bool:
-    """Whether the processes run for so much longer."""
+    """Whether the processes run for `seconds` longer."""
     moment = time.monotonic() + seconds
     return life.wait_until(lambda: time.monotonic() > moment)
 
 
 def _is_saving(folder: pathlib.Path) -> bool:
-    """Whether a checkpoint is there under its temporary name."""
+    """Whether a checkpoint exists under its temporary name."""
     try:
         return any(_TMP in name for name in os.listdir(folder / "checkpoints"))
     except FileNotFoundError:
@@ -364,10 +365,10 @@ def _print_table(kills: list[Kill], ends: int) -> None:
     print("\n| killed | times | a save was cut off | longest until the others ended |")
     print("|---|---|---|---|")
     for phase in PHASES:
-        found = phases[phase]
-        cut = sum(kill.in_save for kill in found)
-        longest = max((kill.seconds for kill in found), default=0.0)
-        print(f"| {phase} | {len(found)} | {cut} | {longest:.1f} s |")
+        of_phase = phases[phase]
+        cut = sum(kill.in_save for kill in of_phase)
+        longest = max((kill.seconds for kill in of_phase), default=0.0)
+        print(f"| {phase} | {len(of_phase)} | {cut} | {longest:.1f} s |")
     print(
         f"\n{len(kills)} kills, {ends} trainings came to their end; every restart went "
         "on from the newest checkpoint, all final states are bit-equal to the "

@@ -1,17 +1,17 @@
-"""Compile time against the number of partitions, for TPU v3 pods that are not here.
+"""Compile time against the number of partitions, for TPU v3 pods, without the pods.
 
     python benchmarks/compile_time.py [--partitions=8,32,128,512,2048] [--rounds=2]
       [--partitioner=shardy]
 
 GShard's promise: all partitions share one program, so that compiling for a thousand
-takes about as long as for a few. The program is the trainer's step for the Transformer
-of `paper/dense.gin`. It grows with the mesh (X, Y), where Y is 2X: the batch with X,
-model, hidden and heads with Y. So a device holds as much of a weight matrix or of an
-activation in all of them.
+partitions takes about as long as for a few. The program is the trainer's step for the
+Transformer of `paper/dense.gin`. It grows with the mesh (X, Y), where Y is 2X: the
+batch with X, model, hidden and heads with Y. So a device holds as much of a weight
+matrix or an activation on all meshes.
 
 Seconds are CPU seconds of all threads, user and system, medians over rounds: of tracing
 in TF and lowering to StableHLO, and of XLA's compiling for TPU. The last line is the
-longest over the shortest. A compile takes about 20 CPU seconds and needs libtpu:
+longest total over the shortest. A compile takes about 20 CPU seconds and needs libtpu:
 pip install 'meshwright[plan]'.
 """
 
@@ -36,14 +36,14 @@ from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
 SIDES = {8: 2, 32: 4, 128: 8, 512: 16, 2048: 32}
-"""Partitions, and the side of the square of v3 chips that has them, two to a chip."""
+"""Partitions, and the side of their square of v3 chips, with two per chip."""
 
 _PARTITIONS = flags.DEFINE_list("partitions", [*map(str, SIDES)], "Sizes of the mesh.")
-_ROUNDS = flags.DEFINE_integer("rounds", 2, "Compiles of each.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 2, "Compiles per size.", lower_bound=1)
 _PARTITIONER = flags.DEFINE_enum_class(
     "partitioner", mw.Partitioner.SHARDY, mw.Partitioner, "XLA's partitioner."
 )
-# JAX tells listeners of this event when the module is lowered and XLA is next.
+# JAX notifies listeners of this event when the module is lowered and XLA is next.
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
@@ -63,7 +63,7 @@ class Compile:
 
     @property
     def total(self) -> float:
-        """CPU seconds of all."""
+        """CPU seconds of both."""
         return self.trace + self.compile
 
 
@@ -98,7 +98,7 @@ def measure(
 
     Args:
       side: chips along each side.
-      partitioner: which one.
+      partitioner: XLA's partitioner.
       lowered: CPU times at which modules were lowered, the latest last.
     """
     devices = topology_devices(f"v3:{side}x{side}")
@@ -120,7 +120,7 @@ HEADER = f"""\
 
 
 def table_row(partitions: int, compiles: Sequence[Compile]) -> str:
-    """The line of the table, below `HEADER`, for compiles of one size: medians."""
+    """The line below `HEADER` for compiles of one size: medians."""
     side = SIDES[partitions]
     trace, compiling, total = (
         statistics.median(getattr(c, name) for c in compiles)
@@ -133,10 +133,10 @@ def table_row(partitions: int, compiles: Sequence[Compile]) -> str:
 
 
 def sizes(texts: Sequence[str]) -> list[int]:
-    """The numbers of partitions that `--partitions` gives.
+    """The numbers of partitions in `--partitions`.
 
     Raises:
-      ValueError: one of them is not among `SIDES`; names those that are.
+      ValueError: a number is not among `SIDES`; the message lists them.
     """
     unknown = [text for text in texts if text not in map(str, SIDES)]
     if unknown:
@@ -152,7 +152,7 @@ def main(argv: Sequence[str]) -> None:
         chosen = sizes(_PARTITIONS.value)
     except ValueError as error:
         raise app.UsageError(str(error)) from None
-    mw.set_platform("cpu")  # TF traces on it.
+    mw.set_platform("cpu")  # TF traces on the CPU.
     try:
         topology_devices("v3:2x2")
     except ImportError as error:
@@ -166,8 +166,8 @@ def main(argv: Sequence[str]) -> None:
     compiles = collections.defaultdict(list)
     for number in range(_ROUNDS.value):
         for partitions in chosen[::-1] if number % 2 else chosen:
-            found = measure(SIDES[partitions], _PARTITIONER.value, lowered)
-            compiles[partitions].append(found)
+            result = measure(SIDES[partitions], _PARTITIONER.value, lowered)
+            compiles[partitions].append(result)
             print(f"round {number + 1}: {partitions}", file=sys.stderr, flush=True)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
     print(

@@ -1,15 +1,15 @@
-"""Experts against a dense model of equal FLOPs a step, on real text, over seeds.
+"""Experts against a dense model of equal FLOPs per step, on real text, over seeds.
 
     python benchmarks/experts.py [--steps=600] [--seeds=1,2,3] [--model_dir=DIR]
 
 Trains `mt/gettext_moe.gin` and `mt/gettext_dense.gin` in turns, each seed with its own
-weights and order of text, the same for both models, and prints the loss of training
-(nats a token, without label smoothing or the experts' own losses, mean of the batches
-shown in the last tenth), that of held-out text, BLEU and chrF, means over languages,
-then BLEU by language. All runs lie in one folder
-for TensorBoard; complete ones are read again, others go on where they stopped.
+weights and order of text, the same for both models. Prints the training loss (nats per
+token, without label smoothing or the experts' losses, mean of the batches shown in the
+last tenth), the loss of held-out text, BLEU and chrF, means over languages, then BLEU
+by language. All runs are in one folder for TensorBoard; complete runs are read again,
+others go on where they stopped.
 
-Wants iso-codes (docs/translation.md). A run of 600 steps takes five minutes on 2 cores.
+It needs iso-codes (docs/translation.md). A run of 600 steps takes 5 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ MODELS = {"experts": "mt/gettext_moe.gin", "dense": "mt/gettext_dense.gin"}
 
 
 def define_flags() -> None:
-    """Only where this is the program."""
-    flags.DEFINE_integer("steps", 600, "Of each run.", lower_bound=20)
-    flags.DEFINE_list("seeds", ["1", "2", "3"], "A run of each model for each.")
+    """Called only by this program."""
+    flags.DEFINE_integer("steps", 600, "Steps of each run.", lower_bound=20)
+    flags.DEFINE_list("seeds", ["1", "2", "3"], "One run of each model per seed.")
     flags.DEFINE_string("model_dir", "logs/experts", "Folder of the runs.")
-    flags.DEFINE_multi_string("gin_param", [], "Bindings over both models'.")
+    flags.DEFINE_multi_string("gin_param", [], "Bindings for both models.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one run came to.
+    """The results of one run.
 
     Args:
-      train_loss: nats a token, mean of the batches shown in the last tenth.
-      metrics: of held-out text: loss, bleu, chrf, bleu/en-de, ...
+      train_loss: nats per token, mean of the batches shown in the last tenth.
+      metrics: metrics of held-out text: loss, bleu, chrf, bleu/en-de, ...
       step_s: median seconds of a step.
     """
 
@@ -52,10 +52,10 @@ class Found:
 
 
 def trained(folder: pathlib.Path, model: str, seed: int, params: Sequence[str]) -> None:
-    """Trains in a process of its own, from where `folder` is.
+    """Trains in a separate process, from the state in `folder`.
 
     Raises:
-      subprocess.CalledProcessError: it failed; it has said why.
+      subprocess.CalledProcessError: training failed; its log says why.
     """
     bindings = [f"Experiment.seed = {seed}", f"TranslationInput.seed = {seed}", *params]
     command = [sys.executable, "-m", "meshwright.trainers.train"]
@@ -66,7 +66,7 @@ def trained(folder: pathlib.Path, model: str, seed: int, params: Sequence[str]) 
 
 
 def read(folder: pathlib.Path, steps: int) -> Found | None:
-    """What a run of so many steps came to; None if it has not got there."""
+    """The results of a run after `steps` steps; None if it has not got there."""
     curves = {part: _curves(folder / part) for part in ("train", "eval")}
     held_out = {
         name: curve[steps] for name, curve in curves["eval"].items() if steps in curve
@@ -83,12 +83,12 @@ def read(folder: pathlib.Path, steps: int) -> Found | None:
 
 
 def _curves(folder: pathlib.Path) -> dict[str, dict[int, float]]:
-    """Value by step of each scalar below a folder."""
+    """Values by step of each scalar below a folder."""
     if not folder.is_dir():
         return {}
     events = EventAccumulator(str(folder), {"tensors": 0}).Reload()  # All.
     return {
-        tag: {one.step: _value(one) for one in events.Tensors(tag)}
+        tag: {event.step: _value(event) for event in events.Tensors(tag)}
         for tag in events.Tags()["tensors"]
         if events.SummaryMetadata(tag).plugin_data.plugin_name == "scalars"
     }
@@ -104,12 +104,12 @@ HEADER = f"""\
 {"-" * 62}"""
 
 
-def table_row(seed: int, model: str, found: Found) -> str:
-    """The line below `HEADER`."""
-    of = found.metrics
+def table_row(seed: int, model: str, result: Found) -> str:
+    """The run's line below `HEADER`."""
+    metrics = result.metrics
     return (
-        f"{seed:4}  {model:8}{found.train_loss:14.4f}{of['loss']:14.4f}"
-        f"{of['bleu']:7.2f}{of['chrf']:7.2f}{found.step_s:8.3f}"
+        f"{seed:4}  {model:8}{result.train_loss:14.4f}{metrics['loss']:14.4f}"
+        f"{metrics['bleu']:7.2f}{metrics['chrf']:7.2f}{result.step_s:8.3f}"
     )
 
 
@@ -118,9 +118,9 @@ def summary(runs: Mapping[tuple[int, str], Found]) -> list[str]:
     seeds = sorted({seed for seed, _ in runs})
     lines = []
     kinds = {
-        "training loss": lambda found: found.train_loss,
-        "held-out loss": lambda found: found.metrics["loss"],
-        "BLEU": lambda found: found.metrics["bleu"],
+        "training loss": lambda result: result.train_loss,
+        "held-out loss": lambda result: result.metrics["loss"],
+        "BLEU": lambda result: result.metrics["bleu"],
     }
     for name, of in kinds.items():
         gaps = [of(runs[seed, "experts"]) - of(runs[seed, "dense"]) for seed in seeds]
@@ -138,7 +138,7 @@ def summary(runs: Mapping[tuple[int, str], Found]) -> list[str]:
             for model in MODELS
         ]
         direction = name.removeprefix("bleu/")
-        lines.append(f"{direction:12}" + "".join(f"{one:9.1f}" for one in scores))
+        lines.append(f"{direction:12}" + "".join(f"{score:9.1f}" for score in scores))
     return lines
 
 
@@ -158,20 +158,20 @@ def main(argv: Sequence[str]) -> None:
     for seed in map(int, flags.FLAGS.seeds):
         for model in MODELS:
             folder = root / f"{model}_{seed}"
-            found = read(folder, steps)
-            if found is None:
+            result = read(folder, steps)
+            if result is None:
                 try:
                     trained(folder, model, seed, params)
                 except subprocess.CalledProcessError:
                     sys.exit(f"experts.py: a run failed, see {folder}.log")
-                found = read(folder, steps)
-            if found is None:
+                result = read(folder, steps)
+            if result is None:
                 sys.exit(
                     f"experts.py: {folder} has no evaluation at step {steps}: it was "
                     "stopped, or trained further before; name another --model_dir"
                 )
-            runs[seed, model] = found
-            print(table_row(seed, model, found), flush=True)
+            runs[seed, model] = result
+            print(table_row(seed, model, result), flush=True)
     print(*summary(runs), sep="\n")
 
 

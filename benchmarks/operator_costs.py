@@ -1,11 +1,11 @@
-"""What operators cost on D devices: GShard's table of them, from compiled programs.
+"""Costs of operators on D devices: GShard's table, from compiled programs.
 
     python benchmarks/operator_costs.py [--devices=2,4,8]
 
 As in the paper (5.3), the dims named under "O(D)" grow with the devices and the others
-stay; a * follows the dim that is split. Arguments and result are annotated, nothing
-else. The table has what one device computes, and the bytes that collectives give it,
-for each D, and how they grow from the first D to the last, beside the paper's claim.
+stay; a * follows the dim that is split. Only arguments and results are annotated. The
+table has, for each D, the arithmetic of one device and the bytes that it gets from
+collectives, and how they grow from the first D to the last, beside the paper's claim.
 Bytes are those of results: how far they travel depends on the network.
 
 Legend: G groups, S tokens of a group, E experts, C capacity, M model; B batch, X and Y
@@ -44,13 +44,13 @@ class Operator:
     """A row of the table.
 
     Args:
-      name: what it computes, its split dims marked.
+      name: the computation, with split dims marked.
       grows: the dims that are O(D).
-      compute: what the paper says of a device's arithmetic.
-      communication: the same of its communication, and by which collectives.
-      shapes: of the arguments, for D devices.
+      compute: the paper's claim on a device's arithmetic.
+      communication: the paper's claim on its communication, and the collectives.
+      shapes: shapes of the arguments, for D devices.
       splits: a dims mapping of each argument, then of the result.
-      fn: computes it.
+      fn: computes the result.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one device does.
+    """The cost on one device.
 
     Args:
-      kinds: how many collectives of each kind.
-      bytes: of their results.
-      flops: arithmetic, by XLA's own count.
+      kinds: number of collectives of each kind.
+      bytes: bytes of their results.
+      flops: arithmetic, by XLA's count.
     """
 
     kinds: Mapping[str, int]
@@ -77,7 +77,7 @@ class Cost:
     flops: int
 
 
-N = 16  # A dim that stays, or one device's part of a dim that grows.
+N = 16  # The size of a dim that stays, or of one device's part of a dim that grows.
 OPERATORS = (
     Operator(
         name="Add(A*,A*->A*)",
@@ -175,7 +175,7 @@ OPERATORS = (
 
 
 def cost(operator: Operator, device_count: int, partitioner: mw.Partitioner) -> Cost:
-    """Compiles an operator for D devices and reads what one of them does."""
+    """Compiles an operator for D devices and reads the cost on one of them."""
     mesh = mw.DeviceMesh(("d",), (device_count,))
     shardings = [mw.Sharding.from_dims_mapping(mesh, s) for s in operator.splits]
     program = mw.compile_program(
@@ -217,16 +217,16 @@ def table(costs: Mapping[str, Mapping[int, Cost]]) -> list[str]:
         "-" * (79 + width),
     ]
     for operator in OPERATORS:
-        found = [costs[operator.name][n] for n in counts]
-        sizes = [cost.bytes for cost in found]
+        of_operator = [costs[operator.name][n] for n in counts]
+        sizes = [cost.bytes for cost in of_operator]
         lines.append(
             _line(
                 operator.name,
                 operator.grows,
-                growth(counts, [cost.flops for cost in found]),
+                growth(counts, [cost.flops for cost in of_operator]),
                 operator.compute,
                 sizes,
-                " or ".join(sorted({_collectives(cost) for cost in found})),
+                " or ".join(sorted({_collectives(cost) for cost in of_operator})),
                 growth(counts, sizes),
                 operator.communication,
             )
@@ -247,16 +247,17 @@ def _collectives(cost: Cost) -> str:
 
 
 def device_counts(texts: Sequence[str]) -> list[int]:
-    """The numbers that `--devices` gives.
+    """The numbers in `--devices`.
 
     Raises:
-      ValueError: fewer than two, or one that is no power of two up to `MOST_DEVICES`.
+      ValueError: there are fewer than two, or one is no power of 2 up to
+        `MOST_DEVICES`.
     """
     powers = [2**i for i in range(1, MOST_DEVICES.bit_length())]
     unknown = [text for text in texts if text not in map(str, powers)]
     if unknown or len(set(texts)) < 2:
         raise ValueError(
-            f"--devices={','.join(texts)}: give two numbers or more of {powers}, to "
+            f"--devices={','.join(texts)}: give two or more numbers of {powers}, to "
             "see what grows between them"
         )
     return sorted({int(text) for text in texts})

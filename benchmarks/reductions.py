@@ -1,18 +1,18 @@
-"""Bytes that a step sends, by where the program says that its sums are added up.
+"""Bytes that a step sends, by where its program reduces partial sums.
 
     python benchmarks/reductions.py [--mesh=4,2] [--microbatches=8]
       [--partitioner=shardy]
 
 A small Transformer on virtual CPU devices, data parallel and tensor parallel. The first
-table is of its batch in microbatches (`Experiment.gradient_accumulation_steps`): "each"
-reduces the gradients of weights in the loop over them, as annotations alone have it;
-"once" leaves them unreduced until after it; "sharded" reduces them onto shards, as the
-weights' updates are sharded. The second is of a batch at once, the stream between
-layers whole along tensor (`plans/data_tensor.gin`) or split by it
-(`plans/sequence_tensor.gin`); "typed" leaves the gradients of what layers read
-unreduced (`ShardingPlan.unreduced_gradient_axes`).
-Bytes are of a device and a step, as rings send them, from the compiled program; loops
-count as often as they run. Temporaries are memory of a device. Nothing is run.
+table is of a batch in microbatches (`Experiment.gradient_accumulation_steps`): "each"
+reduces the gradients of weights in the loop over microbatches, as with annotations
+alone; "once" leaves them unreduced until after the loop; "sharded" reduces them onto
+shards, as weight updates are sharded. The second is of an undivided batch, with the
+stream between layers replicated along tensor (`plans/data_tensor.gin`) or split by it
+(`plans/sequence_tensor.gin`); "typed" leaves the gradients of layers' inputs unreduced
+(`ShardingPlan.unreduced_gradient_axes`). Bytes are per device and step, as rings send
+them, from the compiled program; loops count as often as they run. Temporaries are
+memory of a device. Nothing is run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
 _MESH = flags.DEFINE_list("mesh", ["4", "2"], "Devices along data and tensor.")
-_MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "A step's.", lower_bound=1)
+_MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Per step.", lower_bound=1)
 _PARTITIONER = flags.DEFINE_enum_class(
     "partitioner", mw.Partitioner.SHARDY, mw.Partitioner, "XLA's partitioner."
 )
@@ -53,7 +53,7 @@ SIZES = (
 
 
 class _EachTime(StepPrograms):
-    """Whose weights' gradients are whole in each microbatch."""
+    """Programs that reduce the gradients of weights in each microbatch."""
 
     unreduced_gradient_axes = ()
 
@@ -72,13 +72,15 @@ def sent(collective: Collective) -> float:
 
 
 def step_bytes(program: mw.Program) -> Mapping[tuple[str, str], float]:
-    """Bytes that a device sends in a step by mesh axes and kind of collective."""
+    """Bytes that a device sends in a step, by mesh axes and kind of collective."""
     module = HloModule(program.hlo_text())
     total: dict[tuple[str, str], float] = collections.defaultdict(float)
-    for one in program.collectives():
-        loops = module.loops_around(module.by_name[one.name].computation)
+    for collective in program.collectives():
+        loops = module.loops_around(module.by_name[collective.name].computation)
         times = math.prod(loop.trips for loop in loops)
-        total[",".join(one.axes or ("?",)), one.kind] += times * sent(one)
+        total[",".join(collective.axes or ("?",)), collective.kind] += times * sent(
+            collective
+        )
     return total
 
 
@@ -87,11 +89,11 @@ class Case:
     """One column of a table.
 
     Args:
-      name: its heading.
+      name: the column's heading.
       plan: the plan's name.
-      unreduced_gradient_axes: the plan's; None: as shipped.
+      unreduced_gradient_axes: the plan's; None for the shipped value.
       updates: `Experiment.weight_update_sharding`.
-      programs: the trainer's programs, or such as do something otherwise.
+      programs: the trainer's programs, or a variant.
     """
 
     name: str
@@ -135,21 +137,25 @@ OF_THE_STREAM = (
 
 def show(title: str, programs: Mapping[str, mw.Program]) -> None:
     """Prints a table, a column for each program."""
-    found = {name: step_bytes(program) for name, program in programs.items()}
+    bytes_sent = {name: step_bytes(program) for name, program in programs.items()}
     print(f"MB a step, {title}")
-    heads = "".join(f"{name:>17}" for name in found)
+    heads = "".join(f"{name:>17}" for name in bytes_sent)
     print(f"{'along':<12} {'collective':<15}{heads}")
-    for key in sorted({key for one in found.values() for key in one}):
-        cells = "".join(f"{one.get(key, 0) / 1e6:17.3f}" for one in found.values())
+    for key in sorted({key for column in bytes_sent.values() for key in column}):
+        cells = "".join(
+            f"{column.get(key, 0) / 1e6:17.3f}" for column in bytes_sent.values()
+        )
         print(f"{key[0]:<12} {key[1]:<15}{cells}")
-    cells = "".join(f"{sum(one.values()) / 1e6:17.3f}" for one in found.values())
+    cells = "".join(
+        f"{sum(column.values()) / 1e6:17.3f}" for column in bytes_sent.values()
+    )
     print(f"{'all':<28}{cells}")
     memory = (program.memory().temporaries for program in programs.values())
     print(f"{'temporaries':<28}" + "".join(f"{m / 1e6:17.3f}" for m in memory))
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compiles the cases and prints what they send."""
+    """Compiles the cases and prints the bytes that they send."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     try:

@@ -5,9 +5,9 @@
 
 Compiles the trainer's step of each config for eight virtual CPU devices, with the
 table of faults (`docs/operators.md`) and with an empty one, under both partitioners.
-Where the optimized HLO has the same instructions, but for metadata, their numbers and
-the order in which the text has them, so is the time of a step. Bytes are those that a
-device receives in all collectives, each of them counted once.
+Where the optimized HLO has the same instructions, but for metadata, numbers and order
+in the text, the time of a step is the same too. Bytes are those that a device receives
+in all collectives, each counted once.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _CONFIGS = flags.DEFINE_list(
     ],
     "Shipped configs.",
 )
-_BINDINGS = flags.DEFINE_multi_string("bindings", [], "Gin bindings for all of them.")
+_BINDINGS = flags.DEFINE_multi_string("bindings", [], "Gin bindings for all configs.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What is compared of a program.
+    """The parts of a program that are compared.
 
     Args:
-      lines: of optimized HLO, without metadata and numbers, sorted.
-      bytes: that a device receives in collectives.
-      repairs: how often each fault was repaired.
+      lines: lines of optimized HLO, without metadata and numbers, sorted.
+      bytes: bytes that a device receives in collectives.
+      repairs: number of repairs of each fault.
     """
 
     lines: list[str]
@@ -60,7 +60,7 @@ class Compiled:
 def compiled(
     config: str, bindings: Sequence[str], partitioner: mw.Partitioner, repair: bool
 ) -> Compiled:
-    """Compiles the train step, in a process that does nothing else."""
+    """Compiles the train step, in a process of its own."""
     mw.set_platform("cpu", 8)
     experiment, _ = build_experiment([config], bindings)
     programs = StepPrograms(dataclasses.replace(experiment, partitioner=partitioner))
@@ -73,8 +73,8 @@ def compiled(
     text = re.sub(r"(\.\d+)+(?=: )", "", text)
     return Compiled(
         lines=sorted(text.splitlines()),
-        bytes=sum(one.bytes for one in program.collectives()),
-        repairs=collections.Counter(one.fault.name for one in program.repairs),
+        bytes=sum(collective.bytes for collective in program.collectives()),
+        repairs=collections.Counter(r.fault.name for r in program.repairs),
     )
 
 
@@ -86,7 +86,7 @@ config                     partitioner repairs HLO     kB received  without
 def table_row(
     config: str, partitioner: mw.Partitioner, on: Compiled, off: Compiled
 ) -> str:
-    """The line of the table, below `HEADER`, and a line for each kind of repair."""
+    """The line below `HEADER`, and a line for each kind of repair."""
     same = "same" if on.lines == off.lines else "differs"
     row = (
         f"{config:26} {partitioner.value:11} {sum(on.repairs.values()):7} {same:7} "

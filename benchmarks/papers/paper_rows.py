@@ -1,4 +1,4 @@
-"""How `paper_tables.py` and its neighbours plan rows, print them and keep them."""
+"""How `paper_tables.py` and its neighbours plan rows, print and keep them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from meshwright.trainers.search.plan_cache import PlanCache
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowKind:
-    """Rows of one class: what is found of them, and their part of the output.
+    """Rows of one class: their results, and their part of the output.
 
     Args:
       paper: names of a row's attributes that are the paper's numbers.
-      ours: (row, cache) -> what is found, by name.
+      ours: (row, cache) -> our numbers, by name.
       header: the lines above the rows.
-      table_row: (row, found) -> the row's line.
-      summary: [(row, found)] -> the lines below.
+      table_row: (row, result) -> the row's line.
+      summary: [(row, result)] -> the lines below.
     """
 
     paper: tuple[str, ...]
@@ -28,25 +28,25 @@ class RowKind:
     summary: Callable[[Sequence[tuple[Any, Mapping[str, Any]]]], list[str]]
 
     def show(self, rows: Sequence[Any], cache: PlanCache) -> list[dict[str, Any]]:
-        """Plans rows, if there are any, and prints them; what was found, for JSON."""
+        """Plans rows, if any, prints them, and returns the results for JSON."""
         if not rows:
             return []
         print(self.header)
-        found = []
+        results = []
         for row in rows:
-            found.append((row, self.ours(row, cache)))
-            print(self.table_row(*found[-1]), flush=True)
-        print(*self.summary(found), sep="\n")
-        return [self.json_row(*pair) for pair in found]
+            results.append((row, self.ours(row, cache)))
+            print(self.table_row(*results[-1]), flush=True)
+        print(*self.summary(results), sep="\n")
+        return [self.json_row(*pair) for pair in results]
 
-    def json_row(self, row: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-        """`{row, table, paper: {...}, ours: {...}}`, without what is not known."""
+    def json_row(self, row: Any, result: Mapping[str, Any]) -> dict[str, Any]:
+        """`{row, table, paper: {...}, ours: {...}}`, without unknown numbers."""
         paper = {name: getattr(row, name) for name in self.paper}
         return {
             "row": row.name,
             "table": row.table,
             "paper": _known(paper),
-            "ours": _known(found),
+            "ours": _known(result),
         }
 
 

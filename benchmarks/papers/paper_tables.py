@@ -1,4 +1,4 @@
-"""The papers' tables beside ours: compiled for the pods that they ran on, and priced.
+"""The papers' tables beside ours: compiled for their pods, with estimated step times.
 
     python benchmarks/papers/paper_tables.py --table=2 [--rows=64b_128,1t]
       [--json_out=FILE]
@@ -8,21 +8,21 @@ TPU v3, from 8 to 2048 cores:
   4       GSPMD 5.2, the same in pipelines
   5       GSPMD 5.3, pipelined Conformers
   6       GSPMD 5.4, sparse mixtures of experts
-  7       GSPMD 5.5, hybrid sparse and dense ones
-  8       GSPMD 5.6, 3D U-Nets, partitioned spatially
-  gshard  GShard's translation Transformers: its Table 3, and the same number of rows a
+  7 GSPMD 5.5, hybrid sparse and dense mixtures 8 GSPMD 5.6, 3D U-Nets, partitioned
+  spatially gshard GShard's translation Transformers: its Table 3, and the same number
+  of rows a
           core for all depths and numbers of experts
   wus     weight-update sharding's models, with it and without (paper_updates.py)
 
 Each row is a shipped gin file; the program is the trainer's, compiled for the pod by
-libtpu (pip install 'meshwright[plan]'), the memory what that compiler says, the step
-time our estimate (docs/planning.md). GB are 2**30 bytes.
+libtpu (pip install 'meshwright[plan]'). The memory is what that compiler reports, the
+step time our estimate (docs/planning.md). GB are 2**30 bytes.
 
-One constant of the estimate was calibrated, on all rows of Tables 2 and 3. Below these
-are its best value on the rows at hand, and the errors when the row that is estimated is
-left out of the calibration.
+One constant of the estimate was calibrated, on all rows of Tables 2 and 3. Below them
+are its best value on the rows at hand, and the errors when the estimated row is left
+out of the calibration.
 
-A row takes 30 to 100 CPU seconds; found ones are kept and read again (--cache_dir).
+A row takes 30 to 100 CPU seconds; results are kept and read again (--cache_dir).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from meshwright.trainers.search import plan_cache
 
 
 def define_flags() -> None:
-    """Only where this is the program: `meshwright-plan` has flags of these names."""
-    flags.DEFINE_multi_enum("table", CALIBRATED, TABLES, "Which; may repeat.")
+    """Called only by this program: `meshwright-plan` has flags of the same names."""
+    flags.DEFINE_multi_enum("table", CALIBRATED, TABLES, "Tables; may repeat.")
     flags.DEFINE_list("rows", [], "Names of rows; default: all.")
     flags.DEFINE_string(
         "cache_dir",
         str(plan_cache.default_folder()),
-        "Folder of what was found before.",
+        "Folder of earlier results.",
     )
     flags.DEFINE_string("json_out", None, "File for the rows, as JSON.")
 
@@ -67,20 +67,20 @@ CALIBRATED = ("2", "3")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a table, as the paper has it; NaN is what it does not say.
+    """A row of a table, as in the paper; NaN where the paper has no number.
 
     Args:
       table: one of `TABLES`.
-      name: ours.
-      topology: the TPU slice of so many cores.
-      gin_file: below params/.
-      gin_params: bindings over it.
+      name: our name of it.
+      topology: the TPU slice with the paper's number of cores.
+      gin_file: path below params/.
+      gin_params: bindings that override it.
       peak_gb: peak memory of a core.
       step_s: seconds of a step.
-      util: FLOPS utilization, of 1, by the model's own FLOPs.
-      all_to_all: the share of its time in AllToAlls.
-      bubbles: the share of its time in pipelines' bubbles.
-      recompute: the share of its time that recomputes, but in bubbles.
+      util: FLOPS utilization, of 1, by the model's FLOPs.
+      all_to_all: the share of the step in AllToAlls.
+      bubbles: the share of the step in pipelines' bubbles.
+      recompute: the share of the step that recomputes, outside bubbles.
     """
 
     table: str
@@ -112,7 +112,7 @@ def _row(table, name, topology, peak_gb, step_s, util, all_to_all=math.nan) -> R
 def _pipelined_row(
     table, name, topology, peak_gb, step_s, raw_util, bubbles, recompute
 ) -> Row:
-    """Of Tables 4 and 5, whose utilization counts bubbles and recomputation as work."""
+    """A row of Tables 4 and 5, whose utilization counts bubbles and recomputation."""
     util = raw_util * (1 - (bubbles + recompute) / 100)
     return dataclasses.replace(
         _row(table, name, topology, peak_gb, step_s, util),
@@ -175,11 +175,11 @@ GSPMD_ROWS = (
         ),
     ),
 )
-"""GSPMD's Tables 2 to 8, set straight."""
+"""GSPMD's Tables 2 to 8, corrected."""
 
 
 def _gshard_row(experts: int, layers: int, rows_a_core: int, steps_a_second) -> Row:
-    """A model of GShard's Table 1, an expert to a core."""
+    """A model of GShard's Table 1, with an expert per core."""
     side = {128: "8x8", 512: "16x16", 2048: "32x32"}[experts]
     return Row(
         table="gshard",
@@ -220,10 +220,10 @@ ROWS = GSPMD_ROWS + GSHARD_ROWS
 
 
 def chosen_rows(tables: Sequence[str], names: Sequence[str]) -> list[Row | UpdateRow]:
-    """The rows of `tables` that `names` names, all of them if there are none.
+    """The rows of `tables` with these names; all rows if there are no names.
 
     Raises:
-      ValueError: a name that no row has; lists those that there are.
+      ValueError: no row has one of the names; the message lists the rows' names.
     """
     rows = [row for row in (*ROWS, *paper_updates.ROWS) if row.table in tables]
     known = [row.name for row in rows]
@@ -234,27 +234,27 @@ def chosen_rows(tables: Sequence[str], names: Sequence[str]) -> list[Row | Updat
 
 
 def ours(row: Row, cache: plan_cache.PlanCache) -> dict[str, Any]:
-    """Compiles and prices a row, or takes it from the cache.
+    """Compiles a row and estimates its step time, or takes it from the cache.
 
     Returns:
       fits, peak_gb, limit_gb, compile_s; weights, their number; and if it fits step_s,
-      util, the parts of step_s, what of them is in bubbles or recomputed (of_which),
-      and its seconds of ops and of links at their full bandwidth: ops_s, link_s.
+      util, the parts of step_s, how much of them is in bubbles or recomputed
+      (of_which), and the seconds of ops and of links at full bandwidth: ops_s, link_s.
     """
     experiment, config = build_experiment([row.gin_file], row.gin_params)
     key = {"what": "paper table", **plan_cache.key_parts(config, row.topology)}
-    if (found := cache.cached(key)) is None:
-        found = _planned(experiment, row.topology)
-        cache.store(key, found)
-    if not found["fits"]:
-        return {**found, "step_s": math.nan, "util": math.nan}
-    step_s = found["ops_s"] + found["link_s"] / LINK_EFFICIENCY
-    return {**found, "step_s": step_s, "util": found["full_speed_s"] / step_s}
+    if (result := cache.cached(key)) is None:
+        result = _planned(experiment, row.topology)
+        cache.store(key, result)
+    if not result["fits"]:
+        return {**result, "step_s": math.nan, "util": math.nan}
+    step_s = result["ops_s"] + result["link_s"] / LINK_EFFICIENCY
+    return {**result, "step_s": step_s, "util": result["full_speed_s"] / step_s}
 
 
 def _planned(experiment: Experiment, topology: str) -> dict[str, Any]:
     report = plan(experiment, topology=topology)
-    found = {
+    result = {
         "fits": report.fits,
         "peak_gb": report.peak_bytes / 2**30,
         "limit_gb": report.memory_limit / 2**30,
@@ -262,10 +262,13 @@ def _planned(experiment: Experiment, topology: str) -> dict[str, Any]:
         "compile_s": report.compile_seconds,
     }
     if not report.fits:
-        return found
-    link_s = sum(one.exposed for one in report.time.collectives) * LINK_EFFICIENCY
+        return result
+    link_s = (
+        sum(collective.exposed for collective in report.time.collectives)
+        * LINK_EFFICIENCY
+    )
     return {
-        **found,
+        **result,
         "ops_s": report.time.seconds - link_s / LINK_EFFICIENCY,
         "link_s": link_s,
         "full_speed_s": report.flops_utilization * report.step_seconds,
@@ -276,11 +279,11 @@ def _planned(experiment: Experiment, topology: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The efficiency of links that explains step times best, and how well.
+    """The efficiency of links that explains step times best, and the errors.
 
     Args:
-      efficiency: of 1; least squares of relative errors.
-      left_out: the relative error of each row, if calibrated on the others.
+      efficiency: a share of 1, by least squares of relative errors.
+      left_out: the relative error of each row, when calibrated on the other rows.
     """
 
     efficiency: float
@@ -290,8 +293,8 @@ class Calibration:
 def calibrate(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> Calibration:
     """Fits seconds = ops + link / efficiency to two rows or more."""
     paper = np.array([row.step_s for row, _ in rows])
-    ops = np.array([found["ops_s"] for _, found in rows]) / paper
-    link = np.array([found["link_s"] for _, found in rows]) / paper
+    ops = np.array([result["ops_s"] for _, result in rows]) / paper
+    link = np.array([result["link_s"] for _, result in rows]) / paper
 
     def slowness(chosen) -> float:
         return float(link[chosen] @ (1 - ops[chosen]) / (link[chosen] @ link[chosen]))
@@ -313,40 +316,40 @@ HEADER = f"""\
 
 
 def _number(value: float, spec: str) -> str:
-    """`value` in a format, or a dash of its width where the paper has none."""
+    """`value` in a format, or a dash of its width if it is NaN."""
     text = format(value, spec)
     return "-".rjust(len(text)) if math.isnan(value) else text
 
 
-def table_row(row: Row, found: Mapping[str, float]) -> str:
-    """The line below `HEADER`."""
-    if not found["fits"]:
-        peak, limit = found["peak_gb"], found["limit_gb"]
+def table_row(row: Row, result: Mapping[str, float]) -> str:
+    """The row's line below `HEADER`."""
+    if not result["fits"]:
+        peak, limit = result["peak_gb"], result["limit_gb"]
         text = f"does not fit: {peak:.1f} GB of {limit:.1f}"
         return f"{row.table} {row.name:{16 - len(row.table)}} {text}"
-    error = found["step_s"] / row.step_s - 1
+    error = result["step_s"] / row.step_s - 1
     return (
         f"{row.table} {row.name:{16 - len(row.table)}} "
-        f"{_number(row.peak_gb, '5.1f')}{found['peak_gb']:7.1f}"
-        f"{_number(row.step_s, '7.2f')}{found['step_s']:7.2f}{_number(error, '+7.1%')}"
-        f"{_number(row.util, '8.1%')}{found['util']:8.1%}{found['compile_s']:8.0f}"
+        f"{_number(row.peak_gb, '5.1f')}{result['peak_gb']:7.1f}"
+        f"{_number(row.step_s, '7.2f')}{result['step_s']:7.2f}{_number(error, '+7.1%')}"
+        f"{_number(row.util, '8.1%')}{result['util']:8.1%}{result['compile_s']:8.0f}"
     )
 
 
 def summary(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
     """The lines below the table."""
     lines = []
-    for row, found in rows:
-        if not found["fits"]:
+    for row, result in rows:
+        if not result["fits"]:
             continue
-        known = found["parts"] | found["of_which"]
+        known = result["parts"] | result["of_which"]
         for what, name, paper in (
             ("AllToAll", "all-to-all", row.all_to_all),
             ("bubbles", "in bubbles", row.bubbles),
             ("recomputation", "recomputed", row.recompute),
         ):
             if not math.isnan(paper):
-                share = known.get(name, 0.0) / found["step_s"]
+                share = known.get(name, 0.0) / result["step_s"]
                 lines.append(
                     f"{what} of {row.name}: {paper:.1%} of the step in the paper, "
                     f"{share:.1%} ours"
@@ -354,18 +357,18 @@ def summary(rows: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
     rows = [pair for pair in rows if pair[1]["fits"]]
     known = [pair for pair in rows if not math.isnan(pair[0].step_s)]
     if known:
-        errors = [found["step_s"] / row.step_s - 1 for row, found in known]
+        errors = [result["step_s"] / row.step_s - 1 for row, result in known]
         lines.append(
             f"step time: mean error {np.mean(np.abs(errors)):.1%}, "
             f"largest {max(errors, key=abs):+.1%}; links at {LINK_EFFICIENCY:.2f}"
         )
     calibrated = [pair for pair in rows if pair[0].table in CALIBRATED]
     if len(calibrated) > 1:
-        found = calibrate(calibrated)
+        fit = calibrate(calibrated)
         lines.append(
-            f"calibrated on rows of Tables 2 and 3: links at {found.efficiency:.2f}; "
-            f"each row left out:\n  mean error {np.mean(np.abs(found.left_out)):.1%}, "
-            f"largest {max(found.left_out, key=abs):+.1%}"
+            f"calibrated on rows of Tables 2 and 3: links at {fit.efficiency:.2f}; "
+            f"each row left out:\n  mean error {np.mean(np.abs(fit.left_out)):.1%}, "
+            f"largest {max(fit.left_out, key=abs):+.1%}"
         )
     return lines
 
@@ -377,7 +380,7 @@ KIND = RowKind(
     table_row=table_row,
     summary=summary,
 )
-"""Of all tables but weight-update sharding's."""
+"""The kind of rows of all tables but weight-update sharding's."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -387,14 +390,14 @@ def main(argv: Sequence[str]) -> None:
     cache = plan_cache.PlanCache(folder=pathlib.Path(flags.FLAGS.cache_dir))
     try:
         rows = chosen_rows(flags.FLAGS.table, flags.FLAGS.rows)
-        found = KIND.show([row for row in rows if isinstance(row, Row)], cache)
-        found += paper_updates.KIND.show(
+        results = KIND.show([row for row in rows if isinstance(row, Row)], cache)
+        results += paper_updates.KIND.show(
             [row for row in rows if isinstance(row, UpdateRow)], cache
         )
     except (ValueError, ImportError) as error:
         sys.exit(f"paper_tables.py: {error}")
     if flags.FLAGS.json_out:
-        text = json.dumps(found, indent=2)
+        text = json.dumps(results, indent=2)
         pathlib.Path(flags.FLAGS.json_out).write_text(text + "\n")
 
 

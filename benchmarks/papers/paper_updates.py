@@ -1,6 +1,6 @@
 """Weight-update sharding's table of `paper_tables.py`: compiled with it and without.
 
-The paper (Xu et al. 2020, section 6) gives few numbers. Of memory it says only that
+The paper (Xu et al. 2020, section 6) gives few numbers. About memory it says only that
 ResNet saves least and NCF most.
 """
 
@@ -24,17 +24,17 @@ from meshwright.trainers.search import plan_cache
 
 TABLE = "wus"
 MODES = {"off": "off", "on": "auto"}
-"""What `Experiment.weight_update_sharding` is in each of the two programs of a row."""
+"""`Experiment.weight_update_sharding` in each of the two programs of a row."""
 _OPTIMIZER = "optimizer"  # The name scope of the trainer's update.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateRow:
-    """A model of the paper's Table 1; NaN is what its section 6 does not say.
+    """A model of the paper's Table 1; NaN where its section 6 has no number.
 
     Args:
-      name: ours.
-      topology: the TPU slice of so many cores.
+      name: our name of it.
+      topology: the TPU slice with the paper's number of cores.
       off_s: seconds of a step, weight updates repeated on each core.
       on_s: the same, sharded.
       speedup: off over on.
@@ -52,7 +52,7 @@ class UpdateRow:
 
     @property
     def gin_file(self) -> str:
-        """Below params/."""
+        """Path below params/."""
         return f"paper/wus_{self.name}.gin"
 
 
@@ -70,16 +70,16 @@ ROWS = (
     ),
     UpdateRow(name="ncf_32", topology="v3:4x4"),
 )
-"""Its improvements of 6% and 9% are read as off over on."""
+"""The paper's improvements of 6% and 9% are read as off over on."""
 
 
 def ours(row: UpdateRow, cache: plan_cache.PlanCache) -> dict[str, Any]:
-    """Compiles and prices a row's two programs, or takes them from the cache.
+    """Compiles a row's two programs and estimates their times, or reads the cache.
 
     Returns:
-      For "off" and "on": fits, peak_gb, limit_gb, compile_s, updates (what was decided,
-      in a line; "" if nothing was asked); and if it fits step_s, and of it optimizer_s
-      in the optimizer's ops and collective_s in collectives, all of them.
+      For "off" and "on": fits, peak_gb, limit_gb, compile_s, updates (the decisions, in
+      a line; "" if none were requested); and if it fits step_s, and of it optimizer_s
+      in the optimizer's ops and collective_s in all collectives.
     """
     return {name: _mode(row, mode, cache) for name, mode in MODES.items()}
 
@@ -88,16 +88,16 @@ def _mode(row: UpdateRow, mode: str, cache: plan_cache.PlanCache) -> dict[str, A
     binding = f"Experiment.weight_update_sharding = '{mode}'"
     experiment, config = build_experiment([row.gin_file], [binding])
     key = {"what": "paper updates", **plan_cache.key_parts(config, row.topology)}
-    if (found := cache.cached(key)) is None:
-        found = _planned(experiment, row.topology)
-        cache.store(key, found)
-    return found
+    if (result := cache.cached(key)) is None:
+        result = _planned(experiment, row.topology)
+        cache.store(key, result)
+    return result
 
 
 def _planned(experiment: Experiment, topology: str) -> dict[str, Any]:
     report = plan(experiment, topology=topology)
     updates = report.program and report.program.updates
-    found = {
+    result = {
         "fits": report.fits,
         "peak_gb": report.peak_bytes / 2**30,
         "limit_gb": report.memory_limit / 2**30,
@@ -105,33 +105,38 @@ def _planned(experiment: Experiment, topology: str) -> dict[str, Any]:
         "updates": updates.summary() if updates else "",
     }
     if not report.fits:
-        return found
+        return result
     steps, times = experiment.steps_per_loop, report.time
     return {
-        **found,
+        **result,
         "step_s": report.step_seconds,
         "optimizer_s": optimizer_seconds(times.ops, report.module) / steps,
-        "collective_s": sum(one.exposed for one in times.collectives) / steps,
+        "collective_s": sum(collective.exposed for collective in times.collectives)
+        / steps,
     }
 
 
 def optimizer_seconds(ops: Iterable[OpTime], module: HloModule) -> float:
-    """What the optimizer's ops take, and those that one of them is fused into.
+    """Seconds of the optimizer's ops, and of ops that an optimizer's op is fused into.
 
-    What the compiler left without a name, such as copies to other layouts, is not told
-    apart.
+    Ops that the compiler left without a name, such as copies to other layouts, do not
+    count.
     """
     total = 0.0
     for op in ops:
         called = module.by_name[op.name].called
-        fused = [one.op_name for name in called for one in module.inside[name]]
+        fused = [
+            instruction.op_name
+            for name in called
+            for instruction in module.inside[name]
+        ]
         if any(_OPTIMIZER in scopes for scopes in map(_scopes, [op.op_name, *fused])):
             total += op.seconds
     return total
 
 
 def _scopes(op_name: str) -> set[str]:
-    """Those of all ops that a name joins."""
+    """The scopes of all ops that a name joins."""
     parts = (program_name(part).split("/") for part in op_name.split(";"))
     return {scope for scopes in parts for scope in scopes}
 
@@ -144,30 +149,30 @@ HEADER = f"""\
 {"-" * 80}"""
 
 
-def speedup(found: Mapping[str, Any]) -> float:
-    """A step's time without over that with it; NaN if one of the two does not fit."""
-    off, on = _each(found, "step_s")
+def speedup(result: Mapping[str, Any]) -> float:
+    """A step's time "off" over that "on"; NaN if one of the two does not fit."""
+    off, on = _each(result, "step_s")
     return off / on
 
 
-def table_row(row: UpdateRow, found: Mapping[str, Any]) -> str:
-    """The line below `HEADER`; a dash for what is not known."""
-    gb = [found[name]["peak_gb"] for name in MODES]
+def table_row(row: UpdateRow, result: Mapping[str, Any]) -> str:
+    """The row's line below `HEADER`, with a dash for unknown numbers."""
+    gb = [result[name]["peak_gb"] for name in MODES]
     cells = [
-        *(_number(1e3 * seconds, 6) for seconds in _each(found, "step_s")),
+        *(_number(1e3 * seconds, 6) for seconds in _each(result, "step_s")),
         _number(row.speedup, 6),
-        _number(speedup(found), 6),
-        *(_number(one, 5) for one in gb),
+        _number(speedup(result), 6),
+        *(_number(size, 5) for size in gb),
         f"{1 - gb[1] / gb[0]:6.0%}",
-        *(_number(1e3 * seconds, 6) for seconds in _each(found, "optimizer_s")),
-        *(_number(1e3 * seconds, 6) for seconds in _each(found, "collective_s")),
+        *(_number(1e3 * seconds, 6) for seconds in _each(result, "optimizer_s")),
+        *(_number(1e3 * seconds, 6) for seconds in _each(result, "collective_s")),
     ]
     return f"{row.name:16}" + "".join(cells)
 
 
-def _each(found: Mapping[str, Any], what: str) -> list[float]:
-    """Off and on; NaN of what does not fit."""
-    return [found[name].get(what, math.nan) for name in MODES]
+def _each(result: Mapping[str, Any], what: str) -> list[float]:
+    """Values of off and on; NaN for a program that does not fit."""
+    return [result[name].get(what, math.nan) for name in MODES]
 
 
 def _number(value: float, width: int) -> str:
@@ -179,15 +184,15 @@ def _number(value: float, width: int) -> str:
 def summary(rows: Sequence[tuple[UpdateRow, Mapping[str, Any]]]) -> list[str]:
     """The lines below the table."""
     lines = []
-    for row, found in rows:
+    for row, result in rows:
         if not math.isnan(row.off_s):
-            told = f"{1e3 * row.off_s:.1f} ms off and {1e3 * row.on_s:.1f} ms on"
-            lines.append(f"{row.name}: {told} in the paper")
-        for name, one in found.items():
-            if not one["fits"]:
-                over = f"{one['peak_gb']:.1f} GB of {one['limit_gb']:.1f}"
+            times = f"{1e3 * row.off_s:.1f} ms off and {1e3 * row.on_s:.1f} ms on"
+            lines.append(f"{row.name}: {times} in the paper")
+        for name, mode in result.items():
+            if not mode["fits"]:
+                over = f"{mode['peak_gb']:.1f} GB of {mode['limit_gb']:.1f}"
                 lines.append(f"{row.name}, {name}: does not fit: {over}")
-        lines.append(f"{row.name}: {found['on']['updates'] or 'nothing was decided'}")
+        lines.append(f"{row.name}: {result['on']['updates'] or 'nothing was decided'}")
     return [
         part for line in lines for part in textwrap.wrap(line, subsequent_indent="  ")
     ]

@@ -5,9 +5,9 @@
 
 GSPMD 5.6's promise: split one dim of the input and memory falls with the number of
 partitions. The program is the trainer's step for the network of
-`seg/synthetic_unet.gin` on a batch of one volume of that side; bytes are what the
-compiled program says a device needs: state, batch and temporaries. Nothing is run. The
-ideal is the first row's memory divided by the partitions: weights and halos are over.
+`seg/synthetic_unet.gin` on a batch of one volume of that side; bytes are a device's
+need by the compiled program: state, batch and temporaries. Nothing is run. The ideal is
+the first row's memory divided by the partitions: weights and halos exceed it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from meshwright import framework as mw
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
-_PARTITIONS = flags.DEFINE_list("partitions", ["1", "2", "4", "8"], "How many.")
+_PARTITIONS = flags.DEFINE_list(
+    "partitions", ["1", "2", "4", "8"], "Numbers of partitions."
+)
 _SIZE = flags.DEFINE_integer("size", 64, "Side of the volume.", lower_bound=8)
 _PARTITIONER = flags.DEFINE_enum_class(
     "partitioner", mw.Partitioner.SHARDY, mw.Partitioner, "XLA's partitioner."
@@ -34,9 +36,9 @@ class Memory:
     """Megabytes of a device.
 
     Args:
-      partitions: of the volume.
-      arguments: state and batch.
-      peak: these, and temporaries.
+      partitions: number of parts of the volume.
+      arguments: megabytes of state and batch.
+      peak: megabytes of these and of temporaries.
     """
 
     partitions: int
@@ -70,11 +72,11 @@ HEADER = f"""\
 {"-" * 54}"""
 
 
-def table_row(one: Memory, first: Memory) -> str:
-    """The line below `HEADER`."""
-    ideal = first.peak * first.partitions / one.partitions
-    shown = f"{one.partitions:10}{one.arguments:12.1f}{one.peak:12.1f}"
-    return f"{shown}{one.peak / ideal:20.2f}"
+def table_row(row: Memory, first: Memory) -> str:
+    """The row's line below `HEADER`."""
+    ideal = first.peak * first.partitions / row.partitions
+    shown = f"{row.partitions:10}{row.arguments:12.1f}{row.peak:12.1f}"
+    return f"{shown}{row.peak / ideal:20.2f}"
 
 
 def _count(text: str) -> int:
@@ -88,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     try:
-        counts = [_count(one) for one in _PARTITIONS.value]
+        counts = [_count(text) for text in _PARTITIONS.value]
         mw.set_platform("cpu", max(counts))
         print(HEADER)
         rows: list[Memory] = []

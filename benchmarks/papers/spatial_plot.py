@@ -23,13 +23,13 @@ from matplotlib.ticker import NullLocator, ScalarFormatter
 
 
 def define_flags() -> None:
-    """Only where this is the program: they are required."""
+    """Called only by this program: the flags are required."""
     flags.DEFINE_string("rows", None, "JSON of paper_tables.py.", required=True)
     flags.DEFINE_string("plot_out", None, "File, .svg or .png.", required=True)
 
 
 _PANELS = {"step_s": "seconds a step", "peak_gb": "peak memory of a core, GB"}
-# Okabe and Ito's; the paper's marks are hollow.
+# Okabe and Ito's colours; the paper's marks are hollow.
 _WHOSE = {"paper": ("#E69F00", "white", "--"), "ours": ("#0072B2", "#0072B2", "-")}
 _STYLE = {
     "font.size": 10,
@@ -41,10 +41,10 @@ _STYLE = {
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """The figure of `paper_tables.py`'s JSON rows: those of Table 8 that fit count.
+    """The figure of `paper_tables.py`'s JSON rows; only rows of Table 8 that fit count.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no such row.
     """
     known = [
         row

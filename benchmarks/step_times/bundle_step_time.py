@@ -3,15 +3,15 @@
     python benchmarks/step_times/bundle_step_time.py BUNDLE [--platform=cuda]
       [--peak_flops=989e12] [--rounds=6] [--steps=5] [--beside=scan,unrolled]
 
-The bundle is what meshwright-export made of a language model of `lm/transformer.gin`
-with Adam, warmed up and then along a cosine, such as `lm/transformer_1b.gin`. Like the
-bundle's own runner this needs numpy and jax, and nothing else.
+The bundle is the output of meshwright-export for a language model of
+`lm/transformer.gin` with Adam, with a warmup and then a cosine, such as
+`lm/transformer_1b.gin`. Like the bundle's own runner this needs only numpy and jax.
 
-`reference_jax.py` is the other program, twice: its layers in a `lax.scan` and one after
-another. Each is in a process of its own, with weights from the bundle's init program,
-and they take turns; so states and temporaries of all have to fit in a device's memory
-at once: `--beside=scan` leaves one out. Programs that do not train alike are not
-compared.
+`reference_jax.py` is the other program, twice: with its layers in a `lax.scan` and one
+after another. Each program is in a process of its own, with weights from the bundle's
+init program, and they take turns; so states and temporaries of all have to fit in a
+device's memory at once: `--beside=scan` leaves one program out. Programs that do not
+train alike are not compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 import interleave
 
 CHECKED_STEPS = 3
-# Of losses, relative: that of bfloat16's rounding, in another order.
+# Relative tolerance of losses, for bfloat16's rounding in another order.
 LOSS_TOLERANCE = 2e-3
 OURS = "bundle"
 LABELS = {OURS: "Bundle", "scan": "JAX, scan", "unrolled": "JAX, unrolled"}
@@ -40,16 +40,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--platform", choices=["cpu", "cuda", "tpu"], default="cuda")
     parser.add_argument("--peak_flops", type=float, help="FLOP/s of one device")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each program")
-    parser.add_argument("--steps", type=int, default=5, help="of a turn")
-    parser.add_argument(
-        "--beside", default="scan,unrolled", help="which of the JAX ones"
-    )
+    parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
+    parser.add_argument("--beside", default="scan,unrolled", help="which JAX programs")
     parser.add_argument("--worker", choices=[*LABELS], help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def worker(options: argparse.Namespace) -> interleave.Served:
-    """One of the programs, its first steps made."""
+    """One of the programs, after its first steps."""
     sys.path.insert(0, str(options.bundle))
     import run_bundle
 
@@ -74,7 +72,7 @@ def worker(options: argparse.Namespace) -> interleave.Served:
 
 
 def _bundle(runner, batches):
-    """Trains one call's steps; returns their losses."""
+    """A function that trains one call's steps and returns their losses."""
     main = runner.program("main")
     state = runner.program("shard")(runner.initial())
     given = {name: main.put(name, value[0]) for name, value in batches.items()}
@@ -107,8 +105,11 @@ def _reference(runner, batches, layers: str):
     state = _nested(runner.initial(), "state.")
     given = _nested({name: value[0] for name, value in batches.items()}, "batches.")
     compiled = program.compile(state, given)
-    layouts, of_batches = compiled.input_shardings[0]
-    state, given = jax.device_put(state, layouts), jax.device_put(given, of_batches)
+    state_shardings, batch_shardings = compiled.input_shardings[0]
+    state, given = (
+        jax.device_put(state, state_shardings),
+        jax.device_put(given, batch_shardings),
+    )
 
     def call() -> list[float]:
         nonlocal state
@@ -119,18 +120,18 @@ def _reference(runner, batches, layers: str):
 
 
 def _bound(config: str, name: str) -> str:
-    """What an operative gin configuration binds, macros followed.
+    """The value of a name in an operative gin configuration, with macros followed.
 
     Raises:
-      ValueError: it does not bind the name.
+      ValueError: the configuration does not bind the name.
     """
-    found = re.search(rf"^{re.escape(name)} = (\S+)$", config, re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{re.escape(name)} = (\S+)$", config, re.MULTILINE)
+    if match is None:
         raise ValueError(
             f"the bundle's configuration has no {name}: export a model of "
             "lm/transformer.gin with Adam, LinearWarmup and CosineSchedule"
         )
-    value = found[1]
+    value = match[1]
     return _bound(config, value[1:]) if value.startswith("%") else value
 
 
@@ -169,7 +170,7 @@ def main(argv: list[str]) -> int:
                 )
                 for name, label in labels.items()
             ]
-            facts = [one.facts() for one in workers]
+            facts = [w.facts() for w in workers]
             losses = [fact["losses"] for fact in facts]
             difference = interleave.loss_difference(
                 dict(zip(labels.values(), losses, strict=True)), LOSS_TOLERANCE
@@ -197,7 +198,7 @@ def _print_table(
         seconds = statistics.median(turn.wall for turn in theirs)
         used = f"{facts['flops'] / seconds / peak_flops:.1%}" if peak_flops else ""
         pairs = zip(ours, theirs, strict=True)
-        ratio = statistics.median(own.wall / other.wall for own, other in pairs)
+        ratio = statistics.median(a.wall / b.wall for a, b in pairs)
         print(f"| {label} | {seconds:.4f} | {used} | {ratio:.2f} |")
     print()
 

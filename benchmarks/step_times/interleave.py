@@ -1,7 +1,7 @@
 """Variants of a training program, each in a process of its own, timed in turns.
 
 A worker prints one JSON line when it is ready, then answers each number of steps on its
-stdin with the seconds that they took. What else it or its libraries print goes to
+stdin with the seconds that they took. Other output of it or its libraries goes to
 stderr.
 """
 
@@ -25,9 +25,9 @@ class Served:
     """What a worker serves.
 
     Args:
-      facts: what to tell of it; JSON.
+      facts: facts to report about it; JSON.
       call: runs some steps and returns when they are done.
-      steps: how many.
+      steps: the number of these steps.
     """
 
     facts: dict[str, Any]
@@ -37,11 +37,11 @@ class Served:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Seconds a step, the mean of some steps.
+    """Seconds per step, the mean of some steps.
 
     Args:
-      wall: by the clock.
-      cpu: of all the process's threads, user and system.
+      wall: seconds by the clock.
+      cpu: seconds of all the process's threads, user and system.
     """
 
     wall: float
@@ -49,7 +49,7 @@ class Turn:
 
 
 def serve(make: Callable[[], Served]) -> None:
-    """The worker's side: makes what it serves, and serves it until stdin ends."""
+    """The worker's side: calls `make`, and serves its result until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     served = make()
@@ -68,8 +68,8 @@ class Worker:
     """A running variant; as a context it ends the process.
 
     Args:
-      name: for messages.
-      command: starts a process that serves.
+      name: the worker's name, for messages.
+      command: the command of a process that serves.
     """
 
     def __init__(self, name: str, command: Sequence[str]):
@@ -92,14 +92,14 @@ class Worker:
         self._log.close()
 
     def facts(self) -> dict[str, Any]:
-        """What the worker tells of itself, once it is ready; ask first, and once."""
+        """The worker's facts, once it is ready; to be called first, and once."""
         return self._answer()
 
     def turn(self, steps: int) -> Turn:
-        """Runs so many steps, made up to whole calls.
+        """Runs `steps` steps, rounded up to full calls.
 
         Raises:
-          RuntimeError: the worker ended; shows the last lines it wrote.
+          RuntimeError: the worker ended; the message has its last lines.
         """
         with contextlib.suppress(BrokenPipeError):
             print(steps, file=self._process.stdin, flush=True)
@@ -120,14 +120,14 @@ def take_turns(
     """Times all workers round after round, every second round in reverse order.
 
     Returns:
-      For each worker its turns. Those of the same index are from the same round, so
-      that whatever else the machine does meets them alike.
+      The turns of each worker. Turns of the same index are from the same round, so that
+      other load of the machine meets them alike.
     """
     turns: list[list[Turn]] = [[] for _ in workers]
     pairs = list(zip(workers, turns, strict=True))
     for number in range(rounds):
-        for worker, of_worker in reversed(pairs) if number % 2 else pairs:
-            of_worker.append(worker.turn(steps))
+        for worker, own_turns in reversed(pairs) if number % 2 else pairs:
+            own_turns.append(worker.turn(steps))
     return turns
 
 
@@ -135,16 +135,16 @@ def loss_difference(losses: Mapping[str, Sequence[float]], tolerance: float) -> 
     """The largest relative difference between the first program's losses and another's.
 
     Args:
-      losses: of the same steps, by the program's name for messages.
-      tolerance: relative.
+      losses: losses of the same steps, by the program's name for messages.
+      tolerance: the largest relative difference.
 
     Raises:
-      ValueError: a difference is above it, or NaN; names the program and the step.
+      ValueError: a difference is above it, or NaN; the message names program and step.
     """
-    (first, wanted), *others = losses.items()
+    (first, wanted), *rest = losses.items()
     largest = 0.0
-    for name, found in others:
-        for step, (loss, want) in enumerate(zip(found, wanted, strict=True)):
+    for name, values in rest:
+        for step, (loss, want) in enumerate(zip(values, wanted, strict=True)):
             difference = abs(loss / want - 1.0)
             if not difference <= tolerance:
                 raise ValueError(

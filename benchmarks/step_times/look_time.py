@@ -1,14 +1,15 @@
-"""What it takes to look at a program for faults of XLA's partitioner.
+"""The time that it takes to check a program for faults of XLA's partitioner.
 
     python benchmarks/step_times/look_time.py [--settings=tiny,large] [--meshes=2x1,2x4]
       [--partitioner=shardy] [--rounds=3]
 
 Compiles the trainer's step of `lm/stdlib_tiny.gin` for virtual CPU devices, in the
 settings of `step_time.py`. Seconds are CPU seconds of all threads, medians over rounds,
-each in a new process: from tracing to the compiled program, and of these for completing
-it, looking at the operations that the table of faults names, and deciding on their
-layouts (`docs/operators.md`). Not counted are numbering the operations and writing what
-was decided, which take a tenth of that, and what XLA takes for constraints added so.
+each in a new process: from tracing to the compiled program, and of these the seconds of
+propagating shardings, checking the operations that the table of faults names, and
+deciding on their layouts (`docs/operators.md`). Not counted are numbering the
+operations and writing the decisions, which take a tenth of that, nor XLA's time for the
+constraints so added.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Times:
     """CPU seconds of one compile.
 
     Args:
-      all: from tracing to the compiled program.
-      look: of these, for looking at it.
-      repairs: how many were made.
+      all: seconds from tracing to the compiled program.
+      look: of these, the seconds of checking it.
+      repairs: number of repairs.
     """
 
     all: float
@@ -52,7 +53,7 @@ class Times:
 def measure(
     bindings: Sequence[str], mesh: Sequence[int], partitioner: mw.Partitioner
 ) -> Times:
-    """Compiles the train step, in a process that does nothing else."""
+    """Compiles the train step, in a process of its own."""
     mw.set_platform("cpu", 8)
     bindings = [*bindings, f"MESH_SHAPE = {tuple(mesh)}"]
     experiment, _ = build_experiment(["lm/stdlib_tiny.gin"], bindings)
@@ -62,9 +63,9 @@ def measure(
     def timed(*args):
         nonlocal look
         start = time.process_time()
-        found = decided(*args)
+        result = decided(*args)
         look += time.process_time() - start
-        return found
+        return result
 
     with mock.patch.object(check, "decided", timed):
         start = time.process_time()
@@ -79,12 +80,11 @@ setting  mesh   all s  look s  look / all  repairs
 
 
 def table_row(setting: str, mesh: str, times: Sequence[Times]) -> str:
-    """The line of the table, below `HEADER`: medians."""
+    """The line below `HEADER`: medians."""
     everything, look = (
-        statistics.median(getattr(one, name) for one in times)
-        for name in ("all", "look")
+        statistics.median(getattr(t, name) for t in times) for name in ("all", "look")
     )
-    share = statistics.median(one.look / one.all for one in times)
+    share = statistics.median(t.look / t.all for t in times)
     return (
         f"{setting:8} {mesh:5} {everything:6.2f} {look:7.2f}  {share:10.1%}  "
         f"{times[0].repairs:7}"

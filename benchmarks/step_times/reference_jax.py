@@ -55,12 +55,12 @@ class Reference:
     """The training loop of one model on one mesh.
 
     Args:
-      mesh: with axes X and Y.
-      layers: how they are written.
+      mesh: a mesh with axes X and Y.
+      layers: how the layers are written.
       warmup_steps, peak_rate, end_step, end_rate: a line up, then half a cosine down.
       clip: limit of the gradients' global norm.
-      activation_dtype: of activations, and of weights where they are used; norms,
-        rotations, softmaxes and losses are computed in float32.
+      activation_dtype: the type of activations, and of weights where they are used;
+        norms, rotations, softmaxes and losses are computed in float32.
     """
 
     mesh: jax.sharding.Mesh
@@ -91,7 +91,7 @@ class Reference:
         return jitted.lower(state, batches).compile()
 
     def split(self, x, spec):
-        """`x` laid out as `spec` says."""
+        """`x` with the sharding of `spec`."""
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -153,11 +153,11 @@ class Reference:
         return jnp.minimum(self.peak_rate * (count + 1.0) / self.warmup_steps, cosine)
 
     def loss(self, theta, batch):
-        """Mean nats over tokens of weight 1, and the sums it is made of."""
+        """Mean nats over tokens of weight 1, and the sums that the mean is made of."""
         theta = jax.tree.map(self.split, theta, WEIGHTS)
         table = theta["embedding"]["table"]
         vocab_size, model_dims = table.shape
-        if self.mesh.shape["Y"] > 1:  # A split vocabulary is picked by a product.
+        if self.mesh.shape["Y"] > 1:  # A product picks from a split vocabulary.
             ids = jax.nn.one_hot(batch["ids"], vocab_size, dtype=self.activation_dtype)
             x = matmul(ids, table)
         else:
@@ -173,7 +173,7 @@ class Reference:
         return nats / jnp.maximum(tokens, 1.0), {"nats": nats, "tokens": tokens}
 
     def stack(self, weights, x, batch):
-        """The L layers; what all of them need is computed once."""
+        """The L layers; masks and angles, which all need, are computed once."""
         segments, positions = batch["segment_ids"], batch["segment_positions"]
         index = jnp.arange(x.shape[1])
         visible = (index[:, None] >= index[None, :])[None] & (

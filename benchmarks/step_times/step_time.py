@@ -1,16 +1,17 @@
-"""Step times of Meshwright, of hand-written JAX and of TF's own compiler, in turns.
+"""Step times of Meshwright, of hand-written JAX and of TF's compiler, in turns.
 
     python benchmarks/step_times/step_time.py [--settings=tiny,large]
       [--meshes=1x1,2x1,2x4] [--rounds=6] [--steps=N]
 
 Every program trains the language model of `lm/stdlib_tiny.gin` in a process of its own:
-the same maths, initial weights, tokens, shardings, and steps in a compiled call, the
-state donated. `reference_jax.py` is the JAX one, twice: its layers in a `lax.scan`, as
-Meshwright's are in a loop, and one after another. TF's runs on one device only.
+with the same maths, initial weights, tokens, shardings, and steps per compiled call,
+and a donated state. `reference_jax.py` is the JAX program, twice: with its layers in a
+`lax.scan`, as Meshwright's are in a loop, and one after another. TF's program runs on
+one device only.
 
-The programs of a mesh take turns, so that whatever else the machine does meets them
-alike. A ratio is Meshwright's time over another program's in the same round; the table
-has medians over rounds, and below 1 Meshwright is faster. On a busy machine trust CPU
+The programs of a mesh take turns, so that other load of the machine meets them alike. A
+ratio is Meshwright's time over another program's in the same round; the table has
+medians over rounds, and below 1 Meshwright is faster. On a busy machine trust CPU
 seconds more than the clock. Programs that do not train alike are not compared.
 """
 
@@ -36,7 +37,7 @@ LABELS = {
     "jax_unrolled": "JAX, unrolled",
     "tf_jit": "TF jit_compile",
 }
-"""The variants, and what the table calls them."""
+"""The variants, and their names in the table."""
 CHECKED_STEPS = 4
 LOSS_TOLERANCE = 1e-4  # Relative.
 
@@ -46,8 +47,8 @@ class Setting:
     """A size of the model.
 
     Args:
-      bindings: over those of `lm/stdlib_tiny.gin`.
-      steps: of a turn, enough for seconds.
+      bindings: bindings that override those of `lm/stdlib_tiny.gin`.
+      steps: steps of a turn, enough for seconds.
     """
 
     bindings: Sequence[str]
@@ -56,7 +57,7 @@ class Setting:
 
 SETTINGS = {
     "tiny": Setting(bindings=(), steps=10),
-    # About a second a step on one device of two cores.
+    # About a second per step on one device of two cores.
     "large": Setting(
         bindings=(
             "MODEL_DIMS = 512",
@@ -86,7 +87,7 @@ SETTINGS = {
 
 _ROUNDS = flags.DEFINE_integer("rounds", 6, "Turns of each program.", lower_bound=1)
 _STEPS = flags.DEFINE_integer(
-    "steps", None, "Steps of a turn, made up to whole calls.", lower_bound=1
+    "steps", None, "Steps of a turn, rounded up to full calls.", lower_bound=1
 )
 _SETTINGS = flags.DEFINE_list("settings", ["tiny", "large"], "Sizes of the model.")
 _MESHES = flags.DEFINE_list("meshes", ["1x1", "2x1", "2x4"], "Meshes of CPU devices.")
@@ -94,12 +95,12 @@ _MESHES = flags.DEFINE_list("meshes", ["1x1", "2x1", "2x4"], "Meshes of CPU devi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What was measured of one setting on one mesh.
+    """The measurements of one setting on one mesh.
 
     Args:
-      turns: of each variant, by round.
-      loss_difference: the largest relative one between our losses and another's.
-      versions: of the libraries.
+      turns: turns of each variant, by round.
+      loss_difference: the largest relative difference between our losses and another's.
+      versions: versions of the libraries.
     """
 
     turns: Mapping[str, Sequence[Turn]]
@@ -145,7 +146,7 @@ HEADER = f"""\
 def table_rows(
     setting: str, mesh: str, turns: Mapping[str, Sequence[Turn]]
 ) -> list[str]:
-    """The lines of the table, below `HEADER`, for one comparison: medians."""
+    """The lines below `HEADER` for one comparison: medians."""
     rows = []
     for variant, theirs in turns.items():
         is_ours = variant == OURS
@@ -173,16 +174,16 @@ def main(argv: Sequence[str]) -> None:
     for setting in _SETTINGS.value:
         for mesh in _MESHES.value:
             try:
-                found = compare(setting, mesh, _ROUNDS.value, _STEPS.value)
+                comparison = compare(setting, mesh, _ROUNDS.value, _STEPS.value)
             except (RuntimeError, ValueError) as error:
                 sys.exit(f"step_time.py: {error}")
             if difference is None:
-                versions = {"Python": platform.python_version(), **found.versions}
+                versions = {"Python": platform.python_version(), **comparison.versions}
                 names = ", ".join(f"{name} {v}" for name, v in versions.items())
                 print(f"{names}; {os.cpu_count()} cores; {_ROUNDS.value} rounds")
                 print(HEADER)
-            difference = max(difference or 0.0, found.loss_difference)
-            print(*table_rows(setting, mesh, found.turns), sep="\n", flush=True)
+            difference = max(difference or 0.0, comparison.loss_difference)
+            print(*table_rows(setting, mesh, comparison.turns), sep="\n", flush=True)
     print(f"Losses of the first {CHECKED_STEPS} steps agree within {difference:.0e}.")
 
 

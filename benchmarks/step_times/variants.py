@@ -2,8 +2,8 @@
 
     python variants.py VARIANT CHECKED_STEPS GIN_BINDING...
 
-All build the experiment of `lm/stdlib_tiny.gin` with the bindings, start from the
-weights that its init program makes and train on the same random tokens.
+All programs build the experiment of `lm/stdlib_tiny.gin` with the bindings, start from
+the weights that its init program makes and train on the same random tokens.
 
 Dims: B batch, S sequence.
 """
@@ -29,11 +29,11 @@ from meshwright.trainers.experiment.step_programs import StepPrograms
 Call = Callable[[NestedMap], np.ndarray]
 """Trains on the batches of one call; returns the loss of each step."""
 
-_BATCHES = 4  # Calls before tokens repeat.
+_BATCHES = 4  # Number of calls before tokens repeat.
 
 
 def meshwright(programs: StepPrograms) -> Call:
-    """The trainer's own main program."""
+    """The trainer's main program."""
     state = TrainState.initial(programs)
 
     def call(batches):
@@ -45,9 +45,10 @@ def meshwright(programs: StepPrograms) -> Call:
 
 
 def tf_jit(programs: StepPrograms) -> Call:
-    """The same TF function under TF's own compiler, on one device.
+    """The same TF function under TF's compiler, on one device.
 
-    The state is in variables, which XLA updates in place: TF's way to donate it.
+    The state is in variables, which XLA updates in place: that is TF's way to donate
+    it.
     """
     state = _initial_state(programs).map(tf.Variable)
 
@@ -61,12 +62,12 @@ def tf_jit(programs: StepPrograms) -> Call:
 
 
 def jax_scan(programs: StepPrograms) -> Call:
-    """Hand-written JAX, the layers in a `lax.scan`."""
+    """Hand-written JAX, with the layers in a `lax.scan`."""
     return _jax(programs, reference_jax.Layers.SCAN)
 
 
 def jax_unrolled(programs: StepPrograms) -> Call:
-    """Hand-written JAX, the layers one after another."""
+    """Hand-written JAX, with the layers one after another."""
     return _jax(programs, reference_jax.Layers.UNROLLED)
 
 

@@ -1,19 +1,19 @@
-"""Step time and memory with weight updates sharded and not, on virtual CPU devices.
+"""Step time and memory with weight updates sharded or not, on virtual CPU devices.
 
     python benchmarks/step_times/weight_update.py [--models=resnet,transformer,ncf]
       [--modes=all,auto] [--rounds=9] [--steps=N]
 
-Data parallelism over eight devices, of small models whose update is much of a step: few
-examples to many weights, LARS or Adam. The programs of a model differ in
+Data parallelism over eight devices, of small models whose update is a large part of a
+step: few examples and many weights, LARS or Adam. The programs of a model differ in
 `Experiment.weight_update_sharding` alone, start from the same weights and train on the
-same random batches; those that do not train alike are not compared. They take turns, as
-in `step_time.py`. A ratio is a mode's time over that of "off" in the same round; times
-and ratios are medians over rounds. On a busy machine trust CPU seconds more.
+same random batches; programs that do not train alike are not compared. They take turns,
+as in `step_time.py`. A ratio is a mode's time over that of "off" in the same round;
+times and ratios are medians over rounds. On a busy machine trust CPU seconds more.
 
 Megabytes are of a device: arguments and peak as compiled, beside the peak that
 weight-update sharding 4.2 promises: max(W + V/N + P, W + V) instead of W + V + P, where
-W is of weights, V of the optimizer's slots, N the number of devices, and P what the
-peak of "off" has beyond W + V.
+W is the size of weights, V that of the optimizer's slots, N the number of devices, and
+P the rest of the peak of "off" beyond W + V.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ LOSS_TOLERANCE = 1e-4  # Relative.
 
 
 def define_flags() -> None:
-    """Only where this is the program."""
-    flags.DEFINE_list("models", ["resnet", "transformer", "ncf"], "What is trained.")
-    flags.DEFINE_list("modes", [*MODES], 'What is compared with "off".')
+    """Called only by this program."""
+    flags.DEFINE_list("models", ["resnet", "transformer", "ncf"], "Models to train.")
+    flags.DEFINE_list("modes", [*MODES], 'Modes to compare with "off".')
     flags.DEFINE_integer("rounds", 9, "Turns of each program.", lower_bound=1)
     flags.DEFINE_integer("steps", None, "Steps of a turn.", lower_bound=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained.
+    """A model to train.
 
     Args:
-      gin_files: of its experiment.
-      bindings: over these.
-      below: integers of a batch are below these, by name; others are 0.
-      steps: of a turn, enough for a second.
+      gin_files: gin files of its experiment.
+      bindings: bindings that override these.
+      below: upper bounds of a batch's integers, by name; others are 0.
+      steps: steps of a turn, enough for a second.
     """
 
     gin_files: Sequence[str]
@@ -119,13 +119,13 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes.
+    """Memory in bytes.
 
     Args:
-      weights: of the model, whole.
-      slots: of its optimizer, whole.
-      arguments: of a device: state and batch.
-      peak: of a device.
+      weights: the model's weights, unsharded.
+      slots: its optimizer's slots, unsharded.
+      arguments: state and batch on a device.
+      peak: the peak on a device.
     """
 
     weights: int
@@ -148,8 +148,8 @@ class Trainer:
     """Trains a model on random batches.
 
     Args:
-      model: which.
-      mode: of weight-update sharding.
+      model: the model to train.
+      mode: the mode of weight-update sharding.
       start: the state before step 0 as host arrays; by default the model's own.
     """
 
@@ -168,13 +168,13 @@ class Trainer:
         self.losses = [self.step() for _ in range(CHECKED_STEPS)]
 
     def step(self) -> float:
-        """One more; its loss."""
+        """Makes one more step; returns its loss."""
         out = self._programs.main(self._state.stored(), self._batches)
         self._state.update(out["state"])
         return np.asarray(out["metrics"].loss).item()
 
     def turn(self, steps: int) -> Turn:
-        """Times some."""
+        """Times some steps."""
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.step()
@@ -182,7 +182,7 @@ class Trainer:
         return Turn(wall=wall / steps, cpu=cpu / steps)
 
     def memory(self) -> Memory:
-        """What the step takes."""
+        """The memory that the step takes."""
         specs = self._programs.state_specs
         usage = self._programs.main.memory()
         return Memory(
@@ -198,11 +198,11 @@ def _initial_state(programs: StepPrograms) -> NestedMap:
 
 
 def _bytes(specs: NestedMap) -> int:
-    return sum(math.prod(one.shape) * one.dtype.size for one in specs.leaves())
+    return sum(math.prod(spec.shape) * spec.dtype.size for spec in specs.leaves())
 
 
 def random_batches(programs: StepPrograms, below: Mapping[str, int]) -> NestedMap:
-    """Batches of one call: integers as `Model.below` has it, floats in [0, 1)."""
+    """Batches of one call: integers below `Model.below`, floats in [0, 1)."""
     random = np.random.default_rng(0)
 
     def draw(path: str, spec: tf.TensorSpec) -> np.ndarray:
@@ -216,11 +216,11 @@ def random_batches(programs: StepPrograms, below: Mapping[str, int]) -> NestedMa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What was measured of a mode.
+    """The measurements of a mode.
 
     Args:
-      turns: by round.
-      memory: of its program.
+      turns: turns by round.
+      memory: memory of its program.
     """
 
     turns: Sequence[Turn]
@@ -230,7 +230,7 @@ class Found:
 def compare(
     model: Model, modes: Sequence[str], rounds: int, steps: int | None
 ) -> dict[str, Found]:
-    """Trains a model in some modes, in turns; what was found, "off" first.
+    """Trains a model in some modes, in turns; returns measurements, "off" first.
 
     Raises:
       ValueError: the losses differ.
@@ -241,18 +241,18 @@ def compare(
         check_losses(mode, trainers[mode].losses, trainers[OFF].losses)
     turns = take_turns([*trainers.values()], rounds=rounds, steps=steps or model.steps)
     return {
-        mode: Found(turns=own, memory=trainer.memory())
-        for (mode, trainer), own in zip(trainers.items(), turns, strict=True)
+        mode: Found(turns=mode_turns, memory=trainer.memory())
+        for (mode, trainer), mode_turns in zip(trainers.items(), turns, strict=True)
     }
 
 
-def check_losses(mode: str, losses: Sequence[float], others: Sequence[float]) -> None:
-    """That a mode trains as "off" does.
+def check_losses(mode: str, losses: Sequence[float], off: Sequence[float]) -> None:
+    """Checks that a mode trains as "off" does.
 
     Raises:
-      ValueError: it does not; names the mode and the step.
+      ValueError: it does not; the message names the mode and the step.
     """
-    loss_difference({'"off"': others, f'"{mode}"': losses}, LOSS_TOLERANCE)
+    loss_difference({'"off"': off, f'"{mode}"': losses}, LOSS_TOLERANCE)
 
 
 HEADER = f"""\
@@ -262,29 +262,29 @@ HEADER = f"""\
 {"-" * 77}"""
 
 
-def table_rows(name: str, found: Mapping[str, Found]) -> list[str]:
-    """The lines of the table, below `HEADER`, for one model."""
-    off, rows = found[OFF], []
-    for mode, own in found.items():
+def table_rows(name: str, by_mode: Mapping[str, Found]) -> list[str]:
+    """The lines below `HEADER` for one model."""
+    off, rows = by_mode[OFF], []
+    for mode, result in by_mode.items():
         cells = [f"{name if mode == OFF else '':12}{mode:6}"]
         seconds = {
-            clock: statistics.median(getattr(turn, clock) for turn in own.turns)
+            clock: statistics.median(getattr(turn, clock) for turn in result.turns)
             for clock in ("cpu", "wall")
         }
         cells[0] += f"{seconds['cpu']:8.4f}"
         cells.append(f"{seconds['wall']:8.4f}")
         for clock, width in (("cpu", 6), ("wall", 7)):
-            shown = "" if mode == OFF else f"{_ratio(own, off, clock):.2f}"
+            shown = "" if mode == OFF else f"{_ratio(result, off, clock):.2f}"
             cells.append(f"{shown:>{width}}")
         formula = off.memory.peak if mode == OFF else off.memory.promised()
-        cells.append(f"{own.memory.arguments / 1e6:10.1f}")
-        cells.append(f"{own.memory.peak / 1e6:7.1f} {formula / 1e6:8.1f}")
+        cells.append(f"{result.memory.arguments / 1e6:10.1f}")
+        cells.append(f"{result.memory.peak / 1e6:7.1f} {formula / 1e6:8.1f}")
         rows.append(" ".join(cells))
     return [*rows, f"  MB: {sizes(off.memory)}"]
 
 
-def _ratio(own: Found, off: Found, clock: str) -> float:
-    pairs = zip(own.turns, off.turns, strict=True)
+def _ratio(result: Found, off: Found, clock: str) -> float:
+    pairs = zip(result.turns, off.turns, strict=True)
     return statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs)
 
 
@@ -295,10 +295,10 @@ def sizes(off: Memory) -> str:
 
 
 def check_known(flag: str, names: Sequence[str], known: Collection[str]) -> None:
-    """That a flag names what there is.
+    """Checks that a flag has known names only.
 
     Raises:
-      ValueError: it does not; names the flag and what there is.
+      ValueError: a name is unknown; the message has the flag and the known names.
     """
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -309,16 +309,18 @@ def main(argv: Sequence[str]) -> None:
     """Measures and prints."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    asked = flags.FLAGS
+    options = flags.FLAGS
     try:
-        check_known("models", asked.models, MODELS)
-        check_known("modes", asked.modes, MODES)
+        check_known("models", options.models, MODELS)
+        check_known("modes", options.modes, MODES)
         mw.set_platform("cpu", DEVICES)
-        print(f"{DEVICES} devices on {os.cpu_count()} cores; {asked.rounds} rounds")
+        print(f"{DEVICES} devices on {os.cpu_count()} cores; {options.rounds} rounds")
         print(HEADER, flush=True)
-        for name in asked.models:
-            found = compare(MODELS[name], asked.modes, asked.rounds, asked.steps)
-            print(*table_rows(name, found), sep="\n", flush=True)
+        for name in options.models:
+            by_mode = compare(
+                MODELS[name], options.modes, options.rounds, options.steps
+            )
+            print(*table_rows(name, by_mode), sep="\n", flush=True)
     except ValueError as error:
         sys.exit(f"weight_update.py: {error}")
 
