@@ -225,5 +225,7 @@ def test_a_model_that_counts_otherwise_is_refused(tmp_path):
         minloglevel=2,
     )
     path.write_bytes(model.getvalue())
-    with pytest.raises(ValueError, match=r"at \(0, -1, 1\): train one .*\(0, 1, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"at \(0, -1, 1\): train a model .*\(0, 1, 2\)"
+    ):
         spec.trained([], ["de"])
