@@ -372,7 +372,7 @@ def _print_table(kills: list[Kill], ends: int) -> None:
     print(
         f"\n{len(kills)} kills, {ends} trainings came to their end; every restart went "
         "on from the newest checkpoint, all final states are bit-equal to the "
-        "undisturbed one's"
+        "undisturbed run's"
     )
 
 

@@ -135,7 +135,7 @@ class Intensities:
         if len(clip) != 2 or not -math.inf < clip[0] < clip[1] < math.inf:
             raise ValueError(
                 f"Intensities.clip is {clip}: give the lowest intensity that counts, "
-                "and a higher one that is the highest"
+                "and then the highest, above it"
             )
 
     def normalized(self, image: np.ndarray) -> np.ndarray:
@@ -243,7 +243,8 @@ def save(path: str, values: np.ndarray, *, like: Case, volume: Volume) -> None:
     if values.shape != shape:
         raise ValueError(
             f"labels of shape {list(values.shape)} are to be saved as {path}, and the "
-            f"volume loaded for {like.name} has {list(shape)}: give one for each voxel"
+            f"volume loaded for {like.name} has {list(shape)}: give a label for each "
+            "voxel"
         )
     if values.dtype.kind not in "bui" or values.min() < 0:
         raise ValueError(

@@ -140,6 +140,6 @@ def _objects(path: str, text: str) -> Iterator[tuple[str, str, str]]:
         except (ValueError, RecursionError, LookupError, TypeError) as e:
             raise ValueError(
                 f'{path}:{number} is no object with "audio" and "text" ({e!r}): write '
-                "one on each line"
+                "such an object on each line"
             ) from e
         yield f"{path}:{number}", sound, transcript

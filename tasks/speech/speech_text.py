@@ -69,8 +69,8 @@ class CharacterVocabulary:
     def __post_init__(self):
         if len(set(self.characters)) < len(self.characters):
             raise ValueError(
-                f"CharacterVocabulary.characters {self.characters!r} has one twice: "
-                "name each once"
+                f"CharacterVocabulary.characters {self.characters!r} has a character "
+                "twice: name each once"
             )
         if self.characters != self.characters.lower():
             raise ValueError(

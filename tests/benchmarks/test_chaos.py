@@ -20,4 +20,4 @@ def test_nothing_is_lost(processes, kills):
     )
     assert found.returncode == 0, found.stdout + found.stderr
     assert f"\n{kills} kills, " in found.stdout
-    assert "all final states are bit-equal to the undisturbed one's" in found.stdout
+    assert "all final states are bit-equal to the undisturbed run's" in found.stdout

@@ -180,13 +180,13 @@ def _raise_together(
         why = "another process says why" if failure is None else failure
         raise CheckpointError(
             f"checkpoint {folder} cannot be read ({why}), which is no damage: nothing "
-            "was renamed. Check disk, network and permissions and start again; or move "
-            "the step elsewhere, to go on from an earlier one"
+            "was renamed. Check disk, network and permissions and start again; or "
+            "move the step elsewhere, to go on from an earlier step"
         ) from failure
     if problems:
         raise DamagedError(folder, problems)
     if any(everywhere):
-        raise DamagedError(folder, ["another process found so, and says what"])
+        raise DamagedError(folder, ["another process found this, and says what"])
 
 
 def _problems(folder: epath.Path, sizes: dict[str, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What Orbax is made to do otherwise than by default."""
+"""Changes to Orbax's defaults."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Checkpoints:
         if newest is not None and step <= newest:
             raise CheckpointError(
                 f"step {step} is not after step {newest}, the newest checkpoint in "
-                f"{self._directory}: restore that one, or use another directory"
+                f"{self._directory}: restore that step, or use another directory"
             )
         self._check_writable()
         self.check_space(step, sum(array.nbytes for array in state.leaves()))
@@ -309,7 +309,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"no checkpoint in {self._directory} is as it was saved:"
                 + manifests.bullet_list([str(error) for error in damaged.values()])
-                + "\nbring one back from a copy, or begin in another directory"
+                + "\nbring a checkpoint back from a copy, or begin in another directory"
             )
         raise CheckpointError(f"there is no checkpoint in {self._directory}")
 

@@ -72,12 +72,13 @@ def _output() -> pathlib.Path:
     path = pathlib.Path(export_flags.OUTPUT.value).expanduser().absolute()
     if path.exists():
         raise ValueError(
-            f"--output={export_flags.OUTPUT.value} is there already: name another one"
+            f"--output={export_flags.OUTPUT.value} is there already: name another "
+            "folder"
         )
     if reason := files.writable(path.parent):
         raise ValueError(
             f"--output={export_flags.OUTPUT.value} cannot be made ({reason}): name "
-            "another one"
+            "another folder"
         )
     return path
 

@@ -277,7 +277,7 @@ def start_jax(manifest, platform):
         raise BundleError(
             f"the bundle was made by jax {made}, whose programs (calling convention "
             f"{version}) jax {jax.__version__} cannot call (it knows {least} to "
-            f"{most}): install jax {made}, or export by a jax nearer to this one"
+            f"{most}): install jax {made}, or export by a jax nearer to this version"
         )
     try:
         if platform:

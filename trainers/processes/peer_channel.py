@@ -1,4 +1,4 @@
-"""Messages between the processes of one training: JSON objects, one a line."""
+"""Messages between the processes of one training: JSON objects, one per line."""
 
 from __future__ import annotations
 

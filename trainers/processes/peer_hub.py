@@ -145,7 +145,7 @@ class Hub:
         """
         kinds = {key: type(value) for key, value in hello.items()}
         if kinds != _HELLO:
-            raise ChannelClosedError("not one of ours")
+            raise ChannelClosedError("not a process of this training")
         refusal = self._refusal(hello)
         if refusal:
             channel.send(refused=refusal)
@@ -179,7 +179,7 @@ class Hub:
         if count != self._count:
             return (
                 f"process {number} was started with --num_processes={count}, another "
-                f"one with {self._count}: give all the same"
+                f"process with {self._count}: give all the same"
             )
         if not 0 <= number < count:
             return f"there is no process {number} of {count}: they count from 0"

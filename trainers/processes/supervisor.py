@@ -288,7 +288,7 @@ def _listening(address: str) -> socket.socket:
     except OSError as error:
         raise PeerError(
             f"process 0 cannot listen at {address} ({error.strerror or error}): is "
-            "there one already? If not, choose another port for --coordinator"
+            "there a process 0 already? If not, choose another port for --coordinator"
         ) from error
 
 

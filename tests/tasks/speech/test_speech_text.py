@@ -35,7 +35,7 @@ def test_characters_that_are_no_labels():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"characters": "aba"}, "'aba' has one twice"),
+        ({"characters": "aba"}, "'aba' has a character twice"),
         ({"characters": "aB"}, "has upper case"),
         ({"vocab_size": 28}, "vocab_size is 28: make it 29 or more"),
     ],

@@ -160,7 +160,7 @@ def test_processes_go_back_together(saved, caplog):
     answers = iter([[2, 2], [0, 1], [1, 1], [0, 0], [0, 0], [0, 0], [0, 0]])
     with Checkpoints(saved, gather=lambda value: next(answers)) as reader:
         assert_same(reader.restore(None, make_abstract()), make_state(seed=1))
-    assert "another process found so" in caplog.text
+    assert "another process found this" in caplog.text
 
 
 def test_processes_take_the_step_that_the_first_sees(saved):

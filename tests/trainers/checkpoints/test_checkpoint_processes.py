@@ -110,7 +110,7 @@ def test_two_processes_save_verify_and_go_back_together(tmp_path):
         assert status == 0, errors
         assert out == ["[2, 3] 2"]
     assert "/3 is damaged: state/ocdbt.process_" in first[2]
-    assert "/3 is damaged: another process found so" in second[2]
+    assert "/3 is damaged: another process found this" in second[2]
     assert (folder / "3.damaged").is_dir()
     # One process with another mesh reads what two wrote.
     whole = abstract_of(make_state(), mesh_sharding(4, 2))
