@@ -77,7 +77,7 @@ def test_growth(values, expected):
 
 @pytest.mark.parametrize("texts", [["3", "4"], ["2"], ["2", "2"], ["1", "2"], ["x"]])
 def test_device_counts_that_show_no_growth_are_an_error(texts):
-    with pytest.raises(ValueError, match="give two numbers or more of .2, 4, 8, 16"):
+    with pytest.raises(ValueError, match="give two or more numbers of .2, 4, 8, 16"):
         operator_costs.device_counts(texts)
 
 
