@@ -49,7 +49,7 @@ def vectorize(
     logger = tf.get_logger()
     logger.addFilter(_is_not_of_pfor)
     try:
-        with _rule_for_annotations():
+        with rule_for_annotations():
             return list(
                 tf.vectorized_map(run, list(entries), fallback_to_while_loop=False)
             )
@@ -81,8 +81,11 @@ def _convert_sharding(pfor_input):
 
 
 @contextlib.contextmanager
-def _rule_for_annotations() -> Iterator[None]:
-    """Replaces TF's rule by ours while the context lasts."""
+def rule_for_annotations() -> Iterator[None]:
+    """Replaces TF's rule by ours while the context lasts.
+
+    `tf.vectorized_map` reads it, and so do a tape's `jacobian` and `batch_jacobian`.
+    """
     rules = pfor._pfor_converter_registry  # There is no public way to replace a rule.
     before = rules["XlaSharding"]
     rules["XlaSharding"] = _convert_sharding

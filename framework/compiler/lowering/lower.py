@@ -40,6 +40,7 @@ from meshwright.framework.compiler.lowering.unchecked import (
     unchecked_assertions,
     unchecked_text,
 )
+from meshwright.framework.sharding.vectorize import rule_for_annotations
 
 _SHARDING_ATTRIBUTE = "_XlaSharding"
 _LIST_WRITE, _GROWS = "TensorListSetItem", "resize_if_index_out_of_bounds"
@@ -98,7 +99,7 @@ def lower(
         nonlocal outputs
         graph = tf.compat.v1.get_default_graph()
         keep_small_tensors(graph)
-        with refusing_new_variables(name):
+        with refusing_new_variables(name), rule_for_annotations():
             outputs = fn(*tf.nest.pack_sequence_as(args, list(argument)))
         fold_clamps(graph)
         return tf.nest.flatten(outputs)
