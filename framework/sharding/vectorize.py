@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
@@ -20,6 +21,12 @@ from meshwright.framework.sharding.annotations import annotate_serialized, stack
 _NO_RULE = re.compile(
     r"No pfor vectorization defined for (?P<type>\w+)\s+name: \"(?P<name>[^\"]*)\""
 )
+
+_RULES = pfor._pfor_converter_registry  # There is no public way to replace a rule.
+_TFS_RULE = _RULES["XlaSharding"]
+# Contexts in which ours is in place; those of several threads may overlap.
+_contexts = 0
+_lock = threading.Lock()
 
 
 class NoRuleError(ValueError):
@@ -86,10 +93,14 @@ def rule_for_annotations() -> Iterator[None]:
 
     `tf.vectorized_map` reads it, and so do a tape's `jacobian` and `batch_jacobian`.
     """
-    rules = pfor._pfor_converter_registry  # There is no public way to replace a rule.
-    before = rules["XlaSharding"]
-    rules["XlaSharding"] = _convert_sharding
+    global _contexts
+    with _lock:
+        _contexts += 1
+        _RULES["XlaSharding"] = _convert_sharding
     try:
         yield
     finally:
-        rules["XlaSharding"] = before
+        with _lock:
+            _contexts -= 1
+            if not _contexts:
+                _RULES["XlaSharding"] = _TFS_RULE
