@@ -233,7 +233,12 @@ CPU = Hardware(
     source="measured",
 )
 
-_TPU_BY_JAX_NAME = {kind.jax_name: kind for kind in TPU_KINDS.values()}
+_TPU_BY_JAX_NAME = {
+    **{kind.jax_name: kind for kind in TPU_KINDS.values()},
+    # Names of other versions of the runtime.
+    "TPU v5e": TPU_KINDS["v5e"],
+    "TPU v5p": TPU_KINDS["v5p"],
+}
 
 
 def tpu_kind_of(device: jax.Device) -> TpuKind | None:

@@ -14,6 +14,8 @@ from meshwright.framework.devices import hardware
         ("TPU v3", 61.5e12),
         ("TPU v5 lite", 197e12),  # Not v5, whose name is a part of this one.
         ("TPU v5", 459e12),
+        ("TPU v5e", 197e12),
+        ("TPU v5p", 459e12),
         ("TPU v4", 275e12),  # Both cores of a chip are one device.
         ("TPU v6 lite", 918e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
