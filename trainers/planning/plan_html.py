@@ -114,7 +114,9 @@ def _table(section: Section) -> Iterator[str]:
     heads = (_cell("th", column, column.head) for column in columns)
     yield f"<thead><tr>{''.join(heads)}</tr></thead><tbody>"
     for row in section.rows:
-        cells = (_cell("td", one, one.text(row[one.field])) for one in columns)
+        cells = (
+            _cell("td", column, column.text(row[column.field])) for column in columns
+        )
         yield f"<tr>{''.join(cells)}</tr>"
     yield "</tbody></table></div>"
 

@@ -157,14 +157,14 @@ def _grid(
     axes: Axes, *, weights: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]
 ) -> float:
     """For each weight and mesh axis the dim that the axis splits."""
-    for row, one in enumerate(weights):
+    for row, weight in enumerate(weights):
         # A line for the name: a mesh may have many axes, a name many letters. It is
         # known by its end.
-        name = one["path"]
+        name = weight["path"]
         tail = name if len(name) <= _NAME else "\u2026" + name[-_NAME:]
         axes.annotate(tail, (0, row - 0.27), va="center")
         for column, axis in enumerate(mesh):
-            split = zip(one["dims"], one["axes"], strict=True)
+            split = zip(weight["dims"], weight["axes"], strict=True)
             dim = next((dim for dim, split_by in split if axis in split_by), "")
             color = (_COLORS[column % len(_COLORS)], 0.35) if dim else "#f1f1f1"
             axes.add_patch(Rectangle((column, row), 0.97, 0.42, facecolor=color))
@@ -172,7 +172,7 @@ def _grid(
                 middle = (column + 0.48, row + 0.2)
                 axes.annotate(dim, middle, ha="center", va="center", fontsize=9.5)
         middle = (len(mesh) + 0.5, row + 0.2)
-        axes.annotate(bytes_text(one["bytes"]), middle, ha="center", va="center")
+        axes.annotate(bytes_text(weight["bytes"]), middle, ha="center", va="center")
     axes.set_xlim(0, len(mesh) + 1)
     axes.set_ylim(len(weights) - 0.5, -0.5)
     heads = [f"{axis}={size}" for axis, size in mesh.items()]

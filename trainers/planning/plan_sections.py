@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -82,7 +83,7 @@ def _summary(document: Document) -> Iterator[Section]:
 
 def _memory(document: Document) -> Iterator[Section]:
     limit, peak = document["memory_limit"], document["peak_bytes"]
-    parts = {one["part"]: one["bytes"] for one in document["breakdown"]}
+    parts = {row["part"]: row["bytes"] for row in document["breakdown"]}
     sizes = parts | {"in all, at the peak": peak}
     if peak <= limit and document["over_bytes"]:
         sizes["with gaps between buffers"] = limit + document["over_bytes"]
@@ -169,7 +170,7 @@ def _time(document: Document) -> Iterator[Section]:
 
 def _step_time(document: Document) -> Iterator[Plot]:
     step, error = document["step_seconds"], document["step_error"]
-    kinds = {one["kind"] for one in document["collectives"]}
+    kinds = {row["kind"] for row in document["collectives"]}
     parts = _by_size(document["parts"])
     sent = [0.0, *(took if part in kinds else 0.0 for part, took in parts)]
     computed = [0.0, *(0.0 if part in kinds else took for part, took in parts)]
@@ -208,8 +209,8 @@ def _error_text(document: Document) -> str:
 
 
 def _pipelines(document: Document) -> Iterator[Section]:
-    found = document["pipelines"]
-    if found:
+    pipelines = document["pipelines"]
+    if pipelines:
         yield Section(
             name="pipelines",
             title="Pipelines",
@@ -217,11 +218,11 @@ def _pipelines(document: Document) -> Iterator[Section]:
                 *("iterations", "bubble_fraction", "seconds_in_bubbles"),
                 *("path", "schedule"),
             ),
-            rows=[one | {"schedule": schedule_text(one)} for one in found],
-            plots=[_schedule(*pair) for pair in enumerate(found, start=1)],
+            rows=[row | {"schedule": schedule_text(row)} for row in pipelines],
+            plots=[_schedule(*pair) for pair in enumerate(pipelines, start=1)],
             scalars={
-                f"bubble_fraction/{one['path']}": one["bubble_fraction"]
-                for one in found
+                f"bubble_fraction/{row['path']}": row["bubble_fraction"]
+                for row in pipelines
             },
         )
 
@@ -242,31 +243,30 @@ def _schedule(number: int, pipeline: Mapping[str, Any]) -> Plot:
 
 
 def _collectives(document: Document) -> Iterator[Section]:
-    found = document["collectives"]
+    collectives = document["collectives"]
     notes = ["There are none." if document["fits"] else "Not known of what is refused."]
-    if found:
-        total = bytes_text(sum(one["bytes"] for one in found))
+    if collectives:
+        total = bytes_text(sum(row["bytes"] for row in collectives))
         notes = [f"{total} in all; bytes are those of whole tensors of a group."]
-    if any(one["seconds"] == 0 and one["bytes"] for one in found):
+    if any(row["seconds"] == 0 and row["bytes"] for row in collectives):
         notes.append(
             "What takes no time stays within a chip: its cores exchange data through "
             "no link, and links alone are counted."
         )
-    sums: dict[tuple[str, str], float] = {}
-    for one in found:
-        key = (one["kind"], one["axis"] or "no axis")
-        sums[key] = sums.get(key, 0.0) + one["bytes"]
+    sums: collections.Counter[tuple[str, str]] = collections.Counter()
+    for row in collectives:
+        sums[row["kind"], row["axis"] or "no axis"] += row["bytes"]
     kinds = list(dict.fromkeys(kind for kind, _ in sums))
-    by_axis: dict[str, float] = {}
+    by_axis: collections.Counter[str] = collections.Counter()
     for (_, axis), size in sums.items():
-        by_axis[axis] = by_axis.get(axis, 0.0) + size
+        by_axis[axis] += size
     totals = _by_size(by_axis)
     yield Section(
         name="collectives",
         title="Collectives of a step",
         notes=notes,
         fields=("count", "bytes", "seconds", "kind", "axis", "layer"),
-        rows=found,
+        rows=collectives,
         brief=8,
         plots=list(
             _bars(
@@ -274,8 +274,7 @@ def _collectives(document: Document) -> Iterator[Section]:
                 "What collectives send along each mesh axis",
                 totals,
                 series={
-                    kind: [sums.get((kind, axis), 0.0) for axis, _ in totals]
-                    for kind in kinds
+                    kind: [sums[kind, axis] for axis, _ in totals] for kind in kinds
                 },
                 axis="bytes of whole tensors, a step",
             )
@@ -303,8 +302,8 @@ def _weight_updates(document: Document) -> Iterator[Section]:
     updates = document["weight_updates"]
     if updates is None:
         return
-    sharded = [one for one in updates["lines"] if not one["why"]]
-    left = [one for one in updates["lines"] if one["why"]]
+    sharded = [line for line in updates["lines"] if not line["why"]]
+    left = [line for line in updates["lines"] if line["why"]]
     sums = ("state_saved_bytes", "gathered_bytes", "gain_seconds")
     yield Section(
         name="updates",
@@ -315,7 +314,7 @@ def _weight_updates(document: Document) -> Iterator[Section]:
         brief=5,
         scalars={
             "weight_updates/sharded": len(sharded),
-            **{f"weight_updates/{x}": sum(one[x] for one in sharded) for x in sums},
+            **{f"weight_updates/{x}": sum(line[x] for line in sharded) for x in sums},
         },
     )
     if left:
@@ -323,26 +322,26 @@ def _weight_updates(document: Document) -> Iterator[Section]:
             name="left",
             title="Weight updates left alone",
             fields=("names", "shape", "why"),
-            rows=sorted(left, key=lambda one: -math.prod(one["shape"])),
+            rows=sorted(left, key=lambda line: -math.prod(line["shape"])),
             brief=3,
         )
 
 
 def _weights(document: Document) -> Iterator[Section]:
     weights, notes = document["weights"], []
-    if document["weights_bytes"] < sum(one["bytes"] for one in weights):
+    if document["weights_bytes"] < sum(row["bytes"] for row in weights):
         notes.append(
             "This is the plan's part, which a step computes with. Between steps a "
             "device has less of weights that are updated on shards: "
             f"{bytes_text(document['weights_bytes'])} in all."
         )
-    ordered = sorted(weights, key=lambda one: -one["bytes"])
+    ordered = sorted(weights, key=lambda row: -row["bytes"])
     drawn, rest = ordered[:_MOST_WEIGHTS], len(ordered[_MOST_WEIGHTS:])
     plot = Plot(
         name="weights",
         title="The dim of each weight that each mesh axis splits"
         + (f"; without the {rest} smallest" if rest else ""),
-        text="; ".join(f"{one['path']} {one['sharding']}" for one in drawn) + ".",
+        text="; ".join(f"{row['path']} {row['sharding']}" for row in drawn) + ".",
         kind="grid",
         figures={"weights": drawn, "mesh": document["mesh"]},
     )
@@ -358,15 +357,15 @@ def _weights(document: Document) -> Iterator[Section]:
 
 
 def _replicated(document: Document) -> Iterator[Section]:
-    found = document["replicated"]
-    total = bytes_text(sum(one["bytes"] for one in found))
-    note = f"{len(found)} tensors of state and batch, {total}."
+    tensors = document["replicated"]
+    total = bytes_text(sum(row["bytes"] for row in tensors))
+    note = f"{len(tensors)} tensors of state and batch, {total}."
     yield Section(
         name="replicated",
         title="What every device has in full",
-        notes=[note if found else "Nothing of state and batch."],
+        notes=[note if tensors else "Nothing of state and batch."],
         fields=("bytes", "name", "type", "why"),
-        rows=found,
+        rows=tensors,
         brief=3,
     )
 
@@ -399,11 +398,11 @@ def _bars(
     labels = labels or [bytes_text(size) for _, size in sizes]
     series = series or {"": [size for _, size in sizes]}
     names = [name for name, _ in sizes]
-    told = "; ".join(f"{bar} {label}" for bar, label in zip(names, labels, strict=True))
+    text = "; ".join(f"{bar} {label}" for bar, label in zip(names, labels, strict=True))
     yield Plot(
         name=name,
         title=title,
-        text=told + (f". Of {', '.join(series)}." if len(series) > 1 else "."),
+        text=text + (f". Of {', '.join(series)}." if len(series) > 1 else "."),
         kind="bars",
         figures={
             "names": names,
@@ -425,5 +424,5 @@ def _shares(sizes: Mapping[str, float], whole: float, field: str) -> list[dict]:
 
 def _by_size(parts: Mapping[str, float]) -> list[tuple[str, float]]:
     """Those that are not 0, largest first."""
-    ordered = sorted(parts.items(), key=lambda one: -one[1])
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
     return [(name, size) for name, size in ordered if size > 0]
