@@ -28,6 +28,7 @@ from meshwright.framework.compiler.repair.rewrites.fourier import (
 )
 from meshwright.framework.compiler.repair.rewrites.rolls import rotate
 from meshwright.framework.compiler.repair.rewrites.roundings import fold_roundings
+from meshwright.framework.compiler.repair.rewrites.selections import compute_once
 from meshwright.framework.compiler.repair.rewrites.slices import drop_noop_strides
 from meshwright.framework.compiler.repair.rewrites.tuples import flatten_tuples
 from meshwright.framework.compiler.stablehlo.constraints import (
@@ -82,6 +83,7 @@ def prepare(lowered: LoweredFunction, module, mesh: DeviceMesh) -> None:
     drop_noop_strides(module)
     crop_images(module)
     rotate(module)
+    compute_once(module)
 
 
 def write_for(
