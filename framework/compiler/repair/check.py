@@ -10,17 +10,18 @@ the layouts of others: hence the rounds. JAX lowers the last module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import jax
 import tensorflow as tf
 from absl import logging
 from jax.extend.mlir import ir
-from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler.hlo.completion import ending_early
 from meshwright.framework.compiler.hlo.out_of_memory import check_arguments_fit
 from meshwright.framework.compiler.lowering.lower import LoweredFunction, LoweringError
+from meshwright.framework.compiler.manual.divergence import divergent_ops
 from meshwright.framework.compiler.repair import looks
 from meshwright.framework.compiler.repair.convolutions import conv_layout
 from meshwright.framework.compiler.repair.convolutions.conv_rewrite import lay_out
@@ -69,6 +70,7 @@ from meshwright.framework.compiler.stablehlo.modules import (
 )
 from meshwright.framework.compiler.stablehlo.propagation import Propagated
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame, shape_of
+from meshwright.framework.compiler.stablehlo.tidy import inline_calls
 from meshwright.framework.compiler.xla import jax_bridge
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
@@ -82,7 +84,6 @@ Decision = tuple[Chosen, Repair]
 """A layout for an operation, and the changes that it makes."""
 _ROUNDS = 8
 _REMEDY = "Annotate these tensors so, or split their other dims"
-_INLINE = "builtin.module(inline,symbol-dce)"
 
 
 def lower_for_mesh(
@@ -120,7 +121,11 @@ def lower_for_mesh(
     device = jax_mesh(mesh, devices).devices.flat[0]
     check_arguments_fit(lowered, mesh, in_shardings, device)
 
-    def put(module: bytes, repairs: Iterable[Repair] = ()) -> MeshProgram:
+    def put(
+        module: bytes,
+        repairs: Iterable[Repair] = (),
+        divergent: Mapping[str, Collection[str]] = MappingProxyType({}),
+    ) -> MeshProgram:
         ready, call = jax_bridge.lower_for_mesh(
             lowered.name,
             module,
@@ -141,6 +146,7 @@ def lower_for_mesh(
             call=call,
             repairs=tuple(repairs),
             in_child=in_child,
+            divergent=divergent,
         )
 
     if mesh.size == 1:
@@ -159,7 +165,8 @@ def lower_for_mesh(
     with neutral_module(lowered) as module:
         prepare(lowered, module, mesh)
         # Two calls of the same function may be sharded differently.
-        PassManager.parse(_INLINE).run(module.operation)
+        inline_calls(module)
+        divergent = divergent_ops(module)
         repairs: dict[int, Repair] = {}
         if looks.number(module, _is_guarded):
             chosen, right, repairs = decided(blame, module, mesh, look)
@@ -169,7 +176,7 @@ def lower_for_mesh(
             looks.drop_numbers(module)
         write_for(lowered, module, mesh, partitioner)
         ready = bytecode(module)
-    return put(ready, repairs.values())
+    return put(ready, repairs.values(), divergent)
 
 
 def decided(

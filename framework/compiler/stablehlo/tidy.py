@@ -15,8 +15,8 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 _MAYBE_IDLE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
 
 
-def tidy(module: ir.Module) -> None:
-    """Inlines calls and drops no-ops, such as the copies that TF2XLA makes."""
+def inline_calls(module: ir.Module) -> None:
+    """Replaces all calls by what they call."""
     PassManager.parse("builtin.module(inline)").run(module.operation)
     symbols = ir.SymbolTable(module.operation)
     # The pass leaves the calls in conditions of loops.
@@ -25,6 +25,11 @@ def tidy(module: ir.Module) -> None:
             name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
             _inline(call, symbols[name].operation)
     PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
+
+
+def tidy(module: ir.Module) -> None:
+    """Inlines calls and drops no-ops, such as the copies that TF2XLA makes."""
+    inline_calls(module)
     for op in list(walk(module.operation)):
         if _is_idle(op):
             op.results[0].replace_all_uses_with(op.operands[0])
