@@ -91,6 +91,10 @@ def kept_by_an_automatic_loop(x):
     return tape.gradient(loss, x)
 
 
+def vectorized(x):
+    return tf.vectorized_map(lambda rows: out(tf.sin(into(rows))), x[None])
+
+
 @over_partitioners
 @pytest.mark.parametrize(
     "fn,message",
@@ -107,6 +111,7 @@ def kept_by_an_automatic_loop(x):
             kept_by_an_automatic_branch,
             "for the gradient of a loop or branch, recompute",
         ),
+        (vectorized, "vectorized_map and tape.jacobian cannot hold a manual region"),
         (place_outside, "uses a manual tensor together with an automatic one"),
         (annotated_by_a_manual_axis, "by mesh axis 'X', which is manual there"),
         (
