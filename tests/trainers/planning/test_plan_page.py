@@ -209,8 +209,8 @@ def test_what_does_not_fit_has_no_curves(planned):
     assert list(plots(document)) == ["breakdown", "weights"]
     page = plan_html.page(document)
     assert "does not fit: 1.91 MiB more than the" in page
-    assert "what does not fit has no time" in page
-    assert "Not known of what is refused." in page
+    assert "the program does not fit" in page
+    assert "Not known if refused." in page
     assert "To make it fit: " in page
 
 
@@ -336,7 +336,7 @@ def left_alone(number):
 
 
 UPDATES = """\
-Weight updates on shards
+Sharded weight updates
   weight updates (all): some of 11 sharded over X, Y, 1.23 GiB less state on
   each device.
   state saved  gathered  est. gain  weight  shape  format
@@ -352,7 +352,7 @@ Weight updates on shards
                                     [6, 1004, 16]  [6.1004:X.Y,16]
      4.00 MiB  2.00 MiB     400 us  2 more
 
-Weight updates left alone
+Weight updates left unsharded
   weight             shape          why
   theta.stack.w_903  [6, 1903, 16]  it would cost 903 us a step
   theta.stack.w_902  [6, 1902, 16]  it would cost 902 us a step
@@ -384,7 +384,7 @@ def test_weight_updates(planned):
 
 def test_what_a_device_has_between_steps(planned):
     document = planned("cpu").document
-    told = "Between steps a device has less of weights that are updated on shards: "
+    told = "Between steps a device holds less of weights that are updated on shards: "
     assert told not in plan_html.page(document)
     less = document | {"weights_bytes": document["weights_bytes"] - 512}
-    assert f"{told}5.00 KiB in all." in plan_html.page(less)
+    assert f"{told}5.00 KiB in total." in plan_html.page(less)

@@ -98,7 +98,7 @@ def test_on_a_pod_bubbles_and_recomputation_have_their_share(planned):
     page = plan_html.page(document)
     assert f"5 20.0% {1e6 * bubbles:.0f} us stack 2 stages x 4 microbatches" in lines
     for what, took in (("in bubbles", bubbles), ("recomputed", again)):
-        cells = (f"{1e6 * took:.0f} us", f"{took / step:.1%}", f"of all this {what}")
+        cells = (f"{1e6 * took:.0f} us", f"{took / step:.1%}", f"of which {what}")
         assert " ".join(cells) in lines
         time, share, name = (re.escape(cell) for cell in cells)
         assert re.search(rf"<td[^>]*>{time}</td><td[^>]*>{share}</td><td>{name}<", page)

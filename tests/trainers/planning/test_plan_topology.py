@@ -75,7 +75,7 @@ def test_on_the_cpu_mesh(tmp_path, capsys):
     assert found["fits"] and found["step_seconds"] is None
     assert found["flops_utilization"] is None
     check_memory(found)
-    assert "\nWhat takes most at the peak\n" in out
+    assert "\nLargest buffers at the peak\n" in out
     by_axis = {(one["kind"], one["axis"]) for one in found["collectives"]}
     assert ("all-gather", "X") in by_axis
     # Each layer gathers: the loop over them counts.
@@ -175,13 +175,13 @@ def test_what_the_compiler_refuses_is_told_with_what_takes_most(
     assert re.match(start, found["refusal"])
     assert "\n  does not fit: " in out
     assert " more than the 16.0 KiB of a device\n" in out
-    _, table = out.split("\nWhat takes most at the peak\n")
+    _, table = out.split("\nLargest buffers at the peak\n")
     table = " ".join(table.split("\n\n")[0].split())
     for buffer in found["buffers"][:3]:
         cells = (buffer[name] for name in ("kind", "type", "name", "source"))
         assert " ".join(cells) in table
     assert f"To make it fit: {REMEDY}." in " ".join(out.split())
-    assert "There is no estimate: what does not fit has no time." in out
+    assert "There is no estimate: the program does not fit." in out
 
 
 def test_what_gaps_alone_make_too_large(
