@@ -122,7 +122,7 @@ def test_a_device_order_is_written_down(small):
         assert text.endswith(row.bindings()[-1] + "\n")
         lines = search_text.table(where, changed).splitlines()
         assert lines[1].startswith(" +")
-        assert "+ in another device order than the trainer's own" in lines
+        assert "+ in a device order other than the trainer's" in lines
         lines = search_text.table(where, found(where)).splitlines()
         own = "* as configured" + ("" if where is small else DROPPED)
         assert own in lines
