@@ -121,7 +121,7 @@ def test_a_planted_pickle_would_be_seen(tmp_path, monkeypatch):
     ("line", "message"),
     [
         ("import os", "`import os` is for modules that register classes"),
-        ("from os import path", "none of Python's own does: take it out"),
+        ("from os import path", "no standard module does: take it out"),
         ("import webbrowser as w", "`import webbrowser as w` is for modules"),
         (
             "from __gin__ import dynamic_registration",

@@ -72,7 +72,7 @@ def compiled(monkeypatch):
         (["Experiment.sed = 1"], r"'Experiment' .*'sed'(.|\n)*Did you mean seed"),
         (
             ["Experiment.not_finite = SKIP"],
-            "'SKIP' is no value: quote a text, write",
+            "'SKIP' is no value: quote a string, write",
         ),
         (["Experiment.not_finite = %NotFinite.SKIPP"], "mean %NotFinite.SKIP"),
         (["Adafactor.beta1 = 0.5"], "Adafactor.beta1 = 0.5\n.*built no Adafactor"),
