@@ -32,9 +32,9 @@ PARAMS = pathlib.Path(__file__).parents[2] / "params"
 
 DTYPES = ("float32", "bfloat16", "float16")
 """TensorFlow's dtypes that are constants of gin files."""
-# Of a configuration; shipped ones have a hundred references and ten files at most.
-# Where each macro names the next twice, or each file includes the next twice, twenty
-# make a million.
+# Limits of a configuration; shipped configurations have a hundred references and ten
+# files at most. Where each macro names the next twice, or each file includes the next
+# twice, twenty make a million.
 _MOST_REFERENCES = 10_000
 _MOST_FILES = 1000
 _T = TypeVar("_T")
@@ -88,7 +88,7 @@ def load(
     set aside: they need not take effect.
 
     Args:
-      gin_files: as for `find_gin_file`; later ones override earlier ones.
+      gin_files: as for `find_gin_file`; later files override earlier files.
       gin_params: bindings such as `"Adam.beta1 = 0.8"`, which override the files'.
 
     Raises:

@@ -68,13 +68,13 @@ class StateLayout:
         """Nested map of `tf.TensorSpec`: the arrays' shapes."""
         return self.forms.map(lambda form: tf.TensorSpec(form.stored_shape, form.dtype))
 
-    def same_arrays(self, other: StateLayout) -> bool:
-        """Whether the arrays are those of `other` too, without any conversion."""
-        pairs = zip(self.forms.leaves(), other.forms.leaves(), strict=True)
+    def same_arrays(self, layout: StateLayout) -> bool:
+        """Whether the arrays are those of `layout` too, without any conversion."""
+        pairs = zip(self.forms.leaves(), layout.forms.leaves(), strict=True)
         return all(_same_array(form, target) for form, target in pairs)
 
-    def onto(self, other: StateLayout) -> NestedMap:
-        """The forms from which a program converts to `other`.
+    def onto(self, layout: StateLayout) -> NestedMap:
+        """The forms from which a program converts to `layout`.
 
         Leaves that are held so already are not combined, padded or resharded.
         """
@@ -82,7 +82,7 @@ class StateLayout:
             lambda form, target: (
                 _plain(form) if form.is_logical and _same_array(form, target) else form
             ),
-            other.forms,
+            layout.forms,
         )
 
 
