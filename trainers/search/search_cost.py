@@ -105,7 +105,7 @@ def bytes_passed(experiment: Experiment, recomputed: float) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Use:
-    """How a device uses a weight in a step.
+    """A device's use of a weight in a step.
 
     Args:
       stacked: the number of layers whose weights it stacks; experts are of one layer.
