@@ -66,8 +66,8 @@ def annotated_by_a_manual_axis(x):
 
 
 def constant_summed_along_an_automatic_axis(x):
-    one = collectives.all_reduce(tf.ones([4, 16]), MESH, "Y")
-    return out(into(x, manual_axes=["X"]) * one, manual_axes=["X"])
+    summed = collectives.all_reduce(tf.ones([4, 16]), MESH, "Y")
+    return out(into(x, manual_axes=["X"]) * summed, manual_axes=["X"])
 
 
 def kept_by_an_automatic_branch(x):
