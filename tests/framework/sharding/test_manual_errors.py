@@ -92,7 +92,7 @@ def kept_by_an_automatic_loop(x):
 
 
 def vectorized(x):
-    return tf.vectorized_map(lambda rows: out(tf.sin(into(rows))), x[None])
+    return tf.vectorized_map(lambda rows: out(tf.sin(into(rows))), tf.stack([x, x]))
 
 
 @over_partitioners
