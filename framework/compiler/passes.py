@@ -10,14 +10,10 @@ from meshwright.framework.compiler.lowering.errors import unknown_size
 from meshwright.framework.compiler.partial.carry import carry_partial_sums
 from meshwright.framework.compiler.repair.check import repair
 from meshwright.framework.compiler.stablehlo.constraints import refuse_foreign
-from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.module import Module, Written
 from meshwright.framework.compiler.stablehlo.precision import propagate_precision
 from meshwright.framework.compiler.stablehlo.tidy import tidy
-from meshwright.framework.compiler.stablehlo.written import (
-    Written,
-    make_splittable,
-    write_for,
-)
+from meshwright.framework.compiler.stablehlo.written import make_splittable, write_for
 from meshwright.framework.compiler.weight_update_sharding.shard import (
     UpdateSharding,
     shard_weight_updates,
@@ -58,11 +54,13 @@ def run_passes(
         # Each device updates a part of the weights (Xu et al. 2020).
         if update_sharding is not None:
             shard_weight_updates(module, update_sharding, target.devices)
-        # Ops that XLA cannot split, or splits badly, become others.
+        # What XLA cannot split, or splits badly, becomes other ops: empty tensors,
+        # roundings, strides, cropped images, rolls.
         make_splittable(module.write())
-        # Ops that XLA would get wrong as they are sharded are laid out differently.
+        # Ops that XLA gets wrong as they are sharded, such as some convolutions, are
+        # laid out differently.
         repair(module, target, strict=strict)
-        # Manual regions and annotations, as the partitioner reads them.
+        # Manual regions and annotations are written as the partitioner reads them.
         write_for(module.blame, module.write(), module.mesh, target.partitioner)
         return module.written()
 

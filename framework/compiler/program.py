@@ -23,8 +23,7 @@ from meshwright.framework.compiler.lowering.lower import argument_specs, lower
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.passes import run_passes
 from meshwright.framework.compiler.repair.repaired import Repair
-from meshwright.framework.compiler.stablehlo.module import Module
-from meshwright.framework.compiler.stablehlo.written import Written
+from meshwright.framework.compiler.stablehlo.module import Module, Written
 from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.compiler.xla import standstill

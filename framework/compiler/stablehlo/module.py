@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.lowering.lower import LoweredFunction
+from meshwright.framework.compiler.lowering.lower import LoweredFunction, Signature
+from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule, complete
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
-from meshwright.framework.compiler.stablehlo.written import Written, bytecode
+from meshwright.framework.compiler.stablehlo.written import bytecode
+from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.xla.jax_bridge import ir_context, stable_hlo_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Written:
+    """A program as its partitioner reads it, in no MLIR context: for any thread.
+
+    Args:
+      signature: its name, the structure of its arguments and its result, and sources.
+      stable_hlo: MLIR bytecode.
+      mesh: the device mesh.
+      in_forms: for each leaf of the arguments its stored form; None: left to
+        completion.
+      out_forms: the same for the result.
+      updates: what was decided on weight updates; None: not requested.
+      repairs: what was laid out otherwise than completion chose.
+    """
+
+    signature: Signature
+    stable_hlo: bytes
+    mesh: DeviceMesh
+    in_forms: Sequence[StoredForm | None]
+    out_forms: Sequence[StoredForm | None]
+    updates: UpdateReport | None = None
+    repairs: tuple[Repair, ...] = ()
 
 
 class Module:
@@ -52,8 +78,8 @@ class Module:
         self.mesh = mesh
         self.in_forms = list(in_forms or [])
         self.out_forms = list(out_forms or [])
-        self.updates: Any = None
-        self.repairs: tuple = ()
+        self.updates: UpdateReport | None = None
+        self.repairs: tuple[Repair, ...] = ()
         self._completed: CompletedModule | None = None
         self._context = ir_context()
         with self.opened():

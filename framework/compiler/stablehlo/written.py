@@ -9,14 +9,11 @@ GSPMD they stay.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.lowering.lower import Signature
 from meshwright.framework.compiler.repair.rewrites.branches import (
     open_results_in_regions,
 )
@@ -40,33 +37,8 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from meshwright.framework.sharding.stored_form import StoredForm
 
 _SHARDING = "sdy.sharding"
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Written:
-    """A program as its partitioner reads it, in no MLIR context: for any thread.
-
-    Args:
-      signature: its name, the structure of its arguments and its result, and sources.
-      stable_hlo: MLIR bytecode.
-      mesh: the device mesh.
-      in_forms: for each leaf of the arguments its stored form; None: left to
-        completion.
-      out_forms: the same for the result.
-      updates: what was decided on weight updates (`UpdateReport`); None: not requested.
-      repairs: what was laid out otherwise than completion chose (`repair.repaired`).
-    """
-
-    signature: Signature
-    stable_hlo: bytes
-    mesh: DeviceMesh
-    in_forms: Sequence[StoredForm | None]
-    out_forms: Sequence[StoredForm | None]
-    updates: Any = None
-    repairs: tuple = ()
 
 
 def make_splittable(module: ir.Operation) -> None:

@@ -26,7 +26,7 @@ from meshwright.framework.compiler.lowering.errors import (
     of_xla,
 )
 from meshwright.framework.compiler.lowering.lower import Signature
-from meshwright.framework.compiler.stablehlo.written import Written
+from meshwright.framework.compiler.stablehlo.module import Written
 from meshwright.framework.compiler.xla import jax_bridge
 from meshwright.framework.compiler.xla.child import ChildEnded
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
