@@ -19,22 +19,19 @@ from meshwright.framework.compiler.boundary.borders import (
 )
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.report import Collective, collectives_of
-from meshwright.framework.compiler.lowering.lower import (
-    LoweredFunction,
-    argument_specs,
-    lower,
-)
+from meshwright.framework.compiler.lowering.lower import argument_specs, lower
 from meshwright.framework.compiler.lowering.sources import Sources
-from meshwright.framework.compiler.partial.carry import carry_pending
-from meshwright.framework.compiler.repair import check
+from meshwright.framework.compiler.passes import run_passes
 from meshwright.framework.compiler.repair.repaired import Repair
+from meshwright.framework.compiler.stablehlo.module import Module, Written
 from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
-from meshwright.framework.compiler.weight_update_sharding.shard import (
-    UpdateSharding,
-    shard_weight_updates,
-)
+from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.compiler.xla import standstill
-from meshwright.framework.compiler.xla.mesh_program import MeshProgram
+from meshwright.framework.compiler.xla.mesh_program import (
+    MeshProgram,
+    Target,
+    put_on_mesh,
+)
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child, to_host
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -61,53 +58,43 @@ class Program:
     """One compiled SPMD program; made by `compile_program`.
 
     Args:
-      lowered: the TF function's program for one giant device.
+      written: the program, written for its partitioner.
+      target: what it was compiled by, and for.
       unpartitioned: the program on the mesh.
       compiled: the program, partitioned.
-      partitioner: the partitioner that completed it.
-      in_forms: for each leaf of the arguments its stored form; None: left to
-        completion.
-      out_forms: the same for the result.
-      can_run: whether its devices are here, not a topology's.
-      donate: numbers of the leaves whose buffers the results may take over.
-      updates: what was decided on weight updates; None: not requested.
     """
 
     def __init__(
         self,
         *,
-        lowered: LoweredFunction,
+        written: Written,
+        target: Target,
         unpartitioned: MeshProgram,
         compiled: jax.stages.Compiled,
-        partitioner: Partitioner,
-        in_forms: Sequence[StoredForm | None],
-        out_forms: Sequence[StoredForm | None],
-        can_run: bool,
-        donate: Sequence[int] = (),
-        updates: UpdateReport | None = None,
     ):
         self.unpartitioned = unpartitioned
         self.mesh: DeviceMesh = unpartitioned.mesh
-        self.partitioner = partitioner
-        self.can_run = can_run
-        self.updates = updates
-        self._lowered = lowered
+        self.partitioner = target.partitioner
+        # The devices of a topology are not here.
+        self.can_run = target.devices is None
+        self.updates: UpdateReport | None = written.updates
+        self._signature = written.signature
         self._compiled = compiled
-        self._in_forms = in_forms
-        self._out_forms = out_forms
+        self._in_forms = written.in_forms
+        self._out_forms = written.out_forms
         self.arguments = Arguments(
-            lowered.name,
-            lowered.inputs,
-            forms=in_forms,
+            self.name,
+            self.inputs,
+            forms=self._in_forms,
             shardings=jax.tree.leaves(compiled.input_shardings[0]),
-            can_run=can_run,
-            donated=donate,
+            can_run=self.can_run,
+            donated=target.donate,
         )
         self._calls = standstill.calls_of(self)
 
     def __repr__(self) -> str:
         by = self.partitioner.value
-        return f"<Program {self._lowered.name!r} for the mesh ({self.mesh}), by {by}>"
+        return f"<Program {self._signature.name!r} for the mesh ({self.mesh}), by {by}>"
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program.
@@ -135,7 +122,7 @@ class Program:
         except ValueError:
             self.arguments.check_shardings(flat)
             raise
-        return tf.nest.pack_sequence_as(self._lowered.outputs, list(out))
+        return tf.nest.pack_sequence_as(self._signature.outputs, list(out))
 
     def shard(self, *args: Any) -> Any:
         """Puts host arrays of logical shape onto the mesh, as this program takes them.
@@ -159,23 +146,23 @@ class Program:
         Raises:
           ValueError: it has another structure than the program's result.
         """
-        check_structure(self.name, "its results", self._lowered.outputs, outputs)
+        check_structure(self.name, "its results", self._signature.outputs, outputs)
         flat = [
             to_host(leaf) if form is None else form.unpad(to_host(leaf))
             for leaf, form in zip(
                 tf.nest.flatten(outputs), self._out_forms, strict=True
             )
         ]
-        return tf.nest.pack_sequence_as(self._lowered.outputs, flat)
+        return tf.nest.pack_sequence_as(self._signature.outputs, flat)
 
     @property
     def name(self) -> str:
-        return self._lowered.name
+        return self._signature.name
 
     @property
     def sources(self) -> Sources:
         """Where the program's ops come from."""
-        return self._lowered.sources
+        return self._signature.sources
 
     @property
     def in_shardings(self) -> list[Sharding | None]:
@@ -190,12 +177,12 @@ class Program:
     @property
     def inputs(self) -> Any:
         """The arguments: a tuple of nests of `tf.TensorSpec`, in stored form."""
-        return self._lowered.inputs
+        return self._signature.inputs
 
     @property
     def outputs(self) -> Any:
         """The result: a nest of `tf.TensorSpec`, in stored form."""
-        return self._lowered.outputs
+        return self._signature.outputs
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
@@ -225,72 +212,42 @@ class Program:
         return dict(self._compiled.cost_analysis() or {})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TracedProgram:
-    """A TF function lowered and ready to be partitioned; made by `trace_program`.
+    """A TF function, ready to be partitioned; made by `trace_program`.
 
     Args:
-      lowered: the function.
-      mesh: the device mesh.
-      in_forms: for each leaf of the arguments its stored form; None: left to
-        completion.
-      out_forms: the same for the result.
-      donate: numbers of the leaves whose buffers the results may take over.
-      partitioner: Shardy or GSPMD.
-      devices: those of a topology, or None.
-      updates: what was decided on weight updates; None: not requested.
-      strict: refuse a program rather than repair it at a cost.
-      in_child: have XLA compile in a child process.
+      written: the program, written for its partitioner.
+      target: what it is compiled by, and for.
     """
 
-    lowered: LoweredFunction
-    mesh: DeviceMesh
-    in_forms: Sequence[StoredForm | None]
-    out_forms: Sequence[StoredForm | None]
-    donate: Sequence[int]
-    partitioner: Partitioner
-    devices: Sequence[jax.Device] | None = None
-    updates: UpdateReport | None = None
-    strict: bool = False
-    in_child: bool = False
+    written: Written
+    target: Target
+
+    @property
+    def updates(self) -> UpdateReport | None:
+        """What was decided on weight updates; None: not requested."""
+        return self.written.updates
 
     def forms(self, argument: int) -> Any:
         """The stored forms of an argument, as a nest of its structure."""
-        inputs = self.lowered.inputs
-        packed = tf.nest.pack_sequence_as(inputs, list(self.in_forms))
+        inputs = self.written.signature.inputs
+        packed = tf.nest.pack_sequence_as(inputs, list(self.written.in_forms))
         return packed[argument]
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Program:
         """Partitions and compiles; see `compile_program`."""
-        unpartitioned = self._for_mesh()
+        unpartitioned = put_on_mesh(self.written, self.target)
         return Program(
-            lowered=self.lowered,
+            written=self.written,
+            target=self.target,
             unpartitioned=unpartitioned,
             compiled=unpartitioned.compile(compiler_options),
-            partitioner=self.partitioner,
-            in_forms=self.in_forms,
-            out_forms=self.out_forms,
-            can_run=self.devices is None,
-            donate=self.donate,
-            updates=self.updates,
         )
 
     def export(self, platforms: Sequence[str]) -> bytes:
         """The program, unpartitioned, for other machines; see `MeshProgram.export`."""
-        return self._for_mesh().export(platforms)
-
-    def _for_mesh(self) -> MeshProgram:
-        return check.lower_for_mesh(
-            self.lowered,
-            self.mesh,
-            in_shardings=[form and form.border for form in self.in_forms],
-            out_shardings=[form and form.border for form in self.out_forms],
-            donate=self.donate,
-            partitioner=self.partitioner,
-            devices=self.devices,
-            strict=self.strict,
-            in_child=self.in_child,
-        )
+        return put_on_mesh(self.written, self.target).export(platforms)
 
 
 def compile_program(
@@ -395,28 +352,12 @@ def trace_program(
         )
 
     lowered = lower(stored_fn, stored_args, name=name, strict=strict)
-    lowered = carry_pending(
-        lowered,
-        mesh,
-        in_shardings=[form and form.border for form in in_forms],
-        out_shardings=[form and form.border for form in out_forms],
-    )
-    updates = None
-    if update_sharding is not None:
-        sharded = shard_weight_updates(
-            lowered, mesh, in_forms, out_forms, update_sharding, devices
-        )
-        lowered, updates = sharded.lowered, sharded.report
-        in_forms, out_forms = sharded.in_forms, sharded.out_forms
-    return TracedProgram(
-        lowered=lowered,
-        mesh=mesh,
-        in_forms=in_forms,
-        out_forms=out_forms,
-        donate=flat_numbers(args, donate),
+    target = Target(
         partitioner=partitioner,
         devices=devices,
-        updates=updates,
-        strict=strict,
+        donate=flat_numbers(args, donate),
         in_child=in_child,
     )
+    module = Module(lowered, mesh, in_forms=in_forms, out_forms=out_forms)
+    written = run_passes(module, target, update_sharding=update_sharding, strict=strict)
+    return TracedProgram(written, target)

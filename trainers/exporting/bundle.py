@@ -153,12 +153,12 @@ def _export_programs(
     for name, (program, inputs, outputs) in boundary.items():
         start = time.perf_counter()
         artifact = program.export(platforms)
-        given = program.lowered
+        given = program.written
         programs[name] = {
             **_write(folder, f"programs/{name}.jax_export", artifact),
-            "donated": list(program.donate),
-            "inputs": _leaves(inputs, given.inputs, program.in_forms),
-            "outputs": _leaves(outputs, (given.outputs,), program.out_forms),
+            "donated": list(program.target.donate),
+            "inputs": _leaves(inputs, given.signature.inputs, given.in_forms),
+            "outputs": _leaves(outputs, (given.signature.outputs,), given.out_forms),
         }
         log.info(
             "%s: %.1f MB in %.0f s",

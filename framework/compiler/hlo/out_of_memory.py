@@ -16,7 +16,7 @@ from meshwright.framework.compiler.hlo.memory import (
     Kind,
     MemoryTimeline,
 )
-from meshwright.framework.compiler.lowering.lower import LoweredFunction, LoweringError
+from meshwright.framework.compiler.lowering.lower import LoweringError, Signature
 from meshwright.framework.devices.hardware import tpu_kind_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -129,16 +129,14 @@ def parse_refusal(message: str) -> Refusal | None:
     return None
 
 
-def allocations_of(
-    timeline: MemoryTimeline, function: LoweredFunction
-) -> list[Allocation]:
+def allocations_of(timeline: MemoryTimeline, signature: Signature) -> list[Allocation]:
     """What is alive at the peak of a program, largest first."""
-    paths = _paths(function)
+    paths = _paths(signature)
     return [_allocation(buffer, paths) for buffer in timeline.at_peak]
 
 
 def check_arguments_fit(
-    function: LoweredFunction,
+    signature: Signature,
     mesh: DeviceMesh,
     shardings: Sequence[Sharding | None],
     device: jax.Device,
@@ -149,7 +147,7 @@ def check_arguments_fit(
     compiler does not count: the compiler would refuse every program that this does.
 
     Args:
-      function: the program; its arguments in stored form.
+      signature: the program's; its arguments in stored form.
       mesh: the device mesh.
       shardings: of the arguments' leaves; None if left to completion.
       device: one that the program is for; all but TPUs are taken to be large enough.
@@ -160,16 +158,16 @@ def check_arguments_fit(
     kind = tpu_kind_of(device)
     if kind is None:
         return
-    specs = tf.nest.flatten(function.inputs)
+    paths, specs = _paths(signature), tf.nest.flatten(signature.inputs)
     arguments = [
         _argument(path, spec, sharding, mesh)
-        for path, spec, sharding in zip(_paths(function), specs, shardings, strict=True)
+        for path, spec, sharding in zip(paths, specs, shardings, strict=True)
     ]
     needed = sum(argument.bytes for argument in arguments)
     if needed > kind.memory:
         arguments.sort(key=lambda argument: -argument.bytes)
         refusal = Refusal(needed=needed, available=kind.memory)
-        raise OutOfMemoryError(function.name, refusal, arguments)
+        raise OutOfMemoryError(signature.name, refusal, arguments)
 
 
 def _argument(
@@ -200,8 +198,8 @@ def _allocation(buffer: Buffer, paths: Sequence[str]) -> Allocation:
     )
 
 
-def _paths(function: LoweredFunction) -> list[str]:
-    leaves = nest.flatten_with_joined_string_paths(function.inputs, separator=".")
+def _paths(signature: Signature) -> list[str]:
+    leaves = nest.flatten_with_joined_string_paths(signature.inputs, separator=".")
     return [path for path, _ in leaves]
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.compiler.xla.service import hlo_pb2
 
-MAKER = "set-dimension-size"
-"""The opcode that every such size begins with."""
+_MAKER = "set-dimension-size"  # Every such size begins with this opcode.
 
 
 def result_shapes(module: hlo_pb2.HloModuleProto) -> list[xla_data_pb2.ShapeProto]:
@@ -40,6 +39,8 @@ def maker_of_result(module: hlo_pb2.HloModuleProto, number: int) -> str:
 
 def first_maker(module: hlo_pb2.HloModuleProto) -> str | None:
     """The name of an op that makes an unknown size on which the results depend."""
+    if not any(i.opcode == _MAKER for c in module.computations for i in c.instructions):
+        return None
     for computation in _used(module):
         by_id = {i.id: i for i in computation.instructions}
         for instruction in _alive(computation, by_id):

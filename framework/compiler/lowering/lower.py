@@ -21,7 +21,6 @@ from meshwright.framework.compiler.lowering.captures import (
 )
 from meshwright.framework.compiler.lowering.constant_sizes import fold_clamps
 from meshwright.framework.compiler.lowering.dynamic_sizes import (
-    MAKER,
     first_maker,
     is_dynamic,
     maker_of_result,
@@ -47,25 +46,34 @@ _LIST_WRITE, _GROWS = "TensorListSetItem", "resize_if_index_out_of_bounds"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LoweredFunction:
-    """An unpartitioned XLA program and the structure of its inputs and outputs.
+class Signature:
+    """What a program is called, takes and returns, and where its ops come from.
 
     Args:
       name: for messages and profiles.
-      hlo: serialized HLO module; annotations are `Sharding` custom calls in it.
       inputs: the arguments, a tuple of nests of `tf.TensorSpec`.
       outputs: the result, a nest of `tf.TensorSpec`.
       sources: where its ops come from.
-      rewritten: the StableHLO bytecode that took the place of `hlo`, or None.
-      unknown_size: name of an op that makes a size which depends on values, or None.
     """
 
     name: str
-    hlo: bytes
     inputs: tuple
     outputs: Any
     sources: Sources
-    rewritten: bytes | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoweredFunction:
+    """An unpartitioned XLA program as TF2XLA makes it.
+
+    Args:
+      signature: its name, the structure of its arguments and its result, and sources.
+      hlo: serialized HLO module; annotations are `Sharding` custom calls in it.
+      unknown_size: name of an op that makes a size which depends on values, or None.
+    """
+
+    signature: Signature
+    hlo: bytes
     unknown_size: str | None = None
 
 
@@ -123,8 +131,8 @@ def lower(
     _check_no_large_constants(name, module)
     specs = _result_specs(name, concrete, outputs, module, sources)
     outputs = tf.nest.pack_sequence_as(outputs, specs)
-    unknown = first_maker(module) if MAKER.encode() in hlo else None
-    return LoweredFunction(name, hlo, args, outputs, sources, unknown_size=unknown)
+    signature = Signature(name, args, outputs, sources)
+    return LoweredFunction(signature, hlo, unknown_size=first_maker(module))
 
 
 def _hlo(ir: Callable[..., bytes]) -> bytes:

@@ -10,53 +10,28 @@ backwards").
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-
-from meshwright.framework.compiler.lowering.lower import LoweredFunction
 from meshwright.framework.compiler.partial.assignment import PartialAssignment
 from meshwright.framework.compiler.partial.regions import refuse_in_regions
 from meshwright.framework.compiler.partial.write_parts import write_parts
-from meshwright.framework.compiler.stablehlo.completed import completed_module
-from meshwright.framework.compiler.stablehlo.modules import bytecode
-from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
+from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.stable_hlo import placeholder_of, walk
 from meshwright.framework.sharding.annotations import TYPED
-from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.placeholders import PREFIX
-from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import RESHARD
 
 
-def has_types(lowered: LoweredFunction) -> bool:
-    """Whether a function has typed annotations."""
-    return any(f"{PREFIX}{kind}".encode() in lowered.hlo for kind in (TYPED, RESHARD))
-
-
-def carry_pending(
-    lowered: LoweredFunction,
-    mesh: DeviceMesh,
-    *,
-    in_shardings: Sequence[Sharding | None],
-    out_shardings: Sequence[Sharding | None],
-) -> LoweredFunction:
-    """The function with its typed annotations written out, for either partitioner.
-
-    Args:
-      lowered: the function.
-      mesh: the mesh to compile for.
-      in_shardings, out_shardings: for the leaves of its arguments and its result.
+def carry_partial_sums(module: Module) -> None:
+    """Writes a module's typed annotations out, for either partitioner.
 
     Raises:
       LoweringError: a partial sum meets an op that is not linear in it, or leaves the
         program; or no sum is unreduced where an annotation says so, or none can be, as
         in a manual region.
     """
-    if not has_types(lowered):
-        return lowered
-    with completed_module(
-        lowered, mesh, in_shardings=in_shardings, out_shardings=out_shardings
-    ) as completed:
-        blame = Blame(lowered.name, lowered.sources)
-        refuse_in_regions(completed.main, mesh, blame)
-        write_parts(completed, PartialAssignment(completed, blame))
-        return dataclasses.replace(lowered, rewritten=bytecode(completed.module))
+    placeholders = map(placeholder_of, walk(module.operation))
+    if not any(p is not None and p.kind in (TYPED, RESHARD) for p in placeholders):
+        return
+    completed = module.completed()
+    refuse_in_regions(completed.main, module.mesh, module.blame)
+    assignment = PartialAssignment(completed, module.blame)
+    module.write()
+    write_parts(completed, assignment)

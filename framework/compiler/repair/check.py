@@ -1,27 +1,22 @@
-"""Lowers a program for a mesh so that XLA partitions it correctly.
+"""The pass that lays a program out so that XLA partitions it correctly.
 
 The shardings of an operation's tensors are known only after propagation. So a program
 is completed beforehand (`looks`). Where an operation is sharded as a row of the table
 of faults says (`faults`), or a convolution so that XLA would add up too much
 (`conv_layout`), a copy of the program's module is written with that operation laid out
 differently, and examined again. Its layout then stays, but propagation may change
-the layouts of others: hence the rounds. JAX lowers the last module.
+the layouts of others: hence the rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import jax
-import tensorflow as tf
 from absl import logging
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.hlo.completion import ending_early
-from meshwright.framework.compiler.hlo.out_of_memory import check_arguments_fit
-from meshwright.framework.compiler.lowering.lower import LoweredFunction, LoweringError
-from meshwright.framework.compiler.manual.divergence import divergent_ops
+from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.repair import looks
 from meshwright.framework.compiler.repair.convolutions import conv_layout
 from meshwright.framework.compiler.repair.convolutions.conv_rewrite import lay_out
@@ -60,23 +55,14 @@ from meshwright.framework.compiler.repair.table.patterns import (
 )
 from meshwright.framework.compiler.repair.table.product_patterns import may_regroup
 from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
-from meshwright.framework.compiler.stablehlo.modules import (
-    bytecode,
-    neutral_module,
-    prepare,
-    stable_hlo,
-    write_borders,
-    write_for,
-)
+from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.compiler.stablehlo.propagation import Propagated
-from meshwright.framework.compiler.stablehlo.stable_hlo import Blame, shape_of
-from meshwright.framework.compiler.stablehlo.tidy import inline_calls
+from meshwright.framework.compiler.stablehlo.stable_hlo import Blame, shape_of, walk
+from meshwright.framework.compiler.stablehlo.written import write_borders, write_for
 from meshwright.framework.compiler.xla import jax_bridge
-from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
-from meshwright.framework.compiler.xla.mesh_program import MeshProgram
+from meshwright.framework.compiler.xla.mesh_program import Target, put_on_mesh
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.sharding import Sharding
 
 PRESENT = [fault for fault in FAULTS if fault.is_in(jax_bridge.JAXLIB)]
 GUARDED = frozenset(name for fault in PRESENT for name in fault.ops)
@@ -86,102 +72,45 @@ _ROUNDS = 8
 _REMEDY = "Annotate these tensors so, or split their other dims"
 
 
-def lower_for_mesh(
-    lowered: LoweredFunction,
-    mesh: DeviceMesh,
-    *,
-    in_shardings: Sequence[Sharding | None],
-    out_shardings: Sequence[Sharding | None],
-    donate: Sequence[int],
-    partitioner: Partitioner,
-    devices: Sequence[jax.Device] | None = None,
-    strict: bool = False,
-    in_child: bool = False,
-) -> MeshProgram:
-    """Like `jax_bridge.lower_for_mesh`, with layouts that XLA partitions correctly.
+def repair(module: Module, target: Target, *, strict: bool = False) -> None:
+    """Lays operations out so that XLA partitions them correctly.
 
     Args:
-      lowered: the function.
-      mesh: the device mesh.
-      in_shardings, out_shardings, donate, partitioner, devices: see
-        `jax_bridge.lower_for_mesh`.
+      module: a module that XLA can split; it is not written for a partitioner yet.
+      target: what it is compiled by, and for.
       strict: refuse a program rather than repair it at a cost.
-      in_child: have XLA compile it in a child process.
-
-    Returns:
-      The program; its `repairs` say what was laid out differently.
 
     Raises:
-      LoweringError: for that function's reasons; an operation cannot be laid out, such
-        as a convolution in a manual region; or a repair costs communication and
+      LoweringError: an annotation cannot be honoured; an operation cannot be laid out,
+        such as a convolution in a manual region; or a repair costs communication and
         `strict` forbids it.
-      OutOfMemoryError: the arguments alone do not fit into the devices' memory.
     """
-    borders = {"in_shardings": in_shardings, "out_shardings": out_shardings}
-    device = jax_mesh(mesh, devices).devices.flat[0]
-    check_arguments_fit(lowered, mesh, in_shardings, device)
+    blame, mesh, partitioner = module.blame, module.mesh, target.partitioner
+    if mesh.size == 1 or not any(map(_is_guarded, walk(module.operation))):
+        return
 
-    def put(
-        module: bytes,
-        repairs: Iterable[Repair] = (),
-        divergent: Mapping[str, Collection[str]] = MappingProxyType({}),
-    ) -> MeshProgram:
-        ready, call = jax_bridge.lower_for_mesh(
-            lowered.name,
-            module,
-            mesh,
-            inputs=tf.nest.flatten(lowered.inputs),
-            outputs=tf.nest.flatten(lowered.outputs),
-            **borders,
-            donate=donate,
-            partitioner=partitioner,
-            devices=devices,
-        )
-        return MeshProgram(
-            lowered.name,
-            mesh,
-            ready,
-            partitioner,
-            function=lowered,
-            call=call,
-            repairs=tuple(repairs),
-            in_child=in_child,
-            divergent=divergent,
-        )
-
-    if mesh.size == 1:
-        return put(stable_hlo(lowered, mesh, partitioner))
-
-    def look(module: ir.Operation) -> Iterator[tuple[int, OpLayout]]:
-        write_for(lowered, module, mesh, partitioner)
+    def look(copy: ir.Operation) -> Iterator[tuple[int, OpLayout]]:
+        write_for(blame, copy, mesh, partitioner)
         if partitioner is Partitioner.GSPMD:
-            with ending_early(module, devices):
-                program = put(bytecode(module))
-            return looks.by_gspmd(program, module)
-        write_borders(module, mesh, **borders)
-        return looks.by_shardy(Propagated(blame, module, mesh))
+            with ending_early(copy, target.devices):
+                program = put_on_mesh(module.written(copy), target)
+            return looks.by_gspmd(program, copy)
+        write_borders(copy, mesh, **module.boundary)
+        return looks.by_shardy(Propagated(blame, copy, mesh))
 
-    blame = Blame(lowered.name, lowered.sources)
-    with neutral_module(lowered) as module:
-        prepare(lowered, module, mesh)
-        # Two calls of the same function may be sharded differently.
-        inline_calls(module)
-        divergent = divergent_ops(module)
-        repairs: dict[int, Repair] = {}
-        if looks.number(module, _is_guarded):
-            chosen, right, repairs = decided(blame, module, mesh, look)
-            _report(lowered.name, list(repairs.values()), strict)
-            pinned = right if partitioner is Partitioner.SHARDY else {}
-            _lay_out(module, mesh, chosen, pinned)
-            looks.drop_numbers(module)
-        write_for(lowered, module, mesh, partitioner)
-        ready = bytecode(module)
-    return put(ready, repairs.values(), divergent)
+    operation = module.write()
+    looks.number(operation, _is_guarded)
+    chosen, right, repairs = decided(blame, operation, mesh, look)
+    module.repairs = tuple(repairs.values())
+    _report(module.signature.name, module.repairs, strict)
+    pinned = right if partitioner is Partitioner.SHARDY else {}
+    _lay_out(operation, mesh, chosen, pinned)
+    looks.drop_numbers(operation)
 
 
 def decided(
     blame: Blame,
-    module: ir.Module,
+    module: ir.Operation,
     mesh: DeviceMesh,
     look: Callable[[ir.Operation], Iterable[tuple[int, OpLayout]]],
 ) -> tuple[dict[int, Chosen], dict[int, Shardings], dict[int, Repair]]:
@@ -204,7 +133,7 @@ def decided(
     unsharded: dict[int, Decision] = {}
     repairs: dict[int, Repair] = {}
     for _ in range(_ROUNDS):
-        copy = module.operation.clone()
+        copy = module.clone()
         _lay_out(copy, mesh, chosen, {})
         wrong, right = {}, {}
         for place, layout in look(copy):

@@ -45,7 +45,7 @@ _STILL_AT_RISK = ("dot", "slice")
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
 
-def number(module: ir.Module, guarded: Callable[[Any], bool]) -> bool:
+def number(module: ir.Operation, guarded: Callable[[Any], bool]) -> None:
     """Gives the guarded operations numbers that stay with them to the partitioner.
 
     The numbers are XLA's frontend attributes, which an HLO module's text shows.
@@ -53,11 +53,8 @@ def number(module: ir.Module, guarded: Callable[[Any], bool]) -> bool:
     Args:
       module: a module that is not for a mesh yet.
       guarded: whether an operation is guarded.
-
-    Returns:
-      Whether there are guarded operations.
     """
-    ops = [op for op in walk(module.operation) if guarded(op)]
+    ops = [op for op in walk(module) if guarded(op)]
     for place, op in enumerate(ops):
         text = ir.StringAttr.get(str(place))
         attributes = {}
@@ -67,12 +64,11 @@ def number(module: ir.Module, guarded: Callable[[Any], bool]) -> bool:
                 for named in ir.DictAttr(op.attributes[_ATTRIBUTES])
             }
         op.attributes[_ATTRIBUTES] = ir.DictAttr.get({**attributes, TAG: text})
-    return bool(ops)
 
 
-def numbered(module) -> dict[int, ir.Operation]:
+def numbered(module: ir.Operation) -> dict[int, ir.Operation]:
     """The operations that have numbers, by number."""
-    ops = {number_of(op): op for op in walk(module.operation)}
+    ops = {number_of(op): op for op in walk(module)}
     ops.pop(None, None)
     return ops
 
@@ -85,9 +81,9 @@ def number_of(op) -> int | None:
     return int(ir.StringAttr(attributes[TAG]).value) if TAG in attributes else None
 
 
-def drop_numbers(module: ir.Module) -> None:
+def drop_numbers(module: ir.Operation) -> None:
     """Removes the numbers again."""
-    for op in walk(module.operation):
+    for op in walk(module):
         if number_of(op) is not None:
             left = {
                 named.name: named.attr

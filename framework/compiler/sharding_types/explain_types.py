@@ -14,8 +14,8 @@ from tensorflow.python.util import nest
 from meshwright.framework.compiler.boundary.borders import filled
 from meshwright.framework.compiler.explaining.explain import Kind
 from meshwright.framework.compiler.lowering.lower import (
-    LoweredFunction,
     LoweringError,
+    Signature,
     lower,
 )
 from meshwright.framework.compiler.lowering.sources import (
@@ -30,10 +30,9 @@ from meshwright.framework.compiler.sharding_types.checker import (
 )
 from meshwright.framework.compiler.sharding_types.tensor_type import TensorType
 from meshwright.framework.compiler.sharding_types.text import program_text
-from meshwright.framework.compiler.stablehlo.modules import neutral_module
+from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     WHILE,
-    Blame,
     end_of,
     op_name,
 )
@@ -171,15 +170,17 @@ def explain_types(
         return nest.map_structure(tf.convert_to_tensor, out)
 
     lowered = lower(of_tensors, args, name=name)
-    arguments = _arguments(fn, lowered)
-    shardings = _leaves(lowered.inputs, in_shardings)
-    names = _leaves(lowered.inputs, dim_names)
-    requested = _leaves(lowered.outputs, out_shardings)
-    with neutral_module(lowered) as module:
-        tidy(module)
+    signature = lowered.signature
+    arguments = _arguments(fn, signature)
+    shardings = _leaves(signature.inputs, in_shardings)
+    names = _leaves(signature.inputs, dim_names)
+    requested = _leaves(signature.outputs, out_shardings)
+    module = Module(lowered, mesh)
+    with module.opened():
+        tidy(module.write())
         main = ir.SymbolTable(module.operation)["main"].operation
         block = main.regions[0].blocks[0]
-        checker = Checker(mesh, Blame(lowered.name, lowered.sources))
+        checker = Checker(mesh, module.blame)
         before = [
             _argument(path, value, mesh, sharding, leaf_names)
             for path, value, sharding, leaf_names in zip(
@@ -192,15 +193,15 @@ def explain_types(
         for number, (value, sharding) in enumerate(results):
             _check_fits(f"result {number}", value, mesh, sharding)
         given = [checker.given(value, sharding) for value, sharding in results]
-        return _Program(lowered, mesh, checker).typed(
+        return _Program(signature, mesh, checker).typed(
             zip(arguments, before, strict=True), given
         )
 
 
-def _arguments(fn: Callable[..., Any], lowered: LoweredFunction) -> list[str]:
+def _arguments(fn: Callable[..., Any], signature: Signature) -> list[str]:
     """The paths of the arguments' leaves; each begins with the argument's name."""
     parameters = list(inspect.signature(fn).parameters.values())
-    paths = nest.flatten_with_joined_string_paths(lowered.inputs, separator=".")
+    paths = nest.flatten_with_joined_string_paths(signature.inputs, separator=".")
     named = []
     for path, _ in paths:
         number, *rest = path.split(".")
@@ -261,8 +262,8 @@ def _border(kind: Kind, named: Iterable[tuple[str, Typed]]) -> Iterator[TypedTen
 class _Program:
     """The checker's types and errors, by TF ops."""
 
-    def __init__(self, lowered: LoweredFunction, mesh: DeviceMesh, checker: Checker):
-        self.lowered = lowered
+    def __init__(self, signature: Signature, mesh: DeviceMesh, checker: Checker):
+        self.signature = signature
         self.mesh = mesh
         self.checker = checker
         self.gradients: set[ir.Operation] = set()
@@ -271,12 +272,12 @@ class _Program:
         self, arguments: Iterable[tuple[str, TensorType]], results: Sequence[Typed]
     ) -> TypedProgram:
         paths = nest.flatten_with_joined_string_paths(
-            self.lowered.outputs, separator="."
+            self.signature.outputs, separator="."
         )
         made = zip((path for path, _ in paths), results, strict=True)
         errors = sorted(self.checker.errors.items(), key=lambda e: self._order(e[0]))
         return TypedProgram(
-            name=self.lowered.name,
+            name=self.signature.name,
             mesh=self.mesh,
             tensors=(
                 *_border(Kind.ARGUMENT, arguments),
@@ -288,13 +289,13 @@ class _Program:
 
     def _order(self, op) -> int:
         source = None if isinstance(op, ir.Block) else self._source(op)
-        return -1 if source is None else self.lowered.sources.order[source.op_name]
+        return -1 if source is None else self.signature.sources.order[source.op_name]
 
     def _source(self, op) -> Source | None:
         shape = ()
         if len(op.results) and isinstance(op.results[0].type, ir.RankedTensorType):
             shape = tuple(ir.RankedTensorType(op.results[0].type).shape)
-        return self.lowered.sources.find(op_name(op), shape)
+        return self.signature.sources.find(op_name(op), shape)
 
     def _inside(self) -> list[TypedTensor]:
         """A tensor for each TF op with a typed result, except of constants alone."""
@@ -306,7 +307,7 @@ class _Program:
                 if source is not None and value.owner.name != WHILE:
                     self._note_gradient(value.owner, source)
                     by_op.setdefault(source.op_name, []).append((value.owner, type_))
-        order = self.lowered.sources.order
+        order = self.signature.sources.order
         names = sorted(by_op, key=order.__getitem__)
         return [self._tensor(name, by_op[name]) for name in names]
 

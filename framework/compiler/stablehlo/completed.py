@@ -1,21 +1,13 @@
-"""A lowered function's module with the sharding that propagation gives each value."""
+"""A module with the sharding that propagation gives each value."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.lowering.lower import LoweredFunction
-from meshwright.framework.compiler.stablehlo.modules import (
-    neutral_module,
-    prepare,
-    write_borders,
-    write_for,
-)
-from meshwright.framework.compiler.stablehlo.precision import propagate_precision
+from meshwright.framework.compiler.stablehlo.constraints import untype_annotations
 from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     NUMBER,
@@ -23,7 +15,11 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     Blame,
     walk,
 )
-from meshwright.framework.compiler.stablehlo.tidy import tidy
+from meshwright.framework.compiler.stablehlo.written import (
+    make_splittable,
+    write_borders,
+    write_for,
+)
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -33,19 +29,14 @@ from meshwright.framework.sharding.sharding import Sharding
 class CompletedModule:
     """A module that is still for either partitioner, with its tensors' shardings.
 
-    Calls are inlined and conversions hoisted. The module is to be used, and may be
-    changed, within its MLIR context.
-
     Args:
       mesh: the device mesh.
-      module: the module.
-      main: its entry function.
+      main: the module's entry function.
       shardings: by value; values that are not in it are replicated, or in a manual
         region.
     """
 
     mesh: DeviceMesh
-    module: ir.Module
     main: ir.Operation
     shardings: dict[ir.Value, Sharding | None]
 
@@ -74,41 +65,40 @@ class CompletedModule:
         return sharding
 
 
-@contextlib.contextmanager
-def completed_module(
-    lowered: LoweredFunction,
+def complete(
+    blame: Blame,
+    module: ir.Operation,
     mesh: DeviceMesh,
     *,
     in_shardings: Sequence[Sharding | None],
     out_shardings: Sequence[Sharding | None],
-) -> Iterator[CompletedModule]:
-    """Completes a function by Shardy's propagation, whichever partitioner follows.
+) -> CompletedModule:
+    """Completes a module by Shardy's propagation, whichever partitioner follows.
+
+    Propagation runs on a copy that is written for Shardy; numbers relate its ops to
+    those of the module, which stays as it is.
 
     Raises:
-      LoweringError: as `modules.prepare` and `modules.write_for`; or Shardy cannot
-        complete it.
+      LoweringError: an annotation or a manual region cannot be honoured on `mesh`; or
+        Shardy cannot complete the module.
     """
-    with neutral_module(lowered) as module:
-        tidy(module)
-        propagate_precision(module)
-        ops = [op for op in walk(module.operation) if len(op.results)]
-        integer = ir.IntegerType.get_signless(32)
-        for number, op in enumerate(ops):
-            op.attributes[NUMBER] = ir.IntegerAttr.get(integer, number)
-        copy = module.operation.clone()
-        for op in ops:
-            del op.attributes[NUMBER]
-        prepare(lowered, copy, mesh)
-        write_for(lowered, copy, mesh, Partitioner.SHARDY)
-        write_borders(copy, mesh, in_shardings, out_shardings)
-        blame = Blame(lowered.name, lowered.sources)
-        by_number = _by_number(Propagated(blame, copy, mesh))
-        main = ir.SymbolTable(module.operation)["main"].operation
-        shardings = dict(
-            zip(main.regions[0].blocks[0].arguments, in_shardings, strict=True)
-        )
-        shardings.update(_of_results(ops, by_number))
-        yield CompletedModule(mesh, module, main, shardings)
+    ops = [op for op in walk(module) if len(op.results)]
+    integer = ir.IntegerType.get_signless(32)
+    for number, op in enumerate(ops):
+        op.attributes[NUMBER] = ir.IntegerAttr.get(integer, number)
+    copy = module.clone()
+    for op in ops:
+        del op.attributes[NUMBER]
+    untype_annotations(blame, copy, mesh)
+    make_splittable(copy)
+    write_for(blame, copy, mesh, Partitioner.SHARDY)
+    write_borders(copy, mesh, in_shardings, out_shardings)
+    by_number = _by_number(Propagated(blame, copy, mesh))
+    main = ir.SymbolTable(module)["main"].operation
+    arguments = main.regions[0].blocks[0].arguments
+    shardings = dict(zip(arguments, in_shardings, strict=True))
+    shardings.update(_of_results(ops, by_number))
+    return CompletedModule(mesh, main, shardings)
 
 
 def _by_number(propagated: Propagated) -> dict[int, list[Sharding | None]]:

@@ -44,19 +44,19 @@ class _Reads:
     converts: list[ir.Operation]
 
 
-def propagate_precision(module: ir.Module) -> None:
+def propagate_precision(module: ir.Operation) -> None:
     """Moves conversions out of loops, inner loops first, and past moves of elements."""
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         _narrow_first(op)
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         _widen_last(op)
-    loops = [op for op in walk(module.operation) if op.name == WHILE]
+    loops = [op for op in walk(module) if op.name == WHILE]
     # By stack and type: a backward loop reads what a forward loop does.
     done: dict[_Key, ir.Value] = {}
     for op in reversed(loops):
         for number in range(len(op.operands)):
             _hoist(op, number, done)
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         if is_annotation(op) and _is_argument(op.results[0]):
             _convert_whole(op.results[0])
     _merge(module)
@@ -102,15 +102,18 @@ def _swapped(first, second) -> ir.Operation:
 
 
 def _bits(value: ir.Value) -> int:
-    """The bits of a floating-point number; 0 for other types."""
-    element = element_type(value)
+    """The bits of the floating-point numbers of a tensor; 0 for other values."""
+    type_ = value.type
+    if not isinstance(type_, ir.RankedTensorType) or not type_.has_static_shape:
+        return 0
+    element = type_.element_type
     return element.width if isinstance(element, ir.FloatType) else 0
 
 
-def _merge(module: ir.Module) -> None:
+def _merge(module: ir.Operation) -> None:
     """Merges the conversions of an argument of the program or of a loop."""
     converted: dict[_Key, ir.Value] = {}
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         if op.name != _CONVERT or not _is_argument(op.operands[0]):
             continue
         key = (op.operands[0], op.results[0].type)
@@ -134,7 +137,9 @@ def _hoist(op, number: int, done: dict[_Key, ir.Value]) -> None:
     carried, stack = body.arguments[number], op.operands[number]
     end = end_of(body)
     kept = end.operands[number] == carried
-    if not shape_of(carried) or not kept or list(condition.arguments[number].uses):
+    if not _bits(carried) or not shape_of(carried) or not kept:
+        return
+    if list(condition.arguments[number].uses):
         return
     reads = _reads(carried, end)
     if reads is None or not reads.converts:
@@ -198,6 +203,5 @@ def _reads(carried: ir.Value, end) -> _Reads | None:
             elif end is None or user != end or value != carried:
                 return None
     kinds = {str(element_type(convert.results[0])) for convert in converts}
-    before = element_type(carried)
-    narrow = isinstance(before, ir.F32Type) and kinds <= {"bf16", "f16"}
+    narrow = _bits(carried) == 32 and kinds <= {"bf16", "f16"}
     return _Reads(ops, converts) if narrow and len(kinds) == 1 else None

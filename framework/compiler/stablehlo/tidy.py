@@ -1,10 +1,11 @@
-"""Removes calls and no-ops from a module, for analyses that walk over it."""
+"""Removes calls, tuples and no-ops from a module, for passes that walk over it."""
 
 from __future__ import annotations
 
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
+from meshwright.framework.compiler.repair.rewrites.tuples import flatten_tuples
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     WHILE,
     has_side_effect,
@@ -15,22 +16,18 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 _MAYBE_IDLE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
 
 
-def inline_calls(module: ir.Module) -> None:
-    """Replaces all calls by what they call."""
-    PassManager.parse("builtin.module(inline)").run(module.operation)
-    symbols = ir.SymbolTable(module.operation)
+def tidy(module: ir.Operation) -> None:
+    """Inlines calls, and drops tuples and no-ops, such as the copies of TF2XLA."""
+    flatten_tuples(module)
+    PassManager.parse("builtin.module(inline)").run(module)
+    symbols = ir.SymbolTable(module)
     # The pass leaves the calls in conditions of loops.
-    while calls := [op for op in walk(module.operation) if op.name == "func.call"]:
+    while calls := [op for op in walk(module) if op.name == "func.call"]:
         for call in calls:
             name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
             _inline(call, symbols[name].operation)
-    PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
-
-
-def tidy(module: ir.Module) -> None:
-    """Inlines calls and drops no-ops, such as the copies that TF2XLA makes."""
-    inline_calls(module)
-    for op in list(walk(module.operation)):
+    PassManager.parse("builtin.module(symbol-dce)").run(module)
+    for op in list(walk(module)):
         if _is_idle(op):
             op.results[0].replace_all_uses_with(op.operands[0])
             op.erase()

@@ -1,4 +1,4 @@
-"""The pass: from a lowered function to one whose weight updates are sharded."""
+"""The pass: a program's weight updates become sharded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.boundary.borders import stored_spec
-from meshwright.framework.compiler.lowering.lower import LoweredFunction
-from meshwright.framework.compiler.stablehlo.completed import completed_module
-from meshwright.framework.compiler.stablehlo.modules import bytecode
+from meshwright.framework.compiler.lowering.lower import Signature
+from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.compiler.weight_update_sharding.carried_state import (
     carried_of,
 )
@@ -23,15 +22,12 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
     decide,
 )
 from meshwright.framework.compiler.weight_update_sharding.decisions import (
-    UpdateReport,
     update_report,
 )
 from meshwright.framework.compiler.weight_update_sharding.redundancy import analyze
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import Tiles
 from meshwright.framework.devices.hardware import TpuKind, hardware_of
-from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.stored_form import StoredForm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,83 +47,59 @@ class UpdateSharding:
     result: str = "state"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ShardedUpdates:
-    """The result of the pass.
-
-    Args:
-      lowered: the function, rewritten if any update is sharded.
-      in_forms: of the leaves of its arguments.
-      out_forms: of the leaves of its result.
-      report: on each update.
-    """
-
-    lowered: LoweredFunction
-    in_forms: list[StoredForm | None]
-    out_forms: list[StoredForm | None]
-    report: UpdateReport
-
-
 def shard_weight_updates(
-    lowered: LoweredFunction,
-    mesh: DeviceMesh,
-    in_forms: Sequence[StoredForm | None],
-    out_forms: Sequence[StoredForm | None],
+    module: Module,
     requested: UpdateSharding,
     devices: Sequence[jax.Device] | None = None,
-) -> ShardedUpdates:
+) -> None:
     """Shards the weight updates of a training program (Xu et al. 2020).
 
+    The module then has a report on each update; the state's leaves may have other forms
+    among its arguments and results.
+
     Args:
-      lowered: the function.
-      mesh: the device mesh that it is compiled for.
-      in_forms: forms of the leaves of its arguments; those of the state are not None.
-      out_forms: the same for its result.
+      module: the program; forms of the leaves of the state are not None.
       requested: which updates, over which axes.
       devices: those of a topology, or None.
 
     Raises:
-      LoweringError: as when the function is compiled.
-      ValueError: `requested` does not fit the function or the mesh.
+      LoweringError: as when the program is compiled.
+      ValueError: `requested` does not fit the program or the mesh.
     """
-    _check(lowered, mesh, in_forms, requested)
-    carried = _carried(lowered, requested)
-    border = [form and form.border for form in in_forms]
-    results = [form and form.border for form in out_forms]
-    with completed_module(
-        lowered, mesh, in_shardings=border, out_shardings=results
-    ) as completed:
-        redundancy = analyze(completed, requested.data_axes)
-        links = carried_of(completed, [(c.argument, c.result) for c in carried])
-        clusters, dims = find_clusters(completed.main, redundancy, links)
-        decisions = decide(
-            clusters,
-            dims,
-            completed,
-            redundancy,
-            machine=machine_of(devices),
-            mode=requested.mode,
-        )
-        names = {leaf.argument: leaf.name for leaf in carried}
-        report = update_report(decisions, names, completed, requested)
-        forms = rewrite(completed, redundancy, decisions, in_forms)
-        if all(decision.format is None for decision in decisions):
-            return ShardedUpdates(lowered, [*in_forms], [*out_forms], report)
-        lowered = dataclasses.replace(lowered, rewritten=bytecode(completed.module))
-    into, out = [*in_forms], [*out_forms]
+    _check(module, requested)
+    carried = _carried(module.signature, requested)
+    completed = module.completed()
+    redundancy = analyze(completed, requested.data_axes)
+    links = carried_of(completed, [(c.argument, c.result) for c in carried])
+    clusters, dims = find_clusters(completed.main, redundancy, links)
+    decisions = decide(
+        clusters,
+        dims,
+        completed,
+        redundancy,
+        machine=machine_of(devices),
+        mode=requested.mode,
+    )
+    names = {leaf.argument: leaf.name for leaf in carried}
+    module.updates = update_report(decisions, names, completed, requested)
+    if all(decision.format is None for decision in decisions):
+        return
+    module.write()
+    forms = rewrite(completed, redundancy, decisions, module.in_forms)
     for leaf in carried:
         if leaf.argument in forms:
-            into[leaf.argument] = out[leaf.result] = forms[leaf.argument]
-    lowered = dataclasses.replace(
-        lowered,
-        inputs=_stored(lowered.inputs, into),
-        outputs=_stored(lowered.outputs, out),
+            module.in_forms[leaf.argument] = forms[leaf.argument]
+            module.out_forms[leaf.result] = forms[leaf.argument]
+    module.signature = dataclasses.replace(
+        module.signature,
+        inputs=_stored(module.signature.inputs, module.in_forms),
+        outputs=_stored(module.signature.outputs, module.out_forms),
     )
-    return ShardedUpdates(lowered, into, out, report)
 
 
-def _check(lowered: LoweredFunction, mesh: DeviceMesh, in_forms, requested) -> None:
-    name, count = lowered.name, len(lowered.inputs)
+def _check(module: Module, requested: UpdateSharding) -> None:
+    signature, mesh = module.signature, module.mesh
+    name, count = signature.name, len(signature.inputs)
     if not isinstance(requested, UpdateSharding):
         raise ValueError(
             f"{name}: update_sharding is {requested!r}, must be an UpdateSharding, "
@@ -155,17 +127,17 @@ def _check(lowered: LoweredFunction, mesh: DeviceMesh, in_forms, requested) -> N
             f"{name}: UpdateSharding.argument is {requested.argument!r}, but the "
             f"program has {count} arguments"
         )
-    results = lowered.outputs
+    results = signature.outputs
     if not isinstance(results, Mapping) or requested.result not in results:
         raise ValueError(
             f"{name}: UpdateSharding.result is {requested.result!r}, but the program's "
             f"results are {sorted(results) if isinstance(results, Mapping) else 'one'}"
         )
     _check_state(
-        name, requested, lowered.inputs[requested.argument], results[requested.result]
+        name, requested, signature.inputs[requested.argument], results[requested.result]
     )
-    first = len(tf.nest.flatten(lowered.inputs[: requested.argument]))
-    state_forms = in_forms[
+    first = len(tf.nest.flatten(signature.inputs[: requested.argument]))
+    state_forms = module.in_forms[
         first : first + len(tf.nest.flatten(results[requested.result]))
     ]
     if any(form is None for form in state_forms):
@@ -208,12 +180,12 @@ class _Carried:
     result: int
 
 
-def _carried(lowered: LoweredFunction, requested: UpdateSharding) -> list[_Carried]:
+def _carried(signature: Signature, requested: UpdateSharding) -> list[_Carried]:
     """The leaves of the state, with their numbers among arguments and results."""
-    before = len(tf.nest.flatten(lowered.inputs[: requested.argument]))
-    state = _paths(lowered.inputs[requested.argument])
-    numbers = list(range(len(tf.nest.flatten(lowered.outputs))))
-    results = tf.nest.pack_sequence_as(lowered.outputs, numbers)[requested.result]
+    before = len(tf.nest.flatten(signature.inputs[: requested.argument]))
+    state = _paths(signature.inputs[requested.argument])
+    numbers = list(range(len(tf.nest.flatten(signature.outputs))))
+    results = tf.nest.pack_sequence_as(signature.outputs, numbers)[requested.result]
     pairs = zip(state, tf.nest.flatten(results), strict=True)
     return [
         _Carried(path, before + i, result) for i, (path, result) in enumerate(pairs)

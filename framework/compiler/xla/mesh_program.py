@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import tensorflow as tf
 
 from meshwright.framework.compiler.hlo.divergent_branches import check_branches
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
@@ -18,6 +19,7 @@ from meshwright.framework.compiler.hlo.memory import MemoryTimeline, memory_time
 from meshwright.framework.compiler.hlo.out_of_memory import (
     OutOfMemoryError,
     allocations_of,
+    check_arguments_fit,
     parse_refusal,
 )
 from meshwright.framework.compiler.lowering.errors import (
@@ -25,9 +27,11 @@ from meshwright.framework.compiler.lowering.errors import (
     of_child,
     of_xla,
 )
-from meshwright.framework.compiler.lowering.lower import LoweredFunction
+from meshwright.framework.compiler.lowering.lower import Signature
+from meshwright.framework.compiler.stablehlo.module import Written
 from meshwright.framework.compiler.xla import jax_bridge
 from meshwright.framework.compiler.xla.child import ChildEnded
+from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 
@@ -35,6 +39,23 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 _GSPMD_MARK = re.compile(
     r"mhlo\.sharding|@(?:Sharding|SPMDFullToShardShape|SPMDShardToFullShape)\b"
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a program is compiled by, and for.
+
+    Args:
+      partitioner: Shardy or GSPMD.
+      devices: those of a topology, or None.
+      donate: numbers of the leaves whose buffers the results may take over.
+      in_child: whether XLA compiles in a child process.
+    """
+
+    partitioner: Partitioner
+    devices: Sequence[jax.Device] | None = None
+    donate: Sequence[int] = ()
+    in_child: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +67,7 @@ class MeshProgram:
       mesh: the device mesh.
       lowered: as JAX lowered it.
       partitioner: the one that completes its shardings.
-      function: the function that it was lowered from, to name its arguments and ops.
+      signature: names its arguments and ops.
       call: the jitted function, and its abstract arguments.
       repairs: what was laid out otherwise than completion chose (`repair.repaired`).
       in_child: whether XLA compiles it in a child process.
@@ -58,7 +79,7 @@ class MeshProgram:
     mesh: DeviceMesh
     lowered: jax.stages.Lowered
     partitioner: Partitioner
-    function: LoweredFunction | None = None
+    signature: Signature | None = None
     call: tuple = ()
     repairs: tuple = ()
     in_child: bool = False
@@ -98,11 +119,11 @@ class MeshProgram:
         except jax.errors.JaxRuntimeError as e:
             refusal = parse_refusal(str(e))
             if refusal is None:
-                sources = self.function.sources if self.function else None
+                sources = self.signature.sources if self.signature else None
                 by = self.partitioner
                 raise of_xla(self.name, e, partitioner=by, sources=sources) from e
             timeline = self._refused(options)
-            largest = allocations_of(timeline, self.function) if timeline else ()
+            largest = allocations_of(timeline, self.signature) if timeline else ()
             raise OutOfMemoryError(self.name, refusal, largest, timeline) from e
         if self.divergent:
             check_branches(
@@ -110,7 +131,7 @@ class MeshProgram:
                 HloModule(compiled.as_text()),
                 self.mesh,
                 self.divergent,
-                self.function.sources,
+                self.signature.sources,
             )
         return compiled
 
@@ -124,7 +145,7 @@ class MeshProgram:
 
         The compiler may dump such a program; None if it does not.
         """
-        if self.function is None:
+        if self.signature is None:
             return None
         with tempfile.TemporaryDirectory() as folder:
             dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -133,7 +154,7 @@ class MeshProgram:
             dumps = list(pathlib.Path(folder).rglob("*.oom_intermediate_module.txt"))
             if not dumps:
                 return None
-            return memory_timeline(dumps[0].read_text(), self.function.sources)
+            return memory_timeline(dumps[0].read_text(), self.signature.sources)
 
     def _check_no_fallback(self) -> None:
         """Refuses a program for all of which XLA would give up Shardy."""
@@ -146,3 +167,42 @@ class MeshProgram:
                     "would give up Shardy for all of it; compile it for "
                     f"Partitioner.GSPMD, or take out: {line.strip()[:200]}"
                 )
+
+
+def put_on_mesh(written: Written, target: Target) -> MeshProgram:
+    """Has JAX lower a program for the devices of its mesh.
+
+    Args:
+      written: the program, written for the target's partitioner.
+      target: what it is compiled by, and for.
+
+    Raises:
+      OutOfMemoryError: the arguments alone do not fit into the devices' memory.
+    """
+    signature, mesh = written.signature, written.mesh
+    in_shardings = [form and form.border for form in written.in_forms]
+    device = jax_mesh(mesh, target.devices).devices.flat[0]
+    check_arguments_fit(signature, mesh, in_shardings, device)
+    lowered, call = jax_bridge.lower_for_mesh(
+        signature.name,
+        written.stable_hlo,
+        mesh,
+        inputs=tf.nest.flatten(signature.inputs),
+        outputs=tf.nest.flatten(signature.outputs),
+        in_shardings=in_shardings,
+        out_shardings=[form and form.border for form in written.out_forms],
+        donate=target.donate,
+        partitioner=target.partitioner,
+        devices=target.devices,
+    )
+    return MeshProgram(
+        signature.name,
+        mesh,
+        lowered,
+        target.partitioner,
+        signature=signature,
+        call=call,
+        repairs=written.repairs,
+        divergent=written.divergent,
+        in_child=target.in_child,
+    )

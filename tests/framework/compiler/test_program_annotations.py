@@ -8,9 +8,8 @@ from jax.extend.mlir import ir
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.compiler.xla.experimental import xla_sharding
 
-from meshwright.framework.compiler.lowering.lower import LoweringError, lower
-from meshwright.framework.compiler.program import compile_program
-from meshwright.framework.compiler.stablehlo.modules import stable_hlo
+from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.program import compile_program, trace_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split, replicate, shard
 from meshwright.framework.sharding.annotations import split as split_dim
@@ -179,11 +178,15 @@ def test_unspecified_dims_are_left_to_completion(partitioner):
 
 
 def test_every_annotation_goes_to_the_partitioner_asked_for():
-    lowered = lower(lambda x: mesh_split(x, MESH, ["X", "Y"]), [tf.TensorSpec([8, 8])])
-
     def text(partitioner):
+        traced = trace_program(
+            lambda x: mesh_split(x, MESH, ["X", "Y"]),
+            [tf.TensorSpec([8, 8])],
+            MESH,
+            partitioner=partitioner,
+        )
         with jax.interpreters.mlir.make_ir_context():
-            return str(ir.Module.parse(stable_hlo(lowered, MESH, partitioner)))
+            return str(ir.Module.parse(traced.written.stable_hlo))
 
     shardy, gspmd = map(text, Partitioner)
     assert "sdy.sharding_constraint" in shardy and "@Sharding" not in shardy

@@ -87,7 +87,8 @@ def refused(message):
     )
     text = STRAIGHT.lstrip().replace("wide", "jit(two_layers)/tf_program/first/MatMul")
     lowered = Refused(message, text)
-    return MeshProgram("train", MESH, lowered, Partitioner.GSPMD, function)
+    by = Partitioner.GSPMD
+    return MeshProgram("train", MESH, lowered, by, function.signature)
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_takes_it():
@@ -120,7 +121,7 @@ def test_what_does_not_fit_goes_between_processes():
 
 def test_a_program_of_unknown_function_is_not_compiled_again():
     program = refused(MESSAGE)
-    program = dataclasses.replace(program, function=None)
+    program = dataclasses.replace(program, signature=None)
     program.lowered.text = None  # Writing it down would fail.
     with pytest.raises(OutOfMemoryError) as raised:
         program.compile({"mine": 1})
@@ -142,15 +143,15 @@ def arguments(*shapes):
         return state["w"][0]
 
     specs = {"w": tf.TensorSpec(shapes[0]), "v": tf.TensorSpec(shapes[1], tf.bfloat16)}
-    return lower(first, [specs], name="train")
+    return lower(first, [specs], name="train").signature
 
 
 def test_arguments_that_cannot_fit_are_refused_before_compiling():
     # 8 GiB of w on each device if X splits it in two; v has two bytes for each number.
-    function = arguments([4, 2**30], [2**32])
+    signature = arguments([4, 2**30], [2**32])
     w, v = split("X", None), split(None)
     with pytest.raises(OutOfMemoryError) as raised:
-        check_arguments_fit(function, MESH, [v, w], V3)
+        check_arguments_fit(signature, MESH, [v, w], V3)
     error = raised.value
     assert error.timeline is None
     assert [allocation.bytes for allocation in error.allocations] == [8 * GIB, 8 * GIB]
@@ -162,14 +163,14 @@ def test_arguments_that_cannot_fit_are_refused_before_compiling():
 
 
 def test_arguments_that_may_fit_are_left_to_the_compiler():
-    function = arguments([4, 2**30], [2**32])
+    signature = arguments([4, 2**30], [2**32])
     split_more = [split("Y"), split("X", None)]
-    check_arguments_fit(function, MESH, split_more, V3)
+    check_arguments_fit(signature, MESH, split_more, V3)
     # What completion decides may be split over all devices.
-    check_arguments_fit(function, MESH, [None, split("X", None)], V3)
+    check_arguments_fit(signature, MESH, [None, split("X", None)], V3)
     # Memory of other devices is not known here.
     replicated = [split(None), split(None, None)]
-    check_arguments_fit(function, MESH, replicated, jax.devices()[0])
+    check_arguments_fit(signature, MESH, replicated, jax.devices()[0])
 
 
 @needs.libtpu

@@ -67,7 +67,7 @@ def test_a_small_tensor_from_outside_is_a_constant(name):
 def test_constants_of_all_types(dtype):
     outside = tf.cast(tf.constant([1.0, 0.0, 3.0]), dtype)
     lowered = lower(lambda x: (x, outside), [X])
-    assert lowered.outputs[1].dtype == dtype
+    assert lowered.signature.outputs[1].dtype == dtype
 
 
 def test_the_mean_of_keras_normalization_is_a_constant():

@@ -22,9 +22,9 @@ def test_nests_keep_their_structure_and_types():
     theta = NestedMap(layer=NestedMap(w=X, b=tf.TensorSpec([3], tf.bfloat16)))
     batch = (tf.TensorSpec([], tf.bool), {"n": tf.TensorSpec([2], tf.int32)})
     lowered = lower(fn, [theta, batch])
-    assert lowered.name == "fn" and isinstance(lowered.hlo, bytes)
-    assert lowered.inputs == (theta, batch)
-    out = lowered.outputs
+    assert lowered.signature.name == "fn" and isinstance(lowered.hlo, bytes)
+    assert lowered.signature.inputs == (theta, batch)
+    out = lowered.signature.outputs
     assert isinstance(out, NestedMap) and isinstance(out.parts, NestedMap)
     assert isinstance(out.parts.a, list) and type(out.parts.a[1]) is dict
     specs = [(tuple(s.shape), s.dtype) for s in tf.nest.flatten(out)]

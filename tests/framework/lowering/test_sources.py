@@ -88,7 +88,7 @@ def lowered():
 )
 def test_finds_layer_file_and_line(lowered, name, op_type, layer, marker):
     # TF numbers names that repeat, and calls whichever way it likes.
-    source = lowered.sources.find(name) or lowered.sources.find(
+    source = lowered.signature.sources.find(name) or lowered.signature.sources.find(
         name.replace("Partitioned", "StatefulPartitioned")
     )
     assert source is not None
@@ -102,7 +102,9 @@ def test_names_are_those_of_the_compiled_program(lowered):
     """All that HLO names, except what XLA makes itself, is found by that name."""
     names = hlo_names(lowered) - {"", "XLA_Args", "XLA_Retvals"}
     assert len(names) > 7
-    assert [name for name in names if lowered.sources.find(name) is None] == []
+    assert [
+        name for name in names if lowered.signature.sources.find(name) is None
+    ] == []
 
 
 def test_what_jax_and_xla_add_to_a_name_is_taken_off(lowered):
@@ -110,9 +112,9 @@ def test_what_jax_and_xla_add_to_a_name_is_taken_off(lowered):
     assert program_name(f"jit(train)/tf_program/{name}") == name
     assert program_name(f"jit(train)/tf_program/call.12/{name}") == name
     merged = f"jit(train)/tf_program/no_layer/add;outer/inner/{'MatMul'}"
-    assert lowered.sources.find(merged).op_type == "MatMul"
-    assert lowered.sources.find("args[0]") is None
-    assert lowered.sources.find("") is None
+    assert lowered.signature.sources.find(merged).op_type == "MatMul"
+    assert lowered.signature.sources.find("args[0]") is None
+    assert lowered.signature.sources.find("") is None
 
 
 def test_ops_of_one_name_are_told_apart_by_shape():
@@ -127,7 +129,7 @@ def test_ops_of_one_name_are_told_apart_by_shape():
                 )
             yield outputs[1]
 
-    sources = lower(lambda x: list(loops(x)), [X]).sources
+    sources = lower(lambda x: list(loops(x)), [X]).signature.sources
     line_by_shape = {
         shape: source.line
         for shape in ((4, 4), (2, 4))
@@ -146,7 +148,7 @@ def test_a_gradient_is_of_the_line_and_layer_of_its_forward_op():
             loss = tf.reduce_sum(y)
         return tape.gradient(loss, x)  # gradient
 
-    source = lower(fn, [X]).sources.find("gradient_tape/dense/MatMul/MatMul")
+    source = lower(fn, [X]).signature.sources.find("gradient_tape/dense/MatMul/MatMul")
     assert source.is_gradient
     assert (source.layer, source.line) == ("dense", line("forward"))
 
@@ -184,7 +186,7 @@ def test_the_annotation_of_a_weight_names_the_weight():
         theta = annotate_weights(plan, specs, NestedMap(dense=NestedMap(w=w)))
         return theta.dense.w + 1.0
 
-    source = lower(fn, [X]).sources.find("XlaSharding")
+    source = lower(fn, [X]).signature.sources.find("XlaSharding")
     assert (source.op_type, source.layer) == ("XlaSharding", "dense.w")
 
 
@@ -195,7 +197,7 @@ def test_what_an_annotation_asks_for():
         y = mesh_split(x, mesh, ["Y", None], unspecified_dims=[1])
         return tf.tanh(replicate(y))
 
-    sources = lower(fn, [X]).sources
+    sources = lower(fn, [X]).signature.sources
     matches = [sources.find(name) for name in ("XlaSharding", "XlaSharding_1", "Tanh")]
     first, second, none = (source.annotation for source in matches)
     assert first.sharding(mesh, 2) == Sharding.parse(mesh, "[Y,?]")
@@ -231,7 +233,7 @@ def test_parts_cut_out_of_a_function_remember_its_lines(recompute):
     (forward,) = (n for n in names if n.endswith("Call/cut/MatMul"))
     (backward,) = (n for n in names if n.endswith("gradients/cut/MatMul_grad/MatMul"))
     for name, is_gradient in ((forward, False), (backward, True)):
-        source = lowered.sources.find(name)
+        source = lowered.signature.sources.find(name)
         assert (source.layer, source.line) == ("cut", line("cut"))
         assert source.file == str(HERE) and source.is_gradient is is_gradient
 
@@ -250,5 +252,5 @@ def test_functions_of_tf1_have_no_sources():
             blank_index=0,
         )
 
-    sources = lower(fn, [tf.TensorSpec([4, 3, 5])]).sources
+    sources = lower(fn, [tf.TensorSpec([4, 3, 5])]).signature.sources
     assert sources.find("ctc_loss_dense/TensorScatterAdd").line

@@ -64,7 +64,7 @@ def test_element_n_has_counter_n():
 )
 def test_large_shapes_lower_without_tables(shape):
     lowered = lower(lambda key: random.normal(key, shape), [KEY_SPEC])
-    assert lowered.outputs.shape == shape
+    assert lowered.signature.outputs.shape == shape
     assert len(lowered.hlo) < 100_000
     module = hlo_pb2.HloModuleProto.FromString(lowered.hlo)
     operations = [op for c in module.computations for op in c.instructions]

@@ -6,7 +6,8 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import compile_program
-from meshwright.framework.compiler.stablehlo.modules import neutral_module, prepare
+from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.written import make_splittable
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -54,7 +55,8 @@ def test_no_image_is_cropped_and_padded_along_one_dim():
         return [pad for pad in pads if "[-1, 1]" in pad]
 
     lowered = lower(fn, [specs(IMAGE), specs(KERNEL)])
-    with neutral_module(lowered) as module:
-        assert len(crops(str(module))) == 1
-        prepare(lowered, module, ONE)
-        assert not crops(str(module))
+    module = Module(lowered, ONE)
+    with module.opened():
+        assert len(crops(str(module.operation))) == 1
+        make_splittable(module.write())
+        assert not crops(str(module.operation))

@@ -6,7 +6,8 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import compile_program
-from meshwright.framework.compiler.stablehlo.modules import neutral_module, prepare
+from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.written import make_splittable
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from tests.framework.compiler.programs import over_partitioners
@@ -15,11 +16,11 @@ MESH = DeviceMesh(("X", "Y"), (3, 2))
 
 
 def operations(fn, *specs):
-    """The text of a function's module, ready for a mesh."""
-    lowered = lower(fn, specs)
-    with neutral_module(lowered) as module:
-        prepare(lowered, module, MESH)
-        return str(module)
+    """The text of a function's module that XLA can split."""
+    module = Module(lower(fn, specs), MESH)
+    with module.opened():
+        make_splittable(module.write())
+        return str(module.operation)
 
 
 def positions(dtype, scale=1 / 3):

@@ -7,7 +7,8 @@ import tensorflow as tf
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair.rewrites import selections
-from meshwright.framework.compiler.stablehlo.modules import neutral_module, prepare
+from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.tidy import tidy
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.collectives import Reduction, all_reduce
@@ -83,10 +84,11 @@ def with_gradients(fn):
 
 def branches(fn):
     """How many values of a function's program are computed once for all readers."""
-    lowered = lower(fn, [SPEC, SPEC])
-    with neutral_module(lowered) as module:
-        prepare(lowered, module, MESH)
-        return str(module).count('"stablehlo.if"')
+    module = Module(lower(fn, [SPEC, SPEC]), MESH)
+    with module.opened():
+        tidy(module.write())
+        selections.compute_once(module.write())
+        return str(module.operation).count('"stablehlo.if"')
 
 
 def assert_gradients(found, fn):

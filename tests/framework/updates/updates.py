@@ -6,10 +6,10 @@ import dataclasses
 import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import lower
-from meshwright.framework.compiler.stablehlo.completed import (
-    CompletedModule,
-    completed_module,
-)
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.precision import propagate_precision
+from meshwright.framework.compiler.stablehlo.tidy import tidy
 from meshwright.framework.compiler.weight_update_sharding.carried_state import (
     carried_of,
 )
@@ -101,18 +101,23 @@ def analysed(fn, shapes, split, *, mesh=DATA, data_axes=("data",)):
         for name, shape in shapes.items()
     }
     lowered = lower(lambda tensors: fn(**tensors), [specs], name="step")
-    names, made = sorted(specs), sorted(lowered.outputs)
+    names, made = sorted(specs), sorted(lowered.signature.outputs)
 
-    def border(name):
+    def form(name):
         rank = specs[name].shape.rank
-        return Sharding.from_dims_mapping(mesh, split.get(name, [None] * rank))
+        sharding = Sharding.from_dims_mapping(mesh, split.get(name, [None] * rank))
+        return StoredForm.of(specs[name], sharding)
 
-    with completed_module(
+    module = Module(
         lowered,
         mesh,
-        in_shardings=[border(name) for name in names],
-        out_shardings=[border(name) if name in specs else None for name in made],
-    ) as completed:
+        in_forms=[form(name) for name in names],
+        out_forms=[form(name) if name in specs else None for name in made],
+    )
+    with module.opened():
+        tidy(module.write())
+        propagate_precision(module.write())
+        completed = module.completed()
         block = completed.main.regions[0].blocks[0]
         end = block.operations[len(block.operations) - 1]
         redundancy = analyze(completed, data_axes)

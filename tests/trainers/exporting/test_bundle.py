@@ -336,10 +336,11 @@ def test_64_bits_are_kept():
         in_shardings=[rows],
         out_shardings={"x": rows, "half": None},
     )
+    given = traced.written
     entry = {
         "donated": [],
-        "inputs": bundle._leaves(["x"], traced.lowered.inputs, traced.in_forms),
-        "outputs": bundle._leaves([""], (traced.lowered.outputs,), traced.out_forms),
+        "inputs": bundle._leaves(["x"], given.signature.inputs, given.in_forms),
+        "outputs": bundle._leaves([""], (given.signature.outputs,), given.out_forms),
     }
     artifact = traced.export(["cpu"])
     program = run_bundle.Program(jax, jax.make_mesh((8,), ("X",)), entry, artifact)

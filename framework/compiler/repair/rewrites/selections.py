@@ -66,7 +66,7 @@ _MOVING_PLACEHOLDERS = (
 _SCATTER = "stablehlo.scatter"
 _REDUCTIONS = ("stablehlo.reduce", "stablehlo.reduce_window", _SCATTER)
 _EXTREMES = ("maximum", "minimum")
-_MERGE = "builtin.module(inline,symbol-dce,func.func(cse))"
+_MERGE = "builtin.module(func.func(cse))"
 _RETURN = "stablehlo.return"
 # Their results are in memory for all that read them, or are known to the compiler.
 _COMPUTED_ONCE = {
@@ -78,24 +78,24 @@ _COMPUTED_ONCE = {
 }
 
 
-def compute_once(module: ir.Module) -> None:
+def compute_once(module: ir.Operation) -> None:
     """Keeps XLA from computing again what a program compares with its own selections.
 
     Args:
       module: changed in place.
     """
     if any(any(_origins(side).values()) for op in _compares(module) for side in op):
-        PassManager.parse(_MERGE).run(module.operation)
+        PassManager.parse(_MERGE).run(module)
     kept = [value for op in _compares(module) for value in _selected_from(*op)]
     for value in dict.fromkeys(kept):
         _keep(value)
 
 
-def _compares(module: ir.Module) -> list[tuple[ir.Value, ir.Value]]:
+def _compares(module: ir.Operation) -> list[tuple[ir.Value, ir.Value]]:
     """The two sides of each comparison of floats."""
     return [
         tuple(op.operands)
-        for op in walk(module.operation)
+        for op in walk(module)
         if op.name == "stablehlo.compare" and _is_float(op.operands[0])
     ]
 

@@ -23,7 +23,7 @@ Axes = frozenset[str]
 """Manual axes along which a value differs by device."""
 
 
-def divergent_ops(module: ir.Module) -> dict[str, Axes]:
+def divergent_ops(module: ir.Operation) -> dict[str, Axes]:
     """The loops and branches whose predicates may differ by device.
 
     Args:
@@ -33,7 +33,7 @@ def divergent_ops(module: ir.Module) -> dict[str, Axes]:
       By the name of the TF op the manual axes along which its predicate may differ.
     """
     divergence = _Divergence()
-    divergence.run(module.body)
+    divergence.run(module.regions[0].blocks[0])
     return divergence.divergent
 
 

@@ -12,13 +12,13 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.manual.manual_collectives import (
-    build_axis_index,
-    build_collective,
-)
 from meshwright.framework.compiler.stablehlo.constraints import (
     logical,
     rewrite_annotation,
+)
+from meshwright.framework.compiler.stablehlo.manual.manual_collectives import (
+    build_axis_index,
+    build_collective,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,

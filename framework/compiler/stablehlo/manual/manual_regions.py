@@ -15,8 +15,10 @@ from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.manual.manual_gspmd import write_for_gspmd
-from meshwright.framework.compiler.manual.manual_shardy import write_for_shardy
+from meshwright.framework.compiler.stablehlo.manual.manual_gspmd import write_for_gspmd
+from meshwright.framework.compiler.stablehlo.manual.manual_shardy import (
+    write_for_shardy,
+)
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,

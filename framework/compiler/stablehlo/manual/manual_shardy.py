@@ -9,13 +9,13 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jaxlib.mlir.dialects import sdy
 
-from meshwright.framework.compiler.manual.manual_collectives import (
-    build_axis_index,
-    build_collective,
-)
 from meshwright.framework.compiler.stablehlo.constraints import (
     rewrite_annotation,
     sdy_text,
+)
+from meshwright.framework.compiler.stablehlo.manual.manual_collectives import (
+    build_axis_index,
+    build_collective,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     INTO_MANUAL,

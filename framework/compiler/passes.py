@@ -1,0 +1,78 @@
+"""The passes of the compiler, in order.
+
+TF2XLA makes a module of a TF function, and the passes below change it. Then JAX lowers
+it for the devices of a mesh, and XLA partitions and compiles it.
+"""
+
+from __future__ import annotations
+
+from meshwright.framework.compiler.lowering.errors import unknown_size
+from meshwright.framework.compiler.partial.carry import carry_partial_sums
+from meshwright.framework.compiler.repair.check import repair
+from meshwright.framework.compiler.repair.rewrites.selections import compute_once
+from meshwright.framework.compiler.stablehlo.constraints import refuse_foreign
+from meshwright.framework.compiler.stablehlo.manual.divergence import divergent_ops
+from meshwright.framework.compiler.stablehlo.module import Module, Written
+from meshwright.framework.compiler.stablehlo.precision import propagate_precision
+from meshwright.framework.compiler.stablehlo.tidy import tidy
+from meshwright.framework.compiler.stablehlo.written import make_splittable, write_for
+from meshwright.framework.compiler.weight_update_sharding.shard import (
+    UpdateSharding,
+    shard_weight_updates,
+)
+from meshwright.framework.compiler.xla.mesh_program import Target
+
+
+def run_passes(
+    module: Module,
+    target: Target,
+    *,
+    update_sharding: UpdateSharding | None = None,
+    strict: bool = False,
+) -> Written:
+    """Takes a module from TF2XLA to the partitioner.
+
+    Args:
+      module: the module; changed in place.
+      target: what it is compiled by, and for.
+      update_sharding: which weight updates to shard.
+      strict: refuse a program rather than repair it at a cost.
+
+    Raises:
+      LoweringError: the module has an op that no partitioner can split; or a pass
+        refuses it.
+      ValueError: `update_sharding` does not fit the program or the mesh.
+    """
+    with module.opened():
+        # What no partitioner can split is refused.
+        _refuse_unknown_sizes(module)
+        refuse_foreign(module.blame, module.operation)
+        # A single function, without calls, tuples and no-ops.
+        tidy(module.write())
+        # Conversions stand where they let fewer bits be moved.
+        propagate_precision(module.write())
+        # Sums that types call unreduced are computed in parts up to where they end.
+        carry_partial_sums(module)
+        # Each device updates a part of the weights (Xu et al. 2020).
+        if update_sharding is not None:
+            shard_weight_updates(module, update_sharding, target.devices)
+        # What XLA cannot split, or splits badly, becomes other ops: empty tensors,
+        # roundings, strides, cropped images, rolls.
+        make_splittable(module.write())
+        # What is compared with its own maximum is computed once, for all that read it.
+        compute_once(module.write())
+        # Branches that devices may take differently are noted: in the compiled program
+        # no collective in them may wait for devices that take another.
+        module.divergent = divergent_ops(module.operation)
+        # Ops that XLA gets wrong as they are sharded, such as some convolutions, are
+        # laid out differently.
+        repair(module, target, strict=strict)
+        # Manual regions and annotations are written as the partitioner reads them.
+        write_for(module.blame, module.write(), module.mesh, target.partitioner)
+        return module.written()
+
+
+def _refuse_unknown_sizes(module: Module) -> None:
+    if module.unknown_size is not None and module.mesh.size > 1:
+        where = module.blame.sources.text(module.unknown_size)
+        raise unknown_size(module.signature.name, where, what="a tensor")

@@ -1,0 +1,143 @@
+"""A program on its way from TF2XLA to a partitioner: what passes take and change."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.lowering.lower import LoweredFunction, Signature
+from meshwright.framework.compiler.repair.repaired import Repair
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule, complete
+from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
+from meshwright.framework.compiler.stablehlo.written import bytecode
+from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
+from meshwright.framework.compiler.xla.jax_bridge import ir_context, stable_hlo_of
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Written:
+    """A program as its partitioner reads it, in no MLIR context: for any thread.
+
+    Args:
+      signature: its name, the structure of its arguments and its result, and sources.
+      stable_hlo: MLIR bytecode.
+      mesh: the device mesh.
+      in_forms: for each leaf of the arguments its stored form; None: left to
+        completion.
+      out_forms: the same for the result.
+      updates: what was decided on weight updates; None: not requested.
+      repairs: what was laid out otherwise than completion chose.
+      divergent: loops and branches of manual regions that not all devices run alike.
+    """
+
+    signature: Signature
+    stable_hlo: bytes
+    mesh: DeviceMesh
+    in_forms: Sequence[StoredForm | None]
+    out_forms: Sequence[StoredForm | None]
+    updates: UpdateReport | None = None
+    repairs: tuple[Repair, ...] = ()
+    divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
+
+
+class Module:
+    """A StableHLO module with its signature, its boundary and where its ops come from.
+
+    It is parsed once, into an MLIR context of its own. Passes use it within `opened`,
+    in a single thread, and change it in place.
+
+    Args:
+      lowered: the function.
+      mesh: the mesh that it is compiled for.
+      in_forms: for each leaf of its arguments its stored form; None: left to
+        completion.
+      out_forms: the same for its result.
+
+    Attributes:
+      signature: its name, the structure of its arguments and its result, and sources.
+      operation: the module, which a pass that changes it takes from `write`.
+      unknown_size: name of an op that makes a size which depends on values, or None.
+      updates: what was decided on weight updates; None: not requested.
+      repairs: the ops that were laid out so that XLA's partitioner gets them right.
+      divergent: by name of a loop or a branch of a manual region, the axes along which
+        its predicate may differ by device.
+    """
+
+    def __init__(
+        self,
+        lowered: LoweredFunction,
+        mesh: DeviceMesh,
+        *,
+        in_forms: Sequence[StoredForm | None] | None = None,
+        out_forms: Sequence[StoredForm | None] | None = None,
+    ):
+        self.signature = lowered.signature
+        self.unknown_size = lowered.unknown_size
+        self.mesh = mesh
+        self.in_forms = list(in_forms or [])
+        self.out_forms = list(out_forms or [])
+        self.updates: UpdateReport | None = None
+        self.repairs: tuple[Repair, ...] = ()
+        self.divergent: Mapping[str, Collection[str]] = {}
+        self._completed: CompletedModule | None = None
+        self._context = ir_context()
+        with self.opened():
+            parsed = ir.Module.parse(stable_hlo_of(lowered.hlo))
+        self.operation: ir.Operation = parsed.operation
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Module]:
+        """Enters the MLIR context of the module."""
+        with self._context, ir.Location.unknown():
+            yield self
+
+    @property
+    def blame(self) -> Blame:
+        """Names the module's ops in messages."""
+        return Blame(self.signature.name, self.signature.sources)
+
+    @property
+    def boundary(self) -> dict[str, list[Sharding | None]]:
+        """The shardings of arguments and results; None: left to completion."""
+        return {
+            "in_shardings": [form and form.border for form in self.in_forms],
+            "out_shardings": [form and form.border for form in self.out_forms],
+        }
+
+    def write(self) -> ir.Operation:
+        """The module, to be changed: it has to be completed anew."""
+        self._completed = None
+        return self.operation
+
+    def completed(self) -> CompletedModule:
+        """The module with the sharding of each value, whichever partitioner follows.
+
+        It is computed when a pass first needs it, and kept until a pass writes.
+
+        Raises:
+          LoweringError: see `complete`.
+        """
+        if self._completed is None:
+            self._completed = complete(
+                self.blame, self.operation, self.mesh, **self.boundary
+            )
+        return self._completed
+
+    def written(self, operation: ir.Operation | None = None) -> Written:
+        """The module, or `operation` in its place, outside of its MLIR context."""
+        return Written(
+            signature=self.signature,
+            stable_hlo=bytecode(operation or self.operation),
+            mesh=self.mesh,
+            in_forms=self.in_forms,
+            out_forms=self.out_forms,
+            updates=self.updates,
+            repairs=self.repairs,
+            divergent=self.divergent,
+        )
