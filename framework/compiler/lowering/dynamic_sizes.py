@@ -11,7 +11,32 @@ from collections.abc import Iterator
 from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.compiler.xla.service import hlo_pb2
 
+_BOUND = "SetBound"
 _MAKER = "set-dimension-size"  # Every such size begins with this opcode.
+
+
+def drop_bounds(module: hlo_pb2.HloModuleProto) -> bool:
+    """Drops the bounds that TF2XLA states for the values of a branch's operands.
+
+    It puts them on what comes from a sort, as constants of its size. They change
+    nothing, and StableHLO has no such call.
+
+    Returns:
+      Whether the module, which is changed in place, had any.
+    """
+    bounds = [
+        op
+        for computation in module.computations
+        for op in computation.instructions
+        if op.custom_call_target == _BOUND
+    ]
+    for op in bounds:
+        copy = hlo_pb2.HloInstructionProto(opcode="copy", name=op.name, id=op.id)
+        copy.shape.CopyFrom(op.shape)
+        copy.metadata.CopyFrom(op.metadata)
+        copy.operand_ids[:] = op.operand_ids[:1]
+        op.CopyFrom(copy)
+    return bool(bounds)
 
 
 def result_shapes(module: hlo_pb2.HloModuleProto) -> list[xla_data_pb2.ShapeProto]:

@@ -45,6 +45,18 @@ _INSTEAD = {
     ),
 }
 
+_MASK = (
+    "Keep all of its elements and mask them, by tf.where(mask, x, 0) in place of "
+    "tf.boolean_mask(x, mask), or x * (range < n) in place of x[:n]; give k of "
+    "tf.math.top_k as a Python number; or compute it on the host"
+)
+# TF divides the rows of a gradient among the parts of a `tf.concat` by their values.
+_GRADIENT_OF_ROWS = re.compile(r"'[^']*gradient[^']*/Where(_\d+)?'")
+_ROWS_OF_PARTS = (
+    "It is the gradient of tf.gather(tf.concat(parts, 0), rows): multiply the "
+    "concatenated tensor by 1.0, or annotate it, and gather from that"
+)
+
 
 class LoweringError(ValueError):
     """The function cannot become one XLA program; the message names the culprit."""
@@ -149,6 +161,15 @@ def of_xla(
     )
 
 
+def of_import(name: str, error: Exception) -> LoweringError:
+    """JAX's refusal to read TF2XLA's program as StableHLO."""
+    first = _STATUS.sub("", str(error).strip()).split("\n")[0][:_LENGTH].rstrip(". ")
+    return LoweringError(
+        f"{name}: JAX cannot read TF2XLA's program as StableHLO: {first}. Lower parts "
+        "of the function alone to find the op, and compute it by other ops"
+    )
+
+
 def of_child(name: str, how: str, *, partitioner: Partitioner) -> LoweringError:
     """The end of the child process in which XLA compiled a program.
 
@@ -167,12 +188,10 @@ def of_child(name: str, how: str, *, partitioner: Partitioner) -> LoweringError:
 
 def unknown_size(name: str, where: str, *, what: str) -> LoweringError:
     """The error for a tensor whose size depends on the values of others."""
+    remedy = _ROWS_OF_PARTS if _GRADIENT_OF_ROWS.search(where) else _MASK
     return LoweringError(
         f"{name}: {what} has a size that depends on values, made by {where}: on a mesh "
-        "every tensor has one shape. Keep all of its elements and mask them, by "
-        "tf.where(mask, x, 0) in place of tf.boolean_mask(x, mask), or x * (range < n) "
-        "in place of x[:n]; give k of tf.math.top_k as a Python number; or compute it "
-        "on the host"
+        f"every tensor has one shape. {remedy}"
     )
 
 

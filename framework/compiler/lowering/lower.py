@@ -21,6 +21,7 @@ from meshwright.framework.compiler.lowering.captures import (
 )
 from meshwright.framework.compiler.lowering.constant_sizes import fold_clamps
 from meshwright.framework.compiler.lowering.dynamic_sizes import (
+    drop_bounds,
     first_maker,
     is_dynamic,
     maker_of_result,
@@ -128,6 +129,8 @@ def lower(
     except (tf.errors.OpError, ValueError, TypeError) as e:
         raise of_tf2xla(name, e, args, concrete, sources) from e
     module = hlo_pb2.HloModuleProto.FromString(hlo)
+    if drop_bounds(module):
+        hlo = module.SerializeToString()
     _check_no_large_constants(name, module)
     specs = _result_specs(name, concrete, outputs, module, sources)
     outputs = tf.nest.pack_sequence_as(outputs, specs)

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import jax
 from jax.extend.mlir import ir
 
+from meshwright.framework.compiler.lowering.errors import of_import
 from meshwright.framework.compiler.lowering.lower import LoweredFunction, Signature
 from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule, complete
@@ -88,7 +90,11 @@ class Module:
         self._completed: CompletedModule | None = None
         self._context = ir_context()
         with self.opened():
-            parsed = ir.Module.parse(stable_hlo_of(lowered.hlo))
+            try:
+                stable_hlo = stable_hlo_of(lowered.hlo)
+            except jax.errors.JaxRuntimeError as e:
+                raise of_import(self.signature.name, e) from e
+            parsed = ir.Module.parse(stable_hlo)
         self.operation: ir.Operation = parsed.operation
 
     @contextlib.contextmanager

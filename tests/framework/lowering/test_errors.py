@@ -1,5 +1,6 @@
 """What TF2XLA, XLA and JAX refuse, in our words: op, line, argument and remedy."""
 
+import jax
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -8,6 +9,7 @@ from tensorflow.compiler.tf2xla.python import xla
 from meshwright.framework.compiler.lowering.lower import LoweringError, lower
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair import check
+from meshwright.framework.compiler.stablehlo import module
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -224,3 +226,38 @@ def test_what_xla_does_not_know_has_another_remedy():
         LoweringError, match=r"to unheard_of .* Leave the custom call out"
     ):
         compile_program(fn, [X], MESH)
+
+
+def gradients_of_gathered(scaled):
+    def fn(a, b, ids):
+        with tf.GradientTape() as tape:
+            tape.watch([a, b])
+            table = tf.concat([a, b], 0)
+            rows = tf.gather(table * 1.0 if scaled else table, ids)
+            loss = tf.reduce_sum(rows**2)
+        return [tf.convert_to_tensor(g) for g in tape.gradient(loss, [a, b])]
+
+    return fn
+
+
+def test_a_gather_from_concatenated_tables_has_its_own_remedy():
+    specs, ids = [X, X, IDS], np.array([3, 3, 0, 9, 1, 1, 12, 2], np.int32)
+    with pytest.raises(LoweringError, match="multiply the concatenated tensor"):
+        compile_program(gradients_of_gathered(scaled=False), specs, MESH)
+    remedied = gradients_of_gathered(scaled=True)
+    program = compile_program(remedied, specs, MESH)
+    right = remedied(*map(tf.constant, (INPUT, 2 * INPUT, ids)))
+    for part, expected in zip(program(INPUT, 2 * INPUT, ids), right, strict=True):
+        np.testing.assert_allclose(part, expected, rtol=1e-6)
+
+
+def test_what_jax_cannot_read_is_refused(monkeypatch):
+    def refuse(hlo):
+        raise jax.errors.JaxRuntimeError("INTERNAL: Unsupported type: TUPLE.")
+
+    monkeypatch.setattr(module, "stable_hlo_of", refuse)
+    with pytest.raises(
+        LoweringError,
+        match=r"step: JAX cannot read .*: Unsupported type: TUPLE",
+    ):
+        compile_program(lambda x: x, [X], MESH, name="step")

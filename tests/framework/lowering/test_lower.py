@@ -152,3 +152,18 @@ def test_errors_of_the_function_pass_through():
 
     with pytest.raises(KeyError, match="mine"):
         lower(fn, [X])
+
+
+@pytest.mark.parametrize("size", [6, 600])
+def test_branches_that_read_what_was_sorted(size):
+    """TF2XLA states bounds of the values, which StableHLO cannot hold."""
+
+    def fn(x, number):
+        ordered = tf.sort(x, 0)
+        branches = [lambda: tf.sin(ordered), lambda: ordered * 2, lambda: -ordered]
+        return tf.switch_case(number, branches)
+
+    x = np.random.default_rng(0).standard_normal((size, size)).astype(np.float32)
+    specs = [tf.TensorSpec(x.shape), tf.TensorSpec([], tf.int32)]
+    program = compile_program(fn, specs, DeviceMesh(("X",), (2,)))
+    np.testing.assert_array_equal(program(x, np.int32(1)), np.sort(x, 0) * 2)

@@ -438,3 +438,29 @@ def test_a_permute_among_one_device_keeps_or_drops():
     x = tf.constant(X)
     assert collective_permute(x, mesh, "X", [(0, 0)]) is x
     assert not np.any(collective_permute(x, mesh, "X", []))
+
+
+@over_partitioners
+def test_an_all_to_all_beside_a_zero_of_the_program(partitioner):
+    """XLA merged that zero with a zero of the region's, and ended the process."""
+    region = manual_partition(
+        lambda x: all_to_all(x, MESH, "Y", split_dim=1, concat_dim=0),
+        mesh=MESH,
+        in_dims=[["Y", None]],
+        out_dims=[None, "Y"],
+        manual_axes=["Y"],
+    )
+
+    def fn(x, counts):
+        return region(x * tf.cast(tf.maximum(counts[0], 0), x.dtype))
+
+    specs = [tf.TensorSpec(X.shape), tf.TensorSpec([2], tf.int32)]
+    borders = {
+        "in_shardings": [
+            Sharding.replicated(MESH, 2),
+            Sharding.replicated(MESH, 1),
+        ]
+    }
+    for shardings in ({}, borders):
+        program = compile_program(fn, specs, MESH, partitioner=partitioner, **shardings)
+        close(program(X, np.array([2, 0], np.int32)), 2 * X)

@@ -233,7 +233,7 @@ class _Region:
         gathered = self._built(gather, pieces, tensor_type(result, shape))
         index = self._axis_index(placeholder.axes)
         zero = stablehlo.ConstantOp(ir.DenseElementsAttr.get(np.array(0, np.int32)))
-        starts = [self._manual(zero.result)] * len(shape)
+        starts = [self._constant(zero.result)] * len(shape)
         starts[split] = index
         shape[split] = 1
         shard = stablehlo.DynamicSliceOp(gathered, starts, shape).result

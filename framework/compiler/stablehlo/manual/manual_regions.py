@@ -187,7 +187,11 @@ def _placeholder_kind(
     named = ", ".join(placeholder.axes)
     if placeholder.kind == INTO_MANUAL:
         if any(kind.axes or kind.per_device for kind in inputs):
-            raise shared.error(op, "takes a tensor that is manual already")
+            raise shared.error(
+                op,
+                "takes a tensor that is manual already; regions do not nest: make one "
+                "region manual along the axes of both",
+            )
         return _Kind(axes=placeholder.axes)
     if placeholder.kind == OUT_OF_MANUAL:
         if any(kind.axes != placeholder.axes and not kind.floating for kind in inputs):
