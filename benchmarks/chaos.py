@@ -144,7 +144,7 @@ class Life:
             if happens():
                 return True
             if time.monotonic() > deadline:
-                raise ChaosError(f"nothing happens any more:\n{self.said()}")
+                raise ChaosError(f"nothing happens any more:\n{self.output()}")
             time.sleep(0.001)
         return False
 
@@ -181,7 +181,7 @@ class Life:
         """Waits for the training to end well."""
         for process in self.processes:
             if process.wait(_PATIENCE) != 0:
-                raise ChaosError(f"the training failed:\n{self.said()}")
+                raise ChaosError(f"the training failed:\n{self.output()}")
 
     def end(self) -> None:
         for process in self.processes:
@@ -189,7 +189,7 @@ class Life:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(log.read_text()[-2000:] for log in self.logs)
 
 
@@ -259,7 +259,7 @@ def _disturbed(
         if life.has_begun and life.resumed_from != before:
             raise ChaosError(
                 f"the newest checkpoint was {before}, but it went on from "
-                f"{life.resumed_from}:\n{life.said()}"
+                f"{life.resumed_from}:\n{life.output()}"
             )
         if killed is not None:
             kills.append(killed)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from meshwright.framework.compiler.lowering.errors import unknown_size
 from meshwright.framework.compiler.partial.carry import carry_partial_sums
 from meshwright.framework.compiler.repair.check import repair
+from meshwright.framework.compiler.repair.rewrites.selections import compute_once
 from meshwright.framework.compiler.stablehlo.constraints import refuse_foreign
+from meshwright.framework.compiler.stablehlo.manual.divergence import divergent_ops
 from meshwright.framework.compiler.stablehlo.module import Module, Written
 from meshwright.framework.compiler.stablehlo.precision import propagate_precision
 from meshwright.framework.compiler.stablehlo.tidy import tidy
@@ -57,6 +59,11 @@ def run_passes(
         # What XLA cannot split, or splits badly, becomes other ops: empty tensors,
         # roundings, strides, cropped images, rolls.
         make_splittable(module.write())
+        # What is compared with its own maximum is computed once, for all that read it.
+        compute_once(module.write())
+        # Branches that devices may take differently are noted: in the compiled program
+        # no collective in them may wait for devices that take another.
+        module.divergent = divergent_ops(module.operation)
         # Ops that XLA gets wrong as they are sharded, such as some convolutions, are
         # laid out differently.
         repair(module, target, strict=strict)

@@ -22,15 +22,15 @@ def shards(side):
         programs.plan_layout.shardings.theta.leaves(),
         strict=True,
     )
-    found = {
+    shard_shapes = {
         path: sharding.shard_shape(spec.shape)
         for (path, spec), sharding in pairs
         if len(spec.shape) > 2  # [layers, ...]
     }
     batch = programs.experiment.task.batch_spec(programs.experiment.global_batch)
-    found["ids"] = programs.batch_shardings().ids.shard_shape(batch.ids.shape)
+    shard_shapes["ids"] = programs.batch_shardings().ids.shard_shape(batch.ids.shape)
     assert programs.experiment.plan.mesh.size == 2 * side * side
-    return found
+    return shard_shapes
 
 
 def test_what_a_device_holds_does_not_grow_with_the_mesh():

@@ -29,14 +29,14 @@ def test_a_run_is_read_once_it_is_complete(tmp_path):
     assert experts.read(tmp_path, 400) is None
     assert experts.read(tmp_path / "nowhere", 400) is None
     write(tmp_path, "eval", {"loss": [(400, 4.0)], "bleu": [(400, 7.0)]})
-    found = experts.read(tmp_path, 400)
+    result = experts.read(tmp_path, 400)
     # The last tenth: steps 380 and 400.
-    assert found.train_loss == pytest.approx((6.2 + 6.0) / 2)
-    assert found.metrics == {"loss": 4.0, "bleu": 7.0}
-    assert found.step_s == pytest.approx(4.75)
+    assert result.train_loss == pytest.approx((6.2 + 6.0) / 2)
+    assert result.metrics == {"loss": 4.0, "bleu": 7.0}
+    assert result.step_s == pytest.approx(4.75)
 
 
-def found(train, held_out, de, fr):
+def scores_of(train, held_out, de, fr):
     scores = dict(zip(DIRECTIONS, (de, fr), strict=True))
     metrics = {"loss": held_out, "bleu": (de + fr) / 2, "chrf": 9.0, **scores}
     return Found(train_loss=train, metrics=metrics, step_s=0.25)
@@ -44,10 +44,10 @@ def found(train, held_out, de, fr):
 
 def test_the_table_tells_differences_by_seed_and_scores_by_language():
     runs = {
-        (1, "experts"): found(1.0, 2.0, 10.0, 20.0),
-        (1, "dense"): found(1.5, 2.25, 8.0, 16.0),
-        (2, "experts"): found(1.25, 2.5, 12.0, 20.0),
-        (2, "dense"): found(1.5, 2.25, 10.0, 18.0),
+        (1, "experts"): scores_of(1.0, 2.0, 10.0, 20.0),
+        (1, "dense"): scores_of(1.5, 2.25, 8.0, 16.0),
+        (2, "experts"): scores_of(1.25, 2.5, 12.0, 20.0),
+        (2, "dense"): scores_of(1.5, 2.25, 10.0, 18.0),
     }
     text = experts.summary(runs)
     assert text[0] == "training loss, experts less dense: -0.375 (-0.500, -0.250)"

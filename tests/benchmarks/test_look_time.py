@@ -22,7 +22,7 @@ def test_the_look_is_a_part_of_the_whole(partitioner):
     assert done.returncode == 0, done.stderr[-3000:]
     *head, row = done.stdout.splitlines()
     assert "look / all" in head[0]
-    found = re.fullmatch(r"smallest 2x1 +([\d.]+) +([\d.]+) +([\d.]+)% +0", row)
-    everything, look, share = map(float, found.groups())
+    match = re.fullmatch(r"smallest 2x1 +([\d.]+) +([\d.]+) +([\d.]+)% +0", row)
+    everything, look, share = map(float, match.groups())
     assert 0 < look < everything
     assert share == pytest.approx(100 * look / everything, abs=1)

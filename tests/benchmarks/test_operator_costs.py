@@ -36,15 +36,15 @@ def costs(name, partitioner):
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.name)
 def test_operator_costs_what_the_paper_says(operator, partitioner):
     kinds, elements = EXPECTED[operator.name]
-    found = costs(operator.name, partitioner)
-    for n, cost in found.items():
+    costs_by_size = costs(operator.name, partitioner)
+    for n, cost in costs_by_size.items():
         assert cost.kinds == kinds
         assert cost.bytes == 4 * elements(n)
-    grows = operator_costs.growth(COUNTS, [c.bytes for c in found.values()])
+    grows = operator_costs.growth(COUNTS, [c.bytes for c in costs_by_size.values()])
     claim, *claimed_kinds = operator.communication.split()
     assert grows == claim
     assert {operator_costs.KINDS[kind] for kind in kinds} <= set(claimed_kinds)
-    flops = [c.flops for c in found.values()]
+    flops = [c.flops for c in costs_by_size.values()]
     assert operator_costs.growth(COUNTS, flops) == operator.compute
 
 

@@ -60,15 +60,15 @@ def flops_off(row):
 
 
 def kept_rows():
-    return {(one["table"], one["row"]): one for one in json.loads(KEPT.read_text())}
+    return {(row["table"], row["row"]): row for row in json.loads(KEPT.read_text())}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.table}-{row.name}")
 def test_each_row_has_a_file_for_its_pod(row):
     experiment, _ = build_experiment([row.gin_file], row.gin_params)
-    whole = topology(row.topology).size
+    size = topology(row.topology).size
     # One of a chip's two cores, where one device is planned for.
-    assert experiment.plan.mesh.size == (1 if row.name.endswith("_1x1") else whole)
+    assert experiment.plan.mesh.size == (1 if row.name.endswith("_1x1") else size)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_row_that_does_not_fit_is_told_and_counts_nowhere():
 def test_utilization_of_pipelines_is_of_useful_work():
     (row,) = paper_tables.chosen_rows(["4"], ["8x8x4"])
     assert row.util == pytest.approx(0.548 * (1 - 0.165 - 0.222))
-    found = {
+    estimate = {
         "fits": True,
         "step_s": 20.0,
         "ops_s": 19.0,
@@ -177,8 +177,8 @@ def test_utilization_of_pipelines_is_of_useful_work():
         "parts": {"matrix": 20.0},
         "of_which": {"in bubbles": 4.0, "recomputed": 3.0},
     }
-    told = paper_tables.summary([(row, found)])[:2]
-    assert told == [
+    lines = paper_tables.summary([(row, estimate)])[:2]
+    assert lines == [
         "bubbles of 8x8x4: 16.5% of the step in the paper, 20.0% ours",
         "recomputation of 8x8x4: 22.2% of the step in the paper, 15.0% ours",
     ]
@@ -198,22 +198,22 @@ def test_calibration_finds_what_made_the_times():
         return row, {"ops_s": ops, "link_s": link}
 
     exact = [pair(2, 1), pair(3, 0.5), pair(1, 4)]
-    found = paper_tables.calibrate(exact)
-    assert found.efficiency == pytest.approx(0.5)
-    assert found.left_out == pytest.approx([0, 0, 0], abs=1e-12)
+    fit = paper_tables.calibrate(exact)
+    assert fit.efficiency == pytest.approx(0.5)
+    assert fit.left_out == pytest.approx([0, 0, 0], abs=1e-12)
     # One row that is not like the others is off when they alone are calibrated on.
     odd = (exact[0][0], {"ops_s": 2, "link_s": 2})
-    found = paper_tables.calibrate([odd, *exact[1:]])
-    assert found.left_out[0] == pytest.approx((2 + 2 / 0.5) / 4 - 1)
+    fit = paper_tables.calibrate([odd, *exact[1:]])
+    assert fit.left_out[0] == pytest.approx((2 + 2 / 0.5) / 4 - 1)
 
 
 def test_the_error_bar_is_that_of_rows_left_out():
     kept = kept_rows()
     rows = [row for row in ROWS if row.table in CALIBRATED]
     pairs = [(row, kept[row.table, row.name]["ours"]) for row in rows]
-    found = paper_tables.calibrate(pairs)
-    assert found.efficiency == pytest.approx(step_time.LINK_EFFICIENCY, abs=0.005)
-    errors = [abs(error) for error in found.left_out]
+    fit = paper_tables.calibrate(pairs)
+    assert fit.efficiency == pytest.approx(step_time.LINK_EFFICIENCY, abs=0.005)
+    errors = [abs(error) for error in fit.left_out]
     assert sum(errors) / len(errors) == pytest.approx(step_time.MEAN_ERROR, abs=5e-4)
     assert max(errors) == pytest.approx(step_time.WORST_ERROR, abs=5e-4)
     assert {topology(row.topology).kind.name for row in rows} == {
@@ -309,21 +309,21 @@ def test_what_is_told_below_weight_updates():
 
 
 def test_weight_updates_are_planned_off_and_on_and_kept(tmp_path, monkeypatch, capsys):
-    asked = []
+    plans = []
 
     def planned(experiment, name):
-        asked.append((experiment.weight_update_sharding.value, name))
-        return OFF if asked[-1][0] == "off" else ON
+        plans.append((experiment.weight_update_sharding.value, name))
+        return OFF if plans[-1][0] == "off" else ON
 
     monkeypatch.setattr(paper_updates, "_planned", planned)
     rows, cache = [update_row("ncf_32")], PlanCache(folder=tmp_path)
-    (found,) = paper_updates.KIND.show(rows, cache)
-    assert asked == [("off", "v3:4x4"), ("auto", "v3:4x4")]
+    (shown,) = paper_updates.KIND.show(rows, cache)
+    assert plans == [("off", "v3:4x4"), ("auto", "v3:4x4")]
     ours = {"off": OFF, "on": ON}
-    assert found == {"row": "ncf_32", "table": "wus", "paper": {}, "ours": ours}
+    assert shown == {"row": "ncf_32", "table": "wus", "paper": {}, "ours": ours}
     first = capsys.readouterr().out
     assert f"\n{paper_updates.table_row(rows[0], ours)}\n" in first
-    assert paper_updates.KIND.show(rows, cache) == [found] and len(asked) == 2
+    assert paper_updates.KIND.show(rows, cache) == [shown] and len(plans) == 2
     assert capsys.readouterr().out == first
     assert paper_updates.KIND.show([], cache) == [] and not capsys.readouterr().out
 

@@ -23,10 +23,10 @@ def test_memory_falls_with_the_partitions():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines)
-    (one, four) = (list(map(float, line.split())) for line in lines[-2:])
-    assert (one[0], four[0]) == (1, 4) and one[3] == 1.0
-    assert one[1] < one[2] and four[2] < 0.36 * one[2]
-    assert four[3] == pytest.approx(4 * four[2] / one[2], abs=0.01)
+    (single, four) = (list(map(float, line.split())) for line in lines[-2:])
+    assert (single[0], four[0]) == (1, 4) and single[3] == 1.0
+    assert single[1] < single[2] and four[2] < 0.36 * single[2]
+    assert four[3] == pytest.approx(4 * four[2] / single[2], abs=0.01)
 
 
 def test_what_is_no_number_of_partitions_is_told():

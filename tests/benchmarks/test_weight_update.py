@@ -20,16 +20,16 @@ def benchmark():
 
 def test_a_sharded_model_trains_alike_in_less_memory(benchmark):
     model = benchmark.MODELS["smallest"]
-    found = benchmark.compare(model, ["all"], rounds=2, steps=1)
-    assert list(found) == ["off", "all"]
-    for one in found.values():
-        assert len(one.turns) == 2
-        assert all(turn.wall > 0 and turn.cpu > 0 for turn in one.turns)
-    off, sharded = (one.memory for one in found.values())
+    results = benchmark.compare(model, ["all"], rounds=2, steps=1)
+    assert list(results) == ["off", "all"]
+    for result in results.values():
+        assert len(result.turns) == 2
+        assert all(turn.wall > 0 and turn.cpu > 0 for turn in result.turns)
+    off, sharded = (result.memory for result in results.values())
     tables, perceptron, scores = 2 * (4096 + 2048) * 8, 16 * 8 + 8, 8 + 8 + 1
-    for one in (off, sharded):
-        assert one.weights == 4 * (tables + perceptron + scores)
-        assert one.slots == 2 * one.weights  # Adam's.
+    for result in (off, sharded):
+        assert result.weights == 4 * (tables + perceptron + scores)
+        assert result.slots == 2 * result.weights  # Adam's.
     # Two of a batch's 16 pairs, a number each of user, item, label and weight; a step.
     assert off.arguments == off.weights + off.slots + 4 * (2 * 4) + 4
     assert sharded.arguments >= sharded.weights + sharded.slots // benchmark.DEVICES
@@ -48,20 +48,20 @@ def test_the_formula_is_the_papers(benchmark, peak, want):
 def made_up(benchmark):
     """What might have been measured."""
 
-    def found(seconds, peak):
-        turns = [benchmark.Turn(wall=one, cpu=2 * one) for one in seconds]
+    def result(seconds, peak):
+        turns = [benchmark.Turn(wall=wall, cpu=2 * wall) for wall in seconds]
         memory = benchmark.Memory(
             weights=8_000_000, slots=16_000_000, arguments=25_000_000, peak=peak
         )
         return benchmark.Found(turns=turns, memory=memory)
 
     return {
-        "off": found([1.0, 4.0, 2.0], 40_000_000),
-        "all": found([0.5, 1.0, 3.0], 24_500_000),
+        "off": result([1.0, 4.0, 2.0], 40_000_000),
+        "all": result([0.5, 1.0, 3.0], 24_500_000),
     }
 
 
-def asked(benchmark, patch, **given):
+def give_flags(benchmark, patch, **given):
     """Gives flags."""
     given = {"rounds": 3, "steps": None, "modes": ["all"], "models": ["ncf"], **given}
     values = types.SimpleNamespace(**given)
@@ -69,7 +69,7 @@ def asked(benchmark, patch, **given):
 
 
 def test_the_table_has_medians_and_the_ratios_of_rounds(benchmark, monkeypatch, capsys):
-    asked(benchmark, monkeypatch)
+    give_flags(benchmark, monkeypatch)
     monkeypatch.setattr(benchmark, "compare", lambda *_: made_up(benchmark))
     benchmark.main(["weight_update.py"])
     lines = capsys.readouterr().out.splitlines()
@@ -98,6 +98,6 @@ def test_modes_that_train_otherwise_are_not_compared(benchmark):
     ],
 )
 def test_what_is_unknown_is_told(benchmark, monkeypatch, given, message):
-    asked(benchmark, monkeypatch, **given)
+    give_flags(benchmark, monkeypatch, **given)
     with pytest.raises(SystemExit, match=f"weight_update.py: {message}"):
         benchmark.main(["weight_update.py"])

@@ -222,9 +222,11 @@ def pos() -> st.SearchStrategy[bytes]:
 
 def records(data: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
     """TFRecords with right checksums, and lengths that may be other than true."""
-    one = st.builds(lambda d, n: valid.record(d, length=n), data, st.none() | numbers)
+    record = st.builds(
+        lambda d, n: valid.record(d, length=n), data, st.none() | numbers
+    )
     good = data.map(valid.record)
-    return st.lists(good | good | one, max_size=4).map(b"".join)
+    return st.lists(good | good | record, max_size=4).map(b"".join)
 
 
 def pair_records() -> st.SearchStrategy[bytes]:
@@ -232,11 +234,11 @@ def pair_records() -> st.SearchStrategy[bytes]:
     names = ("source", "target", "target_language")
     value = _values(words.map(_utf8) | junk)
     examples = st.fixed_dictionaries({}, optional=dict.fromkeys(names, value))
-    whole = st.sampled_from(valid.PAIRS)
+    pairs = st.sampled_from(valid.PAIRS)
     return records(
-        examples.map(lambda found: valid.features(**found))
-        | whole
-        | whole.flatmap(broken)
+        examples.map(lambda fields: valid.features(**fields))
+        | pairs
+        | pairs.flatmap(broken)
         | junk
     )
 
@@ -252,7 +254,7 @@ def picture_records() -> st.SearchStrategy[bytes]:
         | st.just(picture)
     )
     labels = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 4)
-    whole = st.builds(
+    intact = st.builds(
         lambda picture, label: valid.features(
             **{"image/encoded": [picture], "image/class/label": [label]}
         ),
@@ -262,7 +264,7 @@ def picture_records() -> st.SearchStrategy[bytes]:
     names = ("image/encoded", "image/class/label")
     odd = st.fixed_dictionaries({}, optional=dict.fromkeys(names, _values(junk)))
     return records(
-        whole | whole | odd.map(lambda found: valid.features(**found)) | junk
+        intact | intact | odd.map(lambda fields: valid.features(**fields)) | junk
     )
 
 
@@ -274,12 +276,12 @@ def _sized(picture: bytes, height: int, width: int) -> bytes:
 
 def _values(content: st.SearchStrategy[bytes]):
     """Lists of one type, as features have."""
-    whole = st.integers(-(2**63), 2**63 - 1)
+    integers = st.integers(-(2**63), 2**63 - 1)
     number = st.floats(width=32, allow_nan=False)
     return (
-        content.map(lambda one: [one])
+        content.map(lambda value: [value])
         | st.lists(content, max_size=3)
-        | st.lists(whole, min_size=1, max_size=3)
+        | st.lists(integers, min_size=1, max_size=3)
         | st.lists(number, min_size=1, max_size=3)
     )
 
@@ -319,8 +321,8 @@ def _dumped(content) -> bytes:
 def objects() -> st.SearchStrategy[bytes]:
     """Lines of JSON: utterances, nearly, and anything else."""
     audio = st.just("a.wav") | words | _json
-    one = st.fixed_dictionaries({}, optional={"audio": audio, "text": words | _json})
-    line = one.map(_dumped) | _json.map(_dumped) | _deep.map(str.encode) | junk
+    entry = st.fixed_dictionaries({}, optional={"audio": audio, "text": words | _json})
+    line = entry.map(_dumped) | _json.map(_dumped) | _deep.map(str.encode) | junk
     return st.lists(line, max_size=5).map(b"\n".join)
 
 
@@ -521,7 +523,7 @@ def cases(reader: str) -> st.SearchStrategy[dict[str, bytes]]:
     drawn = [broken(content), HOSTILE.get(reader, junk), st.binary(max_size=400)]
     if name.endswith(".gz"):  # What gzip would notice is not all that can be wrong.
         inner = gzip.decompress(content)
-        drawn.append(broken(inner).map(lambda one: gzip.compress(one, 1)))
+        drawn.append(broken(inner).map(lambda data: gzip.compress(data, 1)))
     # Hostile ones first and twice, as they go deepest.
     drawn.insert(0, drawn[1])
-    return st.one_of(*drawn).map(lambda one: {**VALID[reader], name: one})
+    return st.one_of(*drawn).map(lambda data: {**VALID[reader], name: data})

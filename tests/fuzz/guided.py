@@ -25,9 +25,9 @@ def main() -> None:
     reader, watch = sys.argv.pop(1), child.Watch()
 
     def read(name, files):
-        found = child.outcome(readers.READERS[name], files, watch)
+        outcome = child.outcome(readers.READERS[name], files, watch)
         readers.forget()
-        return found
+        return outcome
 
     check = test_readers.checked(reader, read=read)
     atheris.Setup(sys.argv, check.hypothesis.fuzz_one_input)

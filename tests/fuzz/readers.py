@@ -72,7 +72,7 @@ def _dataset(folder: pathlib.Path) -> None:
     files = VolumeFiles(path=str(folder / "dataset.json"))
     assert len(files.classes()) > 1
     for split in Split:
-        assert all(pathlib.Path(one.image).is_file() for one in files.read(split))
+        assert all(pathlib.Path(case.image).is_file() for case in files.read(split))
 
 
 def _pairs(kind: type, **settings) -> Reader:
@@ -98,28 +98,28 @@ def _pictures(folder: pathlib.Path) -> None:
 def _manifest(name: str) -> Reader:
     def read(folder: pathlib.Path) -> None:
         for split in Split:
-            for one in Manifest(path=str(folder / name), held_out_one_in=2).read(split):
-                assert pathlib.Path(one.path).is_file() and one.transcript.encode()
+            for row in Manifest(path=str(folder / name), held_out_one_in=2).read(split):
+                assert pathlib.Path(row.path).is_file() and row.transcript.encode()
 
     return read
 
 
 def _ratings(folder: pathlib.Path) -> None:
-    found = RatingsFile(path=str(folder / "ratings.csv")).read()
-    assert found.user_count > 0 and len(found.held_out) == found.user_count
-    assert 0 <= found.held_out.min() <= found.held_out.max() < found.item_count
-    assert (np.diff(found.pairs) > 0).all()
+    table = RatingsFile(path=str(folder / "ratings.csv")).read()
+    assert table.user_count > 0 and len(table.held_out) == table.user_count
+    assert 0 <= table.held_out.min() <= table.held_out.max() < table.item_count
+    assert (np.diff(table.pairs) > 0).all()
 
 
 def _subwords(folder: pathlib.Path) -> None:
     path = str(folder / "a.model")
     vocabulary = SentencePieceVocabulary(vocab_size=300, model_file=path)
-    found = vocabulary.trained([], ["de"])
-    ids = found.encode(["red house", "größe\u2028", ""])
+    trained = vocabulary.trained([], ["de"])
+    ids = trained.encode(["red house", "größe\u2028", ""])
     used = set(itertools.chain(*ids))
     assert used <= set(range(300))
     for row in [*ids, range(300)]:
-        found.decode(row)
+        trained.decode(row)
 
 
 def _gin(folder: pathlib.Path) -> None:
@@ -140,9 +140,9 @@ def _flags(folder: pathlib.Path) -> None:
         # As absl prints them, and as the binaries print errors.
         except (flags.Error, app.UsageError) as error:
             raise ValueError(f"flags: {error}") from error
-        except SystemExit as told:
-            assert told.code.replace("\n", "").isprintable()
-            raise ValueError(f"flags: {told.code}") from told
+        except SystemExit as stopped:
+            assert stopped.code.replace("\n", "").isprintable()
+            raise ValueError(f"flags: {stopped.code}") from stopped
 
 
 def _command() -> cli.Command:

@@ -32,7 +32,7 @@ METHODS = (
 
 def runs_data(source: str) -> list[str]:
     """What in a source could run what it reads, as `line: code`."""
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Import):
@@ -47,15 +47,15 @@ def runs_data(source: str) -> list[str]:
             names = [f".{node.arg}"]
         wrong = {*MODULES, *(f"{f}()" for f in FUNCTIONS), *(f".{m}" for m in METHODS)}
         if wrong & {*names}:
-            found.append(f"{node.lineno}: {ast.unparse(node)}")
-    return found
+            calls.append(f"{node.lineno}: {ast.unparse(node)}")
+    return calls
 
 
 def test_no_source_runs_what_it_reads():
     files = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
     assert len(files) > 20, "the rooms were not found"
     assert not {
-        str(file): found for file in files if (found := runs_data(file.read_text()))
+        str(file): reasons for file in files if (reasons := runs_data(file.read_text()))
     }
 
 
@@ -121,7 +121,7 @@ def test_a_planted_pickle_would_be_seen(tmp_path, monkeypatch):
     ("line", "message"),
     [
         ("import os", "`import os` is for modules that register classes"),
-        ("from os import path", "none of Python's own does: take it out"),
+        ("from os import path", "no standard module does: take it out"),
         ("import webbrowser as w", "`import webbrowser as w` is for modules"),
         (
             "from __gin__ import dynamic_registration",

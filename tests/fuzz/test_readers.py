@@ -36,7 +36,7 @@ def complaint(reader: str, outcome: Outcome) -> str | None:
 
 def told_badly(reader: str, message: str) -> str | None:
     """What is wrong with the message of an error, as the binaries print it."""
-    told, (hostile, *_) = printable(message), VALID[reader]
+    text, (hostile, *_) = printable(message), VALID[reader]
     # What gin makes of a file is named by class and parameter.
     if reader != "gin" and not re.search(
         rf"{os.path.basename(hostile)}|/fuzz", message
@@ -44,7 +44,7 @@ def told_badly(reader: str, message: str) -> str | None:
         return "does not name the file"
     if "Traceback" in message:
         return "has a traceback"
-    if not told.replace("\n", "").isprintable():
+    if not text.replace("\n", "").isprintable():
         return "has characters that do not print"
     return None
 

@@ -86,12 +86,12 @@ def features(**values) -> bytes:
         int: ("int64_list", tf.train.Int64List),
         float: ("float_list", tf.train.FloatList),
     }
-    found = {}
+    by_name = {}
     for name, listed in values.items():
         field, kind = kinds[type(listed[0])] if listed else kinds[bytes]
-        found[name] = tf.train.Feature(**{field: kind(value=listed)})
+        by_name[name] = tf.train.Feature(**{field: kind(value=listed)})
     return tf.train.Example(
-        features=tf.train.Features(feature=found)
+        features=tf.train.Features(feature=by_name)
     ).SerializeToString()
 
 
@@ -118,7 +118,7 @@ def _mo() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "a.mo")
         texts = sentences(40)
-        catalogue({one: spell("de", one) for one in texts}).save_as_mofile(str(path))
+        catalogue({text: spell("de", text) for text in texts}).save_as_mofile(str(path))
         return path.read_bytes()
 
 
@@ -126,7 +126,7 @@ _FRAMES = (1000 * np.sin(np.arange(400))).astype("<i2").tobytes()
 _LABEL = boxes((6, 5, 4))
 _PO = "\n".join(
     ['msgid ""', 'msgstr "Content-Type: text/plain; charset=UTF-8\\n"', ""]
-    + [f'msgid "{one}"\nmsgstr "{spell("de", one)}"\n' for one in sentences(40)]
+    + [f'msgid "{s}"\nmsgstr "{spell("de", s)}"\n' for s in sentences(40)]
 )
 PAIRS = [
     features(source=[b"red"], target=[b"rot"], target_language=[b"de"]),
@@ -170,12 +170,12 @@ VALID: dict[str, dict[str, bytes]] = {
         )
     },
     "manifest": {
-        "manifest.tsv": "".join(f"a.wav\t{one}\n" for one in _TEXTS).encode(),
+        "manifest.tsv": "".join(f"a.wav\t{text}\n" for text in _TEXTS).encode(),
         "a.wav": b"",
     },
     "objects": {
         "manifest.jsonl": "\n".join(
-            json.dumps({"audio": "a.wav", "text": one}) for one in _TEXTS
+            json.dumps({"audio": "a.wav", "text": text}) for text in _TEXTS
         ).encode(),
         "a.wav": b"",
     },

@@ -108,8 +108,8 @@ def _measured() -> tuple[dict[str, float], dict[str, Lines]]:
         "select context, file_id, numbits from line_bits "
         "join context on context.id = context_id"
     )
-    with data._connect() as database, database.execute(query) as found:
-        for context, file, numbits in found:
+    with data._connect() as database, database.execute(query) as cursor:
+        for context, file, numbits in cursor:
             if (case := context.rpartition("|")[0]) in lines:
                 lines[case] |= {(file, line) for line in numbits_to_nums(numbits)}
     return seconds, lines

@@ -15,8 +15,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 
 def blocks():
     for page in PAGES:
-        found = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-        for i, block in enumerate(found):
+        matches = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        for i, block in enumerate(matches):
             yield pytest.param(block, id=f"{page.name}-{i}")
 
 

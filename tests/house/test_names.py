@@ -31,12 +31,12 @@ OF_OTHERS = {
 @functools.cache
 def tokens() -> Mapping[str, tuple[tokenize.TokenInfo, ...]]:
     """The tokens of each source file, by its path."""
-    found = {}
+    by_path = {}
     for path in code_files(*ROOMS):
         text = path.read_text()
         where = str(path.relative_to(ROOT))
-        found[where] = tuple(tokenize.generate_tokens(io.StringIO(text).readline))
-    return found
+        by_path[where] = tuple(tokenize.generate_tokens(io.StringIO(text).readline))
+    return by_path
 
 
 def gin_lines() -> Iterator[tuple[str, str]]:
@@ -56,8 +56,8 @@ def quoted() -> Iterator[tuple[str, str]]:
 
     Code in backquotes that is no name is left out.
     """
-    for where, found in tokens().items():
-        for token in filter(is_prose, found):
+    for where, listed in tokens().items():
+        for token in filter(is_prose, listed):
             for name in _QUOTED.findall(token.string):
                 if _NAME.fullmatch(name):
                     yield where, name.partition("(")[0]
@@ -70,9 +70,9 @@ def quoted() -> Iterator[tuple[str, str]]:
 def known() -> frozenset[str]:
     """Identifiers, words of strings that are no docstrings, files and folders."""
     names = set(OF_OTHERS)
-    for where, found in tokens().items():
+    for where, listed in tokens().items():
         names.update(where.removesuffix(".py").split("/"))
-        for token in found:
+        for token in listed:
             if token.type in (tokenize.NAME, tokenize.STRING) and not is_prose(token):
                 names.update(re.findall(r"\w+", token.string))
     for _, line in gin_lines():
@@ -84,17 +84,19 @@ def known() -> frozenset[str]:
 @functools.cache
 def members() -> Mapping[str, frozenset[str]]:
     """What classes have, those of the project that they inherit from included."""
-    own, bases = collections.defaultdict(set), collections.defaultdict(set)
+    own_members, bases = collections.defaultdict(set), collections.defaultdict(set)
     for path in code_files(*ROOMS):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases[node.name].update(ast.unparse(base) for base in node.bases)
-                own[node.name].update(_assigned(node))
+                own_members[node.name].update(_assigned(node))
 
     def all_of(name: str) -> set[str]:
-        return own[name].union(*(all_of(base) for base in bases[name] & set(own)))
+        return own_members[name].union(
+            *(all_of(base) for base in bases[name] & set(own_members))
+        )
 
-    return {name: frozenset(all_of(name)) for name in list(own)}
+    return {name: frozenset(all_of(name)) for name in list(own_members)}
 
 
 def _assigned(node: ast.ClassDef) -> Iterator[str]:

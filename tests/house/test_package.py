@@ -67,10 +67,10 @@ def imports(source: str, *, late: bool = True) -> list[str]:
     Without `late`, neither what a function imports nor what is tried: that it may be
     missing is provided for.
     """
-    found = []
+    faults = []
     nodes = list(ast.walk(ast.parse(source)))
     around = (n for n in nodes if isinstance(n, ast.FunctionDef | ast.Try))
-    later = {id(node) for one in around for node in ast.walk(one)}
+    later = {id(node) for block in around for node in ast.walk(block)}
     tried = {
         alias.name
         for node in nodes
@@ -82,14 +82,14 @@ def imports(source: str, *, late: bool = True) -> list[str]:
         if not late and (id(node) in later or module.split(".")[0] in tried):
             continue
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            faults += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            found += [f"{module}.{alias.name}" for alias in node.names]
+            faults += [f"{module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
             name = ast.unparse(node)
-            found += [name] if under(name, COMPILER_INTERFACES) else []
-    return found
+            faults += [name] if under(name, COMPILER_INTERFACES) else []
+    return faults
 
 
 def faults(file: str, source: str) -> list[str]:
@@ -97,18 +97,18 @@ def faults(file: str, source: str) -> list[str]:
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     part = next(part for part in MAY_IMPORT if under(module, (part,)))
     allowed = (part, *MAY_IMPORT[part])
-    found = []
+    broken = []
     for name in imports(source):
         ours = name.removeprefix("meshwright.")
         if name.startswith(".") or name.split(".")[0] in ROOMS:
-            found.append(f"{file} imports {name}: write meshwright.<room>.<module>")
+            broken.append(f"{file} imports {name}: write meshwright.<room>.<module>")
         elif ours != name and not under(ours, allowed):
-            found.append(f"{file} imports {name}: {part} imports only {allowed}")
+            broken.append(f"{file} imports {name}: {part} imports only {allowed}")
         elif part == "framework.compiler" and under(name, MLIR):
             continue
         elif under(name, COMPILER_INTERFACES) and file not in BRIDGES:
-            found.append(f"{file} uses {name}: only {BRIDGES[0]} may")
-    return found
+            broken.append(f"{file} uses {name}: only {BRIDGES[0]} may")
+    return broken
 
 
 def setup_argument(name: str):

@@ -30,15 +30,15 @@ def imported(file: pathlib.Path, modules: set[str]) -> set[str]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
-    found = set()
+    rooms = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or id(node) in for_types:
             continue
         parent = (node.module or "").removeprefix("meshwright.")
         for alias in node.names:
             name = f"{parent}.{alias.name}"
-            found.add(name if name in modules else parent)
-    return found & modules
+            rooms.add(name if name in modules else parent)
+    return rooms & modules
 
 
 @pytest.fixture(scope="module")

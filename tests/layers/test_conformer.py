@@ -229,8 +229,8 @@ class _Staged(Layer):
 
     def in_a_row(self, ctx, theta, x, mask):
         for i in range(self.pipeline.stack.count):
-            own = theta.map(lambda w, i=i: w[i])
-            x = self.pipeline.stack.body.fprop(ctx, own, x, mask=mask)
+            block_theta = theta.map(lambda w, i=i: w[i])
+            x = self.pipeline.stack.body.fprop(ctx, block_theta, x, mask=mask)
         return x
 
 

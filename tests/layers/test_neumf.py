@@ -44,9 +44,9 @@ def by_numpy(theta, user, item) -> np.ndarray:
 @pytest.mark.parametrize("lookup", Lookup)
 def test_scores_are_the_papers(lookup):
     layer, theta = neumf(lookup=lookup)
-    found = layer.fprop(Context(), theta, tf.constant(USER), item=tf.constant(ITEM))
-    assert found.shape == (B,)
-    np.testing.assert_allclose(found, by_numpy(theta, USER, ITEM), rtol=1e-5)
+    result = layer.fprop(Context(), theta, tf.constant(USER), item=tf.constant(ITEM))
+    assert result.shape == (B,)
+    np.testing.assert_allclose(result, by_numpy(theta, USER, ITEM), rtol=1e-5)
 
 
 def test_sizes_of_movielens():
@@ -83,9 +83,9 @@ def test_all_weights_are_trained(dtype):
     with tf.GradientTape() as tape:
         tape.watch(theta)
         ctx = Context(activation_dtype=dtype)
-        found = layer.fprop(ctx, theta, tf.constant(USER), item=tf.constant(ITEM))
-    gradients = theta.pack(tape.gradient(found, theta.leaves()))
-    assert found.dtype == dtype
+        result = layer.fprop(ctx, theta, tf.constant(USER), item=tf.constant(ITEM))
+    gradients = theta.pack(tape.gradient(result, theta.leaves()))
+    assert result.dtype == dtype
     for path, gradient in gradients.items_by_path():
         assert isinstance(gradient, tf.Tensor) and gradient.dtype == tf.float32, path
         assert np.any(gradient), path

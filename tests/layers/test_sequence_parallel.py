@@ -51,7 +51,7 @@ LAYER = transformer_layer(
 )
 
 
-def gradients_under(plan, whole=True):
+def gradients_under(plan, summed=True):
     """(weights, x, dy) -> gradients of the layer by weights and x."""
 
     def step(theta, x, dy):
@@ -60,7 +60,7 @@ def gradients_under(plan, whole=True):
             read = annotate_weights(plan, LAYER.weights(), theta)
             y = LAYER.fprop(Context(plan=plan), read, x)
         dtheta, dx = tape.gradient(y, (theta, x), output_gradients=dy)
-        if whole:
+        if summed:
             dtheta = added_up(plan, LAYER.weights(), dtheta)
         return dtheta, dx
 
@@ -83,7 +83,7 @@ def typed(plan):
     specs, shardings = arguments(plan)
     weights = LAYER.weights()
     return mw.check_types(
-        gradients_under(plan, whole=False),
+        gradients_under(plan, summed=False),
         specs,
         plan.mesh,
         in_shardings=shardings,
@@ -126,12 +126,12 @@ def moved(plan, partitioner):
         out_shardings=(shardings[0], shardings[1]),
         partitioner=partitioner,
     )
-    found = collections.Counter()
-    for one in program.collectives():
-        if one.axes == ("tensor",):
-            sizes = [np.prod(shape) for shape in one.shapes]
-            found[one.kind] += sum(size > 2 * M for size in sizes)
-    return {kind: int(count) for kind, count in found.items() if count}
+    counts = collections.Counter()
+    for collective in program.collectives():
+        if collective.axes == ("tensor",):
+            sizes = [np.prod(shape) for shape in collective.shapes]
+            counts[collective.kind] += sum(size > 2 * M for size in sizes)
+    return {kind: int(count) for kind, count in counts.items() if count}
 
 
 @pytest.mark.parametrize("partitioner", mw.Partitioner)

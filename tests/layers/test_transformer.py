@@ -70,14 +70,14 @@ def test_annotates_the_activations_of_table_1(hlo_text):
     ctx = Context(plan=FINALIZED)
     specs = theta.map(tf.TensorSpec.from_tensor), tf.TensorSpec.from_tensor(X)
     hlo = hlo_text(lambda theta, x: layer.fprop(ctx, theta, x), *specs)
-    found = collections.Counter(
+    counts = collections.Counter(
         re.findall(
             r"f32\[([\d,]+)\]\S* custom-call\(.*\"Sharding\", "
             r"sharding=\{devices=\[([\d,]+)\]",
             hlo,
         )
     )
-    assert found == {
+    assert counts == {
         ("2,16,4,2", "2,1,4,1"): 4,  # queries, keys, values, context
         ("2,16,32", "2,1,4"): 1,  # hidden
         # What each part reads and gives, and the stream after it.

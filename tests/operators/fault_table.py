@@ -34,17 +34,17 @@ def on_page() -> str:
 def bytes_on_page() -> dict[str, int]:
     """What the page says of each known failure."""
     cells = re.findall(r"^\| `(\w+)` \|.*\| ([\w, ]+) \|$", on_page(), re.MULTILINE)
-    found = {}
+    costs = {}
     for name, cell in cells:
-        one, _, other = cell.partition(", GSPMD ")
-        found[f"{name}-{Partitioner.SHARDY.value}"] = int(one)
-        found[f"{name}-{Partitioner.GSPMD.value}"] = int(other or one)
-    return {one.name: found[one.name] for one in KNOWN_FAILURES if one.name in found}
+        shardy, _, other = cell.partition(", GSPMD ")
+        costs[f"{name}-{Partitioner.SHARDY.value}"] = int(shardy)
+        costs[f"{name}-{Partitioner.GSPMD.value}"] = int(other or shardy)
+    return {f.name: costs[f.name] for f in KNOWN_FAILURES if f.name in costs}
 
 
-def measured(one: KnownFailure) -> int:
+def measured(failure: KnownFailure) -> int:
     """The bytes of all repairs of the program, and of its gradients."""
-    program = compiled([one.case], one.partitioner, [one.case.use.values])
+    program = compiled([failure.case], failure.partitioner, [failure.case.use.values])
     return sum(repair.bytes for repair in program.repairs)
 
 
@@ -96,11 +96,11 @@ def _layout(case: Case) -> str:
     """`x [8], i [2] split [X], the result [Y]; mesh (4, 2)`, all tensors float32."""
     pairs = zip(case.use.inputs.items(), case.arrives, case.annotated, strict=True)
     parts = [
-        f"{name} {list(one.shape)}{_split(annotated or arrives)}"
-        for (name, one), arrives, annotated in pairs
+        f"{name} {list(spec.shape)}{_split(annotated or arrives)}"
+        for (name, spec), arrives, annotated in pairs
     ]
     results = zip(case.result, case.leaves, strict=True)
-    parts += [f"the result{_split(one or leaves)}" for one, leaves in results]
+    parts += [f"the result{_split(name or leaves)}" for name, leaves in results]
     shape = ", ".join(map(str, case.mesh.shape))
     return f"{', '.join(p for p in parts if p != 'the result')}; mesh ({shape})"
 
@@ -110,7 +110,7 @@ def _split(sharding: Sharding) -> str:
 
 
 def _measured(failures: Iterable[KnownFailure]) -> dict[str, int]:
-    return {one.name: measured(one) for one in failures}
+    return {failure.name: measured(failure) for failure in failures}
 
 
 if __name__ == "__main__":

@@ -34,24 +34,24 @@ def main() -> int:
     args = parser.parse_args()
     print(f"SEED={args.seed}", flush=True)
     operators = args.operators or list(LAYOUTS if args.layouts else OPERATORS)
-    asked = groups(operators, args.cases, args.seed)
+    requested = groups(operators, args.cases, args.seed)
     spawn = multiprocessing.get_context("spawn")  # A fork lacks TF's threads.
     with concurrent.futures.ProcessPoolExecutor(args.workers, spawn) as pool:
         start = time.monotonic()
-        found = list(_all_judged(pool, asked))
-        _print_totals(found, time.monotonic() - start)
-        faults = _by_kind(found)
+        judged = list(_all_judged(pool, requested))
+        _print_totals(judged, time.monotonic() - start)
+        faults = _by_kind(judged)
         if not args.no_shrinking:
-            _print_shrunk(pool, found, faults)
+            _print_shrunk(pool, judged, faults)
     print(f"SEED={args.seed}")
-    return 1 if faults or len(found) < sum(group.count for group in asked) else 0
+    return 1 if faults or len(judged) < sum(group.count for group in requested) else 0
 
 
-def _all_judged(pool, asked: Sequence[Group]) -> Iterable[Judged]:
+def _all_judged(pool, requested: Sequence[Group]) -> Iterable[Judged]:
     """All cases; a fault of a new kind is printed as it comes."""
     known = set()
     outcomes = collections.Counter()
-    tasks = {pool.submit(judged, group): group for group in asked}
+    tasks = {pool.submit(judged, group): group for group in requested}
     for number, done in enumerate(concurrent.futures.as_completed(tasks)):
         if number and number % 100 == 0:
             sofar = ", ".join(f"{n} {outcome.value}" for outcome, n in outcomes.items())
@@ -60,57 +60,57 @@ def _all_judged(pool, asked: Sequence[Group]) -> Iterable[Judged]:
             print(f"{tasks[done]} is not drawn:", flush=True)
             traceback.print_exception(done.exception(), file=sys.stdout)
             continue
-        for one in done.result():
-            outcomes[one.verdict.outcome] += 1
-            kind = one.group.operator, one.verdict.kind
-            if one.verdict.outcome.is_fault and kind not in known:
+        for case in done.result():
+            outcomes[case.verdict.outcome] += 1
+            kind = case.group.operator, case.verdict.kind
+            if case.verdict.outcome.is_fault and kind not in known:
                 known.add(kind)
-                print(f"{one.group.partitioner.value}: {one}\n", flush=True)
-            yield one
+                print(f"{case.group.partitioner.value}: {case}\n", flush=True)
+            yield case
 
 
-def _by_kind(found: Iterable[Judged]) -> dict[Kind, list[Judged]]:
+def _by_kind(judged: Iterable[Judged]) -> dict[Kind, list[Judged]]:
     faults = collections.defaultdict(list)
-    for one in found:
-        if one.verdict.outcome.is_fault:
-            faults[one.group.operator, one.verdict.kind].append(one)
+    for case in judged:
+        if case.verdict.outcome.is_fault:
+            faults[case.group.operator, case.verdict.kind].append(case)
     return dict(faults)
 
 
-def _print_totals(found: Sequence[Judged], took: float) -> None:
-    totals = collections.Counter(one.verdict.outcome for one in found)
-    print(f"{len(found)} cases in {took:.0f} s, {len(found) / took:.2f} a second")
+def _print_totals(judged: Sequence[Judged], took: float) -> None:
+    totals = collections.Counter(case.verdict.outcome for case in judged)
+    print(f"{len(judged)} cases in {took:.0f} s, {len(judged) / took:.2f} a second")
     for outcome in Outcome:
         print(f"{totals[outcome]:7} {outcome.value}")
-    repairs = collections.Counter(n for one in found for n in one.verdict.repairs)
+    repairs = collections.Counter(n for case in judged for n in case.verdict.repairs)
     for name, count in repairs.most_common():
         print(f"{count:7} repaired: {name}")
     by = collections.defaultdict(list)
-    for one in found:
-        by[one.group.operator].append(one.verdict)
+    for case in judged:
+        by[case.group.operator].append(case.verdict)
     print("  cases  faults  CPU seconds a case  operator")
     for operator, of in by.items():
-        faults = sum(one.outcome.is_fault for one in of)
-        each = sum(one.seconds for one in of) / len(of)
+        faults = sum(verdict.outcome.is_fault for verdict in of)
+        each = sum(verdict.seconds for verdict in of) / len(of)
         print(f"{len(of):7}{faults:8}{each:20.2f}  {operator}")
 
 
 def _print_shrunk(
-    pool, found: Iterable[Judged], faults: Mapping[Kind, Sequence[Judged]]
+    pool, judged: Iterable[Judged], faults: Mapping[Kind, Sequence[Judged]]
 ) -> None:
     known = collections.defaultdict(dict)
-    for one in found:
-        known[one.group][str(one.case)] = one.verdict
+    for case in judged:
+        known[case.group][str(case.case)] = case.verdict
     tasks = {
         pool.submit(shrunk, of[0], known[of[0].group]): (kind, of)
         for kind, of in faults.items()
     }
     for done in concurrent.futures.as_completed(tasks):
         (operator, kind), of = tasks[done]
-        which = sorted({one.group.partitioner.value for one in of})
+        which = sorted({case.group.partitioner.value for case in of})
         print(f"\n{len(of)} of {operator} ({', '.join(which)}): {kind}")
-        one = done.result()
-        print(f"{one.group.partitioner.value}: {one}", flush=True)
+        case = done.result()
+        print(f"{case.group.partitioner.value}: {case}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,6 @@ def test_the_page_has_the_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one", KNOWN_FAILURES, ids=lambda one: one.name)
-def test_a_repair_costs_what_the_page_says(one):
-    assert fault_table.measured(one) == fault_table.bytes_on_page()[one.name]
+@pytest.mark.parametrize("failure", KNOWN_FAILURES, ids=lambda failure: failure.name)
+def test_a_repair_costs_what_the_page_says(failure):
+    assert fault_table.measured(failure) == fault_table.bytes_on_page()[failure.name]

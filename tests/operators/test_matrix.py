@@ -31,41 +31,41 @@ def test_one_device_and_several_agree(operator, partitioner):
         count=CASES[partitioner],
         seed="",
     )
-    found = judged(group)
-    assert len(found) == CASES[partitioner]
-    _all_right(found)
+    verdicts = judged(group)
+    assert len(verdicts) == CASES[partitioner]
+    _all_right(verdicts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_single_operators_are_right_in_any_layout(name, partitioner):
-    found = judged(*groups([name], 24, "", [partitioner]))
-    assert len(found) > 10
-    _all_right(found)
+    verdicts = judged(*groups([name], 24, "", [partitioner]))
+    assert len(verdicts) > 10
+    _all_right(verdicts)
 
 
-def _all_right(found):
-    known = {str(one.case): one.verdict for one in found}
-    for one in found:
-        if one.verdict.outcome.is_fault:
-            pytest.fail(str(shrunk(one, known)))
+def _all_right(verdicts):
+    known = {str(case.case): case.verdict for case in verdicts}
+    for case in verdicts:
+        if case.verdict.outcome.is_fault:
+            pytest.fail(str(shrunk(case, known)))
 
 
 def of_known_failures():
-    return pytest.mark.parametrize("one", KNOWN_FAILURES, ids=lambda one: one.name)
+    return pytest.mark.parametrize("failure", KNOWN_FAILURES, ids=lambda f: f.name)
 
 
 @of_known_failures()
-def test_what_meets_a_fault_is_repaired(one):
-    (verdict,) = judge([one.case], one.partitioner)
+def test_what_meets_a_fault_is_repaired(failure):
+    (verdict,) = judge([failure.case], failure.partitioner)
     assert verdict.outcome is Outcome.RIGHT, verdict.text
-    assert one.fault.name in verdict.repairs
+    assert failure.fault.name in verdict.repairs
 
 
 @pytest.mark.slow
 @of_known_failures()
-def test_a_row_of_the_table_is_needed_still(one):
+def test_a_row_of_the_table_is_needed_still(failure):
     """With a jaxlib that has mended one, say so in `Fault.until`."""
-    (verdict,) = judge([one.case], one.partitioner, repair=False)
-    assert verdict.outcome is one.outcome, verdict.text
+    (verdict,) = judge([failure.case], failure.partitioner, repair=False)
+    assert verdict.outcome is failure.outcome, verdict.text

@@ -1,1 +1,1 @@
-"""What is trained: the configuration, and the programs compiled of it."""
+"""An experiment: its configuration, and the programs compiled from it."""

@@ -1,4 +1,4 @@
-"""What a task's input gives, and what is wrong with it as the task says it."""
+"""The batches of a task's input, and its errors in the task's words."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import tensorflow as tf
 from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.experiment.experiment import Experiment
 
-# How tf.data tells of an exception in a Python function: with its own copy of the
-# traceback, and as an InvalidArgumentError or the like.
+# How tf.data reports an exception in a Python function: with a copy of the traceback,
+# and as an InvalidArgumentError or the like.
 _RAISED = re.compile(
     r"(?P<kind>[A-Z]\w*Error): (?P<message>.*?)\s*Traceback \(most recent call last\)",
     re.DOTALL,
 )
-_TOLD = (ValueError, OSError, ImportError)
+_RAISED_AGAIN = (ValueError, OSError, ImportError)
 
 
 def call_batches(
@@ -27,9 +27,9 @@ def call_batches(
     """Batches for one call of the main program after another, as NumPy arrays.
 
     Args:
-      experiment: what is trained.
-      start_step: so many batches come before.
-      rows: which of the global batch.
+      experiment: the experiment.
+      start_step: number of batches that come before.
+      rows: the rows of the global batch to read.
     """
     batches = experiment.task.train_batches(
         start_step, global_batch=experiment.global_batch, rows=rows
@@ -47,15 +47,15 @@ def readable(batches: Iterable[Any]) -> Iterator[Any]:
     """`batches`, with the errors that their Python functions raised.
 
     Raises:
-      ValueError, OSError, ImportError: a function raised one; with its own message.
+      ValueError, OSError, ImportError: a function raised it, with this message.
     """
     try:
         yield from batches
     except tf.errors.OpError as error:
         raised = _RAISED.search(error.message)
         kind = getattr(builtins, raised["kind"], None) if raised else None
-        if not (isinstance(kind, type) and issubclass(kind, _TOLD)):
+        if not (isinstance(kind, type) and issubclass(kind, _RAISED_AGAIN)):
             raise
-        if issubclass(kind, UnicodeError):  # Some of these are made of five arguments.
+        if issubclass(kind, UnicodeError):  # Some take five arguments.
             kind = ValueError
         raise kind(raised["message"]) from error

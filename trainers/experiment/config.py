@@ -32,13 +32,14 @@ PARAMS = pathlib.Path(__file__).parents[2] / "params"
 
 DTYPES = ("float32", "bfloat16", "float16")
 """TensorFlow's dtypes that are constants of gin files."""
-# Of a configuration; ours have a hundred references and ten files at most. Where each
-# macro names the next one twice, or each file includes it twice, twenty make a million.
+# Limits of a configuration; shipped configurations have a hundred references and ten
+# files at most. Where each macro names the next twice, or each file includes the next
+# twice, twenty make a million.
 _MOST_REFERENCES = 10_000
 _MOST_FILES = 1000
 _T = TypeVar("_T")
 
-# Keys of bindings that a later one put out of use on purpose: see `load`.
+# Keys of bindings that a later binding put out of use on purpose: see `load`.
 _set_aside: set[tuple[str, str, str]] = set()
 
 
@@ -54,7 +55,7 @@ def find_gin_file(path: str | os.PathLike) -> pathlib.Path:
         this order; `.gin` may be left out.
 
     Raises:
-      ConfigError: there is none; names the shipped files that are spelled alike.
+      ConfigError: there is no such file; the message names shipped files spelled alike.
     """
     path = os.fspath(path)
     names = [path] if path.endswith(".gin") else [path, f"{path}.gin"]
@@ -77,23 +78,23 @@ def load(
     """Replaces gin's configuration by files and then single bindings, and locks it.
 
     The modules whose classes the bindings name must have been imported, or a file must
-    `import` them: what a file can run is what is installed, at import, and classes that
-    are registered; see docs/hostile_input.md. `include` in a file finds files as
-    `find_gin_file` does. The constants `%float32`, `%bfloat16`
-    and `%float16`, TensorFlow's dtypes, come with the class `Experiment`.
+    `import` them: a file can only run installed modules, at import, and registered
+    classes; see docs/hostile_input.md. `include` in a file finds files as
+    `find_gin_file` does. The constants `%float32`, `%bfloat16` and `%float16`,
+    TensorFlow's dtypes, come with the class `Experiment`.
 
     A later binding may refer to another class: `Experiment.optimizer = @SGD()` over a
-    file that sets up Adam. What was bound until then for the class it replaces is set
-    aside: it need not take effect.
+    file that sets up Adam. The bindings until then for the class that it replaces are
+    set aside: they need not take effect.
 
     Args:
-      gin_files: as for `find_gin_file`; later ones override earlier ones.
+      gin_files: as for `find_gin_file`; later files override earlier files.
       gin_params: bindings such as `"Adam.beta1 = 0.8"`, which override the files'.
 
     Raises:
-      ConfigError: a file that is not there or cannot be parsed; an unknown class,
-        parameter, macro or constant, with the nearest known name; a parameter left at
-        `%gin.REQUIRED`; an import of what has no classes for gin.
+      ConfigError: a file does not exist or cannot be parsed; a class, parameter, macro
+        or constant is unknown (the message has the nearest known name); a parameter is
+        left at `%gin.REQUIRED`; an imported module has no classes for gin.
     """
     gin.clear_config()
     _set_aside.clear()
@@ -113,27 +114,27 @@ def build(cls: type[_T]) -> _T:
 
     Raises:
       ConfigError: a parameter has no binding and no default, or a value is of a wrong
-        type; references have no end, or too many.
+        type; references do not end, or are too many.
       ValueError: a class refuses its parameters.
     """
     try:
         with _counting_references():
             built = gin.get_configurable(cls)()
-    # What classes run into that expect other values.
+    # The errors of classes that expect values of other types.
     except (TypeError, ArithmeticError, AttributeError, LookupError) as error:
         text = missing_parameters(str(error))
-        if found := next(misfits_on_the_way(error), None):
-            text = misfit_text(found)
+        if misfit := next(misfits_on_the_way(error), None):
+            text = misfit_text(misfit)
         raise ConfigError(text) from error
-    if found := next(misfits(built), None):
-        raise ConfigError(misfit_text(found))
+    if misfit := next(misfits(built), None):
+        raise ConfigError(misfit_text(misfit))
     return built
 
 
 def load_and_build(
     cls: type[_T], gin_files: Sequence[str], gin_params: Sequence[str]
 ) -> tuple[_T, list[str]]:
-    """What files and bindings describe, and which of them others have replaced.
+    """The `cls` of files and bindings, and the bindings that others have replaced.
 
     Raises:
       ConfigError: see `load`, `build` and `check_all_operative`.
@@ -153,17 +154,17 @@ def check_all_operative() -> list[str]:
       The bindings without effect that were set aside (see `load`), as text.
 
     Raises:
-      ConfigError: lists each other binding without effect, why, and what to do.
+      ConfigError: another binding has no effect; the message says why, and the remedy.
     """
-    unused = [(one, why) for one in bindings() if (why := _why_inoperative(one))]
+    unused = [(bound, why) for bound in bindings() if (why := _why_inoperative(bound))]
     problems = [
-        f"  {one}\n    {why}" for one, why in unused if one.key not in _set_aside
+        f"  {bound}\n    {why}" for bound, why in unused if bound.key not in _set_aside
     ]
     if problems:
         raise ConfigError(
             f"{len(problems)} gin binding(s) never took effect:\n" + "\n".join(problems)
         )
-    return [str(one) for one, _ in unused]
+    return [str(bound) for bound, _ in unused]
 
 
 def operative_text() -> str:
@@ -175,7 +176,7 @@ def operative_text() -> str:
 
 
 def _why_inoperative(binding: Binding) -> str | None:
-    """Why no call got the binding's value, and the remedy; None if one did."""
+    """Why no call got the binding's value, and the remedy; None if a call did."""
     calls = {
         split_scope(scope): values
         for (scope, selector), values in gin.config._OPERATIVE_CONFIG.items()
@@ -193,24 +194,24 @@ def _why_inoperative(binding: Binding) -> str | None:
         macro = "/".join(binding.scope)
         referred = {
             scope
-            for one in bindings()
-            for scope, selector in references(one.value)
+            for bound in bindings()
+            for scope, selector in references(bound.value)
             if selector == MACRO
         }
         hint = nearest(macro, referred, prefix="%")
         return f"nothing in use refers to %{macro}: remove it{hint}"
     if not calls:
-        return f"gin built no {name}: refer to one as @{name}(), or remove the binding"
+        return f"gin built no {name}: refer to it as @{name}(), or remove the binding"
     if not inside:
         scope = "/".join(binding.scope)
-        built_in = ["/".join(one) for one in calls if one]
+        built_in = ["/".join(parts) for parts in calls if parts]
         return (
-            f"gin built no {name} in scope {scope!r}: refer to one as "
+            f"gin built no {name} in scope {scope!r}: refer to it as "
             f"@{scope}/{name}(), or remove the binding" + did_you_mean(scope, built_in)
         )
     return (
         f"every {name} got its {binding.parameter} from code or from the binding of an "
-        "inner scope: remove this one"
+        "inner scope: remove this binding"
     )
 
 
@@ -225,13 +226,13 @@ def _overridden(binding: Binding, scope: tuple[str, ...]) -> bool:
 
 @contextlib.contextmanager
 def _noting_replaced_classes() -> Iterator[None]:
-    """Sets aside what is bound for a class when another reference takes its place."""
+    """Sets aside the bindings of a class when another reference takes its place."""
     bind = gin.config.bind_parameter
 
     def bind_and_note(key, value):
         parsed = gin.config.ParsedBindingKey.parse(key)
         key = (*parsed.config_key, parsed.arg_name)
-        before = {one.key: one for one in bindings()}
+        before = {binding.key: binding for binding in bindings()}
         bind(key, value)
         _set_aside.discard(key)
         if key in before:
@@ -243,22 +244,22 @@ def _noting_replaced_classes() -> Iterator[None]:
 
 
 def _put_aside(replaced: set[tuple[str, str]], known: Collection[Binding]) -> None:
-    """Puts those of `known` aside that serve references, directly or not."""
+    """Sets aside those of `known` that serve replaced references, directly or not."""
     while replaced:
         scope, selector = replaced.pop()
-        for one in known:
+        for binding in known:
             # A macro is named by its scope; a class may be bound in any.
-            same = selector != MACRO or "/".join(one.scope) == scope
-            if one.selector == selector and same and one.key not in _set_aside:
-                _set_aside.add(one.key)
-                replaced |= references(one.value)
+            same = selector != MACRO or "/".join(binding.scope) == scope
+            if binding.selector == selector and same and binding.key not in _set_aside:
+                _set_aside.add(binding.key)
+                replaced |= references(binding.value)
 
 
 @contextlib.contextmanager
 def _checking_imports() -> Iterator[None]:
     """Lets files import packages that may register classes, and nothing else.
 
-    With gin's dynamic registration a file could call any function there is.
+    With gin's dynamic registration a file could call any function.
     """
     process = gin.config.ParseContext.process_import
 
@@ -272,7 +273,7 @@ def _checking_imports() -> Iterator[None]:
         if package in sys.stdlib_module_names:
             raise ConfigError(
                 f"`{statement.format()}` is for modules that register classes by "
-                "@gin.register, which none of Python's own does: take it out"
+                "@gin.register, which no standard module does: take it out"
             )
         process(context, statement)
 
@@ -282,7 +283,7 @@ def _checking_imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _counting_references() -> Iterator[None]:
-    """Ends the building of what refers to itself, or to far too much."""
+    """Ends the building of objects that refer to themselves, or to far too many."""
     copy = gin.config.ConfigurableReference.__deepcopy__
     seen = 0
 
@@ -298,8 +299,7 @@ def _counting_references() -> Iterator[None]:
             return copy(reference, memo)
         except RecursionError:
             raise ConfigError(
-                f"{reference!r} refers to itself, by way of others or not: bind "
-                "something else"
+                f"{reference!r} refers to itself, directly or not: bind something else"
             ) from None
 
     with in_place(gin.config.ConfigurableReference, "__deepcopy__", count_and_copy):
@@ -318,7 +318,7 @@ def _reading_gin_files() -> Iterator[None]:
             raise ConfigError(f"more than {_MOST_FILES} gin files are included")
         return open(str(find_gin_file(path)), encoding="utf-8")
 
-    # gin.register_file_reader would append to gin's own readers, one of which logs an
+    # gin.register_file_reader would append to gin's readers, one of which logs an
     # error for each path that names no Python package.
     with in_place(gin.config, "_FILE_READERS", [(open_file, lambda path: True)]):
         yield
@@ -326,13 +326,13 @@ def _reading_gin_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Puts a value in the place of gin's own while the context lasts."""
-    own = getattr(owner, name)
+    """Replaces an attribute of gin's while the context lasts."""
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, own)
+        setattr(owner, name, original)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from meshwright.trainers.checkpoints.checkpoint_rules import InitializeFrom
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.not_finite import NotFinite
 
-# Under a module name of ours, so that `gin.tf`'s own constants can live beside them.
+# Under this package's name, so that `gin.tf`'s constants can live beside them.
 for _name in config.DTYPES:
     gin.constant(f"meshwright.{_name}", tf.dtypes.as_dtype(_name))
 
@@ -28,7 +28,7 @@ for _name in config.DTYPES:
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment(Checked):
-    """One training experiment.
+    """A training experiment.
 
     Args:
       task: model, loss and input.
@@ -43,9 +43,9 @@ class Experiment(Checked):
         once. Losses of microbatches count alike.
       initialize_from: weights of another model to begin with, or None. Used only when
         the model_dir has no checkpoint.
-      seed: of weights and dropout, below 2**64. Input order has its own, such as
+      seed: of weights and dropout, below 2**64. Input order has another, such as
         `TextInput.seed`.
-      activation_dtype: of activations; weights are float32.
+      activation_dtype: dtype of activations; weights are float32.
       partitioner: Shardy or GSPMD.
       weight_update_sharding: "auto", "off" or "all": which weight updates that data
         parallelism repeats on every device are computed on shards instead.
@@ -57,8 +57,8 @@ class Experiment(Checked):
       summary_interval: steps between TensorBoard points.
       keep_checkpoints: how many of the last checkpoints stay; None for all.
       not_finite: what to do when a loss or the gradients' norm is infinite or NaN.
-      not_finite_limit: so many steps skipped in a row, or roll backs between two
-        checkpoints, are borne with.
+      not_finite_limit: how many steps may be skipped in a row, and how many roll backs
+        there may be between two checkpoints.
       slow_step_factor: stacks are written when a step takes so many times the median;
         None: never.
       strict: stop when an op that XLA's partitioner would get wrong can only be laid
@@ -67,11 +67,11 @@ class Experiment(Checked):
       compile_in_child: have XLA compile in a child process, so that the run can report
         it if XLA ends that process. For the CPU devices of one process; the planner
         compiles for topologies in its own process.
-      replicated_budget: bytes that may lie replicated on each device, of state, batch
-        and activations, before the run stops; None for no limit.
+      replicated_budget: bytes of state, batch and activations that may be replicated on
+        each device before the run stops; None for no limit.
 
     Raises:
-      ValueError: a field of another type, a count out of range, or an interval that is
+      ValueError: a field of a wrong type, a count out of range, or an interval that is
         no multiple of `steps_per_loop`.
     """
 

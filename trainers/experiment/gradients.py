@@ -17,11 +17,11 @@ from meshwright.tasks.task import Task
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchGradients:
-    """What a step learns of its batch.
+    """The loss, sums and gradients of a batch.
 
     Args:
       loss: float32 scalar; the mean over microbatches.
-      sums: the task's, of the whole batch.
+      sums: the task's sums over the batch.
       gradients: nested map like the weights; means over microbatches.
     """
 
@@ -42,13 +42,13 @@ def batch_gradients(
       theta: the weights.
       batch: the batch.
     """
-    found = _gradients(task, ctx, specs, theta, batch)
-    whole = added_up(ctx.plan, specs, found.gradients)
-    return dataclasses.replace(found, gradients=whole)
+    result = _gradients(task, ctx, specs, theta, batch)
+    gradients = added_up(ctx.plan, specs, result.gradients)
+    return dataclasses.replace(result, gradients=gradients)
 
 
 def _gradients(task, ctx, specs, theta, batch) -> BatchGradients:
-    """`batch_gradients`, unreduced along the plan's partial axes."""
+    """`batch_gradients`, unreduced along the plan's `unreduced_gradient_axes`."""
     with tf.GradientTape() as tape:
         leaves = theta.leaves()
         tape.watch(leaves)
@@ -70,10 +70,10 @@ def accumulated_gradients(
 ) -> BatchGradients:
     """The gradients of a batch, microbatch by microbatch in a loop.
 
-    Each device adds up its own part of them, and the parts are added up once, after the
+    Each device adds up its part of them, and the parts are added up once, after the
     loop ("Replicate forwards, partial backwards"). Losses of microbatches count alike:
-    where their weights differ, as with padding, the mean is another than the whole
-    batch's; and what a layer does over its batch it does over a microbatch.
+    where their weights differ, as with padding, the mean differs from the batch's; and
+    a layer that works over its batch works over a microbatch.
 
     Args:
       task, ctx, specs, theta, batch: as of `batch_gradients`.
@@ -90,26 +90,24 @@ def accumulated_gradients(
         lambda path, x, names: _microbatches(path, x, names, steps, ctx.plan),
         dims,
     )
-    partial = dict.fromkeys(
-        (*ctx.plan.unreduced_gradient_axes, *unreduced_gradient_axes)
-    )
-    plan = dataclasses.replace(ctx.plan, unreduced_gradient_axes=tuple(partial))
+    axes = dict.fromkeys((*ctx.plan.unreduced_gradient_axes, *unreduced_gradient_axes))
+    plan = dataclasses.replace(ctx.plan, unreduced_gradient_axes=tuple(axes))
     ctx = dataclasses.replace(ctx, plan=plan)
 
-    def one(i: tf.Tensor) -> NestedMap:
+    def microbatch(i: tf.Tensor) -> NestedMap:
         key = None if ctx.key is None else random.fold_in(ctx.key, i)
-        own = parts.map_with_path(
+        rows = parts.map_with_path(
             lambda path, x, names: annotate(
                 x[i], plan.activation_sharding(names, f"batch.{path}")
             ),
             dims,
         )
         inner = dataclasses.replace(ctx, key=key)
-        found = _gradients(task, inner, specs, theta, own)
-        return NestedMap(loss=found.loss, sums=found.sums, gradients=found.gradients)
+        result = _gradients(task, inner, specs, theta, rows)
+        return NestedMap(loss=result.loss, sums=result.sums, gradients=result.gradients)
 
     # Traced ahead of the loop, which must know what it will add up.
-    traced = tf.function(one, autograph=False)
+    traced = tf.function(microbatch, autograph=False)
     traced = traced.get_concrete_function(tf.TensorSpec([], tf.int32))
     like = NestedMap(traced.structured_outputs)
 

@@ -1,4 +1,4 @@
-"""What to do about numbers that are not finite."""
+"""Policies for numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gin
 
 @gin.constants_from_enum
 class NotFinite(enum.Enum):
-    """What to do when a loss or the norm of the gradients is infinite or NaN."""
+    """The policy when a loss or the norm of the gradients is infinite or NaN."""
 
     STOP = "stop"
     """End; the newest checkpoint is from before."""
@@ -23,8 +23,8 @@ class NotFiniteError(ArithmeticError):
     """A loss, gradient or weight became infinite or NaN; the message names the step.
 
     Args:
-      step: after it, or in it.
-      text: what was found.
+      step: the step in which, or after which, it is.
+      text: the message.
     """
 
     def __init__(self, step: int, text: str):

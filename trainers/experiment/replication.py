@@ -1,4 +1,4 @@
-"""What every device holds in full: the report at start-up, and its budget."""
+"""Replicated tensors: the report at start-up, and their budget."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ReplicatedTensor:
       name: path in the state or the batch; layer, op and line of an activation.
       shape: logical shape.
       dtype: name of the element type.
-      bytes: on each device.
-      why: no axis splits it.
+      bytes: bytes on each device.
+      why: the reason that no axis splits it.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ReplicatedTensor:
 
 
 def replicated_state(programs: StepPrograms) -> list[ReplicatedTensor]:
-    """Those of state and batch, largest first; the program is traced, not compiled.
+    """Tensors of state and batch, largest first; the program is traced, not compiled.
 
     Empty on a mesh of one device.
     """
@@ -57,7 +57,7 @@ def replicated_state(programs: StepPrograms) -> list[ReplicatedTensor]:
     if experiment.plan.mesh.size == 1:
         return []
     weights = programs.state_specs.items_by_path()
-    found = [
+    tensors = [
         _tensor(path, spec.shape, spec.dtype, spec.dims, form.sharding, "weights")
         for (path, spec), form in zip(
             weights, programs.step_layout.forms.leaves(), strict=True
@@ -66,7 +66,7 @@ def replicated_state(programs: StepPrograms) -> list[ReplicatedTensor]:
     ]
     batch = NestedMap(experiment.task.batch_spec(experiment.global_batch))
     dims = NestedMap(experiment.task.batch_dims())
-    found += [
+    tensors += [
         _tensor(
             f"batch.{path}",
             tuple(spec.shape),
@@ -80,24 +80,24 @@ def replicated_state(programs: StepPrograms) -> list[ReplicatedTensor]:
         )
         if sharding.is_replicated()
     ]
-    return _sorted(found)
+    return _sorted(tensors)
 
 
 def replicated_activations(explanation: Explanation) -> list[ReplicatedTensor]:
-    """Those inside of a program, largest first, each op's tensor once.
+    """Tensors inside of a program, largest first, each op's tensor once.
 
     XLA may fuse some of them away: their sum is an upper bound.
     """
     return [
         ReplicatedTensor(
-            name=_name(one),
-            shape=one.shape,
-            dtype=one.dtype,
-            bytes=one.bytes,
-            why=one.why_replicated.value,
+            name=_name(tensor),
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            bytes=tensor.bytes,
+            why=tensor.why_replicated.value,
         )
-        for one in explanation.replicated()
-        if one.kind is Kind.INSIDE
+        for tensor in explanation.replicated()
+        if tensor.kind is Kind.INSIDE
     ]
 
 
@@ -108,20 +108,20 @@ def report_lines(
     mesh = programs.experiment.plan.mesh
     if mesh.size == 1:
         return ["replicated: nothing, the mesh has one device"]
-    total = bytes_text(sum(one.bytes for one in tensors))
+    total = bytes_text(sum(tensor.bytes for tensor in tensors))
     first = (
         f"replicated on each of {mesh.size} devices: {len(tensors)} tensors of state "
         f"and batch, {total}"
     )
-    return [first, *(f"  {one}" for one in tensors[:_LARGEST])]
+    return [first, *(f"  {tensor}" for tensor in tensors[:_LARGEST])]
 
 
 def report_text(tensors: Sequence[ReplicatedTensor]) -> str:
-    """All of them, as Markdown."""
+    """The tensors as a Markdown table."""
     rows = [
-        f"| {bytes_text(one.bytes)} | {one.dtype} {list(one.shape)} | {one.name} | "
-        f"{one.why} |"
-        for one in tensors
+        f"| {bytes_text(tensor.bytes)} | {tensor.dtype} {list(tensor.shape)} | "
+        f"{tensor.name} | {tensor.why} |"
+        for tensor in tensors
     ]
     return "\n".join(["| bytes | type | tensor | why |", "|---|---|---|---|", *rows])
 
@@ -130,12 +130,13 @@ def check_budget(tensors: Sequence[ReplicatedTensor], budget: int | None) -> Non
     """Compares what is left replicated with the budget, bytes on each device.
 
     Raises:
-      ReplicationError: it is more; names the largest tensors, why, and the remedy.
+      ReplicationError: they exceed it; the message names the largest tensors, why, and
+        the remedy.
     """
-    total = sum(one.bytes for one in tensors)
+    total = sum(tensor.bytes for tensor in tensors)
     if budget is None or total <= budget:
         return
-    largest = "".join(f"\n  {one}" for one in _sorted(tensors)[:_LARGEST])
+    largest = "".join(f"\n  {tensor}" for tensor in _sorted(tensors)[:_LARGEST])
     raise ReplicationError(
         f"what is left replicated takes {bytes_text(total)} ({total} bytes) on each "
         f"device, more than Experiment.replicated_budget = {budget}; the largest of "
@@ -146,9 +147,9 @@ def check_budget(tensors: Sequence[ReplicatedTensor], budget: int | None) -> Non
     )
 
 
-def _name(one: TensorReport) -> str:
-    path = ".".join(part for part in (one.layer, tensor_name(one)) if part)
-    return f"{path} ({one.source})" if one.source else path
+def _name(tensor: TensorReport) -> str:
+    path = ".".join(part for part in (tensor.layer, tensor_name(tensor)) if part)
+    return f"{path} ({tensor.source})" if tensor.source else path
 
 
 def _tensor(name, shape, dtype, dims, sharding: Sharding, table: str):
@@ -170,4 +171,4 @@ def _why(dims: Sequence[str], sharding: Sharding, table: str) -> str:
 
 
 def _sorted(tensors: Sequence[ReplicatedTensor]) -> list[ReplicatedTensor]:
-    return sorted(tensors, key=lambda one: -one.bytes)
+    return sorted(tensors, key=lambda tensor: -tensor.bytes)

@@ -14,26 +14,26 @@ Stack = Repeat | Pipeline
 
 def stacks(task: Any) -> dict[str, Stack]:
     """The outermost stacks of a task or layer, by the dotted path of its fields."""
-    found: dict[str, Stack] = {}
+    by_path: dict[str, Stack] = {}
 
-    def note(path: str, one: Stack) -> Stack:
-        found[path] = one
-        return one
+    def note(path: str, stack: Stack) -> Stack:
+        by_path[path] = stack
+        return stack
 
     map_stacks(task, note)
-    return found
+    return by_path
 
 
 def pipelines(task: Any) -> dict[str, Pipeline]:
-    """The pipelines among them."""
-    found = stacks(task).items()
-    return {path: one for path, one in found if isinstance(one, Pipeline)}
+    """The pipelines among the stacks."""
+    items = stacks(task).items()
+    return {path: stack for path, stack in items if isinstance(stack, Pipeline)}
 
 
 def repeats(task: Any) -> list[Repeat]:
     """The layers of each stack, in a pipeline or not."""
-    every = stacks(task).values()
-    return [one.stack if isinstance(one, Pipeline) else one for one in every]
+    outermost = stacks(task).values()
+    return [s.stack if isinstance(s, Pipeline) else s for s in outermost]
 
 
 def map_stacks(task: Any, fn: Callable[[str, Stack], Any], path: str = "") -> Any:
@@ -45,7 +45,7 @@ def map_stacks(task: Any, fn: Callable[[str, Stack], Any], path: str = "") -> An
     if isinstance(task, Stack):
         return fn(path, task)
     if isinstance(task, (list, tuple)):
-        return type(task)(inside(i, one) for i, one in enumerate(task))
+        return type(task)(inside(i, item) for i, item in enumerate(task))
     if not dataclasses.is_dataclass(task) or isinstance(task, type):
         return task
     changed = {}

@@ -8,14 +8,14 @@ from meshwright.trainers.experiment.step_programs import StepPrograms
 
 
 class TrainState:
-    """Holds the state and converts it to the layout that is asked for.
+    """Holds the state and converts it to the requested layout.
 
     The main program keeps it in the step layout; checkpoints and export want logical
-    shapes, evaluation the weights as the plan has them. Where two layouts are the same
+    shapes, evaluation the weights in the plan's layout. Where two layouts are the same
     arrays, no program between them is ever compiled.
 
     Args:
-      programs: of the experiment.
+      programs: the experiment's programs.
       logical: the state in the initial layout.
     """
 
@@ -30,7 +30,7 @@ class TrainState:
 
     @classmethod
     def abstract(cls, programs: StepPrograms) -> NestedMap:
-        """What a checkpoint is restored into: the initial layout."""
+        """The abstract arrays for restoring a checkpoint: the initial layout."""
         return programs.initial_layout.forms.map(
             lambda form: abstract_array(form.stored_shape, form.dtype, form.border)
         )
@@ -52,7 +52,7 @@ class TrainState:
         return self._logical
 
     def weights(self) -> NestedMap:
-        """To evaluate: the moving average if there is one, in the plan's layout."""
+        """The weights to evaluate, or their moving average, in the plan's layout."""
         programs = self._programs
         part = "ema" if "ema" in programs.state_specs else "theta"
         held = programs.initial_layout if self._is_initial else programs.step_layout
@@ -65,7 +65,7 @@ class TrainState:
         self._state, self._logical, self._is_initial = stored, None, False
 
     def replace(self, logical: NestedMap) -> None:
-        """Takes a restored state in place of what is held."""
+        """Takes a restored state in place of the held state."""
         self._state, self._logical, self._is_initial = logical, logical, True
 
     def drop(self) -> None:

@@ -1,4 +1,4 @@
-"""How the training state is held between two programs."""
+"""The layout of the training state between two programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.framework.sharding.stored_form import StoredForm
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """How the state, or a part of it, is held.
+    """A layout in which the state, or a part of it, is held.
 
     Args:
       name: for messages and profiles; an experiment has one layout of each name.
@@ -25,7 +25,7 @@ class StateLayout:
 
     @classmethod
     def of_plan(cls, specs: NestedMap, plan: ShardingPlan) -> StateLayout:
-        """As the plan splits each leaf, padded where axes do not divide a dim.
+        """The plan's split of each leaf, padded where axes do not divide a dim.
 
         Args:
           specs: nested map of `WeightSpec`.
@@ -41,16 +41,16 @@ class StateLayout:
         )
 
     def even(self) -> StateLayout:
-        """Of logical shapes: split by the axes that divide their dim, and no others."""
+        """The layout of logical shapes, split only by axes that divide their dim."""
         return StateLayout("initial", self.forms.map(_even))
 
     def saved(self) -> StateLayout:
-        """Of logical shapes: what has them stays as it is, all else is as `even`."""
+        """A layout of logical shapes: leaves that have them stay, the rest is even."""
         forms = self.forms.map(lambda f: _plain(f) if f.is_logical else _even(f))
         return StateLayout("saved", forms)
 
     def part(self, name: str) -> StateLayout:
-        """That of a part of the state, such as "theta"."""
+        """The layout of a part of the state, such as "theta"."""
         return StateLayout(f"{self.name}_{name}", self.forms[name])
 
     @property
@@ -68,21 +68,21 @@ class StateLayout:
         """Nested map of `tf.TensorSpec`: the arrays' shapes."""
         return self.forms.map(lambda form: tf.TensorSpec(form.stored_shape, form.dtype))
 
-    def same_arrays(self, other: StateLayout) -> bool:
-        """Whether what is held so is held as `other` too, without any conversion."""
-        pairs = zip(self.forms.leaves(), other.forms.leaves(), strict=True)
-        return all(_same_array(ours, theirs) for ours, theirs in pairs)
+    def same_arrays(self, layout: StateLayout) -> bool:
+        """Whether the arrays are those of `layout` too, without any conversion."""
+        pairs = zip(self.forms.leaves(), layout.forms.leaves(), strict=True)
+        return all(_same_array(form, target) for form, target in pairs)
 
-    def onto(self, other: StateLayout) -> NestedMap:
-        """The forms from which a program converts to `other`.
+    def onto(self, layout: StateLayout) -> NestedMap:
+        """The forms from which a program converts to `layout`.
 
-        What is held as there already is not combined, padded or resharded in it.
+        Leaves that are held so already are not combined, padded or resharded.
         """
         return self.forms.map(
-            lambda ours, theirs: (
-                _plain(ours) if ours.is_logical and _same_array(ours, theirs) else ours
+            lambda form, target: (
+                _plain(form) if form.is_logical and _same_array(form, target) else form
             ),
-            other.forms,
+            layout.forms,
         )
 
 
@@ -94,5 +94,5 @@ def _plain(form: StoredForm) -> StoredForm:
     return StoredForm(form.shape, form.dtype, form.border)
 
 
-def _same_array(ours: StoredForm, theirs: StoredForm) -> bool:
-    return (ours.stored_shape, ours.border) == (theirs.stored_shape, theirs.border)
+def _same_array(form: StoredForm, target: StoredForm) -> bool:
+    return (form.stored_shape, form.border) == (target.stored_shape, target.border)

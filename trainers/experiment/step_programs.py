@@ -5,8 +5,8 @@
                           (plan layout) -> eval
 
 Init and checkpoints hold the state in logical shapes, main in the step layout: that is
-the plan's, or what weight-update sharding made of it. Evaluation reads weights as the
-plan has them. The trainer and the planner build the same main program here.
+the plan's, or what weight-update sharding made of it. Evaluation reads weights in the
+plan's layout. The trainer and the planner build the same main program here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from meshwright.trainers.experiment.not_finite import NotFinite
 from meshwright.trainers.experiment.state_layout import StateLayout
 
 
-class _Asked(dict):
+class _NotingTable(dict):
     """A table that notes which names are looked up in it."""
 
     def __init__(self, table):
@@ -70,9 +70,9 @@ class StepPrograms:
     mesh of the experiment's plan.
 
     Args:
-      experiment: whose.
-      devices: those of a topology (`topology_devices`), to compile for; such programs
-        can be looked at, not run.
+      experiment: the experiment.
+      devices: devices of a topology (`topology_devices`) to compile for; such programs
+        can be inspected, not run.
 
     Raises:
       ValueError: the plan does not fit the weights.
@@ -85,13 +85,13 @@ class StepPrograms:
         self.devices = devices
         self.weights = experiment.task.weights()
         self._conversions: dict[str, Program] = {}
-        # What a plan gets wrong is said of weights, not of their slots.
+        # A plan's errors name weights, not their slots.
         for path, spec in self.weights.items_by_path():
             spec.sharding(experiment.plan, path)
 
     @functools.cached_property
     def state_specs(self) -> NestedMap:
-        """Nested map of `WeightSpec`: step, theta, slots and, if asked for, ema."""
+        """Nested map of `WeightSpec`: step, theta, slots and, if requested, ema."""
         step = WeightSpec(shape=(), dims=(), initializer=Constant(0), dtype=tf.int32)
         state = NestedMap(step=step, theta=self.weights)
         state.slots = self.experiment.optimizer.slots(self.weights)
@@ -101,22 +101,22 @@ class StepPrograms:
 
     @functools.cached_property
     def plan_layout(self) -> StateLayout:
-        """The state as the plan has it."""
+        """The layout of the state by the plan."""
         return StateLayout.of_plan(self.state_specs, self.experiment.plan)
 
     @functools.cached_property
     def initial_layout(self) -> StateLayout:
-        """The state as `init` gives it, and as a checkpoint is restored."""
+        """The layout of the state that `init` returns, or a checkpoint restores."""
         return self.plan_layout.even()
 
     @functools.cached_property
     def step_layout(self) -> StateLayout:
-        """The state as `main` takes and gives it; traces `main`."""
+        """The layout in which `main` takes and returns the state; traces `main`."""
         return StateLayout("step", self.traced_main.forms(0))
 
     @functools.cached_property
     def saved_layout(self) -> StateLayout:
-        """The state as it is saved after steps; traces `main`."""
+        """The layout in which the state is saved after steps; traces `main`."""
         return self.step_layout.saved()
 
     def abstract_state(self) -> NestedMap:
@@ -138,7 +138,7 @@ class StepPrograms:
 
     def activation_dims(self) -> set[str]:
         """Names of the dims that activations have, found by tracing the task's loss."""
-        table = _Asked(self.experiment.plan.activations)
+        table = _NotingTable(self.experiment.plan.activations)
         plan = dataclasses.replace(self.experiment.plan, activations=table)
         programs = StepPrograms(dataclasses.replace(self.experiment, plan=plan))
         programs.batch_shardings()
@@ -155,8 +155,8 @@ class StepPrograms:
     def initial_state(self, seed: tf.Tensor) -> NestedMap:
         """The state before step 0, in logical shapes.
 
-        `seed` is an argument for its value not to be known at compile time: TF and XLA
-        would compute the weights themselves and keep them in the program.
+        `seed` is an argument so that its value is unknown at compile time: else TF and
+        XLA would compute the weights themselves and keep them in the program.
         """
         key = random.fold_in(seed, "weights")
         specs = self.state_specs
@@ -205,7 +205,7 @@ class StepPrograms:
             with tf.name_scope("skip"):
                 good = tf.math.is_finite(metrics.loss)
                 good &= tf.math.is_finite(metrics.grad_norm)
-                kept = new.map(lambda after, was: tf.where(good, after, was), state)
+                kept = new.map(lambda updated, old: tf.where(good, updated, old), state)
             kept.step = new.step
             new = kept
         return NestedMap(state=new, metrics=metrics)
@@ -248,16 +248,16 @@ class StepPrograms:
         return self.experiment.task.loss(ctx, theta, batch).sums
 
     def decode_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """What the task's model says of one batch of `Decoding.spec`."""
-        return self._said(self.experiment.task.decoding.decode, theta, batch)
+        """The predictions of the task's model for one batch of `Decoding.spec`."""
+        return self._predictions(self.experiment.task.decoding.decode, theta, batch)
 
     def serve_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """What an exported model answers to a batch of `Serving.spec`."""
-        return self._said(self.experiment.task.serving.serve, theta, batch)
+        """The answers of an exported model to a batch of `Serving.spec`."""
+        return self._predictions(self.experiment.task.serving.serve, theta, batch)
 
-    def _said(self, decode, theta: NestedMap, batch: NestedMap) -> NestedMap:
+    def _predictions(self, decode, theta: NestedMap, batch: NestedMap) -> NestedMap:
         ctx, theta = self._to_evaluate(theta)
-        # Always the same draws, if any are made.
+        # Draws, if there are any, are always the same.
         key = random.fold_in(random.key_from_seed(self.experiment.seed), "decode")
         return decode(dataclasses.replace(ctx, key=key), theta, batch)
 
@@ -339,7 +339,7 @@ class StepPrograms:
 
     @functools.cached_property
     def decode(self) -> Program:
-        """(theta in the plan's layout, batch to decode) -> what is said of each row."""
+        """(theta in the plan's layout, batch to decode) -> predictions for each row."""
         task, plan = self.experiment.task, self.experiment.plan
         batch = task.decoding.spec(self.experiment.global_batch)
         known = dict(NestedMap(task.batch_dims()).items_by_path())
@@ -362,10 +362,10 @@ class StepPrograms:
         """State in step layout -> bool [leaves]: whether all of each leaf is finite."""
 
         def all_finite(x):
-            known = tf.math.is_finite(x) if x.dtype.is_floating else x == x
-            return tf.reduce_all(known)
+            finite = tf.math.is_finite(x) if x.dtype.is_floating else x == x
+            return tf.reduce_all(finite)
 
-        # As it is stored, padding being zeros: nothing is gathered for it.
+        # Of the stored arrays, whose padding is zeros: nothing is gathered.
         return self._compile(
             lambda state: tf.stack([all_finite(x) for x in state.leaves()]),
             [self.step_layout.stored_specs],
@@ -377,7 +377,7 @@ class StepPrograms:
     def convert(
         self, state: NestedMap, before: StateLayout, after: StateLayout
     ) -> NestedMap:
-        """The state, or a part of it, brought from one layout to another.
+        """The state, or a part of it, converted from one layout to another.
 
         Where both are the same arrays it is `state` itself, and nothing is compiled.
         """
@@ -411,7 +411,7 @@ class StepPrograms:
             partitioner=self.experiment.partitioner,
             devices=self.devices,
             strict=self.experiment.strict,
-            # A topology's programs are not for devices that a child has.
+            # Programs for a topology are not for the devices of a child.
             in_child=self.experiment.compile_in_child and self.devices is None,
             **how,
         )

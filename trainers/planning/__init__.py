@@ -1,1 +1,1 @@
-"""What a program will take on a mesh: memory, communication and time."""
+"""Planning: the memory, communication and time of a program on a mesh."""

@@ -1,7 +1,8 @@
 """A plan as a document: plain values that the text, the page and JSON are made of.
 
-Top-level keys are stable; new ones may come. Bytes are of one device, seconds of one
-step, None what is not known: times on cpu, much of a program that does not fit.
+Top-level keys are stable; keys may be added. Bytes are of one device, seconds of one
+step. None stands for what is not known: times on cpu, much of a program that does not
+fit.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _MOMENTS = 400
 def document(
     report: CompileReport, *, config_text: str = "", gin_files: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What a plan says, as values that JSON has.
+    """The contents of a plan, as values that JSON has.
 
     Args:
-      report: of `plan`.
-      config_text: the configuration in effect, to be kept with it.
-      gin_files: those that it was read from; the plan is called by them.
+      report: the result of `plan`.
+      config_text: the configuration in effect, to be kept with the plan.
+      gin_files: the files that it was read from; the plan is named after them.
 
     Returns:
       The document: docs/planning.md has a table of its keys.
@@ -67,12 +68,12 @@ def document(
         "weights": list(_weights(programs)),
         "replicated": [
             {
-                "name": one.name,
-                "type": _type(one.dtype, one.shape),
-                "bytes": one.bytes,
-                "why": one.why,
+                "name": tensor.name,
+                "type": _type(tensor.dtype, tensor.shape),
+                "bytes": tensor.bytes,
+                "why": tensor.why,
             }
-            for one in report.replicated
+            for tensor in report.replicated
         ],
         "versions": _versions(),
         "config": config_text,
@@ -82,7 +83,7 @@ def document(
 def _memory(report: CompileReport, programs: StepPrograms) -> dict[str, Any]:
     state = _state_bytes(report, programs)
     limit, peak = report.memory_limit, report.peak_bytes
-    # The compiler also counts the gaps between what is alive.
+    # The compiler also counts the gaps between live buffers.
     over = report.refusal.refusal.over if report.refusal else max(0, peak - limit)
     return {
         "fits": report.fits,
@@ -101,9 +102,9 @@ def _memory(report: CompileReport, programs: StepPrograms) -> dict[str, Any]:
 def _uses(
     report: CompileReport, programs: StepPrograms, state: dict[str, int]
 ) -> dict[str, Any]:
-    """What the memory at the peak is for."""
+    """The uses of the memory at the peak."""
     if report.memory is None and not report.allocations:
-        # The compiler gives nothing but the sum.
+        # The compiler reports the sum alone.
         parts = {"not known": report.peak_bytes}
         arguments = outputs = saved = temporaries = None
     elif report.memory is None:  # The arguments alone do not fit.
@@ -111,11 +112,11 @@ def _uses(
         parts[_BATCHES] = report.peak_bytes - sum(state.values())
         arguments, outputs, saved, temporaries = report.peak_bytes, None, None, None
     else:
-        found = breakdown(report.memory, _groups(programs))
-        parts = found.parts()
-        arguments = sum(found.arguments.values())
-        outputs, saved = found.results, found.saved
-        temporaries = found.gradients + found.weight_copies + found.other
+        uses = breakdown(report.memory, _groups(programs))
+        parts = uses.parts()
+        arguments = sum(uses.arguments.values())
+        outputs, saved = uses.results, uses.saved
+        temporaries = uses.gradients + uses.weight_copies + uses.other
     return {
         "argument_bytes": arguments,
         "output_bytes": outputs,
@@ -126,46 +127,46 @@ def _uses(
 
 
 def _groups(programs: StepPrograms) -> dict[str, list[int]]:
-    """Numbers of the training program's arguments by what they are."""
-    given = (programs.abstract_state(), programs.abstract_batches())
-    found: dict[str, list[int]] = {}
+    """The numbers of the training program's arguments, by the part that they hold."""
+    arguments = (programs.abstract_state(), programs.abstract_batches())
+    groups: dict[str, list[int]] = {}
     for number, (path, _) in enumerate(
-        nest.flatten_with_joined_string_paths(given, separator=".")
+        nest.flatten_with_joined_string_paths(arguments, separator=".")
     ):
         argument, part = path.split(".")[:2]
-        what = _BATCHES if argument == "1" else _STATE.get(part)
-        if what:
-            found.setdefault(what, []).append(number)
+        group = _BATCHES if argument == "1" else _STATE.get(part)
+        if group:
+            groups.setdefault(group, []).append(number)
     order = [*_STATE.values(), _BATCHES]
-    return {what: found[what] for what in order if what in found}
+    return {group: groups[group] for group in order if group in groups}
 
 
 def _alike(allocations: Sequence[Allocation]) -> list[dict[str, Any]]:
-    """What takes most; several of one type, place and use are one entry."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for one in allocations:
+    """Allocations by size; those alike in type, place and use make one entry."""
+    entries: dict[tuple[str, ...], dict[str, Any]] = {}
+    for allocation in allocations:
         # The program's arguments are the state and the batches.
-        first, _, path = one.name.partition(".")
-        named = {"0": path, "1": f"batch.{path}"}.get(first, one.layer)
+        first, _, path = allocation.name.partition(".")
+        named = {"0": path, "1": f"batch.{path}"}.get(first, allocation.layer)
         entry = {
-            "kind": one.what,
-            "type": one.type,
-            "name": named or one.name,
-            "source": one.source,
+            "kind": allocation.what,
+            "type": allocation.type,
+            "name": named or allocation.name,
+            "source": allocation.source,
         }
-        known = found.setdefault(
+        merged = entries.setdefault(
             tuple(entry.values()), entry | {"bytes": 0, "count": 0}
         )
-        known["bytes"] += one.bytes
-        known["count"] += 1
-    return sorted(found.values(), key=lambda one: -one["bytes"])
+        merged["bytes"] += allocation.bytes
+        merged["count"] += 1
+    return sorted(entries.values(), key=lambda entry: -entry["bytes"])
 
 
 def _timeline(memory: MemoryTimeline | None) -> list[int] | None:
-    """Bytes alive over the run of the program, at most so many; peaks stay."""
+    """Bytes alive over the run of the program, `_MOMENTS` at most; peaks stay."""
     if memory is None:
         return None
-    alive = [one.bytes for one in memory.points]
+    alive = [point.bytes for point in memory.points]
     ends = [len(alive) * i // _MOMENTS for i in range(_MOMENTS + 1)]
     return [max(alive[a:b]) for a, b in itertools.pairwise(ends) if a < b]
 
@@ -188,13 +189,13 @@ def _time(report: CompileReport) -> dict[str, Any]:
 
 
 def _pipelines(report: CompileReport) -> Iterator[dict[str, Any]]:
-    for one in report.pipelines:
-        bubbles = one.bubble_seconds
+    for pipeline in report.pipelines:
+        bubbles = pipeline.bubble_seconds
         yield {
-            "path": one.path,
-            **dataclasses.asdict(one.schedule),
-            "iterations": one.schedule.iterations,
-            "bubble_fraction": one.schedule.bubble_fraction,
+            "path": pipeline.path,
+            **dataclasses.asdict(pipeline.schedule),
+            "iterations": pipeline.schedule.iterations,
+            "bubble_fraction": pipeline.schedule.bubble_fraction,
             "seconds_in_bubbles": (
                 None if bubbles is None else bubbles / report.experiment.steps_per_loop
             ),
@@ -202,7 +203,7 @@ def _pipelines(report: CompileReport) -> Iterator[dict[str, Any]]:
 
 
 def _step_error(report: CompileReport) -> dict[str, float] | None:
-    """Relative; None where no measured step was ever compared."""
+    """Relative errors; None where no measured step was ever compared."""
     if report.time is None or report.torus.kind.name != CALIBRATED_KIND:
         return None
     return {"mean": MEAN_ERROR, "worst": WORST_ERROR}
@@ -232,7 +233,7 @@ def _device_order(report: CompileReport) -> dict[str, Any] | None:
 
 
 def _weight_updates(report: CompileReport) -> dict[str, Any] | None:
-    """None where nothing was asked, or the compiler refused the program."""
+    """Decisions; None if none were requested, or the compiler refused the program."""
     updates = report.program and report.program.updates
     if updates is None:
         return None
@@ -242,17 +243,17 @@ def _weight_updates(report: CompileReport) -> dict[str, Any] | None:
         "data_axes": list(updates.data_axes),
         "lines": [
             {
-                "names": list(one.names),
-                "shape": list(one.shape),
-                "ops": one.ops,
-                "format": one.format,
-                "why": one.why,
-                "state_saved_bytes": one.kept,
-                "traffic_saved_bytes": one.saved,
-                "gathered_bytes": one.moved,
-                "gain_seconds": one.gain,
+                "names": list(line.names),
+                "shape": list(line.shape),
+                "ops": line.ops,
+                "format": line.format,
+                "why": line.why,
+                "state_saved_bytes": line.kept,
+                "traffic_saved_bytes": line.saved,
+                "gathered_bytes": line.moved,
+                "gain_seconds": line.gain,
             }
-            for one in updates.lines
+            for line in updates.lines
         ],
     }
 
@@ -275,7 +276,7 @@ def _weights(programs: StepPrograms) -> Iterator[dict[str, Any]]:
 
 
 def _state_bytes(report: CompileReport, programs: StepPrograms) -> dict[str, int]:
-    """Of weights, slots and moving averages; by the plan alone of what is refused."""
+    """Bytes of weights, slots and averages; by the plan alone if it was refused."""
     if report.program is None:
         shapes = [spec.shape for spec in programs.state_specs.leaves()]
         shardings = programs.plan_layout.shardings.leaves()
@@ -283,11 +284,11 @@ def _state_bytes(report: CompileReport, programs: StepPrograms) -> dict[str, int
         shapes = [tuple(spec.shape) for spec in nest.flatten(report.program.inputs[0])]
         shardings = report.program.in_shardings[: len(shapes)]
     specs = programs.state_specs.items_by_path()
-    found = dict.fromkeys(_STATE.values(), 0)
+    totals = dict.fromkeys(_STATE.values(), 0)
     for (path, spec), shape, sharding in zip(specs, shapes, shardings, strict=True):
-        if what := _STATE.get(path.split(".")[0]):
-            found[what] += math.prod(sharding.shard_shape(shape)) * spec.dtype.size
-    return found
+        if part := _STATE.get(path.split(".")[0]):
+            totals[part] += math.prod(sharding.shard_shape(shape)) * spec.dtype.size
+    return totals
 
 
 def _type(dtype: str, shape: tuple[int, ...]) -> str:
@@ -295,9 +296,9 @@ def _type(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
-        # libtpu is only there for planning.
+        # libtpu is only installed for planning.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions

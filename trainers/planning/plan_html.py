@@ -1,4 +1,4 @@
-"""A plan as one page: no scripts, nothing from the network, readable on a phone."""
+"""A plan as a web page: no scripts, nothing from the network, readable on a phone."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def page(document: Mapping[str, Any]) -> str:
     """The page, as the text of an HTML file.
 
     Args:
-      document: of `plan_document.document`.
+      document: the result of `plan_document.document`.
     """
-    summary, *others = sections(document)
+    summary, *rest = sections(document)
     body = [*_summary(summary, document["fits"])]
-    for section in others:
+    for section in rest:
         body += _section(section)
     title = html.escape(summary.title)
     return _PAGE.substitute(title=title, body="\n".join(body))
@@ -108,7 +108,7 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _table(section: Section) -> Iterator[str]:
-    # Scrolls by itself where it is too wide, by keys as well.
+    # The table scrolls by itself where it is too wide, by keys as well.
     yield '<div class="wide" tabindex="0" role="group" aria-label="table"><table>'
     columns = section.columns
     heads = (_cell("th", column, column.head) for column in columns)

@@ -1,4 +1,4 @@
-"""What meshwright-plan does once TensorFlow is imported, but for a search."""
+"""Runs meshwright-plan, but for searches, once TensorFlow is imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
     programs, mesh = StepPrograms(experiment), experiment.plan.mesh
     compile_cache.use(cli.COMPILE_CACHE.value)
     set_platform("cpu", cli.DEVICE_COUNT.value or mesh.size)
-    jax_mesh(mesh)  # Too large a mesh is told of at once.
+    jax_mesh(mesh)  # Reports at once a mesh that is too large.
     if plan_flags.EXPLAIN.value:
         print(
             explain(programs.main).text(
@@ -41,7 +41,7 @@ def _run(experiment: Experiment, config_text: str) -> int | None:
 
 def _plan(experiment: Experiment, config_text: str) -> int | None:
     if plan_flags.HTML.value or plan_flags.LOG_DIR.value:
-        # matplotlib is only there for planning; told before anything is compiled.
+        # matplotlib is only installed for planning; fails before anything is compiled.
         from meshwright.trainers.planning import plan_html, plan_tensorboard
     json_out, html_out = map(files.output_file, (plan_flags.JSON, plan_flags.HTML))
     report = document(

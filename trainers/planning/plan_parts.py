@@ -1,4 +1,4 @@
-"""What a plan's report is made of: sections, with their tables and plots."""
+"""The parts of a plan's report: sections, with their tables and plots."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Plot:
 
     Args:
       name: short, for ids and tags.
-      title: what it shows.
-      text: what can be seen in it, for who cannot see it.
-      kind: which function of `plan_plots` draws it.
+      title: its caption.
+      text: its description, for readers who cannot see it.
+      kind: the function of `plan_plots` that draws it.
       figures: the function's keyword arguments.
     """
 
@@ -39,10 +39,10 @@ class Column:
     """A column of a table.
 
     Args:
-      field: of the rows.
+      field: its key in the rows.
       head: its heading.
-      text: how to write a value.
-      is_number: whether its values are aligned by their end, and may be added up.
+      text: formats a value.
+      is_number: whether its values are right-aligned, and may be added up.
     """
 
     field: str
@@ -61,10 +61,11 @@ class Section:
       notes: paragraphs.
       facts: short values by name.
       fields: the table's columns, numbers first.
-      rows: of the table.
-      brief: how many rows the text has at most; it adds up the numbers of the others.
-      plots: what is drawn.
-      scalars: what TensorBoard follows from plan to plan, by tag; None if not known.
+      rows: the table's rows.
+      brief: how many rows the text has at most; it adds up the numbers of the rest.
+      plots: its pictures.
+      scalars: values that TensorBoard follows from plan to plan, by tag; None if not
+        known.
       details: a heading and a long text under it, for the page alone.
       in_text: whether the text has the section too.
     """
@@ -83,7 +84,7 @@ class Section:
 
     @property
     def columns(self) -> list[Column]:
-        """Of the table."""
+        """The table's columns."""
         return [_COLUMNS.get(field, Column(field, field)) for field in self.fields]
 
 
@@ -102,8 +103,8 @@ _COLUMNS = {
         Column("gathered_bytes", "gathered", bytes_text, is_number=True),
         Column("gain_seconds", "est. gain", seconds_text, is_number=True),
         Column("source", "made at"),
-        Column("box", "where they are", box_text),
-        # Of tensors that are updated together the first gives its name.
+        Column("box", "placement", box_text),
+        # Tensors that are updated together go by the name of the first.
         Column("names", "weight", lambda names: names[0]),
         Column("dims", "dims", ", ".join),
         Column("shard_shape", "shard"),

@@ -1,7 +1,7 @@
-"""What pipelines cost a step: bubbles, and with them what of it is recomputation.
+"""The cost of pipelines in a step: bubbles, and beside them recomputation.
 
-Both are shares of the parts that a step's time is made of, not parts themselves; what
-is recomputed in a bubble counts as bubble alone.
+Both are shares of the parts that make up a step's time, not parts themselves;
+recomputation in a bubble counts as bubble alone.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class PlannedPipeline:
     """A pipeline of a task.
 
     Args:
-      path: of its layer, dotted.
+      path: the dotted path of its layer.
       schedule: its schedule.
       loops: names of its loops in the compiled program, forward and backward; empty if
         there is no program for TPUs.
-      loop_seconds: what they take of a call of the program; None if there are none.
+      loop_seconds: their time in a call of the program; None if there are none.
     """
 
     path: str
@@ -38,7 +38,7 @@ class PlannedPipeline:
 
     @property
     def bubble_seconds(self) -> float | None:
-        """The bubbles' share of that."""
+        """The bubbles' share of `loop_seconds`."""
         if self.loop_seconds is None:
             return None
         return self.schedule.bubble_fraction * self.loop_seconds
@@ -47,12 +47,12 @@ class PlannedPipeline:
 def planned_pipelines(
     task: Any, times: StepTime | None, sources: Sources | None
 ) -> tuple[PlannedPipeline, ...]:
-    """The task's pipelines, with their loops' share of a program's time if it has one.
+    """The task's pipelines, with the time of their loops in a program that has times.
 
     A pipeline's loops make its schedule's iterations, on nothing but its layers.
     """
     layers = {} if times is None else _layers(times, sources)
-    found = []
+    planned = []
     for path, stack in pipelines(task).items():
         loops = frozenset(
             name
@@ -63,13 +63,13 @@ def planned_pipelines(
         )
         seconds = None
         if loops:
-            seconds = sum(one.exposed for one in times.all() if _is_in(one, loops))
-        found.append(
+            seconds = sum(op.exposed for op in times.all() if _is_in(op, loops))
+        planned.append(
             PlannedPipeline(
                 path=path, schedule=stack.schedule, loops=loops, loop_seconds=seconds
             )
         )
-    return tuple(found)
+    return tuple(planned)
 
 
 def recompute_seconds(
@@ -78,34 +78,34 @@ def recompute_seconds(
     module: HloModule | None,
     planned: Sequence[PlannedPipeline],
 ) -> float | None:
-    """What a call of a program computes again, outside of bubbles.
+    """The time of recomputation in a call of a program, outside of bubbles.
 
-    None if there is no time, or a stack is unrolled: then no loop tells it apart.
+    None if there is no time, or a stack is unrolled: no loop then tells it apart.
     """
-    unrolled = (one.unroll is Unroll.UNROLLED for one in repeats(task))
+    unrolled = (stack.unroll is Unroll.UNROLLED for stack in repeats(task))
     if times is None or any(unrolled):
         return None
     again = recomputed(module)
     total = 0.0
-    for one in times.all():
-        if one.name in again:
-            around = (p.schedule for p in planned if _is_in(one, p.loops))
+    for op in times.all():
+        if op.name in again:
+            around = (p.schedule for p in planned if _is_in(op, p.loops))
             bubbles = next((schedule.bubble_fraction for schedule in around), 0.0)
-            total += (1 - bubbles) * one.exposed
+            total += (1 - bubbles) * op.exposed
     return total
 
 
 def _layers(times: StepTime, sources: Sources) -> dict[tuple[str, int], set[str]]:
-    """By name and trips of each loop the layers that are computed in it."""
-    found: dict[tuple[str, int], set[str]] = {}
-    for one in times.all():
-        source = sources.find(one.op_name) if one.loops else None
-        for loop in one.loops:
-            layers = found.setdefault((loop.name, loop.trips), set())
+    """The layers that are computed in each loop, by the loop's name and trips."""
+    by_loop: dict[tuple[str, int], set[str]] = {}
+    for op in times.all():
+        source = sources.find(op.op_name) if op.loops else None
+        for loop in op.loops:
+            layers = by_loop.setdefault((loop.name, loop.trips), set())
             if source and source.layer:
                 layers.add(source.layer)
-    return found
+    return by_loop
 
 
-def _is_in(one: Any, loops: frozenset[str]) -> bool:
-    return any(loop.name in loops for loop in one.loops)
+def _is_in(op: Any, loops: frozenset[str]) -> bool:
+    return any(loop.name in loops for loop in op.loops)

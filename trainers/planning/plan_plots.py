@@ -36,7 +36,7 @@ _MAIN, _LIMIT = _COLORS[0], _COLORS[6]
 _WIDTH = 4.4
 _ROW = 0.31
 _NAME = 46
-# Of a schedule; more would be wider than their numbers.
+# Iterations of a schedule; with more, cells would be narrower than their numbers.
 _MOST_NUMBERED = 20
 _SMALL = 8.5
 _TICKS = 4
@@ -62,7 +62,7 @@ def svg(plot: Plot) -> str:
     code = file.getvalue()
     code = code[code.index("<svg") :]
     code = re.sub(r"<metadata>.*?</metadata>", "", code, flags=re.DOTALL)
-    # One page has several: their ids must differ.
+    # A page has several plots: their ids must differ.
     code = _IDS.sub(rf"\g<1>{plot.name}-", code)
     head, rest = code.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
@@ -75,7 +75,7 @@ def svg(plot: Plot) -> str:
 
 
 def png(plot: Plot) -> bytes:
-    """The same as a PNG file."""
+    """The plot as a PNG file."""
     file = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
         figure(plot).savefig(file, format="png", dpi=144, facecolor="white")
@@ -83,7 +83,7 @@ def png(plot: Plot) -> bytes:
 
 
 def figure(plot: Plot) -> Figure:
-    """The plot, drawn."""
+    """Draws the plot."""
     with matplotlib.rc_context(_STYLE):
         drawn = Figure(layout="constrained")
         rows = _KINDS[plot.kind](drawn.subplots(), **plot.figures)
@@ -92,7 +92,7 @@ def figure(plot: Plot) -> Figure:
 
 
 def _curve(axes: Axes, *, alive: Sequence[int], limit: int) -> float:
-    """Bytes over the run of a program, and what a device has."""
+    """Bytes over the run of a program, and the memory of a device."""
     peak = max(alive)
     at = alive.index(peak)
     axes.fill_between(range(len(alive)), alive, color=_MAIN, alpha=0.25)
@@ -105,8 +105,8 @@ def _curve(axes: Axes, *, alive: Sequence[int], limit: int) -> float:
     if peak > limit / 5:
         axes.set_ylim(0, 1.15 * max(limit, peak))
         axes.axhline(limit, color=_LIMIT, linewidth=1.5)
-        what = f"a device has {bytes_text(limit)}"
-        axes.set_title(what, color=_LIMIT, fontsize=10.5)
+        title = f"a device has {bytes_text(limit)}"
+        axes.set_title(title, color=_LIMIT, fontsize=10.5)
     axes.set_xticks([])
     axes.set_xlabel("instructions as they run, a loop's once")
     _bytes_ticks(axes.yaxis)
@@ -123,7 +123,7 @@ def _bars(
     axis: str,
     error: float | None,
 ) -> float:
-    """The first on top, each with its label behind it."""
+    """Bars, the first on top, each with its label behind it."""
     ends = np.zeros(len(names))
     for number, (name, sizes) in enumerate(series.items()):
         color = _COLORS[number % len(_COLORS)]
@@ -156,10 +156,10 @@ def _behind(axes: Axes, text: str, at, *, shift: tuple[int, int], **aligned) -> 
 def _grid(
     axes: Axes, *, weights: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]
 ) -> float:
-    """For each weight and mesh axis the dim that the axis splits."""
+    """The dim of each weight that each mesh axis splits."""
     for row, weight in enumerate(weights):
-        # A line for the name: a mesh may have many axes, a name many letters. It is
-        # known by its end.
+        # The name has its own line: a mesh may have many axes, a name many letters.
+        # Of a long name the end is shown.
         name = weight["path"]
         tail = name if len(name) <= _NAME else "\u2026" + name[-_NAME:]
         axes.annotate(tail, (0, row - 0.27), va="center")
@@ -188,7 +188,7 @@ def _timetable(axes: Axes, *, schedule: PipelineSchedule) -> float:
     iterations, stages = schedule.valid.shape
     is_numbered = iterations <= _MOST_NUMBERED
     axes.patch.set(facecolor="#f4f4f4", edgecolor="#bbbbbb", hatch="/////")
-    # One image: a path for each cell of a wide one would be half a megabyte.
+    # An image: a path for each cell of a wide table would be half a megabyte.
     cells = _cell_colors(schedule, is_numbered).transpose(1, 0, 2)
     axes.imshow(cells, aspect="auto", interpolation="none")
     if is_numbered:
@@ -204,10 +204,10 @@ def _timetable(axes: Axes, *, schedule: PipelineSchedule) -> float:
 
 
 def _cell_colors(schedule: PipelineSchedule, is_numbered: bool) -> np.ndarray:
-    """[iterations, L, RGBA]; nothing in bubbles, paler in each later round."""
+    """Colours [iterations, L, RGBA]; none in bubbles, paler in each later round."""
     if is_numbered:
         palette = np.array([to_rgb(color) for color in _COLORS[:-1]])
-    else:  # From the first microbatch to the last.
+    else:  # The colours run from the first microbatch to the last.
         ends = np.linspace(0, 1, schedule.num_microbatches)
         palette = matplotlib.colormaps["viridis"](ends)[:, :3]
     full = palette[schedule.microbatch % len(palette)]
@@ -228,7 +228,7 @@ def _number_cells(axes: Axes, schedule: PipelineSchedule) -> None:
 
 
 def _bytes_ticks(axis: Axis) -> None:
-    """At multiples of a power of two, which is what bytes are counted in."""
+    """Puts ticks at multiples of a power of two, in which bytes are counted."""
     most = axis.get_view_interval()[1]
     axis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(most / _TICKS))))
     axis.set_major_formatter(FuncFormatter(lambda size, _: _short(bytes_text(size))))
@@ -240,5 +240,5 @@ def _short(text: str) -> str:
     return f"{float(number):g} {unit}"
 
 
-# Each returns how many rows of text it is high.
+# Each returns its height in rows of text.
 _KINDS = {"curve": _curve, "bars": _bars, "grid": _grid, "timetable": _timetable}

@@ -29,7 +29,7 @@ def sections(document: Document) -> list[Section]:
     """The report's sections, the summary first.
 
     Args:
-      document: of `plan_document.document`.
+      document: the result of `plan_document.document`.
     """
     makers: Sequence[Callable[[Document], Iterator[Section]]] = (
         _summary,
@@ -47,7 +47,7 @@ def sections(document: Document) -> list[Section]:
 
 
 def _verdict(document: Document) -> str:
-    """Whether it fits, and by how much."""
+    """Whether the program fits, and by how much."""
     limit, peak = document["memory_limit"], document["peak_bytes"]
     of = f"of {bytes_text(limit)} a device"
     if document["fits"]:
@@ -84,11 +84,11 @@ def _summary(document: Document) -> Iterator[Section]:
 def _memory(document: Document) -> Iterator[Section]:
     limit, peak = document["memory_limit"], document["peak_bytes"]
     parts = {row["part"]: row["bytes"] for row in document["breakdown"]}
-    sizes = parts | {"in all, at the peak": peak}
+    sizes = parts | {"total at the peak": peak}
     if peak <= limit and document["over_bytes"]:
         sizes["with gaps between buffers"] = limit + document["over_bytes"]
     notes = [
-        "These parts are what is alive when most is, padded to the tiles of the "
+        "These parts are the buffers alive at the peak, padded to the tiles of the "
         "device's layout. By their elements alone weights take "
         f"{bytes_text(document['weights_bytes'])} between steps, and slots "
         f"{bytes_text(document['slots_bytes'])}."
@@ -105,7 +105,7 @@ def _memory(document: Document) -> Iterator[Section]:
             *_timeline(document),
             *_bars(
                 "breakdown",
-                "What a device's memory is for at the peak",
+                "Uses of a device's memory at the peak",
                 _by_size(parts),
                 axis="bytes of a device at the peak",
             ),
@@ -115,7 +115,7 @@ def _memory(document: Document) -> Iterator[Section]:
     if document["buffers"]:
         yield Section(
             name="buffers",
-            title="What takes most at the peak",
+            title="Largest buffers at the peak",
             fields=("bytes", "count", "kind", "type", "name", "source"),
             rows=document["buffers"],
             brief=5,
@@ -128,10 +128,10 @@ def _timeline(document: Document) -> Iterator[Plot]:
         peak = max(alive)
         yield Plot(
             name="timeline",
-            title="What is alive on a device while a step runs",
+            title="Memory in use on a device during a step",
             text=f"{bytes_text(alive[0])} at first; {bytes_text(peak)} at the peak, "
             f"after {share_text(alive.index(peak), len(alive))} of the points; "
-            f"{bytes_text(alive[-1])} at last; the device has {bytes_text(limit)}.",
+            f"{bytes_text(alive[-1])} at the end; the device has {bytes_text(limit)}.",
             kind="curve",
             figures={"alive": alive, "limit": limit},
         )
@@ -140,22 +140,22 @@ def _timeline(document: Document) -> Iterator[Plot]:
 def _time(document: Document) -> Iterator[Section]:
     parts, step = document["parts"], document["step_seconds"]
     if parts is None:
-        why = "it is made for TPU topologies"
+        why = "estimates are for TPU topologies"
         if not document["fits"]:
-            why = "what does not fit has no time"
+            why = "the program does not fit"
         note = f"There is no estimate: {why}."
         yield Section(name="time", title="Time of a step", notes=[note])
         return
     of_which = document["of_which"]
     shares = dict(_by_size(parts))
-    shares |= {f"of all this {what}": took for what, took in of_which.items()}
+    shares |= {f"of which {what}": took for what, took in of_which.items()}
     yield Section(
         name="time",
         title="Time of a step",
         notes=[
             f"{seconds_text(step)} by estimate: {_error_text(document)}.",
             f"The model's {prefixed(document['model_flops'], 'FLOP')} use "
-            f"{share_text(document['flops_utilization'])} of what the devices can do, "
+            f"{share_text(document['flops_utilization'])} of the devices' peak, "
             f"{prefixed(document['peak_flops'], 'FLOP')}/s.",
         ],
         fields=("seconds", "share", "part"),
@@ -177,8 +177,8 @@ def _step_time(document: Document) -> Iterator[Plot]:
     labels = [f"{seconds_text(took)}, {share_text(took, step)}" for _, took in parts]
     return _bars(
         "time",
-        "Where the time of a step goes",
-        [("whole step", step), *parts],
+        "Parts of the time of a step",
+        [("step", step), *parts],
         series={
             "computing": computed,
             "sending": sent,
@@ -196,7 +196,7 @@ def _error_bar(document: Document) -> str:
 
 
 def _error_text(document: Document) -> str:
-    """How far off the step time may be, by what it was compared with."""
+    """The error of the step time, by the measured steps that it was compared with."""
     error, step = document["step_error"], document["step_seconds"]
     if error is None:
         return "error unknown, as no measured step of such devices was compared"
@@ -244,14 +244,14 @@ def _schedule(number: int, pipeline: Mapping[str, Any]) -> Plot:
 
 def _collectives(document: Document) -> Iterator[Section]:
     collectives = document["collectives"]
-    notes = ["There are none." if document["fits"] else "Not known of what is refused."]
+    notes = ["There are none." if document["fits"] else "Not known if refused."]
     if collectives:
         total = bytes_text(sum(row["bytes"] for row in collectives))
-        notes = [f"{total} in all; bytes are those of whole tensors of a group."]
+        notes = [f"{total} in total; bytes are those of a group's full tensors."]
     if any(row["seconds"] == 0 and row["bytes"] for row in collectives):
         notes.append(
-            "What takes no time stays within a chip: its cores exchange data through "
-            "no link, and links alone are counted."
+            "Collectives that take no time stay within a chip: its cores exchange data "
+            "through no link, and links alone are counted."
         )
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     for row in collectives:
@@ -271,12 +271,12 @@ def _collectives(document: Document) -> Iterator[Section]:
         plots=list(
             _bars(
                 "collectives",
-                "What collectives send along each mesh axis",
+                "Bytes that collectives send along each mesh axis",
                 totals,
                 series={
                     kind: [sums[kind, axis] for axis, _ in totals] for kind in kinds
                 },
-                axis="bytes of whole tensors, a step",
+                axis="bytes of full tensors, a step",
             )
         ),
         scalars={
@@ -291,7 +291,7 @@ def _device_order(document: Document) -> Iterator[Section]:
     if order is not None:
         yield Section(
             name="order",
-            title="Where the mesh lies on the torus",
+            title="Placement of the mesh on the torus",
             notes=[f"Device order on {torus_text(order)}."],
             fields=("load", "axis", "size", "box"),
             rows=order["axes"],
@@ -303,11 +303,11 @@ def _weight_updates(document: Document) -> Iterator[Section]:
     if updates is None:
         return
     sharded = [line for line in updates["lines"] if not line["why"]]
-    left = [line for line in updates["lines"] if line["why"]]
+    unsharded = [line for line in updates["lines"] if line["why"]]
     sums = ("state_saved_bytes", "gathered_bytes", "gain_seconds")
     yield Section(
         name="updates",
-        title="Weight updates on shards",
+        title="Sharded weight updates",
         notes=[f"{updates['summary']}."],
         fields=(*sums, "names", "shape", "format"),
         rows=sharded,
@@ -317,12 +317,12 @@ def _weight_updates(document: Document) -> Iterator[Section]:
             **{f"weight_updates/{x}": sum(line[x] for line in sharded) for x in sums},
         },
     )
-    if left:
+    if unsharded:
         yield Section(
             name="left",
-            title="Weight updates left alone",
+            title="Weight updates left unsharded",
             fields=("names", "shape", "why"),
-            rows=sorted(left, key=lambda line: -math.prod(line["shape"])),
+            rows=sorted(unsharded, key=lambda line: -math.prod(line["shape"])),
             brief=3,
         )
 
@@ -331,9 +331,9 @@ def _weights(document: Document) -> Iterator[Section]:
     weights, notes = document["weights"], []
     if document["weights_bytes"] < sum(row["bytes"] for row in weights):
         notes.append(
-            "This is the plan's part, which a step computes with. Between steps a "
-            "device has less of weights that are updated on shards: "
-            f"{bytes_text(document['weights_bytes'])} in all."
+            "These are the plan's shards, with which a step computes. Between steps a "
+            "device holds less of weights that are updated on shards: "
+            f"{bytes_text(document['weights_bytes'])} in total."
         )
     ordered = sorted(weights, key=lambda row: -row["bytes"])
     drawn, rest = ordered[:_MOST_WEIGHTS], len(ordered[_MOST_WEIGHTS:])
@@ -347,7 +347,7 @@ def _weights(document: Document) -> Iterator[Section]:
     )
     yield Section(
         name="weights",
-        title="Weights and what a device has of them",
+        title="Weights and their shards",
         notes=notes,
         fields=("bytes", "path", "type", "dims", "sharding", "shard_shape"),
         rows=weights,
@@ -362,8 +362,8 @@ def _replicated(document: Document) -> Iterator[Section]:
     note = f"{len(tensors)} tensors of state and batch, {total}."
     yield Section(
         name="replicated",
-        title="What every device has in full",
-        notes=[note if tensors else "Nothing of state and batch."],
+        title="Tensors replicated on every device",
+        notes=[note if tensors else "No tensor of state and batch."],
         fields=("bytes", "name", "type", "why"),
         rows=tensors,
         brief=3,
@@ -376,7 +376,7 @@ def _configuration(document: Document) -> Iterator[Section]:
         name="configuration",
         title="Configuration",
         notes=[", ".join(f"{name} {version}" for name, version in versions)],
-        details=("Everything in effect, as a gin file", config) if config else None,
+        details=("All values in effect, as a gin file", config) if config else None,
         in_text=False,
     )
 
@@ -391,7 +391,7 @@ def _bars(
     labels: Sequence[str] = (),
     error: float | None = None,
 ) -> Iterator[Plot]:
-    """A bar for each name, of what each series adds to it; bytes if unlabelled."""
+    """A bar for each name, stacked from the series; of bytes if unlabelled."""
     if not sizes:
         return
     unit = "seconds" if labels else "bytes"
@@ -402,7 +402,7 @@ def _bars(
     yield Plot(
         name=name,
         title=title,
-        text=text + (f". Of {', '.join(series)}." if len(series) > 1 else "."),
+        text=text + (f". Stacked of {', '.join(series)}." if len(series) > 1 else "."),
         kind="bars",
         figures={
             "names": names,
@@ -415,14 +415,14 @@ def _bars(
     )
 
 
-def _shares(sizes: Mapping[str, float], whole: float, field: str) -> list[dict]:
+def _shares(sizes: Mapping[str, float], total: float, field: str) -> list[dict]:
     return [
-        {field: size, "share": size / whole, "part": part}
+        {field: size, "share": size / total, "part": part}
         for part, size in sizes.items()
     ]
 
 
 def _by_size(parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Those that are not 0, largest first."""
+    """The parts that are not 0, largest first."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     return [(name, size) for name, size in ordered if size > 0]

@@ -15,11 +15,11 @@ def write(document: Mapping[str, Any], log_dir: str) -> None:
     """Writes a plan as the run `plan` below a folder, a training run's for example.
 
     Args:
-      document: of `plan_document.document`.
+      document: the result of `plan_document.document`.
       log_dir: the folder.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the folder cannot be written.
     """
     plots = [plot for section in sections(document) for plot in section.plots]
     with contextlib.closing(Summaries(log_dir, "plan", flag="--log_dir")) as summaries:
@@ -28,7 +28,7 @@ def write(document: Mapping[str, Any], log_dir: str) -> None:
 
 
 def scalars(document: Mapping[str, Any]) -> dict[str, float]:
-    """By tag: bytes of one device, seconds of one step; nothing that is not known."""
+    """All known scalars, by tag: bytes of one device, seconds of one step."""
     return {
         tag: value
         for section in sections(document)

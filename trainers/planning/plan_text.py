@@ -14,7 +14,7 @@ _UNBROKEN = 24  # Cells of up to so many characters stay on one line.
 
 
 def plan_text(document: Mapping[str, Any]) -> str:
-    """What `meshwright-plan --topology` prints of a `document`."""
+    """The text that `meshwright-plan --topology` prints of a `document`."""
     parts = (_lines(part) for part in sections(document) if part.in_text)
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
@@ -31,7 +31,7 @@ def _lines(section: Section) -> Iterator[str]:
 
 
 def _table(section: Section) -> Iterator[str]:
-    """Columns where they fit; else numbers alone, then everything else in a row."""
+    """Columns where they fit; else columns of numbers, then the rest in a row."""
     shown, rest = section.rows[: section.brief], section.rows[section.brief :]
     columns = section.columns
     numbers = sum(column.is_number for column in columns)

@@ -1,4 +1,4 @@
-"""Figures of a plan in words."""
+"""Figures of a plan as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k"
 
 
 def seconds_text(seconds: float | None) -> str:
-    """`1.23 ms`; `-` for what is not known."""
+    """A time as `1.23 ms`; `-` if it is not known."""
     if seconds is None:
         return "-"
     if not seconds:
@@ -23,30 +23,30 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def prefixed(number: float, unit: str) -> str:
-    """`12 GFLOP`."""
+    """A number as `12 GFLOP`."""
     for prefix, scale in _PREFIXES:
         if number >= scale:
             return f"{number / scale:.3g} {prefix}{unit}"
     return f"{number:.3g} {unit.strip()}"
 
 
-def share_text(part: float, whole: float = 1.0) -> str:
-    """`12.3%`."""
-    return f"{100 * part / whole:.1f}%" if whole else "-"
+def share_text(part: float, total: float = 1.0) -> str:
+    """A share as `12.3%`."""
+    return f"{100 * part / total:.1f}%" if total else "-"
 
 
 def count_text(count: float) -> str:
-    """`20`, or `0.1` for what a call of several steps does once."""
+    """A count as `20`, or `0.1` for what a call of several steps does once."""
     return f"{count:g}" if count < 100 else f"{count:.0f}"
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:
-    """`X=2, Y=4`."""
+    """A mesh as `X=2, Y=4`."""
     return ", ".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def box_text(box: Sequence[int] | None) -> str:
-    """Where the devices along an axis are: `4 along x, both cores`."""
+    """The placement of the devices along an axis, as `4 along x, both cores`."""
     if box is None:
         return "as the mesh's device_ids say"
     *chips, cores = box
@@ -56,7 +56,7 @@ def box_text(box: Sequence[int] | None) -> str:
 
 
 def torus_text(order: Mapping[str, Any]) -> str:
-    """`2 x 2 chips of 2 cores, no ends linked`."""
+    """A torus as `2 x 2 chips of 2 cores, no ends linked`."""
     chips = " x ".join(map(str, order["chips"]))
     cores = f" of {order['cores']} cores" if order["cores"] > 1 else ""
     dims = [dim for dim, wraps in zip("xyz", order["wraps"], strict=False) if wraps]
@@ -65,7 +65,7 @@ def torus_text(order: Mapping[str, Any]) -> str:
 
 
 def schedule_text(pipeline: Mapping[str, Any]) -> str:
-    """`8 stages x 32 microbatches`, `4 stages x 8 microbatches x 2 repeats`."""
+    """A schedule as `8 stages x 32 microbatches`, and `x 2 repeats` if it has them."""
     counts = ("stages", "microbatches", "repeats")
-    sizes = [(pipeline[f"num_{what}"], what) for what in counts]
-    return " x ".join(f"{n} {what}" for n, what in sizes if n > 1 or what != "repeats")
+    sizes = [(pipeline[f"num_{name}"], name) for name in counts]
+    return " x ".join(f"{n} {name}" for n, name in sizes if n > 1 or name != "repeats")

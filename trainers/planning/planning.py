@@ -1,4 +1,4 @@
-"""Planning: what an experiment's train program needs and takes, on devices not here."""
+"""Planning: memory and time of an experiment's train program, on devices not here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from meshwright.trainers.planning.plan_pipelines import (
 )
 
 CPU = "cpu"
-"""Name of the topology of as many virtual cpu devices as the mesh has."""
+"""The name of the topology of virtual cpu devices, as many as the mesh has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ class CollectiveSum:
     Args:
       kind: such as "all-gather".
       axis: the mesh axis, or axes joined by "."; "?" for groups that no axes make.
-      layer: dotted path; "" for what lies in none.
-      count: how many.
-      bytes: of whole tensors of a group, all of them together.
-      seconds: all of them together; None where there is no estimate.
+      layer: dotted path; "" outside of layers.
+      count: their number.
+      bytes: the sum of the bytes of a group's full tensors.
+      seconds: the sum of their times; None where there is no estimate.
     """
 
     kind: str
@@ -62,31 +62,31 @@ class CollectiveSum:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileReport:
-    """What `plan` found. Bytes are of one device, seconds and FLOPs of one step.
+    """The result of `plan`. Bytes are of one device, seconds and FLOPs of one step.
 
     Args:
-      experiment: what was planned.
-      topology: its name.
-      torus: None on cpu.
+      experiment: the planned experiment.
+      topology: the topology's name.
+      torus: the topology; None on cpu.
       order: where the mesh's devices are on the torus; None on cpu.
-      module: the text of the compiled program, read; None if there is none.
+      module: the text of the compiled program, parsed; None if there is none.
       program: the compiled program; None if the compiler refused it, for it needs more
         memory than a device has.
-      refusal: by how much, then; else None.
-      memory: what is alive when on a device, also in a program that was refused; None
-        if its arguments alone do not fit, or the compiler does not tell.
-      allocations: what takes the memory at the peak, largest first; arguments alone
-        where there is no `memory`.
-      memory_limit: what a device has.
+      refusal: the compiler's error in that case, else None.
+      memory: the memory in use on a device over time, also of a refused program; None
+        if its arguments alone do not fit, or the compiler does not report it.
+      allocations: the allocations at the peak, largest first; arguments alone where
+        there is no `memory`.
+      memory_limit: the memory of a device.
       compile_seconds: wall time of tracing and compiling.
       time: estimate for one call of the program, `steps_per_loop` steps; None on cpu
         and for what does not fit.
-      pipelines: those of the task.
-      recompute_seconds: of the time what is computed again, outside of bubbles; None
-        if it is not known.
-      collectives: those of a step, longest first; on cpu the largest.
-      replicated: what of state and batch every device holds in full.
-      model_flops: of a step over all devices, as the task counts them.
+      pipelines: the task's pipelines.
+      recompute_seconds: the part of the time that is recomputation, outside of bubbles;
+        None if it is not known.
+      collectives: the collectives of a step, longest first; on cpu largest first.
+      replicated: the tensors of state and batch that every device holds in full.
+      model_flops: FLOPs of a step over all devices, as the task counts them.
     """
 
     experiment: Experiment
@@ -109,12 +109,12 @@ class CompileReport:
 
     @property
     def peak_bytes(self) -> int:
-        """What is alive on a device at most, or would be."""
+        """Bytes in use on a device at the peak, or those that would be."""
         return self.memory.peak if self.memory else self.refusal.refusal.needed
 
     @property
     def fits(self) -> bool:
-        """Whether a device has that, and the compiler agrees."""
+        """Whether a device has `peak_bytes`, and the compiler agrees."""
         return self.program is not None and self.peak_bytes <= self.memory_limit
 
     @property
@@ -125,18 +125,18 @@ class CompileReport:
         return self.time.seconds / self.experiment.steps_per_loop
 
     def of_which(self) -> dict[str, float] | None:
-        """Of a step's time what is "in bubbles", and "recomputed" outside of them.
+        """Seconds of a step "in bubbles", and "recomputed" outside of them.
 
-        Seconds; what is not known, or cannot be, is not there. None without time.
+        Figures that are not known, or cannot be, are left out. None without time.
         """
         if self.time is None:
             return None
-        bubbles = [one.bubble_seconds for one in self.pipelines]
-        found = {"recomputed": self.recompute_seconds}
+        bubbles = [pipeline.bubble_seconds for pipeline in self.pipelines]
+        times = {"recomputed": self.recompute_seconds}
         if bubbles:
-            found["in bubbles"] = None if None in bubbles else sum(bubbles)
+            times["in bubbles"] = None if None in bubbles else sum(bubbles)
         steps = self.experiment.steps_per_loop
-        return {name: took / steps for name, took in found.items() if took is not None}
+        return {name: took / steps for name, took in times.items() if took is not None}
 
     @property
     def peak_flops(self) -> float | None:
@@ -157,11 +157,11 @@ def plan(experiment: Experiment, *, topology: str) -> CompileReport:
     """Compiles the program that the trainer would run, for devices that are not here.
 
     Args:
-      experiment: what to train.
+      experiment: the experiment to plan.
       topology: name of a TPU topology, such as "v3:32x32", or "cpu".
 
     Raises:
-      ValueError: an unknown topology, or one of another size than the mesh.
+      ValueError: the topology is unknown, or of another size than the mesh.
       ImportError: libtpu is not installed.
       LoweringError: the program cannot be partitioned.
     """
@@ -213,16 +213,16 @@ def plan(experiment: Experiment, *, topology: str) -> CompileReport:
 def torus_for(name: str, mesh: DeviceMesh) -> Topology:
     """The TPU topology of a name, which must have as many devices as the mesh.
 
-    A mesh of one device is also on a chip that has several cores.
+    A mesh of one device may also be on a chip that has several cores.
 
     Raises:
-      ValueError: there is no such topology, or it has another size; names those that
-        have the mesh's.
+      ValueError: there is no such topology, or it has another size; the message names
+        topologies of the mesh's size.
     """
     torus = topologies.topology(name)
     is_core = mesh.size == 1 and math.prod(torus.chips) == 1
     if torus.size != mesh.size and not is_core:
-        same = ", ".join(repr(one.name) for one in topologies.of_size(mesh.size))
+        same = ", ".join(repr(match.name) for match in topologies.of_size(mesh.size))
         raise ValueError(
             f"TPU topology {name!r} has {torus.size} devices, but the device mesh "
             f"({mesh}) has {mesh.size}: set ShardingPlan.mesh_shape to a product of "
@@ -233,7 +233,7 @@ def torus_for(name: str, mesh: DeviceMesh) -> Topology:
 
 
 def _memory_limit(torus: Topology | None, mesh: DeviceMesh) -> int:
-    """Bytes a device; virtual ones share the machine's."""
+    """Bytes a device; virtual devices share the machine's memory."""
     if torus is not None:
         return torus.kind.memory
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -242,7 +242,7 @@ def _memory_limit(torus: Topology | None, mesh: DeviceMesh) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sent:
-    """A collective: kind, axes and TF op; trips, bytes of one and seconds of all."""
+    """A collective: kind, axes and TF op; trips, bytes a trip, seconds in all."""
 
     kind: str
     axes: tuple[str, ...] | None
@@ -255,59 +255,59 @@ class _Sent:
 def _sent(
     module: HloModule | None, mesh: DeviceMesh, times: StepTime | None
 ) -> list[_Sent]:
-    """The collectives of a call of the program; without times those that it has."""
+    """The collectives of a call of the program; seconds are None without times."""
     if times is not None:
         return [
             _Sent(
-                kind=one.kind,
-                axes=one.collective.axes,
-                op_name=one.collective.op_name,
-                count=one.count,
-                bytes=one.bytes,
-                seconds=one.seconds,
+                kind=timed.kind,
+                axes=timed.collective.axes,
+                op_name=timed.collective.op_name,
+                count=timed.count,
+                bytes=timed.bytes,
+                seconds=timed.seconds,
             )
-            for one in times.collectives
+            for timed in times.collectives
         ]
     if module is None:
         return []
-    found = []
-    for one in collectives_of(module, mesh):
-        loops = module.loops_around(module.by_name[one.name].computation)
-        found.append(
+    sent = []
+    for collective in collectives_of(module, mesh):
+        loops = module.loops_around(module.by_name[collective.name].computation)
+        sent.append(
             _Sent(
-                kind=one.kind,
-                axes=one.axes,
-                op_name=one.op_name,
+                kind=collective.kind,
+                axes=collective.axes,
+                op_name=collective.op_name,
                 count=math.prod(loop.trips or 1 for loop in loops),
-                bytes=one.bytes,
+                bytes=collective.bytes,
                 seconds=None,
             )
         )
-    return found
+    return sent
 
 
 def _sums(
     program: Program | None, sent: Sequence[_Sent], steps: int
 ) -> tuple[CollectiveSum, ...]:
     groups: dict[tuple[str, str, str], list[_Sent]] = {}
-    for one in sent:
-        source = program.sources.find(one.op_name)
-        axis = "?" if one.axes is None else ".".join(one.axes)
-        key = (one.kind, axis, source.layer if source else "")
-        groups.setdefault(key, []).append(one)
+    for collective in sent:
+        source = program.sources.find(collective.op_name)
+        axis = "?" if collective.axes is None else ".".join(collective.axes)
+        key = (collective.kind, axis, source.layer if source else "")
+        groups.setdefault(key, []).append(collective)
     sums = [
         CollectiveSum(
             kind=kind,
             axis=axis,
             layer=layer,
-            count=sum(one.count for one in ones) / steps,
-            bytes=sum(one.count * one.bytes for one in ones) / steps,
+            count=sum(member.count for member in group) / steps,
+            bytes=sum(member.count * member.bytes for member in group) / steps,
             seconds=(
                 None
-                if ones[0].seconds is None
-                else sum(one.seconds for one in ones) / steps
+                if group[0].seconds is None
+                else sum(member.seconds for member in group) / steps
             ),
         )
-        for (kind, axis, layer), ones in groups.items()
+        for (kind, axis, layer), group in groups.items()
     ]
-    return tuple(sorted(sums, key=lambda one: (-(one.seconds or 0), -one.bytes)))
+    return tuple(sorted(sums, key=lambda total: (-(total.seconds or 0), -total.bytes)))

@@ -1,8 +1,8 @@
-"""What planning found before, kept by content: a search that was cut short goes on.
+"""A cache of planning results, by content: a search that was cut short goes on.
 
-A result is kept under a hash of all that it follows from: the configuration in effect,
-the topology, and the versions of what compiles and prices, this package's own sources
-among them. So nothing needs to be declared stale.
+A result is kept under a hash of all that determines it: the configuration in effect,
+the topology, and the versions of the packages that compile and price, this package's
+sources among them. So no result needs to be declared stale.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class PlanCache:
     """A folder with a JSON file for each result.
 
     Args:
-      folder: made when first written to.
+      folder: the folder, made at the first write.
     """
 
     folder: pathlib.Path
 
     def cached(self, key_parts: Mapping[str, str]) -> dict[str, Any] | None:
-        """What was stored for these parts; None, with a warning, if it is damaged."""
+        """The result stored for these parts; None, with a warning, if it is damaged."""
         path = self.path(key_parts)
         try:
-            kept = json.loads(path.read_text())
-            if kept["key"] == dict(key_parts) and isinstance(kept["result"], dict):
-                return kept["result"]
+            entry = json.loads(path.read_text())
+            if entry["key"] == dict(key_parts) and isinstance(entry["result"], dict):
+                return entry["result"]
             problem = "it is for another key"
         except FileNotFoundError:
             return None
@@ -53,7 +53,7 @@ class PlanCache:
         return None
 
     def store(self, key_parts: Mapping[str, str], result: Mapping[str, Any]) -> None:
-        """Keeps a result, of JSON's types; whoever reads sees all of it or nothing."""
+        """Stores a result of JSON's types; readers see all of it or nothing."""
         path = self.path(key_parts)
         text = json.dumps({"key": dict(key_parts), "result": dict(result)}, indent=1)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,18 +78,18 @@ def default_folder() -> pathlib.Path:
 
 
 def key_parts(config_text: str, topology: str) -> dict[str, str]:
-    """All that an estimate follows from.
+    """All that determines an estimate.
 
     Args:
       config_text: the configuration in effect.
-      topology: its name.
+      topology: the topology's name.
     """
     return {"config": config_text, "topology": topology, **versions()}
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of what compiles and prices, and a hash of this package's sources."""
+    """Versions of the packages that compile, and a hash of this package's sources."""
     names = ("jax", "jaxlib", "libtpu", "tensorflow")
     return {name: _version(name) for name in names} | {"meshwright": _sources()}
 

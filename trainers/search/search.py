@@ -3,7 +3,7 @@
     candidates -> memory bound -> rough order -> compile, in processes -> rank
                   (drops)         (budget)       (cached by content)
 
-What is compiled is the program that the trainer would run, so the ranking rests on the
+The compiled programs are those that the trainer would run, so the ranking rests on the
 same estimates as a plan of one configuration. Each counts in its best device order.
 """
 
@@ -58,16 +58,17 @@ class NothingFitsError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What is searched.
+    """The space that is searched.
 
     Args:
-      experiment: of the user's files and bindings.
+      experiment: the experiment of the user's files and bindings.
       gin_files: the user's files.
       gin_params: the user's bindings.
       torus: the topology.
-      plans: to choose from.
-      batches: examples a step, to choose from.
-      microbatches: of pipelines, to choose from; none for what suits each batch.
+      plans: the plans to choose from.
+      batches: numbers of examples a step to choose from.
+      microbatches: pipelines' numbers of microbatches to choose from; empty for those
+        that suit each batch.
     """
 
     experiment: Experiment
@@ -79,24 +80,24 @@ class SearchSpace:
     microbatches: tuple[int, ...] = ()
 
     def candidates(self) -> list[Candidate]:
-        """All of them, in the order in which one of two equal programs is kept.
+        """All candidates; of those with equal programs the first is kept.
 
-        First what the user's files say already, then plans that say least: those for
-        other models may split dims that this one lacks.
+        The user's configuration is first, then come plans with the fewest dims: plans
+        for other models may split dims that this model lacks.
         """
-        every = candidates(
+        choices = candidates(
             self.experiment,
             self.plans,
             devices=self.torus.size,
             batches=self.batches,
             microbatches=self.microbatches,
         )
-        return sorted(every, key=self._preference)
+        return sorted(choices, key=self._preference)
 
-    def _preference(self, one: Candidate) -> tuple[bool, int]:
-        tables = one.plan.tables
+    def _preference(self, candidate: Candidate) -> tuple[bool, int]:
+        tables = candidate.plan.tables
         dims = len(tables.weights) + len(tables.activations)
-        return not is_configured(self.experiment, one), dims
+        return not is_configured(self.experiment, candidate), dims
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,10 +105,10 @@ class ScoredCandidate:
     """A candidate that may fit.
 
     Args:
-      candidate: which.
+      candidate: the candidate.
       bound: bytes that a device needs at least.
       seconds: a rough guess of its step time, for the order of compiling.
-      configured: whether it is what the user's files say.
+      configured: whether it is the user's configuration.
     """
 
     candidate: Candidate
@@ -118,12 +119,13 @@ class ScoredCandidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Screened:
-    """What was found without compiling.
+    """The result of screening candidates without compiling.
 
     Args:
-      promising: what may fit, most promising first.
-      left_out: how many were not looked at further, by reason.
-      least: the smallest bound of those too large, and whose; None if there are none.
+      promising: candidates that may fit, most promising first.
+      left_out: numbers of dropped candidates, by reason.
+      least: the smallest bound of candidates that are too large, and its candidate;
+        None if there are none.
     """
 
     promising: tuple[ScoredCandidate, ...]
@@ -140,7 +142,7 @@ class RankedCandidate:
 
     @property
     def seconds_per_example(self) -> float:
-        """Estimated; what candidates are ranked by."""
+        """The estimate by which candidates are ranked."""
         return self.result.seconds / self.promising.candidate.batch
 
     def bindings(self) -> tuple[str, ...]:
@@ -154,12 +156,12 @@ class RankedCandidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Args:
-      ranked: programs that fit, best first.
-      refused: the others.
-      screened: what was found before.
+      ranked: candidates whose programs fit, best first.
+      refused: compiled candidates without such a program.
+      screened: the result of screening.
     """
 
     ranked: tuple[RankedCandidate, ...]
@@ -179,13 +181,13 @@ def search(
 
     Args:
       space: what to choose from.
-      cache: what was compiled before, and where to keep what is compiled now.
-      budget: how many are compiled at most, those that the cache has included.
-      jobs: how many at once.
+      cache: results of earlier searches, to which those of this search are added.
+      budget: how many are compiled at most, cached results included.
+      jobs: how many are compiled at once.
 
     Raises:
-      NothingFitsError: none fits; says how much the smallest needs.
-      ValueError: none can be laid out; says why.
+      NothingFitsError: no candidate fits; the message says what the smallest needs.
+      ValueError: no candidate can be laid out; the message says why.
     """
     screened = screen(space)
     if not screened.promising:
@@ -203,40 +205,42 @@ def search(
 
 
 def screen(space: SearchSpace) -> Screened:
-    """Drops what cannot do, by shapes and memory, and orders the rest."""
+    """Drops candidates that will not do, by shapes and memory, and orders the rest."""
     bound, limit = MemoryBound(space.experiment), space.torus.kind.memory
     left_out: collections.Counter[str] = collections.Counter()
     promising: list[ScoredCandidate] = []
     least: tuple[float, Candidate] | None = None
     seen, dims = set(), dims_of(space.experiment)
     bar = tqdm.tqdm(space.candidates(), desc="memory bounds", dynamic_ncols=True)
-    for one in bar:
-        program = essence(one, dims)
+    for candidate in bar:
+        program = essence(candidate, dims)
         try:
-            reason = misfit(space.experiment, one, space.torus)
+            reason = misfit(space.experiment, candidate, space.torus)
             if reason is None and program in seen:
                 reason = SAME
             if reason is None:
-                bytes_ = bound.state(one)
+                bytes_ = bound.state(candidate)
                 if bytes_ <= limit:
-                    bytes_ += bound.activations(one)
-        except ValueError as error:  # The plan does not go with the task's tensors.
-            reason = f"{one.plan.name}: {str(error).splitlines()[0]}"
+                    bytes_ += bound.activations(candidate)
+        except ValueError as error:  # The plan does not fit the tensors.
+            reason = f"{candidate.plan.name}: {str(error).splitlines()[0]}"
         if reason is None and bytes_ > limit:
             reason = TOO_LARGE
             if least is None or bytes_ < least[0]:
-                least = (bytes_, one)
+                least = (bytes_, candidate)
         seen.add(program)
         if reason is not None:
             left_out[reason] += 1
             continue
-        recomputed = _recomputed(space.experiment, bound, one)
+        recomputed = _recomputed(space.experiment, bound, candidate)
         promising.append(
             ScoredCandidate(
-                candidate=one,
+                candidate=candidate,
                 bound=bytes_,
-                seconds=rough_seconds(space.experiment, one, space.torus, recomputed),
-                configured=is_configured(space.experiment, one),
+                seconds=rough_seconds(
+                    space.experiment, candidate, space.torus, recomputed
+                ),
+                configured=is_configured(space.experiment, candidate),
             )
         )
     promising.sort(key=_promise)
@@ -244,24 +248,24 @@ def screen(space: SearchSpace) -> Screened:
 
 
 def _rank(row: RankedCandidate) -> tuple[float, int]:
-    """Fastest first; of equal ones what leaves most memory."""
+    """Fastest first; of equally fast candidates the smallest."""
     return row.seconds_per_example, row.result.peak
 
 
-def _promise(one: ScoredCandidate) -> tuple[bool, float]:
-    """Smaller is better: what the user has first, then what seems fast an example."""
-    return (not one.configured, one.seconds / one.candidate.batch)
+def _promise(scored: ScoredCandidate) -> tuple[bool, float]:
+    """Smaller is better: the user's configuration, then the least time an example."""
+    return (not scored.configured, scored.seconds / scored.candidate.batch)
 
 
 def _recomputed(
     experiment: Experiment, bound: MemoryBound, candidate: Candidate
 ) -> float:
-    """About what share of the forward pass is computed twice, from what is saved."""
+    """The rough share of the forward pass that is computed twice, by what is saved."""
     if candidate.policy is None or candidate.policy.recompute is Recompute.NOTHING:
         return 0.0
-    # All that has a name is taken to be all that costs.
-    every = [one for one in policies(experiment) if one.saved_names]
-    most = max(every, key=lambda one: len(one.saved_names), default=None)
+    # The tensors that have names are taken to be all that costs.
+    named = [policy for policy in policies(experiment) if policy.saved_names]
+    most = max(named, key=lambda policy: len(policy.saved_names), default=None)
     everything = Policy(recompute=Recompute.EVERYTHING)
     if most is None:
         return 1.0
@@ -279,42 +283,42 @@ def _compiled(
     budget: int,
     jobs: int,
 ) -> Iterator[RankedCandidate]:
-    """Compiles up to `budget` of them, `jobs` at once.
+    """Compiles up to `budget` candidates, `jobs` at once.
 
-    What needs at least as much memory as something that was refused waits for the
-    others. Results are taken in the order of their start, and which candidate is next
-    follows from those alone that were taken: the same search compiles the same ones,
+    Candidates that need at least as much memory as a refused candidate wait for the
+    rest. Results are taken in the order of their start, and which candidate is next
+    depends on those results alone: the same search compiles the same candidates,
     however long each takes.
     """
     waiting, running = list(promising), collections.deque()
     refused_bound, best, started = float("inf"), float("inf"), 0
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(_bar(min(budget, len(waiting))))
-        stack.callback(lambda: [one.stop() for _, one in running])
+        stack.callback(lambda: [compile_.stop() for _, compile_ in running])
         while waiting or running:
             while waiting and started < budget and len(running) < jobs:
-                one = min(
+                scored = min(
                     waiting,
-                    key=lambda one: (
-                        one.bound >= refused_bound and not one.configured,
-                        _promise(one),
+                    key=lambda scored: (
+                        scored.bound >= refused_bound and not scored.configured,
+                        _promise(scored),
                     ),
                 )
-                waiting.remove(one)
+                waiting.remove(scored)
                 started += 1
-                running.append((one, Compile(space, one.candidate, cache)))
+                running.append((scored, Compile(space, scored.candidate, cache)))
             if not running:
                 return
-            one, compile_ = running[0]
+            scored, compile_ = running[0]
             while not compile_.is_done(within=1):
-                bar.update(0)  # The clock goes on.
+                bar.update(0)  # Updates the clock.
             result = compile_.result()
             running.popleft()
-            # What was cached tells nothing of how long the others take.
+            # Cached results tell nothing of how long the rest take.
             bar.initial += compile_.was_cached
-            row = RankedCandidate(promising=one, result=result)
+            row = RankedCandidate(promising=scored, result=result)
             if result.too_large:
-                refused_bound = min(refused_bound, one.bound)
+                refused_bound = min(refused_bound, scored.bound)
             elif result.refusal is None:
                 best = min(best, row.seconds_per_example)
                 bar.set_postfix_str(f"best {1e3 * best:.4g} ms/example", refresh=False)
@@ -337,15 +341,15 @@ def _bar(total: int) -> tqdm.tqdm:
 
 
 class Compile:
-    """A candidate that is compiled in a process of its own, unless it is cached.
+    """A candidate that is compiled in a separate process, unless it is cached.
 
     Args:
-      space: whose files and topology.
-      candidate: over them.
-      cache: where to look, and to keep the result.
+      space: has the user's files and the topology.
+      candidate: the candidate.
+      cache: where its result is looked up and kept.
 
     Attributes:
-      was_cached: whether it was.
+      was_cached: whether its result was cached.
     """
 
     def __init__(self, space: SearchSpace, candidate: Candidate, cache: PlanCache):
@@ -383,7 +387,7 @@ class Compile:
             )
 
     def is_done(self, *, within: float) -> bool:
-        """Whether it is, or will be within so many seconds."""
+        """Whether it is done, or will be within so many seconds."""
         if self._known is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(within)
@@ -391,7 +395,7 @@ class Compile:
         return self._known is not None
 
     def result(self) -> Result:
-        """Waits for it. What failed but for want of memory is not cached."""
+        """Waits for the result; of failures, only want of memory is cached."""
         if self._known is None:
             status = self._process.wait()
             self._process.stdin.close()

@@ -1,8 +1,8 @@
 """A rough guess of a candidate's step time, to decide what to compile first.
 
 It knows weights and tables alone, not the program: each weight matrix is a product of
-activations [tokens, a] with weights [a, b] to [tokens, b], forward and backward. What
-it gets wrong costs compiles, not the right answer: candidates are ranked by the
+activations [tokens, a] with weights [a, b] to [tokens, b], forward and backward. Its
+errors cost compiles, not the right answer: candidates are ranked by the
 estimates of their compiled programs.
 """
 
@@ -30,11 +30,11 @@ _EFFICIENCY = 0.6
 def rough_seconds(
     experiment: Experiment, candidate: Candidate, torus: Topology, recomputed: float
 ) -> float:
-    """About how long a step takes.
+    """The rough time of a step.
 
     Args:
-      experiment: of the user's files.
-      candidate: over it.
+      experiment: the experiment of the user's files.
+      candidate: the candidate.
       torus: the topology.
       recomputed: the share of the forward pass that is computed twice.
     """
@@ -46,21 +46,21 @@ def rough_seconds(
     speed = LINK_EFFICIENCY * torus.kind.link_bandwidth
     sent = bytes_passed(experiment, recomputed)
     carried = min(
-        sum(sent[axis] * n for axis, n in zip(plan.mesh_axes, one.loads, strict=True))
-        for one in device_orders(candidate.mesh, torus)
+        sum(sent[axis] * n for axis, n in zip(plan.mesh_axes, order.loads, strict=True))
+        for order in device_orders(candidate.mesh, torus)
     )
     return seconds + carried / 2 / speed
 
 
 def _bubbles(task: Task) -> float:
-    """What bubbles compute for nothing, over all other work: as weights are shared."""
+    """The work of bubbles over all other work, in proportion to weights."""
     weights = task.weights()
     total = sum(spec.size for spec in weights.leaves())
     extra = 0.0
-    for path, one in pipelines(task).items():
-        own = sum(spec.size for spec in weights.get_path(path).leaves())
-        share = one.schedule.bubble_fraction
-        extra += own / total * share / (1 - share)
+    for path, pipeline in pipelines(task).items():
+        inside = sum(spec.size for spec in weights.get_path(path).leaves())
+        share = pipeline.schedule.bubble_fraction
+        extra += inside / total * share / (1 - share)
     return extra
 
 
@@ -69,8 +69,8 @@ def bytes_passed(experiment: Experiment, recomputed: float) -> dict[str, float]:
 
     Along an axis that splits the batch, weights are gathered for the forward and the
     backward pass and their gradients reduced; in a pipeline for each microbatch. Along
-    another, the activations on the smaller side of a product are, if the plan splits
-    both sides; else those on the side that it does not split are reduced.
+    other axes, activations on the smaller side of a product are gathered, if the plan
+    splits both sides; else those on the side that it does not split are reduced.
     """
     task, itemsize = experiment.task, experiment.activation_dtype.size
     mesh = experiment.plan.mesh
@@ -105,15 +105,15 @@ def bytes_passed(experiment: Experiment, recomputed: float) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Use:
-    """How a device uses a weight in a step.
+    """A device's use of a weight in a step.
 
     Args:
-      stacked: how many weights of one layer it is; experts are all of one.
-      times: how often the device has a product with one of them.
-      rows: tokens that it then multiplies.
-      plan: of these.
-      data: axes that split them.
-      stage_axes: axes that split the stages of a pipeline around.
+      stacked: the number of layers whose weights it stacks; experts are of one layer.
+      times: the number of the device's products with a layer's weight.
+      rows: tokens in each of these products.
+      plan: the plan of these products.
+      data: axes that split their tokens.
+      stage_axes: axes that split the stages of a pipeline around the weight.
     """
 
     stacked: int
@@ -130,17 +130,17 @@ def _use(experiment: Experiment, path: str, spec: WeightSpec) -> _Use:
     tokens = task.tokens(experiment.global_batch)
     stages: tuple[str, ...] = ()
     around = (p for at, p in pipelines(task).items() if path.startswith(f"{at}."))
-    one = next(around, None)
-    if one is not None:
+    pipeline = next(around, None)
+    if pipeline is not None:
         (stages,) = plan.weight_sharding([STAGE_DIM]).dims
         plan = plan.inside_pipeline(stages)
-        tokens /= one.num_microbatches
+        tokens /= pipeline.num_microbatches
     layers = [dim in (STACK_DIM, STAGE_DIM) for dim in spec.dims[: spec.stack_rank]]
     stacked = math.prod(spec.shape[: sum(layers)])
     times = stacked
-    if one is not None:
-        times //= one.num_repeats * plan.mesh.axes_size(stages)
-        times *= one.schedule.iterations
+    if pipeline is not None:
+        times //= pipeline.num_repeats * plan.mesh.axes_size(stages)
+        times *= pipeline.schedule.iterations
     data = _axes(plan.activations, sorted(names))
     return _Use(
         stacked=stacked,
@@ -153,13 +153,13 @@ def _use(experiment: Experiment, path: str, spec: WeightSpec) -> _Use:
 
 
 def _sides(spec: WeightSpec) -> list[tuple[tuple[str, ...], int]]:
-    """The two sides of a weight matrix, dims and size: the most even division."""
+    """The two sides of a weight matrix, dims and size, in the most even division."""
     dims, shape = spec.dims[spec.stack_rank :], spec.shape[spec.stack_rank :]
     divisions = [
         [(dims[:i], math.prod(shape[:i])), (dims[i:], math.prod(shape[i:]))]
         for i in range(1, len(dims))
     ]
-    return min(divisions, key=lambda two: abs(math.log(two[0][1] / two[1][1])))
+    return min(divisions, key=lambda pair: abs(math.log(pair[0][1] / pair[1][1])))
 
 
 def _axes(table: Mapping, dims: Sequence[str]) -> set[str]:

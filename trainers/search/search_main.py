@@ -1,4 +1,4 @@
-"""What meshwright-plan does for a search, once TensorFlow is imported."""
+"""Runs a search by meshwright-plan, once TensorFlow is imported."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
     """Searches as the flags say, prints the table and writes the winner.
 
     Args:
-      experiment: of --gin_file and --gin_param.
+      experiment: the experiment of --gin_file and --gin_param.
       topology: name of a TPU topology.
 
     Raises:
       ValueError: there is no TPU topology, a batch is no number, there are no pipelines
         for microbatches, the user's files bind for a scope what is searched, the file
-        to write is there already or a folder, or no candidate fits.
-      ConfigError: a plan is not there.
+        to write exists already or is a folder, or no candidate fits.
+      ConfigError: a plan does not exist.
       ImportError: libtpu is not installed.
     """
     if topology is None or topology == CPU:
@@ -73,11 +73,11 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
     folder = pathlib.Path(search_flags.CACHE_DIR.value or default_folder())
     if reason := files.writable(folder):
         raise ValueError(
-            f"what is compiled cannot be kept in {folder} ({reason}): name another "
+            f"compiled results cannot be kept in {folder} ({reason}): name another "
             "folder with --cache_dir"
         )
     try:
-        found = search(
+        result = search(
             space,
             cache=PlanCache(folder=folder),
             budget=search_flags.BUDGET.value,
@@ -85,22 +85,22 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
         )
     except KeyboardInterrupt:
         print(
-            f"what was compiled is kept in {folder}: the same command goes on from "
+            f"compiled results are kept in {folder}: the same command goes on from "
             "there",
             file=sys.stderr,
         )
         raise
-    print(search_text.table(space, found))
-    output.write_text(search_text.winner(space, found))
+    print(search_text.table(space, result))
+    output.write_text(search_text.winner(space, result))
     print(f"wrote {output}: meshwright-train --gin_file={output}")
 
 
 def _output() -> pathlib.Path:
-    """The file to write, in a folder that is there."""
+    """The file to write, in a folder that exists."""
     output = files.output_file(search_flags.OUTPUT)
     if output.exists() and not search_flags.OVERWRITE.value:
         raise ValueError(
-            f"{output} is there already: name another file with --search_output, or "
+            f"{output} exists already: name another file with --search_output, or "
             "replace it with --overwrite"
         )
     return output

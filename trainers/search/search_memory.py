@@ -1,15 +1,15 @@
-"""The least memory that a candidate of a search can take, found without compiling.
+"""The least memory that a candidate of a search can take, without compiling it.
 
-Counted is what must be in memory together while gradients are computed:
+The bound counts what must be in memory together while gradients are computed:
 
   state         weights, optimizer's slots and averages, as the plan stores them
   gradients     of repeated layers, which the backward loop fills
-  activations   what repeated layers save for it and it reads; in a pipeline for each
+  activations   what repeated layers save for that loop to read; in a pipeline for each
                 iteration, bubbles too, and the gradient of its input
 
-Left out are the padding of tiles, all that lives within one layer or outside of the
+It leaves out the padding of tiles, all that lives within a layer or outside of the
 stacks (logits, gathered weights), the batch, and what compilers add. So no candidate
-that fits is lost; most that do not fit are found by compiling alone.
+that fits is lost; most that do not fit are detected by compiling alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Saved:
     sharding: Sharding | None
 
     def bytes(self, mesh: DeviceMesh) -> float:
-        """At least so many on a device of this mesh."""
+        """The least bytes that they take on a device of this mesh."""
         stack, spec = self.stack, self.stack.tensor.spec
         shape, size = tuple(spec.shape), spec.dtype.size * stack.count
         if self.sharding is None or self.sharding.unspecified:
@@ -67,7 +67,7 @@ class MemoryBound:
     """Lower bounds for the candidates of one experiment.
 
     Args:
-      experiment: of the user's files.
+      experiment: the experiment of the user's files.
     """
 
     def __init__(self, experiment: Experiment):
@@ -76,7 +76,7 @@ class MemoryBound:
         self._kept = functools.cache(self._state)
 
     def state(self, candidate: Candidate) -> float:
-        """Bytes a device: state and gradients of repeated layers; nothing is traced.
+        """Bytes a device of state and gradients of repeated layers; nothing is traced.
 
         Raises:
           ValueError: the plan does not fit the weights.
@@ -103,7 +103,7 @@ class MemoryBound:
         programs = StepPrograms(dataclasses.replace(self.experiment, plan=placed))
         specs, shardings = programs.state_specs, programs.plan_layout.shardings
         total = sum(map(WeightSpec.shard_bytes, specs.leaves(), shardings.leaves()))
-        if all(one.unroll is Unroll.LOOP for one in repeats(self.experiment.task)):
+        if all(s.unroll is Unroll.LOOP for s in repeats(self.experiment.task)):
             stacks = [spec for spec in specs.theta.leaves() if spec.stack_rank]
             total += sum(spec.shard_bytes(spec.sharding(placed)) for spec in stacks)
         return total
@@ -111,7 +111,7 @@ class MemoryBound:
     def _trace(
         self, plan: _ByName, policy: Policy, batch: int, microbatches: int | None
     ) -> list[_Saved]:
-        found: list[SavedStack] = []
+        saved: list[SavedStack] = []
         candidate = Candidate(
             mesh=_traced_mesh(self.experiment, plan.plan.tables),
             plan=plan.plan,
@@ -123,7 +123,7 @@ class MemoryBound:
         mesh = experiment.plan.mesh
 
         task = map_stacks(
-            experiment.task, lambda _, stack: _Noting(stack=stack, note=found.extend)
+            experiment.task, lambda _, stack: _Noting(stack=stack, note=saved.extend)
         )
         experiment = dataclasses.replace(experiment, task=task)
         tf.function(_loss(experiment), autograph=False).get_concrete_function(
@@ -132,15 +132,15 @@ class MemoryBound:
         )
         return [
             _Saved(stack=stack, sharding=_sharding(stack.tensor, mesh))
-            for stack in found
+            for stack in saved
         ]
 
 
 def _traced_mesh(experiment: Experiment, plan: ShardingPlan) -> tuple[int, ...]:
-    """A shape from which shardings are read back by axis, to hold for any other.
+    """A mesh from which shardings are read back by axis, to hold for any other mesh.
 
-    An axis of one device would be lost; but none in a pipeline has the stages' axes,
-    which must divide the stages.
+    An axis of one device would be lost; but no tensor in a pipeline has the stages'
+    axes, which must divide the stages.
     """
     stage_axes = as_axes(plan.weights.get(STAGE_DIM))
     if not pipelines(experiment.task):
@@ -160,7 +160,7 @@ class _ByName:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Noting(Layer):
-    """In the place of a stack: notes what it saves, and computes nothing."""
+    """Stands in for a stack: notes what it saves, and computes nothing."""
 
     stack: Stack
     note: Callable[[Sequence[SavedStack]], None]
@@ -179,14 +179,14 @@ class _Noting(Layer):
 def _sharding(saved: Saved, mesh: DeviceMesh) -> Sharding | None:
     if saved.sharding is None:
         return None
-    asked = Annotation(
+    annotation = Annotation(
         op_sharding=saved.sharding, unspecified_dims=saved.unspecified_dims
     )
-    return asked.sharding(mesh, saved.spec.shape.rank)
+    return annotation.sharding(mesh, saved.spec.shape.rank)
 
 
 def _loss(experiment: Experiment) -> Callable[[NestedMap, NestedMap], tf.Tensor]:
-    """(theta, batch) -> loss, in training."""
+    """The function (theta, batch) -> loss, in training."""
 
     def loss(theta: NestedMap, batch: NestedMap) -> tf.Tensor:
         ctx = Context(

@@ -1,9 +1,9 @@
 """The device order in which a program runs fastest on a torus.
 
-The trainer's own order asks least of the links if all axes send alike. A program whose
-weights go along one axis and hardly anything along the other may do better with that
-one's rings on links of their own; what it sends is known once it is compiled, and then
-each order costs but another look at it.
+The trainer's order loads the links least if all axes send alike. A program whose
+weights go along one axis, and hardly anything along the rest, may do better if that
+axis's rings share no links. What it sends is known once it is compiled; each order then
+costs no more than another estimate.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def fastest(report: CompileReport) -> tuple[float, DeviceOrder]:
     """Estimated seconds of a step in the best order, and that order.
 
     Args:
-      report: of a program that fits a TPU topology, whose mesh gives no order.
+      report: the report of a program that fits a TPU topology; its mesh gives no order.
     """
-    mesh, own = report.experiment.plan.mesh, report.order
-    best = report.step_seconds, own
+    mesh, default = report.experiment.plan.mesh, report.order
+    best = report.step_seconds, default
     for order in device_orders(mesh.shape, report.torus)[1:]:
         seconds = step_time(report.module, mesh, order).seconds
         seconds /= report.experiment.steps_per_loop

@@ -1,4 +1,4 @@
-"""What compiling one candidate of a search gave."""
+"""The result of compiling a candidate of a search."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of JSON's types, as it goes between processes and into the cache.
+    """A result of JSON's types, passed between processes and kept in the cache.
 
     Args:
       seconds: estimated time of one step; None if it was refused.
-      device_ids: the device order that this is for, as in `ShardingPlan`; None for the
-        trainer's own.
+      device_ids: the device order of the estimate, as in `ShardingPlan`; None for the
+        trainer's order.
       peak: bytes that a device needs at most at one time; None if it was refused.
       utilization: the model's FLOPs over those that the devices could do.
       compile_seconds: wall time of tracing and compiling.
       refusal: why there is no program; None if there is one.
-      too_large: whether that is for want of memory.
+      too_large: whether the refusal is for want of memory.
     """
 
     seconds: float | None = None
@@ -32,14 +32,14 @@ class Result:
 
     @property
     def is_final(self) -> bool:
-        """Whether it would come out the same again.
+        """Whether compiling again would give the same result.
 
         Otherwise something failed: perhaps for good, perhaps for what else ran then.
         """
         return self.too_large or self.seconds is not None
 
     @classmethod
-    def of(cls, kept: Mapping[str, Any]) -> Result:
-        """Reads what `dataclasses.asdict` gave."""
-        ids = kept["device_ids"]
-        return cls(**{**kept, "device_ids": None if ids is None else tuple(ids)})
+    def of(cls, fields: Mapping[str, Any]) -> Result:
+        """The result of these fields, which `dataclasses.asdict` gave."""
+        ids = fields["device_ids"]
+        return cls(**{**fields, "device_ids": None if ids is None else tuple(ids)})

@@ -1,7 +1,7 @@
-"""What a search chooses from: mesh shapes, plans, recomputation, (micro)batches.
+"""The candidates of a search: mesh shapes, plans, recomputation, (micro)batches.
 
-A candidate is a few gin bindings over the user's files, so that the best one can be
-written down as a gin file.
+A candidate is a few gin bindings over the user's files, so that the best can be
+written as a gin file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.trainers.experiment.step_programs import StepPrograms
 
 _INCLUDED = re.compile(r"""^include\s+['"]([^'"]+)['"]""", re.MULTILINE)
 _CLASS = re.compile(r"^(?:[\w.]+[/.])*(\w+)\.\w+\s*=", re.MULTILINE)
-# What a candidate binds, for all that is built of these classes.
+# The bindings of a candidate, for all that is built of these classes.
 _BOUND = re.compile(
     r"^((?:[\w.]+/)+)((?:\w+\.)*(?:"
     r"ShardingPlan\.(?:mesh_shape|device_ids)|Repeat\.(?:recompute|saved_names)|"
@@ -38,7 +38,7 @@ _BOUND = re.compile(
     re.MULTILINE,
 )
 AS_CONFIGURED = "as configured"
-"""Name of a plan that the user's files write themselves."""
+"""The name of a plan that the user's files spell out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class NamedPlan:
 
     Args:
       name: of its gin file, without folder and suffix.
-      gin_file: to include; None for the one that the user's files have.
+      gin_file: the gin file to include; None for the plan of the user's files.
       tables: the plan.
     """
 
@@ -56,15 +56,15 @@ class NamedPlan:
     tables: ShardingPlan
 
     def on(self, mesh: Sequence[int]) -> ShardingPlan:
-        """The plan on a mesh of this shape, devices in the trainer's own order."""
+        """The plan on a mesh of this shape, devices in the trainer's order."""
         return dataclasses.replace(self.tables, mesh_shape=mesh, device_ids=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What the stacks of an experiment recompute; fields as of `Repeat`.
+    """The recomputation of an experiment's stacks; fields as of `Repeat`.
 
-    That of a pipeline is its layers'.
+    A pipeline has the policy of its layers.
     """
 
     recompute: Recompute
@@ -78,14 +78,14 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One choice.
+    """A choice of mesh, plan, policy, batch and microbatches.
 
     Args:
       mesh: devices along each of the plan's axes.
       plan: the sharding plan.
       policy: what is recomputed; None where nothing is repeated.
       batch: examples a step.
-      microbatches: into how many each pipeline divides them; None where there is none.
+      microbatches: into how many each pipeline divides them; None without pipelines.
     """
 
     mesh: tuple[int, ...]
@@ -114,13 +114,13 @@ class Candidate:
     def of(self, experiment: Experiment) -> Experiment:
         """The user's experiment with this plan, policy, batch and microbatches."""
 
-        def changed(_: str, one: Stack) -> Stack:
-            if isinstance(one, Pipeline):
-                layers = changed("", one.stack)
+        def changed(_: str, stack: Stack) -> Stack:
+            if isinstance(stack, Pipeline):
+                layers = changed("", stack.stack)
                 return dataclasses.replace(
-                    one, stack=layers, num_microbatches=self.microbatches
+                    stack, stack=layers, num_microbatches=self.microbatches
                 )
-            return dataclasses.replace(one, **vars(self.policy))
+            return dataclasses.replace(stack, **vars(self.policy))
 
         return dataclasses.replace(
             experiment,
@@ -141,15 +141,15 @@ def built(gin_files: Sequence[str], gin_params: Sequence[str]) -> Experiment:
 
 
 def check_unscoped(gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
-    """Checks that nothing in the user's files would stay whatever a candidate binds.
+    """Checks that no binding of the user's files overrides those of candidates.
 
     Raises:
-      ValueError: a scoped binding of what a search chooses; names it.
+      ValueError: a scope has a binding of what a search chooses; the message names it.
     """
     config.load(gin_files, gin_params)
-    found = _BOUND.search(gin.config_str())
-    if found:
-        scope, name = found.groups()
+    bound = _BOUND.search(gin.config_str())
+    if bound:
+        scope, name = bound.groups()
         raise ValueError(
             f"--search chooses {name} for all that is built of its class, but "
             f"{scope}{name} is bound for a scope, and would stay: bind it without "
@@ -184,24 +184,24 @@ def candidates(
 def microbatch_counts(
     experiment: Experiment, batch: int, wanted: Sequence[int] = ()
 ) -> list[int | None]:
-    """Into how many microbatches pipelines might divide a batch.
+    """The numbers of microbatches into which pipelines might divide a batch.
 
-    Those wanted; else what is configured, and powers of two that divide the batch: from
-    one microbatch a stage, half of which are bubbles, to 16, with 6% bubbles.
+    They are the wanted counts; else the configured ones, and powers of two that divide
+    the batch: from one microbatch a stage, with half bubbles, to 16, with 6% bubbles.
     """
-    found = pipelines(experiment.task).values()
-    if not found:
+    divided = pipelines(experiment.task).values()
+    if not divided:
         return [None]
     if wanted:
         return list(wanted)
-    stages = max(one.num_stages for one in found)
+    stages = max(pipeline.num_stages for pipeline in divided)
     powers = (2**n for n in range(batch.bit_length()))
     counts = {n for n in powers if stages <= n <= 16 * stages and batch % n == 0}
-    return sorted(counts | {one.num_microbatches for one in found})
+    return sorted(counts | {pipeline.num_microbatches for pipeline in divided})
 
 
 def factorizations(number: int, count: int) -> list[tuple[int, ...]]:
-    """All tuples of `count` whole numbers with this product."""
+    """All tuples of `count` positive integers with this product."""
     if count == 0:
         return [()] if number == 1 else []
     return [
@@ -213,25 +213,25 @@ def factorizations(number: int, count: int) -> list[tuple[int, ...]]:
 
 
 def policies(experiment: Experiment) -> list[Policy | None]:
-    """What the experiment's stacks might recompute: all, nothing, all but some.
+    """The policies that the experiment's stacks might have: all, nothing, all but some.
 
-    The names that it saves come first in the order in which they are given up, so the
-    subsets tried are those that leave off the last third, and the last two thirds.
+    The last of the names that they save are given up first, so the subsets tried are
+    those that leave off the last third, and the last two thirds.
     """
     stacks = repeats(experiment.task)
     if not stacks:
         return [None]
-    found = [
+    choices = [
         Policy(recompute=Recompute.EVERYTHING),
         Policy(recompute=Recompute.NOTHING),
     ]
-    names = max((tuple(one.saved_names) for one in stacks), key=len)
+    names = max((tuple(stack.saved_names) for stack in stacks), key=len)
     for thirds in (3, 2, 1):
         kept = names[: math.ceil(len(names) * thirds / 3)]
         policy = Policy(recompute=Recompute.ALL_BUT_NAMED, saved_names=kept)
-        if kept and policy not in found:
-            found.append(policy)
-    return found
+        if kept and policy not in choices:
+            choices.append(policy)
+    return choices
 
 
 def named_plans(
@@ -243,21 +243,21 @@ def named_plans(
     """The plans to choose from.
 
     Args:
-      experiment: of the user's files; its own plan is among the result.
+      experiment: the experiment of the user's files; its plan is among the result.
       gin_files: the user's files.
       gin_params: the user's bindings.
-      wanted: gin files of plans; none for those under `params/plans` that have the
-        axes of the experiment's own.
+      wanted: gin files of plans; empty for those under `params/plans` that have the
+        experiment's mesh axes.
 
     Raises:
-      ConfigError: a plan's file is not there, or does not go with the user's.
+      ConfigError: a plan's file does not exist, or does not fit the user's files.
     """
-    own = experiment.plan
+    configured = experiment.plan
     shipped = sorted((config.PARAMS / "plans").glob("*.gin"))
-    found = []
+    plans = []
     for file in wanted or [f"plans/{path.name}" for path in shipped]:
         gin_file = portable(file)
-        mesh = f"ShardingPlan.mesh_shape = {tuple(own.mesh_shape)}"
+        mesh = f"ShardingPlan.mesh_shape = {tuple(configured.mesh_shape)}"
         lines = [*gin_params, f"include '{gin_file}'", mesh]
         if wanted and not _binds_plan(file):
             raise config.ConfigError(
@@ -265,16 +265,16 @@ def named_plans(
                 "such as plans/finalized.gin"
             )
         tables = built(gin_files, lines).plan
-        if wanted or tuple(tables.mesh_axes) == tuple(own.mesh_axes):
+        if wanted or tuple(tables.mesh_axes) == tuple(configured.mesh_axes):
             name = pathlib.PurePath(file).stem
-            found.append(NamedPlan(name=name, gin_file=gin_file, tables=tables))
-    if not wanted and not any(_same(one.tables, own) for one in found):
-        found.insert(0, NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=own))
-    return found
+            plans.append(NamedPlan(name=name, gin_file=gin_file, tables=tables))
+    if not wanted and not any(_same(plan.tables, configured) for plan in plans):
+        plans.insert(0, NamedPlan(name=AS_CONFIGURED, gin_file=None, tables=configured))
+    return plans
 
 
 def _binds_plan(file: str) -> bool:
-    """Whether a gin file has bindings of a plan, its own or but for included ones."""
+    """Whether a gin file binds a plan, itself or, if it binds nothing, by inclusion."""
     text = config.find_gin_file(file).read_text()
     classes = _CLASS.findall(text)
     included = [] if classes else _INCLUDED.findall(text)
@@ -282,10 +282,10 @@ def _binds_plan(file: str) -> bool:
 
 
 def portable(file: str) -> str:
-    """A gin file as another one names it, from wherever it is read.
+    """The name by which any gin file can include a gin file.
 
     Raises:
-      ConfigError: it is not there.
+      ConfigError: the file does not exist.
     """
     path = config.find_gin_file(file).resolve()
     if path.is_relative_to(config.PARAMS.resolve()):
@@ -297,8 +297,8 @@ def misfit(experiment: Experiment, candidate: Candidate, torus: Topology) -> str
     """Why a candidate need not be compiled, by its shapes alone; None if it may do.
 
     Args:
-      experiment: of the user's files.
-      candidate: over it.
+      experiment: the experiment of the user's files.
+      candidate: the candidate.
       torus: the topology.
     """
     try:
@@ -308,15 +308,15 @@ def misfit(experiment: Experiment, candidate: Candidate, torus: Topology) -> str
     sizes = _dim_sizes(experiment, candidate.batch)
     plan = candidate.plan.on(candidate.mesh)
     for dim in sorted({*plan.weights, *plan.activations} & set(sizes)):
-        for of in (plan.weight_sharding, plan.activation_sharding):
-            (shards,) = of([dim]).splits()
+        for sharding_of in (plan.weight_sharding, plan.activation_sharding):
+            (shards,) = sharding_of([dim]).splits()
             if shards > sizes[dim]:
                 return f"more shards than there are {dim!r}"
     (shards,) = plan.activation_sharding(["batch"]).splits()
     if candidate.batch % shards:
         return "shards of unequal batches"
-    for one in pipelines(experiment.task).values():
-        if reason := _misfit_of_pipeline(one, candidate, plan):
+    for pipeline in pipelines(experiment.task).values():
+        if reason := _misfit_of_pipeline(pipeline, candidate, plan):
             return reason
     return None
 
@@ -337,7 +337,7 @@ def _misfit_of_pipeline(
 
 
 def is_configured(experiment: Experiment, candidate: Candidate) -> bool:
-    """Whether a candidate is what the user's files say already."""
+    """Whether a candidate is the user's configuration."""
     stacks = repeats(experiment.task)
     policy = candidate.policy
     return (
@@ -345,19 +345,19 @@ def is_configured(experiment: Experiment, candidate: Candidate) -> bool:
         and tuple(experiment.plan.mesh_shape) == candidate.mesh
         and experiment.global_batch == candidate.batch
         and all(
-            one.recompute is policy.recompute
-            and tuple(one.saved_names) == policy.saved_names
-            for one in stacks
+            stack.recompute is policy.recompute
+            and tuple(stack.saved_names) == policy.saved_names
+            for stack in stacks
         )
         and all(
-            one.num_microbatches == candidate.microbatches
-            for one in pipelines(experiment.task).values()
+            pipeline.num_microbatches == candidate.microbatches
+            for pipeline in pipelines(experiment.task).values()
         )
     )
 
 
 def _dim_sizes(experiment: Experiment, batch: int) -> dict[str, int]:
-    """Largest size of each dim that weights or batches have, by logical name."""
+    """The largest size of each dim that weights or batches have, by logical name."""
     task = experiment.task
     pairs = [(spec.dims, spec.shape) for spec in task.weights().leaves()]
     specs, names = NestedMap(task.batch_spec(batch)), NestedMap(task.batch_dims())
@@ -373,26 +373,26 @@ def _dim_sizes(experiment: Experiment, batch: int) -> dict[str, int]:
 
 
 def dims_of(experiment: Experiment) -> tuple[set[str], set[str]]:
-    """Names of the dims that weights have, and activations; traces the task once."""
+    """The names of the weights' dims, and the activations'; traces the task once."""
     plan = experiment.plan
-    one = dataclasses.replace(
+    unsplit = dataclasses.replace(
         plan, mesh_shape=(1,) * len(plan.mesh_axes), device_ids=None
     )
-    programs = StepPrograms(dataclasses.replace(experiment, plan=one))
+    programs = StepPrograms(dataclasses.replace(experiment, plan=unsplit))
     weights = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
-    # Which stands for the batch within a pipeline.
+    # This dim stands for the batch within a pipeline.
     inside = {"microbatch"} if pipelines(experiment.task) else set()
     return weights, programs.activation_dims() | inside
 
 
 def essence(candidate: Candidate, dims: tuple[set[str], set[str]]) -> tuple:
-    """Equal for candidates whose programs are equal.
+    """A key that is equal for candidates whose programs are equal.
 
     Neither axes of one device nor splits of dims that the model lacks do anything.
 
     Args:
-      candidate: which.
-      dims: of the model, see `dims_of`.
+      candidate: the candidate.
+      dims: the dims of the model, see `dims_of`.
     """
     plan = candidate.plan.on(candidate.mesh)
     sizes = dict(zip(plan.mesh_axes, plan.mesh_shape, strict=True))
@@ -408,16 +408,16 @@ def essence(candidate: Candidate, dims: tuple[set[str], set[str]]) -> tuple:
     return candidate.mesh, *tables, *rest
 
 
-def _same(one: ShardingPlan, other: ShardingPlan) -> bool:
+def _same(a: ShardingPlan, b: ShardingPlan) -> bool:
     """Whether two plans differ in nothing but their mesh's shape."""
     fields = ("mesh_axes", "weights", "activations")
     return all(
-        _frozen(getattr(one, name)) == _frozen(getattr(other, name)) for name in fields
+        _frozen(getattr(a, name)) == _frozen(getattr(b, name)) for name in fields
     )
 
 
 def _frozen(value: Any) -> Any:
-    """Tuples where there may be lists."""
+    """The value, with tuples where there may be lists."""
     if isinstance(value, Mapping):
         return {key: _frozen(each) for key, each in value.items()}
     return tuple(value) if isinstance(value, (list, tuple)) else value

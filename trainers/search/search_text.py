@@ -1,4 +1,4 @@
-"""What a search found, as a table and as a gin file."""
+"""The outcome of a search, as a table and as a gin file."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ _REASON = 150
 _VERSIONS = ("jax", "libtpu", "tensorflow")
 
 
-def table(space: SearchSpace, found: SearchResult) -> str:
-    """The best candidates, then what was refused and left out; 80 columns."""
-    return "\n".join(_lines(space, found))
+def table(space: SearchSpace, outcome: SearchResult) -> str:
+    """The best candidates, then those refused and left out; 80 columns."""
+    return "\n".join(_lines(space, outcome))
 
 
-def winner(space: SearchSpace, found: SearchResult) -> str:
+def winner(space: SearchSpace, outcome: SearchResult) -> str:
     """A gin file of the best candidate, over the user's files and bindings."""
-    best = found.ranked[0]
+    best = outcome.ranked[0]
     comment = [
         f"Found by meshwright-plan --search for TPU topology {space.torus.name}: "
         f"{_estimate(best, space)}.",
         f"Searched: {len(space.candidates())} candidates of plans "
         f"{', '.join(plan.name for plan in space.plans)}; batches "
-        f"{', '.join(map(str, space.batches))}; {len(found.screened.promising)} could "
-        f"fit, {len(found.ranked) + len(found.refused)} were compiled, "
-        f"{len(found.ranked)} did fit.",
+        f"{', '.join(map(str, space.batches))}; "
+        f"{len(outcome.screened.promising)} could fit, "
+        f"{len(outcome.ranked) + len(outcome.refused)} were compiled, "
+        f"{len(outcome.ranked)} did fit.",
         "With "
         + ", ".join(f"{n} {plan_cache.versions()[n]}" for n in _VERSIONS)
         + ". Nothing must be set.",
@@ -54,14 +55,14 @@ def _estimate(row: RankedCandidate, space: SearchSpace) -> str:
     )
 
 
-def _lines(space: SearchSpace, found: SearchResult) -> Iterator[str]:
+def _lines(space: SearchSpace, outcome: SearchResult) -> Iterator[str]:
     yield (
         f"{'ms/example':>12}{'s/step':>10}{'memory':>11}{'util':>6}  "
         f"{'mesh':<9}{'plan':<{_PLAN + 1}}{'recompute':<11}{'batch':>5}"
     )
     shown = [
         row
-        for i, row in enumerate(found.ranked)
+        for i, row in enumerate(outcome.ranked)
         if i < _BEST or row.promising.configured
     ]
     for row in shown:
@@ -77,22 +78,22 @@ def _lines(space: SearchSpace, found: SearchResult) -> Iterator[str]:
         given = space.experiment.plan.device_ids is not None
         yield "* as configured" + (", but for its device order" if given else "")
     if any(row.result.device_ids for row in shown):
-        yield "+ in another device order than the trainer's own"
+        yield "+ in a device order other than the trainer's"
     if any(row.promising.candidate.microbatches is not None for row in shown):
         yield "  batch: examples a step / microbatches of pipelines"
     policies = dict.fromkeys(row.promising.candidate.policy for row in shown)
     for policy in policies:
         if policy and policy.recompute is Recompute.ALL_BUT_NAMED:
             yield from _wrapped(f"{policy}: {', '.join(policy.saved_names)}")
-    for row in found.refused:
+    for row in outcome.refused:
         yield f"{'refused':>12}{'':29}{_names(row.promising.candidate)}".rstrip()
         yield from _wrapped(textwrap.shorten(row.result.refusal, _REASON), indent=4)
-    rest = len(found.ranked) - len(shown)
+    rest = len(outcome.ranked) - len(shown)
     if rest > 0:
         yield f"{rest:6} more that fit"
-    if found.not_compiled:
-        yield f"{found.not_compiled:6} more might fit: raise --search_budget"
-    for reason, count in sorted(found.screened.left_out.items(), key=_most_first):
+    if outcome.not_compiled:
+        yield f"{outcome.not_compiled:6} more might fit: raise --search_budget"
+    for reason, count in sorted(outcome.screened.left_out.items(), key=_most_first):
         text = _wrapped(f"left out: {reason}", indent=7)
         yield f"{count:6} {next(text).strip()}"
         yield from text
@@ -103,7 +104,7 @@ def _names(candidate: Candidate) -> str:
     batch = str(candidate.batch)
     if candidate.microbatches is not None:
         batch += f"/{candidate.microbatches}"
-    # What a long batch takes the plan's name lacks.
+    # A long batch takes its width from the plan's name.
     width = _PLAN - max(0, len(batch) - 5)
     plan = textwrap.shorten(candidate.plan.name, width, placeholder="~")[:width]
     policy = "" if candidate.policy is None else str(candidate.policy)

@@ -1,7 +1,8 @@
-"""A process of its own that compiles and prices one candidate of a search.
+"""A process that compiles and prices one candidate of a search.
 
-A compiler that ends its process, or takes all its memory, ends this one alone. It ends
-with the search too: its standard input is a pipe, which closes then, however that was.
+A compiler that ends its process, or takes all its memory, ends this process alone. The
+process ends with the search too, however that ends: its standard input is a pipe, which
+closes then.
 
     python -m meshwright.trainers.search.search_worker FOLDER
 """
@@ -35,17 +36,17 @@ def price(request: dict[str, Any]) -> Result:
     try:
         experiment = built(request["gin_files"], request["gin_params"])
         report = plan(experiment, topology=request["topology"])
-    # What the compiler refuses it may refuse with any of its errors.
+    # The compiler may refuse a program with any of its errors.
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return Result(refusal=_one_line(error))
     if not report.fits:
         reason = report.refusal or f"{bytes_text(report.peak_bytes)} at its peak"
         return Result(refusal=_one_line(reason), too_large=True)
     seconds, order = search_order.fastest(report)
-    own = order is report.order
+    is_default = order is report.order
     return Result(
         seconds=seconds,
-        device_ids=None if own else tuple(map(int, order.ids.flat)),
+        device_ids=None if is_default else tuple(map(int, order.ids.flat)),
         peak=report.peak_bytes,
         utilization=report.flops_utilization * report.step_seconds / seconds,
         compile_seconds=report.compile_seconds,

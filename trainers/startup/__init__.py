@@ -1,1 +1,1 @@
-"""What runs before TensorFlow is imported, and what binaries say on the terminal."""
+"""The code before TensorFlow is imported, and the binaries' terminal messages."""

@@ -1,7 +1,7 @@
 """Compiled programs are kept, so that the next start need not compile them.
 
-The cache is JAX's persistent one, in a folder of the user's. It never stops a run: what
-cannot be read or written is compiled anew.
+The cache is JAX's persistent cache, in a folder of the user's. It never stops a run:
+programs that cannot be read or written are compiled anew.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from absl import logging
 from meshwright.trainers.startup.files import user_cache, writable
 
 OFF = "off"
-# As XLA's programs for CPUs take from milliseconds to minutes.
+# XLA's programs for CPUs take from milliseconds to minutes.
 _LEAST_SECONDS = 0.1
 _MOST_BYTES = 4 << 30
 
 
 def use(wanted: str | None, *, is_alone: bool = True) -> None:
-    """Has what JAX compiles in this process from now on kept, and taken from there.
+    """Keeps and reuses the programs that JAX compiles in this process from now on.
 
     Args:
       wanted: a folder, or "off"; None for the user's cache folder, unless JAX has been
-        given another or none, or several processes run together: theirs may differ,
-        and processes must not wait in vain for one that has nothing to compile.
+        given another or none, or several processes run together: their caches may
+        differ, and processes must not wait in vain for a process that has nothing to
+        compile.
       is_alone: whether this process runs the program by itself.
     """
     import jax
@@ -63,19 +64,19 @@ def _processor() -> str:
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
         kinds = ("model name", "flags", "Features", "CPU part")
-        text += "".join(sorted({one for one in lines if one.startswith(kinds)}))
+        text += "".join(sorted({line for line in lines if line.startswith(kinds)}))
     except OSError:
         pass  # No Linux.
     return f"{platform.machine()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _make_room(folder: pathlib.Path) -> None:
-    """Removes what was not used for the longest time, if there is too much."""
+    """Removes programs unused for the longest time, if they take too much room."""
     try:
-        found = [(path, path.stat()) for path in folder.glob("*-cache")]
-        found.sort(key=lambda one: max(one[1].st_atime, one[1].st_mtime), reverse=True)
+        programs = [(path, path.stat()) for path in folder.glob("*-cache")]
+        programs.sort(key=lambda p: max(p[1].st_atime, p[1].st_mtime), reverse=True)
         total = 0
-        for path, status in found:
+        for path, status in programs:
             total += status.st_size
             if total > _MOST_BYTES:
                 path.unlink(missing_ok=True)

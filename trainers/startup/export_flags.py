@@ -12,7 +12,7 @@ MODEL_DIR = flags.DEFINE_string(
     "Folder of the training whose checkpoint is exported; a bundle can do without.",
     allow_override=True,  # meshwright-train has one too.
 )
-STEP = flags.DEFINE_integer("step", None, "Of the checkpoint; default: the newest.")
+STEP = flags.DEFINE_integer("step", None, "Checkpoint's step; default: the newest.")
 OUTPUT = flags.DEFINE_string("output", None, "Folder to make and to write to.")
 WHAT = flags.DEFINE_list(
     "what", [SAVED_MODEL, BUNDLE], "What to export: saved_model, bundle or both."
@@ -33,10 +33,10 @@ EXPECTED = flags.DEFINE_bool(
 
 
 def wanted() -> list[str]:
-    """What to export.
+    """The names of what to export.
 
     Raises:
-      ValueError: something else, or no weights for it.
+      ValueError: a name is unknown, or a SavedModel lacks weights.
     """
     wanted, known = WHAT.value, (SAVED_MODEL, BUNDLE)
     unknown = [name for name in wanted if name not in known]

@@ -1,4 +1,4 @@
-"""Files to write, found to be writable before the work they are for, and caches."""
+"""Files to write, checked to be writable before the work they are for, and caches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from absl import flags
 
 
 def output_file(flag: flags.FlagHolder) -> pathlib.Path | None:
-    """The file that a flag names, in a folder that is there; None if it names none.
+    """The file that a flag names, in a writable folder; None if it names none.
 
-    To be called before the work whose result the file is for.
+    Call it before the work whose result the file is for.
 
     Raises:
-      ValueError: it cannot be written.
+      ValueError: the file cannot be written.
     """
     if flag.value is None:
         return None
@@ -36,7 +36,7 @@ def user_cache(name: str) -> pathlib.Path:
 
 
 def writable(folder: pathlib.Path) -> str:
-    """Makes a folder; why files cannot be written there, "" if they can."""
+    """Makes a folder; returns why files cannot be written there, "" if they can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,4 +1,4 @@
-"""Gin files and bindings are checked before anything that they name is imported."""
+"""Checks gin files and bindings before anything that they name is imported."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class _ImportMet(BaseException):  # noqa: N818 (no error, and none to catch as s
 
 
 def check(gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
-    """Finds files that are not there, and names that nothing has.
+    """Detects files that do not exist, and unknown names.
 
-    It takes a fraction of a second, where TensorFlow takes many to import. What it lets
-    through, `config.load` checks again. With a file that imports a module the check
-    ends there, and where TensorFlow is imported already there is none.
+    The check takes a fraction of a second, where TensorFlow takes many to import;
+    `config.load` checks again what it lets through. It ends at a file that imports a
+    module, and is left out where TensorFlow is imported already.
 
     Raises:
-      ConfigError: as by `config.load`.
+      ConfigError: as `config.load` raises it.
     """
     if "tensorflow" in sys.modules:
         return

@@ -1,4 +1,4 @@
-"""What is said on the terminal."""
+"""Messages on the terminal."""
 
 from __future__ import annotations
 

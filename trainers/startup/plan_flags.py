@@ -19,22 +19,22 @@ EXPLAIN_MATCH = flags.DEFINE_string(
 EXPLAIN_AT_LEAST = flags.DEFINE_integer(
     "explain_at_least",
     0,
-    "With --explain: show only tensors of so many bytes.",
+    "With --explain: show only tensors of at least so many bytes.",
     lower_bound=0,
 )
 TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,
     "Compile the training program for these devices, such as v3:32x32 or cpu, and "
-    "print what it needs and takes.",
+    "print its memory and time.",
 )
-JSON = flags.DEFINE_string("json_out", None, "With --topology: a file for it as JSON.")
+JSON = flags.DEFINE_string("json_out", None, "With --topology: a JSON file to write.")
 HTML = flags.DEFINE_string(
-    "html_out", None, "With --topology: a file for it as a page with pictures."
+    "html_out", None, "With --topology: a page with plots to write."
 )
 LOG_DIR = flags.DEFINE_string(
     "log_dir",
     None,
-    "With --topology: a folder to show it from in TensorBoard.",
-    allow_override=True,  # absl's own is for log files, which nobody here writes.
+    "With --topology: a folder from which TensorBoard shows the plan.",
+    allow_override=True,  # absl's flag is for log files, which are not written here.
 )

@@ -14,7 +14,7 @@ NUM_PROCESSES = flags.DEFINE_integer(
     "num_processes", None, "How many processes train together.", lower_bound=1
 )
 PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Which of them this is, from 0.", lower_bound=0
+    "process_id", None, "Number of this process, from 0.", lower_bound=0
 )
 START_TIMEOUT = flags.DEFINE_float(
     "start_timeout", 600.0, "Seconds to wait for all processes to start.", lower_bound=1
@@ -22,7 +22,7 @@ START_TIMEOUT = flags.DEFINE_float(
 PEER_TIMEOUT = flags.DEFINE_float(
     "peer_timeout",
     300.0,
-    "Seconds after which a process that is silent, or keeps the others waiting, is "
+    "Seconds after which a process that is silent, or keeps the rest waiting, is "
     "taken for lost, and all end.",
     lower_bound=1,
 )

@@ -1,9 +1,9 @@
-"""Nothing on a binary's terminal that is not ours while TensorFlow comes up.
+"""Keeps a binary's terminal free of TensorFlow's lines while that comes up.
 
 TF's and absl's C++ write to the file descriptor of stderr before any log level counts.
-There a process reads it for a while, drops the lines that are known, and passes on all
-others at once, so that none is lost, whatever becomes of this process. This file is
-both sides: it is imported by the binaries, and run as a script by that process.
+A process reads it for a while, drops the known lines, and passes on the rest at once,
+so that none is lost, whatever becomes of this process. This file is both sides: it is
+imported by the binaries, and run as a script by that process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 
 _STDERR = 2
-_ENDING_SECONDS = 10  # In vain where a child of ours has kept the descriptor.
+_ENDING_SECONDS = 10  # In vain where a child process has kept the descriptor.
 KNOWN = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called are written "
     r"to STDERR",
@@ -26,19 +26,19 @@ KNOWN = (
     r"To enable the following instructions: .*, rebuild TensorFlow .*",
     r".* port\.cc:\d+\] oneDNN custom operations are on\. .*",
 )
-"""The lines that are dropped, as regular expressions for all of a line."""
+"""The lines that are dropped, as regular expressions for a line in full."""
 
 
 @contextlib.contextmanager
 def importing_tensorflow() -> Iterator[bool]:
-    """Imports TensorFlow, and then what the context imports, without a word of theirs.
+    """Imports TensorFlow, and then what the context imports, without their messages.
 
-    Gives whether there was something to do: if it is imported already, nothing is.
+    Yields whether there was anything to do: not if TensorFlow is imported already.
     """
     if "tensorflow" in sys.modules:
         yield False
         return
-    # What TF logs later, but for errors; whoever sets it wants to see more or less.
+    # Drops TF's later log lines, but for errors; a user's setting takes precedence.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with _filtered():
         with _without_keras():
@@ -47,7 +47,7 @@ def importing_tensorflow() -> Iterator[bool]:
 
 
 def look_for_devices() -> None:
-    """Has TensorFlow look for GPUs, and keep to itself that there is no driver."""
+    """Has TensorFlow look for GPUs, without messages that there is no driver."""
     import tensorflow as tf
 
     with _filtered():
@@ -73,7 +73,7 @@ def _without_keras() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _filtered() -> Iterator[None]:
-    """What is written to stderr, by whomever, goes through `_pass_on`."""
+    """All that is written to stderr, by whomever, goes through `_pass_on`."""
     try:
         terminal = os.dup(_STDERR)
     except OSError:  # It is closed.
@@ -104,7 +104,7 @@ def _flush() -> None:
 
 
 def _pass_on() -> None:
-    """What the reading process does, until nobody can write any more."""
+    """Runs in the reading process, until nobody can write any more."""
     known = re.compile("|".join(KNOWN))
     for line in sys.stdin.buffer:
         if not known.fullmatch(line.decode(errors="replace").rstrip("\r\n")):

@@ -13,17 +13,17 @@ SEARCH = flags.DEFINE_bool(
 PLANS = flags.DEFINE_list(
     "search_plans",
     [],
-    "Gin files of the plans to choose from; default: the configured one and those "
+    "Gin files of the plans to choose from; default: the configured plan and those "
     "under params/plans that have its mesh axes.",
 )
 BATCH = flags.DEFINE_list(
-    "search_batch", [], "Global batches to choose from; default: the configured one."
+    "search_batch", [], "Global batches to choose from; default: the configured batch."
 )
 MICROBATCHES = flags.DEFINE_list(
     "search_microbatches",
     [],
-    "Counts of microbatches for pipelines to choose from; default: the configured one "
-    "and powers of two, 1 to 16 a stage.",
+    "Counts of microbatches for pipelines to choose from; default: the configured "
+    "count and powers of two, 1 to 16 a stage.",
 )
 BUDGET = flags.DEFINE_integer(
     "search_budget", 16, "Candidates to compile at most.", lower_bound=1
@@ -35,12 +35,12 @@ OUTPUT = flags.DEFINE_string(
     "search_output", "winner.gin", "Where to write the best candidate."
 )
 OVERWRITE = flags.DEFINE_bool(
-    "overwrite", False, "Write --search_output even if it is there."
+    "overwrite", False, "Write --search_output even if it exists."
 )
 CACHE_DIR = flags.DEFINE_string(
     "cache_dir",
     None,
-    "What was compiled before; default: meshwright/plans in the user's cache.",
+    "Folder of compiled results; default: meshwright/plans in the user's cache.",
 )
 
 OPTIONS = (

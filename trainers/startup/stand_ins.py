@@ -1,8 +1,8 @@
 """Stand-ins for what gin files may name of this package, without importing it.
 
-Names and parameters are read off the sources: what is decorated by `@gin.register` or
-`@gin.constants_from_enum` at the top level of a module. Parameters of a dataclass are
-its fields and those of bases that are dataclasses.
+Names and parameters are read from the sources: of all that `@gin.register` or
+`@gin.constants_from_enum` decorates at the top level of a module. Parameters of a
+dataclass are its fields and those of bases that are dataclasses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOMS = ("framework", "layers", "tasks", "trainers")
 
 
 def register() -> None:
-    """Registers all stand-ins with gin, where the real ones are not."""
+    """Registers all stand-ins with gin, where the real classes are not."""
     for name in config.DTYPES:
         gin.constant(f"{_PACKAGE}.{name}", name)
     for module in _modules_with_names():
@@ -48,7 +48,7 @@ def _modules_with_names() -> Iterator[str]:
 @functools.cache
 def _tree(module: str) -> ast.Module:
     path = _ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    if not path.is_file():  # A package, or not ours: no bases with fields.
+    if not path.is_file():  # A package, or not this package's: no bases with fields.
         return ast.Module(body=[], type_ignores=[])
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -73,9 +73,9 @@ def _stand_in(module: str, node: ast.ClassDef | ast.FunctionDef):
 
 def _fields(module: str, node: ast.ClassDef) -> Iterator[str]:
     for base in node.bases:
-        found = _class(module, ast.unparse(base).partition("[")[0])
-        if found is not None:
-            yield from _fields(*found)
+        definition = _class(module, ast.unparse(base).partition("[")[0])
+        if definition is not None:
+            yield from _fields(*definition)
     if "dataclass" not in " ".join(map(ast.unparse, node.decorator_list)):
         return
     for line in node.body:
@@ -87,7 +87,7 @@ def _fields(module: str, node: ast.ClassDef) -> Iterator[str]:
 
 
 def _class(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-    """The class that a name means in a module of ours, and its module."""
+    """The class that a name means in a module of this package, and its module."""
     for node in _tree(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return module, node

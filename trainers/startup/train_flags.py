@@ -13,7 +13,7 @@ MODE = flags.DEFINE_enum(
 DRY_RUN = flags.DEFINE_bool(
     "dry_run",
     False,
-    "Build the model and trace its training program for the mesh, say what there is, "
+    "Build the model and trace its training program for the mesh, report on it, "
     "and end: nothing is read, compiled or written.",
 )
 PLATFORM = flags.DEFINE_enum(
@@ -32,8 +32,8 @@ STANDSTILL = flags.DEFINE_float(
 STOPPED_STATUS = flags.DEFINE_integer(
     "stopped_status",
     0,
-    "Exit status of a training that SIGTERM stopped before its last step; one that is "
-    "not 0 makes schedulers start it again that leave alone what succeeded.",
+    "Exit status of a training that SIGTERM stopped before its last step; a status "
+    "that is not 0 makes schedulers start it again that let successes rest.",
     lower_bound=0,
     upper_bound=255,
 )
@@ -43,7 +43,7 @@ def profile_steps() -> tuple[int, int] | None:
     """First and last step to trace, None for none.
 
     Raises:
-      ValueError: the flag has no two step numbers.
+      ValueError: the flag does not have two step numbers.
     """
     if not PROFILE_STEPS.value:
         return None

@@ -20,8 +20,8 @@ from meshwright.framework.compiler.hlo.hlo_text import (
 from meshwright.framework.sharding.mesh import DeviceMesh, SubAxis
 from meshwright.framework.sharding.xla_form import ints, iota, place_along
 
-_PERMUTE = "collective-permute"
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", _PERMUTE)
+PERMUTE = "collective-permute"
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", PERMUTE)
 _IOTA = r"\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?"
 _IOTA_GROUPS = re.compile(rf"\[(?P<dims>[\d,]+)\]<={_IOTA}")
 _MESH_GROUPS = re.compile(
@@ -74,7 +74,7 @@ def collectives_of(module: HloModule, mesh: DeviceMesh) -> list[Collective]:
         return groups, (_axes_between if moves else _axes_of)(groups, mesh)
 
     return [
-        _collective(instruction, kind, *read(instruction.groups, kind == _PERMUTE))
+        _collective(instruction, kind, *read(instruction.groups, kind == PERMUTE))
         for instruction in module.instructions
         if (kind := instruction.opcode.removesuffix("-start")) in _KINDS
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
@@ -33,6 +33,7 @@ class Written:
       out_forms: the same for the result.
       updates: what was decided on weight updates; None: not requested.
       repairs: what was laid out otherwise than completion chose.
+      divergent: loops and branches of manual regions that not all devices run alike.
     """
 
     signature: Signature
@@ -42,6 +43,7 @@ class Written:
     out_forms: Sequence[StoredForm | None]
     updates: UpdateReport | None = None
     repairs: tuple[Repair, ...] = ()
+    divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
 
 
 class Module:
@@ -63,6 +65,8 @@ class Module:
       unknown_size: name of an op that makes a size which depends on values, or None.
       updates: what was decided on weight updates; None: not requested.
       repairs: the ops that were laid out so that XLA's partitioner gets them right.
+      divergent: by name of a loop or a branch of a manual region, the axes along which
+        its predicate may differ by device.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Module:
         self.out_forms = list(out_forms or [])
         self.updates: UpdateReport | None = None
         self.repairs: tuple[Repair, ...] = ()
+        self.divergent: Mapping[str, Collection[str]] = {}
         self._completed: CompletedModule | None = None
         self._context = ir_context()
         with self.opened():
@@ -134,4 +139,5 @@ class Module:
             out_forms=self.out_forms,
             updates=self.updates,
             repairs=self.repairs,
+            divergent=self.divergent,
         )

@@ -7,12 +7,14 @@ import dataclasses
 import pathlib
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import tensorflow as tf
 
+from meshwright.framework.compiler.hlo.divergent_branches import check_branches
+from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.memory import MemoryTimeline, memory_timeline
 from meshwright.framework.compiler.hlo.out_of_memory import (
     OutOfMemoryError,
@@ -69,6 +71,8 @@ class MeshProgram:
       call: the jitted function, and its abstract arguments.
       repairs: what was laid out otherwise than completion chose (`repair.repaired`).
       in_child: whether XLA compiles it in a child process.
+      divergent: the loops and branches whose predicates may differ by device, and
+        along which axes (`divergent_ops`).
     """
 
     name: str
@@ -79,6 +83,7 @@ class MeshProgram:
     call: tuple = ()
     repairs: tuple = ()
     in_child: bool = False
+    divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
 
     def export(self, platforms: Sequence[str]) -> bytes:
         """The program for other machines, as `jax.export.deserialize` reads it.
@@ -90,6 +95,8 @@ class MeshProgram:
           LoweringError: see `compile`.
         """
         self._check_no_fallback()
+        if self.divergent:
+            self.compile()  # Only the compiled program shows what waits for what.
         return jax_bridge.export(self.call, self.mesh, self.partitioner, platforms)
 
     def compile(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
@@ -100,12 +107,13 @@ class MeshProgram:
 
         Raises:
           LoweringError: the module would make XLA fall back to GSPMD; XLA refuses the
-            program, or ends the child process that compiles it.
+            program, or ends the child process that compiles it; or devices that take
+            different branches would wait for each other.
           OutOfMemoryError: it needs more memory than a device has.
         """
         self._check_no_fallback()
         try:
-            return self._compile(options)
+            compiled = self._compile(options)
         except ChildEnded as e:
             raise of_child(self.name, str(e), partitioner=self.partitioner) from e
         except jax.errors.JaxRuntimeError as e:
@@ -117,6 +125,15 @@ class MeshProgram:
             timeline = self._refused(options)
             largest = allocations_of(timeline, self.signature) if timeline else ()
             raise OutOfMemoryError(self.name, refusal, largest, timeline) from e
+        if self.divergent:
+            check_branches(
+                self.name,
+                HloModule(compiled.as_text()),
+                self.mesh,
+                self.divergent,
+                self.signature.sources,
+            )
+        return compiled
 
     def _compile(self, options: Mapping[str, Any] | None) -> jax.stages.Compiled:
         return jax_bridge.compile_lowered(
@@ -186,5 +203,6 @@ def put_on_mesh(written: Written, target: Target) -> MeshProgram:
         signature=signature,
         call=call,
         repairs=written.repairs,
+        divergent=written.divergent,
         in_child=target.in_child,
     )

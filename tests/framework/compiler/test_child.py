@@ -66,7 +66,9 @@ def without_frames(text):
 
 @over_partitioners
 def test_what_a_child_compiled_is_what_this_process_would_have(partitioner):
-    here, there = (compiled_step(partitioner, in_child=one) for one in (False, True))
+    here, there = (
+        compiled_step(partitioner, in_child=child) for child in (False, True)
+    )
     assert without_frames(there.hlo_text()) == without_frames(here.hlo_text())
     assert there.memory() == here.memory() and there.memory().aliased
     assert there.cost() == here.cost()
@@ -78,8 +80,8 @@ def test_what_a_child_compiled_is_what_this_process_would_have(partitioner):
         placed = program.shard(*args)
         results = program(*placed)
         assert placed[1].is_deleted()  # Donated.
-        assert [one.sharding.spec for one in results] == [
-            one.sharding.spec for one in here(*here.shard(*args))
+        assert [result.sharding.spec for result in results] == [
+            output.sharding.spec for output in here(*here.shard(*args))
         ]
         for got, want in zip(results, here(*args), strict=True):
             np.testing.assert_array_equal(got, want)
@@ -118,12 +120,12 @@ def test_what_xla_refuses_is_told_as_in_this_process(partitioner):
     def fn(x):
         return xla.custom_call_v2("unheard_of", [x], [X])
 
-    told = []
+    messages = []
     for in_child in (False, True):
         with pytest.raises(LoweringError, match="to unheard_of .* Leave the") as error:
             compile_program(fn, [X], MESH, partitioner=partitioner, in_child=in_child)
-        told.append(str(error.value))
-    assert told[0] == told[1]
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
 
 
 # In place of the child: says what is asked for, until it is asked to end.
@@ -163,7 +165,7 @@ def test_what_a_child_writes_is_written_here(stub, capsys):
 
 
 @pytest.mark.parametrize(
-    ("said", "by", "told"),
+    ("text", "by", "message"),
     [
         (_FATAL, signal.SIGABRT, "by SIGABRT: F0000 00:00:1 7 spmd.cc:12] Check"),
         ("1\n2\n3\n4\n  @ 0x7f f()", signal.SIGSEGV, "by SIGSEGV: 2 / 3 / 4"),
@@ -172,11 +174,11 @@ def test_what_a_child_writes_is_written_here(stub, capsys):
         ("bye", 0, "with status 3: bye"),
     ],
 )
-def test_how_a_child_ended_is_told(stub, said, by, told):
+def test_how_a_child_ended_is_told(stub, text, by, message):
     assert stub.compile(b"before", b"", [0]) == b"executable"
     with pytest.raises(ChildEnded) as ended:
-        stub.compile(said.encode(), b"%d" % by, [0])
-    assert str(ended.value).startswith(told)
+        stub.compile(text.encode(), b"%d" % by, [0])
+    assert str(ended.value).startswith(message)
     assert "before" not in str(ended.value) and "xla::" not in str(ended.value)
     assert stub.compile(b"", b"", [0]) == b"executable"  # Another one.
 
@@ -234,16 +236,16 @@ def test_a_child_ends_with_the_process_that_started_it():
 
 
 @pytest.mark.parametrize(
-    ("patched", "value", "told"),
+    ("patched", "value", "reason"),
     [
         ("process_count", 2, "of one process, and its devices belong to 2 processes"),
         ("default_backend", "tpu", "and its tpu devices are this process's alone"),
     ],
 )
-def test_devices_of_which_a_child_has_no_like(patched, value, told, monkeypatch):
+def test_devices_of_which_a_child_has_no_like(patched, value, reason, monkeypatch):
     monkeypatch.setattr(jax, patched, lambda: value)
     with pytest.raises(
-        ValueError, match=rf"^sin: a child .*{told}: do not set in_child"
+        ValueError, match=rf"^sin: a child .*{reason}: do not set in_child"
     ):
         compile_program(tf.sin, [X], MESH, in_child=True)
 

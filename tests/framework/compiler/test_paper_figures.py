@@ -22,9 +22,9 @@ def completed(program, opcode, shape):
     """The text of the shardings that completion gave to ops of this kind and shape."""
     completion = complete(program.unpartitioned)
     return {
-        str(completion.sharding(one))
-        for one in completion.completed.instructions
-        if one.opcode == opcode and one.shape == shape
+        str(completion.sharding(instruction))
+        for instruction in completion.completed.instructions
+        if instruction.opcode == opcode and instruction.shape == shape
     }
 
 

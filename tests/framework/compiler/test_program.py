@@ -150,9 +150,9 @@ def test_reports_memory_cost_and_collectives(program):
     )
     assert program.cost()["flops"] > 2 * 2 * (5 * 10 * 2)
     assert program.name == "train_step" and "HloModule" in program.hlo_text()
-    found = {(c.kind, c.axes) for c in program.collectives()}
-    assert ("all-gather", ("X",)) in found  # M of the weight.
-    assert ("all-reduce", ("X",)) in found  # B of the weight's gradient.
+    collectives = {(c.kind, c.axes) for c in program.collectives()}
+    assert ("all-gather", ("X",)) in collectives  # M of the weight.
+    assert ("all-reduce", ("X",)) in collectives  # B of the weight's gradient.
 
 
 @over_partitioners
@@ -226,17 +226,17 @@ def test_what_is_to_be_placed_has_the_structure_of_the_program(program):
 
 
 def test_integers_that_do_not_fit_are_refused():
-    one = DeviceMesh(("X",), (1,))
-    program = compile_program(lambda n: n + 1, [tf.TensorSpec([2], tf.int32)], one)
+    single = DeviceMesh(("X",), (1,))
+    program = compile_program(lambda n: n + 1, [tf.TensorSpec([2], tf.int32)], single)
     with pytest.raises(ValueError, match="from 0 to 1099511627776, which int32 cannot"):
         program(np.array([0, 2**40]))
     assert program(np.array([-(2**31), 5])).tolist() == [1 - 2**31, 6]
 
 
 def test_wider_host_arrays_are_narrowed():
-    one = DeviceMesh(("X",), (1,))
+    single = DeviceMesh(("X",), (1,))
     program = compile_program(
-        lambda x, n: x * 2, [tf.TensorSpec([2]), tf.TensorSpec([], tf.int32)], one
+        lambda x, n: x * 2, [tf.TensorSpec([2]), tf.TensorSpec([], tf.int32)], single
     )
     out = program(np.array([1.0, 2.0]), 3)
     assert out.dtype == np.float32

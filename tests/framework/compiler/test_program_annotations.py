@@ -46,13 +46,13 @@ def test_devices_in_any_order(partitioner):
     assert [c.axes for c in program.collectives() if c.kind == "all-reduce"] == [("Y",)]
     # Each device holds what its place in the mesh says.
     row_of = {int(id_): row for row, ids in enumerate(PERMUTED.ids) for id_ in ids}
-    for own in out.addressable_shards:
-        assert own.index[0].start == 4 * row_of[own.device.id]
+    for piece in out.addressable_shards:
+        assert piece.index[0].start == 4 * row_of[piece.device.id]
     # Argument shards are of 4 rows and 2 columns.
-    for own in program.shard(x, w)[0].addressable_shards:
-        row, column = np.argwhere(PERMUTED.ids == own.device.id)[0]
+    for piece in program.shard(x, w)[0].addressable_shards:
+        row, column = np.argwhere(PERMUTED.ids == piece.device.id)[0]
         np.testing.assert_array_equal(
-            own.data, x[4 * row : 4 * row + 4, 2 * column : 2 * column + 2]
+            piece.data, x[4 * row : 4 * row + 4, 2 * column : 2 * column + 2]
         )
 
 

@@ -127,12 +127,12 @@ def test_an_argument_left_to_completion_may_be_split_by_a_part_of_an_axis(partit
     def fn(x, start):
         return tf.slice(mesh_split(x, MESH, ["X", "Y"]), [start, 0], [2, 6])
 
-    whole = Sharding.replicated(MESH, 0)
+    replicated = Sharding.replicated(MESH, 0)
     program = compile_program(
         fn,
         [tf.TensorSpec([14, 6]), tf.TensorSpec([], tf.int32)],
         MESH,
-        in_shardings=[None, whole],
+        in_shardings=[None, replicated],
         partitioner=partitioner,
     )
     x = np.arange(84, dtype=np.float32).reshape(14, 6)
@@ -152,8 +152,8 @@ def test_a_result_left_to_completion_may_be_split_by_a_part_of_an_axis():
         )
         np.testing.assert_array_equal(program(x), x[:8] + x[8:])
     # So does one of its collectives.
-    found = {c.axes for c in program.collectives()}
-    assert found & {("Y:(1)2",), ("Y:(2)2",)} and None not in found
+    axes = {c.axes for c in program.collectives()}
+    assert axes & {("Y:(1)2",), ("Y:(2)2",)} and None not in axes
 
 
 @over_partitioners
@@ -192,8 +192,8 @@ def test_several_results_are_left_to_completion():
     )
     x = np.arange(96, dtype=np.float32).reshape(24, 4)
     got = program(x)
-    for one, want in zip(tf.nest.flatten(got), tf.nest.flatten(fn(x)), strict=True):
-        np.testing.assert_array_equal(one, want)
+    for result, want in zip(tf.nest.flatten(got), tf.nest.flatten(fn(x)), strict=True):
+        np.testing.assert_array_equal(result, want)
 
 
 def test_an_argument_to_donate_that_is_not_there_is_refused():

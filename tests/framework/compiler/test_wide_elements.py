@@ -224,14 +224,14 @@ def test_collectives_of_manual_regions(partitioner, dtype, manual_axes):
         body, mesh=MESH, manual_axes=manual_axes, in_dims=[dims], out_dims=dims
     )
 
-    def whole(x):
+    def single_device(x):
         return tf.concat([x[:4] + 4 * x[4:], 4 * x[:4] + x[4:]], 0)
 
     run_like_tf(
         region,
         [numbers(dtype, 8, 16)],
         partitioner,
-        reference=lambda _: whole,
+        reference=lambda _: single_device,
         rtol=1e-14 if dtype in (np.float64, np.complex128) else 0.0,
     )
 
@@ -245,14 +245,14 @@ def test_partial_sums(partitioner, dtype):
         )
         return reshard(p - 3 * p, MESH, [None, None])
 
-    def whole(x, y):
+    def single_device(x, y):
         return -2 * tf.einsum("bm,bn->mn", x, y)
 
     run_like_tf(
         fn,
         [numbers(dtype, 8, 4), numbers(dtype, 8, 6)],
         partitioner,
-        reference=lambda _: whole,
+        reference=lambda _: single_device,
         rtol=0.0 if dtype is np.int64 else 1e-13,
         in_shardings=[split("X", None), split("X", None)],
     )
@@ -305,13 +305,13 @@ def test_sharded_weight_updates(partitioner):
         iterations=np.int64(LARGE),
         seen=np.full([13, 24], LARGE),
     )
-    whole = state.map(lambda one: Sharding.replicated(mesh, np.ndim(one)))
+    replicated = state.map(lambda leaf: Sharding.replicated(mesh, np.ndim(leaf)))
     program = trace_program(
         adam_step,
         [specs(state), tf.TensorSpec([16, 13], tf.float64)],
         mesh,
-        in_shardings=[whole, Sharding.from_dims_mapping(mesh, ["data", -1])],
-        out_shardings={"state": whole, "loss": None},
+        in_shardings=[replicated, Sharding.from_dims_mapping(mesh, ["data", -1])],
+        out_shardings={"state": replicated, "loss": None},
         donate=[0],
         partitioner=partitioner,
         update_sharding=UpdateSharding(mode=ALL, data_axes=("data",)),
@@ -379,8 +379,8 @@ def test_bytes_are_counted(partitioner):
     )
     assert program.memory().arguments == 16 * 8 * 8 // 8 + 16 * 8 * 16 // 2
     arguments = explain(program).tensors[:2]
-    assert [one.dtype for one in arguments] == ["s64", "c128"]
-    assert [one.bytes for one in arguments] == [16 * 8 * 8, 16 * 8 * 16]
+    assert [argument.dtype for argument in arguments] == ["s64", "c128"]
+    assert [argument.bytes for argument in arguments] == [16 * 8 * 8, 16 * 8 * 16]
 
 
 def test_exported_programs_take_64_bits():

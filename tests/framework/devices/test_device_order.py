@@ -146,8 +146,8 @@ def test_a_mesh_of_another_size_is_an_error():
 
 
 def test_topologies_of_a_size():
-    assert [one.name for one in of_size(2048)][0] == "v3:32x32"
-    assert all(one.size == 64 for one in of_size(64))
+    assert [torus.name for torus in of_size(2048)][0] == "v3:32x32"
+    assert all(torus.size == 64 for torus in of_size(64))
     assert of_size(7) == []
 
 

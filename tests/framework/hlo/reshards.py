@@ -86,10 +86,10 @@ def main() -> None:
         for name in RESHARDS:
             program(name, partitioner)
             print(f"BEGIN {partitioner.value} {name}", file=sys.stderr, flush=True)
-            found = completion(name, partitioner).rematerializations()
-            print(f"FOUND {len(found)}", file=sys.stderr, flush=True)
+            remats = completion(name, partitioner).rematerializations()
+            print(f"FOUND {len(remats)}", file=sys.stderr, flush=True)
     completion.cache_clear()
-    assert completion(name, partitioner).rematerializations() == found
+    assert completion(name, partitioner).rematerializations() == remats
 
 
 if __name__ == "__main__":

@@ -55,45 +55,45 @@ def test_reads_shardings_in_nested_loops(mesh, partitioner):
     completion = complete(program(mesh, partitioner).unpartitioned)
     rows = Sharding.from_dims_mapping(mesh, ["X", None])
     assert completion.result_shardings([2]) == [rows]
-    found = {
-        (one.opcode, one.op_name.rsplit("/", 1)[-1]): one
-        for one in completion.completed.instructions
-        if one.dtype == "f32" and one.shape
+    instructions = {
+        (instruction.opcode, instruction.op_name.rsplit("/", 1)[-1]): instruction
+        for instruction in completion.completed.instructions
+        if instruction.dtype == "f32" and instruction.shape
     }
-    tanh, matmul = found["tanh", "Tanh"], found["dot", "MatMul"]
+    tanh, matmul = instructions["tanh", "Tanh"], instructions["dot", "MatMul"]
     assert completion.sharding(tanh) == rows
     assert matmul.shape == (8, 32)
     assert completion.sharding(matmul).dims[0] == ("X",)
     depth = {
-        one.opcode: len(completion.completed.loops_around(one.computation))
-        for one in (tanh, matmul)
+        op.opcode: len(completion.completed.loops_around(op.computation))
+        for op in (tanh, matmul)
     }
     assert depth == {"tanh": 1, "dot": 2}
     annotated = [
-        one
-        for one in completion.completed.instructions
-        if one.op_name.endswith("/XlaSharding") and one.shape == (16, 32)
+        op
+        for op in completion.completed.instructions
+        if op.op_name.endswith("/XlaSharding") and op.shape == (16, 32)
     ]
     split = Sharding.from_dims_mapping(mesh, ["X", "Y"])
-    assert {str(completion.sharding(one)) for one in annotated} == {str(split)}
+    assert {str(completion.sharding(op)) for op in annotated} == {str(split)}
 
 
 @over_partitioners
 def test_trips_of_nested_loops(partitioner):
     module = HloModule(program(MESH, partitioner).hlo_text())
     trips = [
-        [loop.trips for loop in module.loops_around(one.computation)]
-        for one in module.instructions
-        if one.opcode in ("all-gather", "all-reduce")
+        [loop.trips for loop in module.loops_around(instruction.computation)]
+        for instruction in module.instructions
+        if instruction.opcode in ("all-gather", "all-reduce")
     ]
-    assert trips and all(one in ([], [3], [2, 3]) for one in trips)
+    assert trips and all(counts in ([], [3], [2, 3]) for counts in trips)
     assert [2, 3] in trips
 
 
 def test_a_mesh_of_one_device_has_nothing_to_explain():
-    one = DeviceMesh(("X", "Y"), (1, 1))
+    single = DeviceMesh(("X", "Y"), (1, 1))
     with pytest.raises(ValueError, match=r"fn: the mesh \(X=1, Y=1\) has one device"):
-        complete(program(one, Partitioner.SHARDY).unpartitioned)
+        complete(program(single, Partitioner.SHARDY).unpartitioned)
 
 
 EXPECTED = {"other dim, other axis", "uneven", "tile of a reshape"}
@@ -102,15 +102,15 @@ EXPECTED = {"other dim, other axis", "uneven", "tile of a reshape"}
 @over_partitioners
 @pytest.mark.parametrize("name", reshards.RESHARDS)
 def test_finds_full_rematerializations_and_no_others(name, partitioner):
-    found = reshards.completion(name, partitioner).rematerializations()
-    assert bool(found) == (name in EXPECTED)
-    for one in found:
-        assert one.dtype == "f32"
-        assert one.bytes == 4 * one.shape[0] * one.shape[1]
+    remats = reshards.completion(name, partitioner).rematerializations()
+    assert bool(remats) == (name in EXPECTED)
+    for remat in remats:
+        assert remat.dtype == "f32"
+        assert remat.bytes == 4 * remat.shape[0] * remat.shape[1]
     if name == "other dim, other axis":
-        assert found[0].shape == reshards.SHAPE
-        assert found[0].tensor.endswith("/XlaSharding")
-        assert found[0].at.endswith("/Tanh")
+        assert remats[0].shape == reshards.SHAPE
+        assert remats[0].tensor.endswith("/XlaSharding")
+        assert remats[0].at.endswith("/Tanh")
 
 
 def test_xla_warns_of_the_same_ones(tmp_path):
@@ -130,9 +130,9 @@ def test_xla_warns_of_the_same_ones(tmp_path):
     pattern = r"BEGIN (\w+) (.*)\n((?:.*\n)*?)FOUND (\d+)\n"
     runs = re.findall(pattern, ran.stderr)
     assert len(runs) == 2 * len(reshards.RESHARDS)
-    for partitioner, name, log, found in runs:
+    for partitioner, name, log, is_reported in runs:
         warnings = log.count("Involuntary full rematerialization")
-        assert warnings == int(found), (partitioner, name)
+        assert warnings == int(is_reported), (partitioner, name)
     # Only the programs themselves went to JAX's cache: one each.
     assert len(list(tmp_path.glob("*-cache"))) == len(runs)
 
@@ -153,7 +153,7 @@ NO_MODULE = HloModule("ENTRY %main () -> () {\n}")
 
 
 @pytest.mark.parametrize(
-    ("completed", "asked", "follows"),
+    ("completed", "annotated", "follows"),
     [
         ("[X,_]", "[X,_]", True),
         ("[X,_]", "[_,X]", False),
@@ -165,10 +165,12 @@ NO_MODULE = HloModule("ENTRY %main () -> () {\n}")
         ("[_,_]", "[?,?]", True),
     ],
 )
-def test_whether_an_annotation_was_followed(completed, asked, follows):
+def test_whether_an_annotation_was_followed(completed, annotated, follows):
     completion = Completion(PERMUTED, NO_MODULE, NO_MODULE)
-    completed, asked = (Sharding.parse(PERMUTED, text) for text in (completed, asked))
-    assert completion.follows(completed, asked) is follows
+    completed, annotated = (
+        Sharding.parse(PERMUTED, text) for text in (completed, annotated)
+    )
+    assert completion.follows(completed, annotated) is follows
 
 
 def test_whether_an_annotation_over_another_device_order_was_followed():

@@ -81,12 +81,12 @@ def zeros(program):
 
 
 def tensor(explanation, name, kind=Kind.INSIDE):
-    (found,) = (
-        one
-        for one in explanation.tensors
-        if one.kind is kind and one.op_name.endswith(name)
+    (match,) = (
+        tensor
+        for tensor in explanation.tensors
+        if tensor.kind is kind and tensor.op_name.endswith(name)
     )
-    return found
+    return match
 
 
 @over_partitioners
@@ -94,13 +94,13 @@ def test_arguments_and_results(partitioner):
     program, explanation = explained(partitioner)
     # What JAX says of what was left to completion.
     inferred = [program.arguments.shardings[2], program(*zeros(program))["x"].sharding]
-    x, y = (str(split(*one.spec, *[None] * (2 - len(one.spec)))) for one in inferred)
-    found = {
-        (one.kind, one.op_name): (one.shape, str(one.sharding), one.annotated)
-        for one in explanation.tensors
-        if one.kind is not Kind.INSIDE
+    x, y = (str(split(*s.spec, *[None] * (2 - len(s.spec)))) for s in inferred)
+    borders = {
+        (t.kind, t.op_name): (t.shape, str(t.sharding), t.annotated)
+        for t in explanation.tensors
+        if t.kind is not Kind.INSIDE
     }
-    assert found == {
+    assert borders == {
         (Kind.ARGUMENT, "0.layer.w"): ((M, H), "[X,Y]", True),
         (Kind.ARGUMENT, "0.scale"): ((), "[]", True),
         (Kind.ARGUMENT, "1"): ((B, M), x, False),
@@ -125,7 +125,7 @@ def test_tensors_inside_have_layer_source_sharding_and_collectives(partitioner):
     assert forth.why_replicated is None
     back = tensor(explanation, "while/MatMul_1")
     assert back.source.line == line("back")
-    (summed,) = (one for one in back.collectives if one.kind == "all-reduce")
+    (summed,) = (c for c in back.collectives if c.kind == "all-reduce")
     assert (summed.axes, summed.in_loop, summed.times) == (("Y",), True, 5)
     weight = tensor(explanation, "stack/dense/XlaSharding")
     assert weight.annotated and weight.sharding == split("X", "Y")
@@ -135,29 +135,27 @@ def test_tensors_inside_have_layer_source_sharding_and_collectives(partitioner):
 @over_partitioners
 def test_every_collective_of_the_program_is_accounted_for(partitioner):
     program, explanation = explained(partitioner)
-    reported = [one for tensor in explanation.tensors for one in tensor.collectives]
-    total = sum(
-        one.bytes / one.shared_by for one in (*reported, *explanation.elsewhere)
-    )
-    assert total == pytest.approx(sum(one.bytes for one in program.collectives()))
+    reported = [c for tensor in explanation.tensors for c in tensor.collectives]
+    total = sum(c.bytes / c.shared_by for c in (*reported, *explanation.elsewhere))
+    assert total == pytest.approx(sum(c.bytes for c in program.collectives()))
 
 
 @over_partitioners
 def test_why_tensors_are_replicated(partitioner):
     explanation = explained(partitioner)[1]
     replicated = explanation.replicated()
-    assert [one.bytes for one in replicated] == sorted(
-        (one.bytes for one in replicated), reverse=True
+    assert [tensor.bytes for tensor in replicated] == sorted(
+        (tensor.bytes for tensor in replicated), reverse=True
     )
-    why = {one.op_name: one.why_replicated for one in replicated}
+    why = {tensor.op_name: tensor.why_replicated for tensor in replicated}
     assert why["0.scale"] is Why.PLAN
     assert why["whole/mul"] is Why.NOTHING_SPLIT
     assert why["whole/XlaSharding"] is Why.ANNOTATED
     assert why["whole/Sum"] is Why.UNDECIDED
     assert "0.layer.w" not in why
     large = explanation.replicated(at_least=4 * 64)
-    assert {one.bytes for one in large} == {4 * 64}
-    assert "whole/mul" in {one.op_name for one in large}
+    assert {tensor.bytes for tensor in large} == {4 * 64}
+    assert "whole/mul" in {tensor.op_name for tensor in large}
 
 
 def explain_fn(fn, shapes, partitioner, mesh=MESH, **kwargs):
@@ -168,9 +166,7 @@ def explain_fn(fn, shapes, partitioner, mesh=MESH, **kwargs):
 
 
 def whys(explanation):
-    return {
-        (one.kind, one.op_name): one.why_replicated for one in explanation.replicated()
-    }
+    return {(t.kind, t.op_name): t.why_replicated for t in explanation.replicated()}
 
 
 @over_partitioners
@@ -198,8 +194,8 @@ def test_a_border_tensor_of_a_loop_that_does_not_divide_says_so(partitioner):
     def fn(x):
         return tf.while_loop(lambda i, _: i < 3, body, (tf.constant(0), x))[1]
 
-    found = whys(explain_fn(fn, [(64, 63)], partitioner))
-    assert found[Kind.ARGUMENT, "0"] is found[Kind.RESULT, "result"] is Why.UNEVEN
+    reasons = whys(explain_fn(fn, [(64, 63)], partitioner))
+    assert reasons[Kind.ARGUMENT, "0"] is reasons[Kind.RESULT, "result"] is Why.UNEVEN
 
 
 @over_partitioners
@@ -213,10 +209,10 @@ def test_tensors_of_one_type_in_a_loop_keep_their_own_reasons(uneven, partitione
     def fn(x, y):
         return tf.while_loop(lambda i, *_: i < 3, body, (tf.constant(0), x, y))[1:]
 
-    found = whys(explain_fn(fn, [(64, 63), (64, 63)], partitioner))
+    reasons = whys(explain_fn(fn, [(64, 63), (64, 63)], partitioner))
     for kind in (Kind.ARGUMENT, Kind.RESULT):
-        assert found[kind, str(uneven)] is Why.UNEVEN
-        assert found[kind, str(1 - uneven)] is Why.NOTHING_SPLIT
+        assert reasons[kind, str(uneven)] is Why.UNEVEN
+        assert reasons[kind, str(1 - uneven)] is Why.NOTHING_SPLIT
 
 
 @over_partitioners
@@ -224,8 +220,8 @@ def test_a_border_tensor_that_divides_is_not_called_uneven(partitioner):
     def fn(x):
         return tf.reduce_sum(mw.mesh_split(x, MESH, ["X", None])), x
 
-    found = whys(explain_fn(fn, [(64, 64)], partitioner))
-    assert found[Kind.RESULT, "0"] is found[Kind.INSIDE, "Sum"] is Why.UNDECIDED
+    reasons = whys(explain_fn(fn, [(64, 64)], partitioner))
+    assert reasons[Kind.RESULT, "0"] is reasons[Kind.INSIDE, "Sum"] is Why.UNDECIDED
 
 
 @over_partitioners
@@ -236,14 +232,14 @@ def test_an_annotation_that_was_not_followed(partitioner):
         return mw.mesh_split(tf.tanh(x), MESH, [None, "Y"])  # uneven
 
     explanation = explain_fn(fn, [(64, 63)], partitioner)
-    found, text = tensor(explanation, "XlaSharding"), str(explanation)
-    row = next(one for one in text.splitlines() if one.startswith("  XlaSharding"))
-    assert found.annotated
+    match, text = tensor(explanation, "XlaSharding"), str(explanation)
+    row = next(line for line in text.splitlines() if line.startswith("  XlaSharding"))
+    assert match.annotated
     if partitioner is mw.Partitioner.SHARDY:
-        assert (found.asked, found.why_replicated) == (None, None)
+        assert (match.asked, match.why_replicated) == (None, None)
         assert row.split()[2:] == ["[_,Y]", "annotated"]
     else:
-        assert (found.asked, found.why_replicated) == (split(None, "Y"), Why.UNEVEN)
+        assert (match.asked, match.why_replicated) == (split(None, "Y"), Why.UNEVEN)
         assert row.split()[2:] == ["[_,_]", "asked", "[_,Y]"]
     assert "annotated so" not in text
 
@@ -259,7 +255,7 @@ def test_an_annotation_with_open_dims_was_not_the_reason(partitioner):
     explanation = explain_fn(fn, [(64, 64), (64, 64)], partitioner)
     assert whys(explanation)[Kind.INSIDE, "XlaSharding"] is Why.NOTHING_SPLIT
     assert tensor(explanation, "XlaSharding_2").sharding == split("X", "Y")
-    assert [one.asked for one in explanation.tensors if one.asked] == []
+    assert [tensor.asked for tensor in explanation.tensors if tensor.asked] == []
 
 
 @over_partitioners
@@ -274,9 +270,9 @@ def test_annotations_over_other_device_orders_are_followed(partitioner):
     explanation = explain_fn(
         fn, [(64, 64), (64, 64)], partitioner, mesh, out_shardings=out
     )
-    found = [one for one in explanation.tensors if one.op_type == "XlaSharding"]
-    assert len(found) == 2 and all(one.annotated for one in found)
-    assert [one.asked for one in found] == [None, None]
+    annotated = [t for t in explanation.tensors if t.op_type == "XlaSharding"]
+    assert len(annotated) == 2 and all(tensor.annotated for tensor in annotated)
+    assert [tensor.asked for tensor in annotated] == [None, None]
 
 
 @over_partitioners
@@ -287,17 +283,17 @@ def test_two_annotations_in_a_row_are_a_reshard(partitioner):
         return tf.tanh(mw.mesh_split(tf.identity(x), MESH, [None, "X"]))
 
     explanation = explain_fn(fn, [(64, 64)], partitioner)
-    found = {
-        one.op_name: one.resharded_from
-        for one in explanation.tensors
-        if one.resharded_from is not None
+    resharded = {
+        tensor.op_name: tensor.resharded_from
+        for tensor in explanation.tensors
+        if tensor.resharded_from is not None
     }
-    assert found == {"XlaSharding_2": split("X", None)}
+    assert resharded == {"XlaSharding_2": split("X", None)}
     lines = str(explanation).splitlines()
-    at = next(i for i, one in enumerate(lines) if one.startswith("  XlaSharding_2"))
+    at = next(i for i, line in enumerate(lines) if line.startswith("  XlaSharding_2"))
     again = "      annotated again, differently: resharded from [X,_]"
     assert lines[at + 2] == again
-    assert sum("annotated again" in one for one in lines) == 1
+    assert sum("annotated again" in line for line in lines) == 1
 
 
 @over_partitioners
@@ -318,7 +314,7 @@ def test_collectives_of_manual_regions_are_shown(partitioner):
         ("all_reduce", "all-reduce"),
         ("all_gather", "all-gather"),
     ]:
-        row = next(i for i, one in enumerate(lines) if one.startswith(f"  {name} "))
+        row = next(i for i, line in enumerate(lines) if line.startswith(f"  {name} "))
         assert row > at
         # HLO's words for the sharding leave no room for what comes after them.
         assert lines[row + 1].split() == ["inferred"]
@@ -349,10 +345,10 @@ def test_a_full_rematerialization_is_named_with_its_layer(partitioner):
         fn, [tf.TensorSpec(reshards.SHAPE)], MESH, partitioner=partitioner
     )
     explanation = mw.explain(program)
-    (found,) = explanation.rematerialized()
-    assert (found.tensor.layer, found.tensor.line) == ("first.norm", line("from"))
-    assert (found.at.layer, found.at.line) == ("second", line("to"))
-    assert found.bytes == 4 * reshards.SHAPE[0] * reshards.SHAPE[1]
+    (remat,) = explanation.rematerialized()
+    assert (remat.tensor.layer, remat.tensor.line) == ("first.norm", line("from"))
+    assert (remat.at.layer, remat.at.line) == ("second", line("to"))
+    assert remat.bytes == 4 * reshards.SHAPE[0] * reshards.SHAPE[1]
     text = str(explanation)
     assert "f32[64,256] first.norm: XlaSharding (hlo/test_explain.py:" in text
     assert "wanted otherwise at second: Tanh (hlo/test_explain.py:" in text
@@ -368,9 +364,9 @@ def test_reads_well_at_80_columns(partitioner):
     )
     for heading in ("arguments", "results", "stack.dense", "whole"):
         assert heading in lines
-    row = next(one for one in lines if one.startswith("  0.layer.w"))
+    row = next(line for line in lines if line.startswith("  0.layer.w"))
     assert row.split() == ["0.layer.w", "f32[16,32]", "[X,Y]", "annotated"]
-    at = next(i for i, one in enumerate(lines) if one.startswith("  MatMul_1 "))
+    at = next(i for i, line in enumerate(lines) if line.startswith("  MatMul_1 "))
     assert lines[at + 1] == f"      hlo/test_explain.py:{line('back')}"
     assert lines[at + 2].startswith("      all-gather along X, ")
     assert lines[at + 3].startswith("      all-reduce along Y, ")
@@ -383,7 +379,7 @@ def test_a_summary_is_first(partitioner):
     explanation = explained(partitioner)[1]
     text = str(explanation)
     summary = text[: text.index("\nShown are")]
-    annotated = sum(one.annotated for one in explanation.tensors)
+    annotated = sum(tensor.annotated for tensor in explanation.tensors)
     assert f"of which\n  {annotated} annotated\n" in summary
     count = len(explanation.replicated())
     assert re.search(rf"\n  {count} left replicated +[\d.]+ [KM]?i?B\n", summary)
@@ -398,12 +394,12 @@ def test_a_part_is_chosen_by_a_pattern_and_by_size(partitioner):
     text = explanation.text(match=r"^stack\.den")
     assert text.startswith(str(explanation).split("\n")[0])
     assert "arguments" not in text.split("\n")
-    inside = [one for one in explanation.tensors if one.layer == "stack.dense"]
+    inside = [tensor for tensor in explanation.tensors if tensor.layer == "stack.dense"]
     assert f"Shown are the {len(inside)} tensors that match '^stack\\\\.den'." in text
-    assert all(re.search(rf"\n  {tensor_name(one)} ", text) for one in inside)
-    size = max(one.bytes for one in inside)
+    assert all(re.search(rf"\n  {tensor_name(tensor)} ", text) for tensor in inside)
+    size = max(tensor.bytes for tensor in inside)
     text = explanation.text(match=r"^stack\.den", at_least=size)
-    largest = [one for one in inside if one.bytes == size]
+    largest = [tensor for tensor in inside if tensor.bytes == size]
     assert f"Shown are the {len(largest)} tensors that" in text
     text = explanation.text(match="no such layer")
     assert "Shown are the 0 tensors that match 'no such layer'." in text
@@ -452,10 +448,10 @@ def test_long_names_do_not_break_columns():
     ],
 )
 def test_says_which_devices_a_collective_is_among(axes, where):
-    one = InsertedCollective(
+    collective = InsertedCollective(
         kind="all-reduce", axes=axes, bytes=8, times=1, in_loop=False, shared_by=1
     )
-    assert collective_text(one) == f"all-reduce {where}, 8 B"
+    assert collective_text(collective) == f"all-reduce {where}, 8 B"
 
 
 def test_one_result_and_nothing_replicated():

@@ -45,7 +45,7 @@ def test_reads_arrays_and_tuples():
     assert MODULE.root().op_name == "f/(a:b)"
     assert MODULE.by_name["five"].number == 5
     assert MODULE.by_name["half"].number is None and w.number is None
-    assert [one.name for one in MODULE.users["a"]] == ["w", "c", "s", "s", "z"]
+    assert [user.name for user in MODULE.users["a"]] == ["w", "c", "s", "s", "z"]
 
 
 def test_reads_shardings_and_elements():
@@ -57,7 +57,7 @@ def test_reads_shardings_and_elements():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         (
             "(f32[2,3]{1,0:T(8,128)}, /*index=5*/s32[])",
@@ -74,12 +74,12 @@ def test_reads_shardings_and_elements():
         ("", []),
     ],
 )
-def test_elements_of_tuples(text, found):
-    assert elements(text) == found
+def test_elements_of_tuples(text, expected):
+    assert elements(text) == expected
 
 
 def test_says_what_is_called_and_how_often():
-    called = {one.name: one.called for one in MODULE.instructions if one.called}
+    called = {op.name: op.called for op in MODULE.instructions if op.called}
     assert called == {
         "sum": ("add",),
         "fused": ("inside",),
@@ -89,7 +89,7 @@ def test_says_what_is_called_and_how_often():
         "z": ("k",),
     }
     w = MODULE.by_name["w"]
-    assert {one.trips for one in MODULE.instructions if one is not w} == {None}
+    assert {op.trips for op in MODULE.instructions if op is not w} == {None}
     assert w.trips == 7
     assert MODULE.loops_around("inside") == MODULE.loops_around("body") == [w]
     assert MODULE.loops_around("main") == []
@@ -118,12 +118,12 @@ def test_sets_the_groups_of_a_collective_aside(groups, rest):
     line = f"  %x.1 = f32[8]{{0}} all-reduce(%y), channel_id=1, {groups}{rest}"
     lines = [line, line.replace("x.1", "x.2")]
     text = "\n".join(["ENTRY %main (y: f32[8]) -> f32[8] {", *lines, "}"])
-    one, same = HloModule(text).instructions
-    assert one.groups == groups.partition("=")[2]
-    assert one.op_name == ("f/{a}" if rest else "")
-    assert one.called == (("add",) if rest else ())
+    first, same = HloModule(text).instructions
+    assert first.groups == groups.partition("=")[2]
+    assert first.op_name == ("f/{a}" if rest else "")
+    assert first.called == (("add",) if rest else ())
     # The thousands of a program are kept once.
-    assert one.groups is same.groups
+    assert first.groups is same.groups
 
 
 def test_text_that_breaks_off_is_refused():

@@ -59,11 +59,11 @@ ENTRY %main (x: f32[256]) -> f32[256] {
 
 
 def alive(text):
-    return [(one.name, one.bytes / KIB) for one in memory_timeline(text).points]
+    return [(point.name, point.bytes / KIB) for point in memory_timeline(text).points]
 
 
 def at_peak(timeline):
-    return {one.name: (one.bytes / KIB, one.kind) for one in timeline.at_peak}
+    return {b.name: (b.bytes / KIB, b.kind) for b in timeline.at_peak}
 
 
 def test_a_value_is_alive_from_where_it_is_made_to_where_it_is_last_read():
@@ -208,7 +208,7 @@ def loops():
 
 
 def test_what_is_temporary_in_a_loop_counts_where_the_loop_runs(loops):
-    points = {one.name: round(one.bytes / KIB) for one in loops.points}
+    points = {point.name: round(point.bytes / KIB) for point in loops.points}
     # Arguments 5, what is carried 9; the body's 4 and 1 on top, one at a time.
     assert points["stack"] == 5 + 4 + 1 + 4
     assert points["hidden"] == 5 + 9 + 4
@@ -217,20 +217,20 @@ def test_what_is_temporary_in_a_loop_counts_where_the_loop_runs(loops):
     assert points["write"] == 5 + 8 + 1
     assert points["y"] == 5 + 8 + 1 + 1
     assert points["zeros"] == points["sum"] - 1 == 5 + 12
-    names = [one.name for one in loops.points]
+    names = [point.name for point in loops.points]
     assert names.index("loop1") < names.index("less") < names.index("hidden")
     assert names[names.index("f9") + 1] == "loop1"
 
 
 def test_the_peak_is_explained_by_what_is_alive_then(loops):
-    buffers = {one.name: one for one in loops.at_peak if one.bytes >= KIB}
-    assert loops.peak == max(one.bytes for one in loops.points)
+    buffers = {buffer.name: buffer for buffer in loops.at_peak if buffer.bytes >= KIB}
+    assert loops.peak == max(point.bytes for point in loops.points)
     assert set(buffers) >= {"x", "w", "cast", "stack"}
     stack = buffers["stack"]
     assert stack.kind is Kind.SAVED and stack.op_name == "layer/norm"
     assert buffers["cast"].kind is Kind.TEMPORARY and buffers["cast"].reads == (1,)
     assert [buffers[name].argument for name in "xw"] == [0, 1]
-    sizes = [one.bytes for one in loops.at_peak]
+    sizes = [buffer.bytes for buffer in loops.at_peak]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -238,14 +238,14 @@ def test_a_breakdown_tells_gradients_from_copies_of_weights():
     # With less to do in the forward loop the peak is in the backward one.
     text = LOOPS.lstrip().replace("hidden = f32[1024]{0}", "hidden = f32[128]{0}")
     timeline = memory_timeline(text)
-    (sums,) = (one for one in timeline.at_peak if one.name == "zeros")
+    (sums,) = (buffer for buffer in timeline.at_peak if buffer.name == "zeros")
     assert sums.op_name == "layer/w_grad" and sums.kind is not Kind.SAVED
-    found = breakdown(timeline, {"weights": [1], "slots": []})
-    assert found.arguments == {"weights": 4 * KIB, "slots": 0, "other arguments": KIB}
-    assert (found.saved, found.weight_copies) == (4 * KIB, 4 * KIB)
-    assert found.gradients == 4 * KIB
-    assert found.other == timeline.peak - 17 * KIB
-    assert sum(found.parts().values()) == timeline.peak
+    uses = breakdown(timeline, {"weights": [1], "slots": []})
+    assert uses.arguments == {"weights": 4 * KIB, "slots": 0, "other arguments": KIB}
+    assert (uses.saved, uses.weight_copies) == (4 * KIB, 4 * KIB)
+    assert uses.gradients == 4 * KIB
+    assert uses.other == timeline.peak - 17 * KIB
+    assert sum(uses.parts().values()) == timeline.peak
 
 
 def test_branches_and_asynchronous_ops_share_what_they_are_given():
@@ -307,12 +307,12 @@ def two_layers(w, x):
 def compiled(devices=None, donate=(0,), size=512):
     mesh = DeviceMesh(("X",), (8,))
     rows = Sharding.from_dims_mapping(mesh, ["X", -1])
-    whole = Sharding.from_dims_mapping(mesh, [-1, -1])
+    replicated = Sharding.from_dims_mapping(mesh, [-1, -1])
     return compile_program(
         two_layers,
         [tf.TensorSpec([size, size]), tf.TensorSpec([64 * size, size])],
         mesh,
-        in_shardings=[whole, rows],
+        in_shardings=[replicated, rows],
         donate=donate,
         devices=devices,
     )
@@ -323,7 +323,7 @@ def test_the_peak_is_what_the_cpu_backend_allocates(donate):
     program = compiled(donate=donate)
     timeline = memory_timeline(program.hlo_text(), program.sources)
     assert timeline.peak == pytest.approx(program.memory().peak, rel=0.02)
-    layers = {one.layer for one in timeline.at_peak if one.kind is Kind.TEMPORARY}
+    layers = {b.layer for b in timeline.at_peak if b.kind is Kind.TEMPORARY}
     assert layers & {"first", "second"}
 
 

@@ -154,7 +154,7 @@ def test_arguments_that_cannot_fit_are_refused_before_compiling():
         check_arguments_fit(signature, MESH, [v, w], V3)
     error = raised.value
     assert error.timeline is None
-    assert [one.bytes for one in error.allocations] == [8 * GIB, 8 * GIB]
+    assert [allocation.bytes for allocation in error.allocations] == [8 * GIB, 8 * GIB]
     assert error.refusal == Refusal(needed=16 * GIB, available=int(15.48 * GIB))
     text = str(error)
     assert "train: 532 MiB more than fit" in text
@@ -169,8 +169,8 @@ def test_arguments_that_may_fit_are_left_to_the_compiler():
     # What completion decides may be split over all devices.
     check_arguments_fit(signature, MESH, [None, split("X", None)], V3)
     # Memory of other devices is not known here.
-    whole = [split(None), split(None, None)]
-    check_arguments_fit(signature, MESH, whole, jax.devices()[0])
+    replicated = [split(None), split(None, None)]
+    check_arguments_fit(signature, MESH, replicated, jax.devices()[0])
 
 
 @needs.libtpu
@@ -179,7 +179,7 @@ def test_the_tpu_compiler_says_what_does_not_fit():
         compiled(topology_devices("v3:2x2"), size=16 * 1024)
     error = raised.value
     assert error.timeline.peak == pytest.approx(error.refusal.needed, rel=0.01)
-    made = [one for one in error.allocations if one.what == "temporary"]
+    made = [a for a in error.allocations if a.what == "temporary"]
     assert made[0].layer in ("first", "second") and made[0].bytes == 4 * GIB
     assert "(hlo/test_memory.py:" in str(error)
 
@@ -188,7 +188,7 @@ def test_the_tpu_compiler_says_what_does_not_fit():
 def test_what_the_tpu_compiler_needs_includes_arguments():
     """It says so of "HLO temporaries"; here arguments take two thirds of it."""
     mesh = DeviceMesh(("X",), (8,))
-    whole = Sharding.from_dims_mapping(mesh, [-1, -1])
+    replicated = Sharding.from_dims_mapping(mesh, [-1, -1])
 
     def first(w, x):
         y = tf.tanh(tf.matmul(x, w))
@@ -200,12 +200,12 @@ def test_what_the_tpu_compiler_needs_includes_arguments():
             first,
             specs,
             mesh,
-            in_shardings=[whole, whole],
+            in_shardings=[replicated, replicated],
             devices=topology_devices("v3:2x2"),
         )
     error = raised.value
     arguments = sum(math.prod(spec.shape) * 4 for spec in specs)
     assert 12 * GIB < arguments < error.refusal.available < error.refusal.needed
-    found = sum(one.bytes for one in error.allocations if one.what == "argument")
-    assert found == arguments
+    total = sum(a.bytes for a in error.allocations if a.what == "argument")
+    assert total == arguments
     assert error.refusal.needed == pytest.approx(error.timeline.peak, abs=0.01 * GIB)

@@ -82,7 +82,7 @@ ASKED = {
 }
 
 
-def found(fn, arrives, leaves, partitioner):
+def remats(fn, arrives, leaves, partitioner):
     program = compile_program(
         fn,
         [tf.TensorSpec([N, D]), tf.TensorSpec([], tf.int32)],
@@ -99,26 +99,26 @@ def found(fn, arrives, leaves, partitioner):
 def test_gathers_that_nobody_asked_for(name, partitioner):
     fn, dims, shape = GATHERED[name]
     leaves = split(None, "Y") if name == "moved to other dim" else split(*dims)
-    (one,) = found(fn, dims, leaves, partitioner)
-    assert one.shape == shape
-    assert one.bytes == shape[0] * shape[1] * (8 if "fft" in name else 4)
+    (remat,) = remats(fn, dims, leaves, partitioner)
+    assert remat.shape == shape
+    assert remat.bytes == shape[0] * shape[1] * (8 if "fft" in name else 4)
     again = name in ("running sum", "reshape of columns", "moved to other dim")
-    assert one.alike is not again
+    assert remat.alike is not again
 
 
 @pytest.mark.parametrize("name", ONLY_GSPMD)
 def test_factors_of_split_matrices(name):
     fn, shape = ONLY_GSPMD[name]
     leaves = split("X", None, None)
-    assert not found(fn, ROWS, leaves, Partitioner.SHARDY)
-    gathered = found(fn, ROWS, leaves, Partitioner.GSPMD)
-    assert shape in {one.shape for one in gathered}
+    assert not remats(fn, ROWS, leaves, Partitioner.SHARDY)
+    gathered = remats(fn, ROWS, leaves, Partitioner.GSPMD)
+    assert shape in {remat.shape for remat in gathered}
 
 
 @over_partitioners
 @pytest.mark.parametrize("name", LEFT_SPLIT)
 def test_nothing_is_said_of_what_stays_split(name, partitioner):
-    assert found(LEFT_SPLIT[name], ROWS, None, partitioner) == []
+    assert remats(LEFT_SPLIT[name], ROWS, None, partitioner) == []
 
 
 @over_partitioners
@@ -126,12 +126,12 @@ def test_nothing_is_said_of_what_stays_split(name, partitioner):
 @pytest.mark.parametrize("name", ASKED)
 def test_what_is_asked_to_be_whole_is_not_listed(name, leaves, partitioner):
     leaves = leaves and split(*leaves)
-    assert found(ASKED[name], ROWS, leaves, partitioner) == []
+    assert remats(ASKED[name], ROWS, leaves, partitioner) == []
 
 
 @over_partitioners
 def test_a_result_that_is_asked_to_be_whole_is_not_listed(partitioner):
-    assert found(lambda x, i: tf.tanh(x), ROWS, split(None, None), partitioner) == []
+    assert remats(lambda x, i: tf.tanh(x), ROWS, split(None, None), partitioner) == []
 
 
 @over_partitioners
@@ -142,7 +142,7 @@ def test_a_weight_gathered_for_a_product_is_what_layouts_ask_for(partitioner):
         batch = tf.cast(tf.reshape(tf.range(D * N), [D, N]) + i, tf.float32)
         return mesh_split(mesh_split(batch, MESH, ROWS) @ weight, MESH, ROWS)
 
-    assert found(fn, COLUMNS, None, partitioner) == []
+    assert remats(fn, COLUMNS, None, partitioner) == []
 
 
 def test_the_text_says_that_all_do_the_same():

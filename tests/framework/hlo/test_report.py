@@ -25,8 +25,8 @@ def collectives(lines: str, mesh: DeviceMesh = MESH) -> list[Collective]:
 
 
 def only(text: str, mesh: DeviceMesh = MESH) -> Collective:
-    (found,) = collectives(f"  {text}", mesh)
-    return found
+    (collective,) = collectives(f"  {text}", mesh)
+    return collective
 
 
 def sets(groups):
@@ -67,11 +67,11 @@ def all_reduce(groups: str, mesh: DeviceMesh = MESH) -> Collective:
     ],
 )
 def test_reads_replica_groups(text, groups):
-    found = all_reduce(f"replica_groups={text}")
-    assert sets(found.groups) == sets(groups)
-    assert sum(map(len, found.groups)) == 8
-    assert found.kind == "all-reduce" and found.name == "all-reduce.1"
-    assert found.op_name == "a/b"
+    collective = all_reduce(f"replica_groups={text}")
+    assert sets(collective.groups) == sets(groups)
+    assert sum(map(len, collective.groups)) == 8
+    assert collective.kind == "all-reduce" and collective.name == "all-reduce.1"
+    assert collective.op_name == "a/b"
 
 
 @pytest.mark.parametrize("text", ["nonsense", "mesh['a'=8], device_ids=(x) {'a'}"])
@@ -116,10 +116,10 @@ def test_replica_groups_of_an_unknown_form_are_an_error(text):
     ],
 )
 def test_names_the_axes_that_groups_span(mesh, groups, axes):
-    found = all_reduce(f"replica_groups={groups}", mesh)
-    assert found.axes == axes
+    collective = all_reduce(f"replica_groups={groups}", mesh)
+    assert collective.axes == axes
     if axes:
-        assert sets(axis_groups(mesh, axes)) >= sets(found.groups)
+        assert sets(axis_groups(mesh, axes)) >= sets(collective.groups)
 
 
 def parts(axis: str, size: int) -> list[str]:
@@ -152,14 +152,14 @@ def test_names_any_part_of_an_axis(x, y):
     ],
 )
 def test_names_the_axes_along_which_permutes_move(mesh, pairs, axes):
-    found = only(
+    collective = only(
         "%p = f32[2]{0} collective-permute(%x), channel_id=3, "
         f"source_target_pairs={{{pairs}}}",
         mesh,
     )
-    assert found.kind == "collective-permute" and found.axes == axes
-    assert found.op_name == ""
-    assert len(found.groups) == pairs.count("{")
+    assert collective.kind == "collective-permute" and collective.axes == axes
+    assert collective.op_name == ""
+    assert len(collective.groups) == pairs.count("{")
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_names_the_axes_along_which_permutes_move(mesh, pairs, axes):
 )
 @pytest.mark.parametrize("root", ["", "ROOT "])
 def test_reads_result_types(root, type_, dtypes, shapes, size):
-    found = only(f"{root}%all-reduce = {type_} all-reduce(%x), replica_groups={{}}")
-    assert (found.dtypes, found.shapes, found.bytes) == (dtypes, shapes, size)
+    op = only(f"{root}%all-reduce = {type_} all-reduce(%x), replica_groups={{}}")
+    assert (op.dtypes, op.shapes, op.bytes) == (dtypes, shapes, size)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +224,8 @@ def test_the_start_of_a_collective_counts_its_result_once(text, kind, shapes):
     groups = "replica_groups={}"
     if kind == "collective-permute":
         groups = "source_target_pairs={{0,1}}"
-    found = only(f"%start.2 = {text}, channel_id=1, {groups}")
-    assert found.kind == kind and found.shapes == shapes and found.name == "start.2"
+    op = only(f"%start.2 = {text}, channel_id=1, {groups}")
+    assert op.kind == kind and op.shapes == shapes and op.name == "start.2"
 
 
 def test_other_ops_are_no_collectives():
@@ -237,8 +237,8 @@ def test_other_ops_are_no_collectives():
   %all-to-all.5 = (f32[1]{0}, f32[1]{0}) all-to-all(%a, %b), replica_groups=[4,2]<=[8]
   %all-gather.9 = f32[8]{0} all-gather(%b.1), replica_groups=[1,8]<=[8], dimensions={0}
 """
-    found = collectives(text)
-    assert [c.name for c in found] == ["all-to-all.5", "all-gather.9"]
+    read = collectives(text)
+    assert [c.name for c in read] == ["all-to-all.5", "all-gather.9"]
 
 
 def test_axis_groups():

@@ -158,5 +158,5 @@ SCAN = """\
 def test_a_loop_with_two_counters_ends_with_the_first():
     less = "  ROOT %less = pred[] compare(%i, %bound), direction=LT"
     assert less in PROGRAM
-    found, want = estimate(PROGRAM.replace(less, SCAN)), estimate(PROGRAM)
-    assert found.seconds == want.seconds
+    time, want = estimate(PROGRAM.replace(less, SCAN)), estimate(PROGRAM)
+    assert time.seconds == want.seconds

@@ -55,10 +55,10 @@ CASES = {
 def test_a_small_tensor_from_outside_is_a_constant(name):
     fn = CASES[name]
     program = compile_program(lambda x: fn(mesh_split(x, MESH, ["X", -1])), [X], MESH)
-    found = tf.nest.flatten(program(INPUT))
+    results = tf.nest.flatten(program(INPUT))
     wanted = tf.nest.flatten(fn(tf.constant(INPUT)))
-    for one, want in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, want, rtol=1e-6)
+    for result, want in zip(results, wanted, strict=True):
+        np.testing.assert_allclose(result, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_a_variable_from_outside_is_refused(fn, what):
 
 def test_a_lookup_table_from_outside_is_refused():
     keys = tf.constant([1, 2])
-    found = tf.lookup.StaticHashTable(
+    table = tf.lookup.StaticHashTable(
         tf.lookup.KeyValueTensorInitializer(keys, keys), default_value=0
     )
-    text = refusal(lambda x: found.lookup(tf.cast(x, tf.int32)))
+    text = refusal(lambda x: table.lookup(tf.cast(x, tf.int32)))
     assert re.match(
         r"step: the function reads a StaticHashTable from outside, at", text
     )

@@ -84,8 +84,8 @@ def test_a_size_that_no_result_depends_on_does_not_matter():
         return tf.math.unsorted_segment_sum(x, tf.unique(ids).idx, 8)
 
     ids = np.array([3, 3, 0, 1, 1, 1, 7, 2], np.int32)
-    found = compile_program(fn, [X, IDS], MESH)(INPUT, ids)
-    np.testing.assert_allclose(found, fn(INPUT, ids), rtol=1e-6)
+    result = compile_program(fn, [X, IDS], MESH)(INPUT, ids)
+    np.testing.assert_allclose(result, fn(INPUT, ids), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_a_list_of_known_size_is_right():
         rows = tf.TensorArray(tf.float32, size=2)
         return rows.write(0, x).write(1, 2 * x).stack()
 
-    found = compile_program(fn, [X], MESH)(INPUT)
-    np.testing.assert_array_equal(found, [INPUT, 2 * INPUT])
+    results = compile_program(fn, [X], MESH)(INPUT)
+    np.testing.assert_array_equal(results, [INPUT, 2 * INPUT])
 
 
 @pytest.mark.parametrize("partitioner", Partitioner)

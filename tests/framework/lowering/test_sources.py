@@ -130,13 +130,13 @@ def test_ops_of_one_name_are_told_apart_by_shape():
             yield outputs[1]
 
     sources = lower(lambda x: list(loops(x)), [X]).signature.sources
-    found = {
+    line_by_shape = {
         shape: source.line
         for shape in ((4, 4), (2, 4))
         for name in ("same/loop/Tanh", "same/loop_1/Tanh")
         if (source := sources.find(name, shape)) and shape in source.shapes
     }
-    assert found == {(4, 4): line("first"), (2, 4): line("second")}
+    assert line_by_shape == {(4, 4): line("first"), (2, 4): line("second")}
 
 
 def test_a_gradient_is_of_the_line_and_layer_of_its_forward_op():
@@ -198,8 +198,8 @@ def test_what_an_annotation_asks_for():
         return tf.tanh(replicate(y))
 
     sources = lower(fn, [X]).signature.sources
-    found = [sources.find(name) for name in ("XlaSharding", "XlaSharding_1", "Tanh")]
-    first, second, none = (one.annotation for one in found)
+    matches = [sources.find(name) for name in ("XlaSharding", "XlaSharding_1", "Tanh")]
+    first, second, none = (source.annotation for source in matches)
     assert first.sharding(mesh, 2) == Sharding.parse(mesh, "[Y,?]")
     assert second.sharding(mesh, 2) == Sharding.replicated(mesh, 2)
     assert none is None

@@ -50,7 +50,7 @@ def violated_for_sure(x):
 def warnings_of(caplog, fn):
     with caplog.at_level(logging.WARNING, logger="absl"):
         lower(fn, [X], name="step")
-    return [one.getMessage() for one in caplog.records if one.name == "absl"]
+    return [record.getMessage() for record in caplog.records if record.name == "absl"]
 
 
 @pytest.mark.parametrize(

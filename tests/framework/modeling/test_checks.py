@@ -135,9 +135,9 @@ def test_fields_that_are_declared_are_checked():
     }
 
     def bases(name: str) -> set[str]:
-        own = [ast.unparse(base) for base in classes[name].bases]
+        direct = [ast.unparse(base) for base in classes[name].bases]
         return {name}.union(
-            *(bases(base) if base in classes else {base} for base in own)
+            *(bases(base) if base in classes else {base} for base in direct)
         )
 
     checked = {name for name in classes if "Checked" in bases(name)} - {"Checked"}
@@ -146,6 +146,6 @@ def test_fields_that_are_declared_are_checked():
         text = [ast.unparse(part) for part in node.body]
         declares = any(" = bounded(" in t or " = instance(" in t for t in text)
         assert name in checked or not declares, f"{name} is not Checked"
-        own = next((t for t in text if t.startswith("def __post_init__")), "super()")
+        method = next((t for t in text if t.startswith("def __post_init__")), "super()")
         if name in checked:
-            assert "super()" in own, f"{name}.__post_init__ does not call Checked's"
+            assert "super()" in method, f"{name}.__post_init__ does not call Checked's"

@@ -69,7 +69,7 @@ def test_is_the_papers_update(momentum_of, settings):
 
     def expected(name):
         w, m = weights[name], 0.0
-        for t, g in enumerate(one[name] for one in grads):
+        for t, g in enumerate(step_grads[name] for step_grads in grads):
             rate = 8.0 * (1 - t / 10)
             if name == "kernel":
                 sizes = [np.linalg.norm(v.ravel()) for v in (w, g)]
@@ -99,9 +99,9 @@ def test_momentum_of_updates_and_of_gradients_differ_only_where_rates_change():
         optimizer = LARS(learning_rate=schedule, momentum_of=momentum_of)
         return train(optimizer, specs, weights, grads)[-1].bias
 
-    level = [last(RATE, one) for one in MomentumOf]
+    level = [last(RATE, kind) for kind in MomentumOf]
     np.testing.assert_allclose(*level, rtol=1e-5, atol=1e-6)
-    falling = [last(FALLING, one) for one in MomentumOf]
+    falling = [last(FALLING, kind) for kind in MomentumOf]
     assert np.abs(falling[0] - falling[1]).max() > 0.1
 
 

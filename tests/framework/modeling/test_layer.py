@@ -71,8 +71,8 @@ def test_a_value_comes_back_as_the_gradient_of_a_weight():
 
 
 def test_experts_are_stacked_layers_too():
-    one = weight(2048, 8, 6, dims=("experts", "expert_model", "hidden"))
-    assert one.stack_rank == 1 and one.stacked(3).stack_rank == 2
+    experts = weight(2048, 8, 6, dims=("experts", "expert_model", "hidden"))
+    assert experts.stack_rank == 1 and experts.stacked(3).stack_rank == 2
     # Of a gating's matrix they are what the product gives.
     assert weight(8, 2048, dims=("gate_model", "gate_experts")).stack_rank == 0
 

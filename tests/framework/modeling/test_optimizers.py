@@ -181,11 +181,11 @@ def test_stacking_layers_changes_nothing(name, dims):
     stacked_specs = NestedMap(
         {
             k: WeightSpec(
-                shape=(*stack, *one.shape),
-                dims=(*dims, *one.dims),
-                initializer=one.initializer,
+                shape=(*stack, *spec.shape),
+                dims=(*dims, *spec.dims),
+                initializer=spec.initializer,
             )
-            for k, one in one_layer.items()
+            for k, spec in one_layer.items()
         }
     )
     specs = NestedMap({f"layer{i}": one_layer for i in range(3)})

@@ -80,13 +80,13 @@ def test_high_words_of_the_counter_count():
         jit_compile=True,
         input_signature=[KEY_SPEC],
     )
-    found = function(KEY).numpy()
+    draws = function(KEY).numpy()
     words = [
         random._threefry(KEY, tf.constant(high, tf.uint32) + KEY[0], low + KEY[1])
         for high, low in [(h, tf.constant([1, 3], tf.uint32)) for h in range(3)]
     ]
     expected = [tf.bitwise.bitwise_xor(*pair).numpy() for pair in words]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(draws, expected)
 
 
 @pytest.mark.parametrize("shape", [[2**32 + 1], [5, 2**31, 3], [2] + [2**32] * 2])

@@ -104,13 +104,13 @@ def argument(text, mesh=MESH):
     return spec, mw.Sharding.parse(mesh, f"[{written}]")
 
 
-def numbers(spec, rng, whole):
+def numbers(spec, rng, integers):
     """For an argument."""
     if spec.dtype == tf.bool:
         return rng.integers(0, 2, spec.shape).astype(bool)
     if spec.dtype == tf.int32:
         return rng.integers(0, 5, spec.shape).astype(np.int32)
-    made = rng.integers(-2, 3, spec.shape) if whole else rng.normal(size=spec.shape)
+    made = rng.integers(-2, 3, spec.shape) if integers else rng.normal(size=spec.shape)
     return made.astype(np.float32)
 
 
@@ -125,7 +125,7 @@ def traced(fn, *types, mesh=MESH, **how):
     )
 
 
-def compiled(fn, *types, mesh=MESH, partitioners=Partitioner, whole=False, **how):
+def compiled(fn, *types, mesh=MESH, partitioners=Partitioner, integers=False, **how):
     """`fn` compiled by each partitioner, with one device's numbers; program by program.
 
     Args:
@@ -133,11 +133,11 @@ def compiled(fn, *types, mesh=MESH, partitioners=Partitioner, whole=False, **how
       types: of its arguments.
       mesh: the mesh.
       partitioners: who splits it.
-      whole: whether its numbers are small whole ones, which bfloat16 does not round.
+      integers: whether its numbers are small integers, which bfloat16 does not round.
       **how: see `trace_program`.
     """
     rng = np.random.default_rng(0)
-    args = [numbers(argument(text)[0], rng, whole) for text in types]
+    args = [numbers(argument(text)[0], rng, integers) for text in types]
     want = tf.nest.map_structure(np.asarray, fn(*map(tf.constant, args)))
     for partitioner in partitioners:
         how["partitioner"] = partitioner
@@ -159,23 +159,23 @@ def assert_same(got, want, name):
 def sent(program):
     """`all-reduce tp [4,6]` for each array of each collective that is sent, sorted."""
     return sorted(
-        f"{one.kind} {','.join(one.axes)} [{','.join(map(str, shape))}]"
-        for one in program.collectives()
-        for shape in one.shapes
+        f"{collective.kind} {','.join(collective.axes)} [{','.join(map(str, shape))}]"
+        for collective in program.collectives()
+        for shape in collective.shapes
     )
 
 
 def sent_in_loops(program):
     module = HloModule(program.hlo_text())
-    inside = [module.by_name[one.name].computation for one in program.collectives()]
+    inside = [module.by_name[c.name].computation for c in program.collectives()]
     return [name for name in inside if module.loops_around(name)]
 
 
 def check(fn, *types, sends, **how):
     """Asserts that each partitioner gets one device's numbers, and sends just this."""
     for program in compiled(fn, *types, **how):
-        name, found = program.partitioner.value, sent(program)
-        assert found == sorted(sends), f"{name} sends {found}"
+        name, sent_ops = program.partitioner.value, sent(program)
+        assert sent_ops == sorted(sends), f"{name} sends {sent_ops}"
         assert not sent_in_loops(program), f"{name} sends in a loop"
 
 

@@ -40,9 +40,9 @@ def test_gated_mlp_reduces_activations_over_tp_and_weights_over_dp():
         with tf.GradientTape() as tape:
             tape.watch(args)
             y = mlp(*args)
-        found = tape.gradient(y, args, output_gradients=split(g, *batch))
+        gradients = tape.gradient(y, args, output_gradients=split(g, *batch))
         dims = (batch, into, into, out)
-        return to(y, *batch), [to(g, *d) for g, d in zip(found, dims, strict=True)]
+        return to(y, *batch), [to(g, *d) for g, d in zip(gradients, dims, strict=True)]
 
     types = ["[3,4@dp,6]", "[6,8@tp]", "[6,8@tp]", "[8@tp,6]", "[3,4@dp,6]"]
     activation = ["all-reduce tp [3,2,6]"] * 2
@@ -239,7 +239,7 @@ def test_a_linear_op_is_computed_part_by_part(name):
         return end(x, y), gradients(lambda x, y: weighed(end(x, y), like), x, y)
 
     sends = [f"all-reduce tp [{','.join(map(str, shape))}]"]
-    check(fn, *PARTIAL, "[6,6]", sends=sends, whole=True)
+    check(fn, *PARTIAL, "[6,6]", sends=sends, integers=True)
 
 
 @pytest.mark.parametrize("unreduced,other", [("dp", "tp"), ("tp", "dp")])
@@ -258,7 +258,7 @@ def test_sums_of_complex_numbers():
         total = p - 3 * p + tf.zeros([4, 6], tf.complex64)
         return tf.math.real(to(total, None, None))
 
-    check(fn, *PARTIAL, sends=[REDUCED], whole=True)
+    check(fn, *PARTIAL, sends=[REDUCED], integers=True)
 
 
 @pytest.mark.parametrize("dtype", [tf.int32, tf.uint32, tf.int16, tf.uint8])
@@ -270,7 +270,7 @@ def test_sums_of_whole_numbers_wrap_around(dtype):
         total = to(tf.cast(p - 3 * p, dtype), None, None)
         return tf.math.floormod(total, tf.constant(251, dtype))
 
-    check(fn, *PARTIAL, sends=[REDUCED], whole=True)
+    check(fn, *PARTIAL, sends=[REDUCED], integers=True)
 
 
 @pytest.mark.parametrize("partitioner", mw.Partitioner)
@@ -282,8 +282,8 @@ def test_a_sum_that_is_cast_to_fewer_bits_is_rounded_part_by_part(partitioner):
 
     program = traced(fn, "[1,2@tp]", "[2@tp,1]", partitioner=partitioner).compile()
     x, y = np.array([[256.75, 0.75]], np.float32), np.ones([2, 1], np.float32)
-    parts, whole = program.unshard(program(x, y))
-    assert (parts[0, 0], whole[0, 0]) == (256.0, 258.0)
+    parts, total = program.unshard(program(x, y))
+    assert (parts[0, 0], total[0, 0]) == (256.0, 258.0)
 
 
 def test_a_sum_of_elements_may_be_pending():
@@ -320,8 +320,8 @@ def test_devices_in_another_order():
 
     def fn(x, y, z):
         p = split(x @ y, None, None, mesh=mesh, unreduced=["tp"])
-        one = to(tf.exp(z), None, None, mesh=mesh, unreduced=["dp"])
-        return to(p, "tp", None, mesh=mesh), to(one, None, "dp", mesh=mesh)
+        summed = to(tf.exp(z), None, None, mesh=mesh, unreduced=["dp"])
+        return to(p, "tp", None, mesh=mesh), to(summed, None, "dp", mesh=mesh)
 
     sends = ["reduce-scatter tp [2,6]", "reduce-scatter dp [4,3]"]
     check(fn, *PARTIAL, "[4,6]", mesh=mesh, sends=sends)

@@ -33,8 +33,8 @@ def accumulated(loss, weights, batch, *, steps=3):
     """Gradients by `weights` of the sum of `loss` over microbatches."""
 
     def body(i, totals):
-        found = gradients(lambda *w: loss(*read_dp(*w), batch[i]), *weights)
-        return i + 1, [total + g for total, g in zip(totals, found, strict=True)]
+        grads = gradients(lambda *w: loss(*read_dp(*w), batch[i]), *weights)
+        return i + 1, [total + g for total, g in zip(totals, grads, strict=True)]
 
     start = [tf.zeros(w.shape) for w in weights]
     _, totals = tf.while_loop(
@@ -97,8 +97,8 @@ def test_gradients_of_microbatches_are_reduced_once(name, scatter):
         )
 
     def fn(x, *weights):
-        found = accumulated(loss, weights, x)
-        return [end(g, dim) for g, dim in zip(found, wide, strict=True)]
+        grads = accumulated(loss, weights, x)
+        return [end(g, dim) for g, dim in zip(grads, wide, strict=True)]
 
     sends = []
     for spec, dim in zip(specs, wide, strict=True):
@@ -107,16 +107,14 @@ def test_gradients_of_microbatches_are_reduced_once(name, scatter):
         ]
         kind = "reduce-scatter" if scatter else "all-reduce"
         sends.append(f"{kind} dp [{','.join(map(str, shape))}]")
-    check(fn, batch, *weights, sends=sends, whole=name == "bfloat16")
+    check(fn, batch, *weights, sends=sends, integers=name == "bfloat16")
 
 
 def test_two_loops_of_microbatches():
     def fn(x, w):
         def outer(i, total):
-            (found,) = accumulated(
-                lambda w, x: tf.reduce_sum(tf.tanh(x @ w)), [w], x[i]
-            )
-            return i + 1, total + found
+            (grad,) = accumulated(lambda w, x: tf.reduce_sum(tf.tanh(x @ w)), [w], x[i])
+            return i + 1, total + grad
 
         _, total = tf.while_loop(
             lambda i, _: i < 2,
@@ -228,8 +226,8 @@ def test_weights_that_a_loop_reads_whole():
 def test_gradients_of_microbatches_that_are_stacked_first():
     def fn(x, w):
         def body(i, stack):
-            found = gradients(lambda w: tf.reduce_sum(tf.tanh(x[i] @ read_dp(w)[0])), w)
-            return i + 1, stack.write(i, found[0])
+            grads = gradients(lambda w: tf.reduce_sum(tf.tanh(x[i] @ read_dp(w)[0])), w)
+            return i + 1, stack.write(i, grads[0])
 
         stack = tf.TensorArray(tf.float32, 3, element_shape=[6, 4])
         _, stack = tf.while_loop(
@@ -242,20 +240,20 @@ def test_gradients_of_microbatches_that_are_stacked_first():
 
 def loop(body, *start):
     """Three rounds of `body`, which reads the round and gives what is carried."""
-    found = tf.while_loop(
+    final = tf.while_loop(
         lambda i, *_: i < 3,
         lambda i, *carried: [i + 1, *body(i, *carried)],
         [tf.constant(0), *start],
         maximum_iterations=3,
     )
-    return found[1:]
+    return final[1:]
 
 
 def unreduced(x):
     return split(x, *[None] * x.shape.rank, unreduced=["tp"])
 
 
-def whole(x):
+def unsharded(x):
     return to(x, *[None] * x.shape.rank)
 
 
@@ -269,25 +267,25 @@ def one_by_another(x, y):
         return a + x[i] @ y, b + a, c + tf.reduce_sum(b, 0)
 
     a, b, c = loop(body, *[tf.zeros([4, 6])] * 2, tf.zeros([6]))
-    return whole(unreduced(c)), tf.nn.relu(a), b
+    return unsharded(unreduced(c)), tf.nn.relu(a), b
 
 
 def twice_first(x, y):
     (a,) = loop(lambda i, a: [a + x[i] @ y], tf.zeros([4, 6]))
     double = unreduced(2.0 * a)
-    return whole(unreduced(a)), whole(double)
+    return unsharded(unreduced(a)), unsharded(double)
 
 
 def twice_last(x, y):
     (a,) = loop(lambda i, a: [a + x[i] @ y], tf.zeros([4, 6]))
-    return whole(unreduced(a)), whole(unreduced(2.0 * a))
+    return unsharded(unreduced(a)), unsharded(unreduced(2.0 * a))
 
 
 def ended_in_a_later_round(x, y):
     """`b` is unreduced from the second round on; each round adds it up."""
 
     def body(i, a, b, c):
-        return unreduced(x[i] @ y), a, c + tf.nn.relu(whole(b))
+        return unreduced(x[i] @ y), a, c + tf.nn.relu(unsharded(b))
 
     return loop(body, *[tf.zeros([4, 6])] * 3)[2]
 
@@ -299,7 +297,7 @@ def read_whole_inside(x, y):
         return a + x[i] @ y, b + tf.nn.relu(a)
 
     a, b = loop(body, *[tf.zeros([4, 6])] * 2)
-    return whole(tf.reduce_sum(unreduced(a), 0)), b
+    return unsharded(tf.reduce_sum(unreduced(a), 0)), b
 
 
 def of_a_branch_in_a_loop(x, y):
@@ -307,7 +305,7 @@ def of_a_branch_in_a_loop(x, y):
         grown = tf.cond(i > 0, lambda: a + x[i] @ y, lambda: 2.0 * (x[0] @ y))
         return [grown]
 
-    return whole(unreduced(loop(body, tf.zeros([4, 6]))[0]))
+    return unsharded(unreduced(loop(body, tf.zeros([4, 6]))[0]))
 
 
 def of_a_loop_in_a_loop(x, y):
@@ -316,7 +314,7 @@ def of_a_loop_in_a_loop(x, y):
         return inner, a
 
     a, b = loop(body, *[tf.zeros([4, 6])] * 2)
-    return whole(unreduced(a)), tf.nn.relu(b)
+    return unsharded(unreduced(a)), tf.nn.relu(b)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +339,7 @@ def test_branches_may_give_a_partial_sum():
         p = partial(x, y)
         first = tf.cond(yes, lambda: 2.0 * p, lambda: x @ y + p)
         either = tf.cond(yes, lambda: tf.zeros([4, 6]), lambda: first)
-        return whole(tf.reduce_sum(either, 0))
+        return unsharded(tf.reduce_sum(either, 0))
 
     check(fn, *PARTIAL, "pred[]", sends=["all-reduce tp [6]"])
 
@@ -402,12 +400,13 @@ def test_such_a_gradient_is_reduced_in_the_loop_and_others_after_it():
         def body(i, totals):
             def loss(w, v):
                 w, v = (
-                    annotate(one, READ, on_conflict=OnConflict.REDUCE) for one in (w, v)
+                    annotate(weight, READ, on_conflict=OnConflict.REDUCE)
+                    for weight in (w, v)
                 )
                 return decayed(w, x[i]) + tf.reduce_sum(tf.tanh(x[i] @ v))
 
-            found = gradients(loss, w, v)
-            return i + 1, [total + g for total, g in zip(totals, found, strict=True)]
+            grads = gradients(loss, w, v)
+            return i + 1, [total + g for total, g in zip(totals, grads, strict=True)]
 
         start = (tf.constant(0), [tf.zeros([6, 4]), tf.zeros([6, 4])])
         _, totals = tf.while_loop(lambda i, _: i < 3, body, start, maximum_iterations=3)
@@ -425,12 +424,13 @@ def test_such_a_gradient_is_reduced_where_something_not_linear_reads_it():
         def body(i, totals):
             def loss(w, v):
                 w, v = (
-                    annotate(one, READ, on_conflict=OnConflict.REDUCE) for one in (w, v)
+                    annotate(weight, READ, on_conflict=OnConflict.REDUCE)
+                    for weight in (w, v)
                 )
                 return tf.reduce_sum(tf.tanh(x[i] @ w)) + tf.reduce_sum(x[i] @ v)
 
-            one, other = gradients(loss, w, v)
-            return i + 1, [totals[0] + tf.tanh(2.0 * one), totals[1] + other]
+            first, other = gradients(loss, w, v)
+            return i + 1, [totals[0] + tf.tanh(2.0 * first), totals[1] + other]
 
         start = (tf.constant(0), [tf.zeros([6, 4]), tf.zeros([6, 4])])
         _, totals = tf.while_loop(lambda i, _: i < 3, body, start, maximum_iterations=3)
@@ -445,9 +445,9 @@ def test_what_else_is_pending_is_reduced_by_such_an_annotation():
     """Along an axis that splits a dim after it, so right onto its shards."""
 
     def fn(x, y):
-        asked = mw.Sharding.parse(MESH, "[tp,_]{U:dp}")
+        sharding = mw.Sharding.parse(MESH, "[tp,_]{U:dp}")
         return to(
-            annotate(partial(x, y), asked, on_conflict=OnConflict.REDUCE), "tp", None
+            annotate(partial(x, y), sharding, on_conflict=OnConflict.REDUCE), "tp", None
         )
 
     check(fn, *PARTIAL, sends=["reduce-scatter tp [2,6]"])
@@ -464,7 +464,7 @@ def momentum(state, x):
 
 @pytest.mark.parametrize("partitioner", mw.Partitioner)
 def test_sharded_updates_reduce_what_is_pending_onto_their_shards(partitioner):
-    whole = mw.Sharding.replicated(MESH, 2)
+    replicated = mw.Sharding.replicated(MESH, 2)
     state, (batch, sharding) = tf.TensorSpec([6, 4]), argument("[3,8@dp,6]")
     rng = np.random.default_rng(0)
     value = {name: rng.normal(size=[6, 4]).astype(np.float32) for name in ("w", "m")}
@@ -473,8 +473,8 @@ def test_sharded_updates_reduce_what_is_pending_onto_their_shards(partitioner):
         momentum,
         [{"w": state, "m": state}, batch],
         MESH,
-        in_shardings=[{"w": whole, "m": whole}, sharding],
-        out_shardings={"state": {"w": whole, "m": whole}},
+        in_shardings=[{"w": replicated, "m": replicated}, sharding],
+        out_shardings={"state": {"w": replicated, "m": replicated}},
         partitioner=partitioner,
         update_sharding=mw.UpdateSharding(
             mode=mw.WeightUpdateSharding.ALL, data_axes=("dp",)
@@ -486,7 +486,7 @@ def test_sharded_updates_reduce_what_is_pending_onto_their_shards(partitioner):
         np.asarray, momentum(tf.nest.map_structure(tf.constant, value), x)
     )
     assert_same(program.unshard(program(value, x)), want, partitioner.value)
-    found = sent(program)
-    (scattered,) = [one for one in found if "all-gather" not in one]
-    assert scattered in ("reduce-scatter dp [3,4]", "reduce-scatter dp [6,2]"), found
+    sends = sent(program)
+    (scattered,) = [send for send in sends if "all-gather" not in send]
+    assert scattered in ("reduce-scatter dp [3,4]", "reduce-scatter dp [6,2]"), sends
     assert not sent_in_loops(program)

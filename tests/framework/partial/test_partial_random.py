@@ -132,11 +132,11 @@ class Program(RandomSteps):
         dims = self.dims(2, but=unreduced)
 
         def op(v, _):
-            one, two = (
+            left_value, two = (
                 split(v[x.number], left, summed),
                 split(v[other.number], summed, right),
             )
-            return split(one @ two, *dims, unreduced=unreduced)
+            return split(left_value @ two, *dims, unreduced=unreduced)
 
         return self.step(
             f"v{x.number} {[left, summed]} @ v{other.number} {[summed, right]}, "
@@ -173,15 +173,15 @@ class Program(RandomSteps):
         (m, n), k = x.shape, self.choose(*SIZES)
         if self.choose("left", "right") == "left":
             w = self.factor((k, m), x.unreduced)
-            one, two, shape = w, x, (k, n)
+            first, two, shape = w, x, (k, n)
         else:
             w = self.factor((n, k), x.unreduced)
-            one, two, shape = x, w, (m, k)
+            first, two, shape = x, w, (m, k)
         return self.step(
-            f"v{one.number} @ v{two.number}",
+            f"v{first.number} @ v{two.number}",
             shape,
             x.unreduced,
-            lambda v, _: v[one.number] @ v[two.number],
+            lambda v, _: v[first.number] @ v[two.number],
         )
 
     def added(self, x: Value) -> Value:
@@ -234,11 +234,11 @@ def check(random, partitioner):
     ]
     want = fn(*map(tf.constant, args))
     got = compiled.unshard(compiled(*args))
-    for found, expected in zip(
+    for result, expected in zip(
         tf.nest.flatten(got), tf.nest.flatten(want), strict=True
     ):
         assert np.abs(expected).max() < 2**20  # Or sums of it may be rounded.
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(result, expected)
 
 
 # Of hypothesis only the seed, which says more than what it would find by small changes.

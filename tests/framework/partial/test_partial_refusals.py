@@ -70,9 +70,9 @@ def of_two_axes(read):
 
     def fn(x, y):
         a = read(x, y)
-        one = split(a, None, None, unreduced=["tp"])
+        part = split(a, None, None, unreduced=["tp"])
         other = split(2.0 * a, None, None, unreduced=["dp", "tp"])
-        return to(one, None, None), to(other, None, None)
+        return to(part, None, None), to(other, None, None)
 
     return fn
 
@@ -253,8 +253,8 @@ LINES = {
 def test_what_no_device_could_compute_on_its_part_is_refused(name):
     fn, message, *types = REFUSALS[name]
     line = LINES.get(name, fn.__code__.co_firstlineno)
-    found = refusal(fn, *(types or PARTIAL))
-    assert found.startswith("step: op '") and message.format(line) in found, found
+    text = refusal(fn, *(types or PARTIAL))
+    assert text.startswith("step: op '") and message.format(line) in text, text
 
 
 def test_what_is_unreduced_is_so_over_the_programs_mesh():
@@ -316,13 +316,13 @@ def test_no_sum_is_pending_in_a_manual_region(name):
 @pytest.mark.parametrize("border", ["in_shardings", "out_shardings"])
 def test_no_sum_is_pending_at_the_border_of_a_program(border):
     unreduced = mw.Sharding.parse(MESH, "[_,_]{U:tp}")
-    asked = {border: [unreduced] if border == "in_shardings" else unreduced}
+    shardings = {border: [unreduced] if border == "in_shardings" else unreduced}
     message = (
         r"sharding \[_,_\]\{U:tp\} of an argument or result is unreduced along tp: a "
         "sum may be unreduced inside a program only; reshard it there"
     )
     with pytest.raises(ValueError, match=message):
-        mw.compile_program(lambda x: x, [tf.TensorSpec([4, 6])], MESH, **asked)
+        mw.compile_program(lambda x: x, [tf.TensorSpec([4, 6])], MESH, **shardings)
 
 
 @pytest.mark.parametrize("write", [split, to])

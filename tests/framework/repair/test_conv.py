@@ -33,15 +33,15 @@ def mesh_of(*shape, names=("data", "spatial", "model")):
 @pytest.fixture
 def looked(monkeypatch):
     """The name of the look for each one that is taken at a program."""
-    found = []
+    taken_looks = []
     for name in "by_shardy", "by_gspmd":
         look = getattr(looks, name)
         monkeypatch.setattr(
             looks,
             name,
-            lambda *args, name=name, look=look: found.append(name) or look(*args),
+            lambda *args, name=name, look=look: taken_looks.append(name) or look(*args),
         )
-    return found
+    return taken_looks
 
 
 def with_gradients(fn, mesh=None, annotated=None, result=None):
@@ -83,8 +83,8 @@ def assert_parity(fn, shapes, mesh, annotated, result, partitioner, alone=None):
     rng = np.random.default_rng(0)
     args = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     specs = [tf.TensorSpec(shape) for shape in shapes]
-    one = compile_program(with_gradients(alone or fn), specs, ONE)
-    want = one.unshard(one(*args))
+    single = compile_program(with_gradients(alone or fn), specs, ONE)
+    want = single.unshard(single(*args))
     program = compiled(fn, shapes, mesh, annotated, result, partitioner)
     got = program.unshard(program(*args))
     for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
@@ -337,11 +337,12 @@ def unlike_any(monkeypatch, rows):
     complete = looks.completed_by_gspmd
 
     def without_numbers(program):
-        found = complete(program)
-        found.completed.instructions[:] = [
-            dataclasses.replace(one, tag=None) for one in found.completed.instructions
+        completion = complete(program)
+        completion.completed.instructions[:] = [
+            dataclasses.replace(op, tag=None)
+            for op in completion.completed.instructions
         ]
-        return found
+        return completion
 
     monkeypatch.setattr(looks, "completed_by_gspmd", without_numbers)
     monkeypatch.setattr(looks, "originals", lambda *args: ())

@@ -35,8 +35,8 @@ def region(fn, mesh, axis, ranks, rank):
 def check(fn, args, mesh, partitioner, want):
     program = compile_program(fn, map(specs, args), mesh, partitioner=partitioner)
     got = tf.nest.flatten(program.unshard(program(*args)))
-    for one, other in zip(got, tf.nest.flatten(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+    for result, other in zip(got, tf.nest.flatten(want), strict=True):
+        np.testing.assert_allclose(result, other, rtol=1e-5, atol=1e-4)
     return program
 
 
@@ -93,7 +93,7 @@ def test_a_slice_that_starts_in_range_keeps_its_layout(partitioner):
     x = array(8, 8)
     inside = region(fn, CUBE, "A", [2, 0], 2)
     program = check(inside, [x, np.int32(3)], CUBE, partitioner, x[3:7])
-    assert not [one for one in program.repairs if one.is_costly]
+    assert not [repair for repair in program.repairs if repair.is_costly]
 
 
 def test_gspmd_refuses_what_would_end_the_process():

@@ -59,13 +59,13 @@ def repaired(fn, args, partitioner):
     compute = with_gradients(fn)
     program = compile_program(
         lambda *args: compute(split, *args),
-        [specs(one) for one in args],
+        [specs(arg) for arg in args],
         MESH,
         partitioner=partitioner,
     )
     want = compute(as_it_is, *map(tf.constant, args))
     assert_close(program.unshard(program(*args)), want)
-    return {one.fault.name for one in program.repairs}
+    return {repair.fault.name for repair in program.repairs}
 
 
 def max_pool(lay, x):
@@ -137,8 +137,8 @@ def called_twice(lay, x, y, i):
 def all_but_the_last(lay, x):
     """Two slices of a tensor, in shards of its shards' size, resharded alike."""
     x = lay(x, None, "Y", None)
-    one, two = (lay(x[:, :-cut], "X", None, None) for cut in (1, 2))
-    return one[:, 1:] * two + lay(x, "X", None, None)[:, 2:]
+    first, two = (lay(x[:, :-cut], "X", None, None) for cut in (1, 2))
+    return first[:, 1:] * two + lay(x, "X", None, None)[:, 2:]
 
 
 def in_a_loop(lay, x, i):
@@ -245,7 +245,7 @@ def test_slices_stay_split_as_their_tensor(partitioner):
         partitioner=partitioner,
     )
     rows = Sharding.from_dims_mapping(MESH, [None, "Y", None])
-    assert [one.after for one in program.repairs] == [(rows, rows)] * 2
+    assert [repair.after for repair in program.repairs] == [(rows, rows)] * 2
 
 
 CUBE = DeviceMesh(("X", "Y", "Z"), (2, 2, 2))
@@ -281,8 +281,8 @@ def test_slices_beside_their_tensor(fn, shape, partitioner):
     x = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
     specs = [tf.TensorSpec(shape, tf.int32)]
     program = compile_program(fn, specs, CUBE, partitioner=partitioner)
-    whole = {of_a_roll: np.roll(x, 1, 0)}.get(fn, x[:5])
-    for got, want in zip(program(x), (whole, x), strict=True):
+    want_x = {of_a_roll: np.roll(x, 1, 0)}.get(fn, x[:5])
+    for got, want in zip(program(x), (want_x, x), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -293,10 +293,10 @@ def test_adaptive_pooling_of_keras(partitioner):
         pytest.skip("this Keras has no AdaptiveMaxPooling2D")
     layer = keras.layers.AdaptiveMaxPooling2D((5, 3))
     x = array(2, 16, 8, 5)
-    found = repaired(
+    repaired_faults = repaired(
         lambda lay, x: layer(lay(x, None, "Y", None, None)), [x], partitioner
     )
-    assert found == {"overlapping windows"}
+    assert repaired_faults == {"overlapping windows"}
 
 
 B, DENSE, HIDDEN, D, TABLES = 8, 5, 16, 8, 6
@@ -340,7 +340,7 @@ def test_steps_of_a_dlrm(batch, partitioner):
     }
     ids = indices(B * TABLES, 10).reshape(B, TABLES)
     inputs = array(B, DENSE), ids, np.float32(array(B, 1) > 0)
-    state = {name: tf.nest.map_structure(whole, w) for name, w in weights.items()}
+    state = {name: tf.nest.map_structure(replicated, w) for name, w in weights.items()}
     state["bottom_1"] = Sharding.from_dims_mapping(MESH, [None, "Y"])
     rows = Sharding.from_dims_mapping(MESH, [batch, None])
     program = compile_program(
@@ -352,7 +352,7 @@ def test_steps_of_a_dlrm(batch, partitioner):
         donate=[0],
         partitioner=partitioner,
     )
-    assert {one.fault.name for one in program.repairs} == {"uneven indices"}
+    assert {repair.fault.name for repair in program.repairs} == {"uneven indices"}
     placed, *batch = program.shard(weights, *inputs)
     for _ in range(3):
         out = program(placed, *batch)
@@ -363,7 +363,7 @@ def test_steps_of_a_dlrm(batch, partitioner):
         placed, weights = out[0], want[0]
 
 
-def whole(array):
+def replicated(array):
     return Sharding.replicated(MESH, array.ndim)
 
 

@@ -50,7 +50,7 @@ def compiled(pool, x, dims, mesh=MESH, gradient=True, **how):
 
 def assert_right(program, pool, x, dims):
     alone = compiled(pool, x, dims, ONE, len(program.out_shardings) == 2)
-    results = (one.unshard(one(x)) for one in (program, alone))
+    results = (run.unshard(run(x)) for run in (program, alone))
     for got, want in zip(*results, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
@@ -76,7 +76,7 @@ def test_gradients_of_max_pools_send_halos_only(name, partitioner):
     (repair,) = program.repairs
     assert repair.fault.name == OVERLAPPING
     assert not list(repair.changes())
-    assert {one.kind for one in program.collectives()} == {"collective-permute"}
+    assert {c.kind for c in program.collectives()} == {"collective-permute"}
     assert_right(program, pool, x, dims)
 
 
@@ -89,9 +89,9 @@ def test_even_shards_receive_the_rows_that_they_need(partitioner, caplog):
     row = x[:, 0].nbytes
     assert repair.bytes == repair.halos == 2 * row  # Of the image, and sums back.
     # The pool itself needs the row of the image too.
-    assert sum(one.bytes for one in program.collectives()) == 3 * row
+    assert sum(collective.bytes for collective in program.collectives()) == 3 * row
     assert "; pools exchange border rows (halos)" in str(repair)
-    assert not [one for one in caplog.records if "which XLA" in one.getMessage()]
+    assert not [r for r in caplog.records if "which XLA" in r.getMessage()]
 
 
 @over_partitioners
@@ -101,7 +101,7 @@ def test_the_first_of_equal_elements_gets_all(partitioner):
     x[:, :5] = x[:, 11:] = -np.inf
     pool = max_pool(3, 1, "SAME")
     program = compiled(pool, x, ROWS, partitioner=partitioner)
-    assert {one.kind for one in program.collectives()} == {"collective-permute"}
+    assert {c.kind for c in program.collectives()} == {"collective-permute"}
     assert_right(program, pool, x, ROWS)
 
 
@@ -137,7 +137,7 @@ def test_windows_of_sums_send_halos_only(name, partitioner):
     (repair,) = program.repairs
     assert repair.fault.name == fault
     assert not list(repair.changes())
-    assert {one.kind for one in program.collectives()} <= {"collective-permute"}
+    assert {c.kind for c in program.collectives()} <= {"collective-permute"}
     assert_right(program, pool, x, dims)
 
 

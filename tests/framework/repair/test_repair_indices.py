@@ -74,8 +74,8 @@ def test_a_table_and_its_indices_may_be_split_alike(of_table, of_rows, fn, parti
     def split(table, i, rows):
         table = mesh_split(table, MESH, of_table)
         rows = mesh_split(rows, MESH, of_rows)
-        found = fn(table, mesh_split(i, MESH, ["X"]), rows)
-        return mesh_split(found, MESH, of_rows if fn is read else of_table)
+        result = fn(table, mesh_split(i, MESH, ["X"]), rows)
+        return mesh_split(result, MESH, of_rows if fn is read else of_table)
 
     args = (
         RNG.standard_normal([STEPS, COLUMNS]).astype(np.float32),
@@ -109,19 +109,19 @@ def test_embeddings_over_three_axes_stay_as_they_are(
     def embed(table, indices):
         with tf.GradientTape() as tape:
             tape.watch(table)
-            found = tf.gather(
+            rows = tf.gather(
                 mesh_split(table, CUBE, of_table),
                 mesh_split(indices, CUBE, of_indices),
             )
-            found = mesh_split(found, CUBE, of_result)
-            loss = tf.reduce_sum(found**2)
-        return found, tf.convert_to_tensor(tape.gradient(loss, table))
+            rows = mesh_split(rows, CUBE, of_result)
+            loss = tf.reduce_sum(rows**2)
+        return rows, tf.convert_to_tensor(tape.gradient(loss, table))
 
     args = RNG.integers(-3, 4, [64, 8]).astype(np.float32), np.arange(32).reshape(8, 4)
     program = compile_program(embed, map(specs, args), CUBE, partitioner=partitioner)
     got = program.unshard(program(*args))
-    for one, want in zip(got, embed(*map(tf.constant, args)), strict=True):
-        np.testing.assert_array_equal(one, want)
+    for result, want in zip(got, embed(*map(tf.constant, args)), strict=True):
+        np.testing.assert_array_equal(result, want)
     assert not [repair for repair in program.repairs if repair.is_costly]
 
 

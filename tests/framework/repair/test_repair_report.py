@@ -52,8 +52,8 @@ def repairs_logged(caplog):
 def table_of_faults(monkeypatch):
     """Makes the compiler start with another table."""
 
-    def set_table(found):
-        monkeypatch.setattr(faults, "FAULTS", tuple(found))
+    def set_table(table):
+        monkeypatch.setattr(faults, "FAULTS", tuple(table))
         importlib.reload(check)
 
     yield set_table
@@ -64,11 +64,11 @@ def table_of_faults(monkeypatch):
 @over_partitioners
 def test_a_costly_repair_is_a_warning(partitioner, caplog):
     program = compiled(costly, partitioner=partitioner)
-    (told,) = repairs_logged(caplog)
+    (message,) = repairs_logged(caplog)
     (repair,) = program.repairs
     assert repair.bytes > 0
     remedy = "Annotate these tensors so, or split their other dims"
-    assert told == f"costly: {repair}. {remedy}"
+    assert message == f"costly: {repair}. {remedy}"
     for part in (
         "op 'GatherV2' (",
         "test_repair_report.py:",
@@ -76,21 +76,21 @@ def test_a_costly_repair_is_a_warning(partitioner, caplog):
         "wrong; it is laid out otherwise: operand 1 s32[2] [Y] -> [_]",
         f"({repair.bytes} bytes to each device in each run)",
     ):
-        assert part in told
+        assert part in message
     np.testing.assert_array_equal(program(TABLE, TWO), TABLE[TWO])
 
 
 @over_partitioners
 def test_a_repair_that_costs_nothing_is_none(partitioner, caplog):
     program = compiled(free, partitioner=partitioner, strict=True)
-    assert [one.bytes for one in program.repairs] == [0]
+    assert [repair.bytes for repair in program.repairs] == [0]
     assert not repairs_logged(caplog)
     np.testing.assert_array_equal(program(TABLE, TWO), TABLE[TWO])
 
 
 def test_what_is_laid_out_to_be_fast_is_no_warning(caplog):
     program = compiled(slow, strict=True)
-    assert {one.fault.name for one in program.repairs} == {"few rows"}
+    assert {repair.fault.name for repair in program.repairs} == {"few rows"}
     assert not repairs_logged(caplog)
     text = str(explain(program))
     assert "\n\nOps laid out otherwise, as XLA would be slow at them:\n" in text
@@ -142,7 +142,7 @@ def test_a_program_without_repairs_says_nothing(caplog):
 
 
 def test_a_fault_ends_with_the_jaxlib_that_mends_it(table_of_faults):
-    (fault,) = (one for one in faults.FAULTS if one.name == "uneven indices")
+    (fault,) = (fault for fault in faults.FAULTS if fault.name == "uneven indices")
     major, minor, patch = JAXLIB
     mended = (major, minor, patch), (major, minor), (major, minor - 1, 9)
     for until in mended:
@@ -150,7 +150,7 @@ def test_a_fault_ends_with_the_jaxlib_that_mends_it(table_of_faults):
         assert compiled(costly).repairs == ()
     for until in ((major, minor, patch + 1), (major, minor + 1), (major + 1,), None):
         table_of_faults([dataclasses.replace(fault, until=until)])
-        assert [one.fault.name for one in compiled(costly).repairs] == [fault.name]
+        assert [r.fault.name for r in compiled(costly).repairs] == [fault.name]
 
 
 @over_partitioners

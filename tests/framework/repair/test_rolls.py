@@ -30,7 +30,7 @@ def moved(fn, x, partitioner, sharding):
     )
     got = program.unshard(program(program.shard(x)))
     np.testing.assert_allclose(got, fn(tf.constant(x)), atol=1e-5)
-    return [(one.kind, one.bytes) for one in program.collectives()]
+    return [(collective.kind, collective.bytes) for collective in program.collectives()]
 
 
 @over_partitioners
@@ -50,14 +50,14 @@ def moved(fn, x, partitioner, sharding):
     ],
 )
 def test_only_rows_that_cross_a_border_move(shift, permuted, partitioner):
-    found = moved(
+    moves = moved(
         lambda x: tf.roll(x, shift, 0) * 2.0,
         rows(),
         partitioner,
         split("X", None, mesh=ROW),
     )
     expected = [("collective-permute", ROW_BYTES * n) for n in permuted]
-    assert found == expected
+    assert moves == expected
 
 
 @over_partitioners
@@ -79,8 +79,8 @@ def test_only_rows_that_cross_a_border_move(shift, permuted, partitioner):
     ids=range(11),
 )
 def test_rolls_of_several_dims_and_axes(fn, dims, permuted, partitioner):
-    found = moved(lambda x: fn(x) + 1.0, rows(), partitioner, split(*dims))
-    assert found == [("collective-permute", n) for n in permuted]
+    moves = moved(lambda x: fn(x) + 1.0, rows(), partitioner, split(*dims))
+    assert moves == [("collective-permute", n) for n in permuted]
 
 
 @over_partitioners
@@ -96,23 +96,23 @@ def test_gradients_and_loops_roll_back(partitioner):
 
         return tf.while_loop(lambda i, _: i < 3, turn, (0, gradient))[1]
 
-    found = moved(fn, rows(), partitioner, split("X", None, mesh=ROW))
-    assert sorted(found) == [("collective-permute", n) for n in (32, 80, 80)]
+    moves = moved(fn, rows(), partitioner, split("X", None, mesh=ROW))
+    assert sorted(moves) == [("collective-permute", n) for n in (32, 80, 80)]
 
 
 @over_partitioners
 @pytest.mark.parametrize("count", [61, 9])
 @pytest.mark.parametrize("shift", [1, 3, -5, 8])
 def test_uneven_rolls_gather_nothing(count, shift, partitioner):
-    found = moved(
+    moves = moved(
         lambda x: tf.sin(tf.roll(x, shift, 0)),
         rows(count),
         partitioner,
         split("X", None, mesh=ROW),
     )
-    assert {kind for kind, _ in found} == {"collective-permute"}
+    assert {kind for kind, _ in moves} == {"collective-permute"}
     shard = -(-count // 8) * ROW_BYTES
-    assert sum(size for _, size in found) <= 3 * shard
+    assert sum(size for _, size in moves) <= 3 * shard
 
 
 @over_partitioners

@@ -25,7 +25,7 @@ def run(fn, args, mesh, arrives=None, leaves=None, partitioner=Partitioner.SHARD
     """The program, and its result as it lies on the mesh."""
     program = compile_program(
         fn,
-        [specs(one) for one in args],
+        [specs(arg) for arg in args],
         mesh,
         in_shardings=arrives and [Sharding.parse(mesh, text) for text in arrives],
         out_shardings=leaves
@@ -44,9 +44,9 @@ def assert_copies_agree(result):
     """Devices that are to have the same shard have it: the copies that nobody reads."""
     for array in tf.nest.flatten(result):
         assert isinstance(array, jax.Array)
-        whole = np.asarray(array)
+        full = np.asarray(array)
         for shard in array.addressable_shards:
-            np.testing.assert_allclose(shard.data, whole[shard.index], 1e-4, 1e-4)
+            np.testing.assert_allclose(shard.data, full[shard.index], 1e-4, 1e-4)
 
 
 CUBE = DeviceMesh(("X", "Y", "Z"), (2, 2, 2))
@@ -120,18 +120,18 @@ def test_the_gradient_of_a_table_is_summed_before_it_is_split(
                 tokens = tf.reshape(tokens, [-1])
                 weights = tf.reshape(weights, [-1, width])
                 tokens = part(tokens, ["data", "tensor"])
-                whole = part(table, None, None, reduced=["data", "tensor"])
-                taken = part(tf.gather(whole, tokens), ["data", "tensor"], None)
+                reduced = part(table, None, None, reduced=["data", "tensor"])
+                taken = part(tf.gather(reduced, tokens), ["data", "tensor"], None)
             else:
                 tokens = part(tokens, "data", "tensor")
-                whole = part(table, None, None)
-                taken = part(tf.gather(whole, tokens), "data", "tensor", None)
+                reduced = part(table, None, None)
+                taken = part(tf.gather(reduced, tokens), "data", "tensor", None)
             loss = tf.reduce_sum(taken * weights)
-        found = tf.convert_to_tensor(tape.gradient(loss, table))
+        table_gradient = tf.convert_to_tensor(tape.gradient(loss, table))
         if not (typed and mesh):
-            return found
+            return table_gradient
         dims = [list(axes) for axes in Sharding.parse(mesh, stored).dims]
-        return reshard(found, mesh, dims)
+        return reshard(table_gradient, mesh, dims)
 
     # Few rows are taken; each by many tokens.
     tokens = np.random.RandomState(0).choice([1, 9, 17, 30], (4, 8)).astype(np.int32)
@@ -176,8 +176,8 @@ def test_a_batch_of_grouped_convolutions_stays_split(batch, groups, partitioner)
     want = on_one_device(lambda *args: gradients(*args, on=None), args)
     assert_close(tf.nest.map_structure(np.asarray, got), want)
     # The sum of the kernel's gradient alone.
-    found = [(one.kind, one.bytes) for one in program.collectives()]
-    assert found == [("all-reduce", args[1].nbytes)]
+    sends = [(c.kind, c.bytes) for c in program.collectives()]
+    assert sends == [("all-reduce", args[1].nbytes)]
 
 
 STEPS, VOCABULARY, WIDTH, HIDDEN = 4, 16, 8, 32
@@ -284,8 +284,8 @@ def test_a_slice_that_starts_out_of_range_is_moved_inside(partitioner):
         STARTS,
     )
     program, got = run(moved, args, mesh, partitioner=partitioner)
-    assert {one.fault.name for one in program.repairs} == {"starts out of range"}
-    assert not any(one.bytes for one in program.repairs)
+    assert {repair.fault.name for repair in program.repairs} == {"starts out of range"}
+    assert not any(repair.bytes for repair in program.repairs)
     for number, start in enumerate(STARTS):
         read, written = map(np.asarray, got[2 * number : 2 * number + 2])
         first = np.clip(start, 0, 2)
@@ -328,5 +328,5 @@ def test_two_rolls_of_a_tensor_of_an_element_a_shard(partitioner):
 
     x = array(4)
     _, got = run(rolled, [x], mesh, ["[x]"], partitioner=partitioner)
-    for by, one in zip((1, 3, 0, 2), got, strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.roll(x, by))
+    for by, result in zip((1, 3, 0, 2), got, strict=True):
+        np.testing.assert_array_equal(np.asarray(result), np.roll(x, by))

@@ -88,7 +88,7 @@ def compiled(texts, partitioner):
 
     return compile_program(
         lambda *args: layer(*args, split),
-        [specs(one) for one in ARGS],
+        [specs(arg) for arg in ARGS],
         CUBE,
         partitioner=partitioner,
     )
@@ -96,7 +96,7 @@ def compiled(texts, partitioner):
 
 def assert_right(program):
     want = layer(*map(tf.constant, ARGS), lambda t, number: t)
-    assert_close(program.unshard(program(*ARGS)), [one.numpy() for one in want])
+    assert_close(program.unshard(program(*ARGS)), [tensor.numpy() for tensor in want])
 
 
 @over_partitioners
@@ -112,12 +112,12 @@ def test_products_of_a_layer_need_no_repair(layout, partitioner):
 def test_repairs_of_other_layers_receive_no_more(layout, partitioner):
     """Than XLA alone, which gets these right: the row is wider than the fault."""
     program = compiled(OUT_OF_ORDER[layout], partitioner)
-    assert {one.fault.name for one in program.repairs} == {"regrouped product"}
+    assert {repair.fault.name for repair in program.repairs} == {"regrouped product"}
     assert_right(program)
     with mock.patch.multiple(check, PRESENT=[], GUARDED=frozenset()):
         alone = compiled(OUT_OF_ORDER[layout], partitioner)
     assert_right(alone)
     received, without = (
-        sum(one.bytes for one in each.collectives()) for each in (program, alone)
+        sum(c.bytes for c in each.collectives()) for each in (program, alone)
     )
     assert received < without

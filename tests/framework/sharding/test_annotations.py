@@ -38,9 +38,9 @@ def annotations(fn, *specs):
 
 @pytest.mark.parametrize("dims_mapping", [[0, 1], [None, ("Y", "X")], [-1, 0]])
 def test_mesh_split_annotates_the_tensor(dims_mapping):
-    found = annotations(lambda x: mesh_split(tf.sin(x), MESH, dims_mapping), X)
+    ops = annotations(lambda x: mesh_split(tf.sin(x), MESH, dims_mapping), X)
     sharding = Sharding.from_dims_mapping(MESH, dims_mapping)
-    assert found == [("sine", sharding.to_op_sharding())]
+    assert ops == [("sine", sharding.to_op_sharding())]
 
 
 def test_the_gradient_is_annotated_by_a_copy():

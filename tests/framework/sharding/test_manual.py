@@ -35,11 +35,11 @@ W = RNG.standard_normal((16, 12)).astype(np.float32)
 over_partitioners = pytest.mark.parametrize("partitioner", list(Partitioner))
 
 
-def close(found, want):
+def close(got, want):
     """Within 1e-5 of the largest element."""
-    found, want = np.asarray(found), np.asarray(want)
-    assert found.shape == want.shape
-    np.testing.assert_allclose(found, want, atol=1e-5 * np.abs(want).max(), rtol=0)
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), rtol=0)
 
 
 # Each body in two forms: of one device's shard, and of the list of all shards along X.
@@ -117,7 +117,7 @@ def value_and_gradients(fn, x, w):
 @pytest.mark.parametrize("manual_axes", [None, ("X",)], ids=["all axes", "subgroups"])
 @pytest.mark.parametrize("body", BODIES)
 def test_collectives_and_their_gradients(body, manual_axes, partitioner):
-    local, whole = BODIES[body]
+    local, by_hand = BODIES[body]
 
     def region(x, w):
         u = x @ w
@@ -138,7 +138,7 @@ def test_collectives_and_their_gradients(body, manual_axes, partitioner):
 
     def reference(x, w):
         us = [u @ w for u in tf.split(tf.sin(x), 2)]
-        return {body: tf.concat(whole(us), 0)}
+        return {body: tf.concat(by_hand(us), 0)}
 
     program = compile_program(
         program_fn,
@@ -152,8 +152,8 @@ def test_collectives_and_their_gradients(body, manual_axes, partitioner):
         reference, tf.constant(X), tf.constant(W)
     )
     close(outs[body], want[body])
-    for found, wanted in zip(gradients, want_gradients, strict=True):
-        close(found, wanted)
+    for gradient, wanted in zip(gradients, want_gradients, strict=True):
+        close(gradient, wanted)
 
 
 @over_partitioners
@@ -262,7 +262,7 @@ def test_a_region_in_a_loop_that_is_differentiated(partitioner):
 
         return fn
 
-    def whole(x, w):
+    def without_region(x, w):
         pairs = zip(tf.split(x, 4, 1), tf.split(w, 4, 0), strict=True)
         return tf.add_n([tf.nn.tanh(a @ b) for a, b in pairs])
 
@@ -273,9 +273,9 @@ def test_a_region_in_a_loop_that_is_differentiated(partitioner):
         MESH,
         partitioner=partitioner,
     )
-    want = tf.function(gradient(whole))(X, w)
-    for found, wanted in zip(program(X, w), want, strict=True):
-        close(found, wanted)
+    want = tf.function(gradient(without_region))(X, w)
+    for result, wanted in zip(program(X, w), want, strict=True):
+        close(result, wanted)
 
 
 @over_partitioners
@@ -290,8 +290,8 @@ def test_gshards_gather(partitioner):
     both = ("X", "Y")
 
     def body(values, where):
-        own = values.shape[0]
-        group = tf.reshape(tf.range(own), [1, own, 1, 1])
+        groups = values.shape[0]
+        group = tf.reshape(tf.range(groups), [1, groups, 1, 1])
         group = tf.broadcast_to(group, where.shape)
         return tf.gather_nd(values, tf.concat([group, where], -1))
 

@@ -66,8 +66,8 @@ def annotated_by_a_manual_axis(x):
 
 
 def constant_summed_along_an_automatic_axis(x):
-    one = collectives.all_reduce(tf.ones([4, 16]), MESH, "Y")
-    return out(into(x, manual_axes=["X"]) * one, manual_axes=["X"])
+    summed = collectives.all_reduce(tf.ones([4, 16]), MESH, "Y")
+    return out(into(x, manual_axes=["X"]) * summed, manual_axes=["X"])
 
 
 def kept_by_an_automatic_branch(x):
@@ -91,6 +91,10 @@ def kept_by_an_automatic_loop(x):
     return tape.gradient(loss, x)
 
 
+def vectorized(x):
+    return tf.vectorized_map(lambda rows: out(tf.sin(into(rows))), tf.stack([x, x]))
+
+
 @over_partitioners
 @pytest.mark.parametrize(
     "fn,message",
@@ -107,6 +111,7 @@ def kept_by_an_automatic_loop(x):
             kept_by_an_automatic_branch,
             "for the gradient of a loop or branch, recompute",
         ),
+        (vectorized, "vectorized_map and tape.jacobian cannot hold a manual region"),
         (place_outside, "uses a manual tensor together with an automatic one"),
         (annotated_by_a_manual_axis, "by mesh axis 'X', which is manual there"),
         (

@@ -111,7 +111,7 @@ def test_text_that_is_no_sharding_is_refused(text, message):
 
 
 @pytest.mark.parametrize(
-    "one,other,merged",
+    "a,b,merged",
     [
         ("[X,_]", "[_,Y]", "[X,Y]"),  # Figure 3: Dot's operands, into AxCy.
         ("[X,_]", "[X,Y]", "[X,Y]"),
@@ -127,11 +127,11 @@ def test_text_that_is_no_sharding_is_refused(text, message):
         ("[X,_]", "[X]", None),
     ],
 )
-def test_merges_what_the_offset_rule_allows(one, other, merged):
-    one, other = Sharding.parse(MESH, one), Sharding.parse(MESH, other)
-    for first, second in ((one, other), (other, one)):
-        found = first.merge(second)
-        assert found == (merged and Sharding.parse(MESH, merged))
+def test_merges_what_the_offset_rule_allows(a, b, merged):
+    a, b = Sharding.parse(MESH, a), Sharding.parse(MESH, b)
+    for first, second in ((a, b), (b, a)):
+        result = first.merge(second)
+        assert result == (merged and Sharding.parse(MESH, merged))
 
 
 def test_merged_shards_begin_where_both_say():
@@ -161,5 +161,5 @@ def test_merges_over_another_mesh_of_the_same_devices():
     ],
 )
 def test_opens_dims_if_an_axis_is_left_for_them(sharding, but, text):
-    found = Sharding.parse(MESH, sharding).opened((1, 2), but=but)
-    assert str(found) == text
+    opened = Sharding.parse(MESH, sharding).opened((1, 2), but=but)
+    assert str(opened) == text

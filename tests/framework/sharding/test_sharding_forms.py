@@ -100,7 +100,7 @@ def in_xla(sharding):
 def place_of_shards(sharding):
     """{device id: its shard's index along each dim}, from the mesh's own axes."""
     mesh = sharding.mesh
-    found = {}
+    forms = {}
     for place in itertools.product(*map(range, mesh.shape)):
         along = dict(zip(mesh.axis_names, place, strict=True))
         index = []
@@ -113,8 +113,8 @@ def place_of_shards(sharding):
                     step = 2
                 number = number * size + along[name] // step % size
             index.append(number)
-        found[int(mesh.ids[place])] = tuple(index)
-    return found
+        forms[int(mesh.ids[place])] = tuple(index)
+    return forms
 
 
 @settings(deadline=None, max_examples=200)
@@ -145,13 +145,13 @@ def test_is_read_back_from_every_form(sharding):
     assert from_sdy == dataclasses.replace(sharding, manual=())
 
 
-def assert_same(found, want):
+def assert_same(got, want):
     """Same axes, but for how parts are cut and axes of one device, and manual order."""
     mesh = want.mesh
-    assert found.mesh == mesh and found.splits() == want.splits()
+    assert got.mesh == mesh and got.splits() == want.splits()
     shape = want.splits()
-    assert np.array_equal(found.shard_offsets(shape), want.shard_offsets(shape))
-    groups = [manual_groups(sharding) for sharding in (found, want)]
+    assert np.array_equal(got.shard_offsets(shape), want.shard_offsets(shape))
+    groups = [manual_groups(sharding) for sharding in (got, want)]
     assert groups[0] == groups[1]
 
 
@@ -171,10 +171,10 @@ def test_sizes_of_shards_agree_with_the_splits(sharding):
     shape = tuple(range(5, 5 + sharding.rank))
     padded = sharding.padded_shape(shape)
     shard = sharding.shard_shape(shape)
-    for size, whole, part, n in zip(
+    for size, padded_size, part, n in zip(
         shape, padded, shard, sharding.splits(), strict=True
     ):
-        assert whole == part * n and 0 <= whole - size < n
+        assert padded_size == part * n and 0 <= padded_size - size < n
     assert sharding.even(padded) == sharding
     even = sharding.even(shape)
     assert even.padded_shape(shape) == shape
@@ -190,8 +190,8 @@ def test_reads_the_text_that_xla_shortens():
     assert read("{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}", 2) == "[Y,_]"
     # Devices with the same shard may stand in any order.
     assert read("{devices=[2,4]0,3,2,1,4,7,5,6 last_tile_dim_replicate}", 1) == "[X]"
-    one = DeviceMesh(("X",), (1,))
-    assert str(Sharding.from_hlo(one, "{maximal device=0}", 1)) == "[_]"
+    single = DeviceMesh(("X",), (1,))
+    assert str(Sharding.from_hlo(single, "{maximal device=0}", 1)) == "[_]"
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,11 @@ class Held:
     parts: dict
 
     @classmethod
-    def of(cls, type_: TensorType, whole: np.ndarray, random) -> "Held":
+    def of(cls, type_: TensorType, tensor: np.ndarray, random) -> "Held":
         """Of any parts that a partial sum may have: large ones, of both signs."""
-        own = [n for n, axis in enumerate(AXES) if type_.pending_along(axis)]
-        sums = {(): whole}
-        for number in own:
+        pending = [n for n, axis in enumerate(AXES) if type_.pending_along(axis)]
+        sums = {(): tensor}
+        for number in pending:
             for place in list(sums):
                 rest = sums.pop(place)
                 for i in range(1, MESH.shape[number]):
@@ -60,20 +60,20 @@ class Held:
                     rest = rest - sums[*place, i]
                 sums[*place, 0] = rest
         parts = {
-            device: cut(sums[tuple(device[n] for n in own)], type_.dims, device)
+            device: cut(sums[tuple(device[n] for n in pending)], type_.dims, device)
             for device in DEVICES
         }
-        return cls(type_, whole, parts)
+        return cls(type_, tensor, parts)
 
     def forms(self, axes) -> list[dict]:
         """What devices have of it, or could cut from that along these axes."""
-        whole = [
+        unsplit = [
             axis
             for axis in axes
             if not self.type.splits(axis) and not self.type.pending_along(axis)
         ]
         forms = []
-        for steps in _cuts(whole, self.whole.ndim):
+        for steps in _cuts(unsplit, self.whole.ndim):
             form = {d: _cut_further(self.parts[d], steps, d) for d in DEVICES}
             if all(part is not None for part in form.values()):
                 forms.append(form)
@@ -100,19 +100,19 @@ def shard_shape(type_):
     return tuple(n // size for n, size in zip(type_.shape, sizes, strict=True))
 
 
-def says(type_, parts, whole):
+def says(type_, parts, tensor):
     """Whether a type tells how these parts make up this tensor."""
     if any(parts[device].shape != shard_shape(type_) for device in DEVICES):
         return False
     for number, axis in enumerate(AXES):
-        found = type_.pending_along(axis)
+        kind = type_.pending_along(axis)
         kept = {}
         for device in parts:
             first = (*device[:number], 0, *device[number + 1 :])
-            if found is not None:
+            if kind is not None:
                 had = kept.get(first)
                 part = parts[device]
-                kept[first] = part if had is None else _COMBINE[found.kind](had, part)
+                kept[first] = part if had is None else _COMBINE[kind.kind](had, part)
             elif type_.splits(axis):
                 kept[device] = parts[device]
             elif not np.array_equal(parts[device], parts[first]):
@@ -121,18 +121,18 @@ def says(type_, parts, whole):
                 kept[first] = parts[first]
         parts = kept
     return all(
-        np.array_equal(part, cut(whole, type_.dims, device))
+        np.array_equal(part, cut(tensor, type_.dims, device))
         for device, part in parts.items()
     )
 
 
 def can_do(op: Op, operands: Sequence[Held], type_: TensorType) -> bool:
     """Whether devices can compute a result of this type, each its own part alone."""
-    whole = op.compute(*(one.whole for one in operands), shape=op.shape)
-    axes = [axis for axis in AXES if any(one.type.splits(axis) for one in operands)]
-    for chosen in itertools.product(*(one.forms(axes) for one in operands)):
+    result = op.compute(*(operand.whole for operand in operands), shape=op.shape)
+    axes = [axis for axis in AXES if any(o.type.splits(axis) for o in operands)]
+    for chosen in itertools.product(*(operand.forms(axes) for operand in operands)):
         parts = _on_devices(op, chosen, shard_shape(type_))
-        if parts is not None and says(type_, parts, whole):
+        if parts is not None and says(type_, parts, result):
             return True
     return False
 
@@ -177,7 +177,7 @@ def _cut_further(part, steps, device):
 def _all_types(shape) -> list[TensorType]:
     """All types without anything reduced."""
     states = [*range(len(shape)), "whole", "sum", "max"]
-    found = []
+    types = []
     for order in itertools.permutations(AXES):
         for chosen in itertools.product(states, repeat=len(AXES)):
             of = dict(zip(order, chosen, strict=True))
@@ -193,9 +193,9 @@ def _all_types(shape) -> list[TensorType]:
             counts = [MESH.axes_size(axes) for axes in dims]
             even = all(n % k == 0 for n, k in zip(shape, counts, strict=True))
             # A maximum of sums is no sum of maxima: there is no type for both.
-            if even and len({one.kind for one in uncombined}) < 2:
-                found.append(plain(shape, dims, uncombined=uncombined))
-    return list(dict.fromkeys(found))
+            if even and len({combined.kind for combined in uncombined}) < 2:
+                types.append(plain(shape, dims, uncombined=uncombined))
+    return list(dict.fromkeys(types))
 
 
 def elementwise(name, function, shape, count):
@@ -244,20 +244,20 @@ def reduced(shape, dims, adds):
     return Op(text, new, lambda x, shape: function(x, axis=tuple(dims)))
 
 
-def contracted(one, other, batch, summed):
+def contracted(left, right, batch, summed):
     """`batch` and `summed` are pairs of dims of the two operands."""
-    letters = dict(zip(range(len(one)), "abcdef", strict=False))
-    second = dict(zip(range(len(other)), "uvwxyz", strict=False))
+    letters = dict(zip(range(len(left)), "abcdef", strict=False))
+    second = dict(zip(range(len(right)), "uvwxyz", strict=False))
     second |= {j: letters[i] for i, j in (*batch, *summed)}
     taken = {i for i, _ in (*batch, *summed)}
     result = [letters[i] for i, _ in batch]
-    result += [letters[i] for i in range(len(one)) if i not in taken]
+    result += [letters[i] for i in range(len(left)) if i not in taken]
     taken = {j for _, j in (*batch, *summed)}
-    result += [second[j] for j in range(len(other)) if j not in taken]
-    equation = f"{''.join(letters[i] for i in range(len(one)))},"
-    equation += "".join(second[j] for j in range(len(other)))
+    result += [second[j] for j in range(len(right)) if j not in taken]
+    equation = f"{''.join(letters[i] for i in range(len(left)))},"
+    equation += "".join(second[j] for j in range(len(right)))
     equation += f"->{''.join(result)}"
-    sizes = dict(zip(equation.replace(",", ""), (*one, *other), strict=False))
+    sizes = dict(zip(equation.replace(",", ""), (*left, *right), strict=False))
     shape = tuple(sizes[letter] for letter in result)
 
     def listed(pairs, side):
@@ -267,7 +267,7 @@ def contracted(one, other, batch, summed):
         "stablehlo.dot_general %0, %1, "
         f"batching_dims = {listed(batch, 0)} x {listed(batch, 1)}, "
         f"contracting_dims = {listed(summed, 0)} x {listed(summed, 1)} : "
-        f"{_arrow([one, other], shape)}"
+        f"{_arrow([left, right], shape)}"
     )
     return Op(text, shape, lambda x, y, shape: np.einsum(equation, x, y))
 
@@ -292,7 +292,7 @@ def halved(shape, dim):
 
 def module_text(op: Op, operands: Sequence[Held]) -> str:
     given = ", ".join(
-        f"%{i}: {_tensor(one.type.shape)}" for i, one in enumerate(operands)
+        f"%{i}: {_tensor(operand.type.shape)}" for i, operand in enumerate(operands)
     )
     name = "%init" if "%init" in op.text else "%r"
     return (

@@ -20,7 +20,7 @@ def jax_mesh():
         yield
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.name)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_an_example_prints_what_the_page_says(example):
     assert example.printed() == example.text
 
@@ -29,10 +29,10 @@ def test_each_row_of_the_table_has_an_example():
     text = (types_page.PAGE.parent / "types.md").read_text()
     table = text.split("| situation |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| (.+?) \|", table, re.MULTILINE)
-    assert [one.name for one in EXAMPLES] == rows
+    assert [example.name for example in EXAMPLES] == rows
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.name)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_the_table_tells_what_is_an_error(example):
     """The row's two columns against the two lines that are printed."""
     text = (types_page.PAGE.parent / "types.md").read_text()

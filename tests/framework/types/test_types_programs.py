@@ -154,8 +154,8 @@ def test_without_reduced_weights_the_gradients_are_the_programs_to_decide():
         "gives f32[4, 6]{sum?:dp} as a result of the program: the sharding of the sum "
     )
     assert "is ambiguous; mesh_split it to [_,_], or give" in str(error.value)
-    whole = argument("f32[4, 6]")[1]
-    assert not explained(step, *types, out_shardings=whole).errors
+    replicated = argument("f32[4, 6]")[1]
+    assert not explained(step, *types, out_shardings=replicated).errors
     part = argument("f32[4, 6]{U:dp}")[1]
     assert not explained(step, *types, out_shardings=part).errors
 
@@ -257,8 +257,8 @@ def test_the_gradient_of_a_loop_is_checked_as_any_op():
     assert program.type_of("result") == "f32[4, 4]"
 
 
-def branches(one, other):
-    return lambda x, y, p: tf.cond(p > 0, lambda: one(x, y), lambda: other(x, y))
+def branches(on_true, on_false):
+    return lambda x, y, p: tf.cond(p > 0, lambda: on_true(x, y), lambda: on_false(x, y))
 
 
 BRANCH_TYPES = ["f32[4@dp, 8]{U:tp}", "f32[4, 8@dp]", "f32[]"]
@@ -294,7 +294,7 @@ def test_what_is_inside_of_a_manual_region_has_no_type():
     program = explained(lambda x: region(x) + 1, "f32[4@dp, 8]")
     assert not program.errors
     assert program.type_of("result") == "f32[8]"
-    assert not any("Sum" in one.name for one in program.tensors)
+    assert not any("Sum" in tensor.name for tensor in program.tensors)
     (error,) = explained(region, "f32[4, 8]{U:tp}").errors
     assert "takes f32[4, 8]{U:tp}: it would drop the sum unreduced along tp" in str(
         error
@@ -401,7 +401,7 @@ def test_one_tensor_is_a_result_twice_each_in_its_type():
     shardings = (None, argument("f32[4]")[1], argument("f32[4]{U:tp}")[1])
     program = explained(step, "f32[8@tp, 4]", out_shardings=shardings)
     assert not program.errors
-    assert [str(one.type) for one in program.tensors[-3:]] == [
+    assert [str(tensor.type) for tensor in program.tensors[-3:]] == [
         "f32[8@tp, 4]",
         "f32[4]",
         "f32[4]{U:tp}",

@@ -60,8 +60,8 @@ def held(draw, shape, random):
 
 def of_any_numbers(type_, random):
     """Of no more structure than the type says."""
-    whole = random.integers(1, 1000, type_.shape) * random.choice([-1, 1], type_.shape)
-    return by_hand.Held.of(type_, np.zeros_like(whole) if type_.zero else whole, random)
+    array = random.integers(1, 1000, type_.shape) * random.choice([-1, 1], type_.shape)
+    return by_hand.Held.of(type_, np.zeros_like(array) if type_.zero else array, random)
 
 
 @st.composite
@@ -120,7 +120,7 @@ def _contraction(draw, shape):
     if by_hand.elements(shape) * by_hand.elements(free) > MOST:
         roles = ["sum" if role == "free" else role for role in roles]
     pairs = {
-        role: [(dim, dim) for dim, own in enumerate(roles) if own == role]
+        role: [(dim, dim) for dim, part in enumerate(roles) if part == role]
         for role in ("batch", "sum")
     }
     return by_hand.contracted(shape, shape, pairs["batch"], pairs["sum"])
@@ -133,11 +133,11 @@ def checked(op, operands):
         main = ir.SymbolTable(module.operation)["main"].operation
         block = main.regions[0].blocks[0]
         checker = Checker(MESH, Blame("program", NoSources()))
-        for value, one in zip(block.arguments, operands, strict=True):
-            checker.types[value] = one.type
+        for value, operand in zip(block.arguments, operands, strict=True):
+            checker.types[value] = operand.type
         checker.visit(block)
         (value,) = block.operations[len(block.operations) - 1].operands
-        errors = [str(error) for found in checker.errors.values() for error in found]
+        errors = [str(error) for group in checker.errors.values() for error in group]
         return checker.types[value], "".join(errors)
 
 
@@ -155,13 +155,13 @@ def decided(draw, type_):
 @hypothesis.given(st.data())
 def test_devices_can_compute_what_is_accepted_and_nothing_that_is_refused(data):
     random = np.random.default_rng(0)
-    one = data.draw(held(data.draw(st.sampled_from(SHAPES)), random))
+    operand = data.draw(held(data.draw(st.sampled_from(SHAPES)), random))
     for _ in range(4):
-        op, operands = data.draw(step(one, random))
+        op, operands = data.draw(step(operand, random))
         type_, error = checked(op, operands)
-        told = f"{op.text} of {', '.join(str(each.type) for each in operands)}"
+        text = f"{op.text} of {', '.join(str(each.type) for each in operands)}"
         if not error:
-            assert by_hand.can_do(op, operands, type_), (told, str(type_))
-            one = of_any_numbers(decided(data.draw, type_), random)
+            assert by_hand.can_do(op, operands, type_), (text, str(type_))
+            operand = of_any_numbers(decided(data.draw, type_), random)
         elif not any(reason in error for reason in NOT_OF_DEVICES):
-            assert by_hand.possible_type(op, operands) is None, (told, error)
+            assert by_hand.possible_type(op, operands) is None, (text, error)

@@ -89,7 +89,7 @@ def rows(program, x):
     return [program.converted(x, [["tp"], []])]
 
 
-def whole(program, x):
+def to_replicated(program, x):
     return [program.converted(x, [[], []])]
 
 
@@ -130,8 +130,8 @@ class Mistake:
     def says(self, message: str) -> bool:
         """Whether a message has the reason, and a line of the mistake."""
         lines, first = inspect.getsourcelines(self.op)
-        told = [f"({FILE}:{first + n})" in message for n in range(len(lines))]
-        return any(told) and re.search(self.reason, message) is not None
+        is_named = [f"({FILE}:{first + n})" in message for n in range(len(lines))]
+        return any(is_named) and re.search(self.reason, message) is not None
 
 
 NOT_LINEAR = r"it is not linear in a sum unreduced along \w+; reshard it to \["
@@ -213,7 +213,7 @@ MISTAKES = {
     ),
     "not uncombined at all": Mistake(
         lambda x: mw.mesh_split(x - 1.0, MESH, [-1, -1], unreduced=["tp"]),
-        whole,
+        to_replicated,
         r"no sum is unreduced along tp, so it is not unreduced; reshard converts",
     ),
     "split and called reduced": Mistake(
@@ -285,10 +285,10 @@ def check_numbers(program, partitioner):
 
 @pytest.mark.parametrize("partitioner", mw.Partitioner)
 def test_right_types_are_accepted_and_give_the_numbers_of_one_device(partitioner):
-    for one in randoms(f"right {partitioner.value}", each=3):
-        program = Program(one)
+    for rng in randoms(f"right {partitioner.value}", each=3):
+        program = Program(rng)
         value = program.begun(program.argument(program.shape()))
-        value = program.more(value, one.randint(1, 6))
+        value = program.more(value, rng.randint(1, 6))
         program.converted(value, program.dims(2))
         errors = explained(program).errors
         assert not errors, f"{errors[0]}\n{program}"
@@ -298,15 +298,15 @@ def test_right_types_are_accepted_and_give_the_numbers_of_one_device(partitioner
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_refused_before_compiling_with_its_reason_and_line(name):
     mistake = MISTAKES[name]
-    for number, one in enumerate(randoms(name)):
-        program = Program(one)
+    for number, rng in enumerate(randoms(name)):
+        program = Program(rng)
         value = program.argument(program.shape())
-        value = program.more(value, one.randint(0, 3))
+        value = program.more(value, rng.randint(0, 3))
         value = program.converted(value, program.dims(2))
         reads = mistake.reads(program, value)
         wrong = program.step(name, mistake.op, reads, (), [])
         end = program.step("end", ended, [wrong], (4, 4), [[], []])
-        end = program.more(end, one.randint(0, 2))
+        end = program.more(end, rng.randint(0, 2))
         program.converted(end, program.dims(2))
         errors = [str(error) for error in explained(program).errors]
         assert len(errors) == 1 and mistake.says(errors[0]), f"{errors}\n{program}"

@@ -489,5 +489,5 @@ def test_what_an_op_refuses(fn, types, want):
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_what_is_compiled_part_by_part_is_linear_here_too(name):
-    found = inferred(LINEAR[name], "f32[4, 6]{U:tp}", "f32[6, 6]")
-    assert found.endswith("]{U:tp}"), found
+    result = inferred(LINEAR[name], "f32[4, 6]{U:tp}", "f32[6, 6]")
+    assert result.endswith("]{U:tp}"), result

@@ -57,7 +57,7 @@ class Program(RandomSteps):
     ) -> Value:
         """One more step: `op` of the values that it reads."""
         value = Value(len(self.steps), tuple(shape), dims, tuple(unreduced))
-        numbers = [one.number for one in reads]
+        numbers = [read.number for read in reads]
         self.text.append(f"  v{value.number} = {what} of {numbers}: {value}")
         self.steps.append(lambda values, _: op(*(values[n] for n in numbers)))
         return value
@@ -90,14 +90,14 @@ class Program(RandomSteps):
         )
         left, right = (self.dims(1, but=summed)[0] for _ in range(2))
         right = [axis for axis in right if axis not in left]
-        one = self.converted(x, [left, list(summed)])
+        left_operand = self.converted(x, [left, list(summed)])
         other = self.argument((x.shape[1], self.choose(*SIZES)), [list(summed), right])
         uncombined = self.choose(*[(axis,) for axis in summed], tuple(sorted(summed)))
         dims = self.dims(2, but=uncombined)
         return self.step(
             "product",
             lambda a, b: split(a @ b, *dims, unreduced=uncombined),
-            [one, other],
+            [left_operand, other],
             (x.shape[0], other.shape[1]),
             dims,
             uncombined,
@@ -107,10 +107,10 @@ class Program(RandomSteps):
         if self.choose(True, False):
             name = self.choose(*LINEAR)
             return self.step(name, LINEAR[name], [x], x.shape, x.dims, x.unreduced)
-        whole: Dims = [[] for _ in x.shape]
-        x = self.converted(x, whole, x.unreduced)
+        unsplit: Dims = [[] for _ in x.shape]
+        x = self.converted(x, unsplit, x.unreduced)
         name = self.choose(*OF_WHOLE_DIMS)
-        return self.step(name, OF_WHOLE_DIMS[name], [x], x.shape, whole, x.unreduced)
+        return self.step(name, OF_WHOLE_DIMS[name], [x], x.shape, unsplit, x.unreduced)
 
     def transposed(self, x: Value) -> Value:
         return self.step(

@@ -53,7 +53,7 @@ class Example:
 
 def _wrapped(line: str) -> str:
     """At the page's width, but not inside of types."""
-    line = re.sub(r"\[[^\]]*\]", lambda found: found[0].replace(" ", _GLUE), line)
+    line = re.sub(r"\[[^\]]*\]", lambda match: match[0].replace(" ", _GLUE), line)
     how = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.fill(line, _WIDTH, **how).replace(_GLUE, " ")
 
@@ -63,7 +63,7 @@ def _shared() -> str:
 
 
 def examples() -> list[Example]:
-    return [Example(**found.groupdict()) for found in _PARTS.finditer(PAGE.read_text())]
+    return [Example(**match.groupdict()) for match in _PARTS.finditer(PAGE.read_text())]
 
 
 def _given(fn: Callable) -> list:
@@ -73,7 +73,7 @@ def _given(fn: Callable) -> list:
 def run_ours(fn: Callable) -> str:
     """The error of the checker, or the type and what is sent, numbers checked."""
     given = _given(fn)
-    specs, shardings = [spec for spec, _ in given], [one for _, one in given]
+    specs, shardings = [spec for spec, _ in given], [sharding for _, sharding in given]
     try:
         typed = mw.check_types(fn, specs, MESH, in_shardings=shardings)
     except mw.ShardingTypeError as error:
@@ -85,7 +85,7 @@ def run_ours(fn: Callable) -> str:
     np.testing.assert_allclose(
         program.unshard(program(*args)), want, rtol=2e-5, atol=1e-5
     )
-    return _told(typed.tensors[-1].type, [one.kind for one in program.collectives()])
+    return _told(typed.tensors[-1].type, [c.kind for c in program.collectives()])
 
 
 def run_jax(fn: Callable) -> str:
@@ -128,10 +128,10 @@ def explicit_mesh():
 def rewritten() -> str:
     """The page with what is printed now."""
 
-    def fill(found: re.Match) -> str:
-        example = Example(**found.groupdict())
-        start, end = (place - found.start() for place in found.span("text"))
-        return found[0][:start] + example.printed() + found[0][end:]
+    def fill(match: re.Match) -> str:
+        example = Example(**match.groupdict())
+        start, end = (place - match.start() for place in match.span("text"))
+        return match[0][:start] + example.printed() + match[0][end:]
 
     return _PARTS.sub(fill, PAGE.read_text())
 

@@ -40,7 +40,7 @@ def laid_out(fn, args, table, rows, partitioner):
     shardings = [Sharding.parse(MESH, text) for text in texts]
     program = compile_program(
         fn,
-        [specs(one) for one in args],
+        [specs(arg) for arg in args],
         MESH,
         in_shardings=shardings,
         out_shardings=shardings[0],
@@ -58,13 +58,13 @@ def laid_out(fn, args, table, rows, partitioner):
 def test_rows_are_gathered_and_no_table(fn, table, split, partitioner):
     args = TABLE, INDICES if fn is update else TWICE, ROWS
     program = laid_out(fn, args, table, split, partitioner)
-    found = program.collectives()
-    assert {one.kind for one in found} == {"all-gather"}
-    assert sum(one.bytes for one in found) == args[1].nbytes + ROWS.nbytes
+    collectives = program.collectives()
+    assert {collective.kind for collective in collectives} == {"all-gather"}
+    assert sum(c.bytes for c in collectives) == args[1].nbytes + ROWS.nbytes
 
 
 @over_partitioners
 def test_columns_stay_split(partitioner):
     program = laid_out(add, (TABLE, TWICE, ROWS), "[X,Y]", "Y", partitioner)
-    kinds = {one.kind: one.bytes for one in program.collectives()}
+    kinds = {collective.kind: collective.bytes for collective in program.collectives()}
     assert kinds == {"all-gather": TWICE.nbytes, "all-to-all": ROWS.nbytes // 4}

@@ -46,11 +46,11 @@ def test_bytes_in_whole_tiles(tiles, shape, dtype, elements):
     assert tiles.bytes(shape, dtype) == elements * size
 
 
-def on_mesh(found: Analysed, devices: int) -> Analysed:
+def on_mesh(analysis: Analysed, devices: int) -> Analysed:
     """The same as if analysed for more devices than there are."""
     mesh = DeviceMesh(("data",), (devices,))
-    completed = dataclasses.replace(found.completed, mesh=mesh, shardings={})
-    return dataclasses.replace(found, completed=completed)
+    completed = dataclasses.replace(analysis.completed, mesh=mesh, shardings={})
+    return dataclasses.replace(analysis, completed=completed)
 
 
 def momentum_of(shape):
@@ -107,34 +107,36 @@ def test_the_format_with_the_fewest_bytes(tiles, devices, shape, want):
     machine = Machine(
         memory_bandwidth=1e9, link_bandwidth=1e9, latency=0.0, tiles=tiles
     )
-    with analysed(step, shapes, split) as found:
-        found = on_mesh(found, devices)
-        decision = found.decide(machine)["m w"]
+    with analysed(step, shapes, split) as analysis:
+        analysis = on_mesh(analysis, devices)
+        decision = analysis.decide(machine)["m w"]
         format_ = decision.format
         for name in ("w", "m"):
-            assert stored(format_, found.arguments[name]) == want
+            assert stored(format_, analysis.arguments[name]) == want
         assert format_.shards == devices
-        together = format_.sharding(found.arguments["m"])
-        own = together.shard_shape(format_.shape(found.arguments["m"]))
-        spared = tiles.bytes(shape, "f32") - tiles.bytes(own, "f32")
-        assert format_.spared_bytes(found.arguments["m"]) == spared
+        together = format_.sharding(analysis.arguments["m"])
+        shard = together.shard_shape(format_.shape(analysis.arguments["m"]))
+        spared = tiles.bytes(shape, "f32") - tiles.bytes(shard, "f32")
+        assert format_.spared_bytes(analysis.arguments["m"]) == spared
 
 
 def test_a_dim_of_less_than_two_is_not_split():
     step, shapes, split = momentum_of([1, 5])
-    with analysed(step, shapes, split) as found:
-        (cluster,) = found.clusters
-        formats = formats_of(cluster, found.dims, found.completed, ("data",), CPU)
-        w = found.arguments["w"]
-        assert [stored(one, w) for one in formats] == ["1,5:data", "5:data"]
+    with analysed(step, shapes, split) as analysis:
+        (cluster,) = analysis.clusters
+        formats = formats_of(cluster, analysis.dims, analysis.completed, ("data",), CPU)
+        w = analysis.arguments["w"]
+        assert [stored(format_, w) for format_ in formats] == ["1,5:data", "5:data"]
 
 
-def chains(found: Analysed, name: str, tiles: Tiles = CPU) -> set[tuple[int, ...]]:
+def chains(analysis: Analysed, name: str, tiles: Tiles = CPU) -> set[tuple[int, ...]]:
     """The dims of a tensor that may be split, or combined and split."""
-    (cluster,) = found.clusters
-    value = found.arguments[name]
-    formats = list(formats_of(cluster, found.dims, found.completed, ("data",), tiles))
-    firsts = [(one.first(value), one.count) for one in formats]
+    (cluster,) = analysis.clusters
+    value = analysis.arguments[name]
+    formats = list(
+        formats_of(cluster, analysis.dims, analysis.completed, ("data",), tiles)
+    )
+    firsts = [(format_.first(value), format_.count) for format_ in formats]
     return {tuple(range(i, i + n)) for i, n in firsts if i is not None}
 
 
@@ -150,9 +152,9 @@ def chains(found: Analysed, name: str, tiles: Tiles = CPU) -> set[tuple[int, ...
 )
 def test_only_dims_that_lie_in_a_row_are_combined(tiles, shape, combined):
     step, shapes, split = momentum_of(shape)
-    with analysed(step, shapes, split) as found:
+    with analysed(step, shapes, split) as analysis:
         alone = {(dim,) for dim in range(len(shape))}
-        assert chains(found, "w", tiles) == alone | combined
+        assert chains(analysis, "w", tiles) == alone | combined
 
 
 def test_factored_slots_are_split_as_the_dims_that_they_have():
@@ -166,15 +168,15 @@ def test_factored_slots_are_split_as_the_dims_that_they_have():
         return {"w": w - g * scale, "row": row, "col": col}
 
     shapes = {"w": [13, 7], "row": [13], "col": [7], "x": [B, 13, 7]}
-    with analysed(step, shapes, {"x": batch(2)}) as found:
-        assert found.updated() == [["col", "row", "w"]]
-        assert chains(found, "w") == {(0,), (1,)}
-        assert chains(found, "row") == chains(found, "col") == {(0,)}
-        one, other = formats_of(
-            found.clusters[0], found.dims, found.completed, ("data",), CPU
+    with analysed(step, shapes, {"x": batch(2)}) as analysis:
+        assert analysis.updated() == [["col", "row", "w"]]
+        assert chains(analysis, "w") == {(0,), (1,)}
+        assert chains(analysis, "row") == chains(analysis, "col") == {(0,)}
+        row_format, other = formats_of(
+            analysis.clusters[0], analysis.dims, analysis.completed, ("data",), CPU
         )
-        row, col = found.arguments["row"], found.arguments["col"]
-        firsts = {(form.first(row), form.first(col)) for form in (one, other)}
+        row, col = analysis.arguments["row"], analysis.arguments["col"]
+        firsts = {(form.first(row), form.first(col)) for form in (row_format, other)}
         assert firsts == {(0, None), (None, 0)}
 
 
@@ -204,8 +206,8 @@ def norms_of(dims):
 def test_reduced_dims_are_not_combined_with_kept_ones(dims, forbidden):
     shape = [3, 13, 7]
     shapes = {"w": shape, "m": shape, "x": [B, *shape]}
-    with analysed(norms_of(dims), shapes, {"x": batch(3)}) as found:
-        may = chains(found, "w")
+    with analysed(norms_of(dims), shapes, {"x": batch(3)}) as analysis:
+        may = chains(analysis, "w")
         assert {(0,), (1,), (2,)} <= may
         assert not may & forbidden
         if not forbidden:
@@ -215,12 +217,12 @@ def test_reduced_dims_are_not_combined_with_kept_ones(dims, forbidden):
 def test_a_dim_that_the_plan_splits_is_split_further_but_not_combined():
     step, shapes, split = momentum_of([16, 6])
     split |= {"w": ("model", None), "m": ("model", None)}
-    with analysed(step, shapes, split, mesh=BOTH) as found:
-        assert chains(found, "w") == {(0,), (1,)}
-        decision = found.decide()["m w"]
-        assert stored(decision.format, found.arguments["w"]) == "16:model.data,6"
-        whole = decision.format.sharding(found.arguments["w"], split=False)
-        assert str(whole) == "[model,_]"
+    with analysed(step, shapes, split, mesh=BOTH) as analysis:
+        assert chains(analysis, "w") == {(0,), (1,)}
+        decision = analysis.decide()["m w"]
+        assert stored(decision.format, analysis.arguments["w"]) == "16:model.data,6"
+        unsplit = decision.format.sharding(analysis.arguments["w"], split=False)
+        assert str(unsplit) == "[model,_]"
 
 
 @pytest.mark.parametrize(
@@ -231,9 +233,9 @@ def test_an_update_is_split_by_all_axes_along_which_it_is_repeated(data_axes, sh
     """By the last one first: neighbours are to reduce most."""
     step, shapes, _ = momentum_of([16, 6])
     split = {"x": (data_axes, None, None)}
-    with analysed(step, shapes, split, mesh=BOTH, data_axes=data_axes) as found:
-        (decision,) = found.decide().values()
-        assert str(decision.format.sharding(found.arguments["m"])) == sharding
+    with analysed(step, shapes, split, mesh=BOTH, data_axes=data_axes) as analysis:
+        (decision,) = analysis.decide().values()
+        assert str(decision.format.sharding(analysis.arguments["m"])) == sharding
 
 
 MESH = DeviceMesh(("X", "Y"), (2, 4))
@@ -254,8 +256,8 @@ def forms(draw):
         dims[draw(strategies.integers(0, rank - 1))].append(axis)
     split = Sharding(MESH, tuple(map(tuple, dims)))
     combined = (first, count) if count > 1 else None
-    own = Sharding.replicated(MESH, len(shape))
-    return StoredForm(shape, tf.float32, own, split, combined)
+    replicated = Sharding.replicated(MESH, len(shape))
+    return StoredForm(shape, tf.float32, replicated, split, combined)
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
@@ -282,9 +284,9 @@ def test_stored_forms_hold_every_number_once_and_zeros_besides(form):
 
 def test_what_is_split_otherwise_but_of_the_same_shape():
     """Nothing to do on the host; inside a program it is annotated both ways."""
-    own = Sharding.from_dims_mapping(MESH, [None, "Y"])
+    plain = Sharding.from_dims_mapping(MESH, [None, "Y"])
     split = Sharding.from_dims_mapping(MESH, ["X", "Y"])
-    form = StoredForm((4, 8), tf.float32, own, split)
+    form = StoredForm((4, 8), tf.float32, plain, split)
     assert form.is_logical and form.border == split
     host = np.ones([4, 8], np.float32)
     assert form.pad(host) is host
@@ -301,6 +303,8 @@ def test_what_is_split_otherwise_but_of_the_same_shape():
 
 
 def test_a_split_of_another_rank_is_refused():
-    whole, split = (Sharding.replicated(MESH, rank) for rank in (3, 1))
+    replicated, split = (Sharding.replicated(MESH, rank) for rank in (3, 1))
     with pytest.raises(ValueError, match=r"\(3, 5, 7\)"):
-        StoredForm((3, 5, 7), tf.float32, whole, split, (0, 2)).pad(np.ones([3, 5, 7]))
+        StoredForm((3, 5, 7), tf.float32, replicated, split, (0, 2)).pad(
+            np.ones([3, 5, 7])
+        )

@@ -36,7 +36,7 @@ X = {"x": ("data", None)}
 SLOW_START = Machine(memory_bandwidth=1e9, link_bandwidth=1e9, latency=1e-4)
 
 
-def whole(x):
+def gathered(x):
     """Gathered: on all devices, but none of them computed it alike."""
     return annotate(x, Sharding.replicated(DATA, x.shape.rank))
 
@@ -74,21 +74,21 @@ def test_what_sums_over_the_batch_is_a_reduction(loss, w, x, split, reduction):
             "y": loss(w, x),
         }
 
-    with analysed(fn, {"w": w, "x": x}, split) as found:
-        assert found.reductions() == {f"stablehlo.{reduction}"}
-        assert found.alike("g") == {"data"}
-        assert found.results["g"] in found.redundancy.updates
-        assert found.alike("y") == set()
-        assert found.results["y"] not in found.redundancy.updates
+    with analysed(fn, {"w": w, "x": x}, split) as analysis:
+        assert analysis.reductions() == {f"stablehlo.{reduction}"}
+        assert analysis.alike("g") == {"data"}
+        assert analysis.results["g"] in analysis.redundancy.updates
+        assert analysis.alike("y") == set()
+        assert analysis.results["y"] not in analysis.redundancy.updates
 
 
 def test_what_is_gathered_but_not_summed_is_not_redundant():
     def fn(x):
-        return {"all": whole(x), "sum": tf.reduce_sum(whole(x), 0)}
+        return {"all": gathered(x), "sum": tf.reduce_sum(gathered(x), 0)}
 
-    with analysed(fn, {"x": [B, M]}, X) as found:
-        assert found.alike("all") == found.alike("sum") == set()
-        assert found.reductions() == set()
+    with analysed(fn, {"x": [B, M]}, X) as analysis:
+        assert analysis.alike("all") == analysis.alike("sum") == set()
+        assert analysis.reductions() == set()
 
 
 def test_random_numbers_are_not_redundant():
@@ -96,27 +96,27 @@ def test_random_numbers_are_not_redundant():
         known = tf.random.stateless_uniform([M], [1, 2])
         return {"known": known, "any": tf.random.uniform([M]), "on": x[0] * 0 + known}
 
-    with analysed(fn, {"x": [B, M]}, {}) as found:
-        names = {op.name for op in walk(found.completed.main)}
+    with analysed(fn, {"x": [B, M]}, {}) as analysis:
+        names = {op.name for op in walk(analysis.completed.main)}
         assert {"stablehlo.rng_bit_generator", "stablehlo.rng"} <= names
         for name in ("known", "any", "on"):
-            assert found.alike(name) == set(), name
+            assert analysis.alike(name) == set(), name
 
 
 @pytest.mark.parametrize("axes,alike", [("data", {"data"}), ("model", set())])
 def test_an_all_reduce_of_a_manual_region_is_a_reduction_along_its_axes(axes, alike):
     def fn(w, x):
         mine = auto_to_manual(x, BOTH, [("data", "model"), None])
-        own = tf.matmul(mine, mine, transpose_a=True)
-        total = all_reduce(own, BOTH, axes)
+        partial_sum = tf.matmul(mine, mine, transpose_a=True)
+        total = all_reduce(partial_sum, BOTH, axes)
         to_whole = functools.partial(manual_to_auto, mesh=BOTH, dims_mapping=[None] * 2)
-        return {"w": w - to_whole(total), "own": to_whole(own)}
+        return {"w": w - to_whole(total), "own": to_whole(partial_sum)}
 
     shapes = {"w": [M, M], "x": [B, M]}
-    with analysed(fn, shapes, X, mesh=BOTH) as found:
-        assert found.alike("own") == set()
-        assert found.alike("w") == alike
-        assert found.updated() == ([["w"]] if alike else [])
+    with analysed(fn, shapes, X, mesh=BOTH) as analysis:
+        assert analysis.alike("own") == set()
+        assert analysis.alike("w") == alike
+        assert analysis.updated() == ([["w"]] if alike else [])
 
 
 def test_a_loop_to_a_fixed_point():
@@ -124,31 +124,31 @@ def test_a_loop_to_a_fixed_point():
 
     def fn(x):
         zeros = tf.zeros([B, M])
-        _, late, a, b, own = tf.while_loop(
+        _, late, a, b, counter = tf.while_loop(
             lambda i, *_: i < L,
-            lambda i, late, a, b, own: (i + 1, a, b, whole(x), own + 1.0),
+            lambda i, late, a, b, counter: (i + 1, a, b, gathered(x), counter + 1.0),
             (0, zeros, zeros, zeros, zeros),
         )
-        return {"late": late, "a": a, "b": b, "own": own}
+        return {"late": late, "a": a, "b": b, "own": counter}
 
-    with analysed(fn, {"x": [B, M]}, X) as found:
-        assert found.alike("own") == {"data"}
+    with analysed(fn, {"x": [B, M]}, X) as analysis:
+        assert analysis.alike("own") == {"data"}
         for name in ("late", "a", "b"):
-            assert found.alike(name) == set(), name
+            assert analysis.alike(name) == set(), name
 
 
 def test_what_only_the_first_pass_takes_for_a_reduction_is_none():
     def fn(x, v):
         def body(i, v, a):
-            return i + 1, whole(x), tf.matmul(x, v, transpose_a=True)
+            return i + 1, gathered(x), tf.matmul(x, v, transpose_a=True)
 
         _, v, a = tf.while_loop(lambda i, *_: i < L, body, (0, v, tf.zeros([M, M])))
         return {"a": a}
 
-    with analysed(fn, {"x": [B, M], "v": [B, M]}, X) as found:
-        assert found.alike("a") == set()
-        assert found.reductions() == set()
-        assert found.results["a"] not in found.redundancy.updates
+    with analysed(fn, {"x": [B, M], "v": [B, M]}, X) as analysis:
+        assert analysis.alike("a") == set()
+        assert analysis.reductions() == set()
+        assert analysis.results["a"] not in analysis.redundancy.updates
 
 
 def test_how_often_a_loop_runs_must_be_redundant():
@@ -160,39 +160,42 @@ def test_how_often_a_loop_runs_must_be_redundant():
                 (0, tf.zeros([M])),
             )[1]
 
-        return {"gathered": up_to(whole(x)[0, 0]), "summed": up_to(tf.reduce_sum(x))}
+        return {"gathered": up_to(gathered(x)[0, 0]), "summed": up_to(tf.reduce_sum(x))}
 
-    with analysed(fn, {"x": [B, M]}, X) as found:
-        assert found.alike("gathered") == set()
-        assert found.alike("summed") == {"data"}
+    with analysed(fn, {"x": [B, M]}, X) as analysis:
+        assert analysis.alike("gathered") == set()
+        assert analysis.alike("summed") == {"data"}
 
 
 def test_predicate_and_branches_must_be_redundant():
     def fn(x, s):
-        ours, cases = tf.zeros([B, M]) + s, (lambda: whole(x), lambda: tf.zeros([B, M]))
+        ours, cases = (
+            tf.zeros([B, M]) + s,
+            (lambda: gathered(x), lambda: tf.zeros([B, M])),
+        )
         return {
-            "predicate": tf.cond(whole(x)[0, 0] > 0, lambda: ours, lambda: ours * 2),
+            "predicate": tf.cond(gathered(x)[0, 0] > 0, lambda: ours, lambda: ours * 2),
             "branch": tf.cond(s > 0, *cases),
             "other": tf.cond(s > 0, *reversed(cases)),
             "neither": tf.cond(tf.reduce_sum(x) > 0, lambda: ours, lambda: ours * 2),
         }
 
-    with analysed(fn, {"x": [B, M], "s": []}, X) as found:
-        alike = {name: found.alike(name) for name in found.results}
+    with analysed(fn, {"x": [B, M], "s": []}, X) as analysis:
+        alike = {name: analysis.alike(name) for name in analysis.results}
         assert alike.pop("neither") == {"data"}
         assert set().union(*alike.values()) == set(), alike
 
 
 def test_the_cluster_around_a_reduction():
-    with analysed(momentum, DENSE, X) as found:
-        (cluster,) = found.clusters
-        assert found.state(cluster) == ["m", "w"]
+    with analysed(momentum, DENSE, X) as analysis:
+        (cluster,) = analysis.clusters
+        assert analysis.state(cluster) == ["m", "w"]
         names = sorted(op.name.removeprefix("stablehlo.") for op in cluster.ops)
         assert names == ["add", "broadcast_in_dim", "multiply", "subtract"]
         (gradient,) = cluster.entries()
         assert gradient.owner.name == "stablehlo.dot_general"
         # Only forward and backward read of it, and only the weight.
-        assert list(cluster.exits()) == [found.arguments["w"]]
+        assert list(cluster.exits()) == [analysis.arguments["w"]]
 
 
 def two_layers(w, v, m, n, x):
@@ -206,10 +209,10 @@ def two_layers(w, v, m, n, x):
 
 def test_weights_that_scalars_join_are_updated_apart():
     shapes = {"w": [M, H], "m": [M, H], "v": [H, M], "n": [H, M], "x": [B, M]}
-    with analysed(two_layers, shapes, X) as found:
-        assert sorted(found.updated()) == [["m", "w"], ["n", "v"]]
+    with analysed(two_layers, shapes, X) as analysis:
+        assert sorted(analysis.updated()) == [["m", "w"], ["n", "v"]]
         # What norms sum is on shards, so that only scalars cross.
-        for cluster in found.clusters:
+        for cluster in analysis.clusters:
             assert "stablehlo.reduce" in {op.name for op in cluster.ops}
             assert len(cluster.entries()) == 1
 
@@ -222,9 +225,9 @@ def test_a_tied_weight_is_updated_once():
 
     shapes = {"e": [64, M], "m": [64, M], "x": [B, M]}
     shapes["ids"] = tf.TensorSpec([B], tf.int32)
-    with analysed(fn, shapes, {"ids": ("data",), **X}) as found:
-        assert found.updated() == [["e", "m"]]
-        (cluster,) = found.clusters
+    with analysed(fn, shapes, {"ids": ("data",), **X}) as analysis:
+        assert analysis.updated() == [["e", "m"]]
+        (cluster,) = analysis.clusters
         reduced = {value.owner.name for value in cluster.entries()}
         assert reduced == {"stablehlo.scatter", "stablehlo.transpose"}
 
@@ -234,8 +237,8 @@ def test_weights_that_pull_at_each_other_are_updated_together():
         g, h = gradients(lambda w, v: mean_square(tf.tanh(x @ w) + x @ v), w, v)
         return {"w": w - g - 0.1 * (w - v), "v": v - h - 0.1 * (v - w)}
 
-    with analysed(fn, {"w": [M, H], "v": [M, H], "x": [B, M]}, X) as found:
-        assert found.updated() == [["v", "w"]]
+    with analysed(fn, {"w": [M, H], "v": [M, H], "x": [B, M]}, X) as analysis:
+        assert analysis.updated() == [["v", "w"]]
 
 
 def test_stacked_gradients_of_a_backward_loop():
@@ -252,13 +255,13 @@ def test_stacked_gradients_of_a_backward_loop():
         return {"w": w - m, "m": m}
 
     shape = [L, M, M]
-    with analysed(fn, {"w": shape, "m": shape, "x": [B, M]}, X) as found:
-        assert found.updated() == [["m", "w"]]
-        (cluster,) = found.clusters
+    with analysed(fn, {"w": shape, "m": shape, "x": [B, M]}, X) as analysis:
+        assert analysis.updated() == [["m", "w"]]
+        (cluster,) = analysis.clusters
         assert "stablehlo.dynamic_update_slice" in {op.name for op in cluster.ops}
         assert any(link.argument is None for link in cluster.links), "the loop's stack"
-        (decision,) = found.decide().values()
-        weight = found.arguments["w"]
+        (decision,) = analysis.decide().values()
+        weight = analysis.arguments["w"]
         assert decision.format.first(weight) != 0, "the stack is sliced by layers"
         # A layer's gradient is reduced in each round of the loop.
         assert decision.reduced == decision.gathers == L * M * M * 4
@@ -274,9 +277,9 @@ def test_steps_in_a_loop():
         return {"w": w, "m": m}
 
     shapes = {**DENSE, "x": [L, B, M]}
-    with analysed(fn, shapes, {"x": (None, "data", None)}) as found:
-        assert found.updated() == [["m", "w"]]
-        (decision,) = found.decide().values()
+    with analysed(fn, shapes, {"x": (None, "data", None)}) as analysis:
+        assert analysis.updated() == [["m", "w"]]
+        (decision,) = analysis.decide().values()
         # The slot is in shards from step to step, the weight is gathered in each.
         assert decision.kept == M * H * 4 * 7 // 8
         assert decision.gathers == M * H * 4
@@ -292,8 +295,8 @@ def test_what_a_loop_carries_over_is_an_update_too():
         _, w, m = tf.while_loop(lambda i, *_: i < L, body, (0, w, m))
         return {"w": w, "m": m}
 
-    with analysed(fn, DENSE, X) as found:
-        assert found.updated() == [["m", "w"]]
+    with analysed(fn, DENSE, X) as analysis:
+        assert analysis.updated() == [["m", "w"]]
 
 
 def test_what_state_carries_over_is_an_update_too():
@@ -302,8 +305,8 @@ def test_what_state_carries_over_is_an_update_too():
     def fn(w, m, x):
         return {"w": w - m, "m": momentum(w, m, x)["m"]}
 
-    with analysed(fn, DENSE, X) as found:
-        assert found.updated() == [["m", "w"]]
+    with analysed(fn, DENSE, X) as analysis:
+        assert analysis.updated() == [["m", "w"]]
 
 
 STEP = tf.TensorSpec([], tf.int32)
@@ -337,8 +340,8 @@ WHOLE = M * H * 4
 @pytest.mark.parametrize("read", [by_product, by_sorting], ids=["outer", "inner"])
 def test_a_rare_branch_is_cheap(read):
     fn = functools.partial(with_summary, due=rarely, read=read)
-    with analysed(fn, SUMMARIES, X) as found:
-        (decision,) = found.decide().values()
+    with analysed(fn, SUMMARIES, X) as analysis:
+        (decision,) = analysis.decide().values()
         assert decision.gathers == WHOLE + WHOLE // 100
 
 
@@ -353,21 +356,21 @@ def test_a_rare_branch_is_cheap(read):
 )
 def test_a_branch_that_is_taken_mostly_is_dear(due, swap):
     fn = functools.partial(with_summary, due=due, read=by_product, swap=swap)
-    with analysed(fn, SUMMARIES, X) as found:
-        (decision,) = found.decide().values()
+    with analysed(fn, SUMMARIES, X) as analysis:
+        (decision,) = analysis.decide().values()
         assert decision.gathers >= WHOLE + WHOLE * 99 // 100
 
 
 def test_what_a_rare_branch_reads_is_gathered_inside_it():
     fn = functools.partial(with_summary, due=rarely, read=by_product)
-    with analysed(fn, SUMMARIES, X) as found:
-        forms = found.rewrite()
+    with analysed(fn, SUMMARIES, X) as analysis:
+        forms = analysis.rewrite()
         borders = {name: str(form.border) for name, form in forms.items()}
         assert borders == {"m": "[data,_]"}
         # The new slot is a sum, the new weight a difference.
         gathers = {
             op.operands[0].owner.name: op.parent.operation.name
-            for op in walk(found.completed.main)
+            for op in walk(analysis.completed.main)
             if call_target(op) == "Sharding"
             and "replicated" in str(op.attributes["mhlo.sharding"])
             and getattr(op.operands[0].owner, "name", "")
@@ -385,17 +388,17 @@ def test_auto_leaves_alone_what_does_not_pay():
         m = 0.9 * m + g
         return {"w": w - m, "m": m}
 
-    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as found:
-        decision = found.decide(SLOW_START, AUTO)["m w"]
+    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as analysis:
+        decision = analysis.decide(SLOW_START, AUTO)["m w"]
         assert decision.format is None and decision.kept == 0
         assert decision.why.startswith("it would cost 9"), decision.why
         assert decision.why.endswith(" us a step")
-    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as found:
-        forced = found.decide(SLOW_START, ALL)["m w"]
+    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as analysis:
+        forced = analysis.decide(SLOW_START, ALL)["m w"]
         assert forced.why == "" and forced.format.shards == 8
         assert forced.gain < 0 and forced.kept == M * 4 * 7 // 8
-    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as found:
-        free = found.decide(NO_LATENCY, AUTO)["m w"]
+    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as analysis:
+        free = analysis.decide(NO_LATENCY, AUTO)["m w"]
         assert free.format is not None and free.gain > 0
 
 
@@ -406,8 +409,8 @@ def test_what_has_no_dim_to_split_is_left_alone(mode):
         # Pieces of another size than the whole cannot be split like it.
         return {"w": w - g, "v": v - tf.concat([h[:5] * 2, h[5:]], 0)}
 
-    with analysed(fn, {"w": [1], "v": [M], "x": [B, M]}, X) as found:
-        decisions = found.decide(NO_LATENCY, mode)
+    with analysed(fn, {"w": [1], "v": [M], "x": [B, M]}, X) as analysis:
+        decisions = analysis.decide(NO_LATENCY, mode)
         assert sorted(decisions) == ["v", "w"]
         for decision in decisions.values():
             assert decision.format is None
@@ -418,8 +421,8 @@ def test_what_has_no_dim_to_split_is_left_alone(mode):
 
 def test_what_data_axes_split_already_is_no_update_to_shard():
     split = {**X, "w": ("data", None), "m": ("data", None)}
-    with analysed(momentum, DENSE, split) as found:
-        assert found.clusters == []
+    with analysed(momentum, DENSE, split) as analysis:
+        assert analysis.clusters == []
 
 
 def test_along_a_data_axis_that_splits_no_weight():
@@ -428,10 +431,10 @@ def test_along_a_data_axis_that_splits_no_weight():
     split |= {"w": (None, "model"), "m": (None, "model")}
     with analysed(
         momentum, DENSE, split, mesh=BOTH, data_axes=("data", "model")
-    ) as found:
-        assert found.updated() == [["m", "w"]]
-        (decision,) = found.decide().values()
-        slot = found.arguments["m"]
+    ) as analysis:
+        assert analysis.updated() == [["m", "w"]]
+        (decision,) = analysis.decide().values()
+        slot = analysis.arguments["m"]
         assert decision.format.axes == ("data",)
         assert str(decision.format.sharding(slot)) == "[data,model]"
         assert decision.kept == WHOLE // 2 * 3 // 4
@@ -447,8 +450,8 @@ def test_a_weight_that_is_read_in_less_precision_is_kept_in_shards():
         m = 0.9 * m + g
         return {"w": w - m, "m": m}
 
-    with analysed(fn, DENSE, X) as found:
-        (decision,) = found.decide().values()
+    with analysed(fn, DENSE, X) as analysis:
+        (decision,) = analysis.decide().values()
         assert decision.gathers == WHOLE // 2
         assert decision.kept == 2 * WHOLE * 7 // 8
         (leaves,) = decision.cluster.exits()
@@ -467,15 +470,15 @@ def test_a_weight_that_is_turned_before_it_is_read_in_less_precision():
         m = 0.9 * m + g
         return {"w": w - m, "m": m}
 
-    with analysed(fn, {"w": [H, M], "m": [H, M], "x": [B, M]}, X) as found:
-        (decision,) = found.decide().values()
+    with analysed(fn, {"w": [H, M], "m": [H, M], "x": [B, M]}, X) as analysis:
+        (decision,) = analysis.decide().values()
         assert decision.gathers == WHOLE // 2
         (leaves,) = decision.cluster.exits()
         assert leaves.owner.name == "stablehlo.convert"
         (gradient,) = decision.cluster.entries()
         assert gradient.owner.name == "stablehlo.transpose"
         assert "bf16" in str(gradient.type)
-        summed = find_sum(found.completed, found.redundancy.reduced, gradient)
+        summed = find_sum(analysis.completed, analysis.redundancy.reduced, gradient)
         assert summed.axes == ("data",)
 
 
@@ -497,8 +500,8 @@ def test_a_stack_that_is_read_layer_by_layer_in_less_precision():
 
     shapes = {"w": [L, M, M], "m": [L, M, M], "x": [B, M]}
     for layers, read in ((L, [(L, M, M)]), (L - 1, (L - 1) * [(1, M, M)])):
-        with analysed(functools.partial(fn, layers=layers), shapes, X) as found:
-            (decision,) = found.decide().values()
+        with analysed(functools.partial(fn, layers=layers), shapes, X) as analysis:
+            (decision,) = analysis.decide().values()
             exits = list(decision.cluster.exits())
             assert [shape_of(value) for value in exits] == read
             assert all("bf16" in str(value.type) for value in exits)

@@ -130,17 +130,17 @@ class Training:
             "metrics": NestedMap(loss=metrics[0], norm=metrics[1]),
         }
 
-    def sharding(self, path: str, one: WeightSpec) -> Sharding:
+    def sharding(self, path: str, spec: WeightSpec) -> Sharding:
         """Slots of a weight's shape lie as it does, others are whole."""
         names = [name for name in path.split(".") if name in SPECS]
-        if names and SPECS[names[0]].shape == one.shape:
+        if names and SPECS[names[0]].shape == spec.shape:
             return weight_sharding(self.mesh, names[0])
-        return Sharding.replicated(self.mesh, len(one.shape))
+        return Sharding.replicated(self.mesh, len(spec.shape))
 
-    def trace(self, partitioner: Partitioner, mode, **asked) -> TracedProgram:
+    def trace(self, partitioner: Partitioner, mode, **options) -> TracedProgram:
         """`mode` None asks for nothing, `asked` is the rest of `UpdateSharding`."""
         state = self.specs.map_with_path(self.sharding)
-        updates = UpdateSharding(mode=mode, **{"data_axes": ("data",), **asked})
+        updates = UpdateSharding(mode=mode, **{"data_axes": ("data",), **options})
         images = tf.TensorSpec([self.steps, B, 6, 6, 8])
         return trace_program(
             self.loop,
@@ -254,9 +254,9 @@ def gathered(run) -> collections.Counter:
     """How many arrays of which element types are gathered along the data axis."""
     return collections.Counter(
         dtype
-        for one in run.collectives()
-        if one.kind == "all-gather" and one.axes == ("data",)
-        for dtype in one.dtypes
+        for collective in run.collectives()
+        if collective.kind == "all-gather" and collective.axes == ("data",)
+        for dtype in collective.dtypes
     )
 
 
@@ -286,22 +286,22 @@ def test_a_device_has_its_part_of_the_slots_only(optimizer, mesh):
     forms = training.trace(SHARDY, ALL).forms(0).slots
     parts = training.mesh.axis_size("data")
     before = after = 0
-    for path, one in forms.items_by_path():
-        own = weight_sharding(training.mesh, path.split(".")[0])
-        assert "data" in str(one.border), path
-        whole = int(np.prod(own.shard_shape(one.shape)))
-        part = int(np.prod(one.border.shard_shape(one.stored_shape)))
-        assert -(-whole // parts) <= part <= whole / parts * 1.6, path
-        before, after = before + 4 * whole, after + 4 * part
+    for path, form in forms.items_by_path():
+        sharding = weight_sharding(training.mesh, path.split(".")[0])
+        assert "data" in str(form.border), path
+        size = int(np.prod(sharding.shard_shape(form.shape)))
+        part = int(np.prod(form.border.shard_shape(form.stored_shape)))
+        assert -(-size // parts) <= part <= size / parts * 1.6, path
+        before, after = before + 4 * size, after + 4 * part
     assert bytes_of(None) - bytes_of(ALL) == before - after
     lines = program(optimizer, mesh, SHARDY, ALL).updates.lines
     assert sum(line.kept for line in lines) == before - after
 
 
 def test_steps_in_a_compiled_loop_are_the_same_steps():
-    one = trained("sgd", "data", SHARDY, ALL)
+    single = trained("sgd", "data", SHARDY, ALL)
     five = trained("sgd", "data", SHARDY, ALL, steps=5)
-    assert_same((five[0], five[1]), (one[0], one[1][4::5]))
+    assert_same((five[0], five[1]), (single[0], single[1][4::5]))
     run = program("sgd", "data", SHARDY, ALL, steps=5)
     # In the loop, not after it: slots go from step to step in shards.
     assert gathered(run) == {"f32": len(SPECS)}
@@ -331,7 +331,7 @@ def test_what_was_stored_by_another_program_is_refused():
 
 
 @pytest.mark.parametrize(
-    "asked,message",
+    "options,message",
     [
         ({"data_axes": ("dat",)}, "data_axes.*'dat'"),
         ({"result": "stat"}, "result.*'stat'"),
@@ -343,9 +343,9 @@ def test_what_was_stored_by_another_program_is_refused():
         ({"data_axes": ()}, "data_axes is \\(\\), must be a sequence"),
     ],
 )
-def test_what_does_not_fit_the_program_is_refused(asked, message):
+def test_what_does_not_fit_the_program_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Training("sgd", "data").trace(SHARDY, ALL, **asked)
+        Training("sgd", "data").trace(SHARDY, ALL, **options)
 
 
 def guarded_step(state, x):
@@ -370,8 +370,8 @@ def guarded_step(state, x):
 )
 def test_updates_in_loops_and_branches(partitioner):
     mesh, shape = MESHES["data"], [13, 7]
-    whole = Sharding.replicated(mesh, 2)
-    state = NestedMap(w=whole, m=whole, step=Sharding.replicated(mesh, 0))
+    replicated = Sharding.replicated(mesh, 2)
+    state = NestedMap(w=replicated, m=replicated, step=Sharding.replicated(mesh, 0))
     matrix = tf.TensorSpec(shape)
     specs = NestedMap(w=matrix, m=matrix, step=tf.TensorSpec([], tf.int32))
 
@@ -411,21 +411,21 @@ BF16 = {"dtype": tf.bfloat16}
 def test_weights_that_are_read_in_bfloat16_stay_in_shards():
     run = program("sgd", "data", SHARDY, ALL, **BF16)
     # They are gathered after their conversion. (On CPUs XLA moves bfloat16 as float32.)
-    gathers = [one for one in run.collectives() if one.kind == "all-gather"]
+    gathers = [c for c in run.collectives() if c.kind == "all-gather"]
     assert len(gathers) == len(SPECS)
-    assert all("/Cast" in one.op_name for one in gathers)
+    assert all("/Cast" in gather.op_name for gather in gathers)
     text = run.unpartitioned.lowered.as_text()
-    whole = r"sharding_constraint %\w+ <@mesh, \[\{\}[{}, ]*\]> : tensor<([\dx]*)xbf16>"
+    regex = r"sharding_constraint %\w+ <@mesh, \[\{\}[{}, ]*\]> : tensor<([\dx]*)xbf16>"
     # Some are flat in their stored form; what convolutions read is pinned besides.
-    found = {math.prod(map(int, shape.split("x"))) for shape in re.findall(whole, text)}
-    assert found >= {math.prod(spec.shape) for spec in SPECS.values()}
+    sizes = {math.prod(map(int, shape.split("x"))) for shape in re.findall(regex, text)}
+    assert sizes >= {math.prod(spec.shape) for spec in SPECS.values()}
     forms = Training("sgd", "data", **BF16).trace(SHARDY, ALL).forms(0)
-    for path, one in forms.theta.items_by_path():
-        assert "data" in str(one.border), path
+    for path, form in forms.theta.items_by_path():
+        assert "data" in str(form.border), path
     held = sum(
-        4 * int(np.prod(one.border.shard_shape(one.stored_shape)))
+        4 * int(np.prod(form.border.shard_shape(form.stored_shape)))
         for part in (forms.theta, forms.slots)
-        for one in part.leaves()
+        for form in part.leaves()
     )
     assert run.memory().arguments == held + 4 + 4 * B // 8 * 6 * 6 * 8
     # Rounding to 8 bits hides what float32 sums do in another order, but for a step

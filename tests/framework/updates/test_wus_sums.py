@@ -57,25 +57,25 @@ def read_twice(w, x):
         (whole_numbers, tf.TensorSpec([15], tf.int32)),
         (read_twice, tf.TensorSpec([15, 15])),
     ],
-    ids=lambda one: getattr(one, "__name__", ""),
+    ids=lambda param: getattr(param, "__name__", ""),
 )
 def test_sharded_sums_are_the_same(update, weight):
-    whole = mw.Sharding.replicated(MESH, weight.shape.rank)
-    found = {}
+    replicated = mw.Sharding.replicated(MESH, weight.shape.rank)
+    results = {}
     for mode in (mw.WeightUpdateSharding.OFF, mw.WeightUpdateSharding.ALL):
         program = mw.compile_program(
             lambda state, x: {"state": {"w": update(state["w"], x)}},
             [{"w": weight}, tf.TensorSpec(X.shape)],
             MESH,
-            in_shardings=[{"w": whole}, ROWS],
-            out_shardings={"state": {"w": whole}},
+            in_shardings=[{"w": replicated}, ROWS],
+            out_shardings={"state": {"w": replicated}},
             update_sharding=mw.UpdateSharding(mode=mode, data_axes=("data",)),
         )
         start = np.zeros(weight.shape, weight.dtype.as_numpy_dtype)
         out = program.unshard(program({"w": start}, X))
-        found[mode] = out["state"]["w"]
+        results[mode] = out["state"]["w"]
     assert len(program.updates.sharded) == 1
-    off, on = found.values()
+    off, on = results.values()
     np.testing.assert_allclose(on, off, rtol=2e-6, atol=2e-6 * np.abs(off).max())
 
 
@@ -88,14 +88,14 @@ def test_sharded_sums_are_the_same(update, weight):
     ],
 )
 def test_state_that_comes_out_otherwise_is_refused(change, message):
-    asked = mw.UpdateSharding(mode=mw.WeightUpdateSharding.ALL, data_axes=("data",))
+    sharding = mw.UpdateSharding(mode=mw.WeightUpdateSharding.ALL, data_axes=("data",))
     with pytest.raises(ValueError, match=message):
         mw.compile_program(
             lambda state: {"state": change(state["w"])},
             [{"w": tf.TensorSpec([16, 4])}],
             MESH,
             in_shardings=[{"w": mw.Sharding.replicated(MESH, 2)}],
-            update_sharding=asked,
+            update_sharding=sharding,
         )
 
 

@@ -36,7 +36,7 @@ from meshwright.framework.sharding.stored_form import StoredForm
 DATA = DeviceMesh(("data",), (8,))
 BOTH = DeviceMesh(("data", "model"), (4, 2))
 NO_LATENCY = Machine(memory_bandwidth=1e9, link_bandwidth=1e9, latency=0.0)
-ALL, AUTO, OFF = (WeightUpdateSharding(one) for one in ("all", "auto", "off"))
+ALL, AUTO, OFF = (WeightUpdateSharding(mode) for mode in ("all", "auto", "off"))
 
 
 @dataclasses.dataclass
@@ -57,10 +57,10 @@ class Analysed:
         """Names of the ops that sum over data axes."""
         return {value.owner.name for value in self.redundancy.reduced}
 
-    def state(self, one: Cluster | Decision) -> list[str]:
+    def state(self, update: Cluster | Decision) -> list[str]:
         """Names of the arguments of an update."""
-        cluster = getattr(one, "cluster", one)
-        numbers = one.state if isinstance(one, Decision) else cluster.arguments()
+        cluster = getattr(update, "cluster", update)
+        numbers = update.state if isinstance(update, Decision) else cluster.arguments()
         return [list(self.arguments)[number] for number in numbers]
 
     def updated(self) -> list[list[str]]:
@@ -76,7 +76,7 @@ class Analysed:
             machine=machine,
             mode=mode,
         )
-        return {" ".join(self.state(one)): one for one in decisions}
+        return {" ".join(self.state(decision)): decision for decision in decisions}
 
     def rewrite(self, machine=NO_LATENCY, mode=ALL) -> dict[str, StoredForm]:
         """Changes the module; the new forms of state by name."""

@@ -53,12 +53,12 @@ def test_what_is_remembered_is_what_is_attended_to():
     layer, theta = crosses()
     paddings = np.zeros([B, T], np.int32)
     paddings[1, 4:] = 1
-    whole = run(layer, theta, inputs(), memory=memory(), paddings=paddings)
+    unlimited = run(layer, theta, inputs(), memory=memory(), paddings=paddings)
     expected = reference(theta, inputs(), memory(), 1 - paddings[:, None].repeat(S, 1))
-    np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(unlimited, expected, rtol=1e-4, atol=1e-5)
     cache = layer.encode_memory(Context(), theta, tf.constant(memory()))
     y = layer.attend_memory(Context(), theta, tf.constant(inputs()), cache, paddings)
-    np.testing.assert_allclose(y, whole, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(y, unlimited, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("positions", PositionKind)

@@ -87,8 +87,8 @@ def test_local_attention_is_a_masked_global_one(monkeypatch):
 
     assert layer._blocks(S).count == 3
     local = gradients()
-    whole = relative_attention._Blocks(count=1, size=S, left=0, right=0)
-    monkeypatch.setattr(RelativeAttention, "_blocks", lambda *_: whole)
+    single_block = relative_attention._Blocks(count=1, size=S, left=0, right=0)
+    monkeypatch.setattr(RelativeAttention, "_blocks", lambda *_: single_block)
     for a, b in zip(local, gradients(), strict=True):
         a, b = (t.numpy()[MASK] if t.shape == X.shape else t for t in (a, b))
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

@@ -189,12 +189,12 @@ def running_after(history: list, xs: np.ndarray, masks: np.ndarray, decay: float
     running = {"mean": np.zeros([2, 8]), "variance": np.ones([2, 8])}
     for theta, x, mask in zip(history, xs, masks, strict=True):
         for i in range(2):
-            own = theta.map(lambda t, i=i: np.asarray(t)[i])
+            layer_theta = theta.map(lambda t, i=i: np.asarray(t)[i])
             real = x[mask]
             now = {"mean": real.mean(0), "variance": real.var(0)}
             for name, values in running.items():
                 values[i] = decay * values[i] + (1 - decay) * now[name]
-            x = x + np.tanh(batch_norm(x, own, now["mean"], now["variance"]))
+            x = x + np.tanh(batch_norm(x, layer_theta, now["mean"], now["variance"]))
     return running
 
 

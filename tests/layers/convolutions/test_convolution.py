@@ -63,8 +63,8 @@ def test_depthwise_convolution_and_its_gradients(window, is_causal):
         ours, theirs = layer.fprop(Context(), theta, x), reference(x, theta.kernel)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     for source in (x, theta.kernel):
-        found, want = (tape.gradient(y, source, dy) for y in (ours, theirs))
-        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+        got, want = (tape.gradient(y, source, dy) for y in (ours, theirs))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_depthwise_convolution_takes_padding_for_zeros():
@@ -92,8 +92,8 @@ def test_what_is_beside_counts_as_further_channels():
     theta = weights_of(layer)
     x = tf.constant(RNG.standard_normal([2, 5, 4, 6]), tf.float32)
     parts = tf.split(x, [1, 3, 2], axis=-1)
-    found, want = (layer.fprop(Context(), theta, *one) for one in (parts, [x]))
-    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+    got, want = (layer.fprop(Context(), theta, *args) for args in (parts, [x]))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"'one.part' .* last dims are \[3\]"):
         layer.fprop(Context(path="one.part"), theta, parts[0], parts[1])
 
@@ -133,8 +133,8 @@ def assert_same_with_gradients(layer, reference, x):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     dy = tf.constant(RNG.standard_normal(ours.shape), tf.float32)
     for path, source in [*theta.items_by_path(), ("x", x)]:
-        found, want = (tape.gradient(y, source, dy) for y in (ours, theirs))
-        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5, err_msg=path)
+        got, want = (tape.gradient(y, source, dy) for y in (ours, theirs))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=path)
 
 
 def by_definition(layer):
@@ -234,8 +234,8 @@ def test_subsampling_against_tf():
     for part in (theta.first, theta.second):
         y = tf.nn.relu(tf.nn.conv2d(y, part.kernel, 2, "SAME") + part.bias)
     y = tf.einsum("btfc,fcm->btm", y, theta.w_out) + theta.b_out
-    found = layer.fprop(Context(), theta, x).x
-    np.testing.assert_allclose(found, y, rtol=1e-4, atol=1e-4)
+    result = layer.fprop(Context(), theta, x).x
+    np.testing.assert_allclose(result, y, rtol=1e-4, atol=1e-4)
 
 
 def test_subsampling_counts_the_flops_of_its_convolutions():

@@ -79,13 +79,13 @@ def test_is_the_network_of_the_paper(layer):
             y = network(theta, x)
         return y, *tape.gradient(y, sources, dy)
 
-    found = logits_and_gradients(functools.partial(layer.fprop, TRAINING))
+    got = logits_and_gradients(functools.partial(layer.fprop, TRAINING))
     want = logits_and_gradients(functools.partial(papers_network, layer))
-    largest = [np.abs(one).max() for one in want]
+    largest = [np.abs(gradient).max() for gradient in want]
     assert min(largest) > 0
     for i, name in enumerate(["logits", "x", *trained]):
         atol = 1e-5 * max(largest[i], 0.1 * max(largest))  # As `assert_layer_parity`.
-        np.testing.assert_allclose(found[i], want[i], rtol=0, atol=atol, err_msg=name)
+        np.testing.assert_allclose(got[i], want[i], rtol=0, atol=atol, err_msg=name)
 
 
 def test_resnet_50_has_the_size_all_count():
@@ -181,7 +181,7 @@ SPLIT = OfSplitPictures(network=dataclasses.replace(SMALL, blocks=(1, 1)))
 @pytest.mark.parametrize(
     ("plan", "partitioner"),
     [
-        *((DATA, one) for one in Partitioner),
+        *((DATA, partitioner) for partitioner in Partitioner),
         (SPATIAL, Partitioner.SHARDY),
         pytest.param(SPATIAL, Partitioner.GSPMD, marks=pytest.mark.slow),
     ],
@@ -213,7 +213,7 @@ def test_split_by_rows_devices_exchange_nothing_but_sums(partitioner):
         in_shardings=[specs.map(lambda s: s.sharding(DATA)), None],
         partitioner=partitioner,
     )
-    kinds = {one.kind for one in program.collectives()}
+    kinds = {c.kind for c in program.collectives()}
     assert kinds == {"all-reduce"}
 
 

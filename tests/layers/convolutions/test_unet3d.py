@@ -118,8 +118,8 @@ NETWORKS = [
 @pytest.mark.parametrize(
     ("layer", "size", "kind"),
     [
-        *((*one, {**kind, "norm": None}) for *one, kind in NETWORKS),
-        *((*one, {**kind, "norm": BatchNorm}) for *one, kind in NETWORKS),
+        *((*network, {**kind, "norm": None}) for *network, kind in NETWORKS),
+        *((*network, {**kind, "norm": BatchNorm}) for *network, kind in NETWORKS),
         # No norm, whose outputs are near each other: TF's gradient of max_pool3d on CPU
         # goes, whole, to each value of a window that is within 1e-5 of its maximum.
         (THIN, (22, 26, 22), {**VALID, "norm": None}),
@@ -141,14 +141,14 @@ def test_is_the_network_of_the_paper(layer, size, kind):
             y = network(theta, x)
         return y, *tape.gradient(y, sources, dy)
 
-    found = logits_and_gradients(functools.partial(layer.fprop, TRAINING))
+    got = logits_and_gradients(functools.partial(layer.fprop, TRAINING))
     want = logits_and_gradients(functools.partial(paper_network, layer))
-    assert found[0].shape == dy.shape
-    largest = [np.abs(one).max() for one in want]
+    assert got[0].shape == dy.shape
+    largest = [np.abs(gradient).max() for gradient in want]
     assert min(largest) > 0
     for i, name in enumerate(["logits", "x", *trained]):
         atol = 1e-5 * max(largest[i], 0.1 * max(largest))  # As `assert_layer_parity`.
-        np.testing.assert_allclose(found[i], want[i], rtol=0, atol=atol, err_msg=name)
+        np.testing.assert_allclose(got[i], want[i], rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])

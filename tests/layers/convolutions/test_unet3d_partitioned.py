@@ -107,8 +107,8 @@ QUICK = {
 @pytest.mark.parametrize(
     ("name", "partitioner"),
     [
-        pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.slow])
-        for one in ((name, p) for name in CASES for p in Partitioner)
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in ((name, p) for name in CASES for p in Partitioner)
     ],
 )
 def test_computes_on_eight_devices_what_it_does_on_one(name, partitioner):
@@ -163,7 +163,7 @@ def halos(window, plan, size) -> dict:
     neighbours sent: so corners take two steps, and no exchange of their own.
     """
     shards = dict(zip(plan.mesh_axes, plan.mesh_shape, strict=True))
-    batch, halo, found = size[0] // shards.get("data", 1), window // 2, {}
+    batch, halo, expected = size[0] // shards.get("data", 1), window // 2, {}
     for name, (level, ins, outs) in CONVOLUTIONS.items():
         dims = zip("xyz", size[1:], strict=True)
         part = [(n >> level) // shards.get(axis, 1) for axis, n in dims]
@@ -179,9 +179,9 @@ def halos(window, plan, size) -> dict:
                 if axis in shards:
                     strip = (*wide[:dim], halo, *wide[dim + 1 :])
                     shape = (batch, *strip, channels)
-                    found |= {(name, pass_, axis, way): shape for way in (-1, 1)}
+                    expected |= {(name, pass_, axis, way): shape for way in (-1, 1)}
                     wide[dim] += 2 * halo
-    return found
+    return expected
 
 
 _CONVOLUTION = re.compile(r"(\w+_\d/convolution_\d/convolution\w*)/?(\w*)$")
@@ -189,17 +189,17 @@ _CONVOLUTION = re.compile(r"(\w+_\d/convolution_\d/convolution\w*)/?(\w*)$")
 
 def permutes_of(program) -> dict:
     """Like `halos`, of the program."""
-    found = {}
-    for one in program.collectives():
-        if one.kind == "collective-permute":
-            (axis,), (shape,) = one.axes, one.shapes
+    sent = {}
+    for collective in program.collectives():
+        if collective.kind == "collective-permute":
+            (axis,), (shape,) = collective.axes, collective.shapes
             places = program.mesh.place_along(axis).flatten()
-            (way,) = {int(places[b] - places[a]) for a, b in one.groups}
-            name = _CONVOLUTION.search(one.op_name)
+            (way,) = {int(places[b] - places[a]) for a, b in collective.groups}
+            name = _CONVOLUTION.search(collective.op_name)
             key = (name[1], name[2], axis, way)
-            assert key not in found and one.dtypes == ("f32",)
-            found[key] = shape
-    return found
+            assert key not in sent and collective.dtypes == ("f32",)
+            sent[key] = shape
+    return sent
 
 
 @pytest.mark.parametrize(
@@ -218,12 +218,12 @@ def test_only_halos_go_between_neighbours(plan, size, partitioner, kind):
     layer = halo_network(**kind)
     program = compiled_gradients(layer, plan, size, partitioner)
     assert permutes_of(program) == halos(layer.window, plan, size)
-    sums = [one for one in program.collectives() if one.kind != "collective-permute"]
-    assert {one.kind for one in sums} == {"all-reduce"}
+    sums = [c for c in program.collectives() if c.kind != "collective-permute"]
+    assert {c.kind for c in sums} == {"all-reduce"}
     weights = sum(4 * spec.size for spec in layer.weights().leaves())
     along = collections.Counter()
-    for one in sums:
-        along.update(dict.fromkeys(one.axes, one.bytes))
-        assert one.bytes <= weights
+    for reduced in sums:
+        along.update(dict.fromkeys(reduced.axes, reduced.bytes))
+        assert reduced.bytes <= weights
     if layer.norm is None:  # Else statistics too.
         assert along == dict.fromkeys(plan.mesh_axes, weights)

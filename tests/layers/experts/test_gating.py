@@ -367,19 +367,19 @@ def test_sinkhorn_balances_experts_that_argmax_would_not():
 def test_gating_is_float32_under_bfloat16(name):
     x = tf.cast(X, tf.bfloat16).numpy()
     _, _, combine, _ = route(name, x=x.astype(np.float32))
-    _, _, found, _ = route(name, x=x.astype(np.float32), dtype=tf.bfloat16)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, combine)
+    _, _, combined, _ = route(name, x=x.astype(np.float32), dtype=tf.bfloat16)
+    assert combined.dtype == np.float32
+    np.testing.assert_array_equal(combined, combine)
 
 
 def test_jitter_is_of_training_and_of_the_asked_size():
     gating = Switch(model_dims=1, num_experts=1, jitter=0.1)
-    one = NestedMap(w=tf.ones([1, 1]))
+    theta = NestedMap(w=tf.ones([1, 1]))
     x = tf.ones([1, 4096, 1])
     ctx = Context(mode=Mode.TRAIN, key=key_from_seed(0))
-    logits = gating.logits(ctx, one, x).numpy()
+    logits = gating.logits(ctx, theta, x).numpy()
     assert 0.9 <= logits.min() < 0.905 < 1.095 < logits.max() <= 1.1
-    np.testing.assert_array_equal(gating.logits(Context(), one, x), 1)
+    np.testing.assert_array_equal(gating.logits(Context(), theta, x), 1)
 
 
 def test_z_loss_is_the_mean_square_of_the_logsumexp():

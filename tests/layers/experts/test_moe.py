@@ -126,8 +126,8 @@ def assert_close(got, want):
     for path, expected in want.items_by_path():
         expected = np.asarray(expected)
         atol = 1e-5 * max(np.abs(expected).max(), 1e-3)
-        found = got.get_path(path)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=atol, err_msg=path)
+        gradient = got.get_path(path)
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=atol, err_msg=path)
 
 
 @over_partitioners
@@ -142,13 +142,13 @@ def test_computes_on_eight_devices_what_it_does_on_one(gating, partitioner):
 @over_gatings
 def test_tokens_go_to_their_experts_and_back_by_one_all_to_all(gating, partitioner):
     program, _, _ = on_the_mesh(gating, "sparse", partitioner)
-    found = collections.Counter(
-        (one.kind, "gradient_tape" in one.op_name)
-        for one in program.collectives()
-        if one.kind != "all-reduce"
+    counts = collections.Counter(
+        (collective.kind, "gradient_tape" in collective.op_name)
+        for collective in program.collectives()
+        if collective.kind != "all-reduce"
     )
     # Two in the forward part and their gradients; weights are whole, so nothing else.
-    assert found == {("all-to-all", False): 2, ("all-to-all", True): 2}
+    assert counts == {("all-to-all", False): 2, ("all-to-all", True): 2}
 
 
 @over_partitioners
@@ -156,13 +156,13 @@ def test_hybrid_plan(partitioner):
     program, got, want = on_the_mesh("top2", "hybrid", partitioner)
     assert_close(got, want)
     kinds = collections.defaultdict(list)
-    for one in program.collectives():
-        kinds[one.kind].append(one)
-    assert [one.axes for one in kinds.pop("all-to-all")] == [("X",)] * 4
+    for collective in program.collectives():
+        kinds[collective.kind].append(collective)
+    assert [c.axes for c in kinds.pop("all-to-all")] == [("X",)] * 4
     # GSPMD's figure 8b: what the experts read, and backwards what they are told.
     gathers = kinds.pop("all-gather")
-    assert [one.axes for one in gathers] == [("Y",)] * 2
-    assert all("experts" in one.op_name for one in gathers)
+    assert [c.axes for c in gathers] == [("Y",)] * 2
+    assert all("experts" in c.op_name for c in gathers)
     assert set(kinds) == {"all-reduce"}
 
 
@@ -170,12 +170,12 @@ def test_hybrid_plan(partitioner):
 def test_dense_plan_moves_no_tokens(partitioner):
     program, got, want = on_the_mesh("top2", "dense", partitioner)
     assert_close(got, want)
-    kinds = {(one.kind, one.axes) for one in program.collectives()}
+    kinds = {(c.kind, c.axes) for c in program.collectives()}
     assert not {kind for kind, _ in kinds} & {"all-to-all", "collective-permute"}
     # Weights are gathered along X, activations along Y, as with Table 1's finalized.
-    for one in program.collectives():
-        if one.kind == "all-gather" and one.axes == ("X",):
-            assert "experts" in one.op_name
+    for collective in program.collectives():
+        if collective.kind == "all-gather" and collective.axes == ("X",):
+            assert "experts" in collective.op_name
 
 
 class Given(Hash):
@@ -233,14 +233,14 @@ def test_gives_the_reference_numbers(case, kwargs, tolerance):
             aux = loss_with_padding(layer, probs, 1 - paddings)
         loss = tf.reduce_sum(out.x**2) + aux
     gradients = tape.gradient(loss, [theta, x])
-    found = {
+    sums = {
         "y": out.x,
         "aux_loss": aux,
         "dx": gradients[1],
         "dgate": gradients[0].gating.w,
         "dwo": gradients[0].experts.w_out,
     }
-    for name, value in found.items():
+    for name, value in sums.items():
         want = golden[f"{case}/{name}"]
         atol = tolerance * max(1.0, np.abs(want).max())
         np.testing.assert_allclose(value, want, rtol=0, atol=atol, err_msg=name)
@@ -367,8 +367,8 @@ def test_names_what_recomputation_may_save():
         with tf.Graph().as_default() as graph:
             weights = layer.weights().map(lambda s: tf.zeros(s.shape))
             layer.fprop(Context(), weights, **INPUTS.map(tf.constant))
-        found = [op.name for op in graph.get_operations() if "saved." in op.name]
-        assert {name.split("saved.")[1].split(".")[0] for name in found} == names | more
+        saved = [op.name for op in graph.get_operations() if "saved." in op.name]
+        assert {name.split("saved.")[1].split(".")[0] for name in saved} == names | more
 
 
 def test_extra_flops_are_those_of_slots_less_those_of_all_weights():

@@ -62,6 +62,6 @@ def test_one_all_to_all_each_way(experts, topology, partitioner):
         partitioner=partitioner,
         devices=topology_devices(topology),
     )
-    kinds = collections.Counter(one.kind for one in program.collectives())
+    kinds = collections.Counter(c.kind for c in program.collectives())
     assert kinds.pop("all-to-all") == 2
     assert set(kinds) <= {"all-reduce"}  # Of the statistics.

@@ -117,12 +117,12 @@ def in_a_row(microbatches, theta, inputs):
     """Layer after layer, of each microbatch by itself, by TF's own kernels."""
     outs = []
     for m in range(microbatches):
-        own = inputs.map(lambda t, m=m: t[m::microbatches])
-        x, aux = own.x, []
+        rows = inputs.map(lambda t, m=m: t[m::microbatches])
+        x, aux = rows.x, []
         for i in range(LAYERS):
             own_key = random.fold_in(random.fold_in(key(), i), m)
             ctx = Context(mode=Mode.TRAIN, key=own_key, path="stack")
-            y = Body().fprop(ctx, theta.map(lambda w, i=i: w[i]), **{**own, "x": x})
+            y = Body().fprop(ctx, theta.map(lambda w, i=i: w[i]), **{**rows, "x": x})
             x = y.x
             aux.append(y.aux)
         outs.append(NestedMap(x=x, aux=aux[0].map(lambda *t: tf.stack(t), *aux[1:])))
@@ -140,10 +140,10 @@ def plain_theta():
 @functools.cache
 def wanted(microbatches):
     run = functools.partial(in_a_row, microbatches)
-    found = outputs_and_gradients(run, plain_theta(), INPUTS.map(tf.constant))
+    got = outputs_and_gradients(run, plain_theta(), INPUTS.map(tf.constant))
     # The statistic of a batch is the mean of its microbatches'.
-    found.theta.average /= microbatches
-    return found.map(lambda t: t.numpy())
+    got.theta.average /= microbatches
+    return got.map(lambda t: t.numpy())
 
 
 def compiled(layer, plan, partitioner=Partitioner.SHARDY):
@@ -171,9 +171,9 @@ def assert_parity(layer, program):
     got = program.unshard(program(theta, INPUTS))
     got.theta = layer.plain_weights(got.theta.map(tf.constant))
     for path, want in wanted(layer.num_microbatches).items_by_path():
-        found = np.asarray(got.get_path(path))
+        gradient = np.asarray(got.get_path(path))
         atol = 1e-5 * max(np.abs(want).max(), 1.0)
-        np.testing.assert_allclose(found, want, rtol=0, atol=atol, err_msg=path)
+        np.testing.assert_allclose(gradient, want, rtol=0, atol=atol, err_msg=path)
 
 
 VECTORIZED, MANUAL = StageMode
@@ -208,13 +208,13 @@ def test_equals_its_layers_in_a_row(sizes, mesh, stack, partitioner):
 def assert_one_permute_each_way(layer, program):
     """Nothing else goes between stages; loops run as often as the schedule says."""
     between = [
-        one
-        for one in program.collectives()
-        if re.search(r"/while(_\d+)?/", one.op_name) and "stage" in "".join(one.axes)
+        c
+        for c in program.collectives()
+        if re.search(r"/while(_\d+)?/", c.op_name) and "stage" in "".join(c.axes)
     ]
     # GSPMD gathers some words of random bits.
-    found = collections.Counter(c.kind for c in between if c.dtypes != ("u32",))
-    assert found == {"collective-permute": 2}
+    counts = collections.Counter(c.kind for c in between if c.dtypes != ("u32",))
+    assert counts == {"collective-permute": 2}
     trips = re.findall(r'known_trip_count[":{n]*(\d+)', program.hlo_text())
     in_a_row = layer.layers_of_stage // layer.num_repeats
     inner = [str(in_a_row)] * 2 if in_a_row > 1 else []
@@ -237,8 +237,8 @@ def test_evaluates_what_it_trains():
     inputs = INPUTS.map(tf.constant)
     got, want = (run(mode)(theta, inputs) for mode in (Mode.EVAL, Mode.TRAIN))
     for path, value in want.items_by_path():
-        found = got.get_path(path)
-        np.testing.assert_allclose(found, value, rtol=1e-6, err_msg=path)
+        gradient = got.get_path(path)
+        np.testing.assert_allclose(gradient, value, rtol=1e-6, err_msg=path)
 
 
 def test_says_what_it_saves():
@@ -250,8 +250,8 @@ def test_says_what_it_saves():
     rows = B // 3
     each = layer.schedule.iterations * layer.layers_of_stage // 2
     kept = [(rows, S, M, each), (rows, S, H, each), (rows, S, M, layer.schedule.slots)]
-    assert [(*one.tensor.spec.shape, one.count) for one in saved.stacks] == kept
-    assert {(one.stages, one.stage_axes) for one in saved.stacks} == {(2, ("stage",))}
+    assert [(*stack.tensor.spec.shape, stack.count) for stack in saved.stacks] == kept
+    assert {(s.stages, s.stage_axes) for s in saved.stacks} == {(2, ("stage",))}
     by_layer = tf.TensorSpec([LAYERS])
     aux = NestedMap(loss=by_layer, sums=NestedMap(tokens=by_layer))
     assert saved.result == NestedMap(x=tf.TensorSpec(INPUTS.x.shape), aux=aux)
@@ -264,15 +264,15 @@ def test_statistics_of_bubbles_do_not_count():
     ctx = Context(mode=Mode.TRAIN, key=key(), path="stack")
     theta = by_stage(layer, plain_theta())
     run = lambda theta, inputs: layer.fprop(ctx, theta, **inputs)  # noqa: E731
-    found = outputs_and_gradients(run, theta, INPUTS.map(tf.constant)).theta
-    got = layer.plain_weights(found).average
+    theta_gradients = outputs_and_gradients(run, theta, INPUTS.map(tf.constant)).theta
+    got = layer.plain_weights(theta_gradients).average
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_names_its_layers_and_lines():
     program = compiled(pipeline(2, 2), plan(2, 2, 2))
-    sums = [one for one in program.collectives() if one.kind == "all-reduce"]
-    sources = [program.sources.find(one.op_name) for one in sums]
+    sums = [c for c in program.collectives() if c.kind == "all-reduce"]
+    sources = [program.sources.find(c.op_name) for c in sums]
     lines = {str(source) for source in sources if source is not None}
     assert any("test_pipeline.py" in line for line in lines), lines
 

@@ -24,16 +24,16 @@ def schedule(stages, microbatches, repeats=1):
 
 @pytest.mark.parametrize("table", TABLES)
 def test_equals_the_reference(table):
-    found = schedule(
+    pipeline = schedule(
         table["num_stages"], table["num_microbatches"], table["circular_repeat"]
     )
-    assert found.iterations == table["iterations"]
-    assert found.bubble_fraction == pytest.approx(table["bubble_fraction"])
-    np.testing.assert_array_equal(found.microbatch, table["microbatch_id"])
-    np.testing.assert_array_equal(found.repeat, table["repeat_id"])
-    np.testing.assert_array_equal(found.valid, np.array(table["valid"], bool))
-    taken = found.takes_input & found.valid[:, 0]
-    first = np.where(taken, found.microbatch[:, 0] + 1, 0)
+    assert pipeline.iterations == table["iterations"]
+    assert pipeline.bubble_fraction == pytest.approx(table["bubble_fraction"])
+    np.testing.assert_array_equal(pipeline.microbatch, table["microbatch_id"])
+    np.testing.assert_array_equal(pipeline.repeat, table["repeat_id"])
+    np.testing.assert_array_equal(pipeline.valid, np.array(table["valid"], bool))
+    taken = pipeline.takes_input & pipeline.valid[:, 0]
+    first = np.where(taken, pipeline.microbatch[:, 0] + 1, 0)
     np.testing.assert_array_equal(first, table["padded_input_1based_stage0"])
 
 
@@ -43,11 +43,11 @@ SHAPES = [(1, 1, 1), (1, 5, 3), (2, 7, 1), (4, 4, 2), (4, 8, 4), (8, 16, 4), (3,
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_microbatch_passes_the_stages_in_turn(shape):
     stages, microbatches, repeats = shape
-    found = schedule(*shape)
+    pipeline = schedule(*shape)
     place = {}
-    for t in range(found.iterations):
-        for s in np.flatnonzero(found.valid[t]):
-            key = (found.microbatch[t, s], found.repeat[t, s] * stages + s)
+    for t in range(pipeline.iterations):
+        for s in np.flatnonzero(pipeline.valid[t]):
+            key = (pipeline.microbatch[t, s], pipeline.repeat[t, s] * stages + s)
             assert key not in place
             place[key] = t
     for m in range(microbatches):
@@ -60,24 +60,24 @@ def test_every_microbatch_passes_the_stages_in_turn(shape):
 def test_iterations_and_bubbles_are_the_papers(shape):
     """GSPMD 3.3, where microbatches fill the rounds."""
     stages, microbatches, repeats = shape
-    found = schedule(*shape)
+    pipeline = schedule(*shape)
     if repeats == 1 or microbatches % stages == 0:
-        assert found.iterations == repeats * microbatches + stages - 1
-        share = (stages - 1) / found.iterations
-        assert found.bubble_fraction == pytest.approx(share)
+        assert pipeline.iterations == repeats * microbatches + stages - 1
+        share = (stages - 1) / pipeline.iterations
+        assert pipeline.bubble_fraction == pytest.approx(share)
     else:
-        assert found.bubble_fraction > (stages - 1) / found.iterations
+        assert pipeline.bubble_fraction > (stages - 1) / pipeline.iterations
 
 
 def test_what_goes_in_comes_out():
-    found = schedule(4, 6, 2)
-    ins = found.microbatch[found.takes_input & found.valid[:, 0], 0]
-    outs = found.microbatch[found.gives_output, -1]
+    grid = schedule(4, 6, 2)
+    ins = grid.microbatch[grid.takes_input & grid.valid[:, 0], 0]
+    outs = grid.microbatch[grid.gives_output, -1]
     np.testing.assert_array_equal(ins, range(6))
     np.testing.assert_array_equal(outs, range(6))
     # What does not go round again is given.
-    last = found.valid[:, -1]
-    np.testing.assert_array_equal(found.comes_round[last], ~found.gives_output[last])
+    last = grid.valid[:, -1]
+    np.testing.assert_array_equal(grid.comes_round[last], ~grid.gives_output[last])
 
 
 @pytest.mark.parametrize("name", ["num_stages", "num_microbatches", "num_repeats"])

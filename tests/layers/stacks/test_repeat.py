@@ -334,9 +334,9 @@ def test_the_gradient_of_what_the_layers_share_on_eight_devices(partitioner):
 
 def test_what_follows_from_the_memory_alone_is_not_saved_for_each_layer():
     layer = repeat(Reader(), Recompute.NOTHING)
-    found = operations(memory_gradients_of(layer), memory_arguments(layer))
-    assert found["dot"] == 3 + 6  # The product of memory and weights is saved,
-    assert found["sine"] == 2  # the sine of the memory is computed again.
+    names = operations(memory_gradients_of(layer), memory_arguments(layer))
+    assert names["dot"] == 3 + 6  # The product of memory and weights is saved,
+    assert names["sine"] == 2  # the sine of the memory is computed again.
 
 
 def test_a_mask_whose_gradient_nobody_reads_costs_none():
@@ -346,9 +346,9 @@ def test_a_mask_whose_gradient_nobody_reads_costs_none():
         args = [*arguments(layer)[:2], mask, KEY.numpy()]
         return compile_program(gradients_of(layer), specs(args), plan_of((1, 1)).mesh)
 
-    floating, whole = compiled(MASK), compiled(MASK.astype(np.int32))
-    assert floating.memory().peak <= whole.memory().peak
-    assert floating.cost()["flops"] <= whole.cost()["flops"]
+    floating, integers = compiled(MASK), compiled(MASK.astype(np.int32))
+    assert floating.memory().peak <= integers.memory().peak
+    assert floating.cost()["flops"] <= integers.cost()["flops"]
 
 
 def operations(fn, args):
@@ -369,10 +369,10 @@ def operations(fn, args):
 )
 def test_unrolled_recomputes_behind_barriers(recompute, products, barriers):
     layer = repeat(recompute=recompute, unroll=Unroll.UNROLLED)
-    found = operations(gradients_of(layer), arguments(layer))
-    assert found["dot"] == products * layer.num_layers
-    assert found["opt-barrier"] == barriers * layer.num_layers
-    assert found["while"] == 0
+    names = operations(gradients_of(layer), arguments(layer))
+    assert names["dot"] == products * layer.num_layers
+    assert names["opt-barrier"] == barriers * layer.num_layers
+    assert names["while"] == 0
 
 
 @over_recompute
@@ -394,9 +394,9 @@ def forward(layer, mode, mesh_shape=(1, 1)):
 def test_evaluation_saves_nothing(unroll):
     layer = repeat(recompute=Recompute.NOTHING, unroll=unroll)
     args = arguments(layer)
-    found = operations(forward(layer, Mode.EVAL), args)
-    assert found["dynamic-update-slice"] == 0 and found["opt-barrier"] == 0
-    assert found["dot"] == (2 if unroll is Unroll.LOOP else 2 * layer.num_layers)
+    names = operations(forward(layer, Mode.EVAL), args)
+    assert names["dynamic-update-slice"] == 0 and names["opt-barrier"] == 0
+    assert names["dot"] == (2 if unroll is Unroll.LOOP else 2 * layer.num_layers)
     if unroll is Unroll.LOOP:
         assert operations(forward(layer, Mode.TRAIN), args)["dynamic-update-slice"] > 1
     program = compile_program(
@@ -420,9 +420,9 @@ def test_says_what_it_saves(recompute, kept, unroll):
     ctx = Context(plan=plan_of((2, 4)), mode=Mode.TRAIN, key=KEY)
     with tf.Graph().as_default():
         saved = layer.saved(ctx, tf.TensorSpec(X.shape), mask=tf.constant(MASK))
-    assert [tuple(one.tensor.spec.shape) for one in saved.stacks] == kept
-    assert all(one.tensor.sharding for one in saved.stacks)
-    assert {(one.count, one.stages) for one in saved.stacks} == {(layer.count, 1)}
+    assert [tuple(stack.tensor.spec.shape) for stack in saved.stacks] == kept
+    assert all(stack.tensor.sharding for stack in saved.stacks)
+    assert {(stack.count, stack.stages) for stack in saved.stacks} == {(layer.count, 1)}
     assert saved.result == tf.TensorSpec(X.shape)
 
 

@@ -108,19 +108,19 @@ def test_layers_take_turns(unroll):
         with c.scope("layer_0") as inner:
             x = DENSE.fprop(inner, weights.layer_0, x, segment_ids=INPUTS.segment_ids)
         with c.scope("layer_1") as inner:
-            one = sparse().fprop(
+            result = sparse().fprop(
                 inner, weights.layer_1, x, segment_ids=INPUTS.segment_ids
             )
-        x = one.x
-        losses.append(one.aux.loss)
-        rows.append(one.aux.sums)
+        x = result.x
+        losses.append(result.aux.loss)
+        rows.append(result.aux.sums)
     np.testing.assert_allclose(out.x, x, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(aux.loss, np.mean(losses), rtol=1e-5)
     assert aux.sums.load.shape == (3, E)
     for turn, row in enumerate(rows):
         for name, value in row.items():
-            found = aux.sums[name][turn]
-            np.testing.assert_allclose(found, value, rtol=1e-4, err_msg=name)
+            got = aux.sums[name][turn]
+            np.testing.assert_allclose(got, value, rtol=1e-4, err_msg=name)
 
 
 def test_first_and_second_mixture_of_a_turn_have_their_rows():
@@ -215,10 +215,10 @@ def test_trains_on_eight_devices_as_on_one(partitioner):
     want_losses, want = trained_by_tf()
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     for path, weight in want.items_by_path():
-        found = theta.get_path(path)
-        np.testing.assert_allclose(found, weight, atol=1e-5, err_msg=path)
+        got = theta.get_path(path)
+        np.testing.assert_allclose(got, weight, atol=1e-5, err_msg=path)
     assert want_losses[-1, 1] < want_losses[0, 1]  # Leaves are [aux, task].
-    kinds = [one.kind for one in program.collectives()]
+    kinds = [c.kind for c in program.collectives()]
     # One layer of experts in the loops' bodies: there and back, and their gradients.
     assert kinds.count("all-to-all") == 4
 

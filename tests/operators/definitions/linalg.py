@@ -50,8 +50,8 @@ def rfft(draw):
 def irfft(draw):
     *batch, half = shape_of(draw, 1, 2)
     length = max(1, 2 * (half - 1) + draw(st.integers(0, 1)))
-    one = Input((*batch, half), dtype="complex64")
-    return Use(f"tf.signal.irfft(x, [{length}])", {"x": one})
+    half_input = Input((*batch, half), dtype="complex64")
+    return Use(f"tf.signal.irfft(x, [{length}])", {"x": half_input})
 
 
 def square(draw) -> tuple[tuple[int, ...], int]:

@@ -61,8 +61,8 @@ def strided_slice(draw):
     for n in shape:
         kind = draw(st.sampled_from(["step", "step", "step", "one", "new"]))
         parts += ["None"] * (kind == "new")
-        one = str(draw(st.integers(0, n - 1)))
-        parts.append(one if kind == "one" else steps(draw, n))
+        index = str(draw(st.integers(0, n - 1)))
+        parts.append(index if kind == "one" else steps(draw, n))
     return of_shape(f"x[{', '.join(parts)}]", shape, formats=MOVES)
 
 

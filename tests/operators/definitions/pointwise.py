@@ -85,10 +85,10 @@ def bitwise(draw):
     shape = shape_of(draw)
     name = draw(st.sampled_from(["and", "or", "xor"]))
     dtype = draw(st.sampled_from(["int32", "int64", "int8", "uint8"]))
-    one = Input(shape, dtype=dtype)
+    operand = Input(shape, dtype=dtype)
     return Use(
         f"[tf.bitwise.bitwise_{name}(x, y), tf.bitwise.left_shift(x, x % 7)]",
-        {"x": one, "y": one},
+        {"x": operand, "y": operand},
     )
 
 
@@ -96,8 +96,8 @@ def bitwise(draw):
 def logical(draw):
     shape = shape_of(draw)
     name = draw(st.sampled_from(["and", "or", "xor"]))
-    one = Input(shape, dtype="bool")
-    return Use(f"tf.math.logical_{name}(x, ~y)", {"x": one, "y": one})
+    operand = Input(shape, dtype="bool")
+    return Use(f"tf.math.logical_{name}(x, ~y)", {"x": operand, "y": operand})
 
 
 @operator
@@ -106,13 +106,13 @@ def cast(draw):
     shape = shape_of(draw)
     to = draw(st.sampled_from(["float32", "float64", *MOVES]))
     source = draw(st.sampled_from(["float32", "float64", *MOVES]))
-    one = Input(shape, dtype=source)
+    operand = Input(shape, dtype=source)
     held = "x"
     if to not in ("bool", "complex64") and source not in ("bool", "uint8"):
         held = "tf.abs(x)"  # In complex64 the magnitude.
     # Eager TF drops the imaginary part; XLA, also in TF's own jit, asks if all is zero.
     eager = (source, to) != ("complex64", "bool")
-    return Use(f"tf.cast({held}, tf.{to})", {"x": one}, formats=(), eager=eager)
+    return Use(f"tf.cast({held}, tf.{to})", {"x": operand}, formats=(), eager=eager)
 
 
 @operator
@@ -130,8 +130,8 @@ def complex_parts(draw):
             ]
         )
     )
-    one = Input(shape, dtype="complex64")
-    return Use(expression, {"x": one, "y": one})
+    operand = Input(shape, dtype="complex64")
+    return Use(expression, {"x": operand, "y": operand})
 
 
 @operator

@@ -120,10 +120,10 @@ class Use:
     def in_format(self, dtype: str) -> Use:
         """The same, its float32 inputs of `dtype`."""
         inputs = {
-            name: dataclasses.replace(one, dtype=dtype)
-            if one.dtype == "float32"
-            else one
-            for name, one in self.inputs.items()
+            name: dataclasses.replace(operand, dtype=dtype)
+            if operand.dtype == "float32"
+            else operand
+            for name, operand in self.inputs.items()
         }
         return dataclasses.replace(self, inputs=inputs)
 
@@ -139,7 +139,7 @@ class Use:
     @property
     def digits(self) -> int:
         """Of the significand of its coarsest float format."""
-        return min(_DIGITS.get(one.dtype, 24) for one in self.inputs.values())
+        return min(_DIGITS.get(operand.dtype, 24) for operand in self.inputs.values())
 
     @functools.cached_property
     def fn(self) -> Callable[..., Any]:
@@ -150,12 +150,12 @@ class Use:
     @functools.cached_property
     def values(self) -> list[np.ndarray]:
         """The inputs as they cross the border."""
-        return [one.value(i) for i, one in enumerate(self.inputs.values())]
+        return [operand.value(i) for i, operand in enumerate(self.inputs.values())]
 
     @functools.cached_property
     def result_shapes(self) -> list[tuple[int, ...]]:
         traced = tf.function(self.fn, autograph=False).get_concrete_function(
-            *(tf.TensorSpec(one.shape, one.dtype) for one in self.inputs.values())
+            *(tf.TensorSpec(o.shape, o.dtype) for o in self.inputs.values())
         )
         return [tuple(shape) for shape in tf.nest.flatten(traced.output_shapes)]
 

@@ -46,17 +46,17 @@ def convolution(draw, rank: int, sizes) -> Use:
 
 def paddings(draw, sizes, covered) -> list[str]:
     """Those that TF has for these sizes and what a window covers of them."""
-    found = ["'SAME'"]
+    choices = ["'SAME'"]
     if all(c <= n for c, n in zip(covered, sizes, strict=True)):
-        found.append("'VALID'")
+        choices.append("'VALID'")
     if len(sizes) == 2:
         low = [draw(st.integers(0, 3)) for _ in sizes]
         high = [
             max(draw(st.integers(0, 3)), c - n)
             for c, n in zip(covered, sizes, strict=True)
         ]
-        found.append(str([[0, 0], [low[0], high[0]], [low[1], high[1]], [0, 0]]))
-    return found
+        choices.append(str([[0, 0], [low[0], high[0]], [low[1], high[1]], [0, 0]]))
+    return choices
 
 
 @operator

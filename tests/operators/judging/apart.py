@@ -61,8 +61,8 @@ class Verdict:
         """Alike for what probably has one cause."""
         if self.outcome is Outcome.WRONG:
             return f"wrong {self.text.partition(':')[0]}"
-        said = re.sub(r"[\d.,]+|%[\w.-]+|'[^']*'|\[.*?\]", "", self.text)
-        return f"{self.outcome.value}: {said[:60]}"
+        words = re.sub(r"[\d.,]+|%[\w.-]+|'[^']*'|\[.*?\]", "", self.text)
+        return f"{self.outcome.value}: {words[:60]}"
 
 
 def judge(
@@ -72,20 +72,20 @@ def judge(
 
     Without `repair` as if the table of faults were empty.
     """
-    found = _JUDGE.judge(cases, partitioner, repair)
-    if isinstance(found, list):
-        return found
+    judged = _JUDGE.judge(cases, partitioner, repair)
+    if isinstance(judged, list):
+        return judged
     if len(cases) == 1:
-        return [found]
+        return [judged]
     half = len(cases) // 2
     apart = [
         *judge(cases[:half], partitioner, repair=repair),
         *judge(cases[half:], partitioner, repair=repair),
     ]
-    if found.outcome.is_fault and not any(one.outcome.is_fault for one in apart):
+    if judged.outcome.is_fault and not any(v.outcome.is_fault for v in apart):
         listed = "\n".join(map(str, cases))
-        text = f"{found.text}\nOnly these together:\n{listed}"
-        apart[0] = dataclasses.replace(apart[0], outcome=found.outcome, text=text)
+        text = f"{judged.text}\nOnly these together:\n{listed}"
+        apart[0] = dataclasses.replace(apart[0], outcome=judged.outcome, text=text)
     return apart
 
 
@@ -142,14 +142,14 @@ def _serve(pipe) -> None:
             return
         start = time.process_time()
         with contextlib.nullcontext() if repair else _no_repairs():
-            found = _verdicts(cases, partitioner)
+            verdicts = _verdicts(cases, partitioner)
         if number % 10 == 0:
             _forget()
         took = time.process_time() - start
-        if isinstance(found, list):
+        if isinstance(verdicts, list):
             each = took / len(cases)
-            found = [dataclasses.replace(one, seconds=each) for one in found]
-        pipe.send(found)
+            verdicts = [dataclasses.replace(v, seconds=each) for v in verdicts]
+        pipe.send(verdicts)
 
 
 def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
@@ -160,7 +160,7 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
     try:
         values = [case.use.values for case in cases]
         program = compiled(cases, partitioner, values)
-        found = program.unshard(program(*values))
+        result = program.unshard(program(*values))
     except LoweringError as e:
         declined = partitioner is Partitioner.GSPMD and any(c.region for c in cases)
         return Verdict(_refusal(e, may_decline=declined), str(e))
@@ -170,13 +170,13 @@ def _verdicts(cases, partitioner) -> list[Verdict] | Verdict:
         text = text if refused else traceback.format_exc()
         return Verdict(Outcome.REFUSED if refused else Outcome.FAILED, text)
     complaints = [
-        _complaint(case, *pair) for case, *pair in zip(cases, found, want, strict=True)
+        _complaint(case, *pair) for case, *pair in zip(cases, result, want, strict=True)
     ]
     # The first says what was repaired for all of them.
-    repairs = [tuple(one.fault.name for one in program.repairs)]
+    repairs = [tuple(repair.fault.name for repair in program.repairs)]
     return [
-        Verdict(Outcome.WRONG if said else Outcome.RIGHT, said or "", repairs=faults)
-        for said, faults in itertools.zip_longest(complaints, repairs, fillvalue=())
+        Verdict(Outcome.WRONG if c else Outcome.RIGHT, c or "", repairs=faults)
+        for c, faults in itertools.zip_longest(complaints, repairs, fillvalue=())
     ]
 
 

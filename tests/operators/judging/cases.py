@@ -79,11 +79,11 @@ class Case:
             lines.append(f"  with {flags}")
         if self.region:
             lines.append(f"  in a region manual along {', '.join(self.region)}")
-        for (name, one), arrives, annotated in zip(
+        for (name, spec), arrives, annotated in zip(
             self.use.inputs.items(), self.arrives, self.annotated, strict=True
         ):
             lines.append(
-                f"  {name}: {one}, arrives {arrives}, annotated "
+                f"  {name}: {spec}, arrives {arrives}, annotated "
                 f"{self._annotation(annotated)}"
             )
         for shape, annotated, leaves in zip(
@@ -162,8 +162,8 @@ class Case:
         pairs = zip(self.use.inputs.values(), self.arrives, strict=True)
         gradients = [
             s
-            for one, s in pairs
-            if tf.as_dtype(one.dtype) in FLOATS and self.use.differentiable
+            for value, s in pairs
+            if tf.as_dtype(value.dtype) in FLOATS and self.use.differentiable
         ]
         return {"results": list(self.leaves), "gradients": gradients}
 
@@ -231,11 +231,13 @@ def wanted(cases: Sequence[Case]) -> list[dict]:
     """What one device computes, halves in float32: a program where eager TF cannot."""
     alone = [case.on_one_device() for case in cases]
     values = [list(map(_in_float32, case.use.values)) for case in cases]
-    asked = [i for i, case in enumerate(cases) if not case.use.eager]
+    compiled = [i for i, case in enumerate(cases) if not case.use.eager]
     ran = {}
-    if asked:
-        found = run([alone[i] for i in asked], values=[values[i] for i in asked])
-        ran = dict(zip(asked, found, strict=True))
+    if compiled:
+        results = run(
+            [alone[i] for i in compiled], values=[values[i] for i in compiled]
+        )
+        ran = dict(zip(compiled, results, strict=True))
     return [
         ran[i] if i in ran else case.compute(*map(tf.constant, values[i]))
         for i, case in enumerate(alone)

@@ -19,14 +19,14 @@ _SELDOM = st.sampled_from([False] * 5 + [True])
 
 @st.composite
 def shardings(
-    draw, mesh: DeviceMesh, rank: int, *, whole=(), all_axes=False, manual=()
+    draw, mesh: DeviceMesh, rank: int, *, unsplit=(), all_axes=False, manual=()
 ):
     """Each axis splits one of the dims or none; several may split one, in any order.
 
     None of the `manual` axes of the region around it.
     """
     dims: list[list[str]] = [[] for _ in range(rank)]
-    free = [dim for dim in range(rank) if dim not in whole]
+    free = [dim for dim in range(rank) if dim not in unsplit]
     axes = [axis for axis in mesh.axis_names if axis not in manual]
     for axis in draw(st.permutations(axes)):
         chosen = draw(st.sampled_from(free if all_axes else [None, *free]))
@@ -41,7 +41,7 @@ def annotations(draw, mesh: DeviceMesh, rank: int, several: bool, manual=()):
     if draw(BOOLEANS):
         return None
     if several:
-        alike = [one for one in OTHER_MESHES if one.size == mesh.size]
+        alike = [m for m in OTHER_MESHES if m.size == mesh.size]
         mesh = draw(st.sampled_from([mesh, *alike]))
     sharding = draw(shardings(mesh, rank, manual=manual))
     if rank and draw(_SELDOM):
@@ -70,7 +70,7 @@ def uses(draw, operator: str) -> Use:
 @st.composite
 def cases(draw, operator: str, mesh: DeviceMesh) -> Case:
     use = draw(uses(operator))
-    inputs = [len(one.shape) for one in use.inputs.values()]
+    inputs = [len(operand.shape) for operand in use.inputs.values()]
     results = [len(shape) for shape in use.result_shapes]
     region = draw(regions(mesh))
     several = not region and draw(_SELDOM)
@@ -101,7 +101,7 @@ def cases(draw, operator: str, mesh: DeviceMesh) -> Case:
 def layouts(draw, name: str, mesh: DeviceMesh) -> Case:
     """One of `LAYOUTS`, every tensor of its operator annotated."""
     use = LAYOUTS[name]
-    inputs = [len(one.shape) for one in use.inputs.values()]
+    inputs = [len(operand.shape) for operand in use.inputs.values()]
     results = [len(shape) for shape in use.result_shapes]
     region = draw(regions(mesh))
 
@@ -128,8 +128,8 @@ def _with_halos(draw, case: Case) -> Case:
     """Batch and window dims split, alike in x and the result; the rest whole."""
     rank = len(case.use.inputs["x"].shape)
     channels = {rank - 1}
-    alike = draw(shardings(case.mesh, rank, whole=channels, all_axes=True))
-    others = [len(one.shape) for one in case.use.inputs.values()][1:]
+    alike = draw(shardings(case.mesh, rank, unsplit=channels, all_axes=True))
+    others = [len(operand.shape) for operand in case.use.inputs.values()][1:]
     wholes = tuple(Sharding.replicated(case.mesh, rank) for rank in others)
     return dataclasses.replace(
         case,

@@ -50,9 +50,9 @@ class Group:
 
     def drawn(self) -> list[Case]:
         """The same each time; fewer than asked for where there are no more."""
-        found: dict[str, Case] = {}
-        self.each(lambda case: found.setdefault(str(case), case), [Phase.generate])
-        return list(found.values())[1 : self.count + 1]
+        cases: dict[str, Case] = {}
+        self.each(lambda case: cases.setdefault(str(case), case), [Phase.generate])
+        return list(cases.values())[1 : self.count + 1]
 
     def each(self, check: Callable[[Case], object], phases: Sequence[Phase]) -> None:
         """Calls a function with each case, after the simplest of all."""
@@ -71,8 +71,8 @@ class Group:
         def checked(case):
             check(case)
 
-        own = f"{self.operator} {self.partitioner.value} {self.mesh} {self.seed}"
-        seed(zlib.crc32(own.encode()))(checked)()
+        text = f"{self.operator} {self.partitioner.value} {self.mesh} {self.seed}"
+        seed(zlib.crc32(text.encode()))(checked)()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,17 +84,17 @@ class Judged:
     verdict: Verdict
 
     def __str__(self) -> str:
-        said = self.verdict.text.strip()
-        if len(said) > _LONG:
-            said = f"{said[: _LONG // 2]} ... {said[-_LONG // 2 :]}"
-        return f"{self.case}\n  {self.verdict.outcome.value}: {said}"
+        text = self.verdict.text.strip()
+        if len(text) > _LONG:
+            text = f"{text[: _LONG // 2]} ... {text[-_LONG // 2 :]}"
+        return f"{self.case}\n  {self.verdict.outcome.value}: {text}"
 
 
 def judged(group: Group) -> list[Judged]:
     """All cases of a group."""
     drawn = group.drawn()
     pairs = zip(drawn, judge(drawn, group.partitioner), strict=True)
-    return [Judged(group=group, case=case, verdict=one) for case, one in pairs]
+    return [Judged(group=group, case=case, verdict=verdict) for case, verdict in pairs]
 
 
 def shrunk(of: Judged, known: Mapping[str, Verdict]) -> Judged:
@@ -140,22 +140,22 @@ def groups(
         meshes = _LAYOUT_MESHES if operator in LAYOUTS else range(len(MESHES))
         kinds = list(itertools.product(partitioners, meshes))
         turns[operator] = random.Random(f"{operator} {seed}").sample(kinds, len(kinds))
-    found: list[Group] = []
+    drawn: list[Group] = []
     for number in itertools.count():
         for operator in operators:
             most = _LAYOUTS_IN_A_PROGRAM if operator in LAYOUTS else CASES_IN_A_PROGRAM
             count = min(total, most)
             if not count:
-                return found
+                return drawn
             total -= count
             turn, again = number % len(turns[operator]), number // len(turns[operator])
             partitioner, mesh = turns[operator][turn]
-            one = Group(
+            group = Group(
                 operator=operator,
                 partitioner=partitioner,
                 mesh=mesh,
                 count=count,
                 seed=f"{seed}.{again}",
             )
-            found.append(one)
-    return found
+            drawn.append(group)
+    return drawn

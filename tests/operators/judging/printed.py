@@ -37,21 +37,21 @@ def case_of(text: str) -> Case:
             flags = eval(f"dict({line.removeprefix('with ')})")
         elif line.startswith(_REGION):
             region = tuple(line.removeprefix(_REGION).split(", "))
-        elif one := _INPUT.fullmatch(line):
-            inputs[one["name"]] = Input(
-                tuple(ast.literal_eval(one["shape"])),
-                Kind[(one["kind"] or "number").upper()],
-                int(one["limit"] or 0),
-                one["dtype"],
+        elif match := _INPUT.fullmatch(line):
+            inputs[match["name"]] = Input(
+                tuple(ast.literal_eval(match["shape"])),
+                Kind[(match["kind"] or "number").upper()],
+                int(match["limit"] or 0),
+                match["dtype"],
             )
-            arrives.append(Sharding.parse(mesh, one["arrives"]))
-            annotated.append(_annotation(mesh, one["annotated"]))
-        elif one := _RESULT.fullmatch(line):
-            result.append(_annotation(mesh, one["annotated"]))
-            leaves.append(Sharding.parse(mesh, one["leaves"]))
-        elif one := _INSIDE.fullmatch(line):
-            inner.append(_annotation(mesh, one["annotated"]))
-    ranks = tuple(one.rank if one else 0 for one in inner)
+            arrives.append(Sharding.parse(mesh, match["arrives"]))
+            annotated.append(_annotation(mesh, match["annotated"]))
+        elif match := _RESULT.fullmatch(line):
+            result.append(_annotation(mesh, match["annotated"]))
+            leaves.append(Sharding.parse(mesh, match["leaves"]))
+        elif match := _INSIDE.fullmatch(line):
+            inner.append(_annotation(mesh, match["annotated"]))
+    ranks = tuple(array.rank if array else 0 for array in inner)
     return Case(
         operator=head["operator"],
         use=Use(head["expression"], inputs, inner=ranks, **flags),
@@ -73,7 +73,7 @@ def _mesh(text: str, ids: str | None = None) -> DeviceMesh:
 def _annotation(mesh: DeviceMesh, text: str) -> Sharding | None:
     if text == "None":
         return None
-    one = _OVER.fullmatch(text)
+    match = _OVER.fullmatch(text)
     return Sharding.parse(
-        _mesh(one["mesh"], one["ids"]) if one["mesh"] else mesh, one["sharding"]
+        _mesh(match["mesh"], match["ids"]) if match["mesh"] else mesh, match["sharding"]
     )

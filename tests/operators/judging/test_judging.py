@@ -46,9 +46,9 @@ def test_a_case_is_read_from_what_it_prints(operator):
 
 def test_what_ends_a_process_is_alone_to_blame():
     name = "grouped_convolution_of_split_kernel-gspmd"
-    bad = next(one.case for one in KNOWN_FAILURES if one.name == name)
+    bad = next(failure.case for failure in KNOWN_FAILURES if failure.name == name)
     verdicts = judge([GOOD, bad, GOOD], Partitioner.GSPMD, repair=False)
-    outcomes = [one.outcome for one in verdicts]
+    outcomes = [verdict.outcome for verdict in verdicts]
     assert outcomes == [Outcome.RIGHT, Outcome.ENDED, Outcome.RIGHT]
     assert verdicts[1].text == "SIGABRT"
 

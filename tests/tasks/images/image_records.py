@@ -26,14 +26,14 @@ def jpeg(image: np.ndarray) -> bytes:
 def example(**features) -> bytes:
     """Of `encoded` bytes and `label`, by the names that ImageNet's files have."""
     names = {"encoded": "image/encoded", "label": "image/class/label"}
-    found = {}
+    by_name = {}
     for key, value in features.items():
         if isinstance(value, bytes):
-            one = tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+            feature = tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
         else:
-            one = tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
-        found[names[key]] = one
-    features = tf.train.Features(feature=found)
+            feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+        by_name[names[key]] = feature
+    features = tf.train.Features(feature=by_name)
     return tf.train.Example(features=features).SerializeToString()
 
 

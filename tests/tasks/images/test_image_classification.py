@@ -84,15 +84,15 @@ def loss_and_gradient(task, logits, label, monkeypatch):
     with tf.GradientTape() as tape:
         tape.watch(logits)
         batch = NestedMap(image=None, label=tf.constant(label))
-        found = task.loss(Context(), NestedMap(), batch)
-    return found, tape.gradient(found.loss, logits)
+        result = task.loss(Context(), NestedMap(), batch)
+    return result, tape.gradient(result.loss, logits)
 
 
 @pytest.mark.parametrize("kind", ["plain", "large", "nothing"])
 def test_loss_and_gradient_are_those_of_keras(files, kind, monkeypatch):
     task = a_task(files, label_smoothing=0.1)
     logits, label = case_of_rows(kind)
-    found, gradient = loss_and_gradient(
+    result, gradient = loss_and_gradient(
         task, tf.constant(logits, tf.float32), label, monkeypatch
     )
     exact, counts = tf.constant(logits), label != UNLABELLED
@@ -104,7 +104,7 @@ def test_loss_and_gradient_are_those_of_keras(files, kind, monkeypatch):
         truth = tf.one_hot(label[counts], K, dtype=tf.float64)
         want = keras(truth, tf.boolean_mask(exact, counts)) / max(counts.sum(), 1)
     want_gradient = tf.convert_to_tensor(tape.gradient(want, exact))
-    np.testing.assert_allclose(found.loss, want, rtol=1e-5)
+    np.testing.assert_allclose(result.loss, want, rtol=1e-5)
     np.testing.assert_allclose(gradient, want_gradient, rtol=1e-4, atol=1e-7)
     assert not np.any(gradient.numpy()[~counts])
 
@@ -128,16 +128,16 @@ def test_loss_trains_all_weights(files):
         lambda s: (s.shape, s.dtype)
     )
     assert {name: len(dims) for name, dims in task.batch_dims().items()} == {
-        name: one.shape.rank for name, one in spec.items()
+        name: tensor.shape.rank for name, tensor in spec.items()
     }
     leaves = theta.leaves()
     with tf.GradientTape() as tape:
         tape.watch(leaves)
-        found = task.loss(Context(mode=Mode.TRAIN), theta.pack(leaves), batch)
-    for gradient in tape.gradient(found.loss, leaves):
+        result = task.loss(Context(mode=Mode.TRAIN), theta.pack(leaves), batch)
+    for gradient in tape.gradient(result.loss, leaves):
         assert gradient is not None and np.any(gradient)
     evaluated = task.loss(Context(), theta, batch)
-    assert evaluated.loss != found.loss, "norms have running statistics"
+    assert evaluated.loss != result.loss, "norms have running statistics"
     metrics = task.metrics(arrays(evaluated.sums))
     np.testing.assert_allclose(metrics["loss"], evaluated.loss, rtol=1e-6)
     assert metrics["top_5"] == 1, "of three classes"
@@ -177,16 +177,16 @@ def test_an_evaluation_counts_each_held_out_picture_once(files, monkeypatch):
 
 
 def test_what_is_said_of_the_data(files):
-    found = a_task(files).describe_data()
-    assert found == {"training pictures": 6, "held-out pictures": 5}
+    lines = a_task(files).describe_data()
+    assert lines == {"training pictures": 6, "held-out pictures": 5}
 
 
 def test_a_resumed_run_compares_what_batches_follow_from(files, tmp_path):
     task = a_task(files)
     before = task.data_fingerprint()
 
-    def changed(one):
-        now = one.data_fingerprint()
+    def changed(tensor):
+        now = tensor.data_fingerprint()
         return {name for name in before if now[name] != before[name]}
 
     for field, value in {

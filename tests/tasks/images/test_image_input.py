@@ -36,7 +36,7 @@ def trained_on(given, count, start=0, B=4, rows=None):
     batches = given.train_batches(
         start, global_batch=B, rows=range(B) if rows is None else rows
     )
-    return [one.map(lambda t: t.numpy()) for one in batches.take(count)]
+    return [batch.map(lambda t: t.numpy()) for batch in batches.take(count)]
 
 
 def held_out(given, B=4, rows=None, max_batches=None):
@@ -45,12 +45,12 @@ def held_out(given, B=4, rows=None, max_batches=None):
         rows=range(B) if rows is None else rows,
         max_batches=max_batches,
     )
-    return [one.map(lambda t: t.numpy()) for one in batches]
+    return [batch.map(lambda t: t.numpy()) for batch in batches]
 
 
 def numbers_in(batches) -> list[int]:
     """Which pictures are there, by their shades."""
-    shades = [one[..., 2].mean() / SHADES for batch in batches for one in batch.image]
+    shades = [i[..., 2].mean() / SHADES for batch in batches for i in batch.image]
     np.testing.assert_allclose(shades, np.rint(shades), atol=0.15)
     return [int(n) for n in np.rint(shades)]
 
@@ -67,7 +67,7 @@ def test_each_picture_is_read_once_an_epoch_with_its_label(files):
     # 11 pictures in batches of 3: the first 11 rows are an epoch.
     numbers = numbers_in(batches)
     epochs = [numbers[:11], numbers[11:22]]
-    assert [sorted(one) for one in epochs] == [list(range(TRAIN))] * 2
+    assert [sorted(epoch) for epoch in epochs] == [list(range(TRAIN))] * 2
     assert epochs[0] != epochs[1]
     labels = [int(label) for batch in batches for label in batch.label]
     assert labels == [n % 3 for n in numbers]
@@ -79,18 +79,18 @@ def test_each_picture_is_read_once_an_epoch_with_its_label(files):
 
 def test_a_batch_follows_from_its_step_alone_whoever_reads_it(files):
     given = an_input(files)
-    whole = trained_on(given, 5)
+    straight = trained_on(given, 5)
 
     def equal(ours, theirs):
         ours.map(np.testing.assert_array_equal, theirs)
 
-    for ours, theirs in zip(trained_on(given, 2, start=3), whole[3:], strict=True):
+    for ours, theirs in zip(trained_on(given, 2, start=3), straight[3:], strict=True):
         equal(ours, theirs)
     parts = [trained_on(given, 5, rows=rows) for rows in (range(2), range(2, 4))]
-    for first, second, all_rows in zip(*parts, whole, strict=True):
+    for first, second, all_rows in zip(*parts, straight, strict=True):
         equal(first.map(lambda a, b: np.concatenate([a, b]), second), all_rows)
     other = trained_on(dataclasses.replace(given, seed=1), 5)
-    assert numbers_in(other) != numbers_in(whole)
+    assert numbers_in(other) != numbers_in(straight)
 
 
 def test_the_same_picture_is_cut_differently_in_each_epoch(files):
@@ -114,8 +114,8 @@ def test_pictures_are_mirrored_and_never_turned(files, mirrored):
 
 def test_a_part_is_the_one_that_the_draw_says(files):
     """All of a picture at its own size comes out as it went in."""
-    whole = an_input(files, size=20, area=(1.0, 1.0), aspect=(1.5, 1.5), mirrored=0.0)
-    batch = trained_on(whole, 1, B=TRAIN)[0]
+    full = an_input(files, size=20, area=(1.0, 1.0), aspect=(1.5, 1.5), mirrored=0.0)
+    batch = trained_on(full, 1, B=TRAIN)[0]
     place = numbers_in([batch]).index(0)  # That picture has 20 rows of 30.
     want = tf.image.resize(shown(0), [20, 20])
     np.testing.assert_allclose(batch.image[place], want, atol=0.5)

@@ -54,10 +54,10 @@ def test_what_is_missing_is_made_again(given):
 
 def test_there_are_as_many_of_each_class(given):
     assert len(pictures(given)) == 37
-    labels = [one.label for one in pictures(given)]
+    labels = [picture.label for picture in pictures(given)]
     assert np.bincount(labels).tolist() == [0, 5, 5, 5, 5, 5, 4, 4, 4]
     assert len(pictures(given, Split.HELD_OUT)) == 17
-    images = {one.encoded for split in Split for one in pictures(given, split)}
+    images = {picture.encoded for split in Split for picture in pictures(given, split)}
     assert len(images) == 37 + 17, "no picture is in both splits"
     image = tf.io.decode_jpeg(pictures(given)[0].encoded)
     assert image.shape == (24, 24, 3) and image.dtype == tf.uint8
@@ -67,9 +67,9 @@ def test_classes_differ_in_shape_and_texture_alone():
     assert len(set(CLASSES)) == 8
     y, x = np.indices([201, 201]) / 100 - 1
     shapes = [_inside(shape, x, y) for shape in synthetic_images._SHAPES]
-    for one in shapes:
-        assert one[100, 100] and 0.15 < one.mean() < 0.6
-        assert not one[np.hypot(x, y) > 1].any(), "all fit into the same circle"
+    for size in shapes:
+        assert size[100, 100] and 0.15 < size.mean() < 0.6
+        assert not size[np.hypot(x, y) > 1].any(), "all fit into the same circle"
     overlaps = [
         (a & b).sum() / (a | b).sum() for i, a in enumerate(shapes) for b in shapes[:i]
     ]

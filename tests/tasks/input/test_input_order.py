@@ -83,11 +83,11 @@ def segmentation(folder):
 
 def digest(batches, read) -> str:
     """Of what is read of each batch."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for batch in batches:
         values = np.asarray(read(batch.map(lambda tensor: tensor.numpy())))
-        found.update(json.dumps(values.tolist()).encode())
-    return found.hexdigest()[:12]
+        checksum.update(json.dumps(values.tolist()).encode())
+    return checksum.hexdigest()[:12]
 
 
 @pytest.mark.parametrize(

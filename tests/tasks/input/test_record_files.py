@@ -10,10 +10,10 @@ from tests.fuzz.valid import record
 def test_what_tensorflow_writes_is_found(tmp_path):
     written = [b"one", b"", b"x" * 1000]
     with tf.io.TFRecordWriter(str(tmp_path / "a")) as writer:
-        for one in written:
-            writer.write(one)
-    found = find_records(tmp_path / "a").tolist()
-    assert [read_record(tmp_path / "a", *one, name="it") for one in found] == written
+        for record in written:
+            writer.write(record)
+    places = find_records(tmp_path / "a").tolist()
+    assert [read_record(tmp_path / "a", *p, name="it") for p in places] == written
 
 
 @pytest.mark.parametrize("length", [4, 2**31, 2**40, 2**62, 2**64 - 5])

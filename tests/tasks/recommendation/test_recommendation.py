@@ -40,23 +40,23 @@ def test_loss_is_the_mean_cross_entropy_and_trains_all_weights():
     with tf.GradientTape() as tape:
         tape.watch(leaves)
         theta = THETA.pack(leaves)
-        found = TASK.loss(Context(mode=Mode.TRAIN), theta, batch)
+        result = TASK.loss(Context(mode=Mode.TRAIN), theta, batch)
     logits = TASK.network.fprop(
         Context(), THETA.network, batch.user, item=batch.item
     ).numpy()
     chance = 1 / (1 + np.exp(-np.float64(logits)))
     nats = -np.log(np.where(batch.label == 1, chance, 1 - chance))
     want = np.average(nats, weights=batch.weight)
-    np.testing.assert_allclose(found.loss, want, rtol=1e-5)
-    np.testing.assert_allclose(TASK.metrics(arrays(found.sums))["loss"], want, 1e-5)
-    for gradient in tape.gradient(found.loss, leaves):
+    np.testing.assert_allclose(result.loss, want, rtol=1e-5)
+    np.testing.assert_allclose(TASK.metrics(arrays(result.sums))["loss"], want, 1e-5)
+    for gradient in tape.gradient(result.loss, leaves):
         assert np.isfinite(gradient).all() and np.any(gradient)
 
 
 def test_a_batch_of_nothing_teaches_nothing():
     batch = TASK.batch_spec(4).map(lambda s: tf.zeros(s.shape, s.dtype))
-    found = TASK.loss(Context(), THETA, batch)
-    assert found.loss == 0 and TASK.metrics(arrays(found.sums)) == {"loss": 0}
+    result = TASK.loss(Context(), THETA, batch)
+    assert result.loss == 0 and TASK.metrics(arrays(result.sums)) == {"loss": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,11 @@ def ranked_by(scores) -> np.ndarray:
     task = dataclasses.replace(TASK, network=network)
     ranked = tf.constant([[3, *np.delete(np.arange(10), 3)]] * 2, tf.int32)
     batch = NestedMap(user=tf.constant([0, -1]), ranked=ranked)
-    found = task.decoding.decode(
+    result = task.decoding.decode(
         Context(), NestedMap(network=NestedMap()), batch
     ).before
-    assert found.dtype == tf.int32 and found[0] == found[1]
-    return found[0]
+    assert result.dtype == tf.int32 and result[0] == result[1]
+    return result[0]
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_scores_are_of_all_users_and_not_of_rows_that_fill_up(tmp_path):
         (NestedMap(user=np.array([0, 1])), NestedMap(before=np.array([0, 2]))),
         (NestedMap(user=np.array([2, -1])), NestedMap(before=np.array([3, 0]))),
     ]
-    found = TASK.decoding.score(batches, tmp_path)
-    assert found.metrics == {
+    result = TASK.decoding.score(batches, tmp_path)
+    assert result.metrics == {
         "hit_rate@3": pytest.approx(2 / 3),
         "ndcg@3": pytest.approx((1 + 1 / 2) / 3),
     }
@@ -132,13 +132,13 @@ def test_scores_are_of_all_users_and_not_of_rows_that_fill_up(tmp_path):
 
 
 def test_what_is_said_of_the_data():
-    found = TASK.describe_data()
-    assert (found["users"], found["items"], found["training pairs"]) == (12, 20, 60)
+    lines = TASK.describe_data()
+    assert (lines["users"], lines["items"], lines["training pairs"]) == (12, 20, 60)
     counts = np.bincount(MADE.read().item, minlength=ITEMS)
     (batch,) = TASK.decoding.batches(global_batch=U)
     taken = counts[batch.ranked]
     hits = [(row[1:] >= row[0]).sum() < 3 for row in taken]
-    assert found["hit_rate@3 by popularity"] == np.mean(hits)
+    assert lines["hit_rate@3 by popularity"] == np.mean(hits)
     assert TASK.train_flops(4) == 3 * 4 * TASK.network.flops() and TASK.tokens(4) == 4
 
 

@@ -38,12 +38,12 @@ def written(folder, text: str) -> RatingsFile:
 
 @pytest.mark.parametrize("text", [LINES, LINES.replace("\n", "\r\n"), LINES + "\n"])
 def test_a_file_is_read_and_the_last_items_held_out(tmp_path, text):
-    found = written(tmp_path, text).read()
-    assert (found.user_count, found.item_count) == (2, 4)
-    assert found.held_out.tolist() == [2, 0]  # Films 30 and 10.
-    pairs = list(zip(found.user.tolist(), found.item.tolist(), strict=True))
+    data = written(tmp_path, text).read()
+    assert (data.user_count, data.item_count) == (2, 4)
+    assert data.held_out.tolist() == [2, 0]  # Films 30 and 10.
+    pairs = list(zip(data.user.tolist(), data.item.tolist(), strict=True))
     assert pairs == [(0, 0), (0, 1), (1, 2), (1, 3)]
-    assert sorted(found.taken_by(0)) == [0, 1, 2]
+    assert sorted(data.taken_by(0)) == [0, 1, 2]
 
 
 def test_of_one_time_the_last_line_is_held_out(tmp_path):
@@ -56,8 +56,8 @@ def test_columns_may_have_any_order(tmp_path, rating):
     rows = [line.split(",") for line in LINES.replace("rating", rating).splitlines()]
     text = "\n".join(",".join([row[3], *row[:3]]) for row in rows)
     (tmp_path / "other").mkdir()
-    found = written(tmp_path / "other", text).read()
-    assert found.sha256() == written(tmp_path, LINES).read().sha256()
+    data = written(tmp_path / "other", text).read()
+    assert data.sha256() == written(tmp_path, LINES).read().sha256()
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ def test_a_file_that_is_not_there_is_named():
 
 
 def test_made_interactions_follow_from_the_settings():
-    found = MADE.read()
-    assert (found.user_count, found.item_count) == (12, 20)
-    assert np.bincount(found.user).tolist() == [5] * 12
+    data = MADE.read()
+    assert (data.user_count, data.item_count) == (12, 20)
+    assert np.bincount(data.user).tolist() == [5] * 12
     for user in range(12):
-        assert len(set(found.taken_by(user))) == 6
+        assert len(set(data.taken_by(user))) == 6
     again = dataclasses.replace(MADE, per_user=6).read()
-    assert again.sha256() == found.sha256()
-    assert dataclasses.replace(MADE, seed=1).read().sha256() != found.sha256()
+    assert again.sha256() == data.sha256()
+    assert dataclasses.replace(MADE, seed=1).read().sha256() != data.sha256()
 
 
 def test_taste_and_popularity_make_some_items_more_frequent():
@@ -111,8 +111,8 @@ def test_taste_and_popularity_make_some_items_more_frequent():
 
     def share_of_first(count, **kwargs):
         given = dataclasses.replace(MADE, users=400, tastes=1, per_user=2, **kwargs)
-        found = given.read()
-        return np.sort(np.bincount(found.item, minlength=20))[-count:].sum() / 400
+        data = given.read()
+        return np.sort(np.bincount(data.item, minlength=20))[-count:].sum() / 400
 
     assert share_of_first(4, taste=0, popularity=0) < 0.35
     assert share_of_first(2, taste=0, popularity=20) > 0.9
@@ -124,8 +124,8 @@ def test_taste_and_popularity_make_some_items_more_frequent():
 
 def arrays(batches, count):
     return [
-        {name: value.numpy() for name, value in one.items()}
-        for one in batches.take(count)
+        {name: value.numpy() for name, value in batch.items()}
+        for batch in batches.take(count)
     ]
 
 
@@ -135,29 +135,31 @@ def trained_on(given, count, start=0, B=16, rows=None):
 
 
 def joined(batches):
-    return {n: np.concatenate([one[n] for one in batches]) for n in batches[0]}
+    return {n: np.concatenate([batch[n] for batch in batches]) for n in batches[0]}
 
 
 def assert_equal(ones, others):
-    for one, other in zip(ones, others, strict=True):
-        for name, value in one.items():
+    for batch, other in zip(ones, others, strict=True):
+        for name, value in batch.items():
             np.testing.assert_array_equal(value, other[name], err_msg=name)
 
 
 def test_an_epoch_reads_each_pair_once_and_its_negatives():
-    found, B = MADE.read(), 16
+    data, B = MADE.read(), 16
     epoch = PAIRS * 4 // B
     batches = trained_on(GIVEN, 2 * epoch, B=B)
     negatives = []
     for half in (batches[:epoch], batches[epoch:]):
-        one = joined(half)
-        assert (one["weight"] == 1).all()
-        yes = one["label"] == 1
-        pairs = sorted(zip(one["user"][yes], one["item"][yes], strict=True))
-        assert pairs == list(zip(found.user, found.item, strict=True))
-        assert np.bincount(one["user"][~yes]).tolist() == [15] * 12
-        assert not found.are_trained_on(one["user"][~yes], one["item"][~yes]).any()
-        negatives.append(sorted(zip(one["user"][~yes], one["item"][~yes], strict=True)))
+        batch = joined(half)
+        assert (batch["weight"] == 1).all()
+        yes = batch["label"] == 1
+        pairs = sorted(zip(batch["user"][yes], batch["item"][yes], strict=True))
+        assert pairs == list(zip(data.user, data.item, strict=True))
+        assert np.bincount(batch["user"][~yes]).tolist() == [15] * 12
+        assert not data.are_trained_on(batch["user"][~yes], batch["item"][~yes]).any()
+        negatives.append(
+            sorted(zip(batch["user"][~yes], batch["item"][~yes], strict=True))
+        )
     assert negatives[0] != negatives[1], "each epoch draws anew"
     spec = GIVEN.element_spec(B)
     assert {n: (v.shape, tf.as_dtype(v.dtype)) for n, v in batches[0].items()} == {
@@ -167,59 +169,61 @@ def test_an_epoch_reads_each_pair_once_and_its_negatives():
 
 def test_what_is_held_out_may_be_a_negative():
     """To leave it out would tell what it is."""
-    one, held_out = joined(trained_on(GIVEN, 60)), MADE.read().held_out
-    is_last = one["item"] == held_out[one["user"]]
-    assert is_last.any() and not one["label"][is_last].any()
+    batch, held_out = joined(trained_on(GIVEN, 60)), MADE.read().held_out
+    is_last = batch["item"] == held_out[batch["user"]]
+    assert is_last.any() and not batch["label"][is_last].any()
 
 
 def test_a_batch_follows_from_its_step_alone():
-    whole = trained_on(GIVEN, 5)
-    assert_equal(trained_on(GIVEN, 2, start=3), whole[3:])
+    batches = trained_on(GIVEN, 5)
+    assert_equal(trained_on(GIVEN, 2, start=3), batches[3:])
     parts = [trained_on(GIVEN, 5, rows=rows) for rows in (range(3), range(3, 16))]
-    assert_equal([joined(shares) for shares in zip(*parts, strict=True)], whole)
+    assert_equal([joined(shares) for shares in zip(*parts, strict=True)], batches)
     other = trained_on(dataclasses.replace(GIVEN, seed=1), 1)
-    assert (other[0]["user"] != whole[0]["user"]).any()
+    assert (other[0]["user"] != batches[0]["user"]).any()
 
 
 def test_held_out_items_come_once_and_the_rest_is_filled_up():
-    found = MADE.read()
+    data = MADE.read()
     batches = arrays(GIVEN.held_out_batches(global_batch=20, rows=range(20)), -1)
     assert len(batches) == 3
-    one = joined(batches)
-    assert one["weight"].tolist() == [1] * 48 + [0] * 12
-    one = {name: value[:48].reshape(12, 4) for name, value in one.items()}
-    np.testing.assert_array_equal(one["user"], np.repeat(np.arange(12)[:, None], 4, 1))
-    np.testing.assert_array_equal(one["label"], [[1, 0, 0, 0]] * 12)
-    np.testing.assert_array_equal(one["item"][:, 0], found.held_out)
+    joint = joined(batches)
+    assert joint["weight"].tolist() == [1] * 48 + [0] * 12
+    joint = {name: value[:48].reshape(12, 4) for name, value in joint.items()}
+    np.testing.assert_array_equal(
+        joint["user"], np.repeat(np.arange(12)[:, None], 4, 1)
+    )
+    np.testing.assert_array_equal(joint["label"], [[1, 0, 0, 0]] * 12)
+    np.testing.assert_array_equal(joint["item"][:, 0], data.held_out)
     ranked = joined(arrays(GIVEN.ranked_batches(global_batch=12), -1))["ranked"]
-    np.testing.assert_array_equal(one["item"], ranked[:, :4])
+    np.testing.assert_array_equal(joint["item"], ranked[:, :4])
     some = GIVEN.held_out_batches(global_batch=20, rows=range(5, 9), max_batches=2)
     assert [len(batch["user"]) for batch in arrays(some, -1)] == [4, 4]
 
 
 def test_held_out_items_are_ranked_among_items_never_taken():
-    found = MADE.read()
+    data = MADE.read()
     batches = arrays(GIVEN.ranked_batches(global_batch=5), -1)
     assert_equal(batches, arrays(GIVEN.ranked_batches(global_batch=5), -1))
-    one = joined(batches)
-    assert one["user"].tolist() == [*range(12), -1, -1, -1]
-    np.testing.assert_array_equal(one["ranked"][:12, 0], found.held_out)
+    batch = joined(batches)
+    assert batch["user"].tolist() == [*range(12), -1, -1, -1]
+    np.testing.assert_array_equal(batch["ranked"][:12, 0], data.held_out)
     for user in range(12):
-        negatives = one["ranked"][user, 1:]
+        negatives = batch["ranked"][user, 1:]
         assert len(set(negatives)) == 9
-        assert not set(negatives) & set(found.taken_by(user))
+        assert not set(negatives) & set(data.taken_by(user))
     seeds = [dataclasses.replace(GIVEN, seed=n).ranked_batches for n in (0, 1)]
-    ranked = [arrays(one(global_batch=12), 1)[0]["ranked"] for one in seeds]
+    ranked = [arrays(read(global_batch=12), 1)[0]["ranked"] for read in seeds]
     assert (ranked[0] != ranked[1]).any()
 
 
 def test_all_negatives_are_equally_likely():
     """Of 14 that a user never took, each is among 9 in 9 of 14 seeds."""
-    counts, found = np.zeros(20), MADE.read()
+    counts, data = np.zeros(20), MADE.read()
     for seed in range(200):
         given = dataclasses.replace(GIVEN, seed=seed)
-        counts[given._ranked(found, np.array([0]))[0, 1:]] += 1
-    never = np.setdiff1d(np.arange(20), found.taken_by(0))
+        counts[given._ranked(data, np.array([0]))[0, 1:]] += 1
+    never = np.setdiff1d(np.arange(20), data.taken_by(0))
     assert counts.sum() == counts[never].sum() == 1800
     assert abs(counts[never] - 1800 / 14).max() < 4 * np.sqrt(200 * 9 * 5) / 14
 
@@ -228,8 +232,8 @@ def test_an_order_one_longer_than_the_data_has_a_row_without_weight(monkeypatch)
     """As `shuffled_examples` has for some numbers of examples from 2^16 up."""
     name = "meshwright.tasks.recommendation.recommendation_input.shuffled_examples"
     monkeypatch.setattr(name, lambda index, count, seed: index % (count + 1))
-    one = joined(trained_on(GIVEN, 16))
-    assert np.flatnonzero(one["weight"] == 0).tolist() == [240]
+    batch = joined(trained_on(GIVEN, 16))
+    assert np.flatnonzero(batch["weight"] == 0).tolist() == [240]
 
 
 @pytest.mark.parametrize(
@@ -271,6 +275,6 @@ def test_rows_that_are_not_of_the_batch():
 
 def test_events_of_one_pair_count_once():
     user, item = np.array([1, 1, 1, 1]), np.array([5, 6, 5, 7])
-    found = Interactions.from_events(user, item, np.array([9, 2, 1, 3]), source="x")
-    assert found.held_out.tolist() == [0]
-    assert found.item.tolist() == [1, 2]
+    data = Interactions.from_events(user, item, np.array([9, 2, 1, 3]), source="x")
+    assert data.held_out.tolist() == [0]
+    assert data.item.tolist() == [1, 2]

@@ -31,9 +31,9 @@ def truncated(content):
 
 def flipped(content):
     """One bit among the voxels, which deflate itself does not notice."""
-    whole = bytearray(gzip.compress(content, compresslevel=0))
-    whole[-100] ^= 1
-    return bytes(whole)
+    stream = bytearray(gzip.compress(content, compresslevel=0))
+    stream[-100] ^= 1
+    return bytes(stream)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_both_kinds_are_read_in_either_byte_order(tmp_path, kind, ending, order)
     header.set_data_dtype(np.int16)
     path = str(tmp_path / f"a{ending}")
     write_nifti(path, kind(values, np.diag([2.0, 3, 4, 1]), header))
-    found = read_nifti(path)
-    assert type(found) is kind
-    assert found.header.endianness == order
-    np.testing.assert_array_equal(found.get_fdata(), values)
-    np.testing.assert_array_equal(millimetre_affine(found), np.diag([2.0, 3, 4, 1]))
+    image = read_nifti(path)
+    assert type(image) is kind
+    assert image.header.endianness == order
+    np.testing.assert_array_equal(image.get_fdata(), values)
+    np.testing.assert_array_equal(millimetre_affine(image), np.diag([2.0, 3, 4, 1]))
 
 
 @pytest.mark.parametrize(("code", "factor"), [(0, 1), (1, 1e3), (2, 1), (3, 1e-3)])
@@ -95,8 +95,8 @@ def test_units_of_length(tmp_path, code, factor):
     write(path, boxes())
     unit = patched(123, code + 5 * 8, dtype="u1")  # And one of time, that is none.
     path.write_bytes(unit(gzip.decompress(path.read_bytes())))
-    found = np.diag(millimetre_affine(read_nifti(str(path))))
-    np.testing.assert_allclose(found, [factor, factor, factor, 1])
+    spacing = np.diag(millimetre_affine(read_nifti(str(path))))
+    np.testing.assert_allclose(spacing, [factor, factor, factor, 1])
 
 
 def test_a_file_that_is_not_written_whole_is_not_there(tmp_path, monkeypatch):

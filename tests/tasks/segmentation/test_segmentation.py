@@ -83,14 +83,14 @@ def test_sums_are_those_of_plain_numpy(kind):
     largest = z.max(-1, keepdims=True)
     log_chance = z - largest - np.log(np.exp(z - largest).sum(-1, keepdims=True))
     chance, truth = np.exp(log_chance), np.eye(K)[y]
-    found = np.eye(K)[z.argmax(-1)]
+    labels = np.eye(K)[z.argmax(-1)]
     want = {
         "nats": -(log_chance * truth).sum(),
         "voxels": len(y),
         "chance": chance.sum(0),
         "right": (chance * truth).sum(0),
-        "found": found.sum(0),
-        "overlap": (found * truth).sum(0),
+        "found": labels.sum(0),
+        "overlap": (labels * truth).sum(0),
         "truth": truth.sum(0),
     }
     assert set(sums) == set(want)
@@ -121,8 +121,8 @@ def loss_and_gradient(task, logits, label, monkeypatch):
     with tf.GradientTape() as tape:
         tape.watch(logits)
         batch = NestedMap(image=None, label=tf.constant(label))
-        found = task.loss(Context(), NestedMap(), batch)
-    return found, tape.gradient(found.loss, logits)
+        result = task.loss(Context(), NestedMap(), batch)
+    return result, tape.gradient(result.loss, logits)
 
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "large"])
@@ -131,7 +131,7 @@ def test_loss_and_gradients_are_those_of_plain_tf(folder, kind, weights, monkeyp
     names = ("cross_entropy_weight", "dice_weight")
     task = a_task(folder, task=dict(zip(names, weights, strict=True)))
     logits, label = case_of_voxels(kind)
-    found, gradient = loss_and_gradient(
+    result, gradient = loss_and_gradient(
         task, tf.constant(logits, tf.float32), label, monkeypatch
     )
     exact = tf.constant(logits)
@@ -139,20 +139,20 @@ def test_loss_and_gradients_are_those_of_plain_tf(folder, kind, weights, monkeyp
         tape.watch(exact)
         want = plain_loss(exact, label, task)
     want_gradient = tape.gradient(want, exact)
-    np.testing.assert_allclose(found.loss, want, rtol=1e-5)
+    np.testing.assert_allclose(result.loss, want, rtol=1e-5)
     scale = np.abs(want_gradient).max()
     np.testing.assert_allclose(gradient, want_gradient, rtol=0, atol=1e-5 * scale)
     assert (np.abs(gradient[label == IGNORED]) == 0).all()
     voxels = (label != IGNORED).sum()
-    np.testing.assert_allclose(found.sums.loss, want * voxels, rtol=1e-5)
+    np.testing.assert_allclose(result.sums.loss, want * voxels, rtol=1e-5)
 
 
 def test_a_batch_of_nothing_teaches_nothing(folder, monkeypatch):
     task = a_task(folder)
     logits, label = case_of_voxels("nothing", np.float32)
-    found, gradient = loss_and_gradient(task, tf.constant(logits), label, monkeypatch)
-    assert found.loss == 0 and not np.any(gradient)
-    assert set(task.metrics(arrays(found.sums))) == {"loss", "cross_entropy"}
+    result, gradient = loss_and_gradient(task, tf.constant(logits), label, monkeypatch)
+    assert result.loss == 0 and not np.any(gradient)
+    assert set(task.metrics(arrays(result.sums))) == {"loss", "cross_entropy"}
 
 
 def arrays(sums) -> dict[str, np.ndarray]:
@@ -185,12 +185,12 @@ def test_loss_trains_all_weights(folder, network):
     leaves = theta.leaves()
     with tf.GradientTape() as tape:
         tape.watch(leaves)
-        found = task.loss(Context(mode=Mode.TRAIN), theta.pack(leaves), batch)
-    gradients = tape.gradient(found.loss, leaves)
+        result = task.loss(Context(mode=Mode.TRAIN), theta.pack(leaves), batch)
+    gradients = tape.gradient(result.loss, leaves)
     for gradient, statistic in zip(gradients, trained, strict=True):
         assert gradient is not None and (statistic or np.any(gradient))
     evaluated = task.loss(Context(), theta, batch)
-    assert evaluated.loss != found.loss, "norms have running statistics"
+    assert evaluated.loss != result.loss, "norms have running statistics"
     metrics = task.metrics(arrays(evaluated.sums))
     np.testing.assert_allclose(metrics["loss"], evaluated.loss, rtol=1e-6)
     assert metrics["loss"] > metrics["cross_entropy"] > 0
@@ -222,8 +222,8 @@ def test_metrics_are_of_all_batches_together(folder, monkeypatch):
     assert none["dice"] == 0 and none["loss"] > 1
     liver = metrics(lambda label: tf.one_hot(tf.minimum(label, 1), K))
     truth = [boxes(SHAPE, seed=i) for i in (2, 3)]
-    one, two = (sum((label == k).sum() for label in truth) for k in (1, 2))
-    np.testing.assert_allclose(liver["dice/liver"], 2 * one / (2 * one + two))
+    first, two = (sum((label == k).sum() for label in truth) for k in (1, 2))
+    np.testing.assert_allclose(liver["dice/liver"], 2 * first / (2 * first + two))
     assert liver["dice"] == liver["dice/liver"] / 2 and liver["dice/tumour"] == 0
 
 
@@ -263,11 +263,11 @@ def decoded(task, folder, max_batches=None, B=4):
 def test_whole_volumes_are_scored_and_written(folder, tmp_path, network, kwargs):
     """All of it right, on the grid of files whose axes run left and back."""
     task = a_task(folder, network, task={"pictures": 1}, **kwargs)
-    found = decoded(task, tmp_path / "predictions")
-    assert found.metrics == dict.fromkeys(
+    result = decoded(task, tmp_path / "predictions")
+    assert result.metrics == dict.fromkeys(
         ("volume_dice", "volume_dice/liver", "volume_dice/tumour"), 1.0
     )
-    assert set(found.pictures) == {"2"}
+    assert set(result.pictures) == {"2"}
     written = sorted((tmp_path / "predictions").iterdir())
     assert [path.name for path in written] == ["2.nii.gz", "3.nii.gz"]
     for path in written:
@@ -279,8 +279,8 @@ def test_whole_volumes_are_scored_and_written(folder, tmp_path, network, kwargs)
 
 def test_predictions_go_back_from_other_voxels(folder, tmp_path):
     task = a_task(folder, spacing=(1.5, 1.0, 1.0))
-    found = decoded(task, tmp_path)
-    assert found.metrics["volume_dice"] > 0.8  # Its images are blurred.
+    result = decoded(task, tmp_path)
+    assert result.metrics["volume_dice"] > 0.8  # Its images are blurred.
     made = nibabel.load(tmp_path / "2.nii.gz")
     truth = nibabel.load(folder / "labels" / "2.nii.gz")
     assert made.shape == SHAPE
@@ -293,12 +293,12 @@ def test_a_part_is_of_the_first_volumes(folder, tmp_path, caplog):
     task = a_task(folder)
     half = len(task.overlapping.tiles()) // 4
     batches = list(task.decoding.batches(global_batch=half, max_batches=2))
-    assert [one.tile.tolist() for one in batches] == [
+    assert [batch.tile.tolist() for batch in batches] == [
         list(range(half)),
         list(range(half, 2 * half)),
     ]
-    found = decoded(task, tmp_path, max_batches=2, B=half)
-    assert found.metrics["volume_dice"] == 1 and set(found.pictures) == {"2"}
+    result = decoded(task, tmp_path, max_batches=2, B=half)
+    assert result.metrics["volume_dice"] == 1 and set(result.pictures) == {"2"}
     assert not caplog.records
     assert decoded(task, tmp_path, max_batches=1, B=2 * half - 1).metrics == {}
     assert "no held-out volume was decoded completely" in caplog.text
@@ -344,8 +344,8 @@ def test_a_resumed_run_compares_what_batches_follow_from(folder, tmp_path):
     task = a_task(folder, patch=patch)
     before = task.data_fingerprint()
 
-    def changed(one):
-        now = one.data_fingerprint()
+    def changed(tensor):
+        now = tensor.data_fingerprint()
         return {name for name in before if now[name] != before[name]}
 
     for field, value in {

@@ -62,7 +62,7 @@ def trained_on(given, count, start=0, B=4, rows=None, labelled=None):
     batches = patches(given, labelled or given.patch).train_batches(
         start, global_batch=B, rows=range(B) if rows is None else rows
     )
-    return [(one.image.numpy(), one.label.numpy()) for one in batches.take(count)]
+    return [(batch.image.numpy(), batch.label.numpy()) for batch in batches.take(count)]
 
 
 def rows_of(batches):
@@ -78,15 +78,15 @@ def assert_equal(batches, others):
 
 def found_in(given, image) -> tuple[str, tuple[int, ...]]:
     """The only case and place of which this is the image."""
-    size, found = image.shape[:3], []
+    size, places = image.shape[:3], []
     for case in given.cases(Split.TRAIN):
-        whole = given.volume(case).image
-        for at in zip(*np.nonzero(whole[..., 0] == image[0, 0, 0, 0]), strict=True):
-            part = whole[tuple(slice(i, i + n) for i, n in zip(at, size, strict=True))]
+        full = given.volume(case).image
+        for at in zip(*np.nonzero(full[..., 0] == image[0, 0, 0, 0]), strict=True):
+            part = full[tuple(slice(i, i + n) for i, n in zip(at, size, strict=True))]
             if np.array_equal(part, image):
-                found.append((case, tuple(map(int, at))))
-    assert len(found) == 1
-    return found[0]
+                places.append((case, tuple(map(int, at))))
+    assert len(places) == 1
+    return places[0]
 
 
 def test_patches_are_parts_of_volumes_each_read_once_an_epoch(files):
@@ -115,15 +115,15 @@ def test_patches_are_parts_of_volumes_each_read_once_an_epoch(files):
 
 def test_a_batch_follows_from_its_step_alone(files):
     given = an_input(files)
-    whole = trained_on(given, 5)
-    assert_equal(trained_on(given, 2, start=3), whole[3:])
+    straight = trained_on(given, 5)
+    assert_equal(trained_on(given, 2, start=3), straight[3:])
     parts = [trained_on(given, 5, rows=rows) for rows in (range(1), range(1, 4))]
-    for (image, label), *shares in zip(whole, *parts, strict=True):
+    for (image, label), *shares in zip(straight, *parts, strict=True):
         np.testing.assert_array_equal(np.concatenate([s[0] for s in shares]), image)
         np.testing.assert_array_equal(np.concatenate([s[1] for s in shares]), label)
     others = trained_on(dataclasses.replace(given, seed=1), 5)
     assert not all(
-        np.array_equal(a[0], b[0]) for a, b in zip(whole, others, strict=True)
+        np.array_equal(a[0], b[0]) for a, b in zip(straight, others, strict=True)
     )
 
 
@@ -135,10 +135,10 @@ def test_half_of_the_patches_are_mirrored_labels_too(files, flips):
     ways = [w for n in range(len(flips) + 1) for w in itertools.combinations(flips, n)]
     counts = dict.fromkeys(ways, 0)
     for (image, label), (other, other_label) in zip(straight, mirrored, strict=True):
-        found = [w for w in ways if np.array_equal(np.flip(image, w), other)]
-        assert len(found) == 1
-        np.testing.assert_array_equal(np.flip(label, found[0]), other_label)
-        counts[found[0]] += 1
+        matches = [w for w in ways if np.array_equal(np.flip(image, w), other)]
+        assert len(matches) == 1
+        np.testing.assert_array_equal(np.flip(label, matches[0]), other_label)
+        counts[matches[0]] += 1
     assert min(counts.values()) >= 0.5 * 40 / len(ways)
 
 
@@ -152,9 +152,9 @@ def test_patches_around_a_class(tmp_path, foreground, least, most):
     given = an_input(
         listed(tmp_path, [label, label]), foreground=foreground, patch=(2, 2, 2)
     )
-    labels = [one for _, one in rows_of(trained_on(given, 10, B=8))]
-    assert least <= sum(one.any() for one in labels) <= most
-    rare = sum((one == 2).any() for one in labels)
+    labels = [label for _, label in rows_of(trained_on(given, 10, B=8))]
+    assert least <= sum(label.any() for label in labels) <= most
+    rare = sum((label == 2).any() for label in labels)
     assert 0.3 * 80 * foreground <= rare <= 0.7 * 80 * foreground
 
 
@@ -192,10 +192,10 @@ def test_whole_volumes_are_padded(files):
     for image, label in rows_of(trained_on(given, 1)):
         inside = label != IGNORED
         size = tuple(int(np.nonzero(inside)[dim].max()) + 1 for dim in range(3))
-        own = tuple(map(slice, size))
-        case, at = found_in(given, image[own])
+        center = tuple(map(slice, size))
+        case, at = found_in(given, image[center])
         assert at == (0, 0, 0) and inside.sum() == np.prod(size)
-        np.testing.assert_array_equal(label[own], given.volume(case).label)
+        np.testing.assert_array_equal(label[center], given.volume(case).label)
     (batch,) = held_out(given, given.patch, B=3)
     voxels = [np.prod(shape) for shape in SHAPES[1:]]
     assert (batch.label != IGNORED).sum(axis=(1, 2, 3)).tolist() == [*voxels, 0]
@@ -206,7 +206,7 @@ def held_out(given, labelled, overlap=0.0, B=4, rows=None, **kwargs):
     batches = patches(given, labelled, overlap).held_out_batches(
         global_batch=B, rows=rows, **kwargs
     )
-    return [one.map(lambda t: t.numpy()) for one in batches]
+    return [batch.map(lambda t: t.numpy()) for batch in batches]
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 0.9])
@@ -215,7 +215,7 @@ def test_tiles_count_each_voxel_once(files, labelled, overlap):
     given = an_input(files)
     volumes = [given.volume(case) for case in given.cases(Split.HELD_OUT)]
     tiles = patches(given, labelled, overlap).tiles()
-    counted = [np.zeros(one.label.shape, int) for one in volumes]
+    counted = [np.zeros(volume.label.shape, int) for volume in volumes]
     numbers = []
     for batch in held_out(given, labelled, overlap):
         for number, label in zip(batch.tile, batch.label, strict=True):
@@ -231,28 +231,28 @@ def test_tiles_count_each_voxel_once(files, labelled, overlap):
             truth = volumes[tile.case].label[place]
             assert ((label == truth) | (label == IGNORED)).all()
     assert numbers == list(range(len(tiles)))
-    assert all((one == 1).all() for one in counted)
+    assert all((counts == 1).all() for counts in counted)
 
 
 def test_overlapping_tiles_have_that_share_in_common(files):
-    starts = {one.start[0] for one in patches(an_input(files), (4, 4, 3), 0.5).tiles()}
+    starts = {t.start[0] for t in patches(an_input(files), (4, 4, 3), 0.5).tiles()}
     assert starts == {0, 1, 3, 5}  # 2 apart at most, in 9 voxels; and in 5.
-    starts = {one.start[0] for one in patches(an_input(files), (4, 4, 3)).tiles()}
+    starts = {tile.start[0] for tile in patches(an_input(files), (4, 4, 3)).tiles()}
     assert starts == {0, 1, 2, 5}  # 4 apart at most.
 
 
 def test_a_part_of_the_held_out_batches(files):
     given = an_input(files)
-    whole = held_out(given, PATCH, B=2)
+    full = held_out(given, PATCH, B=2)
     some = held_out(given, PATCH, B=2, max_batches=2)
-    assert len(whole) == 4
-    assert [one.tile[0] for one in some] == [0, 4]
-    every = {int(one.tile[0]): one for one in whole}
-    for one in some:
-        one.map(np.testing.assert_array_equal, every[int(one.tile[0])])
+    assert len(full) == 4
+    assert [batch.tile[0] for batch in some] == [0, 4]
+    every = {int(batch.tile[0]): batch for batch in full}
+    for batch in some:
+        batch.map(np.testing.assert_array_equal, every[int(batch.tile[0])])
     parts = [held_out(given, PATCH, B=2, rows=range(i, i + 1)) for i in range(2)]
-    for one, *shares in zip(whole, *parts, strict=True):
-        one.map(
+    for batch, *shares in zip(full, *parts, strict=True):
+        batch.map(
             lambda a, *b: np.testing.assert_array_equal(a, np.concatenate(b)), *shares
         )
 

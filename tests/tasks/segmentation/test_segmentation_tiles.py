@@ -18,19 +18,19 @@ K = 3
 
 def cut_up(size, tile, starts):
     """Tiles of volumes of these sizes; `starts` gives those along a dim."""
-    found = []
+    made = []
     for case, shape in enumerate(size):
         along = [starts(n, m) for n, m in zip(shape, tile, strict=True)]
         grid = np.stack(np.meshgrid(*along, indexing="ij"), -1).reshape(-1, 3)
-        found += [Tile(case=case, start=tuple(at), fresh=tuple(at)) for at in grid]
-    return found
+        made += [Tile(case=case, start=tuple(at), fresh=tuple(at)) for at in grid]
+    return made
 
 
 def answers_of(tiles, volumes, tile, sure=0.9):
     """Chances of each tile, of which `volumes` has the classes; padded by class 2."""
-    for number, one in enumerate(tiles):
-        place = tuple(slice(i, i + n) for i, n in zip(one.start, tile, strict=True))
-        label = volumes[one.case][place]
+    for number, piece in enumerate(tiles):
+        place = tuple(slice(i, i + n) for i, n in zip(piece.start, tile, strict=True))
+        label = volumes[piece.case][place]
         missing = [(0, n - m) for n, m in zip(tile, label.shape, strict=True)]
         label = np.pad(label, missing, constant_values=2)
         yield number, (np.eye(K)[label] * sure).astype(np.float32)
@@ -42,33 +42,33 @@ def test_volumes_are_put_together_from_overlapping_tiles():
     volumes = [boxes(size, seed=i) for i, size in enumerate(sizes)]
     tiles = cut_up(sizes, tile, lambda n, m: range(max(1, n - m + 1)))
     answers = list(answers_of(tiles, volumes, tile))
-    found = list(segmented_volumes(tiles, answers, lambda i: sizes[i]))
-    assert [one.case for one in found] == [0, 1, 2, 3]
-    for one, want in zip(found, volumes, strict=True):
-        assert one.found.dtype == np.int32
-        np.testing.assert_array_equal(one.found, want)
-    second = next(i for i, one in enumerate(tiles) if one.case == 1)
+    results = list(segmented_volumes(tiles, answers, lambda i: sizes[i]))
+    assert [result.case for result in results] == [0, 1, 2, 3]
+    for result, want in zip(results, volumes, strict=True):
+        assert result.found.dtype == np.int32
+        np.testing.assert_array_equal(result.found, want)
+    second = next(i for i, tile in enumerate(tiles) if tile.case == 1)
     some = [*answers[:second], *answers[second + 1 : -1]]
-    found = segmented_volumes(tiles, some, lambda i: sizes[i])
-    assert [one.case for one in found] == [0, 2]
+    results = segmented_volumes(tiles, some, lambda i: sizes[i])
+    assert [result.case for result in results] == [0, 2]
 
 
 def test_answers_of_tiles_that_overlap_are_added_up():
     tiles = [Tile(case=0, start=(i, 0, 0), fresh=(i, 0, 0)) for i in range(3)]
     chances = [[[0.6, 0.4], [0.3, 0.7]], [[0.6, 0.4], [0.2, 0.8]], [[0.9, 0.1]] * 2]
     answers = [
-        (i, np.reshape(one, [2, 1, 1, 2]).astype(np.float32))
-        for i, one in enumerate(chances)
+        (i, np.reshape(chance, [2, 1, 1, 2]).astype(np.float32))
+        for i, chance in enumerate(chances)
     ]
-    (one,) = segmented_volumes(tiles, answers, lambda _: (4, 1, 1))
-    assert one.found.ravel().tolist() == [0, 1, 0, 0]
+    (result,) = segmented_volumes(tiles, answers, lambda _: (4, 1, 1))
+    assert result.found.ravel().tolist() == [0, 1, 0, 0]
 
 
 def test_dice_of_known_masks():
     truth = np.array([0, 0, 1, 1, 1, 1, 2, 2])
-    found = np.array([0, 1, 1, 1, 1, 0, 0, 0])
-    counts = counts_by_class(found, truth, 4)
-    assert [one.tolist() for one in counts] == [
+    predicted = np.array([0, 1, 1, 1, 1, 0, 0, 0])
+    counts = counts_by_class(predicted, truth, 4)
+    assert [count.tolist() for count in counts] == [
         [1, 3, 0, 0],
         [4, 4, 0, 0],
         [2, 4, 2, 0],
@@ -101,12 +101,12 @@ def test_pictures_have_the_size_of_what_they_show():
     assert picture.shape == (2 * 192 + 4, sum(widths) + 8, 3)
     left, shown = 0, coloured(picture)
     shares = ((4 * 2, 96), (4 * 3, 120), (2 * 3, 80))  # Labelled, and all, in mm².
-    for width, height, (part, whole) in zip(widths, heights, shares, strict=True):
+    for width, height, (part, full) in zip(widths, heights, shares, strict=True):
         column = picture[:, left : left + width]
         assert not column[2 * height + 4 :].any(), "nothing below"
         assert not column[height : height + 4].any()
         upper = shown[:height, left : left + width]
-        assert abs(upper.mean() - part / whole) < 0.01
+        assert abs(upper.mean() - part / full) < 0.01
         assert not shown[height:, left : left + width].any(), "nothing was found"
         assert column[height + 4 : 2 * height + 4].max() > 100
         left += width + 4
@@ -125,9 +125,9 @@ def test_pictures_are_turned_as_radiologists_look(at, sides):
     """Axial: front on top, right on the left. Upright: top so, right or front left."""
     high = ("right", "front", "top")
     corner = tuple(7 if word in at else 0 for word in high)
-    found = np.zeros([8, 8, 8], np.int32)
-    found[corner] = 2
-    picture = views(a_volume(0 * found, np.eye(4)), found)[192 + 4 :]
+    predicted = np.zeros([8, 8, 8], np.int32)
+    predicted[corner] = 2
+    picture = views(a_volume(0 * predicted, np.eye(4)), predicted)[192 + 4 :]
     for i, side in enumerate(sides):
         shown = coloured(picture[:192, 196 * i :][:, :192])
         rows, columns = np.nonzero(shown)

@@ -21,7 +21,7 @@ def given(tmp_path):
 
 
 def cases(given):
-    return [one for split in Split for one in given.read(split)]
+    return [case for split in Split for case in given.read(split)]
 
 
 def contents(given):
@@ -36,8 +36,8 @@ def contents(given):
 
 def loaded(given):
     return [
-        load(one, given.classes(), spacing=None, intensities=Intensities())
-        for one in cases(given)
+        load(case, given.classes(), spacing=None, intensities=Intensities())
+        for case in cases(given)
     ]
 
 
@@ -70,31 +70,31 @@ def test_other_settings_make_other_files(given, change):
 
 
 def test_more_volumes_keep_those_there_are(given):
-    first = {one.name for one in cases(given)}
+    first = {case.name for case in cases(given)}
     before = contents(given)
     more = dataclasses.replace(given, volumes=6)
-    assert first < {one.name for one in cases(more)}
+    assert first < {case.name for case in cases(more)}
     assert before.items() <= contents(more).items()
 
 
 def test_a_half_made_folder_is_completed(given):
-    found = cases(given)
-    whole = contents(given)
-    stamps = {one.name: pathlib.Path(one.image).stat().st_mtime_ns for one in found}
-    pathlib.Path(found[0].image).unlink()
-    pathlib.Path(found[1].label).unlink()
+    made = cases(given)
+    content = contents(given)
+    stamps = {case.name: pathlib.Path(case.image).stat().st_mtime_ns for case in made}
+    pathlib.Path(made[0].image).unlink()
+    pathlib.Path(made[1].label).unlink()
     synthetic_volumes._made.cache_clear()
-    assert cases(given) == found
-    assert contents(given) == whole
-    after = {one.name: pathlib.Path(one.image).stat().st_mtime_ns for one in found}
+    assert cases(given) == made
+    assert contents(given) == content
+    after = {case.name: pathlib.Path(case.image).stat().st_mtime_ns for case in made}
     kept = {name for name in stamps if stamps[name] == after[name]}
-    assert kept == {one.name for one in found[2:]}
+    assert kept == {case.name for case in made[2:]}
 
 
 def test_one_in_so_many_is_held_out(given):
     other = dataclasses.replace(given, volumes=6, held_out_one_in=3)
-    held_out = [one.name[-4:] for one in other.read(Split.HELD_OUT)]
-    train = [one.name[-4:] for one in other.read(Split.TRAIN)]
+    held_out = [case.name[-4:] for case in other.read(Split.HELD_OUT)]
+    train = [case.name[-4:] for case in other.read(Split.TRAIN)]
     assert held_out == ["0000", "0003"]
     assert train == ["0001", "0002", "0004", "0005"]
 
@@ -116,7 +116,7 @@ def test_each_class_can_be_seen_and_told_apart(given):
 
 def test_grids_differ_and_some_are_askew(given):
     other = dataclasses.replace(given, volumes=12)
-    files = [nibabel.load(one.image) for one in cases(other)]
+    files = [nibabel.load(case.image) for case in cases(other)]
     codes = {nibabel.aff2axcodes(file.affine) for file in files}
     assert tuple("RAS") in codes
     assert len(codes) > 3
@@ -141,8 +141,8 @@ def test_shapes_are_of_millimetres():
     np.testing.assert_allclose(rotation @ rotation.T, np.eye(3), atol=1e-12)
     middle = np.array([2.0, -1.0, 3.0])
     inside = synthetic_volumes._ellipsoid(places, middle, radii, rotation)
-    found = inside.sum() * spacing.prod()
-    assert found == pytest.approx(4 / 3 * math.pi * radii.prod(), rel=0.02)
+    size = inside.sum() * spacing.prod()
+    assert size == pytest.approx(4 / 3 * math.pi * radii.prod(), rel=0.02)
     np.testing.assert_allclose(places[inside].mean(axis=0), middle, atol=0.2)
     # Its longest radius is along the last column of the rotation.
     along = (places[inside] - middle) @ rotation

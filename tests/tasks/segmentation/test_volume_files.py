@@ -65,7 +65,7 @@ def test_a_list_that_says_what_is_held_out(tmp_path):
     files = VolumeFiles(path=str(install(tmp_path, count=3, held=1)))
     assert files.classes() == CLASSES
     train, held_out = (files.read(split) for split in Split)
-    assert [one.name for one in train] == ["0", "1"]
+    assert [case.name for case in train] == ["0", "1"]
     assert held_out == [
         Case(
             "2",
@@ -84,12 +84,12 @@ def entries(folder, names):
 def test_a_hash_of_names_holds_out(tmp_path):
     (tmp_path / "more").mkdir()
     names = [f"case{i:02d}.nii" for i in range(60)]
-    found = {}
+    by_folder = {}
     for folder, listed in ((tmp_path, names[:40]), (tmp_path / "more", names)):
         path = write_list(folder, entries(folder, listed))
         files = VolumeFiles(path=str(path), held_out_one_in=4)
-        found[folder] = {s: {one.name for one in files.read(s)} for s in Split}
-    few, many = found.values()
+        by_folder[folder] = {s: {case.name for case in files.read(s)} for s in Split}
+    few, many = by_folder.values()
     assert len(few[Split.TRAIN]) + len(few[Split.HELD_OUT]) == 40
     assert 4 <= len(few[Split.HELD_OUT]) <= 16
     for split in Split:
@@ -311,7 +311,7 @@ def test_what_is_loaded_and_saved_is_the_same(tmp_path, affine, ending):
     assert new.header.get_xyzt_units() == ("mm", "unknown")
     for code in ("sform_code", "qform_code"):
         assert new.header[code] == old.header[code]
-    assert [one.name for one in (tmp_path / "out").iterdir()] == [f"b{ending}"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [f"b{ending}"]
     assert (pathlib.Path(path).read_bytes()[:2] == b"\x1f\x8b") == (ending != ".nii")
 
 
@@ -323,10 +323,10 @@ def test_what_is_resampled_and_saved_is_nearly_the_same(tmp_path):
     assert got.label.shape == (32, 40, 32)
     path = str(tmp_path / "b.nii.gz")
     save(path, got.label, like=case, volume=got)
-    found = stored(path)
+    form = stored(path)
     for value in (1, 2):
-        both = ((found == value) & (label == value)).sum()
-        dice = 2 * both / ((found == value).sum() + (label == value).sum())
+        both = ((form == value) & (label == value)).sum()
+        dice = 2 * both / ((form == value).sum() + (label == value).sum())
         assert dice > 0.95, value
 
 

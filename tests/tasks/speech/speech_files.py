@@ -28,13 +28,13 @@ def write_wav(path: pathlib.Path, samples: np.ndarray, rate: int = 16000) -> Non
 def sentences(count: int, seed: int = 0) -> list[str]:
     """Words of a few letters, in sentences of 4 to 24 letters; each once."""
     rng = np.random.default_rng(seed)
-    found = {}
-    while len(found) < count:
+    files = {}
+    while len(files) < count:
         words = rng.integers(1, 6)
         sizes = rng.integers(2, 5, words)
         letters = ["".join(rng.choice(list("abcdefgh"), size)) for size in sizes]
-        found[" ".join(letters)] = True
-    return list(found)
+        files[" ".join(letters)] = True
+    return list(files)
 
 
 def install(folder: pathlib.Path, texts: list[str]) -> pathlib.Path:

@@ -90,21 +90,21 @@ def by_tf(logits, frames, labels, label_counts):
 @pytest.mark.parametrize("longest", BUCKETS)
 def test_eight_devices_compute_what_tf_does_on_one(program, longest):
     args = batch(longest)
-    found = program.unshard(program(args))
+    result = program.unshard(program(args))
     real = np.arange(B) != PADDING
     losses, gradient = by_tf(**args.map(lambda x: x[real]))
-    np.testing.assert_allclose(found["losses"][real], losses, rtol=1e-5)
-    found_gradient = found["gradient"][real] / WEIGHTS[real, None, None]
+    np.testing.assert_allclose(result["losses"][real], losses, rtol=1e-5)
+    found_gradient = result["gradient"][real] / WEIGHTS[real, None, None]
     np.testing.assert_allclose(found_gradient, gradient, rtol=0, atol=1e-5)
-    assert found["losses"][PADDING] == 0
-    assert not np.any(found["gradient"][PADDING])
+    assert result["losses"][PADDING] == 0
+    assert not np.any(result["gradient"][PADDING])
 
 
 def test_of_a_batch_no_logits_leave_their_device(program):
     """Only a number for each pair of neighbouring labels."""
-    found = program.collectives()
-    assert {one.kind for one in found} == {"all-reduce", "all-gather"}
-    gathered = {one.bytes for one in found if one.kind == "all-gather"}
+    sent = program.collectives()
+    assert {c.kind for c in sent} == {"all-reduce", "all-gather"}
+    gathered = {c.bytes for c in sent if c.kind == "all-gather"}
     pairs = B * (L - 1)
     assert gathered == {4 * pairs}
 
@@ -112,9 +112,9 @@ def test_of_a_batch_no_logits_leave_their_device(program):
 def test_a_loss_of_bfloat16_has_the_digits_of_float32():
     args = batch(S)
     rounded = tf.cast(args.logits, tf.bfloat16)
-    found = ctc_loss(rounded, args.frames, args.labels, args.label_counts)
-    assert found.dtype == tf.float32
+    losses = ctc_loss(rounded, args.frames, args.labels, args.label_counts)
+    assert losses.dtype == tf.float32
     exact = ctc_loss(
         tf.cast(rounded, tf.float32), args.frames, args.labels, args.label_counts
     )
-    np.testing.assert_array_equal(found, exact)
+    np.testing.assert_array_equal(losses, exact)

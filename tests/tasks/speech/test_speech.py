@@ -68,16 +68,16 @@ def experiment(manifest, buckets=WHOLE, *more, backbone=LIGHT):
     return config.build(Experiment)
 
 
-def on_one_device(one: Experiment) -> Experiment:
-    plan = dataclasses.replace(one.plan, mesh_shape=(1, 1))
-    return dataclasses.replace(one, plan=plan)
+def on_one_device(job: Experiment) -> Experiment:
+    plan = dataclasses.replace(job.plan, mesh_shape=(1, 1))
+    return dataclasses.replace(job, plan=plan)
 
 
-def batches(one: Experiment) -> list[NestedMap]:
+def batches(job: Experiment) -> list[NestedMap]:
     """Of the steps of training."""
-    B = one.global_batch
-    found = one.task.train_batches(0, global_batch=B, rows=range(B))
-    return [NestedMap(batch) for batch in found.take(one.num_steps)]
+    B = job.global_batch
+    dataset = job.task.train_batches(0, global_batch=B, rows=range(B))
+    return [NestedMap(batch) for batch in dataset.take(job.num_steps)]
 
 
 def trained(p: StepPrograms):
@@ -91,12 +91,12 @@ def trained(p: StepPrograms):
     return losses, state.stored().theta.map(np.asarray)
 
 
-def trained_by_tf(one: Experiment):
+def trained_by_tf(job: Experiment):
     """The same on one device, eagerly: no mesh, no compiler."""
-    one = on_one_device(one)
-    state, losses = initial_state(one).map(tf.constant), []
-    for batch in batches(one):
-        out = StepPrograms(one).train_step(state, batch)
+    job = on_one_device(job)
+    state, losses = initial_state(job).map(tf.constant), []
+    for batch in batches(job):
+        out = StepPrograms(job).train_step(state, batch)
         state = out.state
         losses.append(out.metrics.loss.numpy())
     return losses, state.theta.map(lambda t: t.numpy())
@@ -109,8 +109,8 @@ def trained_alone(manifest, buckets, backbone):
 
 @functools.cache
 def programs(manifest, buckets, backbone, partitioner) -> StepPrograms:
-    one = experiment(manifest, buckets, backbone=backbone)
-    return StepPrograms(dataclasses.replace(one, partitioner=partitioner))
+    job = experiment(manifest, buckets, backbone=backbone)
+    return StepPrograms(dataclasses.replace(job, partitioner=partitioner))
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_eight_devices_train_as_one(manifest, buckets, backbone, partitioner):
     ours_theta.map_with_path(compare, theta)
 
 
-def held_out(one: Experiment) -> list[NestedMap]:
-    B = one.global_batch
-    batches = one.task.eval_batches(global_batch=B, rows=range(B))
+def held_out(job: Experiment) -> list[NestedMap]:
+    B = job.global_batch
+    batches = job.task.eval_batches(global_batch=B, rows=range(B))
     return [NestedMap(batch) for batch in batches]
 
 
@@ -155,31 +155,31 @@ NOTHING_RANDOM = (
 
 def test_a_bucket_computes_what_the_whole_length_does(manifest):
     """Each batch cut to its bucket: losses and gradients in training, sums without."""
-    found = {}
+    results = {}
     for buckets in (WHOLE, BUCKETS):
-        one = on_one_device(experiment(manifest, buckets, *NOTHING_RANDOM))
-        theta = initial_state(one).theta.map(tf.constant)
+        job = on_one_device(experiment(manifest, buckets, *NOTHING_RANDOM))
+        theta = initial_state(job).theta.map(tf.constant)
         batches = held_out(experiment(manifest, BUCKETS))
         batches = [batches[0], batches[-1]]
         lengths = [int(np.max(batch.frames)) for batch in batches]
         assert min(lengths) <= BUCKETS[0] < max(lengths)
-        found[buckets] = [sums_and_gradients(one, theta, batch) for batch in batches]
-    for whole, cut in zip(found[WHOLE], found[BUCKETS], strict=True):
-        for a, b in zip(whole, cut, strict=True):
+        results[buckets] = [sums_and_gradients(job, theta, batch) for batch in batches]
+    for full, cut in zip(results[WHOLE], results[BUCKETS], strict=True):
+        for a, b in zip(full, cut, strict=True):
             scale = np.abs(a).max()
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * scale)
 
 
-def sums_and_gradients(one, theta, batch):
+def sums_and_gradients(job, theta, batch):
     """Sums of an evaluation, and the gradients of a training step."""
-    plan, leaves = one.plan, theta.leaves()
+    plan, leaves = job.plan, theta.leaves()
     with tf.GradientTape() as tape:
         tape.watch(leaves)
         key = tf.constant([1, 2], tf.uint32)
         ctx = Context(plan=plan, mode=Mode.TRAIN, key=key)
-        result = one.task.loss(ctx, theta.pack(leaves), batch)
+        result = job.task.loss(ctx, theta.pack(leaves), batch)
     gradients = tape.gradient(result.loss, leaves)
-    evaluated = one.task.loss(Context(plan=plan), theta, batch)
+    evaluated = job.task.loss(Context(plan=plan), theta, batch)
     return [*evaluated.sums.leaves(), *result.sums.leaves(), *gradients]
 
 
@@ -194,21 +194,21 @@ def test_a_program_has_a_part_for_each_bucket(manifest):
 
 def test_eight_devices_say_as_one(manifest, tmp_path):
     p = programs(manifest, BUCKETS, LIGHT, Partitioner.SHARDY)
-    one, theta = p.experiment, initial_state(p.experiment).theta
-    alone = StepPrograms(on_one_device(one))
+    job, theta = p.experiment, initial_state(p.experiment).theta
+    alone = StepPrograms(on_one_device(job))
     together = []
-    for batch in one.task.decoding.batches(global_batch=one.global_batch):
-        found = p.decode(theta, batch)
-        want = alone.decode_step(*(one.map(tf.constant) for one in (theta, batch)))
-        np.testing.assert_array_equal(found.frames, want.frames)
-        np.testing.assert_allclose(found.log_probs, want.log_probs, rtol=0, atol=2e-4)
-        together.append((batch, found))
+    for batch in job.task.decoding.batches(global_batch=job.global_batch):
+        result = p.decode(theta, batch)
+        want = alone.decode_step(*(tree.map(tf.constant) for tree in (theta, batch)))
+        np.testing.assert_array_equal(result.frames, want.frames)
+        np.testing.assert_allclose(result.log_probs, want.log_probs, rtol=0, atol=2e-4)
+        together.append((batch, result))
     text = p.decode.hlo_text()
     assert "f32[2,50,16]" in text and not re.search(r"f32\[8,(50|200),", text)
     numbers = np.concatenate([batch.utterance for batch, _ in together])
-    count = len(one.task.speech.utterances(Split.HELD_OUT).listed)
+    count = len(job.task.speech.utterances(Split.HELD_OUT).listed)
     assert sorted(numbers[numbers >= 0]) == list(range(count))
-    scored = one.task.decoding.score(together, tmp_path)
+    scored = job.task.decoding.score(together, tmp_path)
     assert set(scored.metrics) == {"wer", "cer", "wer/greedy", "cer/greedy"}
     assert scored.metrics["wer"] > 0.5, "it has not learned to write"
 
@@ -223,9 +223,9 @@ def test_transcripts_said_frame_by_frame_have_no_errors(manifest, tmp_path):
         labels = task.speech.vocabulary.encode([listed[number].transcript])[0]
         log_probs[row, 2 * np.arange(len(labels)), labels] = 0.0
     out = NestedMap(log_probs=log_probs, frames=np.full([8], 60, np.int32))
-    found = task.decoding.score([(batch, out)], tmp_path)
-    assert set(found.metrics.values()) == {0.0}
-    assert listed[batch.utterance[0]].transcript in found.samples
+    result = task.decoding.score([(batch, out)], tmp_path)
+    assert set(result.metrics.values()) == {0.0}
+    assert listed[batch.utterance[0]].transcript in result.samples
     log_probs[0] = log_probs[1]
     assert 0 < task.decoding.score([(batch, out)], tmp_path).metrics["wer"] < 1
 

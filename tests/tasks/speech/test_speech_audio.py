@@ -41,9 +41,9 @@ def test_every_sample_type_sounds_the_same(tmp_path, encoding):
     encode, error = ENCODINGS[encoding]
     path = tmp_path / "x.wav"
     wavfile.write(path, 16000, encode(tone(16000)))
-    found = read_wav(path)
-    assert found.dtype == np.float32 and wav_length(path) == len(found)
-    np.testing.assert_allclose(found, tone(16000), rtol=0, atol=error)
+    clip = read_wav(path)
+    assert clip.dtype == np.float32 and wav_length(path) == len(clip)
+    np.testing.assert_allclose(clip, tone(16000), rtol=0, atol=error)
 
 
 def test_24_bits_in_two_channels_are_averaged(tmp_path):
@@ -55,20 +55,20 @@ def test_24_bits_in_two_channels_are_averaged(tmp_path):
         file.setsampwidth(3)
         file.setframerate(16000)
         file.writeframes(both.reshape(-1, 1).view(np.uint8)[:, :3].tobytes())
-    found = read_wav(path)
-    assert wav_length(path) == len(found)
-    np.testing.assert_allclose(found, tone(16000) / 2, rtol=0, atol=1e-6)
+    clip = read_wav(path)
+    assert wav_length(path) == len(clip)
+    np.testing.assert_allclose(clip, tone(16000) / 2, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000])
 def test_every_rate_becomes_16_khz(tmp_path, rate):
     path = tmp_path / "x.wav"
     wavfile.write(path, rate, tone(rate).astype(np.float32))
-    found = read_wav(path)
-    assert wav_length(path) == len(found)
-    assert len(found) == pytest.approx(SECONDS * 16000, abs=2)
+    clip = read_wav(path)
+    assert wav_length(path) == len(clip)
+    assert len(clip) == pytest.approx(SECONDS * 16000, abs=2)
     middle = slice(400, 3600)  # The filter rings at the ends.
-    np.testing.assert_allclose(found[middle], tone(16000)[middle], rtol=0, atol=5e-3)
+    np.testing.assert_allclose(clip[middle], tone(16000)[middle], rtol=0, atol=5e-3)
 
 
 def wav_bytes(tmp_path, samples):
@@ -78,14 +78,14 @@ def wav_bytes(tmp_path, samples):
 
 
 def broken(tmp_path):
-    whole = wav_bytes(tmp_path, np.ones(400, np.int16))
+    content = wav_bytes(tmp_path, np.ones(400, np.int16))
     yield b"ID3\x04, an mp3", r"begins with b'ID3\\x04, an mp3'"
     yield b"fLaC", r"begins with b'fLaC' and has 4 bytes"
     yield b"", r"begins with b'' and has 0 bytes"
-    yield whole[:20], "no wav file that can be read"
-    yield whole[:36], "no wav file that can be read"
+    yield content[:20], "no wav file that can be read"
+    yield content[:36], "no wav file that can be read"
     yield wav_bytes(tmp_path, np.ones(0, np.int16)), "without any sound"
-    no_rate = whole[:24] + struct.pack("<II", 0, 0) + whole[32:]
+    no_rate = content[:24] + struct.pack("<II", 0, 0) + content[32:]
     yield no_rate, "has 0 samples a second"
 
 
@@ -166,9 +166,9 @@ def test_padding_changes_no_feature_and_is_zero():
     )
     count = tf.constant([30])
     want = mel.normalized(alone, count, None).numpy()
-    found = mel.normalized(padded, count, None).numpy()
-    np.testing.assert_allclose(found[:, :30], want, rtol=0, atol=1e-5)
-    assert not found[:, 30:].any()
+    features = mel.normalized(padded, count, None).numpy()
+    np.testing.assert_allclose(features[:, :30], want, rtol=0, atol=1e-5)
+    assert not features[:, 30:].any()
     np.testing.assert_allclose(want.mean(axis=1), 0, atol=1e-5)
     np.testing.assert_allclose(want.std(axis=1), 1, atol=1e-4)
     statistics = np.stack([np.full(80, 2.0), np.full(80, 4.0)])
@@ -207,27 +207,27 @@ def runs(row):
 
 def test_bands_have_the_widths_asked_for():
     augment = SpecAugment(bin_masks=1, bin_width=8, time_masks=0)
-    found = masked(augment, [100] * 400)
-    assert (found == found[:, :1]).all()
-    widths = found[:, 0].sum(axis=-1)
+    rows = masked(augment, [100] * 400)
+    assert (rows == rows[:, :1]).all()
+    widths = rows[:, 0].sum(axis=-1)
     assert set(widths) == set(range(9)), "all widths up to the largest one"
-    assert all(len(runs(row)) <= 1 for row in found[:, 0])
-    where = found[:, 0].mean(axis=0)
+    assert all(len(runs(row)) <= 1 for row in rows[:, 0])
+    where = rows[:, 0].mean(axis=0)
     assert where.min() > 0, "every bin may be masked"
     augment = SpecAugment(bin_masks=0, time_masks=1, time_width=30, time_share=0.1)
-    found = masked(augment, [100] * 200 + [50] * 200)
-    assert (found == found[:, :, :1]).all()
-    widths = found[:, :, 0].sum(axis=-1)
+    rows = masked(augment, [100] * 200 + [50] * 200)
+    assert (rows == rows[:, :, :1]).all()
+    widths = rows[:, :, 0].sum(axis=-1)
     assert widths[:200].max() == 10 and widths[200:].max() == 5
-    assert not found[200:, 50:].any(), "padding needs no mask"
+    assert not rows[200:, 50:].any(), "padding needs no mask"
 
 
 def test_each_row_and_each_step_is_masked_otherwise():
     augment = SpecAugment()
-    found = masked(augment, [100] * 4)
-    assert len({row.tobytes() for row in found}) == 4
-    assert (found != masked(augment, [100] * 4, seed=1)).any()
-    np.testing.assert_array_equal(found, masked(augment, [100] * 4))
+    rows = masked(augment, [100] * 4)
+    assert len({row.tobytes() for row in rows}) == 4
+    assert (rows != masked(augment, [100] * 4, seed=1)).any()
+    np.testing.assert_array_equal(rows, masked(augment, [100] * 4))
     x = tf.ones([1, 5, 4])
     evaluated = augment.fprop(Context(), NestedMap(), x, frames=tf.constant([5]))
     assert evaluated is x

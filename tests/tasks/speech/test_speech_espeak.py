@@ -70,23 +70,23 @@ def test_sentences_are_words_alone(speech):
 
 
 def test_the_standard_library_has_thousands():
-    found = EspeakSpeech().sentences()
-    assert len(found) == len(set(found)) > 1000
-    assert all(len(one) <= 48 for one in found)
+    sentences = EspeakSpeech().sentences()
+    assert len(sentences) == len(set(sentences)) > 1000
+    assert all(len(sentence) <= 48 for sentence in sentences)
 
 
 @needs_espeak
 def test_each_is_spoken_once_and_kept(speech):
-    listed = [one for split in Split for one in speech.read(split)]
-    assert sorted(one.transcript for one in listed) == sorted(speech.sentences())
-    for one in listed:
-        seconds = len(read_wav(one.path)) / SAMPLE_RATE
-        assert 0.5 < seconds < 4, one
+    listed = [utterance for split in Split for utterance in speech.read(split)]
+    assert sorted(u.transcript for u in listed) == sorted(speech.sentences())
+    for utterance in listed:
+        seconds = len(read_wav(utterance.path)) / SAMPLE_RATE
+        assert 0.5 < seconds < 4, utterance
     before = {path: path.stat().st_mtime_ns for path in wavs(speech)}
     # One is lost, and spoken again; the others are left alone.
     pathlib.Path(listed[0].path).unlink()
     espeak._made.cache_clear()
-    again = [one for split in Split for one in speech.read(split)]
+    again = [utterance for split in Split for utterance in speech.read(split)]
     assert again == listed
     after = {path: path.stat().st_mtime_ns for path in wavs(speech)}
     assert [str(p) for p in after if after[p] != before[p]] == [listed[0].path]
@@ -95,7 +95,7 @@ def test_each_is_spoken_once_and_kept(speech):
 
 @needs_espeak
 def test_voices_and_speeds_differ(speech):
-    lines = [speech._line(one) for one in EspeakSpeech().sentences()[:200]]
+    lines = [speech._line(sentence) for sentence in EspeakSpeech().sentences()[:200]]
     assert {line.voice for line in lines} == set(speech.voices)
     assert {line.speed for line in lines} == set(speech.speeds)
     assert len({line.wav for line in lines}) == 200

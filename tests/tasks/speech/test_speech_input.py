@@ -43,13 +43,13 @@ def rows_of(batch):
 
 def test_held_out_utterances_come_once_each_in_its_bucket(files):
     given = speech_input(files)
-    found = []
+    pairs = []
     for batch in given.held_out_batches(global_batch=4, rows=range(4)):
         longest = int(batch["frames"].numpy().max())
         bucket = np.searchsorted(BUCKETS, longest)
         for frames, labels in rows_of(batch):
             assert np.searchsorted(BUCKETS, frames) == bucket
-            found.append(given.vocabulary.decode(labels))
+            pairs.append(given.vocabulary.decode(labels))
         features, frames = batch["features"].numpy(), batch["frames"].numpy()
         for row, count in zip(features, frames, strict=True):
             assert not row[count:].any() and np.isfinite(row).all()
@@ -58,8 +58,8 @@ def test_held_out_utterances_come_once_each_in_its_bucket(files):
         assert batch.map(lambda t: tf.TensorSpec(t.shape, t.dtype)) == (
             given.element_spec(4)
         )
-    wanted = [one.transcript for one in files.read(Split.HELD_OUT)]
-    assert sorted(found) == sorted(wanted) and len(wanted) > 10
+    wanted = [utterance.transcript for utterance in files.read(Split.HELD_OUT)]
+    assert sorted(pairs) == sorted(wanted) and len(wanted) > 10
 
 
 def test_numbers_lead_to_what_is_heard(files):
@@ -84,13 +84,13 @@ def test_numbers_lead_to_what_is_heard(files):
 
 def test_a_batch_follows_from_its_step_alone(files):
     given = speech_input(files)
-    whole = given.train_batches(0, global_batch=4, rows=range(4)).take(6)
+    batches = given.train_batches(0, global_batch=4, rows=range(4)).take(6)
     later = given.train_batches(4, global_batch=4, rows=range(1, 3)).take(2)
-    for full, part in zip(list(whole)[4:], later, strict=True):
+    for full, part in zip(list(batches)[4:], later, strict=True):
         for name in full:
             np.testing.assert_array_equal(full[name][1:3], part[name])
     others = speech_input(files, seed=1).train_batches(0, global_batch=4, rows=range(4))
-    first, other = next(iter(whole)), next(iter(others))
+    first, other = next(iter(batches)), next(iter(others))
     assert rows_of(first) != rows_of(other)
 
 
@@ -115,9 +115,9 @@ def test_a_batch_is_of_one_bucket_and_a_cycle_of_all(counts):
     buckets = [
         set(np.searchsorted(bounds, r[r >= 0], side="right") - 1) for r in per_epoch
     ]
-    assert all(len(one) == 1 for one in buckets)
+    assert all(len(bucket) == 1 for bucket in buckets)
     if bounds[-1] < 1000:
-        each = collections.Counter(one.pop() for one in buckets)
+        each = collections.Counter(bucket.pop() for bucket in buckets)
         assert each == {k: max(1, round(n / B)) for k, n in enumerate(counts) if n}
         # Each bucket goes through all of it before one comes again.
         seen = collections.Counter(np.concatenate(per_epoch).tolist())
@@ -137,13 +137,13 @@ def test_what_cannot_be_used_is_counted(tmp_path):
     files = Manifest(path=str(manifest), held_out_one_in=10**9)
     short = [text for text in texts if len(text) <= 15]
     given = speech_input(files, bucket_frames=(130,), label_length=15)
-    found = given.utterances(Split.TRAIN)
+    utterances = given.utterances(Split.TRAIN)
     # A letter is 8 frames, so that what is over 16 letters is over 130 frames.
-    assert found.too_long == 1 + sum(len(text) > 16 for text in texts)
-    assert found.too_wordy == 1 + sum(len(text) == 16 for text in texts)
-    assert found.too_fast == 1
-    assert sorted(one.transcript for one in found.listed) == sorted(short)
-    assert (found.labels > 0).sum() == found.label_counts.sum()
+    assert utterances.too_long == 1 + sum(len(text) > 16 for text in texts)
+    assert utterances.too_wordy == 1 + sum(len(text) == 16 for text in texts)
+    assert utterances.too_fast == 1
+    assert sorted(u.transcript for u in utterances.listed) == sorted(short)
+    assert (utterances.labels > 0).sum() == utterances.label_counts.sum()
 
 
 @pytest.mark.parametrize(
@@ -180,13 +180,13 @@ def test_a_file_that_is_no_wav_is_found_before_training(tmp_path):
 
 def test_subwords(files):
     given = speech_input(files, vocabulary=SentencePieceVocabulary(vocab_size=290))
-    vocabulary, found = given.trained_vocabulary(), given.utterances(Split.TRAIN)
-    assert given.vocab_size == 290 and found.labels.max() < 290
-    for row, count, one in zip(
-        found.labels, found.label_counts, found.listed, strict=True
+    vocabulary, utterances = given.trained_vocabulary(), given.utterances(Split.TRAIN)
+    assert given.vocab_size == 290 and utterances.labels.max() < 290
+    for row, count, utterance in zip(
+        utterances.labels, utterances.label_counts, utterances.listed, strict=True
     ):
         assert (row[:count] > 0).all()
-        assert vocabulary.decode(row[:count]) == one.transcript
+        assert vocabulary.decode(row[:count]) == utterance.transcript
 
 
 def test_global_statistics_are_of_the_training_data(files):

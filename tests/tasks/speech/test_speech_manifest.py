@@ -24,13 +24,13 @@ def manifest(folder, text, name="m.tsv", **kwargs):
 
 
 def both_splits(of):
-    found = []
+    utterances = []
     for split in Split:
         try:
-            found += of.read(split)
+            utterances += of.read(split)
         except ValueError as error:
             assert f"lists no {split.value} utterance" in str(error)
-    return found
+    return utterances
 
 
 @pytest.mark.parametrize("form", ["tsv", "jsonl"])
@@ -41,31 +41,31 @@ def test_paths_are_relative_to_the_list(folder, form):
     else:
         objects = [{"audio": sound, "text": words, "id": 7} for sound, words in lines]
         text = "\n".join(map(json.dumps, objects))
-    found = both_splits(manifest(folder, text, f"m.{form}"))
-    assert {(one.path, one.transcript) for one in found} == {
+    utterances = both_splits(manifest(folder, text, f"m.{form}"))
+    assert {(utterance.path, utterance.transcript) for utterance in utterances} == {
         (str(folder / "a.wav"), "one two"),
         (str(folder / "sub/b.wav"), "drei  vier"),
     }
-    first = next(one for one in found if one.path.endswith("a.wav"))
+    first = next(u for u in utterances if u.path.endswith("a.wav"))
     assert first.place == f"{folder}/m.{form}:1"
 
 
 def test_no_sentence_is_in_both_splits(folder):
     texts = [f"sentence {'abcdefghijklmnopqrstuvwxyz'[i]}" for i in range(26)] * 2
     texts += [text.upper() for text in texts[:26]]
-    text = "".join(f"a.wav\t{one}\n" for one in texts)
+    text = "".join(f"a.wav\t{text}\n" for text in texts)
     of = manifest(folder, text, held_out_one_in=4)
-    found = {
-        split: [one.transcript.lower() for one in of.read(split)] for split in Split
+    transcripts = {
+        split: [u.transcript.lower() for u in of.read(split)] for split in Split
     }
-    train, held_out = found[Split.TRAIN], found[Split.HELD_OUT]
+    train, held_out = transcripts[Split.TRAIN], transcripts[Split.HELD_OUT]
     assert not set(train) & set(held_out)
     assert len(train) + len(held_out) == len(texts)
-    assert all(held_out.count(one) == 3 for one in held_out), "whatever the case"
+    assert all(held_out.count(t) == 3 for t in held_out), "whatever the case"
     # More lines move no other.
     more = manifest(folder, f"{text}a.wav\tanother\n", "n.tsv", held_out_one_in=4)
     assert set(held_out) <= {
-        one.transcript.lower() for one in more.read(Split.HELD_OUT)
+        utterance.transcript.lower() for utterance in more.read(Split.HELD_OUT)
     }
 
 

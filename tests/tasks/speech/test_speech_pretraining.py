@@ -51,8 +51,8 @@ def by_hand(theta, x, features, spans):
         context = x[row, masked] @ theta.context.numpy()
         target = features[row, masked] @ theta.target.numpy()
         context, target = (
-            one / np.linalg.norm(one, axis=-1, keepdims=True)
-            for one in (context, target)
+            part / np.linalg.norm(part, axis=-1, keepdims=True)
+            for part in (context, target)
         )
         for i in range(len(masked)):
             logits = target @ context[i] / PREDICTION.temperature
@@ -65,10 +65,10 @@ def by_hand(theta, x, features, spans):
 def test_the_loss_is_of_one_masked_frame_among_those_of_its_utterance():
     theta = initialize(PREDICTION.weights(), KEY)
     x, features, spans = some()
-    found = PREDICTION.fprop(TRAIN, theta, x, features=features, spans=spans)
+    result = PREDICTION.fprop(TRAIN, theta, x, features=features, spans=spans)
     nats, correct, frames = by_hand(theta, x, features, spans)
-    np.testing.assert_allclose(found.nats, nats, rtol=1e-5)
-    assert (found.correct, found.frames) == (correct, frames)
+    np.testing.assert_allclose(result.nats, nats, rtol=1e-5)
+    assert (result.correct, result.frames) == (correct, frames)
     assert 0 < correct < frames
 
 
@@ -94,9 +94,9 @@ def test_spans_are_whole_and_among_real_frames():
 def test_masked_frames_are_the_learned_vector():
     theta = initialize(PREDICTION.weights(), KEY)
     x, _, spans = some()
-    found = PREDICTION.masked(TRAIN, theta, x, spans).numpy()
-    np.testing.assert_array_equal(found[~spans], x[~spans])
-    assert (found[spans] == theta.mask_vector.numpy()).all()
+    masked = PREDICTION.masked(TRAIN, theta, x, spans).numpy()
+    np.testing.assert_array_equal(masked[~spans], x[~spans])
+    assert (masked[spans] == theta.mask_vector.numpy()).all()
 
 
 @pytest.mark.parametrize("partitioner", Partitioner)
@@ -133,7 +133,7 @@ class _Whole(MaskedPrediction):
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
+def job(tmp_path_factory):
     """Pretraining of the subsampling and backbone of a recognizer."""
     manifest = install(tmp_path_factory.mktemp("speech"), sentences(60))
     params = [*SIZES, *LIGHT, f"Manifest.path = '{manifest}'", *PRETRAINING]
@@ -141,9 +141,9 @@ def one(tmp_path_factory):
     return config.build(Experiment)
 
 
-def test_it_trains_on_eight_devices_as_on_one(one):
-    losses, theta = trained_by_tf(one)
-    ours, ours_theta = trained(StepPrograms(one))
+def test_it_trains_on_eight_devices_as_on_one(job):
+    losses, theta = trained_by_tf(job)
+    ours, ours_theta = trained(StepPrograms(job))
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
 
     def compare(path, a, b):
@@ -153,11 +153,11 @@ def test_it_trains_on_eight_devices_as_on_one(one):
     ours_theta.map_with_path(compare, theta)
 
 
-def test_its_weights_have_the_paths_of_a_recognizer(one):
-    assert set(one.task.weights()) == {"subsampling", "backbone", "prediction"}
+def test_its_weights_have_the_paths_of_a_recognizer(job):
+    assert set(job.task.weights()) == {"subsampling", "backbone", "prediction"}
     sums = {"nats": np.float32(30), "correct": np.float32(4), "frames": np.float32(10)}
-    assert one.task.metrics(sums) == {"loss": 3.0, "accuracy": pytest.approx(0.4)}
-    assert one.task.decoding is None
+    assert job.task.metrics(sums) == {"loss": 3.0, "accuracy": pytest.approx(0.4)}
+    assert job.task.decoding is None
 
 
 @pytest.mark.parametrize("field", ["span", "projected_dims"])

@@ -52,17 +52,17 @@ def log_softmax(x):
 def test_greedy_search_drops_repeats_and_blanks():
     path = [0, 2, 2, 0, 2, 1, 1, 0, 3, 3]
     log_probs = log_softmax(5 * np.eye(4)[[path] * 3]).astype(np.float32)
-    found = greedy_search(log_probs, np.array([10, 5, 0], np.int32))
-    assert found == [[2, 2, 1, 3], [2, 2], []]
+    ids = greedy_search(log_probs, np.array([10, 5, 0], np.int32))
+    assert ids == [[2, 2, 1, 3], [2, 2], []]
 
 
 def likeliest(log_probs):
     """The labels with the largest sum over all alignments."""
     totals = {}
     for path in itertools.product(range(log_probs.shape[1]), repeat=len(log_probs)):
-        said = tuple(i for i, _ in itertools.groupby(path) if i != BLANK_ID)
+        labels = tuple(i for i, _ in itertools.groupby(path) if i != BLANK_ID)
         chance = np.exp(log_probs[np.arange(len(path)), path].sum())
-        totals[said] = totals.get(said, 0.0) + chance
+        totals[labels] = totals.get(labels, 0.0) + chance
     return list(max(totals, key=totals.get))
 
 
@@ -70,9 +70,9 @@ def test_beam_search_finds_what_is_likeliest_over_all_alignments():
     rng = np.random.default_rng(0)
     log_probs = log_softmax(rng.standard_normal([12, 5, 3])).astype(np.float32)
     frames = np.array([5, 4, 3] * 4, np.int32)
-    found = beam_search(log_probs, frames, beams=100)
-    want = [likeliest(one[:n]) for one, n in zip(log_probs, frames, strict=True)]
-    assert found == want
+    ids = beam_search(log_probs, frames, beams=100)
+    want = [likeliest(rows[:n]) for rows, n in zip(log_probs, frames, strict=True)]
+    assert ids == want
     alone = greedy_search(log_probs, frames)
     assert alone != want, "greedy search does not, or this shows nothing"
 
@@ -90,11 +90,11 @@ def test_error_rates_are_of_words_and_characters():
         Recognized("the cat sat", "the cat sat", "the cat sat"),
         Recognized("a b c d e", "a b", "a x c d e"),
     ]
-    found = error_rates(recognized)
-    assert found["wer"] == pytest.approx(1 / 8)
-    assert found["cer"] == pytest.approx(1 / 20)
-    assert found["wer/greedy"] == pytest.approx(3 / 8)
-    assert found["cer/greedy"] == pytest.approx(6 / 20)
+    rates = error_rates(recognized)
+    assert rates["wer"] == pytest.approx(1 / 8)
+    assert rates["cer"] == pytest.approx(1 / 20)
+    assert rates["wer/greedy"] == pytest.approx(3 / 8)
+    assert rates["cer/greedy"] == pytest.approx(6 / 20)
     assert error_rates([]) == {}
     assert error_rates([Recognized("a b", "", "")])["wer"] == 1
 

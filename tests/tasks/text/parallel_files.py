@@ -7,11 +7,11 @@ WORDS = ["red", "green", "blue", "house", "tree", "river", "stone", "bird"]
 
 def sentences(count: int) -> list[str]:
     """Different sentences of two to five words."""
-    found = []
+    texts = []
     for i in range(count):
         words = [WORDS[(i // 8**k) % 8] for k in range(4)]
-        found.append(f"{' '.join(words[: 2 + i % 3])} number {i}")
-    return found
+        texts.append(f"{' '.join(words[: 2 + i % 3])} number {i}")
+    return texts
 
 
 def spell(language: str, text: str) -> str:
@@ -20,11 +20,11 @@ def spell(language: str, text: str) -> str:
 
 
 def catalogue(messages: dict[str, str], **metadata) -> polib.POFile:
-    found = polib.POFile()
-    found.metadata = {"Content-Type": "text/plain; charset=UTF-8", **metadata}
+    file = polib.POFile()
+    file.metadata = {"Content-Type": "text/plain; charset=UTF-8", **metadata}
     for source, target in messages.items():
-        found.append(polib.POEntry(msgid=source, msgstr=target))
-    return found
+        file.append(polib.POEntry(msgid=source, msgstr=target))
+    return file
 
 
 def install(root, language: str, messages: dict[str, str], domain: str = "words"):

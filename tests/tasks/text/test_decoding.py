@@ -32,27 +32,27 @@ def decode(decoder, logits, key=None):
 
     def step(ids, cache, position):
         here = tf.range(T) == position
-        told = tf.reshape(ids, [batch * K, 1])
-        seen = tf.where(here, told, cache.seen)
+        last_ids = tf.reshape(ids, [batch * K, 1])
+        seen = tf.where(here, last_ids, cache.seen)
         before = tf.reshape(tf.gather(seen, position, axis=1), [batch, K])
         rows = tf.gather(model, position, axis=1)
-        found = tf.gather(rows, before, axis=1, batch_dims=1)
+        gathered = tf.gather(rows, before, axis=1, batch_dims=1)
         # What came before the last token counts too: a beam is more than its last.
         first = tf.cast(tf.reshape(seen[:, 1], [batch, K, 1]), tf.float32)
-        found += (
+        gathered += (
             tf.cast(position > 1, tf.float32) * first * tf.range(V, dtype=tf.float32)
         )
-        return found, NestedMap(seen=seen)
+        return gathered, NestedMap(seen=seen)
 
     @tf.function(jit_compile=True, autograph=False)
     def run():
         ctx = Context() if key is None else Context(key=key)
         cache = NestedMap(seen=tf.zeros([batch * K, T], tf.int32))
-        asked = TokenModel(
+        token_model = TokenModel(
             step=step, cache=cache, batch=batch, length=T, start_id=START, end_id=END
         )
-        found = decoder.decode(ctx, asked)
-        return found.ids, found.scores
+        decoded = decoder.decode(ctx, token_model)
+        return decoded.ids, decoded.scores
 
     return [t.numpy() for t in run()]
 
@@ -61,31 +61,31 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum())
 
 
-def next_log_probs(logits, said):
+def next_log_probs(logits, prefix):
     """Of one model [T, V, V], after the tokens said."""
-    before = said[-1] if said else START
-    found = logits[len(said), before].astype(np.float64)
-    if len(said) > 1:
-        found = found + said[0] * np.arange(V)
-    return log_softmax(found)
+    before = prefix[-1] if prefix else START
+    scores = logits[len(prefix), before].astype(np.float64)
+    if len(prefix) > 1:
+        scores = scores + prefix[0] * np.arange(V)
+    return log_softmax(scores)
 
 
 def all_sequences(logits, alpha):
     """Every sequence up to its end, or of T tokens, with its score."""
-    found = {}
+    totals = {}
     for tokens in itertools.product(range(V), repeat=T):
         cut = tokens.index(END) + 1 if END in tokens else T
-        said = tokens[:cut]
-        total = sum(next_log_probs(logits, said[:i])[t] for i, t in enumerate(said))
-        found[said] = total / ((5 + cut) / 6) ** alpha
-    return found
+        ids = tokens[:cut]
+        total = sum(next_log_probs(logits, ids[:i])[t] for i, t in enumerate(ids))
+        totals[ids] = total / ((5 + cut) / 6) ** alpha
+    return totals
 
 
 def greedy(logits):
-    said = []
-    while len(said) < T and END not in said:
-        said.append(int(np.argmax(next_log_probs(logits, said))))
-    return said
+    sequence = []
+    while len(sequence) < T and END not in sequence:
+        sequence.append(int(np.argmax(next_log_probs(logits, sequence))))
+    return sequence
 
 
 def text(ids):
@@ -97,15 +97,15 @@ def text(ids):
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
 def test_one_beam_and_no_temperature_are_greedy(seed, alpha):
     logits = table(seed)
-    expected = [greedy(one) for one in logits]
+    expected = [greedy(row) for row in logits]
     for decoder in (Sampling(temperature=0), BeamSearch(beams=1, alpha=alpha)):
         ids, scores = decode(decoder, logits)
         assert [text(row) for row in ids[:, 0]] == expected
-        found = zip(logits, expected, ids[:, 0], scores[:, 0], strict=True)
-        for one, said, row, score in found:
-            assert not row[len(said) :].any()
+        rows = zip(logits, expected, ids[:, 0], scores[:, 0], strict=True)
+        for logit_row, sequence, row, score in rows:
+            assert not row[len(sequence) :].any()
             penalty = 0.0 if isinstance(decoder, Sampling) else alpha
-            wanted = all_sequences(one, penalty)[tuple(said)]
+            wanted = all_sequences(logit_row, penalty)[tuple(sequence)]
             np.testing.assert_allclose(score, wanted, rtol=1e-5)
 
 
@@ -114,20 +114,20 @@ def by_hand(logits, K, alpha):
     live, ended = [((), 0.0)], []
     for _ in range(T):
         options = [
-            ((*said, token), score + gain)
-            for said, score in live
-            for token, gain in enumerate(next_log_probs(logits, said))
+            ((*prefix, token), score + gain)
+            for prefix, score in live
+            for token, gain in enumerate(next_log_probs(logits, prefix))
         ]
-        options.sort(key=lambda one: -one[1])
-        for said, score in options[:K]:
-            if said[-1] == END:
-                ended.append((said, score / ((5 + len(said)) / 6) ** alpha))
+        options.sort(key=lambda option: -option[1])
+        for sequence, score in options[:K]:
+            if sequence[-1] == END:
+                ended.append((sequence, score / ((5 + len(sequence)) / 6) ** alpha))
         if len(ended) >= K:
             break
-        live = [one for one in options if one[0][-1] != END][:K]
+        live = [option for option in options if option[0][-1] != END][:K]
     else:
-        ended += [(said, score / ((5 + T) / 6) ** alpha) for said, score in live]
-    return sorted(ended, key=lambda one: -one[1])[:K]
+        ended += [(prefix, score / ((5 + T) / 6) ** alpha) for prefix, score in live]
+    return sorted(ended, key=lambda option: -option[1])[:K]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -135,9 +135,9 @@ def by_hand(logits, K, alpha):
 def test_beams_are_those_of_a_search_by_hand(seed, K):
     logits = table(seed)
     ids, scores = decode(BeamSearch(beams=K, alpha=0.6), logits)
-    for row, score, one in zip(ids, scores, logits, strict=True):
-        expected = by_hand(one, K, 0.6)
-        assert [tuple(text(r)) for r in row] == [said for said, _ in expected]
+    for row, score, logit_row in zip(ids, scores, logits, strict=True):
+        expected = by_hand(logit_row, K, 0.6)
+        assert [tuple(text(r)) for r in row] == [sequence for sequence, _ in expected]
         np.testing.assert_allclose(score, [s for _, s in expected], rtol=1e-5)
 
 
@@ -146,7 +146,7 @@ def test_as_many_beams_as_beginnings_find_the_likeliest():
     # Ends are unlikely, so that the search goes on to T.
     logits[..., END] -= 20
     ids, _ = decode(BeamSearch(beams=V**2, alpha=0.0), logits[:1, :, :, :])
-    likeliest = max((s, said) for said, s in all_sequences(logits[0], 0.0).items())[1]
+    likeliest = max((s, ids) for ids, s in all_sequences(logits[0], 0.0).items())[1]
     assert tuple(text(ids[0, 0])) == likeliest
 
 

@@ -26,14 +26,14 @@ def test_catalogues_of_a_locale_folder(tmp_path):
     install(tmp_path, "de", {"house": "Haus", "tree": "Baum"})
     install(tmp_path, "fr", {"house": "maison"})
     install(tmp_path, "fr", {"door": "porte"}, domain="other")
-    found = list(GettextCatalogues(root=str(tmp_path)).read())
-    assert {(p.target_language, p.source, p.target) for p in found} == {
+    pairs = list(GettextCatalogues(root=str(tmp_path)).read())
+    assert {(p.target_language, p.source, p.target) for p in pairs} == {
         ("de", "house", "Haus"),
         ("de", "tree", "Baum"),
         ("fr", "house", "maison"),
         ("fr", "door", "porte"),
     }
-    assert {p.direction for p in found} == {"en-de", "en-fr"}
+    assert {p.direction for p in pairs} == {"en-de", "en-fr"}
     some = GettextCatalogues(root=str(tmp_path), languages=["fr"], domains=["words"])
     assert list(some.read()) == [Pair("en", "fr", "house", "maison")]
 
@@ -51,8 +51,8 @@ def test_what_is_no_translation_is_left_out(tmp_path):
         )
     )
     po.save(str(tmp_path / "de.po"))
-    found = list(GettextCatalogues(root=str(tmp_path)).read())
-    assert [(p.source, p.target) for p in found] == [
+    pairs = list(GettextCatalogues(root=str(tmp_path)).read())
+    assert [(p.source, p.target) for p in pairs] == [
         ("house", "Haus"),
         ("%d file", "%d Datei"),
     ]
@@ -61,8 +61,8 @@ def test_what_is_no_translation_is_left_out(tmp_path):
 def test_the_language_of_a_po_file(tmp_path):
     catalogue({"a b": "c"}, Language="pt_BR").save(str(tmp_path / "brazil.po"))
     catalogue({"d e": "f"}).save(str(tmp_path / "sv.po"))
-    found = GettextCatalogues(root=str(tmp_path)).read()
-    assert sorted(p.target_language for p in found) == ["pt_BR", "sv"]
+    pairs = GettextCatalogues(root=str(tmp_path)).read()
+    assert sorted(p.target_language for p in pairs) == ["pt_BR", "sv"]
 
 
 def test_linked_catalogues_count_once(tmp_path):
@@ -77,8 +77,8 @@ def test_a_broken_catalogue_is_named_and_left_out(tmp_path, caplog):
     broken.write_bytes(b"\xde\x12\x04\x95 and no more")
     latin = tmp_path / "de" / "LC_MESSAGES" / "latin.po"
     latin.write_bytes('msgid "a"\nmsgstr "\xe4"\n'.encode("latin-1"))
-    found = list(GettextCatalogues(root=str(tmp_path)).read())
-    assert [p.target for p in found] == ["Haus"]
+    pairs = list(GettextCatalogues(root=str(tmp_path)).read())
+    assert [p.target for p in pairs] == ["Haus"]
     assert str(broken) in caplog.text and str(latin) in caplog.text
 
 
@@ -108,8 +108,8 @@ def test_tsv(tmp_path):
     (tmp_path / "en-de.tsv").write_text("house\tHaus\r\n\ntree\tBaum\n")
     (tmp_path / "en-fr.tsv").write_text("house\tmaison\n")
     (tmp_path / "ru-de.tsv").write_text("дом\tHaus\n")
-    found = list(TsvFiles(root=str(tmp_path), languages=["de"]).read())
-    assert found == [
+    pairs = list(TsvFiles(root=str(tmp_path), languages=["de"]).read())
+    assert pairs == [
         Pair("en", "de", "house", "Haus"),
         Pair("en", "de", "tree", "Baum"),
     ]
@@ -132,9 +132,9 @@ def record(**features: str) -> bytes:
     def feature(text):
         return tf.train.Feature(bytes_list=tf.train.BytesList(value=[text.encode()]))
 
-    found = {name: feature(text) for name, text in features.items()}
+    encoded = {name: feature(text) for name, text in features.items()}
     return tf.train.Example(
-        features=tf.train.Features(feature=found)
+        features=tf.train.Features(feature=encoded)
     ).SerializeToString()
 
 
@@ -142,8 +142,8 @@ def test_tfrecord(tmp_path):
     with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
         writer.write(record(source="house", target="Haus", target_language="de"))
         writer.write(record(source="house", target="maison", target_language="fr"))
-    found = list(TFRecordFiles(root=str(tmp_path), languages=["fr"]).read())
-    assert found == [Pair("en", "fr", "house", "maison")]
+    pairs = list(TFRecordFiles(root=str(tmp_path), languages=["fr"]).read())
+    assert pairs == [Pair("en", "fr", "house", "maison")]
 
 
 def test_tfrecords_that_are_something_else_are_named(tmp_path):
@@ -204,8 +204,8 @@ def test_what_is_translated_is_trained_on_or_held_out_not_both(tmp_path, directi
 def test_tsv_of_a_language_with_a_region(tmp_path):
     (tmp_path / "pt-BR-zh-Hans.tsv").write_text("casa\t房子\n")
     (tmp_path / "en-de.tsv").write_text("house\tHaus\n")
-    (found,) = TsvFiles(root=str(tmp_path), source_language="pt-BR").read()
-    assert found == Pair("pt-BR", "zh-Hans", "casa", "房子")
+    (pair,) = TsvFiles(root=str(tmp_path), source_language="pt-BR").read()
+    assert pair == Pair("pt-BR", "zh-Hans", "casa", "房子")
 
 
 def test_tfrecords_without_a_text_are_named(tmp_path):
@@ -227,8 +227,8 @@ def test_a_catalogue_whose_strings_lie_elsewhere_is_left_out(tmp_path, caplog, p
     entries = [(b"", b"Language: de\n"), (b"house", b"Haus" * 40)]
     (tmp_path / "de.mo").write_bytes(mo(entries))
     (tmp_path / "fr.mo").write_bytes(mo(entries, places=places))
-    found = GettextCatalogues(root=str(tmp_path)).read()
-    assert [pair.target_language for pair in found] == ["de"]
+    pairs = GettextCatalogues(root=str(tmp_path)).read()
+    assert [pair.target_language for pair in pairs] == ["de"]
     assert "fr.mo (" in caplog.text
 
 
@@ -243,5 +243,5 @@ def test_a_catalogue_that_would_take_hours_is_left_out(tmp_path, caplog, line):
 def test_what_is_no_file_is_left_alone(tmp_path):
     os.mkfifo(tmp_path / "en-fr.tsv")
     (tmp_path / "en-de.tsv").write_text("house\tHaus\n")
-    (found,) = TsvFiles(root=str(tmp_path)).read()
-    assert found.target_language == "de"
+    (pair,) = TsvFiles(root=str(tmp_path)).read()
+    assert pair.target_language == "de"

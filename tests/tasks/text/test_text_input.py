@@ -163,9 +163,9 @@ def test_processes_together_read_the_batch_of_one(files, split):
         return list(dataset)
 
     parts = zip(read(range(4)), read(range(4, 6)), strict=True)
-    for whole, (left, right) in zip(read(range(6)), parts, strict=True):
+    for batch, (left, right) in zip(read(range(6)), parts, strict=True):
         joined = left.map(lambda *pair: tf.concat(pair, 0), right)
-        assert_same(whole, joined)
+        assert_same(batch, joined)
 
 
 def test_held_out_pass_reads_every_byte_once_in_order_and_pads(files):

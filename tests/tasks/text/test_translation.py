@@ -51,16 +51,16 @@ PLANS = {
 def settings(*quick: tuple[str, Partitioner]):
     """Every plan under both partitioners; all but the quick ones are slow tests."""
     return [
-        pytest.param(*one, marks=[] if one in quick else [pytest.mark.slow])
-        for one in itertools.product(PLANS, Partitioner)
+        pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow])
+        for case in itertools.product(PLANS, Partitioner)
     ]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    found = tmp_path_factory.mktemp("catalogues")
-    install_all(found, {"de": 60, "fr": 40})
-    return str(found)
+    folder = tmp_path_factory.mktemp("catalogues")
+    install_all(folder, {"de": 60, "fr": 40})
+    return str(folder)
 
 
 @functools.cache
@@ -71,10 +71,10 @@ def experiment(root, plan="sparse", *more):
     return config.build(Experiment)
 
 
-def on_one_device(one: Experiment) -> Experiment:
-    mesh_shape = (1,) * len(one.plan.mesh_shape)
+def on_one_device(job: Experiment) -> Experiment:
+    mesh_shape = (1,) * len(job.plan.mesh_shape)
     return dataclasses.replace(
-        one, plan=dataclasses.replace(one.plan, mesh_shape=mesh_shape)
+        job, plan=dataclasses.replace(job.plan, mesh_shape=mesh_shape)
     )
 
 
@@ -84,27 +84,27 @@ def initial_theta(root, plan) -> NestedMap:
     return initial_state(experiment(root, plan)).theta.map(lambda t: 2 * t)
 
 
-def sources(one: Experiment) -> NestedMap:
-    return next(one.task.decoding.batches(global_batch=one.global_batch))
+def sources(job: Experiment) -> NestedMap:
+    return next(job.task.decoding.batches(global_batch=job.global_batch))
 
 
 def decoded(root, plan, search, change=on_one_device, see=None) -> NestedMap:
-    one = change(experiment(root, plan))
-    task = dataclasses.replace(one.task, search=search)
-    programs = StepPrograms(dataclasses.replace(one, task=task))
+    job = change(experiment(root, plan))
+    task = dataclasses.replace(job.task, search=search)
+    programs = StepPrograms(dataclasses.replace(job, task=task))
     if see is not None:
         see(programs.decode)
-    return programs.decode(initial_theta(root, plan), sources(one)).map(np.asarray)
+    return programs.decode(initial_theta(root, plan), sources(job)).map(np.asarray)
 
 
 def test_step_by_step_is_the_whole_at_once(root):
     """What greedy search says is the likeliest by the logits of a full forward pass."""
-    one = on_one_device(experiment(root, "sparse"))
-    found = decoded(root, "sparse", Sampling(temperature=0))
-    ids, batch = found.ids[:, 0], sources(one)
+    job = on_one_device(experiment(root, "sparse"))
+    result = decoded(root, "sparse", Sampling(temperature=0))
+    ids, batch = result.ids[:, 0], sources(job)
     start = np.ones_like(ids[:, :1])
     length = np.cumsum(np.cumsum(ids == 2, axis=1) > 0, axis=1) <= 1
-    whole = NestedMap(
+    given = NestedMap(
         batch,
         target_ids=np.concatenate([start, ids[:, :-1]], axis=1),
         target_segment_ids=length.astype(np.int32),
@@ -113,14 +113,14 @@ def test_step_by_step_is_the_whole_at_once(root):
 
     @tf.function(jit_compile=True, autograph=False)
     def logits(theta, batch):
-        ctx = Context(plan=one.plan, mode=Mode.EVAL)
-        return tf.nn.log_softmax(one.task.logits(ctx, theta, NestedMap(batch))[0])
+        ctx = Context(plan=job.plan, mode=Mode.EVAL)
+        return tf.nn.log_softmax(job.task.logits(ctx, theta, NestedMap(batch))[0])
 
-    full = logits(initial_theta(root, "sparse"), dict(whole)).numpy()
+    full = logits(initial_theta(root, "sparse"), dict(given)).numpy()
     np.testing.assert_array_equal(full.argmax(-1)[length], ids[length])
-    said = np.take_along_axis(full, ids[:, :, None], axis=-1)[:, :, 0]
-    total = (said * length).sum(1)
-    np.testing.assert_allclose(total, found.scores[:, 0], rtol=1e-4, atol=1e-4)
+    taken = np.take_along_axis(full, ids[:, :, None], axis=-1)[:, :, 0]
+    total = (taken * length).sum(1)
+    np.testing.assert_allclose(total, result.scores[:, 0], rtol=1e-4, atol=1e-4)
     # The test would not see much if all rows ended at once.
     assert length.sum() > 4 * len(ids)
 
@@ -154,8 +154,8 @@ def decoded_alone(root, plan):
     settings(("sparse", Partitioner.GSPMD)),
 )
 def test_eight_devices_decode_as_one(root, plan, partitioner):
-    def change(one):
-        return dataclasses.replace(one, partitioner=partitioner)
+    def change(job):
+        return dataclasses.replace(job, partitioner=partitioner)
 
     alone = decoded_alone(root, plan)
     together = decoded(root, plan, BEAMS, change, see_that_the_cache_is_split)
@@ -163,15 +163,15 @@ def test_eight_devices_decode_as_one(root, plan, partitioner):
     np.testing.assert_allclose(together.scores, alone.scores, rtol=1e-4)
 
 
-def trained(one: Experiment):
+def trained(job: Experiment):
     """Losses of each step, and weights after the last."""
-    p = StepPrograms(one)
-    state = TrainState(p, initial_state(one))
+    p = StepPrograms(job)
+    state = TrainState(p, initial_state(job))
     losses = []
-    batches = one.task.train_batches(
-        0, global_batch=one.global_batch, rows=range(one.global_batch)
+    batches = job.task.train_batches(
+        0, global_batch=job.global_batch, rows=range(job.global_batch)
     )
-    for batch in batches.batch(1).take(one.num_steps):
+    for batch in batches.batch(1).take(job.num_steps):
         out = p.main(state.stored(), NestedMap(batch).map(lambda t: t.numpy()))
         state.update(out["state"])
         losses.append(float(np.asarray(out["metrics"].loss)[0]))
@@ -187,8 +187,8 @@ def trained_alone(root, plan):
 @pytest.mark.parametrize(("plan", "partitioner"), settings())
 def test_eight_devices_train_as_one(root, plan, partitioner):
     losses, theta, _ = trained_alone(root, plan)
-    one = dataclasses.replace(experiment(root, plan), partitioner=partitioner)
-    ours, ours_theta, metrics = trained(one)
+    job = dataclasses.replace(experiment(root, plan), partitioner=partitioner)
+    ours, ours_theta, metrics = trained(job)
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
     assert losses[-1] < losses[0]
 
@@ -204,16 +204,16 @@ def test_eight_devices_train_as_one(root, plan, partitioner):
 
 
 def test_every_held_out_source_is_decoded_once(root):
-    one = experiment(root)
-    batches = list(one.task.decoding.batches(global_batch=8))
+    job = experiment(root)
+    batches = list(job.task.decoding.batches(global_batch=8))
     numbers = np.concatenate([batch.pair for batch in batches])
-    pairs = one.task.text.files.pairs(Split.HELD_OUT)
+    pairs = job.task.text.files.pairs(Split.HELD_OUT)
     kept = numbers[numbers >= 0]
     assert len(set(kept)) == len(kept) and 0.5 * len(pairs) < len(kept) <= len(pairs)
     assert batches[0].map(lambda t: tf.TensorSpec(t.shape, t.dtype)) == (
-        one.task.decoding.spec(8)
+        job.task.decoding.spec(8)
     )
-    few = list(one.task.decoding.batches(global_batch=8, max_batches=1))
+    few = list(job.task.decoding.batches(global_batch=8, max_batches=1))
     assert len(few) == 1 and (few[0].pair >= 0).all()
 
 
@@ -224,13 +224,13 @@ def test_references_said_word_for_word_score_100(root, tmp_path):
     batch = next(task.decoding.batches(global_batch=8))
     ids = np.zeros([8, 1, 40], np.int32)
     for row, number in enumerate(batch.pair):
-        said = [*vocabulary.encode([pairs[number].target])[0], vocabulary.end_id, 7]
-        ids[row, 0, : len(said)] = said
-    found = task.decoding.score([(batch, NestedMap(ids=ids))], tmp_path)
-    assert found.metrics["bleu"] == pytest.approx(100)
-    assert found.metrics["chrf"] == pytest.approx(100)
-    assert any(name.startswith("bleu/en-") for name in found.metrics)
-    assert pairs[batch.pair[0]].target in found.samples
+        answer = [*vocabulary.encode([pairs[number].target])[0], vocabulary.end_id, 7]
+        ids[row, 0, : len(answer)] = answer
+    result = task.decoding.score([(batch, NestedMap(ids=ids))], tmp_path)
+    assert result.metrics["bleu"] == pytest.approx(100)
+    assert result.metrics["chrf"] == pytest.approx(100)
+    assert any(name.startswith("bleu/en-") for name in result.metrics)
+    assert pairs[batch.pair[0]].target in result.samples
     ids[0] = ids[1]
     worse = task.decoding.score([(batch, NestedMap(ids=ids))], tmp_path).metrics
     assert 0 < worse["bleu"] < 100
@@ -253,5 +253,5 @@ def test_references_said_word_for_word_score_100(root, tmp_path):
 )
 def test_wrong_configurations(root, params, message):
     with pytest.raises(ValueError, match=message):
-        one = experiment(root, "dense", *params)
-        StepPrograms(one).activation_dims()
+        job = experiment(root, "dense", *params)
+        StepPrograms(job).activation_dims()

@@ -34,23 +34,23 @@ def text_input(files, **kwargs):
 def pairs_of(batch, vocabulary, tags):
     """(language, source, target) of every segment of a batch."""
     b = {name: t.numpy() for name, t in batch.items()}
-    found = []
+    pairs = []
     for row in range(len(b["source_ids"])):
         for n in range(1, b["source_segment_ids"][row].max() + 1):
             here = b["source_segment_ids"][row] == n
             there = b["target_segment_ids"][row] == n
             tag, *source = b["source_ids"][row][here].tolist()
             read = b["target_ids"][row][there].tolist()
-            said = b["target_labels"][row][there].tolist()
-            assert read == [vocabulary.start_id, *said[:-1]]
-            assert said[-1] == source[-1] == vocabulary.end_id
+            labels = b["target_labels"][row][there].tolist()
+            assert read == [vocabulary.start_id, *labels[:-1]]
+            assert labels[-1] == source[-1] == vocabulary.end_id
             for side, where in (("source", here), ("target", there)):
                 places = b[f"{side}_positions"][row][where]
                 assert places.tolist() == list(range(len(places)))
-            found.append(
-                (tags[tag], vocabulary.decode(source), vocabulary.decode(said))
+            pairs.append(
+                (tags[tag], vocabulary.decode(source), vocabulary.decode(labels))
             )
-    return found
+    return pairs
 
 
 def test_every_pair_is_in_the_rows_once(files):
@@ -58,9 +58,9 @@ def test_every_pair_is_in_the_rows_once(files):
     vocabulary = given.trained_vocabulary()
     tags = {vocabulary.tag_id(language): language for language in COUNTS}
     held_out = given.held_out_batches(global_batch=3, rows=range(3))
-    found = [one for batch in held_out for one in pairs_of(batch, vocabulary, tags)]
+    pairs = [pair for batch in held_out for pair in pairs_of(batch, vocabulary, tags)]
     wanted = files.pairs(Split.HELD_OUT)
-    assert sorted(found) == sorted(
+    assert sorted(pairs) == sorted(
         (pair.target_language, pair.source, pair.target) for pair in wanted
     )
     for batch in held_out:
@@ -85,9 +85,9 @@ def test_long_pairs_are_left_out_and_counted(files):
 
 def test_a_batch_follows_from_its_step_alone(files):
     given = text_input(files)
-    whole = given.train_batches(0, global_batch=4, rows=range(4)).take(5)
+    batches = given.train_batches(0, global_batch=4, rows=range(4)).take(5)
     later = given.train_batches(3, global_batch=4, rows=range(1, 3)).take(2)
-    for full, part in zip(list(whole)[3:], later, strict=True):
+    for full, part in zip(list(batches)[3:], later, strict=True):
         for name in full:
             np.testing.assert_array_equal(full[name][1:3], part[name])
 
@@ -109,9 +109,9 @@ def test_temperature_evens_out_directions(temperature):
     length = int(order.shares[-1])
     rows = order.rows(tf.range(10 * length, dtype=tf.int64)).numpy()
     at = np.searchsorted(bounds, rows, side="right") - 1
-    found = np.bincount(at) / len(rows)
+    shares = np.bincount(at) / len(rows)
     wanted = np.diff(bounds) ** (1 / temperature)
-    np.testing.assert_allclose(found, wanted / wanted.sum(), atol=2e-3)
+    np.testing.assert_allclose(shares, wanted / wanted.sum(), atol=2e-3)
     # Each direction goes through all its rows before one comes again.
     for direction, size in enumerate(np.diff(bounds)):
         of = collections.Counter(rows[at == direction].tolist())
@@ -123,12 +123,12 @@ def test_several_orders_at_once_are_each_a_permutation():
     counts = [7, 65537, 100]
     for count in counts:
         places = tf.range(count, dtype=tf.int64)
-        whole = shuffled_examples(places, count=count, seed=5).numpy()
+        order = shuffled_examples(places, count=count, seed=5).numpy()
         each = shuffled_examples(
             places, count=tf.fill([count], tf.constant(count, tf.int64)), seed=5
         )
-        np.testing.assert_array_equal(whole, each)
-        seen = whole[whole < count]
+        np.testing.assert_array_equal(order, each)
+        seen = order[order < count]
         assert len(set(seen)) == len(seen) >= count - 1
 
 

@@ -40,15 +40,15 @@ def make_state(sharding=None, seed=0, rows=256):
 
 def make_wide_state(sharding, place=jax.device_put):
     """64-bit entries that no 32 bits hold; `place` puts a host array."""
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
     count = np.arange(16 * 8).reshape(16, 8)
     with jax.enable_x64(True):
         return NestedMap(
             counts=place(count + 2**40, sharding),
             hashes=place(count.astype(np.uint64) + 2**63, sharding),
             exact=place(count + 1 / 3, sharding),
-            phase=place(count * 1j + 1 / 3, whole),
-            iterations=place(np.array(2**40 + 1), whole),
+            phase=place(count * 1j + 1 / 3, replicated),
+            iterations=place(np.array(2**40 + 1), replicated),
         )
 
 
@@ -66,9 +66,9 @@ def make_abstract():
 
 def assert_same(actual, expected):
     assert list(dict(actual.items_by_path())) == list(dict(expected.items_by_path()))
-    for one, other in zip(actual.leaves(), expected.leaves(), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    for leaf, other in zip(actual.leaves(), expected.leaves(), strict=True):
+        assert leaf.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
 
 
 def save_steps(folder, *steps, **options):

@@ -89,14 +89,14 @@ def two_processes(tmp_path, code, **fields):
     port = free_port()
 
     def run(process):
-        own = tmp_path / str(process)
-        own.mkdir()
-        said = own / "said"
-        whole = (TWO_PROCESSES + code).format(
-            port=port, process=process, folder=tmp_path / "saved", said=said, **fields
+        folder = tmp_path / str(process)
+        folder.mkdir()
+        output = folder / "said"
+        script = (TWO_PROCESSES + code).format(
+            port=port, process=process, folder=tmp_path / "saved", said=output, **fields
         )
-        status, _, errors = snippets.run(whole, own)
-        return status, said.read_text().splitlines(), errors
+        status, _, errors = snippets.run(script, folder)
+        return status, output.read_text().splitlines(), errors
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         yield [pool.submit(run, process) for process in range(2)]
@@ -113,8 +113,8 @@ def test_two_processes_save_verify_and_go_back_together(tmp_path):
     assert "/3 is damaged: another process found this" in second[2]
     assert (folder / "3.damaged").is_dir()
     # One process with another mesh reads what two wrote.
-    whole = abstract_of(make_state(), mesh_sharding(4, 2))
-    abstract = NestedMap(theta={"w": whole.theta.layer.w}, step=whole.step)
+    target = abstract_of(make_state(), mesh_sharding(4, 2))
+    abstract = NestedMap(theta={"w": target.theta.layer.w}, step=target.step)
     with Checkpoints(folder, access=Access.READ) as reader:
         restored = reader.restore(None, abstract)
     expected = np.random.default_rng(30).standard_normal((256, 64)).astype(np.float32)
@@ -158,12 +158,12 @@ for partitioner in Partitioner:
 
 
 def test_state_of_64_bits_goes_round_in_two_processes(tmp_path):
-    wide = make_wide_state(mesh_sharding(2, 4)).map(lambda one: np.asarray(one).real)
-    total = sum(int(one.astype(np.uint64).sum()) for one in wide.leaves())
+    wide = make_wide_state(mesh_sharding(2, 4)).map(lambda leaf: np.asarray(leaf).real)
+    total = sum(int(leaf.astype(np.uint64).sum()) for leaf in wide.leaves())
     with two_processes(tmp_path, COUNT_ON) as futures:
         for status, out, errors in (future.result() for future in futures):
             assert status == 0, errors
-            assert out == [f"{one} 3 int64 {total}" for one in ("shardy", "gspmd")]
+            assert out == [f"{name} 3 int64 {total}" for name in ("shardy", "gspmd")]
 
 
 UNREADABLE = """

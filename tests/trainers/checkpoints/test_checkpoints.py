@@ -284,5 +284,5 @@ def test_orbax_is_quiet_at_info(tmp_path, caplog):
         absl.logging.info("ours")
         saver.save(1, make_state())
         saver.restore(1, make_abstract())
-    messages = [one.getMessage() for one in caplog.records if one.name == "absl"]
+    messages = [r.getMessage() for r in caplog.records if r.name == "absl"]
     assert messages == ["ours"]

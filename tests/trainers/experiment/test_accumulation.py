@@ -41,8 +41,8 @@ def even_batches(of, calls):
 
 @functools.cache
 def at_once():
-    one = experiment(plan="finalized", mesh="(1, 1)")
-    return train(one, initial_state(one), STEPS, even_batches)
+    job = experiment(plan="finalized", mesh="(1, 1)")
+    return train(job, initial_state(job), STEPS, even_batches)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def at_once():
     ],
 )
 def test_microbatches_train_as_their_batch(plan, mesh, partitioner, updates):
-    one = experiment(
+    job = experiment(
         f"Experiment.partitioner = %Partitioner.{partitioner}",
         f"Experiment.weight_update_sharding = '{updates}'",
         steps=2,
         plan=plan,
         mesh=mesh,
     )
-    got = train(one, initial_state(one), STEPS, even_batches)
+    got = train(job, initial_state(job), STEPS, even_batches)
     want = at_once()
     np.testing.assert_allclose(got.losses, want.losses, rtol=2e-6)
     for path, value in want.state.items():
@@ -82,12 +82,12 @@ def large_sums(program):
     module = HloModule(program.hlo_text())
     return [
         (
-            one.kind,
-            bool(module.loops_around(module.by_name[one.name].computation)),
-            sum(map(math.prod, one.shapes)),
+            c.kind,
+            bool(module.loops_around(module.by_name[c.name].computation)),
+            sum(map(math.prod, c.shapes)),
         )
-        for one in program.collectives()
-        if one.kind in ("all-reduce", "reduce-scatter") and one.bytes > 400
+        for c in program.collectives()
+        if c.kind in ("all-reduce", "reduce-scatter") and c.bytes > 400
     ]
 
 
@@ -96,26 +96,26 @@ def test_gradients_are_reduced_once_a_step():
     weights = StepPrograms(experiment()).weights
     numbers = sum(spec.size for spec in weights.leaves())
     for steps in (2, 1):
-        one = experiment("Experiment.weight_update_sharding = 'off'", steps=steps)
-        found = large_sums(StepPrograms(one).main)
+        job = experiment("Experiment.weight_update_sharding = 'off'", steps=steps)
+        sums = large_sums(StepPrograms(job).main)
         # At once, those of layers are reduced in the loop over layers.
-        assert (found == [("all-reduce", False, numbers)]) == (steps == 2)
+        assert (sums == [("all-reduce", False, numbers)]) == (steps == 2)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_gradients_are_reduced_onto_shards_of_the_update(steps):
-    one = experiment("Experiment.weight_update_sharding = 'all'", steps=steps)
-    found = large_sums(StepPrograms(one).main)
-    assert found and all(kind == "reduce-scatter" for kind, _, _ in found)
+    job = experiment("Experiment.weight_update_sharding = 'all'", steps=steps)
+    sums = large_sums(StepPrograms(job).main)
+    assert sums and all(kind == "reduce-scatter" for kind, _, _ in sums)
     if steps > 1:  # At once, those of layers are reduced in the loop over layers.
-        assert not any(in_loop for _, in_loop, _ in found)
+        assert not any(in_loop for _, in_loop, _ in sums)
 
 
 def test_rows_that_microbatches_do_not_divide_are_refused():
-    one = experiment(steps=4)
+    job = experiment(steps=4)
     message = r"gradient_accumulation_steps is 4, but batch.\w+ has 16 rows on 8"
     with pytest.raises(ValueError, match=message):
-        StepPrograms(one).traced_main  # noqa: B018
+        StepPrograms(job).traced_main  # noqa: B018
     with pytest.raises(ValueError, match="gradient_accumulation_steps is 0"):
         experiment(steps=0)
 
@@ -124,8 +124,8 @@ def test_experts_train_as_on_one_device():
     """Auxiliary losses, sums and all-to-alls are in the loop over microbatches."""
 
     def trained(devices):
-        one = experiment(steps=2, plan="sparse", mesh=f"({devices},)", experts=4)
-        return train(one, initial_state(one), STEPS)
+        job = experiment(steps=2, plan="sparse", mesh=f"({devices},)", experts=4)
+        return train(job, initial_state(job), STEPS)
 
     got, want = trained(4), trained(1)
     np.testing.assert_allclose(got.losses, want.losses, rtol=2e-6)
@@ -138,11 +138,11 @@ def test_experts_train_as_on_one_device():
 
 def test_a_plan_may_leave_gradients_of_a_batch_at_once_to_the_end():
     """Those of a stack's layers too: not in the loop over layers."""
-    one = experiment(
+    job = experiment(
         "ShardingPlan.unreduced_gradient_axes = ('data',)",
         "Experiment.weight_update_sharding = 'off'",
     )
-    programs = StepPrograms(one)
+    programs = StepPrograms(job)
     numbers = sum(spec.size for spec in programs.weights.leaves())
     # With the loss.
     assert large_sums(programs.main) == [("all-reduce", False, numbers + 1)]
@@ -159,8 +159,8 @@ def test_steps_in_a_loop_and_a_moving_average():
             "Experiment.checkpoint_interval = 2",
             "Experiment.summary_interval = 2",
         )
-        one = experiment(*ema, *many, steps=2)
-        return train(one, initial_state(one), calls)
+        job = experiment(*ema, *many, steps=2)
+        return train(job, initial_state(job), calls)
 
     got, want = trained(2, 1), trained(1, 2)
     np.testing.assert_allclose(got.losses, want.losses, rtol=2e-6)

@@ -21,9 +21,9 @@ def failing(error: Exception) -> tf.data.Dataset:
 @pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, ImportError])
 def test_what_a_function_raises_is_told_in_its_words(kind):
     text = "a.nii: is none: write\nanother (or two): leave it out"
-    batches, found = readable(failing(kind(text))), []
+    batches, read = readable(failing(kind(text))), []
     with pytest.raises(kind) as raised:
-        found.extend(batch.numpy() for batch in batches)
+        read.extend(batch.numpy() for batch in batches)
     assert str(raised.value) == text
 
 

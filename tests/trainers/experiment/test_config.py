@@ -159,7 +159,10 @@ def test_scopes_macros_enums_and_dtypes():
             "Inner.dtype = %DType.FLOAT17",
             r"%DType.FLOAT17.*\n.*\n  It must be %float32, %bfloat16 or %float16\.",
         ),
-        ("Outer.name = /data", r"Unable to parse value: quote a text or a path, as in"),
+        (
+            "Outer.name = /data",
+            r"Unable to parse value: quote a string or a path, as in",
+        ),
         (
             "Outer.first = @Classify()",
             r"If Classify is a class of yours, the gin file must import the module "
@@ -167,7 +170,7 @@ def test_scopes_macros_enums_and_dtypes():
         ),
         (
             "import no.such.module",
-            r"installed or lie in a folder of PYTHONPATH,\n  which .*/cwd is not: set "
+            r"installed or in a folder of PYTHONPATH,\n  which .*/cwd is not: set "
             "PYTHONPATH=.",
         ),
         ("Inner.width = %gin.REQUIRED", r"Inner.width.*REQUIRED.*not.*overridden"),
@@ -330,7 +333,7 @@ class Typed:
         ("count = 2.0", "count is 2.0, must be a whole number"),
         ("count = True", "count is True, must be a whole number"),
         ("rate = '1'", "rate is '1', must be a number, such as 0.1"),
-        ("name = 3", "name is 3, must be a text in quotes, such as 'abc' or None"),
+        ("name = 3", "name is 3, must be a string in quotes, such as 'abc' or None"),
         ("flag = 1", "flag is 1, must be True or False"),
         ("sizes = 3", r"sizes is 3, must be a sequence, such as \(2, 4\)"),
         ("sizes = '34'", "sizes is '34', must be a sequence"),

@@ -24,11 +24,11 @@ def changed(**changes) -> StepPrograms:
 
 
 def test_state_and_batch_that_no_axis_splits_are_found_with_the_reason():
-    found = replication.replicated_state(small_programs())
-    assert [one.bytes for one in found] == sorted(
-        (one.bytes for one in found), reverse=True
+    tensors = replication.replicated_state(small_programs())
+    assert [tensor.bytes for tensor in tensors] == sorted(
+        (tensor.bytes for tensor in tensors), reverse=True
     )
-    by_name = {one.name: one for one in found}
+    by_name = {tensor.name: tensor for tensor in tensors}
     scale = by_name["theta.stack.attention_norm.scale"]
     assert (scale.shape, scale.dtype, scale.bytes) == ((1, M), "float32", 4 * M)
     assert scale.why == (
@@ -40,8 +40,8 @@ def test_state_and_batch_that_no_axis_splits_are_found_with_the_reason():
 
 
 def test_a_batch_that_the_plan_forgets_is_found():
-    found = replication.replicated_state(changed(plan={"activations": {}}))
-    ids = next(one for one in found if one.name == "batch.ids")
+    tensors = replication.replicated_state(changed(plan={"activations": {}}))
+    ids = next(tensor for tensor in tensors if tensor.name == "batch.ids")
     assert (ids.shape, ids.bytes) == ((B, S), 4 * B * S)
     assert ids.why == (
         "ShardingPlan.activations names no axis for its dims (batch, sequence)"
@@ -49,8 +49,8 @@ def test_a_batch_that_the_plan_forgets_is_found():
 
 
 def test_an_axis_of_one_device_splits_nothing():
-    found = replication.replicated_state(changed(plan={"mesh_shape": (1, 8)}))
-    ids = next(one for one in found if one.name == "batch.ids")
+    tensors = replication.replicated_state(changed(plan={"mesh_shape": (1, 8)}))
+    ids = next(tensor for tensor in tensors if tensor.name == "batch.ids")
     assert ids.why == "its axes [X,_] have one device each"
 
 
@@ -63,11 +63,11 @@ def test_on_one_device_there_is_nothing_to_report():
 
 def test_report_lines_are_few():
     programs = small_programs()
-    found = replication.replicated_state(programs)
-    first, *rest = replication.report_lines(programs, found)
-    total = sum(one.bytes for one in found)
+    tensors = replication.replicated_state(programs)
+    first, *rest = replication.report_lines(programs, tensors)
+    total = sum(tensor.bytes for tensor in tensors)
     assert first == (
-        f"replicated on each of 8 devices: {len(found)} tensors of state and batch, "
+        f"replicated on each of 8 devices: {len(tensors)} tensors of state and batch, "
         f"{total} B"
     )
     assert len(rest) == 3
@@ -75,12 +75,12 @@ def test_report_lines_are_few():
 
 
 def test_budget():
-    found = replication.replicated_state(small_programs())
-    total = sum(one.bytes for one in found)
-    replication.check_budget(found, None)
-    replication.check_budget(found, total)
+    tensors = replication.replicated_state(small_programs())
+    total = sum(tensor.bytes for tensor in tensors)
+    replication.check_budget(tensors, None)
+    replication.check_budget(tensors, total)
     with pytest.raises(replication.ReplicationError) as info:
-        replication.check_budget(found, total - 1)
+        replication.check_budget(tensors, total - 1)
     error = str(info.value)
     assert f"takes {total} B ({total} bytes) on each device" in error
     assert f"Experiment.replicated_budget = {total - 1}; the largest of" in error
@@ -107,7 +107,7 @@ def test_training_stops_if_activations_are_over(tmp_path, caplog):
     state = replication.replicated_state(small_programs())
     activations = replication.replicated_activations(explain(small_programs().main))
     assert activations[0].bytes > 0 and "(" in activations[0].name
-    total = sum(one.bytes for one in (*state, *activations))
+    total = sum(tensor.bytes for tensor in (*state, *activations))
     with pytest.raises(replication.ReplicationError) as info:
         train(small_programs(), tmp_path, replicated_budget=total - 1)
     count = len(state) + len(activations)

@@ -28,9 +28,9 @@ def test_initial_state_has_the_same_bits_everywhere(params):
 
 def test_seed_is_an_argument():
     programs = small_programs()
-    one, other = (programs.init(np.uint32([0, n])).theta for n in (1, 2))
-    assert not np.array_equal(one.embedding.table, other.embedding.table)
-    np.testing.assert_array_equal(one.final_norm.scale, other.final_norm.scale)
+    first, other = (programs.init(np.uint32([0, n])).theta for n in (1, 2))
+    assert not np.array_equal(first.embedding.table, other.embedding.table)
+    np.testing.assert_array_equal(first.final_norm.scale, other.final_norm.scale)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

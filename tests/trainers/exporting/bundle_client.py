@@ -15,13 +15,13 @@ class OnlyJax:
     """Finds nothing that a machine with jax alone has not."""
 
     def find_spec(self, name, path=None, target=None):
-        found = None
+        result = None
         if name == "flatbuffers":
             ours = [folder for folder in sys.path if "packages" not in folder]
-            found = PathFinder.find_spec(name, ours, target)
-        if found is None and name in {*_MISSING, "flatbuffers"}:
+            result = PathFinder.find_spec(name, ours, target)
+        if result is None and name in {*_MISSING, "flatbuffers"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return found
+        return result
 
 
 sys.meta_path.insert(0, OnlyJax())

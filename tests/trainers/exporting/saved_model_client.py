@@ -14,11 +14,11 @@ import tensorflow as tf  # noqa: E402
 
 models = {}
 for line in sys.stdin:
-    folder, signature, given, found = json.loads(line)
+    folder, signature, given, output = json.loads(line)
     if folder not in models:
         models[folder] = tf.saved_model.load(folder)
     with np.load(given) as arguments:
         tensors = {name: tf.constant(arguments[name]) for name in arguments.files}
     out = models[folder].signatures[signature](**tensors)
-    np.savez(found, **{name: value.numpy() for name, value in out.items()})
+    np.savez(output, **{name: value.numpy() for name, value in out.items()})
     print("done", flush=True)

@@ -104,8 +104,8 @@ def test_without_tensorflow_it_trains_as_the_trainer(exported, tmp_path):
     programs = at(small_programs())
     state = TrainState.initial(programs)
     losses = trained(programs, state)
-    told = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", out)]
-    np.testing.assert_allclose(told, losses, rtol=1e-6)  # As printed.
+    printed = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", out)]
+    np.testing.assert_allclose(printed, losses, rtol=1e-6)  # As printed.
     for path, value in state.logical().items_by_path():
         got = np.load(tmp_path / "state" / f"state.{path}.npy", allow_pickle=False)
         np.testing.assert_allclose(got, np.asarray(value), **EXACT, err_msg=path)
@@ -352,8 +352,8 @@ def test_64_bits_are_kept():
 
 def test_the_runner_names_nothing_but_jax_and_numpy():
     text = pathlib.Path(run_bundle.__file__).read_text()
-    found = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
-    assert found <= {"jax", "numpy", *sys.stdlib_module_names}
+    modules = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+    assert modules <= {"jax", "numpy", *sys.stdlib_module_names}
 
 
 def test_files_are_told_by_their_digests(exported):
@@ -383,6 +383,6 @@ def test_what_is_named_is_what_there_is():
     )
     assert names[0]["name"] == "seed" and names[0]["dims"] is None
     nested = NestedMap(a=NestedMap(b=tf.TensorSpec([1])))
-    (one,) = bundle._leaves(["state"], [nested], [None])
-    assert one["name"] == "state.a.b"
-    assert one["sharding"] == "left to the compiler"
+    (leaf,) = bundle._leaves(["state"], [nested], [None])
+    assert leaf["name"] == "state.a.b"
+    assert leaf["sharding"] == "left to the compiler"

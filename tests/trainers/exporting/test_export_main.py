@@ -29,8 +29,8 @@ def call_main(output, *params, gin_files=GIN_FILES, **more_flags):
     ):
         try:
             return main_module.main(["meshwright-export"])
-        except SystemExit as told:
-            print(told.code, file=sys.stderr)
+        except SystemExit as stopped:
+            print(stopped.code, file=sys.stderr)
             return 1
 
 
@@ -39,9 +39,9 @@ def test_a_training_is_exported_whole(straight, tmp_path, capsys):
     _, folder = straight()
     output = tmp_path / "exported"
     call_main(output, model_dir=str(folder), step="15", calls="1", platforms="cpu")
-    told = capsys.readouterr().out
-    assert re.search(r"exported/saved_model: [\d.]+ MB in \d+ s", told)
-    assert f"python {output}/bundle/run_bundle.py --steps=10" in told
+    help_text = capsys.readouterr().out
+    assert re.search(r"exported/saved_model: [\d.]+ MB in \d+ s", help_text)
+    assert f"python {output}/bundle/run_bundle.py --steps=10" in help_text
     state = saved_state(small_programs(), folder, 15)
     loaded = tf.saved_model.load(str(output / "saved_model"))
     table = loaded.weights["embedding"]["table"].numpy()

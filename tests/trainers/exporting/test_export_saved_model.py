@@ -160,12 +160,12 @@ def client(tmp_path_factory):
             programs, theta, _ = trainer(case)
             export_saved_model(programs.experiment, theta, model)
         number = next(numbers)
-        given, found = folder / f"{number}.npz", folder / f"{number}.out.npz"
+        given, output = folder / f"{number}.npz", folder / f"{number}.out.npz"
         np.savez(given, **arguments)
-        request = [str(model), signature, str(given), str(found)]
+        request = [str(model), signature, str(given), str(output)]
         print(json.dumps(request), file=process.stdin, flush=True)
         assert process.stdout.readline() == "done\n"
-        with np.load(found) as out:
+        with np.load(output) as out:
             return {name: out[name] for name in out.files}
 
     yield call
@@ -202,10 +202,10 @@ def test_a_row_is_answered_alike_in_any_batch(client, case):
     programs, _, batch = trainer(case)
     task = programs.experiment.task
     names = task.serving.spec(None).keys()
-    asked = {name: batch[name] for name in names}
-    want = client(case, SERVE, asked)
+    inputs = {name: batch[name] for name in names}
+    want = client(case, SERVE, inputs)
     for rows in (slice(0, 1), slice(0, 3)):
-        some = {name: value[rows] for name, value in asked.items()}
+        some = {name: value[rows] for name, value in inputs.items()}
         got = client(case, SERVE, some)
         assert got.keys() == want.keys()
         for name, value in got.items():
@@ -222,8 +222,8 @@ def test_what_a_language_model_serves_are_the_chances_in_its_loss(client):
     # Texts of one document, as requests are: a row's tokens see all before them.
     batch = NestedMap(batch, segment_ids=np.ones_like(batch.segment_ids))
     batch.ids = np.maximum(batch.ids, 1)
-    said = client("lm", SERVE, {"ids": batch.ids})["log_probs"]
-    picked = np.take_along_axis(said, batch.labels[..., None], -1)[..., 0]
+    scores = client("lm", SERVE, {"ids": batch.ids})["log_probs"]
+    picked = np.take_along_axis(scores, batch.labels[..., None], -1)[..., 0]
     nats = -np.sum(picked * batch.weights)
     want = programs.eval(theta, batch)
     np.testing.assert_allclose(nats, np.asarray(want.nats), rtol=1e-5)
@@ -253,8 +253,8 @@ def test_weights_are_variables_of_logical_shapes(client, tmp_path):
     export_saved_model(programs.experiment, theta, tmp_path / "model")
     loaded = tf.saved_model.load(str(tmp_path / "model")).weights
     for path, value in theta.items_by_path():
-        found = functools.reduce(lambda tree, name: tree[name], path.split("."), loaded)
-        np.testing.assert_array_equal(found.numpy(), value, err_msg=path)
+        entry = functools.reduce(lambda tree, name: tree[name], path.split("."), loaded)
+        np.testing.assert_array_equal(entry.numpy(), value, err_msg=path)
 
 
 def test_a_task_that_serves_nothing_is_refused(tmp_path):

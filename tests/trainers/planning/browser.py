@@ -128,7 +128,7 @@ def look_at(page: str, folder: pathlib.Path, *, widths: tuple[int, ...]) -> Look
     screen = tf.io.decode_png(png, channels=3).numpy()
     return Look(
         views=[
-            View(**seen, pixels=[_cut(screen, one["box"]) for one in seen["pictures"]])
+            View(**seen, pixels=[_cut(screen, p["box"]) for p in seen["pictures"]])
             for seen in json.loads(html.unescape(text))
         ],
         console=re.findall(r"CONSOLE.*?\] (.*)", ran.stderr),

@@ -46,17 +46,17 @@ def program(plan, partitioner):
 
 def collectives_at(plan, partitioner):
     """{(op in the layer, kind, axes)} of the layer loops, combined ones taken apart."""
-    found = set()
+    sends = set()
     for collective in program(plan, partitioner).collectives():
         before, inside, op = collective.op_name.partition("PartitionedCall/")
         if inside:
             for name in _op_names(op):
-                found.add((name, collective.kind, collective.axes))
+                sends.add((name, collective.kind, collective.axes))
                 if collective.axes is not None:
                     assert set(map(frozenset, collective.groups)) == set(
                         map(frozenset, axis_groups(MESH, collective.axes))
                     )
-    return found
+    return sends
 
 
 def _op_names(name):
@@ -67,14 +67,14 @@ def _op_names(name):
     return [match[1] + part + match[3] for part in match[2].split(":")]
 
 
-def of_products(found):
+def of_products(collectives):
     """Only what belongs to the matrix products: {(weight, part, kind, axes)}."""
     parts = {}
     for weight, op in PRODUCTS.items():
         parts[op] = (weight, "forward")
         parts[f"gradients/{op}_grad/MatMul"] = (weight, "input gradient")
         parts[f"gradients/{op}_grad/MatMul_1"] = (weight, "weight gradient")
-    return {(*parts[op], kind, axes) for op, kind, axes in found if op in parts}
+    return {(*parts[op], kind, axes) for op, kind, axes in collectives if op in parts}
 
 
 def expected(plan):
@@ -107,16 +107,16 @@ def expected(plan):
 @pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
 @pytest.mark.parametrize("plan", ["attempt1", "attempt2", "finalized"])
 def test_collectives_of_the_layer(plan, partitioner):
-    found = of_products(collectives_at(plan, partitioner))
+    products = of_products(collectives_at(plan, partitioner))
     if plan == "finalized":
         # One more gather of the normalized stream, for the weight gradients; which of
         # the products that share it carries its name is up to XLA.
-        gathers = {f for f in found if f[1:] == ("weight gradient", AG, ("Y",))}
+        gathers = {f for f in products if f[1:] == ("weight gradient", AG, ("Y",))}
         shared = {f for f in gathers if f[0] in INTO}
         assert {f[0] for f in shared} & {"w_q", "w_k", "w_v"}
         assert "w_in" in {f[0] for f in shared}
-        found -= shared
-    assert found == expected(plan)
+        products -= shared
+    assert products == expected(plan)
 
 
 @pytest.mark.parametrize("plan", ["attempt2", "finalized"])
@@ -183,5 +183,5 @@ def test_finalized_sums_are_scattered(partitioner):
     for dims, read in gradients:
         assert {opcode for opcode, *_ in read} == {"dynamic-slice"}
         assert {math.prod(part) for _, part in read} == {math.prod(dims) // 2}
-    whole = rf"f32\[2,{B // 2},{S},{M}\]"
-    assert not re.search(whole, text), "no stack of saved inputs is whole along Y"
+    replicated = rf"f32\[2,{B // 2},{S},{M}\]"
+    assert not re.search(replicated, text), "no stack of saved inputs is whole along Y"

@@ -73,7 +73,7 @@ def test_explains_a_part_of_the_program(capsys):
     call_main(explain="true", explain_match=r"^stack\.feed_forward$")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("train over X=2, Y=4, completed by shardy: ")
-    headings = [one for one in lines[1:] if re.match(r"\w[\w.]+$", one)]
+    headings = [line for line in lines[1:] if re.match(r"\w[\w.]+$", line)]
     assert headings == ["stack.feed_forward"]
 
 
@@ -97,7 +97,7 @@ def test_the_docs_have_what_is_printed_of_the_default_job(capsys):
         main_module.main(["meshwright-plan"])
     out, excerpts = capsys.readouterr().out, the_docs_excerpts()
     assert len(excerpts) >= 2
-    assert all(f"{one}\n" in out for one in excerpts), out
+    assert all(f"{excerpt}\n" in out for excerpt in excerpts), out
 
 
 @pytest.mark.parametrize(

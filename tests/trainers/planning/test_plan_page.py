@@ -62,15 +62,15 @@ def drawn_colors(pixels):
 def check_view(view):
     assert view.content_width == view.width
     assert view.loaded == []
-    for one, pixels in zip(view.pictures, view.pixels, strict=True):
-        left, top, width, height = one["box"]
-        assert width >= 0.8 * min(view.width, 500) and height > 60, one["label"]
+    for picture, pixels in zip(view.pictures, view.pixels, strict=True):
+        left, top, width, height = picture["box"]
+        assert width >= 0.8 * min(view.width, 500) and height > 60, picture["label"]
         assert top + height <= view.height
-        assert one["smallest_text"] >= 9, one["label"]
+        assert picture["smallest_text"] >= 9, picture["label"]
         # Each has a bar, a curve or cells: an area in some colour, under words.
-        assert max(drawn_colors(pixels).values(), default=0) > 100, one["label"]
-        assert (pixels.max(axis=-1) < 80).sum() > 100, one["label"]
-        assert len(one["label"]) > 40
+        assert max(drawn_colors(pixels).values(), default=0) > 100, picture["label"]
+        assert (pixels.max(axis=-1) < 80).sum() > 100, picture["label"]
+        assert len(picture["label"]) > 40
 
 
 @needs_chromium
@@ -86,13 +86,13 @@ def test_in_a_browser(planned, tmp_path, topology):
         assert view.headings[0] == (
             f"Plan of small_lm + finalized + small_adam on {topology} as X=2, Y=4"
         )
-    labels = " ".join(one["label"] for one in look.views[0].pictures)
+    labels = " ".join(picture["label"] for picture in look.views[0].pictures)
     for weight in document["weights"]:
         assert f"{weight['path']} {weight['sharding']}" in labels
     for part in document["parts"] or {}:
         assert not document["parts"][part] or part in labels
     # Beside each other where there is room, one under the other on a phone.
-    phone, desk = ([one["box"] for one in view.pictures[:2]] for view in look.views)
+    phone, desk = ([p["box"] for p in view.pictures[:2]] for view in look.views)
     assert desk[0][0] + desk[0][2] <= desk[1][0]
     assert phone[0][1] + phone[0][3] <= phone[1][1]
 
@@ -176,7 +176,7 @@ def test_pictures_are_of_the_documents_figures(planned, topology):
     bars = sorted(bar.get_width() for bar in drawn["breakdown"].patches)
     assert bars == sorted(b["bytes"] for b in document["breakdown"] if b["bytes"])
     assert sum(bar.get_width() for bar in drawn["collectives"].patches) == (
-        pytest.approx(sum(one["bytes"] for one in document["collectives"]))
+        pytest.approx(sum(row["bytes"] for row in document["collectives"]))
     )
     if topology != "cpu":
         # A bar in three colours for the whole step, and one for each of its parts.
@@ -209,8 +209,8 @@ def test_what_does_not_fit_has_no_curves(planned):
     assert list(plots(document)) == ["breakdown", "weights"]
     page = plan_html.page(document)
     assert "does not fit: 1.91 MiB more than the" in page
-    assert "what does not fit has no time" in page
-    assert "Not known of what is refused." in page
+    assert "the program does not fit" in page
+    assert "Not known if refused." in page
     assert "To make it fit: " in page
 
 
@@ -223,7 +223,7 @@ def test_names_are_escaped(planned):
 
 def test_collectives_that_send_nothing_have_no_picture(planned):
     document = planned("cpu").document
-    empty = [one | {"bytes": 0} for one in document["collectives"]]
+    empty = [row | {"bytes": 0} for row in document["collectives"]]
     assert empty
     names = list(plots(document | {"collectives": empty}))
     assert names == [name for name in PICTURES if name != "collectives"]
@@ -253,17 +253,17 @@ def test_the_error_bar_of_the_step_time(planned):
     error = {"mean": MEAN_ERROR, "worst": WORST_ERROR}
     document = planned("cpu").document | TIMES | {"step_error": error}
     page = plan_html.page(document)
-    told = (
+    text = (
         "920 ms to 1.08 s, if no further off than the 13 published TPU v3 steps "
         "compared (8.0% at worst, 4.5% on average; dense Transformers only)"
     )
-    assert f"1.00 s by estimate: {told}." in page
+    assert f"1.00 s by estimate: {text}." in page
     assert page.count("1.00 s ± 8.0%") == 3  # The head, the plot, and its text.
-    assert told in " ".join(plan_text(document).split())
+    assert text in " ".join(plan_text(document).split())
     unknown = document | {"step_error": None}
-    told = "error unknown, as no measured step of such devices was compared"
-    assert told in plan_html.page(unknown) and "±" not in plan_html.page(unknown)
-    assert told in " ".join(plan_text(unknown).split())
+    text = "error unknown, as no measured step of such devices was compared"
+    assert text in plan_html.page(unknown) and "±" not in plan_html.page(unknown)
+    assert text in " ".join(plan_text(unknown).split())
 
 
 @needs.libtpu
@@ -327,8 +327,8 @@ def with_updates(document, *lines):
     summary = f"weight updates (all): some of {len(lines)} sharded over X, Y, " + (
         "1.23 GiB less state on each device"
     )
-    found = {"summary": summary, "mode": "all", "data_axes": ["X", "Y"]}
-    return document | {"weight_updates": found | {"lines": list(lines)}}
+    updates = {"summary": summary, "mode": "all", "data_axes": ["X", "Y"]}
+    return document | {"weight_updates": updates | {"lines": list(lines)}}
 
 
 def left_alone(number):
@@ -336,7 +336,7 @@ def left_alone(number):
 
 
 UPDATES = """\
-Weight updates on shards
+Sharded weight updates
   weight updates (all): some of 11 sharded over X, Y, 1.23 GiB less state on
   each device.
   state saved  gathered  est. gain  weight  shape  format
@@ -352,7 +352,7 @@ Weight updates on shards
                                     [6, 1004, 16]  [6.1004:X.Y,16]
      4.00 MiB  2.00 MiB     400 us  2 more
 
-Weight updates left alone
+Weight updates left unsharded
   weight             shape          why
   theta.stack.w_903  [6, 1903, 16]  it would cost 903 us a step
   theta.stack.w_902  [6, 1902, 16]  it would cost 902 us a step
@@ -384,7 +384,7 @@ def test_weight_updates(planned):
 
 def test_what_a_device_has_between_steps(planned):
     document = planned("cpu").document
-    told = "Between steps a device has less of weights that are updated on shards: "
-    assert told not in plan_html.page(document)
+    note = "Between steps a device holds less of weights that are updated on shards: "
+    assert note not in plan_html.page(document)
     less = document | {"weights_bytes": document["weights_bytes"] - 512}
-    assert f"{told}5.00 KiB in all." in plan_html.page(less)
+    assert f"{note}5.00 KiB in total." in plan_html.page(less)

@@ -86,10 +86,10 @@ def test_on_a_pod_bubbles_and_recomputation_have_their_share(planned):
     document = planned("v3:2x2")
     parts, step = document["parts"], document["step_seconds"]
     assert sum(parts.values()) == pytest.approx(step)
-    (one,) = document["pipelines"]
+    (row,) = document["pipelines"]
     bubbles, again = (document["of_which"][x] for x in ("in bubbles", "recomputed"))
-    assert one | {"seconds_in_bubbles": None} == pipeline(2, 4)
-    assert one["seconds_in_bubbles"] == bubbles
+    assert row | {"seconds_in_bubbles": None} == pipeline(2, 4)
+    assert row["seconds_in_bubbles"] == bubbles
     # One of 5 iterations is a bubble, and nearly all time goes to the loops; the layers
     # take a third of theirs again, outside of bubbles.
     assert 0.9 * 0.2 < bubbles / step < 0.2
@@ -98,7 +98,7 @@ def test_on_a_pod_bubbles_and_recomputation_have_their_share(planned):
     page = plan_html.page(document)
     assert f"5 20.0% {1e6 * bubbles:.0f} us stack 2 stages x 4 microbatches" in lines
     for what, took in (("in bubbles", bubbles), ("recomputed", again)):
-        cells = (f"{1e6 * took:.0f} us", f"{took / step:.1%}", f"of all this {what}")
+        cells = (f"{1e6 * took:.0f} us", f"{took / step:.1%}", f"of which {what}")
         assert " ".join(cells) in lines
         time, share, name = (re.escape(cell) for cell in cells)
         assert re.search(rf"<td[^>]*>{time}</td><td[^>]*>{share}</td><td>{name}<", page)
@@ -112,10 +112,10 @@ def test_what_is_saved_is_not_recomputed(planned, saved):
     params = [f"Repeat.recompute = %Recompute.{saved}"]
     if saved == "ALL_BUT_NAMED":
         params.append("Repeat.saved_names = ('hidden', 'query', 'key', 'value')")
-    found = planned("v3:2x2", *params)
+    plan = planned("v3:2x2", *params)
     shares = [
         document["of_which"]["recomputed"] / document["step_seconds"]
-        for document in (found, planned("v3:2x2"))
+        for document in (plan, planned("v3:2x2"))
     ]
     # What follows from positions alone is never saved.
     assert 0 < shares[0] < (0.02 if saved == "NOTHING" else 0.7 * shares[1])
@@ -149,9 +149,9 @@ def test_a_pipelines_loops_make_its_iterations_on_its_layers_alone():
         taking(32, "stacked.attention", steps, other),
     ]
     times = types.SimpleNamespace(all=lambda: iter(ops))
-    (found,) = planned_pipelines(task, times, SOURCES)
-    assert found.loops == {"f", "b"} and found.loop_seconds == 31
-    assert found.bubble_seconds == pytest.approx(31 / 5)
+    (pipeline,) = planned_pipelines(task, times, SOURCES)
+    assert pipeline.loops == {"f", "b"} and pipeline.loop_seconds == 31
+    assert pipeline.bubble_seconds == pytest.approx(31 / 5)
     times = types.SimpleNamespace(all=lambda: iter(ops[:1]))
     (unknown,) = planned_pipelines(task, times, SOURCES)
     assert unknown.loop_seconds is unknown.bubble_seconds is None

@@ -23,7 +23,7 @@ def read(folder):
     """(scalars, images): values by tag; images are [height, width, 3], uint8."""
     events = EventAccumulator(str(folder))
     events.Reload()
-    found = {"scalars": {}, "images": {}}
+    written = {"scalars": {}, "images": {}}
     for tag in events.Tags()["tensors"]:
         (event,) = events.Tensors(tag)
         assert event.step == 0
@@ -32,8 +32,8 @@ def read(folder):
         if plugin == "images":
             *_, png = value
             value = tf.io.decode_png(png).numpy()
-        found[plugin][tag] = value
-    return found["scalars"], found["images"]
+        written[plugin][tag] = value
+    return written["scalars"], written["images"]
 
 
 @pytest.mark.parametrize("topology", ["cpu", POD])
@@ -41,13 +41,13 @@ def test_figures_and_pictures(planned, topology):  # noqa: F811
     document = planned(topology).document
     scalars, images = read(planned(topology).log_dir / "plan")
     want = {name: document[name] for name in ("peak_bytes", "memory_limit")}
-    for one in document["breakdown"]:
-        want[f"memory/{one['part']}"] = one["bytes"]
+    for row in document["breakdown"]:
+        want[f"memory/{row['part']}"] = row["bytes"]
     for axis in ("X", "Y"):
         gathers = [
-            one["bytes"]
-            for one in document["collectives"]
-            if (one["kind"], one["axis"]) == ("all-gather", axis)
+            row["bytes"]
+            for row in document["collectives"]
+            if (row["kind"], row["axis"]) == ("all-gather", axis)
         ]
         want[f"collective_bytes/all-gather along {axis}"] = sum(gathers)
         assert len(gathers) > 1
@@ -60,7 +60,7 @@ def test_figures_and_pictures(planned, topology):  # noqa: F811
         assert scalars[tag] == pytest.approx(value, rel=1e-6), tag
     sent = [tag for tag in scalars if tag.startswith("collective_bytes/")]
     assert sum(scalars[tag] for tag in sent) == pytest.approx(
-        sum(one["bytes"] for one in document["collectives"]), rel=1e-6
+        sum(row["bytes"] for row in document["collectives"]), rel=1e-6
     )
     assert ("step_seconds" in scalars) == (topology != "cpu")
     drawn = plots(document)
@@ -75,9 +75,11 @@ def test_figures_and_pictures(planned, topology):  # noqa: F811
 def test_weight_updates(planned):  # noqa: F811
     lines = [update(0), update(1), left_alone(900)]
     document = planned("cpu").document
-    found = plan_tensorboard.scalars(with_updates(document, *lines))
-    own = {tag: x for tag, x in found.items() if tag.startswith("weight_updates/")}
-    assert own == {
+    scalars = plan_tensorboard.scalars(with_updates(document, *lines))
+    updates = {
+        tag: x for tag, x in scalars.items() if tag.startswith("weight_updates/")
+    }
+    assert updates == {
         "weight_updates/sharded": 2,
         "weight_updates/state_saved_bytes": 2**22 - 1,
         "weight_updates/gathered_bytes": 2**21,

@@ -40,90 +40,90 @@ def check_text(out):
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
-def check_memory(found):
-    parts = {one["part"]: one["bytes"] for one in found["breakdown"]}
-    assert sum(parts.values()) == found["peak_bytes"] == max(found["timeline"])
+def check_memory(plan):
+    parts = {row["part"]: row["bytes"] for row in plan["breakdown"]}
+    assert sum(parts.values()) == plan["peak_bytes"] == max(plan["timeline"])
     # They are donated: where nobody needs them before they are written anew, they are
     # not alive.
-    assert 0 < parts["weights"] <= found["weights_bytes"]
-    assert 0 < parts["slots"] <= found["slots_bytes"] == 2 * found["weights_bytes"]
-    batches = found["argument_bytes"] - parts["weights"] - parts["slots"]
+    assert 0 < parts["weights"] <= plan["weights_bytes"]
+    assert 0 < parts["slots"] <= plan["slots_bytes"] == 2 * plan["weights_bytes"]
+    batches = plan["argument_bytes"] - parts["weights"] - parts["slots"]
     assert batches == parts["batches"] + parts["other arguments"]
     assert parts["batches"] == 5 * 4 * 4 * 8  # 5 arrays of [4, 8] on a device
     uses = ("argument_bytes", "output_bytes", "saved_bytes", "temp_bytes")
-    assert sum(found[use] for use in uses) == found["peak_bytes"]
-    assert parts["saved activations"] == found["saved_bytes"] > 0
-    buffers = found["buffers"]
-    assert [one["bytes"] for one in buffers] == sorted(
-        (one["bytes"] for one in buffers), reverse=True
+    assert sum(plan[use] for use in uses) == plan["peak_bytes"]
+    assert parts["saved activations"] == plan["saved_bytes"] > 0
+    buffers = plan["buffers"]
+    assert [b["bytes"] for b in buffers] == sorted(
+        (b["bytes"] for b in buffers), reverse=True
     )
-    saved = [one for one in buffers if one["kind"] == "saved activation"]
-    assert any(one["name"].startswith("stack") for one in saved)
-    assert all(one["source"].startswith("layers/") for one in saved)
-    table = {one["name"]: one for one in buffers}["theta.embedding.table"]
+    saved = [b for b in buffers if b["kind"] == "saved activation"]
+    assert any(b["name"].startswith("stack") for b in saved)
+    assert all(b["source"].startswith("layers/") for b in saved)
+    table = {b["name"]: b for b in buffers}["theta.embedding.table"]
     assert (table["kind"], table["type"]) == ("argument", "f32[66,8]")
     assert (table["bytes"], table["count"]) == (66 * 8 * 4, 1)
 
 
 def test_on_the_cpu_mesh(tmp_path, capsys):
     folder = tmp_path / "made"
-    status, out, found = planned(folder, capsys, "NUM_LAYERS = 3", topology="cpu")
+    status, out, document = planned(folder, capsys, "NUM_LAYERS = 3", topology="cpu")
     assert status is None
     plan = "Plan of small_lm + finalized + small_adam on cpu as X=2, Y=4\n  fits: "
     assert out.startswith(plan) and "8, partitioned by shardy\n" in out
-    assert {key: type(found[key]) for key in KEYS} == KEYS
-    assert found["fits"] and found["step_seconds"] is None
-    assert found["flops_utilization"] is None
-    check_memory(found)
-    assert "\nWhat takes most at the peak\n" in out
-    by_axis = {(one["kind"], one["axis"]) for one in found["collectives"]}
+    assert {key: type(document[key]) for key in KEYS} == KEYS
+    assert document["fits"] and document["step_seconds"] is None
+    assert document["flops_utilization"] is None
+    check_memory(document)
+    assert "\nLargest buffers at the peak\n" in out
+    by_axis = {(row["kind"], row["axis"]) for row in document["collectives"]}
     assert ("all-gather", "X") in by_axis
     # Each layer gathers: the loop over them counts.
     gathers = [
-        one
-        for one in found["collectives"]
-        if one["kind"] == "all-gather" and one["layer"] == "stack.feed_forward"
+        row
+        for row in document["collectives"]
+        if row["kind"] == "all-gather" and row["layer"] == "stack.feed_forward"
     ]
-    assert gathers and all(one["count"] % 3 == 0 for one in gathers)
+    assert gathers and all(row["count"] % 3 == 0 for row in gathers)
 
 
 def test_weight_updates_on_shards(tmp_path, capsys):
     all_ = "Experiment.weight_update_sharding = 'all'"
-    _, out, found = planned(tmp_path, capsys, all_, topology="cpu")
-    updates = found["weight_updates"]
+    _, out, document = planned(tmp_path, capsys, all_, topology="cpu")
+    updates = document["weight_updates"]
     assert (updates["mode"], updates["data_axes"]) == ("all", ["X"])
     # The plan splits all weights but those of norms.
-    lines = {one["names"][0]: one for one in updates["lines"]}
+    lines = {line["names"][0]: line for line in updates["lines"]}
     assert set(lines) == {
         f"theta.{path}.scale"
         for path in ("final_norm", "stack.attention_norm", "stack.feed_forward_norm")
     }
-    one = lines["theta.final_norm.scale"]
-    assert one["names"][1:] == [f"slots.final_norm.scale.{slot}" for slot in "mv"]
-    assert (one["shape"], one["format"], one["why"]) == ([16], "[16:X]", "")
-    assert one["gathered_bytes"] == 16 * 4
+    update = lines["theta.final_norm.scale"]
+    assert update["names"][1:] == [f"slots.final_norm.scale.{slot}" for slot in "mv"]
+    assert (update["shape"], update["format"], update["why"]) == ([16], "[16:X]", "")
+    assert update["gathered_bytes"] == 16 * 4
     # Half of two slots.
-    assert one["state_saved_bytes"] == 16 * 4
-    saved = sum(one["state_saved_bytes"] for one in lines.values())
-    assert found["slots_bytes"] == 2 * found["weights_bytes"] - saved
+    assert update["state_saved_bytes"] == 16 * 4
+    saved = sum(line["state_saved_bytes"] for line in lines.values())
+    assert document["slots_bytes"] == 2 * document["weights_bytes"] - saved
     assert f" {updates['summary']}. " in " ".join(out.split())
     assert "\n         64 B      64 B " in out
 
 
 @needs.libtpu
 def test_on_a_pod(tmp_path, capsys):
-    status, out, found = planned(tmp_path, capsys, topology="v3:2x2")
+    status, out, document = planned(tmp_path, capsys, topology="v3:2x2")
     assert status is None
     assert "Device order on 2 x 2 chips of 2 cores, no ends linked" in out
     assert "step, estimated" in out
-    assert found["step_seconds"] == pytest.approx(sum(found["parts"].values()))
-    assert 0 < found["flops_utilization"] < 1
-    assert found["parts"]["matrix"] > 0
+    assert document["step_seconds"] == pytest.approx(sum(document["parts"].values()))
+    assert 0 < document["flops_utilization"] < 1
+    assert document["parts"]["matrix"] > 0
     # The two cores of a chip need no link.
-    along = {one["axis"]: one["load"] for one in found["device_order"]["axes"]}
+    along = {row["axis"]: row["load"] for row in document["device_order"]["axes"]}
     assert along["X"] == 0 < along["Y"]
-    for one in found["collectives"]:
-        assert (one["seconds"] > 0) == (one["axis"] != "X")
+    for row in document["collectives"]:
+        assert (row["seconds"] > 0) == (row["axis"] != "X")
 
 
 LIMIT = 2**14
@@ -167,31 +167,31 @@ def planned(tmp_path, capsys, *params, **more_flags):
 def test_what_the_compiler_refuses_is_told_with_what_takes_most(
     refusing_compiler, tmp_path, capsys
 ):
-    status, out, found = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
-    assert status == DOES_NOT_FIT and not found["fits"]
-    check_memory(found)
-    assert found["over_bytes"] == found["peak_bytes"] + GAPS - LIMIT > GAPS
+    status, out, document = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
+    assert status == DOES_NOT_FIT and not document["fits"]
+    check_memory(document)
+    assert document["over_bytes"] == document["peak_bytes"] + GAPS - LIMIT > GAPS
     start = r"train: [\d.]+ KiB more than fit: a device has 16\.0 KiB and would"
-    assert re.match(start, found["refusal"])
+    assert re.match(start, document["refusal"])
     assert "\n  does not fit: " in out
     assert " more than the 16.0 KiB of a device\n" in out
-    _, table = out.split("\nWhat takes most at the peak\n")
+    _, table = out.split("\nLargest buffers at the peak\n")
     table = " ".join(table.split("\n\n")[0].split())
-    for buffer in found["buffers"][:3]:
+    for buffer in document["buffers"][:3]:
         cells = (buffer[name] for name in ("kind", "type", "name", "source"))
         assert " ".join(cells) in table
     assert f"To make it fit: {REMEDY}." in " ".join(out.split())
-    assert "There is no estimate: what does not fit has no time." in out
+    assert "There is no estimate: the program does not fit." in out
 
 
 def test_what_gaps_alone_make_too_large(
     refusing_compiler, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(planning, "_memory_limit", lambda torus, mesh: 2**20)
-    status, out, found = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
-    assert status == DOES_NOT_FIT and not found["fits"]
-    assert found["peak_bytes"] < found["memory_limit"] == 2**20
-    assert found["over_bytes"] == GAPS
+    status, out, document = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
+    assert status == DOES_NOT_FIT and not document["fits"]
+    assert document["peak_bytes"] < document["memory_limit"] == 2**20
+    assert document["over_bytes"] == GAPS
     assert f"does not fit: {bytes_text(GAPS)} more than" in out
     (line,) = (line for line in out.splitlines() if "with gaps" in line)
     assert " 100.3%  " in line
@@ -206,28 +206,28 @@ def test_what_the_compiler_says_nothing_of_is_not_known(
         raise OutOfMemoryError(self.name, refusal)
 
     monkeypatch.setattr(MeshProgram, "compile", refuse)
-    status, out, found = planned(tmp_path, capsys, topology="cpu")
-    assert status == DOES_NOT_FIT and found["over_bytes"] == refusal.over
-    assert found["breakdown"] == [{"part": "not known", "bytes": 2**20}]
-    assert found["argument_bytes"] is None
+    status, out, document = planned(tmp_path, capsys, topology="cpu")
+    assert status == DOES_NOT_FIT and document["over_bytes"] == refusal.over
+    assert document["breakdown"] == [{"part": "not known", "bytes": 2**20}]
+    assert document["argument_bytes"] is None
 
 
 def test_what_compiles_but_is_too_large_does_not_fit(small_devices, tmp_path, capsys):
-    status, out, found = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
-    assert status == DOES_NOT_FIT and not found["fits"] and found["refusal"] == ""
-    assert found["over_bytes"] == found["peak_bytes"] - LIMIT > 0
-    check_memory(found)
+    status, out, document = planned(tmp_path, capsys, "NUM_LAYERS = 2", topology="cpu")
+    assert status == DOES_NOT_FIT and not document["fits"] and document["refusal"] == ""
+    assert document["over_bytes"] == document["peak_bytes"] - LIMIT > 0
+    check_memory(document)
 
 
 @needs.libtpu
 def test_arguments_that_do_not_fit_alone(tmp_path, capsys):
     too_large = ["VOCAB_SIZE = 4194304", "MODEL_DIMS = 4096"]
-    status, out, found = planned(tmp_path, capsys, *too_large, topology="v3:2x2")
+    status, out, document = planned(tmp_path, capsys, *too_large, topology="v3:2x2")
     assert status == DOES_NOT_FIT
     assert " more than the 15.5 GiB of a device" in out
-    assert found["timeline"] is found["temp_bytes"] is None
-    assert sum(one["bytes"] for one in found["breakdown"]) == found["peak_bytes"]
-    names = [one["name"] for one in found["buffers"][:3]]
+    assert document["timeline"] is document["temp_bytes"] is None
+    assert sum(row["bytes"] for row in document["breakdown"]) == document["peak_bytes"]
+    names = [row["name"] for row in document["buffers"][:3]]
     assert sorted(names) == [
         "slots.embedding.table.m",
         "slots.embedding.table.v",
@@ -238,14 +238,14 @@ def test_arguments_that_do_not_fit_alone(tmp_path, capsys):
 @needs.libtpu
 def test_what_the_tpu_compiler_refuses(tmp_path, capsys):
     long = ["SEQUENCE_LENGTH = 8192", "Experiment.global_batch = 1024"]
-    status, out, found = planned(tmp_path, capsys, *long, topology="v3:2x2")
+    status, out, document = planned(tmp_path, capsys, *long, topology="v3:2x2")
     assert status == DOES_NOT_FIT
     # The compiler counts gaps, and tells of hundredths of a GiB.
-    over = found["peak_bytes"] - found["memory_limit"]
-    assert 0 < over <= found["over_bytes"] + 0.01 * 2**30
-    assert found["over_bytes"] == pytest.approx(over, rel=0.01)
-    assert found["buffers"][0]["source"].startswith("layers/")
-    assert max(found["timeline"]) == found["peak_bytes"]
+    over = document["peak_bytes"] - document["memory_limit"]
+    assert 0 < over <= document["over_bytes"] + 0.01 * 2**30
+    assert document["over_bytes"] == pytest.approx(over, rel=0.01)
+    assert document["buffers"][0]["source"].startswith("layers/")
+    assert max(document["timeline"]) == document["peak_bytes"]
 
 
 @needs.libtpu
@@ -265,15 +265,15 @@ def test_64b_that_saves_everything_does_not_fit(tmp_path, capsys):
         json_out=str(path),
     ):
         assert main(["meshwright-plan"]) == DOES_NOT_FIT
-    out, found = capsys.readouterr().out, json.loads(path.read_text())
+    out, document = capsys.readouterr().out, json.loads(path.read_text())
     check_text(out)
-    assert found["over_bytes"] == pytest.approx(10.7 * 2**30, abs=0.05 * 2**30)
+    assert document["over_bytes"] == pytest.approx(10.7 * 2**30, abs=0.05 * 2**30)
     assert "\n  does not fit: " in out
-    assert found["refusal"].startswith("train: 10.7")
-    largest = found["buffers"][:3]
-    assert all(one["kind"] == "saved activation" for one in largest)
-    for one in largest:
-        assert f"{one['name']} ({one['source']})" in found["refusal"]
+    assert document["refusal"].startswith("train: 10.7")
+    largest = document["buffers"][:3]
+    assert all(row["kind"] == "saved activation" for row in largest)
+    for row in largest:
+        assert f"{row['name']} ({row['source']})" in document["refusal"]
     assert largest[0]["name"] == "stack.attention"
     assert largest[0]["bytes"] == 8 * 2**30
 

@@ -88,9 +88,9 @@ def heard(channel, key):
 def test_all_come_and_leave(hub):
     peers = start_all(hub(3), 3)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        for left in [pool.submit(one.close, SECONDS) for one in peers]:
+        for left in [pool.submit(peer.close, SECONDS) for peer in peers]:
             left.result(SECONDS)
-    assert all(one._all_left.is_set() for one in peers)
+    assert all(peer._all_left.is_set() for peer in peers)
 
 
 def test_the_address_is_free_for_the_runtime_once_all_are_there():
@@ -259,8 +259,8 @@ def test_all_stop_before_the_same_call(hub, seed):
 
     def run(number):
         while True:
-            asked = signal.SIGTERM if begun[number] >= asks.get(number, 9**9) else None
-            if (stop := peers[number].stop_reached(asked)) is not None:
+            event = signal.SIGTERM if begun[number] >= asks.get(number, 9**9) else None
+            if (stop := peers[number].stop_reached(event)) is not None:
                 assert stop == signal.SIGTERM
                 # It stays so.
                 assert peers[number].stop_reached(None) == signal.SIGTERM

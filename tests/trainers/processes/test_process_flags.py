@@ -63,17 +63,17 @@ def test_flags_that_do_not_go_together(values, message):
 def test_slurm_says_it_all(monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    found = group(coordinator="auto")
-    assert found.coordinator.startswith("node07:")
-    assert (found.count, found.process, found.local_devices) == (3, 1, None)
+    joined = group(coordinator="auto")
+    assert joined.coordinator.startswith("node07:")
+    assert (joined.count, joined.process, joined.local_devices) == (3, 1, None)
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1,2(x2)")
     assert group(coordinator="auto").local_devices == [0]
     assert group() is None  # Unless asked for.
 
 
 def test_pod_says_it_all(monkeypatch):
-    said = ("10.0.0.1:8482", 4, 3, None)
-    monkeypatch.setattr(jax_bridge, "detected_cluster", lambda: said)
+    expected = ("10.0.0.1:8482", 4, 3, None)
+    monkeypatch.setattr(jax_bridge, "detected_cluster", lambda: expected)
     want = ProcessGroup(coordinator="10.0.0.1:8482", count=4, process=3)
     assert group("tpu") == want
     monkeypatch.setattr(jax_bridge, "detected_cluster", lambda: (None,) * 4)

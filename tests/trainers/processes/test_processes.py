@@ -69,9 +69,9 @@ class Group:
             group = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
             group.append(f"--process_id={number}")
             with open(log, "w") as out:
-                one = [str(word).replace("{process}", str(number)) for word in command]
+                argv = [str(word).replace("{process}", str(number)) for word in command]
                 process = subprocess.Popen(
-                    [*one, *(group if count > 1 else [])],
+                    [*argv, *(group if count > 1 else [])],
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -87,7 +87,9 @@ class Group:
         deadline = time.monotonic() + PATIENCE
         while not (self.folder / "checkpoints" / str(step)).exists():
             assert time.monotonic() < deadline
-            assert all(process.poll() is None for process in self.processes), self.said
+            assert all(process.poll() is None for process in self.processes), (
+                self.outputs
+            )
             time.sleep(0.05)
 
     def signal(self, number, signum) -> None:
@@ -104,7 +106,7 @@ class Group:
                 os.kill(int(pid), signum)
 
     @property
-    def said(self) -> list[str]:
+    def outputs(self) -> list[str]:
         return [log.read_text() for log in self.logs]
 
 
@@ -130,19 +132,19 @@ def assert_same_training(folder, straight):
     result, want = straight()
     losses = dict(points(folder, "train")["loss"])
     assert losses == pytest.approx(result.losses, rel=1e-6)
-    found = points(folder, "eval")
+    values = points(folder, "eval")
     for tag, curve in points(want, "eval").items():
-        assert dict(found[tag]) == pytest.approx(dict(curve), rel=1e-6)
+        assert dict(values[tag]) == pytest.approx(dict(curve), rel=1e-6)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_train_as_one(straight, start, tmp_path, count):
     group = start(count, tmp_path / "run")
-    assert group.wait() == [0] * count, group.said
+    assert group.wait() == [0] * count, group.outputs
     assert_same_training(tmp_path / "run", straight)
-    first, *others = group.said
+    first, *others = group.outputs
     assert "Trained to step 20" in first
-    assert not any("Trained" in said or "INFO" in said for said in others)
+    assert not any("Trained" in output or "INFO" in output for output in others)
     assert len(list((tmp_path / "run" / "train").iterdir())) == 1
 
 
@@ -152,14 +154,14 @@ def test_lost_peer_is_named_and_a_restart_goes_on(straight, start, tmp_path):
     group = start(2, folder)
     group.wait_for_checkpoint(10)
     group.signal(1, signal.SIGKILL)
-    assert group.wait() == [peers.LOST, -signal.SIGKILL], group.said
-    assert "lost a peer: process 1 of 2 (" in group.said[0]
-    assert "ended without a word. Start the same command again" in group.said[0]
+    assert group.wait() == [peers.LOST, -signal.SIGKILL], group.outputs
+    assert "lost a peer: process 1 of 2 (" in group.outputs[0]
+    assert "ended without a word. Start the same command again" in group.outputs[0]
     kept = saved_steps(folder)
     assert 10 in kept
     again = start(1, folder)
-    assert again.wait() == [0], again.said
-    assert f"restoring step {kept[-1]} from" in again.said[0]
+    assert again.wait() == [0], again.outputs
+    assert f"restoring step {kept[-1]} from" in again.outputs[0]
     assert_same_training(folder, straight)
 
 
@@ -169,8 +171,8 @@ def test_more_processes_on_another_mesh_go_on(straight, start, tmp_path):
     params = ["MESH_SHAPE = (4, 1)", "Experiment.num_steps = 10"]
     assert start(1, folder, params=params).wait() == [0]
     group = start(4, folder)
-    assert group.wait() == [0] * 4, group.said
-    assert "restoring step 10 from" in group.said[0]
+    assert group.wait() == [0] * 4, group.outputs
+    assert "restoring step 10 from" in group.outputs[0]
     assert_same_training(folder, straight)
 
 
@@ -179,8 +181,8 @@ def test_all_roll_back_together(start, tmp_path):
     command = [sys.executable, poisoned_train.__file__]
     roll_back = "Experiment.not_finite = %NotFinite.ROLL_BACK"
     group = start(2, tmp_path / "run", command=command, params=[roll_back])
-    assert group.wait() == [0, 0], group.said
-    assert "at step 8: rolled back to step 5" in group.said[0]
+    assert group.wait() == [0, 0], group.outputs
+    assert "at step 8: rolled back to step 5" in group.outputs[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "call_batches", poisoned_train.poisoned_batches)
         policy = NotFinite.ROLL_BACK
@@ -219,11 +221,11 @@ def test_all_decode(start, tmp_path, task):
     for mode in ("train", "eval"):
         flags = [f"--mode={mode}"]
         group = start(2, folder, job=(files, params), flags=flags)
-        assert group.wait() == [0, 0], group.said
-    found = points(folder, "eval")
-    metrics = {tag: found[tag][-1][1] for tag in want}
+        assert group.wait() == [0, 0], group.outputs
+    values = points(folder, "eval")
+    metrics = {tag: values[tag][-1][1] for tag in want}
     assert metrics == pytest.approx(want, rel=1e-5)
-    assert found.get("samples") == points(alone, "eval").get("samples")
+    assert values.get("samples") == points(alone, "eval").get("samples")
     assert predictions(folder) == predictions(alone)
 
 
@@ -248,8 +250,8 @@ def test_stalled_peer_is_named(start, tmp_path, stopped, what):
         os.kill(int(pid), signal.SIGSTOP)
     other = 1 - stopped
     assert group.processes[other].wait(PATIENCE) == peers.LOST
-    assert f"lost a peer: process {stopped}" in group.said[other]
-    assert "not been heard of for" in group.said[other]
+    assert f"lost a peer: process {stopped}" in group.outputs[other]
+    assert "not been heard of for" in group.outputs[other]
 
 
 @pytest.mark.slow
@@ -258,9 +260,9 @@ def test_who_is_stuck_in_a_restore_is_named(start, tmp_path):
     assert start(1, folder, params=["Experiment.num_steps = 5"]).wait() == [0]
     command = [sys.executable, stuck_train.__file__]
     group = start(2, folder, command=command, flags=["--peer_timeout=40"])
-    assert group.wait() == [peers.LOST] * 2, group.said
-    for said in group.said:
-        assert re.search("lost a peer: process 1 of 2 .* has kept the others w", said)
+    assert group.wait() == [peers.LOST] * 2, group.outputs
+    for output in group.outputs:
+        assert re.search("lost a peer: process 1 of 2 .* has kept the others w", output)
 
 
 EVALUATING = ("Experiment.eval_interval = 5", "Experiment.eval_batches = None")
@@ -275,11 +277,11 @@ def test_one_signal_stops_all_at_the_same_place(start, tmp_path, signalled, para
     group = start(2, folder, params=["Experiment.num_steps = 2000", *params])
     group.wait_for_checkpoint(5)
     group.processes[signalled].send_signal(signal.SIGTERM)
-    assert group.wait() == [0, 0], group.said
-    (said,) = re.findall(
-        r"Stopped by SIGTERM: saved training to step (\d+)", group.said[0]
+    assert group.wait() == [0, 0], group.outputs
+    (step,) = re.findall(
+        r"Stopped by SIGTERM: saved training to step (\d+)", group.outputs[0]
     )
-    assert saved_steps(folder)[-1] == int(said)
+    assert saved_steps(folder)[-1] == int(step)
 
 
 @pytest.mark.slow
@@ -290,16 +292,16 @@ def test_what_fails_in_one_ends_all(start, tmp_path):
     # Its training alone, as the kernel does that is short of memory.
     (pid,) = children(group.processes[1].pid)
     os.kill(int(pid), signal.SIGKILL)
-    assert group.wait() == [peers.LOST, 128 + signal.SIGKILL], group.said
-    assert "a peer failed: process 1 of 2 (" in group.said[0]
-    assert "failed: it got SIGKILL\nWhen that is mended" in group.said[0]
+    assert group.wait() == [peers.LOST, 128 + signal.SIGKILL], group.outputs
+    assert "a peer failed: process 1 of 2 (" in group.outputs[0]
+    assert "failed: it got SIGKILL\nWhen that is mended" in group.outputs[0]
 
 
 def children(pid):
-    found = subprocess.run(
+    process = subprocess.run(
         ["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True
     )
-    return found.stdout.split()
+    return process.stdout.split()
 
 
 @pytest.mark.slow  # It waits; test_peers.py has the same without a training.
@@ -308,17 +310,17 @@ def test_other_settings_are_refused(start, tmp_path):
     params = ["Experiment.seed = {process}"]
     flags = ["--start_timeout=40"]
     group = start(2, tmp_path / "run", params=params, flags=flags)
-    assert group.wait() == [1, 1], group.said
-    said = "\n".join(group.said)
-    assert re.search(r"process (\d) has other settings than process (?!\1)\d", said)
-    assert "of 2 processes, these did not come within the start timeout" in said
+    assert group.wait() == [1, 1], group.outputs
+    output = "\n".join(group.outputs)
+    assert re.search(r"process (\d) has other settings than process (?!\1)\d", output)
+    assert "of 2 processes, these did not come within the start timeout" in output
 
 
 def test_mesh_that_cannot_be_shared(start, tmp_path):
     group = start(3, tmp_path / "run")
-    assert group.wait() == [1, 1, 1], group.said
-    for said in group.said:
-        assert "3 processes cannot share the 8 devices of the mesh (X=2, Y=4)" in said
+    assert group.wait() == [1, 1, 1], group.outputs
+    for output in group.outputs:
+        assert "3 processes cannot share the 8 devices of the mesh (X=2, Y=4)" in output
 
 
 @pytest.mark.slow
@@ -327,6 +329,6 @@ def test_folder_that_is_not_shared(start, tmp_path):
     for cwd in cwds:
         cwd.mkdir()
     group = start(2, pathlib.Path("run"), cwds=cwds)
-    assert group.wait() == [peers.LOST, 1], group.said
-    assert "process 1 does not see in run what process 0 has made" in group.said[1]
-    assert "process 1 of 2" in group.said[0]
+    assert group.wait() == [peers.LOST, 1], group.outputs
+    assert "process 1 does not see in run what process 0 has made" in group.outputs[1]
+    assert "process 1 of 2" in group.outputs[0]

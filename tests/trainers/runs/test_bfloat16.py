@@ -95,15 +95,15 @@ MODELS = {
 def one_device(model: str, *params: str) -> tuple[NestedMap, Trained]:
     """The first state, and what five steps make of it."""
     make, batches_of = MODELS[model]
-    one = make("MESH_SHAPE = (1, 1)", *params)
-    start = initial_state(one)
+    job = make("MESH_SHAPE = (1, 1)", *params)
+    start = initial_state(job)
     if model == "conformer":
         # Padding comes out of the subsampling as zeros else: a norm divides them by
         # its epsilon, and their gradients with them.
         bias = start.theta.subsampling.b_out
         rng = np.random.default_rng(1)
         start.theta.subsampling.b_out = rng.standard_normal(bias.shape).astype("f")
-    return start, train(one, start, STEPS, batches_of)
+    return start, train(job, start, STEPS, batches_of)
 
 
 def differences(got: Trained, want: Trained, start: NestedMap) -> dict[str, float]:
@@ -111,7 +111,7 @@ def differences(got: Trained, want: Trained, start: NestedMap) -> dict[str, floa
     first = {path: x for path, x in start.items_by_path() if path.startswith("theta.")}
     moved = {p: np.linalg.norm(want.state[p] - x) for p, x in first.items()}
     least = LEAST_SCALE * max(moved.values())
-    found = {
+    deviations = {
         f"weight {path}": np.linalg.norm(got.state[path] - want.state[path])
         / (WEIGHT_TOLERANCE * max(moved[path], least))
         for path in first
@@ -120,8 +120,8 @@ def differences(got: Trained, want: Trained, start: NestedMap) -> dict[str, floa
         ("loss", got.losses, want.losses, LOSS_TOLERANCE),
         ("gradients' norm", got.norms, want.norms, NORM_TOLERANCE),
     ):
-        found[name] = np.abs(mine / other - 1).max() / tolerance
-    return found
+        deviations[name] = np.abs(mine / other - 1).max() / tolerance
+    return deviations
 
 
 def assert_within_the_format(got: Trained, want: Trained, start: NestedMap) -> None:

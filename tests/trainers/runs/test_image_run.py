@@ -49,9 +49,9 @@ def pictures(experiment: Experiment, calls: int) -> list[NestedMap]:
 @functools.cache
 def on_one_device() -> tuple[NestedMap, Trained]:
     """The first state, and what five steps make of it."""
-    one = experiment(1)
-    start = initial_state(one)
-    return start, train(one, start, batches_of=pictures)
+    job = experiment(1)
+    start = initial_state(job)
+    return start, train(job, start, batches_of=pictures)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_eight_devices_train_as_one(partitioner):
 
 
 def test_a_run_is_evaluated_on_all_held_out_pictures(tmp_path):
-    one = experiment(
+    job = experiment(
         2,
         f"SyntheticImages.folder = '{tmp_path / 'images'}'",
         "SyntheticImages.train = 20",
@@ -73,8 +73,8 @@ def test_a_run_is_evaluated_on_all_held_out_pictures(tmp_path):
         "Experiment.num_steps = 2",
     )
     run = loop.Run(model_dir=str(tmp_path / "model"))
-    found = loop.train_and_evaluate(StepPrograms(one), run).evaluation
-    assert {"loss", "cross_entropy", "top_1", "top_5"} <= set(found)
-    right = found["top_1"] * 21
+    result = loop.train_and_evaluate(StepPrograms(job), run).evaluation
+    assert {"loss", "cross_entropy", "top_1", "top_5"} <= set(result)
+    right = result["top_1"] * 21
     np.testing.assert_allclose(right, round(right), atol=1e-5)
-    assert 0 <= found["top_1"] <= found["top_5"] <= 1
+    assert 0 <= result["top_1"] <= result["top_5"] <= 1

@@ -58,12 +58,12 @@ def plain(optimizer: str, experts: int) -> tuple[NestedMap, Trained]:
 def staged(layer: Pipeline, start: NestedMap) -> NestedMap:
     """The plain state with the stack's layers by stage."""
 
-    def one(path, value):
+    def unstage(path, value):
         if ".stack." not in f".{path}.":
             return value
         return by_stage(layer, NestedMap(x=tf.constant(value))).x.numpy()
 
-    return start.map_with_path(one)
+    return start.map_with_path(unstage)
 
 
 def unstaged(layer: Pipeline, path: str, value: np.ndarray) -> np.ndarray:
@@ -119,8 +119,6 @@ def test_trains_as_the_plain_stack(
     assert got.losses[-1] < got.losses[0], "five steps must learn something"
     assert got.state.keys() == want.state.keys()
     for path, value in want.state.items():
-        found = unstaged(layer, path, got.state[path])
+        leaf = unstaged(layer, path, got.state[path])
         scale = np.abs(value).max() or 1.0
-        np.testing.assert_allclose(
-            found / scale, value / scale, atol=1e-3, err_msg=path
-        )
+        np.testing.assert_allclose(leaf / scale, value / scale, atol=1e-3, err_msg=path)

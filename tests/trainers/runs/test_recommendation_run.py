@@ -39,15 +39,15 @@ def batches_of(experiment: Experiment, calls: int) -> list[NestedMap]:
     B, steps = experiment.global_batch, experiment.steps_per_loop
     batches = experiment.task.train_batches(0, global_batch=B, rows=range(B))
     stacked = batches.batch(steps).take(calls)
-    return [NestedMap(one).map(lambda t: t.numpy()) for one in stacked]
+    return [NestedMap(batch).map(lambda t: t.numpy()) for batch in stacked]
 
 
 @functools.cache
 def on_one_device() -> tuple[NestedMap, Trained]:
     """The first state, and what two calls of ten steps make of it."""
-    one = experiment(1)
-    start = initial_state(one)
-    return start, train(one, start, calls=2, batches_of=batches_of)
+    job = experiment(1)
+    start = initial_state(job)
+    return start, train(job, start, calls=2, batches_of=batches_of)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_eight_devices_train_as_one(plan, partitioner):
 
 def test_a_run_ranks_what_was_held_out(tmp_path):
     programs = StepPrograms(experiment(8))
-    found = loop.train_and_evaluate(programs, loop.Run(model_dir=str(tmp_path)))
-    scores = found.evaluation
+    result = loop.train_and_evaluate(programs, loop.Run(model_dir=str(tmp_path)))
+    scores = result.evaluation
     assert set(scores) == {"loss", "hit_rate@10", "ndcg@10"}
     assert 0 < scores["ndcg@10"] < scores["hit_rate@10"] <= 1

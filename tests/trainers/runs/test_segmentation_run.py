@@ -59,9 +59,9 @@ def volumes(experiment: Experiment, calls: int) -> list[NestedMap]:
 @functools.cache
 def on_one_device(size: tuple[int, ...]) -> tuple[NestedMap, Trained]:
     """The first state, and what five steps make of it."""
-    one = experiment("one", "VolumeFiles.path = ''", f"PATCH = {size}")
-    start = initial_state(one)
-    return start, train(one, start, batches_of=volumes)
+    job = experiment("one", "VolumeFiles.path = ''", f"PATCH = {size}")
+    start = initial_state(job)
+    return start, train(job, start, batches_of=volumes)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def on_one_device(size: tuple[int, ...]) -> tuple[NestedMap, Trained]:
         ("data_spatial", UNEVEN, "GSPMD"),
         ("spatial_2d", UNEVEN, "SHARDY"),
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
                 ("data_spatial", EVEN, "GSPMD"),
                 ("data_spatial", UNEVEN, "SHARDY"),
                 ("spatial", EVEN, "SHARDY"),
@@ -95,7 +95,7 @@ def test_eight_devices_train_as_one(plan, size, partitioner):
 
 def test_a_run_writes_its_predictions_and_shows_them(tmp_path):
     files = install(tmp_path, count=5, shape=(20, 10, 8), held=2)
-    one = experiment(
+    job = experiment(
         "data_spatial",
         "PATCH = (16, 8, 8)",
         f"VolumeFiles.path = '{files}'",
@@ -104,9 +104,9 @@ def test_a_run_writes_its_predictions_and_shows_them(tmp_path):
         "BatchNorm.decay = 0.5",
     )
     folder = tmp_path / "model"
-    found = loop.train_and_evaluate(StepPrograms(one), loop.Run(model_dir=str(folder)))
+    result = loop.train_and_evaluate(StepPrograms(job), loop.Run(model_dir=str(folder)))
     scores = {"dice", "dice/liver", "volume_dice", "volume_dice/tumour"}
-    assert scores <= set(found.evaluation)
+    assert scores <= set(result.evaluation)
     for step in (2, 4):
         written = sorted((folder / "predictions" / f"step_{step}").iterdir())
         assert [path.name for path in written] == ["3.nii.gz", "4.nii.gz"]

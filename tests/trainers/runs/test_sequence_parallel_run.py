@@ -18,10 +18,10 @@ SAVED = (
 
 @functools.cache
 def one_device(*params, experts=0):
-    one = small_experiment(
+    job = small_experiment(
         "MESH_SHAPE = (1, 1)", *params, plan="sequence_tensor", experts=experts
     )
-    return initial_state(one), train(one, initial_state(one))
+    return initial_state(job), train(job, initial_state(job))
 
 
 QUICK = [  # Mesh, partitioner, what is trained, how, experts.
@@ -49,7 +49,7 @@ def test_eight_devices_train_as_one(mesh, partitioner, what, how, experts):
         f"MESH_SHAPE = {mesh}",
         f"Experiment.partitioner = %Partitioner.{partitioner}",
         *what,
-        *(f"Experiment.{one}" for one in how),
+        *(f"Experiment.{binding}" for binding in how),
         plan="sequence_tensor",
         experts=experts,
     )
@@ -67,12 +67,12 @@ def test_layers_send_shards_of_the_stream_and_no_sums_of_it(partitioner):
     )
     program = StepPrograms(experiment).main
     module = HloModule(program.hlo_text())
-    found = [
-        one.kind
-        for one in program.collectives()
-        if one.axes == ("tensor",)
-        and one.bytes > 400
-        and module.loops_around(module.by_name[one.name].computation)
+    sent = [
+        c.kind
+        for c in program.collectives()
+        if c.axes == ("tensor",)
+        and c.bytes > 400
+        and module.loops_around(module.by_name[c.name].computation)
     ]
     # Forward 2 and 2; recomputed 2 and 1; backward 2 and 2.
-    assert sorted(found) == ["all-gather"] * 6 + ["reduce-scatter"] * 5
+    assert sorted(sent) == ["all-gather"] * 6 + ["reduce-scatter"] * 5

@@ -35,9 +35,9 @@ def test_a_run_writes_down_what_it_heard_and_resumes(tmp_path):
     experiment, text = build_experiment(files, params)
     folder = tmp_path / "model"
     run = loop.Run(model_dir=str(folder), config=text)
-    found = loop.train_and_evaluate(StepPrograms(experiment), run)
+    result = loop.train_and_evaluate(StepPrograms(experiment), run)
     names = {"loss", "wer", "cer", "wer/greedy", "cer/greedy"}
-    assert names <= set(found.evaluation)
+    assert names <= set(result.evaluation)
     events = EventAccumulator(str(folder / "eval")).Reload()
     tags = {name if name == "loss" else f"metrics/{name}" for name in names}
     assert {*tags, "samples"} <= set(events.Tags()["tensors"])

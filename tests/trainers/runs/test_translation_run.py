@@ -28,10 +28,10 @@ def test_a_run_translates_and_shows_the_load_of_experts(tmp_path):
     root = f"GettextCatalogues.root = '{tmp_path / 'text'}'"
     experiment, text = build_experiment([model, mesh], [*SIZES, *params, root, *RUN])
     folder = tmp_path / "model"
-    found = loop.train_and_evaluate(
+    result = loop.train_and_evaluate(
         StepPrograms(experiment), loop.Run(model_dir=str(folder), config=text)
     )
-    metrics = found.evaluation
+    metrics = result.evaluation
     assert {"loss", "perplexity", "bleu", "chrf"} <= set(metrics)
     assert any(name.startswith("bleu/en-") for name in metrics)
     assert metrics["encoder/dropped"] == 0 and metrics["decoder/busiest_expert"] >= 1

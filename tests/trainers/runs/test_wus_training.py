@@ -145,13 +145,13 @@ def test_a_checkpoint_of_one_goes_on_in_another(trained, before, after):
 )
 def test_evaluation_reads_the_moving_average(trained, plan, mode):
     """In the plan's form: the dims that it pads are padded, those combined are not."""
-    found = trained(plan, mode)
+    result = trained(plan, mode)
     forms = dict(programs(plan, mode).plan_layout.forms.ema.items_by_path())
-    assert found.weights.keys() == forms.keys()
-    for path, stored in found.weights.items():
-        logical = found.state[f"ema.{path}"]
+    assert result.weights.keys() == forms.keys()
+    for path, stored in result.weights.items():
+        logical = result.state[f"ema.{path}"]
         np.testing.assert_array_equal(stored, forms[path].pad(logical), err_msg=path)
-        weight = found.state[f"theta.{path}"]
+        weight = result.state[f"theta.{path}"]
         assert not np.array_equal(logical, weight), path
 
 

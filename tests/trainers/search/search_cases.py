@@ -47,21 +47,21 @@ def space(*params, name="v3:2x2", batches=(8,), files=GIN_FILES, plans=PLANS):
 
 
 def candidate(where, mesh=(2, 4), plan="finalized", policy=EVERYTHING, batch=8):
-    (found,) = (one for one in where.plans if one.name == plan)
-    return Candidate(mesh=mesh, plan=found, policy=policy, batch=batch)
+    (named,) = (p for p in where.plans if p.name == plan)
+    return Candidate(mesh=mesh, plan=named, policy=policy, batch=batch)
 
 
 def promising(where, *, bound=1e9, seconds=1.0, **changes):
-    one = candidate(where, **changes)
+    default = candidate(where, **changes)
     return ScoredCandidate(
-        candidate=one,
+        candidate=default,
         bound=bound,
         seconds=seconds,
-        configured=is_configured(where.experiment, one),
+        configured=is_configured(where.experiment, default),
     )
 
 
-def found(where):
+def searched(where):
     """As if some candidates had been compiled."""
     rows = [
         RankedCandidate(

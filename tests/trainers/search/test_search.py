@@ -19,8 +19,8 @@ from tests.trainers.search.search_cases import (
     NAMED,
     NAMES,
     candidate,
-    found,
     promising,
+    searched,
     space,
 )
 
@@ -91,10 +91,10 @@ def test_what_needs_more_than_something_refused_waits(small, monkeypatch, jobs, 
 def test_what_is_configured_comes_first(small):
     as_is = built(small.gin_files, small.gin_params)
     assert as_is == small.experiment
-    own = promising(small, policy=ALL, seconds=99.0)
+    configured = promising(small, policy=ALL, seconds=99.0)
     other = promising(small, mesh=(4, 2), seconds=1.0)
-    assert own.configured and not other.configured
-    assert sorted([other, own], key=search._promise) == [own, other]
+    assert configured.configured and not other.configured
+    assert sorted([other, configured], key=search._promise) == [configured, other]
 
 
 @pytest.mark.parametrize(
@@ -146,18 +146,18 @@ def test_a_candidate_that_cannot_be_built_is_a_refusal(tmp_path):
     """A stack of its own scope keeps its policy, whatever is bound for all."""
     scoped = ["LanguageModel.stack = @deep/Repeat()", *(f"deep/{b}" for b in NAMED)]
     where = space(*scoped)
-    one = candidate(where, policy=EVERYTHING)
-    result = Compile(where, one, PlanCache(folder=tmp_path)).result()
+    case = candidate(where, policy=EVERYTHING)
+    result = Compile(where, case, PlanCache(folder=tmp_path)).result()
     assert "every Repeat got its recompute from" in result.refusal
 
 
 def test_the_winner_is_a_gin_file_to_train_with(small, tmp_path):
-    text = search_text.winner(small, found(small))
-    assert text == search_text.winner(small, found(small))
+    text = search_text.winner(small, searched(small))
+    assert text == search_text.winner(small, searched(small))
     path = tmp_path / "winner.gin"
     path.write_text(text)
     made = built([str(path)], [])
-    best = found(small).ranked[0].promising.candidate
+    best = searched(small).ranked[0].promising.candidate
     assert made.plan == best.plan.on(best.mesh) and made.global_batch == best.batch
     assert tuple(made.task.stack.saved_names) == NAMES
     assert all(len(line) <= 80 for line in text.splitlines() if line[:1] == "#")
@@ -173,7 +173,7 @@ def test_the_winner_is_a_gin_file_to_train_with(small, tmp_path):
 
 
 def test_the_table_fits_a_terminal(small):
-    text = search_text.table(small, found(small))
+    text = search_text.table(small, searched(small))
     lines = text.splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert "62.5" in lines[1] and "4x2" in lines[1] and "attempt2" in lines[1]
@@ -208,8 +208,8 @@ def _numbers(message):
 
 
 def test_all_refused_says_how_to_go_on(small):
-    row = found(small).refused[0]
-    message = search._all_refused([row], found(small).screened, 1)
+    row = searched(small).refused[0]
+    message = search._all_refused([row], searched(small).screened, 1)
     assert "3 were not compiled: raise --search_budget above 1" in message
     assert "RESOURCE_EXHAUSTED" in message and "8x1 finalized" in message
 

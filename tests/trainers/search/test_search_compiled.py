@@ -67,7 +67,7 @@ def test_an_interrupted_search_says_how_to_go_on(interrupted):
     folder, status, stderr = interrupted
     assert status == INTERRUPTED
     kept = list(folder.glob("cache/*"))
-    assert 1 <= len(kept) < BUDGET and all(one.suffix == ".json" for one in kept)
+    assert 1 <= len(kept) < BUDGET and all(file.suffix == ".json" for file in kept)
     assert f"kept in {folder / 'cache'}: the same command goes on" in stderr
     assert not (folder / "winner.gin").exists()
 
@@ -82,10 +82,10 @@ def test_it_goes_on_from_there(interrupted, finished, monkeypatch):
 
     where, cache = space(), PlanCache(folder=folder / "cache")
     monkeypatch.setattr(subprocess, "Popen", no_process)
-    found = search.search(where, cache=cache, budget=BUDGET, jobs=1)
-    assert {row.result for row in found.ranked} == {row.result for row in finished}
-    times = [row.seconds_per_example for row in found.ranked]
-    assert times == sorted(times) and any(r.promising.configured for r in found.ranked)
+    result = search.search(where, cache=cache, budget=BUDGET, jobs=1)
+    assert {row.result for row in result.ranked} == {row.result for row in finished}
+    times = [row.seconds_per_example for row in result.ranked]
+    assert times == sorted(times) and any(r.promising.configured for r in result.ranked)
 
 
 def test_no_program_takes_less_than_its_bound(finished):
@@ -120,10 +120,12 @@ def test_what_the_compiler_refuses_is_too_large(tmp_path):
     """The bound of this one is below memory: its logits alone are 64 GiB."""
     large = ["VOCAB_SIZE = 2097152", "SEQUENCE_LENGTH = 8192", "MODEL_DIMS = 8"]
     where = space(*large)
-    one = next(one for one in search.screen(where).promising if one.configured)
-    assert one.bound < where.torus.kind.memory
+    scored = next(
+        scored for scored in search.screen(where).promising if scored.configured
+    )
+    assert scored.bound < where.torus.kind.memory
     cache = PlanCache(folder=tmp_path)
-    result = search.Compile(where, one.candidate, cache).result()
+    result = search.Compile(where, scored.candidate, cache).result()
     assert result.too_large and result.seconds is None
     (kept,) = tmp_path.iterdir()
     assert json.loads(kept.read_text())["result"]["too_large"]

@@ -106,7 +106,7 @@ def test_from_a_search_to_training_of_a_pipeline(tmp_path, compiler):
     files = {"gin_files": pipelined.GIN_FILES}
     assert run(tmp_path, *pipelined.PARAMS, **files, **chosen) is None
     started = compiler()
-    assert all("Pipeline.num_microbatches = " in one for one in started)
+    assert all("Pipeline.num_microbatches = " in text for text in started)
     winner = tmp_path / "made" / "winner.gin"
     assert built([str(winner)], []).task.stack.num_microbatches in (2, 8)
     check_trains(winner, tmp_path / "model")

@@ -38,10 +38,10 @@ ROWS = 2 * 8 * 8 * 4  # Bytes of all layers for one column.
     ],
 )
 def test_saved_activations_are_counted(small, changes, activations):
-    one = candidate(small, **changes)
+    case = candidate(small, **changes)
     layers = built(small.gin_files, small.gin_params).task.stack.num_layers
     assert layers == 2
-    assert MemoryBound(small.experiment).activations(one) == activations
+    assert MemoryBound(small.experiment).activations(case) == activations
 
 
 def test_nothing_recomputed_saves_more_than_what_has_a_name(small):
@@ -54,9 +54,9 @@ def test_nothing_recomputed_saves_more_than_what_has_a_name(small):
 
 
 def test_state_is_counted_with_the_gradients_of_the_loop(small):
-    one = candidate(small, mesh=(2, 4))
+    case = candidate(small, mesh=(2, 4))
     weights = small.experiment.task.weights()
-    plan = one.plan.on(one.mesh)
+    plan = case.plan.on(case.mesh)
     size = {
         path: spec.dtype.size * math.prod(spec.sharding(plan).shard_shape(spec.shape))
         for path, spec in weights.items_by_path()
@@ -65,6 +65,6 @@ def test_state_is_counted_with_the_gradients_of_the_loop(small):
     assert 0 < stacked < sum(size.values())
     # Adam has two slots for each weight; the step is one number.
     bound = 3 * sum(size.values()) + stacked + 4
-    assert MemoryBound(small.experiment).state(one) == bound
+    assert MemoryBound(small.experiment).state(case) == bound
     unrolled = space(*NAMED, "Repeat.unroll = %Unroll.UNROLLED")
-    assert MemoryBound(unrolled.experiment).state(one) == bound - stacked
+    assert MemoryBound(unrolled.experiment).state(case) == bound - stacked

@@ -17,7 +17,7 @@ from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.trainers.search import search_order, search_text
 from meshwright.trainers.search.search_cost import bytes_passed, rough_seconds
 from meshwright.trainers.search.search_space import built, factorizations
-from tests.trainers.search.search_cases import NAMED, candidate, found, space
+from tests.trainers.search.search_cases import NAMED, candidate, searched, space
 from tests.trainers.small_run import GIN_FILES
 
 
@@ -34,7 +34,7 @@ def one_matrix(rows, cols):
 def test_what_is_sent_follows_from_the_tables(small):
     """Attempt 2 on (8, 1) is data parallel, weights split: each goes round 3 times."""
     experiment = small.experiment
-    tables = {one.name: one.tables for one in small.plans}
+    tables = {plan.name: plan.tables for plan in small.plans}
 
     def sent(plan, mesh, recomputed=0.0):
         plan = dataclasses.replace(tables[plan], mesh_shape=mesh)
@@ -50,10 +50,10 @@ def test_what_is_sent_follows_from_the_tables(small):
     # Activations split on one side alone are reduced on the other, there and back.
     reduced = 2 * 64 * 16 * (4 + 2) * 2 * 4 + 2 * 64 * 16 * 4
     assert sent("attempt2", (1, 4))["Y"] == pytest.approx(reduced * 3 / 4)
-    whole = dataclasses.replace(
+    full = dataclasses.replace(
         tables["attempt2"], mesh_shape=(8, 1), weights=ShardingPlan().weights
     )
-    placed = dataclasses.replace(experiment, plan=whole)
+    placed = dataclasses.replace(experiment, plan=full)
     assert bytes_passed(placed, 0.0)["X"] == pytest.approx(2 * 4 * matrices * 7 / 8)
 
 
@@ -63,17 +63,17 @@ def test_device_orders_are_the_trainers_and_those_that_ask_less_somewhere(name):
     several = 0
     for shape in factorizations(torus.size, 2):
         orders = device_orders(shape, torus)
-        own = device_order(shape, torus)
-        assert orders[0].loads == own.loads and (orders[0].ids == own.ids).all()
+        default = device_order(shape, torus)
+        assert orders[0].loads == default.loads and (orders[0].ids == default.ids).all()
         several += len(orders) > 1
-        for one in orders:
-            assert sorted(one.ids.flat) == list(range(torus.size))
-            mesh = DeviceMesh(("X", "Y"), shape, tuple(one.ids.flat))
+        for order in orders:
+            assert sorted(order.ids.flat) == list(range(torus.size))
+            mesh = DeviceMesh(("X", "Y"), shape, tuple(order.ids.flat))
             # What a mesh that lists these devices is priced by.
-            assert order_of(mesh, torus).loads == one.loads
+            assert order_of(mesh, torus).loads == order.loads
             for other in orders[1:]:
-                assert other is one or any(
-                    a < b for a, b in zip(one.loads, other.loads, strict=True)
+                assert other is order or any(
+                    a < b for a, b in zip(order.loads, other.loads, strict=True)
                 )
     assert several
 
@@ -81,11 +81,11 @@ def test_device_orders_are_the_trainers_and_those_that_ask_less_somewhere(name):
 def test_the_order_that_a_program_is_fastest_in_is_found(small, monkeypatch):
     """Where one axis sends all, that which asks least along it; (4, 2) on v3:2x2."""
     torus, mesh = topology("v3:2x2"), DeviceMesh(("X", "Y"), (4, 2))
-    own, other = device_orders((4, 2), torus)
-    assert (own.loads, other.loads) == ((4, 0), (2, 4))
+    default, other = device_orders((4, 2), torus)
+    assert (default.loads, other.loads) == ((4, 0), (2, 4))
     experiment = built(small.gin_files, [*small.gin_params, "MESH_SHAPE = (4, 2)"])
 
-    def found(x, y):
+    def fastest_order(x, y):
         def step_time(module, mesh, order):
             return SimpleNamespace(seconds=x * order.loads[0] + y * order.loads[1])
 
@@ -93,14 +93,14 @@ def test_the_order_that_a_program_is_fastest_in_is_found(small, monkeypatch):
         report = SimpleNamespace(
             experiment=experiment,
             torus=torus,
-            order=own,
+            order=default,
             module=None,
-            step_seconds=step_time(None, mesh, own).seconds,
+            step_seconds=step_time(None, mesh, default).seconds,
         )
         return search_order.fastest(report)
 
-    assert found(1, 0) == (2, other)
-    assert found(1, 1) == (4, own)
+    assert fastest_order(1, 0) == (2, other)
+    assert fastest_order(1, 1) == (4, default)
 
 
 DROPPED = ", but for its device order"
@@ -110,22 +110,22 @@ def test_a_device_order_is_written_down(small):
     """A long one is broken; what was given before is replaced."""
     given = "ShardingPlan.device_ids = (7, 6, 5, 4, 3, 2, 1, 0)"
     for where in (small, space(given, *NAMED)):
-        (row, *_) = found(where).ranked
+        (row, *_) = searched(where).ranked
         ids = (0, 2, 4, 6, 1, 3, 5, 7)
         row = dataclasses.replace(
             row, result=dataclasses.replace(row.result, device_ids=ids)
         )
-        changed = dataclasses.replace(found(where), ranked=(row,))
+        changed = dataclasses.replace(searched(where), ranked=(row,))
         text = search_text.winner(where, changed)
         made = built([*GIN_FILES], [*where.gin_params, *row.bindings()])
         assert made.plan.mesh.device_ids == ids
         assert text.endswith(row.bindings()[-1] + "\n")
         lines = search_text.table(where, changed).splitlines()
         assert lines[1].startswith(" +")
-        assert "+ in another device order than the trainer's own" in lines
-        lines = search_text.table(where, found(where)).splitlines()
-        own = "* as configured" + ("" if where is small else DROPPED)
-        assert own in lines
+        assert "+ in a device order other than the trainer's" in lines
+        lines = search_text.table(where, searched(where)).splitlines()
+        mark = "* as configured" + ("" if where is small else DROPPED)
+        assert mark in lines
     long = dataclasses.replace(
         row, result=dataclasses.replace(row.result, device_ids=tuple(range(256)))
     )
@@ -136,18 +136,18 @@ def test_rough_seconds_count_in_the_best_order():
     """On (64, 4) nearly all goes along X."""
     large = "GLOBAL_BATCH = 192"
     where = space(large, name="v3:8x16", files=["paper/table3_32x8.gin"])
-    one = candidate(where, mesh=(64, 4), batch=192)
-    torus, plan = where.torus, one.plan.on(one.mesh)
+    case = candidate(where, mesh=(64, 4), batch=192)
+    torus, plan = where.torus, case.plan.on(case.mesh)
     placed = dataclasses.replace(where.experiment, plan=plan, global_batch=192)
     sent = bytes_passed(placed, 1.0)
-    loads = [order.loads for order in device_orders(one.mesh, torus)]
+    loads = [order.loads for order in device_orders(case.mesh, torus)]
     assert loads == [(8, 2), (4, 4)]
-    own, other = (
+    default, other = (
         sum(sent[axis] / 2 * n for axis, n in zip("XY", each, strict=True))
         / (LINK_EFFICIENCY * torus.kind.link_bandwidth)
         for each in loads
     )
     flops = where.experiment.task.train_flops(192) * 4 / 3
     compute = flops / (0.6 * torus.kind.peak_flops * torus.size)
-    rough = rough_seconds(where.experiment, one, torus, 1.0)
-    assert other < own and rough == pytest.approx(compute + other)
+    rough = rough_seconds(where.experiment, case, torus, 1.0)
+    assert other < default and rough == pytest.approx(compute + other)

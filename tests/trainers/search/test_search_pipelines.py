@@ -21,7 +21,7 @@ from meshwright.trainers.search.search_space import (
 from tests import needs
 from tests.trainers.planning.test_plan_main import call_main
 from tests.trainers.search import pipelined
-from tests.trainers.search.search_cases import EVERYTHING, found, space
+from tests.trainers.search.search_cases import EVERYTHING, searched, space
 from tests.trainers.search.search_cases import candidate as any_candidate
 
 PLANS = ("plans/pipeline.gin",)
@@ -39,8 +39,8 @@ def small():
 
 
 def candidate(where, mesh=MESH, policy=EVERYTHING, batch=8, microbatches=4):
-    one = any_candidate(where, mesh, "pipeline", policy, batch)
-    return dataclasses.replace(one, microbatches=microbatches)
+    case = any_candidate(where, mesh, "pipeline", policy, batch)
+    return dataclasses.replace(case, microbatches=microbatches)
 
 
 def test_microbatches_are_powers_of_two_from_one_a_stage(small):
@@ -56,13 +56,13 @@ def test_microbatches_are_powers_of_two_from_one_a_stage(small):
 
 def test_a_candidate_is_built_from_its_bindings(small):
     ones = small.candidates()
-    assert {one.microbatches for one in ones} == {2, 4, 8}
-    own = [one for one in ones if is_configured(small.experiment, one)]
-    assert own == [candidate(small)]
-    for one in [*own, candidate(small, (1, 4, 2), batch=16, microbatches=2)]:
-        made = built(small.gin_files, [*small.gin_params, *one.bindings()])
-        assert made == one.of(small.experiment)
-        assert made.task.stack.num_microbatches == one.microbatches
+    assert {c.microbatches for c in ones} == {2, 4, 8}
+    configured = [c for c in ones if is_configured(small.experiment, c)]
+    assert configured == [candidate(small)]
+    for case in [*configured, candidate(small, (1, 4, 2), batch=16, microbatches=2)]:
+        made = built(small.gin_files, [*small.gin_params, *case.bindings()])
+        assert made == case.of(small.experiment)
+        assert made.task.stack.num_microbatches == case.microbatches
         assert made.task.stack.stack.recompute is Recompute.EVERYTHING
 
 
@@ -83,25 +83,25 @@ def test_shapes_that_cannot_do_are_left_out(small, changes, reason):
 
 def test_stages_that_their_axis_does_not_divide_are_left_out():
     where = pipelined_space("NUM_STAGES = 3", "NUM_LAYERS = 3")
-    one = candidate(where)
+    case = candidate(where)
     reason = "stages that their mesh axis does not divide"
-    assert misfit(where.experiment, one, where.torus) == reason
-    whole = candidate(where, (1, 4, 2), microbatches=2)
-    assert misfit(where.experiment, whole, where.torus) is None
+    assert misfit(where.experiment, case, where.torus) == reason
+    full = candidate(where, (1, 4, 2), microbatches=2)
+    assert misfit(where.experiment, full, where.torus) is None
     # Bounds are traced on another mesh, which such stages allow.
-    assert MemoryBound(where.experiment).activations(whole) > 0
+    assert MemoryBound(where.experiment).activations(full) > 0
 
 
 def test_how_a_microbatch_is_split_makes_another_program(small):
     dims = dims_of(small.experiment)
-    one = candidate(small)
-    tables = one.plan.tables
+    case = candidate(small)
+    tables = case.plan.tables
     split = dict(tables.activations, microbatch=None)
     other = dataclasses.replace(
-        one.plan, tables=dataclasses.replace(tables, activations=split)
+        case.plan, tables=dataclasses.replace(tables, activations=split)
     )
-    plans = [one, dataclasses.replace(one, plan=other)]
-    counts = [one, dataclasses.replace(one, microbatches=2)]
+    plans = [case, dataclasses.replace(case, plan=other)]
+    counts = [case, dataclasses.replace(case, microbatches=2)]
     for pair in (plans, counts):
         assert len({essence(each, dims) for each in pair}) == 2
 
@@ -129,8 +129,8 @@ def test_saved_activations_are_counted(small, changes, inputs, split):
 def test_saved_activations_of_a_circular_pipeline():
     """3 microbatches have slots as 4: 9 iterations of one layer."""
     where = pipelined_space("Pipeline.num_repeats = 2", "NUM_MICROBATCHES = 3")
-    one = candidate(where, batch=6, microbatches=3)
-    assert MemoryBound(where.experiment).activations(one) == INPUT * (9 + 4) / 4
+    case = candidate(where, batch=6, microbatches=3)
+    assert MemoryBound(where.experiment).activations(case) == INPUT * (9 + 4) / 4
 
 
 def test_what_is_recomputed_is_not_saved(small):
@@ -144,20 +144,20 @@ def test_what_is_recomputed_is_not_saved(small):
 
 def test_weights_are_split_by_stages(small):
     bound = MemoryBound(small.experiment)
-    halves, whole = (bound.state(candidate(small, (n, 4 // n, 2))) for n in (2, 1))
+    halves, full = (bound.state(candidate(small, (n, 4 // n, 2))) for n in (2, 1))
     stack = small.experiment.task.weights().stack
     matrices = sum(4 * spec.size for spec in stack.leaves() if spec.is_matrix)
     vectors = sum(4 * spec.size for spec in stack.leaves() if not spec.is_matrix)
     # Weights, two slots and gradients.
-    assert whole - halves == 4 * (matrices / 2 + vectors) / 2
+    assert full - halves == 4 * (matrices / 2 + vectors) / 2
 
 
 @needs.libtpu
 def test_no_program_takes_less_than_its_bound(small):
-    one = candidate(small)
+    case = candidate(small)
     bound = MemoryBound(small.experiment)
-    least = bound.state(one) + bound.activations(one)
-    assert 0 < least <= plan(one.of(small.experiment), topology="v3:2x2").peak_bytes
+    least = bound.state(case) + bound.activations(case)
+    assert 0 < least <= plan(case.of(small.experiment), topology="v3:2x2").peak_bytes
 
 
 def test_bubbles_cost_time(small):
@@ -192,10 +192,10 @@ def test_weights_gradients_are_reduced_for_each_microbatch(small):
 
 def test_the_winner_is_a_gin_file_to_train_with(small, tmp_path):
     best = candidate(small, batch=16, microbatches=2)
-    rows = found(space()).ranked
+    rows = searched(space()).ranked
     promising = dataclasses.replace(rows[0].promising, candidate=best)
     row = dataclasses.replace(rows[0], promising=promising)
-    changed = dataclasses.replace(found(space()), ranked=(row,), refused=())
+    changed = dataclasses.replace(searched(space()), ranked=(row,), refused=())
     path = tmp_path / "winner.gin"
     path.write_text(search_text.winner(small, changed))
     assert built([str(path)], []) == best.of(small.experiment)
@@ -207,10 +207,8 @@ def test_the_winner_is_a_gin_file_to_train_with(small, tmp_path):
 
 def test_screening_keeps_what_can_be_laid_out():
     screened = search.screen(pipelined_space(batches=(8,)))
-    kept = {
-        (one.candidate.mesh, one.candidate.microbatches) for one in screened.promising
-    }
-    assert {one.candidate.mesh[0] for one in screened.promising} == {1, 2}
+    kept = {(s.candidate.mesh, s.candidate.microbatches) for s in screened.promising}
+    assert {scored.candidate.mesh[0] for scored in screened.promising} == {1, 2}
     assert (MESH, 4) in kept and (MESH, 8) not in kept
     assert screened.promising[0].configured
     assert screened.left_out["more shards than there are 'stages'"] > 0

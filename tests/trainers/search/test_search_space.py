@@ -55,31 +55,31 @@ def test_policies_are_all_nothing_and_nested_subsets(small):
 
 
 def test_a_candidate_is_built_from_its_bindings(small):
-    for one in small.candidates():
-        made = built(small.gin_files, [*small.gin_params, *one.bindings()])
-        assert made.plan == one.plan.on(one.mesh)
+    for case in small.candidates():
+        made = built(small.gin_files, [*small.gin_params, *case.bindings()])
+        assert made.plan == case.plan.on(case.mesh)
         stack = made.task.stack
         assert (stack.recompute, tuple(stack.saved_names)) == (
-            one.policy.recompute,
-            one.policy.saved_names,
+            case.policy.recompute,
+            case.policy.saved_names,
         )
-        assert made.global_batch == one.batch
-        assert is_configured(small.experiment, one) == (made == small.experiment)
+        assert made.global_batch == case.batch
+        assert is_configured(small.experiment, case) == (made == small.experiment)
     assert len(small.candidates()) == 4 * 3 * 5
 
 
 def test_a_given_device_order_is_for_its_mesh_alone():
     ids = "ShardingPlan.device_ids = (7, 6, 5, 4, 3, 2, 1, 0)"
-    one = candidate(space(ids), mesh=(4, 2))
-    assert "ShardingPlan.device_ids = None" in one.bindings()
-    assert built(GIN_FILES, [ids, *one.bindings()]).plan.device_ids is None
+    case = candidate(space(ids), mesh=(4, 2))
+    assert "ShardingPlan.device_ids = None" in case.bindings()
+    assert built(GIN_FILES, [ids, *case.bindings()]).plan.device_ids is None
 
 
 def test_plans_are_the_shipped_ones_of_the_same_axes_and_the_users_own(tmp_path):
-    own = 'ShardingPlan.weights = {"model": "Y"}'
+    binding = 'ShardingPlan.weights = {"model": "Y"}'
     shipped = [plan.name for plan in space(plans=()).plans]
     assert {"attempt1", "attempt2", "finalized"} <= set(shipped)
-    names = [plan.name for plan in space(own, plans=()).plans]
+    names = [plan.name for plan in space(binding, plans=()).plans]
     assert names == ["as configured", *shipped]
     other_axes = [
         'ShardingPlan.mesh_axes = ("replica",)',
@@ -103,7 +103,7 @@ def test_a_plan_may_be_another_one_by_inclusion(tmp_path):
     path = tmp_path / "mine.gin"
     path.write_text("# As tried first.\ninclude 'plans/attempt1.gin'\n")
     (plan,) = named_plans(small.experiment, GIN_FILES, small.gin_params, [str(path)])
-    (first,) = (one for one in small.plans if one.name == "attempt1")
+    (first,) = (plan for plan in small.plans if plan.name == "attempt1")
     assert plan.name == "mine" and plan.tables == first.tables
     path.write_text("include 'plans/attempt1.gin'\nRepeat.num_layers = 2\n")
     with pytest.raises(ValueError, match="mine.gin binds nothing of ShardingPlan"):
@@ -137,9 +137,9 @@ def test_a_model_without_a_plan_gets_a_shipped_one():
     assert not experiment.plan.weights and experiment.plan.mesh.size == 1
     plans = named_plans(experiment, files, [])
     assert plans[0].name == "as configured"
-    (plan,) = (one for one in plans if one.name == "finalized")
-    one = Candidate(mesh=(4, 2), plan=plan, policy=EVERYTHING, batch=8)
-    made = built(files, one.bindings())
+    (plan,) = (p for p in plans if p.name == "finalized")
+    case = Candidate(mesh=(4, 2), plan=plan, policy=EVERYTHING, batch=8)
+    made = built(files, case.bindings())
     assert made.plan == plan.on((4, 2)) and made.plan.weights
 
 
@@ -147,14 +147,14 @@ def test_what_is_the_same_program_is_looked_at_once(monkeypatch):
     """Along an axis of one device plans do not differ."""
     bounded, state = [], MemoryBound.state
     monkeypatch.setattr(
-        MemoryBound, "state", lambda self, one: bounded.append(one) or state(self, one)
+        MemoryBound, "state", lambda self, c: bounded.append(c) or state(self, c)
     )
     screened = search.screen(space())
     assert len(bounded) == len(screened.promising)
     apart = {
-        (one.candidate.mesh, one.candidate.plan.name)
-        for one in screened.promising
-        if one.candidate.mesh in ((8, 1), (4, 2))
+        (scored.candidate.mesh, scored.candidate.plan.name)
+        for scored in screened.promising
+        if scored.candidate.mesh in ((8, 1), (4, 2))
     }
     assert apart == {
         ((4, 2), "attempt1"),
@@ -175,7 +175,7 @@ def test_dims_that_the_model_lacks_make_no_other_program(tmp_path):
         "'vocab': 'Y', 'experts': 'X'}\n"
     )
     screened = search.screen(space(plans=(str(path), PLANS[1])))
-    assert {one.candidate.plan.name for one in screened.promising} == {"attempt2"}
+    assert {scored.candidate.plan.name for scored in screened.promising} == {"attempt2"}
     assert screened.left_out["the same program as with another plan"] == 6
 
 
@@ -183,12 +183,12 @@ def test_dims_that_the_model_lacks_make_no_other_program(tmp_path):
 def test_of_equal_programs_the_configured_one_is_kept():
     """Attempt 2 comes first, and is the same on (8, 1)."""
     screened = search.screen(space("MESH_SHAPE = (8, 1)", *NAMED))
-    (own,) = (one.candidate for one in screened.promising if one.configured)
-    assert own.plan.name == "finalized" and own.mesh == (8, 1)
+    (configured,) = (s.candidate for s in screened.promising if s.configured)
+    assert configured.plan.name == "finalized" and configured.mesh == (8, 1)
 
 
 def test_candidates_come_with_each_batch(small):
     ones = list(
         candidates(small.experiment, small.plans[:1], devices=8, batches=(8, 16))
     )
-    assert {one.batch for one in ones} == {8, 16} and len(ones) == 4 * 5 * 2
+    assert {c.batch for c in ones} == {8, 16} and len(ones) == 4 * 5 * 2

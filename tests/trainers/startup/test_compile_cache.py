@@ -34,9 +34,9 @@ def settings():
 @pytest.fixture
 def hits(monkeypatch):
     monkeypatch.setattr(compile_cache, "_LEAST_SECONDS", 0.0)
-    found = []
-    jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
-    yield lambda: found.count("/jax/compilation_cache/cache_hits")
+    entries = []
+    jax.monitoring.register_event_listener(lambda name, **_: entries.append(name))
+    yield lambda: entries.count("/jax/compilation_cache/cache_hits")
     jax.monitoring.clear_event_listeners()
 
 
@@ -52,12 +52,12 @@ def run(in_child=False):
 
 def test_what_was_compiled_is_read_by_the_next_start(tmp_path, hits):
     compile_cache.use(str(tmp_path))
-    found = []
+    entries = []
     for _ in range(2):  # From the same line, which is a part of the key.
         run()
-        found.append(hits())
+        entries.append(hits())
     assert list(tmp_path.glob("*/jit_kept*-cache"))
-    assert found[0] == 0 < found[1]
+    assert entries[0] == 0 < entries[1]
 
 
 def test_what_a_child_compiled_is_not_kept(tmp_path):

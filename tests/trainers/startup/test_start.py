@@ -80,10 +80,10 @@ def test_a_file_that_imports_is_left_to_the_real_check(tmp_path):
 
 
 def names(registry):
-    ours = {name: one for name, one in registry.items() if name.startswith("meshwr")}
+    ours = {name: e for name, e in registry.items() if name.startswith("meshwr")}
     return {
-        name: sorted(inspect.signature(one.wrapped).parameters)
-        for name, one in ours.items()
+        name: sorted(inspect.signature(entry.wrapped).parameters)
+        for name, entry in ours.items()
     }
 
 

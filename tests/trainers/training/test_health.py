@@ -87,13 +87,13 @@ def test_rolls_back_and_on_with_later_batches(
     """Steps 6 and on read the batches of step 9 and on; again so after a restart."""
     plain = straight()[0].losses
     change_batches(poison(8))
-    whole = train(rolling_back(), tmp_path / "whole", num_steps=20)
-    assert whole.step == 20
+    straight_run = train(rolling_back(), tmp_path / "whole", num_steps=20)
+    assert straight_run.step == 20
     assert "loss is nan at step 8: rolled back to step 5" in caplog.text
     first = train(rolling_back(), tmp_path / "parts", num_steps=10)
     second = train(rolling_back(), tmp_path / "parts", num_steps=20)
-    assert first.losses | second.losses == whole.losses
-    same = [step for step in plain if whole.losses[step] == plain[step]]
+    assert first.losses | second.losses == straight_run.losses
+    same = [step for step in plain if straight_run.losses[step] == plain[step]]
     assert same == [1, 2, 3, 4, 5]
     curve = points(tmp_path / "whole", "train")["run/roll_backs"]
     assert curve == [(5, 0), (10, 1), (15, 1), (20, 1)]

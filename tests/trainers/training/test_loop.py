@@ -62,11 +62,11 @@ def test_resumed_run_has_identical_bits(straight, tmp_path, steps_per_loop):
 
 
 def test_steps_in_a_compiled_loop_are_the_same_steps(straight):
-    one, five = straight(1)[0], straight(5)[0]
+    single, five = straight(1)[0], straight(5)[0]
     np.testing.assert_allclose(
-        list(five.losses.values()), list(one.losses.values()), rtol=1e-6
+        list(five.losses.values()), list(single.losses.values()), rtol=1e-6
     )
-    assert five.evaluation == pytest.approx(one.evaluation, rel=1e-5)
+    assert five.evaluation == pytest.approx(single.evaluation, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_signal_saves_and_stops(straight, change_batches, tmp_path, capfd, signu
             if signum == signal.SIGTERM:  # `timeout` sends two.
                 signal.raise_signal(signum)
 
-    handlers = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     programs = at(small_programs())
     change_batches(ask_to_stop)
     result = train(programs, tmp_path)
@@ -189,7 +189,7 @@ def test_signal_saves_and_stops(straight, change_batches, tmp_path, capfd, signu
     assert saved_steps(tmp_path) == [5, 7]
     assert capfd.readouterr().err.count(f"{signum.name}: stopping") == 1
     assert handlers == [
-        signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)
+        signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
     ]
     change_batches(lambda first, batches: None)
     want = straight()[0].losses
@@ -234,8 +234,8 @@ def test_evaluation_of_every_due_step_once(tmp_path, caplog, is_cut_off):
     run = loop.Run(model_dir=str(tmp_path), evaluate=not is_cut_off)
     loop.train_and_evaluate(at(small_programs(), num_steps=10), run)
     train(small_programs(), tmp_path, num_steps=11)
-    said = [line.split(":")[0] for line in caplog.messages if "held-out" in line]
-    assert said == ["step 10", "step 11"]
+    prefixes = [line.split(":")[0] for line in caplog.messages if "held-out" in line]
+    assert prefixes == ["step 10", "step 11"]
 
 
 def test_run_that_is_done_only_evaluates(straight, tmp_path, caplog):
@@ -284,7 +284,7 @@ def test_changed_training_data_is_warned_of(straight, tmp_path, caplog, param, c
 
 def test_the_same_training_data_is_not_warned_of(straight, tmp_path, caplog):
     only_restored(straight, tmp_path, "Experiment.seed = 1")
-    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,7 @@ def test_a_run_that_resumes_says_what_was_configured_otherwise(tmp_path, caplog)
     for config in (CONFIG, CONFIG, CONFIG.replace("0.004", "0.01")):
         run = loop.Run(model_dir=str(tmp_path), config=config, evaluate=False)
         loop.train_and_evaluate(programs, run)
-    (line,) = [
-        one.getMessage() for one in caplog.records if "otherwise" in one.getMessage()
-    ]
+    (line,) = [r.getMessage() for r in caplog.records if "otherwise" in r.getMessage()]
     assert line == (
         "configured otherwise than checkpoint step 5: x/CosineSchedule.start_value: "
         "0.004 -> 0.01"

@@ -58,8 +58,8 @@ def test_the_programs_of_an_experiment_are_compiled_in_a_child(monkeypatch):
 @pytest.mark.parametrize("field", ["strict", "compile_in_child"])
 @pytest.mark.parametrize("value", ["1", "'yes'", "None"])
 def test_it_is_true_or_false(field, value):
-    told = re.escape(f"Experiment.{field} is {value}; it must be True or False")
-    with pytest.raises(ValueError, match=told):
+    message = re.escape(f"Experiment.{field} is {value}; it must be True or False")
+    with pytest.raises(ValueError, match=message):
         small_experiment(MESH, f"Experiment.{field} = {value}")
 
 
@@ -77,10 +77,10 @@ def test_it_is_true_or_false(field, value):
 def test_the_flag_sets_the_field(field, flag, bound, wanted):
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["meshwright"])
-    told = []
+    lines = []
 
     def note(*args):
-        told.append(args)
+        lines.append(args)
 
     binding = [] if bound is None else [f"Experiment.{field} = {bound}"]
     given = {"gin_file": ["lm/stdlib_tiny.gin"], "gin_param": binding}
@@ -88,6 +88,6 @@ def test_the_flag_sets_the_field(field, flag, bound, wanted):
         given[field] = flag
     with flagsaver.flagsaver(**given):
         cli.call("meshwright", ["meshwright"], lambda: cli.Command(run=note))
-    ((experiment, config_text),) = told
+    ((experiment, config_text),) = lines
     assert getattr(experiment, field) is wanted
     assert (f"Experiment.{field} = True" in config_text) == wanted

@@ -130,7 +130,7 @@ def test_full_disk_costs_points_not_the_training(tmp_path, caplog):
         summaries.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    (warning,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert warning.getMessage() == (
         f"summaries are lost: {tmp_path}/train: File too large"
     )
@@ -138,11 +138,11 @@ def test_full_disk_costs_points_not_the_training(tmp_path, caplog):
 
 def test_a_bucket_is_no_local_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = []
-    monkeypatch.setattr(tf.io.gfile, "makedirs", asked.append)
-    monkeypatch.setattr(tf.summary, "create_file_writer", asked.append)
+    paths = []
+    monkeypatch.setattr(tf.io.gfile, "makedirs", paths.append)
+    monkeypatch.setattr(tf.summary, "create_file_writer", paths.append)
     Summaries("gs://bucket/run", "train")
-    assert asked == ["gs://bucket/run/train"] * 2
+    assert paths == ["gs://bucket/run/train"] * 2
     assert not list(tmp_path.iterdir())
 
 

@@ -72,7 +72,7 @@ def compiled(monkeypatch):
         (["Experiment.sed = 1"], r"'Experiment' .*'sed'(.|\n)*Did you mean seed"),
         (
             ["Experiment.not_finite = SKIP"],
-            "'SKIP' is no value: quote a text, write",
+            "'SKIP' is no value: quote a string, write",
         ),
         (["Experiment.not_finite = %NotFinite.SKIPP"], "mean %NotFinite.SKIP"),
         (["Adafactor.beta1 = 0.5"], "Adafactor.beta1 = 0.5\n.*built no Adafactor"),
@@ -157,8 +157,8 @@ def test_checkpoint_of_another_model(straight, tmp_path):
     assert "is of another model" in error
     events = re.compile("events.out")
     after = sorted(str(path) for path in tmp_path.rglob("*"))
-    assert [one for one in after if not events.search(one)] == [
-        one for one in before if not events.search(one)
+    assert [name for name in after if not events.search(name)] == [
+        name for name in before if not events.search(name)
     ]
 
 
@@ -267,8 +267,8 @@ def start(model_dir, *params, device_count):
         str(pathlib.Path(sys.executable).parent / "meshwright-train"),
         f"--model_dir={model_dir}",
         f"--device_count={device_count}",
-        *(f"--gin_file={one}" for one in GIN_FILES),
-        *(f"--gin_param={one}" for one in (*GIN_PARAMS, *params)),
+        *(f"--gin_file={file}" for file in GIN_FILES),
+        *(f"--gin_param={param}" for param in (*GIN_PARAMS, *params)),
     ]
     ours = ("XLA_FLAGS", "PJRT_NPROC")
     env = {k: v for k, v in os.environ.items() if k not in ours}

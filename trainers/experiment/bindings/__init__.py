@@ -1,1 +1,1 @@
-"""What gin files bind, held against what the classes take."""
+"""Checks of gin's bindings against what the classes take."""

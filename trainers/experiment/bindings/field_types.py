@@ -1,6 +1,6 @@
-"""Values of fields against their annotations, in gin's spelling.
+"""Checks values of fields against their annotations, in gin's spelling.
 
-Python checks neither: a layer count in quotes would fail somewhere else, or nowhere.
+Python does not check them: a layer count in quotes would fail elsewhere, or nowhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Misfit:
     Args:
       owner: the class.
       field: its field.
-      value: of the field.
+      value: the field's value.
       hint: the field's annotation.
     """
 
@@ -48,11 +48,11 @@ class Misfit:
 
 
 def misfits(root: Any) -> Iterator[Misfit]:
-    """The fields of other types in an object that gin built, and in what it holds.
+    """The fields of wrong types in an object that gin built, and in what it holds.
 
-    Of dataclasses that are registered with gin; a field that has its default is right.
+    Dataclasses registered with gin are checked; a field that has its default is right.
     """
-    registered = {id(one.wrapped) for _, one in gin.config._REGISTRY.items()}
+    registered = {id(entry.wrapped) for _, entry in gin.config._REGISTRY.items()}
     pending, seen = [root], set()
     while pending:
         item = pending.pop()
@@ -69,7 +69,7 @@ def misfits(root: Any) -> Iterator[Misfit]:
 
 
 def misfits_of(instance: Any) -> Iterator[Misfit]:
-    """The fields of a dataclass's instance that have values of other types."""
+    """The fields of a dataclass's instance that have values of wrong types."""
     hints = type_hints(type(instance))
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name, field.default)
@@ -83,7 +83,7 @@ def misfits_of(instance: Any) -> Iterator[Misfit]:
 
 
 def type_hints(owner: Any) -> dict[str, Any]:
-    """Annotations of a class or function; none if they name what is not imported."""
+    """Annotations of a class or function; empty if they name what is not imported."""
     try:
         return typing.get_type_hints(owner)
     except (NameError, TypeError):
@@ -91,7 +91,7 @@ def type_hints(owner: Any) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type; of containers the elements are not looked at."""
+    """Whether a value is of a type; elements of containers are not checked."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return any(fits(value, option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
@@ -99,7 +99,7 @@ def fits(value: Any, hint: Any) -> bool:
     kind = typing.get_origin(hint) or hint
     if kind is None:
         return value is None
-    # Protocols say what an object does, which cannot be seen.
+    # Protocols say what an object does, which cannot be checked.
     is_protocol = getattr(kind, "_is_protocol", False)
     if kind is Any or not isinstance(kind, type) or is_protocol:
         return True
@@ -116,7 +116,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def spelling(hint: Any) -> str:
-    """What a gin file may say for a field of a type."""
+    """The values that a gin file may give a field of a type, in words."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return " or ".join(spelling(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
@@ -126,7 +126,7 @@ def spelling(hint: Any) -> str:
         bool: "True or False",
         int: "a whole number, such as 2",
         float: "a number, such as 0.1",
-        str: "a text in quotes, such as 'abc'",
+        str: "a string in quotes, such as 'abc'",
         type(None): "None",
         None: "None",
     }
@@ -148,8 +148,8 @@ def spelling(hint: Any) -> str:
         return f"one of {', '.join(map(str, kind))}"
     examples = [
         f"@{gin.config._REGISTRY.minimal_selector(selector)}()"
-        for selector, one in gin.config._REGISTRY.items()
-        if isinstance(one.wrapped, type) and issubclass(one.wrapped, kind)
+        for selector, entry in gin.config._REGISTRY.items()
+        if isinstance(entry.wrapped, type) and issubclass(entry.wrapped, kind)
     ]
     such_as = _either(sorted(examples)[:_MOST_EXAMPLES])
     return f"of class {kind.__name__}{f', such as {such_as}' if such_as else ''}"

@@ -1,4 +1,4 @@
-"""What is wrong with bindings, in terms of gin files, and the nearest known names."""
+"""Messages on wrong bindings, in terms of gin files, with the nearest known names."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from meshwright.trainers.experiment.bindings.field_types import (
 )
 
 MACRO = "gin.macro"
-"""Gin's selector of macros; what a macro is called is the scope of its binding."""
+"""Gin's selector of macros; the name of a macro is the scope of its binding."""
 _RENAMED = {"ShardingPlan.partial_axes": "unreduced_gradient_axes"}
-"""Parameters by the names that they had once."""
+"""The new names of parameters, by their former names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Binding:
-    """One parsed `scope/Class.parameter = value`, or a macro's `scope = value`."""
+    """A parsed `scope/Class.parameter = value`, or a macro's `scope = value`."""
 
     scope: tuple[str, ...]
     selector: str
@@ -49,7 +49,7 @@ class Binding:
 
 
 def bindings() -> list[Binding]:
-    """All that gin has parsed."""
+    """All bindings that gin has parsed."""
     return [
         Binding(
             scope=split_scope(scope), selector=selector, parameter=name, value=value
@@ -61,7 +61,7 @@ def bindings() -> list[Binding]:
 
 def references(value: Any) -> set[tuple[str, str]]:
     """(scope, selector) of each class and macro that a bound value refers to."""
-    return {one.config_key for one in gin.config.iterate_references({"": value})}
+    return {ref.config_key for ref in gin.config.iterate_references({"": value})}
 
 
 def message(text: str) -> str:
@@ -87,10 +87,10 @@ def message(text: str) -> str:
     if text.startswith("No module named"):
         return text + _where_modules_are()
     if text == "Unable to parse value.":
-        return f"{text[:-1]}: quote a text or a path, as in '/data'"
-    # Python's words for a bare name are of its own syntax tree.
+        return f"{text[:-1]}: quote a string or a path, as in '/data'"
+    # Python's words for a bare name are of its syntax tree.
     if match := re.match(r"malformed node.*\s+Failed to parse token '(.+)'", text):
-        hint = f"{match[1]!r} is no value: quote a text, write %NAME for a macro or "
+        hint = f"{match[1]!r} is no value: quote a string, write %NAME for a macro or "
         return hint + "constant, @NAME() for a class" + text[match.end() :]
     if match := re.match(rf"No bindings specified for '(.+)/{MACRO}'", text):
         return _unknown_macro(match[1])
@@ -98,7 +98,7 @@ def message(text: str) -> str:
 
 
 def missing_parameters(text: str) -> str:
-    """What a `TypeError` with the message `text` says, in terms of bindings."""
+    """The message `text` of a `TypeError`, in terms of bindings."""
     missing = re.search(r"missing \d+ required .*arguments?: (.*)", text)
     culprit = re.search(r"In call to configurable '(\S+)'", text)
     if not missing or not culprit:
@@ -111,7 +111,7 @@ def missing_parameters(text: str) -> str:
 
 
 def misfits_on_the_way(error: BaseException) -> Iterator[Misfit]:
-    """Those of the objects whose making an error ended, the innermost first."""
+    """The misfits of objects whose making an error ended, the innermost first."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         instance = frame.f_locals.get("self")
@@ -120,12 +120,12 @@ def misfits_on_the_way(error: BaseException) -> Iterator[Misfit]:
 
 
 def misfit_text(misfit: Misfit) -> str:
-    """What is wrong with a field, and the bindings that can have given it its value."""
+    """The error in a field, and the bindings that can have given it its value."""
     bound = [
-        f"\n  It is bound by `{one}`."
-        for one in bindings()
-        if one.parameter == misfit.field
-        and _wrapped(one.selector) in (misfit.owner, None)
+        f"\n  It is bound by `{binding}`."
+        for binding in bindings()
+        if binding.parameter == misfit.field
+        and _wrapped(binding.selector) in (misfit.owner, None)
     ]
     return f"{misfit}{''.join(bound)}"
 
@@ -137,22 +137,22 @@ def _wrapped(selector: str) -> type | None:
 
 
 def _unknown_macro(name: str) -> str:
-    macros = ["/".join(one.scope) for one in bindings() if one.selector == MACRO]
+    macros = ["/".join(bound.scope) for bound in bindings() if bound.selector == MACRO]
     known = macros + _suffixes(gin.config._CONSTANTS, like=name)
-    users = [one for one in bindings() if f"%{name}" in repr(one.value)]
+    users = [bound for bound in bindings() if f"%{name}" in repr(bound.value)]
     hint = did_you_mean(name, known, prefix="%")
     if not hint and users and users[0].selector != MACRO:
         hints = type_hints(gin.config._REGISTRY[users[0].selector].wrapped)
         if wanted := hints.get(users[0].parameter):
             hint = f"\n  It must be {spelling(wanted)}."
-    listed = "".join(f"\n    {one}" for one in users)
+    listed = "".join(f"\n    {bound}" for bound in users)
     return f"no macro or constant %{name}, used by{listed}{hint}"
 
 
 def _suffixes(selectors: Any, *, like: str) -> list[str]:
     """The ends of dotted selectors, as many parts of each as `like` has."""
     parts = like.count(".") + 1
-    return [".".join(one.split(".")[-parts:]) for one, _ in selectors.items()]
+    return [".".join(selector.split(".")[-parts:]) for selector, _ in selectors.items()]
 
 
 def _where_modules_are() -> str:
@@ -160,7 +160,7 @@ def _where_modules_are() -> str:
     here = os.getcwd()
     is_searched = not {"", here}.isdisjoint(sys.path)
     return (
-        "\n  Python finds modules that are installed or lie in a folder of PYTHONPATH"
+        "\n  Python finds modules that are installed or in a folder of PYTHONPATH"
         + ("." if is_searched else f",\n  which {here} is not: set PYTHONPATH=.")
     )
 
@@ -171,14 +171,14 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     if near := nearest(name, known, prefix):
         return near
     if 0 < len(known) <= 20:
-        return f"\n  Known are {', '.join(prefix + one for one in known)}."
+        return f"\n  Known are {', '.join(prefix + text for text in known)}."
     return ""
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Asks for up to three names of `known` that are spelled like `name`; or ""."""
+    """Suggests up to three names of `known` that are spelled like `name`; or ""."""
     near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
-    names = " or ".join(prefix + one for one in near)
+    names = " or ".join(prefix + match for match in near)
     return f"\n  Did you mean {names}?" if near else ""
 
 

@@ -24,6 +24,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,
     Blame,
     Placeholder,
+    op_name,
     operands_of,
     placeholder_of,
     walk,
@@ -56,6 +57,11 @@ _WRITERS = {
 _RECOMPUTE = (
     "; if TF keeps it for the gradient of a loop or branch, recompute the region "
     "(tf.recompute_grad, or in Repeat Recompute.EVERYTHING)"
+)
+
+_VECTORIZED = (
+    "; tf.vectorized_map and tape.jacobian cannot hold a manual region: call "
+    "tf.vectorized_map in the region's body, or give the body's tensors a batch dim"
 )
 
 
@@ -166,10 +172,11 @@ def _plain_kind(shared: _Rewriting, op, inputs: Sequence[_Kind]) -> _Kind:
         raise shared.error(op, f"mixes tensors of manual axes {sorted(axes)}")
     if not axes or _AUTO in inputs:
         kept = "update_slice" in op.name or any(True for _ in walk(op))
+        remedy = _RECOMPUTE if kept else ""
+        remedy = _VECTORIZED if "/pfor/" in op_name(op) else remedy
         raise shared.error(
             op,
-            "uses a manual tensor together with an automatic one"
-            + (_RECOMPUTE if kept else ""),
+            "uses a manual tensor together with an automatic one" + remedy,
         )
     return _Kind(axes=axes.pop())
 
