@@ -292,7 +292,9 @@ def trace_program(
     strict: bool = False,
     in_child: bool = False,
 ) -> TracedProgram:
-    """Lowers a pure TF function for a mesh.
+    """Lowers a pure TF function for a mesh, and runs the compiler's passes.
+
+    For GSPMD a pass has XLA complete the program, which begins a compilation.
 
     Args:
       fn: the function, written as for one device, with some tensors annotated.

@@ -182,7 +182,7 @@ def plan(experiment: Experiment, *, topology: str) -> CompileReport:
         text = program.hlo_text()
         module = HloModule(text)
         memory = memory_timeline(text, program.sources, module)
-        allocations = allocations_of(memory, program.unpartitioned.function)
+        allocations = allocations_of(memory, program.unpartitioned.signature)
     times = step_time(module, mesh, order) if program and order else None
     pipelines = planned_pipelines(
         experiment.task, times, program.sources if program else None

@@ -145,11 +145,11 @@ def refusing_compiler(monkeypatch, small_devices):
 
     def refuse(self, options=None):
         text = compile_(self, options).as_text()
-        timeline = memory_timeline(text, self.function.sources)
+        timeline = memory_timeline(text, self.signature.sources)
         limit = planning._memory_limit(None, self.mesh)
         needed = max(timeline.peak, limit) + GAPS
         refusal = Refusal(needed=needed, available=limit)
-        largest = allocations_of(timeline, self.function)
+        largest = allocations_of(timeline, self.signature)
         raise OutOfMemoryError(self.name, refusal, largest, timeline)
 
     monkeypatch.setattr(MeshProgram, "compile", refuse)
