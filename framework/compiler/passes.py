@@ -63,7 +63,7 @@ def run_passes(
         # roundings, strides, cropped images, rolls.
         make_splittable(module.write())
         # What is compared with its own maximum is computed once, for all that read it.
-        work_around(Stage.ONCE, module.write())
+        work_around(Stage.COMPUTED_ONCE, module.write())
         # Branches that devices may take differently are noted: in the compiled program
         # no collective in them may wait for devices that take another.
         module.divergent = divergent_ops(module.operation)

@@ -238,7 +238,7 @@ def test_a_child_ends_with_the_process_that_started_it():
 
 @pytest.mark.slow
 def test_an_executable_that_is_serialized_twice_lacks_functions(tmp_path):
-    """If this fails with a new jaxlib, what a child compiled may be cached from then on.
+    """If this fails with a new jaxlib, cache from then on what a child compiled.
 
     JAX's cache keeps what the child sent, and another process reads it there.
     """

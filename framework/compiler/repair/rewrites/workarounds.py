@@ -39,7 +39,7 @@ class Stage(enum.Enum):
 
     TIDY = "before calls are inlined"
     SPLITTABLE = "before propagation, and in copies that only show what it does"
-    ONCE = "after that, in the program itself: it merges equal ops"
+    COMPUTED_ONCE = "after that, in the program itself: it merges equal ops"
     WRITTEN = "before regions and annotations are written for a partitioner"
     SHARDY = "after they are written for Shardy"
 
@@ -208,7 +208,7 @@ WORKAROUNDS = (
         "that it is compared with; on one device too",
         repair="what is compared with its own maximum, minimum or k-th largest element "
         "is computed once",
-        stage=Stage.ONCE,
+        stage=Stage.COMPUTED_ONCE,
         rewrite=compute_once,
         smallest={
             "gradient_of_an_infinite_norm": Smallest(

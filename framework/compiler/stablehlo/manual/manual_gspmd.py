@@ -43,8 +43,8 @@ from meshwright.framework.sharding.sharding import Sharding
 
 Axes = tuple[str, ...]
 # Ops at which GSPMD ends the process where some axes are manual and others are not. One
-# may go when `test_gspmd_ends_the_process_at_what_we_refuse` fails for it. The last two
-# are there for other backends: on CPU jaxlib 0.10.2 compiles them in regions.
+# may go when `test_gspmd_ends_the_process_at_what_we_refuse` fails for it. For CPUs
+# jaxlib 0.10.2 compiles the last two; what it does for other devices is not known.
 ABORTING = (
     "stablehlo.fft",
     "stablehlo.cholesky",
@@ -113,8 +113,8 @@ class _Region:
         if op.name == "stablehlo.set_dimension_size" and (
             op.operands[0].type == op.results[0].type
         ):
-            # It changes nothing (TF's sort makes it), but GSPMD ends the process at it,
-            # as `test_one_device_and_several_agree` would for sorts in regions.
+            # It changes nothing (TF's sort makes it), but GSPMD ends the process at it.
+            # This may go when a `tf.sort` in a region compiles without.
             op.results[0].replace_all_uses_with(op.operands[0])
             value = op.operands[0]
             op.erase()
