@@ -9,7 +9,10 @@ from __future__ import annotations
 from meshwright.framework.compiler.lowering.errors import unknown_size
 from meshwright.framework.compiler.partial.carry import carry_partial_sums
 from meshwright.framework.compiler.repair.check import repair
-from meshwright.framework.compiler.repair.rewrites.selections import compute_once
+from meshwright.framework.compiler.repair.rewrites.workarounds import (
+    Stage,
+    work_around,
+)
 from meshwright.framework.compiler.stablehlo.constraints import refuse_foreign
 from meshwright.framework.compiler.stablehlo.manual.divergence import divergent_ops
 from meshwright.framework.compiler.stablehlo.module import Module, Written
@@ -60,7 +63,7 @@ def run_passes(
         # roundings, strides, cropped images, rolls.
         make_splittable(module.write())
         # What is compared with its own maximum is computed once, for all that read it.
-        compute_once(module.write())
+        work_around(Stage.COMPUTED_ONCE, module.write())
         # Branches that devices may take differently are noted: in the compiled program
         # no collective in them may wait for devices that take another.
         module.divergent = divergent_ops(module.operation)

@@ -1,6 +1,6 @@
-"""The tables of docs/operators.md that show the table of faults; run, it rewrites them.
+"""The tables of docs/operators.md that show the tables of faults and of workarounds.
 
-python -m tests.operators.fault_table
+Run, it rewrites them: python -m tests.operators.fault_table
 """
 
 from __future__ import annotations
@@ -10,36 +10,41 @@ import re
 from collections.abc import Iterable, Mapping
 
 from meshwright.framework import set_platform
-from meshwright.framework.compiler.repair.table.fault import Fault, Smallest
+from meshwright.framework.compiler.repair.known_fault import KnownFault, Smallest
+from meshwright.framework.compiler.repair.rewrites.workarounds import WORKAROUNDS
+from meshwright.framework.compiler.repair.table.fault import Fault
 from meshwright.framework.compiler.repair.table.faults import FAULTS
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.sharding import Sharding
 from tests.operators.judging.cases import Case, compiled
 from tests.operators.judging.printed import case_of
-from tests.operators.known_failures import KNOWN_FAILURES, KnownFailure
+from tests.operators.known_failures import OF_FAULTS, KnownFailure
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "operators.md"
-_TABLES = re.compile(
-    r"(?<=<!-- the table of faults -->\n).*?(?=<!-- its end -->)", re.S
-)
+OF = ("faults", "workarounds")
 Bytes = Mapping[str, int]
 """What repairs send to each device, by a known failure's name."""
 
 
-def on_page() -> str:
-    """The tables as the page has them."""
-    return _TABLES.search(PAGE.read_text())[0]
+def _place(of: str) -> re.Pattern:
+    start = f"<!-- the table of {of} -->\n"
+    return re.compile(f"(?<={start}).*?(?=<!-- its end -->)", re.S)
+
+
+def on_page(of: str) -> str:
+    """The tables of faults, or of workarounds, as the page has them."""
+    return _place(of).search(PAGE.read_text())[0]
 
 
 def bytes_on_page() -> dict[str, int]:
-    """What the page says of each known failure."""
-    cells = re.findall(r"^\| `(\w+)` \|.*\| ([\w, ]+) \|$", on_page(), re.MULTILINE)
+    """What the page says of each known failure that a fault is."""
+    pattern = r"^\| `(\w+)` \|.*\| ([\w, ]+) \|$"
     costs = {}
-    for name, cell in cells:
+    for name, cell in re.findall(pattern, on_page("faults"), re.MULTILINE):
         shardy, _, other = cell.partition(", GSPMD ")
         costs[f"{name}-{Partitioner.SHARDY.value}"] = int(shardy)
         costs[f"{name}-{Partitioner.GSPMD.value}"] = int(other or shardy)
-    return {f.name: costs[f.name] for f in KNOWN_FAILURES if f.name in costs}
+    return {f.name: costs[f.name] for f in OF_FAULTS if f.name in costs}
 
 
 def measured(failure: KnownFailure) -> int:
@@ -48,48 +53,70 @@ def measured(failure: KnownFailure) -> int:
     return sum(repair.bytes for repair in program.repairs)
 
 
-def tables(costs: Bytes) -> str:
+def tables(of: str, costs: Bytes) -> str:
     """The tables as the page is to have them."""
-    faults = [
-        "| fault | an op meets it that | layout instead | mended | reported |",
-        "|---|---|---|---|---|",
-        *map(_fault, FAULTS),
-    ]
-    programs = [
-        "| program | meets | what it computes, how split | left to XLA | bytes |",
-        "|---|---|---|---|---|",
-        *(
-            _program(fault, name, smallest, costs)
-            for fault in FAULTS
-            for name, smallest in fault.smallest.items()
-        ),
-    ]
-    return "\n".join(["", *faults, "", *programs, "", ""])
+    if of == "faults":
+        rows = _table(
+            ["fault", "an op meets it that", "layout instead", "mended", "reported"],
+            [_row(fault, _met_by(fault)) for fault in FAULTS],
+        )
+        programs = _table(
+            [*_PROGRAM, "bytes"],
+            [
+                [*_program(fault, name, smallest), _bytes(name, costs)]
+                for fault, name, smallest in _smallest(FAULTS)
+            ],
+        )
+    else:
+        rows = _table(
+            ["workaround", "what XLA does", "instead", "mended", "reported"],
+            [_row(workaround, workaround.what) for workaround in WORKAROUNDS],
+        )
+        programs = _table(
+            _PROGRAM, [_program(*program) for program in _smallest(WORKAROUNDS)]
+        )
+    return "\n".join(["", *rows, "", *programs, "", ""])
 
 
-def _fault(fault: Fault) -> str:
-    version = ".".join(map(str, fault.until or ()))
+_PROGRAM = ["program", "meets", "what it computes, how split", "left to XLA"]
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
+
+
+def _smallest(rows: Iterable[KnownFault]) -> list[tuple[KnownFault, str, Smallest]]:
+    return [
+        (row, name, program) for row in rows for name, program in row.smallest.items()
+    ]
+
+
+def _met_by(fault: Fault) -> str:
+    return f"{fault.what}: {fault.more}" if fault.more else fault.what
+
+
+def _row(row: KnownFault, what: str) -> list[str]:
+    version = ".".join(map(str, row.until or ()))
     mended = f"in jaxlib {version}" if version else "not yet"
-    links = [f"[{link.rpartition('/')[2]}]({link})" for link in fault.links]
-    known = ", ".join(links) or "not known"
-    what = f"{fault.what}: {fault.more}" if fault.more else fault.what
-    return f"| {fault.name} | {what} | {fault.repair} | {mended} | {known} |"
+    links = [f"[{link.rpartition('/')[2]}]({link})" for link in row.links]
+    return [row.name, what, row.repair, mended, ", ".join(links) or "not known"]
 
 
-def _program(fault: Fault, name: str, smallest: Smallest, costs: Bytes) -> str:
+def _program(row: KnownFault, name: str, smallest: Smallest) -> list[str]:
     case = case_of(smallest.program)
     outcome = smallest.outcome.value
     if not smallest.shardy or not smallest.gspmd:
         outcome += ", GSPMD only" if smallest.gspmd else ", Shardy only"
-    both = [costs.get(f"{name}-{partitioner.value}") for partitioner in Partitioner]
-    shardy, gspmd = both
-    cell = str(shardy if gspmd is None else gspmd)
-    if None not in both and shardy != gspmd:
-        cell = f"{shardy}, GSPMD {gspmd}"
-    return (
-        f"| `{name}` | {fault.name} | `{case.use.expression}`: {_layout(case)} | "
-        f"{outcome} | {cell} |"
-    )
+    what = f"`{case.use.expression}`: {_layout(case)}"
+    return [f"`{name}`", row.name, what, outcome]
+
+
+def _bytes(name: str, costs: Bytes) -> str:
+    shardy, gspmd = (costs.get(f"{name}-{of.value}") for of in Partitioner)
+    if None not in (shardy, gspmd) and shardy != gspmd:
+        return f"{shardy}, GSPMD {gspmd}"
+    return str(shardy if gspmd is None else gspmd)
 
 
 def _layout(case: Case) -> str:
@@ -101,8 +128,11 @@ def _layout(case: Case) -> str:
     ]
     results = zip(case.result, case.leaves, strict=True)
     parts += [f"the result{_split(name or leaves)}" for name, leaves in results]
+    parts += [f"inside{_split(sharding)}" for sharding in case.inner]
+    said = ", ".join(part for part in parts if part != "the result")
     shape = ", ".join(map(str, case.mesh.shape))
-    return f"{', '.join(p for p in parts if p != 'the result')}; mesh ({shape})"
+    region = f", manual along {', '.join(case.region)}" if case.region else ""
+    return f"{said}; mesh ({shape}){region}"
 
 
 def _split(sharding: Sharding) -> str:
@@ -115,5 +145,6 @@ def _measured(failures: Iterable[KnownFailure]) -> dict[str, int]:
 
 if __name__ == "__main__":
     set_platform("cpu", 8)
-    text = tables(_measured(KNOWN_FAILURES))
-    PAGE.write_text(_TABLES.sub(lambda _: text, PAGE.read_text()))
+    for of in OF:
+        text = tables(of, _measured(OF_FAULTS) if of == "faults" else {})
+        PAGE.write_text(_place(of).sub(lambda _, text=text: text, PAGE.read_text()))

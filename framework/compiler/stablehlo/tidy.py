@@ -5,7 +5,10 @@ from __future__ import annotations
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from meshwright.framework.compiler.repair.rewrites.tuples import flatten_tuples
+from meshwright.framework.compiler.repair.rewrites.workarounds import (
+    Stage,
+    work_around,
+)
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     WHILE,
     has_side_effect,
@@ -18,7 +21,7 @@ _MAYBE_IDLE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.convert")
 
 def tidy(module: ir.Operation) -> None:
     """Inlines calls, and drops tuples and no-ops, such as the copies of TF2XLA."""
-    flatten_tuples(module)
+    work_around(Stage.TIDY, module)
     PassManager.parse("builtin.module(inline)").run(module)
     symbols = ir.SymbolTable(module)
     # The pass leaves the calls in conditions of loops.

@@ -14,18 +14,10 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.repair.rewrites.branches import (
-    open_results_in_regions,
+from meshwright.framework.compiler.repair.rewrites.workarounds import (
+    Stage,
+    work_around,
 )
-from meshwright.framework.compiler.repair.rewrites.crops import crop_images
-from meshwright.framework.compiler.repair.rewrites.empties import fold_empties
-from meshwright.framework.compiler.repair.rewrites.fourier import (
-    keep_row_major,
-    replicate_in_regions,
-)
-from meshwright.framework.compiler.repair.rewrites.rolls import rotate
-from meshwright.framework.compiler.repair.rewrites.roundings import fold_roundings
-from meshwright.framework.compiler.repair.rewrites.slices import drop_noop_strides
 from meshwright.framework.compiler.stablehlo.constraints import (
     rewrite_annotations,
     sdy_attribute,
@@ -43,11 +35,7 @@ _SHARDING = "sdy.sharding"
 
 def make_splittable(module: ir.Operation) -> None:
     """Rewrites what XLA cannot split, or splits badly, into equivalent operations."""
-    fold_empties(module)
-    fold_roundings(module)
-    drop_noop_strides(module)
-    crop_images(module)
-    rotate(module)
+    work_around(Stage.SPLITTABLE, module)
 
 
 def write_for(
@@ -64,12 +52,11 @@ def write_for(
     Raises:
       LoweringError: an annotation or a manual region cannot be honoured on `mesh`.
     """
-    keep_row_major(module)  # Right after transforms, before what repairs add.
+    work_around(Stage.WRITTEN, module)
     rewrite_manual_regions(blame, module, mesh, partitioner)
     rewrite_annotations(blame, module, mesh, partitioner)
     if partitioner is Partitioner.SHARDY:
-        replicate_in_regions(module, mesh)
-        open_results_in_regions(module, mesh)
+        work_around(Stage.SHARDY, module, mesh)
 
 
 def write_borders(

@@ -255,7 +255,8 @@ def _compiling_in_child(wanted: bool) -> Iterator[None]:
     """Programs that this thread compiles are compiled in a child process, if `wanted`.
 
     They are not cached: an executable that is serialized a second time lacks functions
-    when it is read (jaxlib 0.10.2).
+    when it is read (jaxlib 0.10.2, while
+    `test_an_executable_that_is_serialized_twice_lacks_functions` passes).
     """
     if wanted:
         _let_children_compile()

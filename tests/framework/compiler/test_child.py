@@ -1,6 +1,7 @@
 """Programs that XLA compiles in a child process, which it may end."""
 
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -233,6 +234,45 @@ def test_a_child_ends_with_the_process_that_started_it():
             return
         time.sleep(0.1)
     pytest.fail("the child goes on")
+
+
+@pytest.mark.slow
+def test_an_executable_that_is_serialized_twice_lacks_functions(tmp_path):
+    """If this fails with a new jaxlib, cache from then on what a child compiled.
+
+    JAX's cache keeps what the child sent, and another process reads it there.
+    """
+    code = """
+        import contextlib, sys
+        import jax
+        import numpy as np
+        import tensorflow as tf
+        from meshwright.framework import set_platform
+        from meshwright.framework.compiler.program import compile_program
+        from meshwright.framework.compiler.xla import jax_bridge
+        from tests.framework.compiler.programs import MESH
+
+        def fn(x):
+            return tf.while_loop(
+                lambda i, _: i < 3, lambda i, y: (i + 1, tf.cumsum(y @ x)), (0, x)
+            )[1]
+
+        set_platform("cpu", 8)
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        jax_bridge.not_cached = contextlib.nullcontext
+        program = compile_program(fn, [tf.TensorSpec([16, 16])], MESH, in_child=True)
+        print(np.asarray(program(np.ones([16, 16], np.float32))).shape)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, check=False)
+        for _ in range(2)
+    )
+    assert first.stdout == "(16, 16)\n", first.stderr
+    assert re.search(r"NOT_FOUND: Function \w+ not found", second.stderr)
 
 
 @pytest.mark.parametrize(

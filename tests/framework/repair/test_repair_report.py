@@ -8,11 +8,15 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.compiler.explaining.explain import explain
-from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.lowering.lower import LoweringError, lower
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair import check
 from meshwright.framework.compiler.repair.op_layout import even_layout
+from meshwright.framework.compiler.repair.rewrites import workarounds
+from meshwright.framework.compiler.repair.rewrites.rolls import rotate
 from meshwright.framework.compiler.repair.table import faults
+from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.written import make_splittable
 from meshwright.framework.compiler.xla.jax_bridge import JAXLIB
 from meshwright.framework.sharding.annotations import mesh_split
 from tests.framework.compiler.programs import MESH, over_partitioners
@@ -151,6 +155,22 @@ def test_a_fault_ends_with_the_jaxlib_that_mends_it(table_of_faults):
     for until in ((major, minor, patch + 1), (major, minor + 1), (major + 1,), None):
         table_of_faults([dataclasses.replace(fault, until=until)])
         assert [r.fault.name for r in compiled(costly).repairs] == [fault.name]
+
+
+def test_a_workaround_ends_with_the_jaxlib_that_mends_it(monkeypatch):
+    rows = {row.rewrite: row for row in workarounds.WORKAROUNDS}
+
+    def rolled(until):
+        row = dataclasses.replace(rows[rotate], until=until)
+        monkeypatch.setattr(workarounds, "WORKAROUNDS", [row])
+        module = Module(lower(lambda x: tf.roll(x, 3, 0), [tf.TensorSpec([8])]), MESH)
+        with module.opened():
+            make_splittable(module.write())
+            return "stablehlo.dynamic_slice" in str(module.operation)
+
+    major, minor, patch = JAXLIB
+    assert rolled((major, minor, patch)) and rolled((major, minor - 1, 9))
+    assert not rolled((major, minor, patch + 1)) and not rolled(None)
 
 
 @over_partitioners

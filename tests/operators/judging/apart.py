@@ -12,7 +12,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from unittest import mock
 
 import jax
@@ -21,6 +21,7 @@ from tensorflow.python.framework import ops
 from meshwright.framework import set_platform
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.repair import check
+from meshwright.framework.compiler.repair.rewrites import workarounds
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.judging.cases import Case, compiled, run, wanted
 
@@ -66,21 +67,21 @@ class Verdict:
 
 
 def judge(
-    cases: Sequence[Case], partitioner: Partitioner, *, repair: bool = True
+    cases: Sequence[Case], partitioner: Partitioner, *, without: Collection[str] = ()
 ) -> list[Verdict]:
     """What becomes of each case, all in one program if it compiles and runs.
 
-    Without `repair` as if the table of faults were empty.
+    As if the tables of faults and of workarounds had no rows named as in `without`.
     """
-    judged = _JUDGE.judge(cases, partitioner, repair)
+    judged = _JUDGE.judge(cases, partitioner, without)
     if isinstance(judged, list):
         return judged
     if len(cases) == 1:
         return [judged]
     half = len(cases) // 2
     apart = [
-        *judge(cases[:half], partitioner, repair=repair),
-        *judge(cases[half:], partitioner, repair=repair),
+        *judge(cases[:half], partitioner, without=without),
+        *judge(cases[half:], partitioner, without=without),
     ]
     if judged.outcome.is_fault and not any(v.outcome.is_fault for v in apart):
         listed = "\n".join(map(str, cases))
@@ -96,14 +97,14 @@ class _Judge:
         self.process = None
         self.programs = 0
 
-    def judge(self, cases, partitioner, repair) -> list[Verdict] | Verdict:
+    def judge(self, cases, partitioner, without) -> list[Verdict] | Verdict:
         """A verdict on each case, or one on a program that gave no numbers."""
         if self.programs >= _PROGRAMS_IN_A_PROCESS:
             self.end()
         if self.process is None:
             self.start()
         self.programs += 1
-        self.pipe.send((cases, partitioner, repair))
+        self.pipe.send((cases, partitioner, without))
         if not self.pipe.poll(_TIMEOUT):
             self.end()
             return Verdict(Outcome.STUCK, f"no numbers after {_TIMEOUT} s")
@@ -137,11 +138,11 @@ def _serve(pipe) -> None:
     gc.freeze()  # Collections need not look at what was imported.
     for number in itertools.count(1):
         try:
-            cases, partitioner, repair = pipe.recv()
+            cases, partitioner, without = pipe.recv()
         except EOFError:  # The tests are over.
             return
         start = time.process_time()
-        with contextlib.nullcontext() if repair else _no_repairs():
+        with left_out(without):
             verdicts = _verdicts(cases, partitioner)
         if number % 10 == 0:
             _forget()
@@ -197,9 +198,18 @@ def _complaint(case: Case, got: dict, want: dict) -> str | None:
 
 
 @contextlib.contextmanager
-def _no_repairs() -> Iterator[None]:
-    """No operation is laid out otherwise, nor kept as it was looked at."""
-    with mock.patch.multiple(check, PRESENT=[], GUARDED=frozenset()):
+def left_out(names: Collection[str]) -> Iterator[None]:
+    """Rows of the tables of faults and of workarounds are not applied.
+
+    Nor are the ops of such faults kept as they were looked at.
+    """
+    faults = [row for row in check.PRESENT if row.name not in names]
+    guarded = frozenset(op for row in faults for op in row.ops)
+    kept = [row for row in workarounds.WORKAROUNDS if row.name not in names]
+    with (
+        mock.patch.multiple(check, PRESENT=faults, GUARDED=guarded),
+        mock.patch.object(workarounds, "WORKAROUNDS", kept),
+    ):
         yield
 
 

@@ -46,8 +46,9 @@ def test_a_case_is_read_from_what_it_prints(operator):
 
 def test_what_ends_a_process_is_alone_to_blame():
     name = "grouped_convolution_of_split_kernel-gspmd"
-    bad = next(failure.case for failure in KNOWN_FAILURES if failure.name == name)
-    verdicts = judge([GOOD, bad, GOOD], Partitioner.GSPMD, repair=False)
+    failure = next(failure for failure in KNOWN_FAILURES if failure.name == name)
+    cases = [GOOD, failure.case, GOOD]
+    verdicts = judge(cases, Partitioner.GSPMD, without=failure.without)
     outcomes = [verdict.outcome for verdict in verdicts]
     assert outcomes == [Outcome.RIGHT, Outcome.ENDED, Outcome.RIGHT]
     assert verdicts[1].text == "SIGABRT"

@@ -10,19 +10,14 @@ from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
     CONVOLUTION,
     convolution_of,
 )
+from meshwright.framework.compiler.repair.known_fault import Outcome, Smallest
 from meshwright.framework.compiler.repair.op_layout import (
     FactorKind,
     OpLayout,
     even_layout,
 )
 from meshwright.framework.compiler.repair.table import patterns
-from meshwright.framework.compiler.repair.table.fault import (
-    Chosen,
-    Fault,
-    Outcome,
-    Smallest,
-    evenly,
-)
+from meshwright.framework.compiler.repair.table.fault import Chosen, Fault, evenly
 from meshwright.framework.compiler.repair.table.index_faults import INDEX_FAULTS
 from meshwright.framework.compiler.repair.table.product_patterns import regrouped_axes
 from meshwright.framework.compiler.repair.table.slice_faults import SLICE_FAULTS

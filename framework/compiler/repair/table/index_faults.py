@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from meshwright.framework.compiler.repair.known_fault import Outcome, Smallest
 from meshwright.framework.compiler.repair.op_layout import (
     FactorKind,
     OpLayout,
     even_layout,
 )
-from meshwright.framework.compiler.repair.table.fault import (
-    Chosen,
-    Fault,
-    Outcome,
-    Smallest,
-    evenly,
-)
+from meshwright.framework.compiler.repair.table.fault import Chosen, Fault, evenly
 from meshwright.framework.compiler.repair.table.index_patterns import (
     batches_split_apart,
     few_rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.framework.compiler.repair.known_fault import Outcome, Smallest
 from meshwright.framework.compiler.repair.op_layout import (
     EvenLayout,
     FactorKind,
@@ -16,13 +17,7 @@ from meshwright.framework.compiler.repair.rewrites.starts import (
     unclamped_dims,
 )
 from meshwright.framework.compiler.repair.table import patterns
-from meshwright.framework.compiler.repair.table.fault import (
-    Chosen,
-    Fault,
-    Outcome,
-    Smallest,
-    evenly,
-)
+from meshwright.framework.compiler.repair.table.fault import Chosen, Fault, evenly
 
 
 def _kept_apart(layout: OpLayout) -> Chosen | None:

@@ -10,18 +10,14 @@ from meshwright.framework.compiler.repair.halos.windows import (
     REDUCE_WINDOW,
     SELECT_AND_SCATTER,
 )
+from meshwright.framework.compiler.repair.known_fault import Outcome, Smallest
 from meshwright.framework.compiler.repair.op_layout import (
     FactorKind,
     OpLayout,
     even_layout,
 )
 from meshwright.framework.compiler.repair.table import patterns
-from meshwright.framework.compiler.repair.table.fault import (
-    Chosen,
-    Fault,
-    Outcome,
-    Smallest,
-)
+from meshwright.framework.compiler.repair.table.fault import Chosen, Fault
 
 
 def _blocked(
