@@ -51,7 +51,8 @@ def _replace(op, dim: int, start: int, done: dict) -> None:
     `done` maps a rolled tensor and its dim to the original tensor and the start: two
     successive rolls become one, as XLA would merge their slices into no rotation.
     """
-    tensor = op.operands[0].owner.operands[0]
+    doubled = op.operands[0].owner
+    tensor = doubled.operands[0]
     size = shape_of(tensor)[dim]
     tensor, before = done.get((tensor, dim), (tensor, 0))
     start = (min(max(start, 0), size) + before) % max(size, 1)
@@ -65,3 +66,5 @@ def _replace(op, dim: int, start: int, done: dict) -> None:
         done[rolled, dim] = tensor, start
     replace_result(op, rolled)
     op.erase()
+    if not list(doubled.results[0].uses):  # It would count as a reader of the tensor.
+        doubled.erase()
