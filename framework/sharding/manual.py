@@ -141,7 +141,7 @@ def manual_partition(
     Raises:
       ValueError: when called: structures that do not agree, or as `auto_to_manual`.
     """
-    name = getattr(fn, "__name__", "manual").strip("<>")
+    name = getattr(fn, "__name__", "manual").strip("<>_") or "manual"
 
     def over(convert, structure, dims):
         try:

@@ -504,3 +504,14 @@ def test_an_all_to_all_beside_a_zero_of_the_program(partitioner):
     for shardings in ({}, borders):
         program = compile_program(fn, specs, MESH, partitioner=partitioner, **shardings)
         close(program(X, np.array([2, 0], np.int32)), 2 * X)
+
+
+def test_a_body_may_have_a_private_name():
+    """TF takes no such name for a scope."""
+
+    def _doubled(x):
+        return 2 * x
+
+    dims = ["X", None]
+    region = manual_partition(_doubled, mesh=MESH, in_dims=[dims], out_dims=dims)
+    close(compile_program(region, [tf.TensorSpec(X.shape)], MESH)(X), 2 * X)
