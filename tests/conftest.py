@@ -11,6 +11,9 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # For the processes that tests start.
 # Binaries that tests start would otherwise share the user's compiled programs.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+# TF's own kernels are what tests compare with. On an AMD EPYC, TF 2.21's by oneDNN give
+# garbage for small convolutions and batched products, without any of our code.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 # Programs are compiled for one short run each; what partitions them comes before LLVM.
 _QUICK = "--xla_backend_optimization_level=0"
 if _QUICK not in os.environ.get("XLA_FLAGS", ""):

@@ -9,15 +9,19 @@ import argparse
 import collections
 import concurrent.futures
 import multiprocessing
+import os
 import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
-from tests.operators.definitions.operators import OPERATORS
-from tests.operators.judging.apart import Outcome
-from tests.operators.judging.groups import Group, Judged, groups, judged, shrunk
-from tests.operators.judging.layouts import LAYOUTS
+# TF's own kernels are the measure; see `tests/conftest.py` for why not by oneDNN.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
+from tests.operators.definitions.operators import OPERATORS  # noqa: E402
+from tests.operators.judging.apart import Outcome  # noqa: E402
+from tests.operators.judging.groups import Group, Judged, groups, judged, shrunk  # noqa: E402
+from tests.operators.judging.layouts import LAYOUTS  # noqa: E402
 
 Kind = tuple[str, str]
 """An operator, and what becomes of it: faults that probably have one cause."""

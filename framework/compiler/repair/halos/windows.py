@@ -56,6 +56,10 @@ class Window:
         """Whether the first or the last window has no row of the image."""
         return self.size <= self.low or self.last >= self.image
 
+    def rows_read(self, shards: int) -> int:
+        """How many rows the windows of a device's results reach over."""
+        return (-(-self.out // shards) - 1) * self.stride + self.size
+
     def is_far(self, shards: int) -> bool:
         """Whether a device needs rows from beyond its neighbours."""
         image_shard = -(-self.image // shards) * self.base_dilation

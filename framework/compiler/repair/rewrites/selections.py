@@ -17,7 +17,6 @@ from collections.abc import Iterator
 import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
-from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
@@ -66,13 +65,13 @@ _MOVING_PLACEHOLDERS = (
 _SCATTER = "stablehlo.scatter"
 _REDUCTIONS = ("stablehlo.reduce", "stablehlo.reduce_window", _SCATTER)
 _EXTREMES = ("maximum", "minimum")
-_MERGE = "builtin.module(func.func(cse))"
+_CALL = "stablehlo.custom_call"
 _RETURN = "stablehlo.return"
 # Their results are in memory for all that read them, or are known to the compiler.
 _COMPUTED_ONCE = {
     "stablehlo.constant",
     "stablehlo.convolution",
-    "stablehlo.custom_call",
+    _CALL,
     "stablehlo.dot",
     "stablehlo.dot_general",
 }
@@ -84,11 +83,15 @@ def compute_once(module: ir.Operation) -> None:
     Args:
       module: changed in place.
     """
-    if any(any(_origins(side).values()) for op in _compares(module) for side in op):
-        PassManager.parse(_MERGE).run(module)
-    kept = [value for op in _compares(module) for value in _selected_from(*op)]
-    for value in dict.fromkeys(kept):
-        _keep(value)
+    kept = [pair for op in _compares(module) for pair in _selected_from(*op)]
+    merged: dict[ir.Value, ir.Value] = {}
+    for value, same in kept:
+        if value != same and same not in merged:
+            merged[same] = value
+            same.replace_all_uses_with(value)
+    for value in dict.fromkeys(value for value, _ in kept):
+        if value not in merged:
+            _keep(value)
 
 
 def _compares(module: ir.Operation) -> list[tuple[ir.Value, ir.Value]]:
@@ -104,14 +107,58 @@ def _is_float(value: ir.Value) -> bool:
     return isinstance(element_type(value), ir.FloatType)
 
 
-def _selected_from(left: ir.Value, right: ir.Value) -> Iterator[ir.Value]:
-    """The computed values that both sides of a comparison hold, one side selected."""
+def _selected_from(
+    left: ir.Value, right: ir.Value
+) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """The computed values that both sides of a comparison hold, one side selected.
+
+    They come in pairs of the same value; or of a value, and another that XLA merges
+    with it later, as it is computed alike from the same.
+    """
     if left == right:
         return
     left_origins, right_origins = _origins(left), _origins(right)
     for value, selected in left_origins.items():
-        if value in right_origins and (selected or right_origins[value]):
-            yield value
+        for other, other_selected in right_origins.items():
+            if (selected or other_selected) and _are_alike(value, other):
+                yield (other, value) if _comes_first(other, value) else (value, other)
+
+
+def _are_alike(value: ir.Value, other: ir.Value) -> bool:
+    """Whether two values of a block are computed by the same ops from the same."""
+    if value == other:
+        return True
+    if value.owner.operation.block != other.owner.operation.block:
+        return False
+    seen, waiting = set(), [(value, other)]
+    while waiting:
+        pair = waiting.pop()
+        if pair[0] == pair[1] or pair in seen:
+            continue
+        seen.add(pair)
+        makers = [v.owner for v in pair]
+        if any(isinstance(m, ir.Block) or m.regions or m.name == _CALL for m in makers):
+            return False
+        first, second = makers
+        if (
+            first.name != second.name
+            or pair[0].type != pair[1].type
+            or len(first.operands) != len(second.operands)
+            or _attributes(first) != _attributes(second)
+        ):
+            return False
+        waiting += zip(first.operands, second.operands, strict=True)
+    return True
+
+
+def _attributes(op) -> dict[str, ir.Attribute]:
+    return dict(op.attributes.items())
+
+
+def _comes_first(value: ir.Value, other: ir.Value) -> bool:
+    return value != other and value.owner.operation.is_before_in_block(
+        other.owner.operation
+    )
 
 
 def _origins(value: ir.Value) -> dict[ir.Value, bool]:

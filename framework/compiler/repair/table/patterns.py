@@ -393,6 +393,20 @@ def windows_of_padding(layout: OpLayout) -> bool:
     )
 
 
+def shifted_windows(layout: OpLayout) -> bool:
+    """Windows of which a device reads as many rows as its shard has, but other rows.
+
+    If only the result is split, or by other axes, each device takes its shard's rows.
+    """
+    image, out = layout.operands[0], layout.results[0]
+    return any(
+        w.low != 0
+        and w.rows_read(shards) == -(-w.image // shards)
+        and image.axes(w.dim) != out.axes(w.out_dim)
+        for w, shards in split_windows(layout)
+    )
+
+
 def is_in_order(mesh: DeviceMesh, axes: Iterable[str]) -> bool:
     """Whether axes that split a dim are in the order of the mesh's axes."""
     strides = [mesh.stride(axis) for axis in axes]

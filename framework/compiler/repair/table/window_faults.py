@@ -132,6 +132,26 @@ WINDOW_FAULTS = (
         },
     ),
     Fault(
+        name="shifted windows",
+        what="is a pool whose result alone is split along a dim of windows, and whose "
+        "devices read as many rows as shards of the image have, shifted by padding",
+        ops=(REDUCE_WINDOW,),
+        choose=_blocked(patterns.shifted_windows, _PARALLEL, _REDUCED),
+        repair=_HALOS,
+        smallest={
+            "sum_of_rows_shifted_by_padding": Smallest(
+                Outcome.WRONG,
+                """
+                program: window_reduced(x, [2], [2], [1], [[1, 0]], 'sum')  on mesh (X=2)
+                  with eager=False, differentiable=False
+                  x: float32 [8], arrives [_], annotated [_]
+                  result: [4], annotated [X], leaves [_]
+                """,  # noqa: E501
+                shardy=False,
+            ),
+        },
+    ),
+    Fault(
         name="windows of padding",
         what="has strided windows along a split dim that begin in padding alone, have "
         "holes, or begin inside a dilated image",
