@@ -35,16 +35,16 @@ def files_that_run(fn) -> list[str]:
     files = {}
 
     def note(frame, event, arg):
-        path = pathlib.Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(ROOT):
-            files.setdefault(str(path.relative_to(ROOT)))
+        if event == "call":
+            files.setdefault(frame.f_code.co_filename)
 
     sys.setprofile(note)
     try:
         fn()
     finally:
         sys.setprofile(None)
-    return list(files)
+    paths = [pathlib.Path(name).resolve() for name in files]
+    return [str(p.relative_to(ROOT)) for p in paths if p.is_relative_to(ROOT)]
 
 
 def test_a_function_is_compiled_in_that_order():
