@@ -83,13 +83,17 @@ def compute_once(module: ir.Operation) -> None:
     Args:
       module: changed in place.
     """
-    kept = [pair for op in _compares(module) for pair in _selected_from(*op)]
+    kept: dict[ir.Value, None] = {}
     merged: dict[ir.Value, ir.Value] = {}
-    for value, same in kept:
-        if value != same and same not in merged:
-            merged[same] = value
-            same.replace_all_uses_with(value)
-    for value in dict.fromkeys(value for value, _ in kept):
+    for op in _compares(module):
+        for value, same in _selected_from(*op):
+            while value in merged:
+                value = merged[value]
+            if value != same and same not in merged:
+                merged[same] = value
+                same.replace_all_uses_with(value)
+            kept[value] = None
+    for value in kept:
         if value not in merged:
             _keep(value)
 
