@@ -18,5 +18,5 @@ def test_a_program_without_repairs_is_the_same():
     *head, shardy, gspmd = done.stdout.splitlines()
     assert "without" in head[0]
     for row, partitioner in (shardy, "shardy"), (gspmd, "gspmd"):
-        pattern = rf"rec/synthetic_ncf.gin +{partitioner} +0  same +([\d,.]+) +\1"
+        pattern = rf"rec/synthetic_ncf.gin +{partitioner} +0 +same +([\d,.]+) +\1"
         assert re.fullmatch(pattern, row)
