@@ -129,10 +129,10 @@ def _layout(case: Case) -> str:
     results = zip(case.result, case.leaves, strict=True)
     parts += [f"the result{_split(name or leaves)}" for name, leaves in results]
     parts += [f"inside{_split(sharding)}" for sharding in case.inner]
-    said = ", ".join(part for part in parts if part != "the result")
+    tensors = ", ".join(part for part in parts if part != "the result")
     shape = ", ".join(map(str, case.mesh.shape))
     region = f", manual along {', '.join(case.region)}" if case.region else ""
-    return f"{said}; mesh ({shape}){region}"
+    return f"{tensors}; mesh ({shape}){region}"
 
 
 def _split(sharding: Sharding) -> str:

@@ -57,6 +57,12 @@ class Workaround(KnownFault):
     rewrite: Callable[..., None]
 
 
+_DECOMPOSITION = """
+    program: tf.linalg.qr(x)[1]  on mesh (X=2)
+      with eager=False, tolerance=0.0001
+      x: float32 [1, 1], arrives [_,_], annotated None
+      result: [1, 1], annotated None, leaves [_,_]
+"""
 WORKAROUNDS = (
     Workaround(
         name="tuples",
@@ -69,22 +75,12 @@ WORKAROUNDS = (
         smallest={
             "decomposition_of_a_matrix": Smallest(
                 Outcome.REFUSED,
-                """
-                program: tf.linalg.qr(x)[1]  on mesh (X=2)
-                  with eager=False, tolerance=0.0001
-                  x: float32 [1, 1], arrives [_,_], annotated None
-                  result: [1, 1], annotated None, leaves [_,_]
-                """,
+                _DECOMPOSITION,
                 gspmd=False,
             ),
             "decomposition_that_is_looked_at": Smallest(
                 Outcome.ABORTED,
-                """
-                program: tf.linalg.qr(x)[1]  on mesh (X=2)
-                  with eager=False, tolerance=0.0001
-                  x: float32 [1, 1], arrives [_,_], annotated None
-                  result: [1, 1], annotated None, leaves [_,_]
-                """,
+                _DECOMPOSITION,
                 shardy=False,
             ),
         },
