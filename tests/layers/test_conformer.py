@@ -312,7 +312,6 @@ def test_flops_beyond_weights_are_those_of_attention():
 
 
 def test_gin_builds_what_the_sizes_say():
-    gin.clear_config()  # Another test's may be left, and locked.
     gin.parse_config((PARAMS / "layers" / "conformer.gin").read_text())
     gin.parse_config(
         """

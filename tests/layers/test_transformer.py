@@ -86,7 +86,6 @@ def test_annotates_the_activations_of_table_1(hlo_text):
 
 
 def test_gin_builds_what_the_sizes_say():
-    gin.clear_config()  # Another test's may be left, and locked.
     gin.parse_config(
         """
         transformer_layer.model_dims = 8

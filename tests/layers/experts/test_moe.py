@@ -60,7 +60,6 @@ INPUTS.segment_ids = INPUTS.segment_ids.astype(np.int32)
 
 
 def plan_of(name: str, shape=None) -> ShardingPlan:
-    gin.clear_config()
     try:
         gin.parse_config_files_and_bindings(
             [str(ROOT / "params" / "plans" / f"{name}.gin")],

@@ -230,7 +230,6 @@ def test_flops_are_those_of_the_layers():
 
 
 def test_gin_builds_dense_and_sparse_layers():
-    gin.clear_config()  # Another test's may be left, and locked.
     gin.parse_config(
         """
         Repeat.num_layers = 12
