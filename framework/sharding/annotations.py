@@ -144,7 +144,7 @@ def mesh_split(
         twice.
     """
     tensor = tf.convert_to_tensor(tensor)
-    sharding = asked_of(
+    sharding = checked_sharding(
         "mesh_split",
         tensor,
         device_mesh,
@@ -156,7 +156,7 @@ def mesh_split(
     return annotate(tensor, sharding)
 
 
-def asked_of(
+def checked_sharding(
     caller: str,
     tensor: tf.Tensor,
     device_mesh: DeviceMesh,

@@ -16,7 +16,7 @@ from meshwright.framework.sharding.annotations import (
     OnConflict,
     annotate,
     annotation_of,
-    asked_of,
+    checked_sharding,
     record_annotation,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -57,7 +57,7 @@ def reshard(
     """
     tensor = tf.convert_to_tensor(tensor)
     types = {"unreduced": unreduced, "reduced": reduced}
-    after = asked_of("reshard", tensor, device_mesh, dims_mapping, **types)
+    after = checked_sharding("reshard", tensor, device_mesh, dims_mapping, **types)
     return reshard_to(tensor, after)
 
 

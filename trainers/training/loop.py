@@ -323,7 +323,7 @@ class _Loop:
         explanation = explain(main)
         for reshard in explanation.rematerialized():
             lines = "\n".join(rematerialized_lines(reshard))
-            log.warning("a tensor is made whole on every device:\n%s", lines)
+            log.warning("a tensor is gathered in full on every device:\n%s", lines)
         state = replication.replicated_state(self.programs)
         activations = replication.replicated_activations(explanation)
         replication.check_budget([*state, *activations], budget)

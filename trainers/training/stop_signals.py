@@ -11,15 +11,15 @@ from meshwright.trainers.processes.peers import Peers
 
 
 class StopRequest:
-    """Whether, and by which signal, the run was asked to stop.
+    """Whether, and by which signal, the run is to stop.
 
     Args:
       peers: the processes that stop together with this one, or None.
     """
 
     def __init__(self, peers: Peers | None = None):
-        self.asked: int | None = None
-        """The signal that this process got."""
+        self.received: int | None = None
+        """The signal that this process received."""
         self.signal: int | None = None
         """The signal that ends the run, which some process got."""
         self._peers = peers
@@ -30,7 +30,7 @@ class StopRequest:
         All processes call it before the same units, and get the same answer.
         """
         if self.signal is None:
-            peers, received = self._peers, self.asked
+            peers, received = self._peers, self.received
             self.signal = received if peers is None else peers.stop_reached(received)
         return self.signal is not None
 
@@ -48,8 +48,8 @@ def stop_on_signals(peers: Peers | None = None) -> Iterator[StopRequest]:
     request = StopRequest(peers)
 
     def on_signal(signum, frame):
-        if request.asked is None:
-            request.asked = signum
+        if request.received is None:
+            request.received = signum
             _write(
                 f"\n{signal.Signals(signum).name}: stopping after the call under way, "
                 "to save; Ctrl-C quits at once\n"

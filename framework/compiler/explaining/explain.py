@@ -99,7 +99,7 @@ class TensorReport:
       dtype: element type in HLO's words: "f32", "bf16", ...
       sharding: completed; HLO's text where mesh axes cannot express it.
       annotated: whether the program annotates it; else its sharding is inferred.
-      asked: the annotated sharding if it is another one, else None.
+      requested: the annotated sharding if it is another one, else None.
       resharded_from: sharding of the annotated tensor that this one annotates again,
         differently; None for others. Two annotations in a row are a reshard, for
         instance where an AllToAll is wanted (GShard 3.2).
@@ -121,7 +121,7 @@ class TensorReport:
     why_replicated: Why | None
     bytes: int
     bytes_per_device: int
-    asked: Sharding | None = None
+    requested: Sharding | None = None
     resharded_from: Sharding | str | None = None
     collectives: tuple[InsertedCollective, ...] = ()
 
@@ -370,7 +370,7 @@ class _Report:
             annotated=annotated,
             why_replicated=self._why(parts, sharding, requested),
             collectives=tuple(self.collectives.get(name, ())),
-            asked=None if followed else requested,
+            requested=None if followed else requested,
             resharded_from=self._resharded_from(instruction) if annotated else None,
             **_sizes(sharding, instruction.shape, itemsize(instruction.dtype)),
         )

@@ -94,7 +94,7 @@ def _summary(explanation: Explanation) -> Iterator[str]:
     rows = [
         (f"{len(annotated)} annotated", ""),
         (f"{len(replicated)} left replicated", _total(replicated)),
-        (f"{len(gathered)} made whole with nobody asking for it", _total(gathered)),
+        (f"{len(gathered)} gathered in full without an annotation", _total(gathered)),
     ]
     rows += [
         (f"{count} laid out otherwise, as XLA would be {how}", "")
@@ -202,11 +202,12 @@ def _interesting(tensors: Iterable[TensorReport]) -> list[TensorReport]:
 
 def _tensor_lines(tensor: TensorReport) -> Iterator[str]:
     how = "annotated" if tensor.annotated else "inferred"
-    how = how if tensor.asked is None else f"asked {tensor.asked}"
     yield from _row(tensor_name(tensor), _type(tensor), str(tensor.sharding), how)
     if tensor.source is not None:
         of = "gradient of " if tensor.source.is_gradient else ""
         yield f"      {of}{tensor.source}"
+    if tensor.requested is not None:
+        yield f"      annotated {tensor.requested}, which completion did not follow"
     if tensor.resharded_from is not None:
         before = tensor.resharded_from
         yield f"      annotated again, differently: resharded from {before}"
@@ -274,9 +275,9 @@ def _replicated(tensors: list[TensorReport]) -> Iterator[str]:
 
 def _rematerialized(tensors: list[RematerializedTensor]) -> Iterator[str]:
     if not tensors:
-        yield "No tensor is made whole on every device with nobody asking for it."
+        yield "No tensor is gathered in full on every device without an annotation."
         return
-    yield "Made whole on every device, for which nobody asked:"
+    yield "Gathered in full on every device, without an annotation that asks for it:"
     for tensor in tensors:
         yield from rematerialized_lines(tensor)
 

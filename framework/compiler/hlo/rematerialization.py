@@ -123,7 +123,7 @@ class _Finder:
                 continue  # Only the last of several gathers has the full tensor.
             if not all(self._is_alike(use, axes) for use in uses):
                 continue
-            if uses and not self._is_asked_for(gather, axes):
+            if uses and not self._is_requested(gather, axes):
                 yield gather, uses[0]
 
     def gathered(self, op: Instruction) -> Instruction:
@@ -146,7 +146,7 @@ class _Finder:
             return False
         return self._is_own_shard(op) or not self.varying[op.name] & axes
 
-    def _is_asked_for(self, op: Instruction, axes: frozenset[str]) -> bool:
+    def _is_requested(self, op: Instruction, axes: frozenset[str]) -> bool:
         """Whether an annotation, or the program's result, is to be replicated.
 
         Completion propagates that back through ops that keep a tensor's size.
@@ -159,7 +159,7 @@ class _Finder:
             if use.bytes and _count(use) == _count(op):
                 alike = not self.varying[use.name] & axes
                 # Annotations are copies.
-                if alike and (use.opcode == "copy" or self._is_asked_for(use, axes)):
+                if alike and (use.opcode == "copy" or self._is_requested(use, axes)):
                     return True
         return False
 

@@ -17,10 +17,10 @@ from meshwright.framework.compiler.repair.table.patterns import SCATTER
 from meshwright.framework.compiler.stablehlo.constraints import sdy_attribute
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     after,
-    asked_sharding,
     element_type,
     is_annotation,
     location_of,
+    requested_sharding,
     shape_of,
     sharding_call,
     tensor_type,
@@ -80,7 +80,7 @@ class Pin:
                 result.replace_all_uses_except(pinned, pinned.owner.operation)
 
     def _pinned(self, value: ir.Value, sharding: Sharding | None) -> ir.Value:
-        if sharding is None or not sharding.rank or self._is_asked(value, sharding):
+        if sharding is None or not sharding.rank or self._is_requested(value, sharding):
             return value
         if sharding not in self.attributes:
             outside = dataclasses.replace(sharding, manual=())
@@ -92,13 +92,13 @@ class Pin:
             self.pinned[constraint.result, sharding] = constraint.result
         return self.pinned[value, sharding]
 
-    def _is_asked(self, value: ir.Value, sharding: Sharding) -> bool:
+    def _is_requested(self, value: ir.Value, sharding: Sharding) -> bool:
         """Whether the program annotates a value with this sharding."""
         maker = value.owner
         if isinstance(maker, ir.Block) or not is_annotation(maker):
             return False
         try:
-            annotation = asked_sharding(maker, self.mesh)
+            annotation = requested_sharding(maker, self.mesh)
         except ValueError:  # It is over other devices, and refused later by name.
             return False
         return annotation == dataclasses.replace(sharding, manual=())

@@ -37,12 +37,12 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,
     WHILE,
     Blame,
-    asked_sharding,
     end_of,
     is_annotation,
     is_constant_zero,
     op_name,
     placeholder_of,
+    requested_sharding,
     shape_of,
     short_name,
 )
@@ -206,7 +206,7 @@ class Checker:
         placeholder = placeholder_of(op)
         if placeholder is None:
             try:
-                requested = asked_sharding(op, self.mesh)
+                requested = requested_sharding(op, self.mesh)
             except ValueError as e:
                 raise IllTypedError(str(e), "use the program's mesh") from None
             if requested.mesh != self.mesh:

@@ -11,13 +11,13 @@ from jaxlib.mlir.dialects import sdy
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     Blame,
-    asked_sharding,
     call_target,
     end_of,
     is_annotation,
     is_of_region,
     placeholder_of,
     replace_result,
+    requested_sharding,
     sharding_call,
     walk,
 )
@@ -136,7 +136,7 @@ def rewrite_annotation(
       LoweringError: the annotation cannot be honoured on `mesh`.
     """
     try:
-        sharding = asked_sharding(op, mesh)
+        sharding = requested_sharding(op, mesh)
     except ValueError as e:
         raise blame.error(op, f"has an annotation that would be dropped: {e}") from None
     clash = [a for axes in sharding.dims for a in axes if mesh.part(a).axis in manual]

@@ -366,7 +366,7 @@ def copy_floating(
         user.operands[i] = copies[value]
 
 
-def asked_sharding(op, mesh: DeviceMesh) -> Sharding:
+def requested_sharding(op, mesh: DeviceMesh) -> Sharding:
     """The sharding that TF's annotation requests; see `Sharding.from_hlo`.
 
     Raises:

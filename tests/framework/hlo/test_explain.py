@@ -226,7 +226,7 @@ def test_a_border_tensor_that_divides_is_not_called_uneven(partitioner):
 
 @over_partitioners
 def test_an_annotation_that_was_not_followed(partitioner):
-    """Under GSPMD the result itself is what was annotated, and JAX leaves it whole."""
+    """Under GSPMD the result itself is what was annotated, and JAX replicates it."""
 
     def fn(x):
         return mw.mesh_split(tf.tanh(x), MESH, [None, "Y"])  # uneven
@@ -236,11 +236,12 @@ def test_an_annotation_that_was_not_followed(partitioner):
     row = next(line for line in text.splitlines() if line.startswith("  XlaSharding"))
     assert match.annotated
     if partitioner is mw.Partitioner.SHARDY:
-        assert (match.asked, match.why_replicated) == (None, None)
+        assert (match.requested, match.why_replicated) == (None, None)
         assert row.split()[2:] == ["[_,Y]", "annotated"]
     else:
-        assert (match.asked, match.why_replicated) == (split(None, "Y"), Why.UNEVEN)
-        assert row.split()[2:] == ["[_,_]", "asked", "[_,Y]"]
+        assert (match.requested, match.why_replicated) == (split(None, "Y"), Why.UNEVEN)
+        assert row.split()[2:] == ["[_,_]", "annotated"]
+        assert "      annotated [_,Y], which completion did not follow\n" in text
     assert "annotated so" not in text
 
 
@@ -255,7 +256,9 @@ def test_an_annotation_with_open_dims_was_not_the_reason(partitioner):
     explanation = explain_fn(fn, [(64, 64), (64, 64)], partitioner)
     assert whys(explanation)[Kind.INSIDE, "XlaSharding"] is Why.NOTHING_SPLIT
     assert tensor(explanation, "XlaSharding_2").sharding == split("X", "Y")
-    assert [tensor.asked for tensor in explanation.tensors if tensor.asked] == []
+    assert [
+        tensor.requested for tensor in explanation.tensors if tensor.requested
+    ] == []
 
 
 @over_partitioners
@@ -272,7 +275,7 @@ def test_annotations_over_other_device_orders_are_followed(partitioner):
     )
     annotated = [t for t in explanation.tensors if t.op_type == "XlaSharding"]
     assert len(annotated) == 2 and all(tensor.annotated for tensor in annotated)
-    assert [tensor.asked for tensor in annotated] == [None, None]
+    assert [tensor.requested for tensor in annotated] == [None, None]
 
 
 @over_partitioners
@@ -326,8 +329,9 @@ def test_collectives_of_manual_regions_are_shown(partitioner):
 def test_no_false_alarm(partitioner):
     explanation = explained(partitioner)[1]
     assert explanation.rematerialized() == []
-    assert "No tensor is made whole on every device with nobody asking for it." in str(
-        explanation
+    assert (
+        "No tensor is gathered in full on every device without an annotation."
+        in str(explanation)
     )
 
 
@@ -383,7 +387,7 @@ def test_a_summary_is_first(partitioner):
     assert f"of which\n  {annotated} annotated\n" in summary
     count = len(explanation.replicated())
     assert re.search(rf"\n  {count} left replicated +[\d.]+ [KM]?i?B\n", summary)
-    assert "\n  0 made whole with nobody asking for it\n" in summary
+    assert "\n  0 gathered in full without an annotation\n" in summary
     rows = re.findall(r"  all-reduce along Y +([\d.]+) K?i?B, (\d+) times", summary)
     assert len(rows) == 1 and int(rows[0][1]) >= 5
 

@@ -1,4 +1,4 @@
-"""Which ops make a tensor whole on every device, and which were asked to."""
+"""Gathers in full on every device, and which of them an annotation asks for."""
 
 import pytest
 import tensorflow as tf
@@ -36,7 +36,7 @@ def ring_of_products(x, i):
     return x @ tf.transpose(x)
 
 
-# fn(x, i), how x arrives and the result leaves, what is made whole.
+# fn(x, i), how x arrives and the result leaves, what is gathered in full.
 GATHERED = {
     "roll by a number of the user's": (lambda x, i: tf.roll(x, i, 0), ROWS, (2 * N, D)),
     "slice from an index": (lambda x, i: tf.slice(x, [i, 0], [32, D]), ROWS, WHOLE),
@@ -96,7 +96,7 @@ def remats(fn, arrives, leaves, partitioner):
 
 @over_partitioners
 @pytest.mark.parametrize("name", GATHERED)
-def test_gathers_that_nobody_asked_for(name, partitioner):
+def test_gathers_without_an_annotation(name, partitioner):
     fn, dims, shape = GATHERED[name]
     leaves = split(None, "Y") if name == "moved to other dim" else split(*dims)
     (remat,) = remats(fn, dims, leaves, partitioner)
@@ -124,13 +124,13 @@ def test_nothing_is_said_of_what_stays_split(name, partitioner):
 @over_partitioners
 @pytest.mark.parametrize("leaves", [None, ROWS, COLUMNS])
 @pytest.mark.parametrize("name", ASKED)
-def test_what_is_asked_to_be_whole_is_not_listed(name, leaves, partitioner):
+def test_what_an_annotation_replicates_is_not_listed(name, leaves, partitioner):
     leaves = leaves and split(*leaves)
     assert remats(ASKED[name], ROWS, leaves, partitioner) == []
 
 
 @over_partitioners
-def test_a_result_that_is_asked_to_be_whole_is_not_listed(partitioner):
+def test_a_result_that_leaves_replicated_is_not_listed(partitioner):
     assert remats(lambda x, i: tf.tanh(x), ROWS, split(None, None), partitioner) == []
 
 
@@ -154,7 +154,9 @@ def test_the_text_says_that_all_do_the_same():
         out_shardings=split(*ROWS),
     )
     lines = str(explain(program)).splitlines()
-    at = lines.index("Made whole on every device, for which nobody asked:")
+    at = lines.index(
+        "Gathered in full on every device, without an annotation that asks for it:"
+    )
     assert lines[at + 1].startswith("  16.0 KiB c64[64,32] Cast (")
     assert lines[at + 2].startswith("      every device does all of FFT (")
     assert "test_rematerialization.py" in lines[at + 2]

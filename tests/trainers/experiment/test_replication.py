@@ -118,7 +118,7 @@ def test_training_stops_if_activations_are_over(tmp_path, caplog):
     )
     assert result.step == 5
     assert "replicated on each of 8 devices: " in caplog.text
-    assert "is made whole" not in caplog.text
+    assert "is gathered in full" not in caplog.text
     (event,) = points(tmp_path / "enough", "train")["left replicated"]
     assert "theta.stack.attention_norm.scale" in str(event)
 
@@ -148,10 +148,10 @@ def test_a_full_rematerialization_is_logged(tmp_path, caplog, monkeypatch):
     """With a budget, the program is explained: what that finds is told."""
     programs = at(small_programs(), replicated_budget=10**9, num_steps=5)
     explanation = explain(programs.main)
-    made_whole = rematerialized("stack.attention")
-    explanation = dataclasses.replace(explanation, _rematerialized=(made_whole,))
+    gathered = rematerialized("stack.attention")
+    explanation = dataclasses.replace(explanation, _rematerialized=(gathered,))
     loop = "meshwright.trainers.training.loop"
     monkeypatch.setattr(f"{loop}.explain", lambda program: explanation)
     train(programs, tmp_path)
-    assert "a tensor is made whole on every device:\n  4.00 KiB" in caplog.text
+    assert "a tensor is gathered in full on every device:\n  4.00 KiB" in caplog.text
     assert "stack.attention: MatMul (attention/attention.py:7)" in caplog.text

@@ -66,7 +66,7 @@ def test_explains_the_training_program(partitioner, capsys):
         r"\[X,_,Y\] +annotated\n +layers/basic/feed_forward.py:\d+\n", part
     )
     assert "gradient of layers/basic/linear.py:" in part
-    assert "No tensor is made whole on every device with nobody asking for it." in out
+    assert "No tensor is gathered in full on every device without an annotation." in out
 
 
 def test_explains_a_part_of_the_program(capsys):
