@@ -152,6 +152,8 @@ def from_op_sharding(
     """See `Sharding.from_op_sharding`."""
     if proto.type == _OpSharding.REPLICATED:
         return _fields(mesh, dims=((),) * rank)
+    if proto.type == _OpSharding.MAXIMAL and [*proto.tile_assignment_devices] == [0]:
+        return _of_one_device(mesh, rank)
     if proto.type == _OpSharding.MANUAL:
         return _fields(mesh, dims=((),) * rank, manual=mesh.axis_names)
     groups = tuple(_OpSharding.Type.Name(t).lower() for t in proto.last_tile_dims)
@@ -167,6 +169,16 @@ def from_op_sharding(
     else:
         devices = np.array(proto.tile_assignment_devices, int).reshape(shape)
     return _from_tiles(mesh, _Tiles(devices=devices, groups=groups), rank)
+
+
+def _of_one_device(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+    """The sharding of an annotation over a mesh of one device."""
+    if mesh.size > 1:
+        raise ValueError(
+            f"it is over a mesh of one device, and the program's ({mesh}) has "
+            f"{mesh.size}: give the plan, or the annotation, the program's mesh"
+        )
+    return _fields(mesh, dims=((),) * rank)
 
 
 def _from_tiles(mesh: DeviceMesh, tiles: _Tiles, rank: int) -> dict[str, Any]:
@@ -263,13 +275,10 @@ _HLO = re.compile(
 @functools.lru_cache(maxsize=4096)
 def from_hlo(mesh: DeviceMesh, text: str, rank: int) -> dict[str, Any]:
     """See `Sharding.from_hlo`."""
-    if text == "{replicated}" or (text == _ONE_DEVICE and mesh.size == 1):
+    if text == "{replicated}":
         return _fields(mesh, dims=((),) * rank)
     if text == _ONE_DEVICE:
-        raise ValueError(
-            f"it is over a mesh of one device, and the program's ({mesh}) has "
-            f"{mesh.size}: give the plan, or the annotation, the program's mesh"
-        )
+        return _of_one_device(mesh, rank)
     if text == "{manual}":
         return _fields(mesh, dims=((),) * rank, manual=mesh.axis_names)
     match = _HLO.fullmatch(text)

@@ -194,10 +194,9 @@ class Stages:
             unspecified = range(start, rank)
         else:
             unspecified = [start + dim for dim in like.unspecified_dims]
-            if self.mesh.size > 1:
-                proto = xla_data_pb2.OpSharding.FromString(like.sharding)
-                layout = Sharding.from_op_sharding(self.mesh, proto, rank - start)
-                dims[start:] = layout.dims
+            proto = xla_data_pb2.OpSharding.FromString(like.sharding)
+            layout = Sharding.from_op_sharding(self.mesh, proto, rank - start)
+            dims[start:] = layout.dims
         sharding = Sharding(self.mesh, tuple(dims))
         return annotate(tensor, sharding.opened(unspecified))
 

@@ -55,6 +55,8 @@ class Experiment(Checked):
         the like, if its task decodes; 0 for none, None for all.
       checkpoint_interval: steps between checkpoints; also saved at the end.
       summary_interval: steps between TensorBoard points.
+      histogram_interval: steps between TensorBoard histograms of weights and gradients,
+        for which gradients are computed a second time; 0: none.
       keep_checkpoints: how many of the last checkpoints stay; None for all.
       not_finite: what to do when a loss or the gradients' norm is infinite or NaN.
       not_finite_limit: how many steps may be skipped in a row, and how many roll backs
@@ -95,6 +97,7 @@ class Experiment(Checked):
     decode_batches: int | None = bounded(0, at_least=0)
     checkpoint_interval: int = bounded(1000, at_least=1)
     summary_interval: int = bounded(10, at_least=1)
+    histogram_interval: int = bounded(0, at_least=0)
     keep_checkpoints: int | None = bounded(2, at_least=1)
     not_finite: NotFinite = NotFinite.STOP
     not_finite_limit: int = bounded(10, at_least=0)
@@ -111,8 +114,8 @@ class Experiment(Checked):
                 f"Experiment.decode_batches is {self.decode_batches}, but "
                 f"{type(self.task).__name__} decodes nothing: set it to 0"
             )
-        intervals = ("eval_interval", "checkpoint_interval", "summary_interval")
-        for name in ("num_steps", *intervals):
+        intervals = ("eval", "checkpoint", "summary", "histogram")
+        for name in ("num_steps", *(f"{each}_interval" for each in intervals)):
             if getattr(self, name) % self.steps_per_loop:
                 raise ValueError(
                     f"Experiment.{name} = {getattr(self, name)} is no multiple of "

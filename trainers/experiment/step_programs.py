@@ -31,6 +31,7 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 )
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.modeling import random
+from meshwright.framework.modeling.histograms import histograms_of
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import (
     Context,
@@ -43,6 +44,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.gradients import (
+    BatchGradients,
     accumulated_gradients,
     batch_gradients,
 )
@@ -136,6 +138,22 @@ class StepPrograms:
             lambda path, dims: plan.activation_sharding(dims, f"batch.{path}")
         )
 
+    def _stacked_batch_shardings(self) -> NestedMap:
+        """Shardings of `abstract_batches`."""
+        return self.batch_shardings().map(lambda s: Sharding(s.mesh, ((), *s.dims)))
+
+    @property
+    def histogram_tags(self) -> list[str]:
+        """The TensorBoard tags of `histogram_step`'s results, in their order."""
+        weights = [f"weights/{path}" for path, _ in self.weights.items_by_path()]
+        return weights + [f"gradients/{path}" for path in self._trained_paths]
+
+    @property
+    def _trained_paths(self) -> list[str]:
+        """The paths of the weights that are no running statistics."""
+        items = self.weights.items_by_path()
+        return [path for path, spec in items if not spec.is_statistic]
+
     def activation_dims(self) -> set[str]:
         """Names of the dims that activations have, found by tracing the task's loss."""
         table = _NotingTable(self.experiment.plan.activations)
@@ -169,28 +187,7 @@ class StepPrograms:
     def train_step(self, state: NestedMap, batch: NestedMap) -> NestedMap:
         """One step: `state` after it, and `metrics`, float32, scalars but for sums."""
         experiment = self.experiment
-        seed = random.key_from_seed(experiment.seed)
-        ctx = Context(
-            plan=experiment.plan,
-            mode=Mode.TRAIN,
-            key=random.fold_in(random.fold_in(seed, "train"), state.step),
-            activation_dtype=experiment.activation_dtype,
-        )
-        steps = experiment.gradient_accumulation_steps
-        if steps == 1:
-            result = batch_gradients(
-                experiment.task, ctx, self.weights, state.theta, batch
-            )
-        else:
-            result = accumulated_gradients(
-                experiment.task,
-                ctx,
-                self.weights,
-                state.theta,
-                batch,
-                steps=steps,
-                unreduced_gradient_axes=self.unreduced_gradient_axes,
-            )
+        result = self.step_gradients(state, batch)
         with tf.name_scope("optimizer"):
             update = experiment.optimizer.update(
                 state.step, result.gradients, state.theta, state.slots, self.weights
@@ -209,6 +206,23 @@ class StepPrograms:
             kept.step = new.step
             new = kept
         return NestedMap(state=new, metrics=metrics)
+
+    def step_gradients(self, state: NestedMap, batch: NestedMap) -> BatchGradients:
+        """The gradients of a step, of a state with `step` and `theta`."""
+        experiment = self.experiment
+        seed = random.key_from_seed(experiment.seed)
+        ctx = Context(
+            plan=experiment.plan,
+            mode=Mode.TRAIN,
+            key=random.fold_in(random.fold_in(seed, "train"), state.step),
+            activation_dtype=experiment.activation_dtype,
+        )
+        args = experiment.task, ctx, self.weights, state.theta, batch
+        steps = experiment.gradient_accumulation_steps
+        if steps == 1:
+            return batch_gradients(*args)
+        axes = self.unreduced_gradient_axes
+        return accumulated_gradients(*args, steps=steps, unreduced_gradient_axes=axes)
 
     def train_loop(self, state: NestedMap, batches: NestedMap) -> NestedMap:
         """`steps_per_loop` steps; batches and metrics have a leading dim for them."""
@@ -241,6 +255,17 @@ class StepPrograms:
             lambda i, *_: i < steps, body, (tf.constant(0), state.leaves(), stores)
         )
         return NestedMap(state=state.pack(leaves), metrics=metrics.pack(stores))
+
+    def histogram_step(self, state: NestedMap, batches: NestedMap) -> NestedMap:
+        """`histograms_of` the weights, and of their gradients in the first batch.
+
+        Args:
+          state: `step` and `theta`.
+          batches: of a call of `train_loop`.
+        """
+        result = self.step_gradients(state, batches.map(lambda x: x[0]))
+        gradients = [result.gradients.get_path(path) for path in self._trained_paths]
+        return histograms_of([*state.theta.leaves(), *gradients])
 
     def eval_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """The task's sums over one held-out batch."""
@@ -303,9 +328,6 @@ class StepPrograms:
     @functools.cached_property
     def traced_main(self) -> TracedProgram:
         """`main` before it is compiled, its weight updates sharded."""
-        shardings = self.batch_shardings().map(
-            lambda s: Sharding(s.mesh, ((), *s.dims))
-        )
         mode = self.experiment.weight_update_sharding
         updates = None
         if mode is not WeightUpdateSharding.OFF and self.data_axes:
@@ -313,7 +335,7 @@ class StepPrograms:
         return self._trace(
             lambda state, batches: dict(self.train_loop(state, batches)),
             [self.abstract_state(), self.abstract_batches()],
-            [self.plan_layout.forms, shardings],
+            [self.plan_layout.forms, self._stacked_batch_shardings()],
             {"state": self.plan_layout.forms, "metrics": None},
             donate=(0,),
             update_sharding=updates,
@@ -355,6 +377,23 @@ class StepPrograms:
             [self.plan_layout.forms.theta, rows],
             None,
             name="decode",
+        )
+
+    @functools.cached_property
+    def histograms(self) -> Program:
+        """(step and theta in step layout, batches) -> `histogram_step`.
+
+        A program of its own, so that a run trains to the same bits without histograms.
+        """
+        forms = self.step_layout.forms
+        held = NestedMap(step=forms.step, theta=forms.theta)
+        state = held.map(lambda form: tf.TensorSpec(form.shape, form.dtype))
+        return self._compile(
+            self.histogram_step,
+            [state, self.abstract_batches()],
+            [held, self._stacked_batch_shardings()],
+            None,
+            name="histograms",
         )
 
     @functools.cached_property

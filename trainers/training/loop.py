@@ -40,6 +40,7 @@ from meshwright.trainers.training.health import History
 from meshwright.trainers.training.progress import Progress
 from meshwright.trainers.training.saved_config import changes
 from meshwright.trainers.training.start_notes import start_notes
+from meshwright.trainers.training.step_histograms import write_histograms
 from meshwright.trainers.training.step_profile import StepProfile
 from meshwright.trainers.training.stop_signals import StopRequest, stop_on_signals
 from meshwright.trainers.training.summaries import Summaries, write_hyperparameters
@@ -267,6 +268,10 @@ class _Loop:
                 batches = next(calls)
                 if self.stop.reached():
                     break
+                if experiment.is_due(step + steps, experiment.histogram_interval):
+                    progress.wait()
+                    with progress.pause("counting for histograms"):
+                        write_histograms(self.programs, self.summaries, state, batches)
                 if self.profile.starts_in(step + 1, step + steps):
                     progress.wait()
                     self.profile.start()
@@ -303,6 +308,9 @@ class _Loop:
         seconds, megabytes = time.perf_counter() - start, main.memory().peak / 1e6
         log_line("compiled in %.0f s; takes %.1f MB on each device", seconds, megabytes)
         self._check_activations(main)
+        if self.experiment.histogram_interval:
+            log_line("compiling the program of histograms")
+            _ = self.programs.histograms  # Before the steps, in case it does not fit.
         return main
 
     def _replicated(self) -> list[replication.ReplicatedTensor]:

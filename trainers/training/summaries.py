@@ -12,6 +12,7 @@ import gin
 import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.plugins.histogram.metadata import create_summary_metadata
 from tensorboard.plugins.hparams import summary_v2 as hparams  # Their api has Keras.
 
 from meshwright.framework.compiler.xla.processes import (
@@ -58,11 +59,17 @@ class Summaries:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One point of each curve, at `step`."""
-        with self._writing(step):
-            if self._is_new:
-                self._drop_points_from(step)
+        with self._writing_points(step):
             for name, value in values.items():
                 tf.summary.scalar(name, np.float32(value))
+
+    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        """Histograms by name, each of rows (left edge, right edge, count)."""
+        metadata = create_summary_metadata(display_name=None, description=None)
+        with self._writing_points(step):
+            for name, buckets in values.items():
+                # As tf.summary.histogram does, which wants all the values.
+                tf.summary.write(name, np.float64(buckets), metadata=metadata)
 
     def go_back(self) -> None:
         """Lets the next point replace the points at and after its step."""
@@ -125,6 +132,13 @@ class Summaries:
     def _writing(self, step: int) -> Iterator[None]:
         # as_default flushes at its end.
         with self._failures_as_warnings(), self._writer.as_default(step=step):
+            yield
+
+    @contextlib.contextmanager
+    def _writing_points(self, step: int) -> Iterator[None]:
+        with self._writing(step):
+            if self._is_new:
+                self._drop_points_from(step)
             yield
 
     @contextlib.contextmanager

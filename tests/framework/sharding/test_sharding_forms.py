@@ -6,10 +6,13 @@ import math
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxlib import _hlo
+from tensorflow.compiler.xla import xla_data_pb2
 
+from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -192,6 +195,22 @@ def test_reads_the_text_that_xla_shortens():
     assert read("{devices=[2,4]0,3,2,1,4,7,5,6 last_tile_dim_replicate}", 1) == "[X]"
     single = DeviceMesh(("X",), (1,))
     assert str(Sharding.from_hlo(single, "{maximal device=0}", 1)) == "[_]"
+
+
+def test_reads_what_is_annotated_over_a_mesh_of_one_device():
+    """As the op holds it, which another program's mesh must not take."""
+    single = DeviceMesh(("X",), (1,))
+
+    @tf.function(autograph=False)
+    def annotated(x):
+        return annotate(x, Sharding(single, (("X",), ())))
+
+    graph = annotated.get_concrete_function(tf.TensorSpec([4, 2])).graph
+    (op,) = (op for op in graph.get_operations() if op.type == "XlaSharding")
+    proto = xla_data_pb2.OpSharding.FromString(op.get_attr("sharding"))
+    assert str(Sharding.from_op_sharding(single, proto, 2)) == "[_,_]"
+    with pytest.raises(ValueError, match="over a mesh of one device, and the program"):
+        Sharding.from_op_sharding(MESH, proto, 2)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,11 @@ from tests.trainers.small_run import (
     small_programs,
     train,
 )
-from tests.trainers.training import poisoned_train, stuck_train
+from tests.trainers.training import (
+    poisoned_train,
+    stuck_train,
+    test_step_histograms,
+)
 
 COMMAND = (pathlib.Path(sys.executable).parent / "meshwright-train",)
 SMALL_RUN = (
@@ -139,9 +143,11 @@ def assert_same_training(folder, straight):
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_train_as_one(straight, start, tmp_path, count):
-    group = start(count, tmp_path / "run")
+    params = ["Experiment.histogram_interval = 6"]
+    group = start(count, tmp_path / "run", params=params)
     assert group.wait() == [0] * count, group.outputs
     assert_same_training(tmp_path / "run", straight)
+    test_step_histograms.assert_of_saved_weights(tmp_path / "run")
     first, *others = group.outputs
     assert "Trained to step 20" in first
     assert not any("Trained" in output or "INFO" in output for output in others)

@@ -214,6 +214,33 @@ def test_screening_keeps_what_can_be_laid_out():
     assert screened.left_out["more shards than there are 'stages'"] > 0
 
 
+ONE_AXIS = (  # As of Table 5.
+    "ShardingPlan.mesh_axes = ('L',)",
+    "ShardingPlan.weights = {'stages': 'L'}",
+    "ShardingPlan.activations = {'batch': 'L', 'microbatch': None}",
+    "MESH_SHAPE = (8,)",
+    "NUM_STAGES = 8",
+    "NUM_MICROBATCHES = 8",
+)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_mesh_may_have_no_axis_but_that_of_the_stages(repeats):
+    """Memory is bounded by a trace for a mesh that has one device then."""
+    params = (*ONE_AXIS, f"NUM_LAYERS = {8 * repeats}")
+    params = (*pipelined.PARAMS, *params, f"Pipeline.num_repeats = {repeats}")
+    where = space(*params, files=pipelined.GIN_FILES, plans=())
+    screened = search.screen(where)
+    assert screened.left_out == {} and screened.promising[0].configured
+    case = screened.promising[0].candidate
+    iterations = 8 * repeats + 7
+    # A device has one stage, and a microbatch one row: half of `INPUT`.
+    saved = MemoryBound(where.experiment).activations(
+        dataclasses.replace(case, policy=EVERYTHING)
+    )
+    assert saved == INPUT / 2 * (iterations + 8)
+
+
 SCOPED = ("LanguageModel.stack = @deep/Pipeline()", "deep/Pipeline.stack = @Repeat()")
 
 

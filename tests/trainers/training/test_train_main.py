@@ -100,6 +100,10 @@ def compiled(monkeypatch):
         (["Experiment.seed = 18446744073709551616"], f"at least 0 and below {2**64}"),
         (["Experiment.eval_batches = 0"], "eval_batches is 0; .* at least 1"),
         (["Experiment.steps_per_loop = 3"], "num_steps = 20 is no multiple of"),
+        (
+            ["Experiment.steps_per_loop = 5", "Experiment.histogram_interval = 6"],
+            "histogram_interval = 6 is no multiple of steps_per_loop = 5",
+        ),
         (["MESH_SHAPE = (4, 4)"], "needs 16 devices but 8 cpu devices exist"),
         (["MESH_SHAPE = (2, 2, 2)"], r"names 2 axes .* shape \(2, 2, 2\) has 3"),
         (
