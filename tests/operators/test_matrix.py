@@ -48,7 +48,7 @@ def slow_but(quick, cases, name_of):
 @pytest.mark.parametrize(
     ("name", "partitioner"),
     slow_but(
-        "rows-shardy",
+        "columns-shardy",
         itertools.product(LAYOUTS, Partitioner),
         lambda case: f"{case[0]}-{case[1].value}",
     ),
