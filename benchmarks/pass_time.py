@@ -16,13 +16,13 @@ included, and up to the compiled program. To compare two versions, run each in t
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import multiprocessing
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import jax
@@ -53,6 +53,50 @@ PROGRAMS = {
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
+@dataclasses.dataclass
+class Counts:
+    """What has happened on the way to XLA.
+
+    Args:
+      parsed: modules that were parsed.
+      completed: completions by Shardy's propagation.
+      lowered_at: for each program that JAX lowered this process's CPU seconds then.
+    """
+
+    parsed: int = 0
+    completed: int = 0
+    lowered_at: list[float] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counts]:
+    """Counts what happens within, in this process."""
+    counts = Counts()
+    parse, complete = ir.Module.parse, Propagated.__init__
+
+    def counting_parse(*args, **kwargs):
+        counts.parsed += 1
+        return parse(*args, **kwargs)
+
+    def counting_complete(*args, **kwargs):
+        counts.completed += 1
+        complete(*args, **kwargs)
+
+    def note(event: str, *_, **__) -> None:
+        if event == _LOWERED:
+            counts.lowered_at.append(time.process_time())
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        with (
+            mock.patch.object(ir.Module, "parse", staticmethod(counting_parse)),
+            mock.patch.object(Propagated, "__init__", counting_complete),
+        ):
+            yield counts
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compile:
     """One compile.
@@ -77,34 +121,15 @@ def measure(name: str) -> Compile:
     mw.set_platform("cpu", 8)
     experiment, _ = build_experiment(*PROGRAMS[name])
     programs = StepPrograms(experiment)
-    counts, lowered = collections.Counter(), []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, _, **__: (
-            lowered.append(time.process_time()) if event == _LOWERED else None
-        )
-    )
-    parse, complete = ir.Module.parse, Propagated.__init__
-
-    def counting_parse(*args, **kwargs):
-        counts["parsed"] += 1
-        return parse(*args, **kwargs)
-
-    def counting_complete(*args, **kwargs):
-        counts["completed"] += 1
-        complete(*args, **kwargs)
-
-    with (
-        mock.patch.object(ir.Module, "parse", staticmethod(counting_parse)),
-        mock.patch.object(Propagated, "__init__", counting_complete),
-    ):
+    with counting() as counts:
         start = time.process_time()
         programs.main  # noqa: B018  Compiles it.
         end = time.process_time()
     return Compile(
-        parsed=counts["parsed"],
-        completed=counts["completed"],
-        lowered=len(lowered),
-        before=lowered[-1] - start,
+        parsed=counts.parsed,
+        completed=counts.completed,
+        lowered=len(counts.lowered_at),
+        before=counts.lowered_at[-1] - start,
         all=end - start,
     )
 

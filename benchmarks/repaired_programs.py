@@ -28,18 +28,13 @@ from meshwright.framework.compiler.repair import check
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
-_CONFIGS = flags.DEFINE_list(
-    "configs",
-    [
-        "lm/stdlib_tiny.gin",
-        "rec/synthetic_ncf.gin",
-        "image/synthetic_resnet.gin",
-        "seg/synthetic_unet.gin",
-        "asr/espeak_conformer.gin",
-    ],
-    "Shipped configs.",
+CONFIGS = (
+    "lm/stdlib_tiny.gin",
+    "rec/synthetic_ncf.gin",
+    "image/synthetic_resnet.gin",
+    "seg/synthetic_unet.gin",
+    "asr/espeak_conformer.gin",
 )
-_BINDINGS = flags.DEFINE_multi_string("bindings", [], "Gin bindings for all configs.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,15 +96,17 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     spawn = multiprocessing.get_context("spawn")
     print(HEADER)
-    for config in _CONFIGS.value:
+    for config in flags.FLAGS.configs:
         for partitioner in mw.Partitioner:
             both = []
             for repair in (True, False):
                 with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
-                    args = config, _BINDINGS.value, partitioner, repair
+                    args = config, flags.FLAGS.bindings, partitioner, repair
                     both.append(pool.submit(compiled, *args).result())
             print(table_row(config, partitioner, *both), flush=True)
 
 
 if __name__ == "__main__":
+    flags.DEFINE_list("configs", [*CONFIGS], "Shipped configs.")
+    flags.DEFINE_multi_string("bindings", [], "Gin bindings for all configs.")
     app.run(main)

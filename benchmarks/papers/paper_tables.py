@@ -8,9 +8,9 @@ TPU v3, from 8 to 2048 cores:
   4       GSPMD 5.2, the same in pipelines
   5       GSPMD 5.3, pipelined Conformers
   6       GSPMD 5.4, sparse mixtures of experts
-  7 GSPMD 5.5, hybrid sparse and dense mixtures 8 GSPMD 5.6, 3D U-Nets, partitioned
-  spatially gshard GShard's translation Transformers: its Table 3, and the same number
-  of rows a
+  7       GSPMD 5.5, hybrid sparse and dense mixtures
+  8       GSPMD 5.6, 3D U-Nets, partitioned spatially
+  gshard  GShard's translation Transformers: its Table 3, and the same number of rows a
           core for all depths and numbers of experts
   wus     weight-update sharding's models, with it and without (paper_updates.py)
 

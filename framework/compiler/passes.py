@@ -18,7 +18,7 @@ from meshwright.framework.compiler.stablehlo.manual.divergence import divergent_
 from meshwright.framework.compiler.stablehlo.module import Module, Written
 from meshwright.framework.compiler.stablehlo.precision import propagate_precision
 from meshwright.framework.compiler.stablehlo.tidy import tidy
-from meshwright.framework.compiler.stablehlo.written import make_splittable, write_for
+from meshwright.framework.compiler.stablehlo.written import write_for
 from meshwright.framework.compiler.weight_update_sharding.shard import (
     UpdateSharding,
     shard_weight_updates,
@@ -61,7 +61,7 @@ def run_passes(
             shard_weight_updates(module, update_sharding, target.devices)
         # What XLA cannot split, or splits badly, becomes other ops: empty tensors,
         # roundings, strides, cropped images, rolls.
-        make_splittable(module.write())
+        work_around(Stage.SPLITTABLE, module.write())
         # What is compared with its own maximum is computed once, for all that read it.
         work_around(Stage.COMPUTED_ONCE, module.write())
         # Branches that devices may take differently are noted: in the compiled program

@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -67,6 +68,13 @@ def test_what_is_no_such_model_is_told(tmp_path):
     )
     assert done.returncode == 1
     assert "the bundle's configuration has no LinearWarmup.steps" in done.stderr
+
+
+def test_what_the_configuration_lacks_is_told():
+    step = {"config": "Adam.learning_rate = @LinearWarmup()", "activation_dtype": "x"}
+    runner = types.SimpleNamespace(mesh=None, manifest={"step": step})
+    with pytest.raises(ValueError, match=r"configuration has no LinearWarmup\.steps"):
+        bundle_step_time._reference(runner, {}, "scan")
 
 
 def test_losses_that_differ_are_not_compared():

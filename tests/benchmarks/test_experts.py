@@ -60,6 +60,17 @@ def test_the_table_tells_differences_by_seed_and_scores_by_language():
     assert len(row) == len(experts.HEADER.splitlines()[0]) <= 80
 
 
+def test_the_log_of_a_run_says_why_it_failed(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no data for $4 >&2\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(experts.sys, "executable", str(python))
+    with pytest.raises(subprocess.CalledProcessError):
+        experts.trained(tmp_path / "dense_7", "dense", 7, [])
+    log = (tmp_path / "dense_7.log").read_text()
+    assert log == f"no data for --model_dir={tmp_path / 'dense_7'}\n"
+
+
 @pytest.mark.slow  # A process that builds the task.
 def test_a_run_that_fails_points_to_its_log(tmp_path):
     command = [sys.executable, experts.__file__, f"--model_dir={tmp_path}"]

@@ -6,10 +6,24 @@ import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
+
+from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.repair import check
+from tests.framework.compiler.programs import MESH
 
 SCRIPT = (
     pathlib.Path(__file__).parents[2] / "benchmarks" / "step_times" / "look_time.py"
 )
+
+
+def test_repairs_look_where_the_benchmark_takes_the_time(monkeypatch):
+    looks, decided = [], check.decided
+    monkeypatch.setattr(
+        check, "decided", lambda *args: looks.append(args) or decided(*args)
+    )
+    compile_program(lambda x, w: x @ w, [tf.TensorSpec([8, 8])] * 2, MESH)
+    assert len(looks) == 1
 
 
 @pytest.mark.slow

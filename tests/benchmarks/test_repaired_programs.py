@@ -7,7 +7,23 @@ import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "repaired_programs.py"
+from benchmarks import repaired_programs
+from meshwright.framework.compiler.xla.partitioner import Partitioner
+from tests.trainers.runs import test_recommendation_run
+
+SCRIPT = pathlib.Path(repaired_programs.__file__)
+
+
+def test_a_network_without_repairs_is_the_same():
+    """Compiled in this process, from one line: the text tells lines of callers."""
+    sizes = (*test_recommendation_run.SMALL, "MESH_SHAPE = (8,)")
+    of_ncf = "rec/synthetic_ncf.gin", sizes, Partitioner.SHARDY
+    on, off = (repaired_programs.compiled(*of_ncf, repair) for repair in (True, False))
+    row = repaired_programs.table_row("c", Partitioner.SHARDY, on, off).split()
+    assert row[:4] == ["c", "shardy", "0", "same"] and row[4] == row[5] != "0.0"
+    off.lines.append("a copy")
+    row = repaired_programs.table_row("c", Partitioner.SHARDY, on, off).split()
+    assert row[3] == "differs"
 
 
 @pytest.mark.slow

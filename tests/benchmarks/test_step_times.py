@@ -5,7 +5,11 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from meshwright.trainers.cli import build_experiment
+from meshwright.trainers.experiment.step_programs import StepPrograms
 
 SCRIPT = (
     pathlib.Path(__file__).parents[2] / "benchmarks" / "step_times" / "step_time.py"
@@ -16,6 +20,37 @@ ON_ONE_DEVICE = ["Meshwright", "JAX, scan", "JAX, unrolled", "TF jit_compile"]
 def step_time(*arguments):
     command = [sys.executable, SCRIPT, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.always
+def test_the_jax_program_trains_as_ours(monkeypatch):
+    """On two devices and in this process, layers in a loop."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import interleave
+    import variants
+
+    experiment, _ = build_experiment(
+        ["lm/stdlib_tiny.gin"],
+        [
+            "MODEL_DIMS = 16",
+            "HIDDEN_DIMS = 32",
+            "HEAD_DIM = 4",
+            "NUM_LAYERS = 2",
+            "SEQUENCE_LENGTH = 16",
+            "MESH_SHAPE = (2, 1)",
+            "Experiment.global_batch = 4",
+            "Experiment.steps_per_loop = 2",
+        ],
+    )
+    programs = StepPrograms(experiment)
+    batches = [variants.random_batches(programs, seed) for seed in range(2)]
+    losses = {
+        name: np.concatenate([train(batch) for batch in batches])
+        for name in ("meshwright", "jax_scan")
+        for train in [variants.VARIANTS[name](programs)]
+    }
+    assert len(losses["meshwright"]) == 4
+    interleave.loss_difference(losses, tolerance=1e-4)
 
 
 @pytest.mark.slow
@@ -38,7 +73,6 @@ def test_compares_programs_that_train_alike():
     assert re.fullmatch(r"Losses of the first 4 steps agree within \de-\d\d\.", losses)
 
 
-@pytest.mark.slow
 def test_an_unknown_setting_is_named():
     done = step_time("--settings=huge")
     assert done.returncode != 0

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from meshwright.trainers.startup.messages import printable
 from tests.fuzz.child import Ending, Outcome, read
-from tests.fuzz.damage import cases
+from tests.fuzz.hostile import cases
 from tests.fuzz.readers import READERS
 from tests.fuzz.valid import VALID
 

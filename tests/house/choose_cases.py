@@ -27,7 +27,7 @@ MOST_SECONDS = 600.0
 _HEAD = """\
 # What `make test` runs of tests that have many cases: the test, then the cases, split
 # by tabs; `make test-all` runs all. A test that is not listed runs in all its cases.
-# Written by `make cases`, by what each case costs and which lines it runs.
+# Cases marked `always` run too. Written by `make cases`, by cost and lines of cases.
 """
 Lines = set[tuple[int, int]]
 """Numbers of a file and of a line in it."""
@@ -43,20 +43,35 @@ def pytest_runtest_protocol(item):
     """Notes the CPU seconds of a test, with those of processes that it starts."""
     start = _cpu_seconds()
     yield
-    with (FOLDER / f"seconds.{os.getpid()}").open("a") as file:
-        file.write(json.dumps([item.nodeid, _cpu_seconds() - start]) + "\n")
+    cost = {
+        "case": item.nodeid,
+        "seconds": _cpu_seconds() - start,
+        "always": item.get_closest_marker("always") is not None,
+    }
+    with (FOLDER / f"costs.{os.getpid()}").open("a") as file:
+        file.write(json.dumps(cost) + "\n")
 
 
-def chosen(seconds: Mapping[str, float], lines: Mapping[str, Lines]) -> set[str]:
+def chosen(
+    seconds: Mapping[str, float],
+    lines: Mapping[str, Lines],
+    always: Iterable[str] = (),
+) -> set[str]:
     """Cases that run nearly all lines, and of every test a case while time is left.
 
     Args:
       seconds: of each case.
       lines: that each case runs.
+      always: cases to keep whatever they cost.
     """
     total = len(set().union(*lines.values()))
-    kept, covered = set(), set()
-    left = dict(lines)
+    kept = set(always)
+    covered = set().union(*(lines[case] for case in kept))
+    left = {
+        case: rest
+        for case, run in lines.items()
+        if case not in kept and (rest := run - covered)
+    }
     while len(covered) < LEAST * total:
         best = max(left, key=lambda c: len(left[c] - covered) / (seconds[c] + 0.05))
         covered |= left.pop(best)
@@ -98,9 +113,11 @@ def _test(case: str) -> str:
     return case.partition("[")[0]
 
 
-def _measured() -> tuple[dict[str, float], dict[str, Lines]]:
-    notes = [n for file in FOLDER.glob("seconds.*") for n in file.open()]
-    seconds = dict(map(json.loads, notes))
+def _measured() -> tuple[dict[str, float], dict[str, Lines], set[str]]:
+    """Of each case the seconds and the lines, and those marked `always`."""
+    costs = [json.loads(n) for file in FOLDER.glob("costs.*") for n in file.open()]
+    seconds = {cost["case"]: cost["seconds"] for cost in costs}
+    always = {cost["case"] for cost in costs if cost["always"]}
     data = coverage.CoverageData(str(FOLDER / "coverage"))
     data.read()
     lines: dict[str, Lines] = {case: set() for case in seconds}
@@ -112,7 +129,7 @@ def _measured() -> tuple[dict[str, float], dict[str, Lines]]:
         for context, file, numbits in cursor:
             if (case := context.rpartition("|")[0]) in lines:
                 lines[case] |= {(file, line) for line in numbits_to_nums(numbits)}
-    return seconds, lines
+    return seconds, lines, always
 
 
 def main() -> int:
@@ -130,8 +147,8 @@ def main() -> int:
     ]
     if status := subprocess.call(command, cwd=ROOT):
         return status
-    seconds, lines = _measured()
-    kept = chosen(seconds, lines)
+    seconds, lines, always = _measured()
+    kept = chosen(seconds, lines, always)
     SOME_CASES.write_text(text(seconds, kept))
     spent = sum(seconds[case] for case in kept)
     print(f"{len(kept)} of {len(seconds)} cases, {spent:.0f} CPU seconds")

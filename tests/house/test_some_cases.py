@@ -41,6 +41,12 @@ def test_lines_come_first_then_a_case_of_every_test_then_what_time_is_left_for()
     assert kept == {"a[0]", "a[1]", "b", "c[x]"}
 
 
+def test_what_is_marked_always_is_kept_whatever_it_costs():
+    kept = choose_cases.chosen(SECONDS, LINES, always={"c[y]"})
+    # That leaves no time for others, but lines still come first.
+    assert kept == {"a[0]", "c[y]"}
+
+
 def test_what_runs_in_all_cases_is_not_listed():
     text = choose_cases.text(SECONDS, {"a[0]", "a[1]", "c[x]"})
     assert [line for line in text.splitlines() if line[0] != "#"] == ["b", "c\tx"]

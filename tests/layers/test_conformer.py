@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.compiler.xla.partitioner import Partitioner
-from meshwright.framework.modeling.layer import Context, Layer, Mode, initialize
+from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
@@ -26,6 +26,7 @@ from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.stages import StageMode
 from meshwright.trainers.experiment.config import PARAMS
+from tests.layers.stacks.staged import Staged
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 B, S, M = 2, 12, 8
@@ -205,35 +206,6 @@ def test_a_stack_computes_on_eight_devices_what_it_does_on_one(partitioner):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Staged(Layer):
-    """On a mesh a pipeline; on one device its layers in a row, by microbatch."""
-
-    pipeline: Pipeline
-
-    def weights(self):
-        return self.pipeline.weights()
-
-    def fprop(self, ctx, theta, x, *, mask):
-        if ctx.plan.mesh.size > 1:
-            return self.pipeline.fprop(ctx, theta, x, mask=mask)
-        count = self.pipeline.num_microbatches
-        # What comes back of a statistic is the mean of the microbatches', not the sum.
-        specs = self.weights()
-        theta = theta.map(lambda w, s: w / count if s.is_statistic else w, specs)
-        theta = self.pipeline.plain_weights(theta)
-        outs = [
-            self.in_a_row(ctx, theta, x[m::count], mask[m::count]) for m in range(count)
-        ]
-        return tf.reshape(tf.stack(outs, axis=1), x.shape)
-
-    def in_a_row(self, ctx, theta, x, mask):
-        for i in range(self.pipeline.stack.count):
-            block_theta = theta.map(lambda w, i=i: w[i])
-            x = self.pipeline.stack.body.fprop(ctx, block_theta, x, mask=mask)
-        return x
-
-
 @pytest.mark.parametrize(
     ("mode", "partitioner"),
     [
@@ -266,7 +238,7 @@ def test_a_pipeline_computes_what_its_layers_do_in_a_row(mode, partitioner):
     x = np.concatenate([inputs(0), inputs(1)])
     mask = np.arange(S) < np.array([[S], [7], [9], [S - 1]])
     assert_layer_parity(
-        _Staged(pipeline=pipeline), x, plan=plan, partitioner=partitioner, mask=mask
+        Staged(pipeline=pipeline), x, plan=plan, partitioner=partitioner, mask=mask
     )
 
 

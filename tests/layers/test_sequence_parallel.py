@@ -166,15 +166,14 @@ LAYERS = {
     "conformer": conformer_layer(**SIZES, hidden_dims=32, window=3),
     "experts": transformer_layer(**SIZES, feed_forward=EXPERTS),
 }
-QUICK = ("dropout", "GSPMD"), ("experts", "SHARDY")
+CASES = itertools.product(LAYERS, ("SHARDY", "GSPMD"))
+MARKS = dict.fromkeys(CASES, [pytest.mark.slow])
+MARKS |= {("dropout", "GSPMD"): [], ("experts", "SHARDY"): []}
+MARKS |= {("conformer", "GSPMD"): [pytest.mark.always]}
 
 
 @pytest.mark.parametrize(
-    "name,partitioner",
-    [
-        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
-        for case in itertools.product(LAYERS, ("SHARDY", "GSPMD"))
-    ],
+    "name,partitioner", [pytest.param(*case, marks=MARKS[case]) for case in MARKS]
 )
 def test_a_layer_computes_what_it_does_on_one_device(name, partitioner):
     partitioner = mw.Partitioner[partitioner]
@@ -193,7 +192,11 @@ def test_a_decoder_reads_its_memory_whole():
 
 
 @pytest.mark.parametrize(
-    "partitioner", ["GSPMD", pytest.param("SHARDY", marks=pytest.mark.slow)]
+    "partitioner",
+    [
+        pytest.param("GSPMD", marks=pytest.mark.always),
+        pytest.param("SHARDY", marks=pytest.mark.slow),
+    ],
 )
 def test_in_a_pipeline_gradients_are_whole(partitioner):
     layer = Pipeline(

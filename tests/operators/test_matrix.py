@@ -1,5 +1,6 @@
 """One device and several, under both partitioners."""
 
+import itertools
 import zlib
 
 import pytest
@@ -37,9 +38,21 @@ def test_one_device_and_several_agree(operator, partitioner):
     _all_right(verdicts)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
-@pytest.mark.parametrize("name", LAYOUTS)
+def slow_but(quick, cases, name_of):
+    """Parameters by name, of which one case stands for all in `make test`."""
+    named = {name_of(case): case for case in cases}
+    marks = dict.fromkeys(named, pytest.mark.slow) | {quick: pytest.mark.always}
+    return [pytest.param(*named[n], id=n, marks=mark) for n, mark in marks.items()]
+
+
+@pytest.mark.parametrize(
+    ("name", "partitioner"),
+    slow_but(
+        "columns-shardy",
+        itertools.product(LAYOUTS, Partitioner),
+        lambda case: f"{case[0]}-{case[1].value}",
+    ),
+)
 def test_single_operators_are_right_in_any_layout(name, partitioner):
     verdicts = judged(*groups([name], 24, "", [partitioner]))
     assert len(verdicts) > 10
@@ -65,8 +78,14 @@ def test_what_meets_a_fault_is_repaired(failure):
         assert failure.fault.name in verdict.repairs
 
 
-@pytest.mark.slow
-@over(KNOWN_FAILURES)
+@pytest.mark.parametrize(
+    "failure",
+    slow_but(
+        "scatter_of_one_index-shardy",
+        ([failure] for failure in KNOWN_FAILURES),
+        lambda case: case[0].name,
+    ),
+)
 def test_a_row_of_a_table_is_needed_still(failure):
     """If this fails with a new jaxlib that has mended it, set `until` of the row."""
     (verdict,) = judge([failure.case], failure.partitioner, without=failure.without)

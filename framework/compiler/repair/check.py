@@ -86,7 +86,10 @@ def repair(module: Module, target: Target, *, strict: bool = False) -> None:
         `strict` forbids it.
     """
     blame, mesh, partitioner = module.blame, module.mesh, target.partitioner
-    if mesh.size == 1 or not any(map(_is_guarded, walk(module.operation))):
+    if mesh.size == 1:
+        return
+    guarded = [op for op in walk(module.operation) if _is_guarded(op)]
+    if not guarded:
         return
 
     def look(copy: ir.Operation) -> Iterator[tuple[int, OpLayout]]:
@@ -99,7 +102,7 @@ def repair(module: Module, target: Target, *, strict: bool = False) -> None:
         return looks.by_shardy(Propagated(blame, copy, mesh))
 
     operation = module.write()
-    looks.number(operation, _is_guarded)
+    looks.number(guarded)
     chosen, right, repairs = decided(blame, operation, mesh, look)
     module.repairs = tuple(repairs.values())
     _report(module.signature.name, module.repairs, strict)

@@ -8,8 +8,7 @@ in a compilation, the program is compiled once more.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
@@ -45,16 +44,14 @@ _STILL_AT_RISK = ("dot", "slice")
 _RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
 
-def number(module: ir.Operation, guarded: Callable[[Any], bool]) -> None:
-    """Gives the guarded operations numbers that stay with them to the partitioner.
+def number(ops: Iterable[ir.Operation]) -> None:
+    """Gives operations numbers that stay with them to the partitioner.
 
     The numbers are XLA's frontend attributes, which an HLO module's text shows.
 
     Args:
-      module: a module that is not for a mesh yet.
-      guarded: whether an operation is guarded.
+      ops: operations of a module that is not for a mesh yet.
     """
-    ops = [op for op in walk(module) if guarded(op)]
     for place, op in enumerate(ops):
         text = ir.StringAttr.get(str(place))
         attributes = {}

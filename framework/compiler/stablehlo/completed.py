@@ -7,6 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
+from meshwright.framework.compiler.repair.rewrites.workarounds import (
+    Stage,
+    work_around,
+)
 from meshwright.framework.compiler.stablehlo.constraints import untype_annotations
 from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
@@ -15,11 +19,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     Blame,
     walk,
 )
-from meshwright.framework.compiler.stablehlo.written import (
-    make_splittable,
-    write_borders,
-    write_for,
-)
+from meshwright.framework.compiler.stablehlo.written import write_borders, write_for
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -90,7 +90,7 @@ def complete(
     for op in ops:
         del op.attributes[NUMBER]
     untype_annotations(blame, copy, mesh)
-    make_splittable(copy)
+    work_around(Stage.SPLITTABLE, copy)
     write_for(blame, copy, mesh, Partitioner.SHARDY)
     write_borders(copy, mesh, in_shardings, out_shardings)
     by_number = _by_number(Propagated(blame, copy, mesh))

@@ -33,11 +33,6 @@ from meshwright.framework.sharding.sharding import Sharding
 _SHARDING = "sdy.sharding"
 
 
-def make_splittable(module: ir.Operation) -> None:
-    """Rewrites what XLA cannot split, or splits badly, into equivalent operations."""
-    work_around(Stage.SPLITTABLE, module)
-
-
 def write_for(
     blame: Blame, module: ir.Operation, mesh: DeviceMesh, partitioner: Partitioner
 ) -> None:
@@ -45,7 +40,7 @@ def write_for(
 
     Args:
       blame: for messages.
-      module: a module that `make_splittable` was applied to; changed in place.
+      module: a module after the stage `SPLITTABLE`; changed in place.
       mesh: the device mesh.
       partitioner: Shardy or GSPMD.
 

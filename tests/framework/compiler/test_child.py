@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from multiprocessing.connection import Connection
 
 import jax
@@ -20,6 +21,7 @@ from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair import check
 from meshwright.framework.compiler.xla import child as child_module
+from meshwright.framework.compiler.xla import jax_bridge
 from meshwright.framework.compiler.xla.child import Child, ChildEnded, child
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 from meshwright.framework.compiler.xla.partitioner import Partitioner
@@ -234,6 +236,26 @@ def test_a_child_ends_with_the_process_that_started_it():
             return
         time.sleep(0.1)
     pytest.fail("the child goes on")
+
+
+def test_what_a_child_compiles_takes_too_short_for_jaxs_cache(monkeypatch):
+    """So JAX does not keep it, of which it would lack functions: see below."""
+    original, shortest = jax_bridge.child, []
+
+    def watched(count):
+        compiler = original(count)
+
+        def compiled(*args):
+            shortest.append(jax.config.jax_persistent_cache_min_compile_time_secs)
+            return compiler.compile(*args)
+
+        return types.SimpleNamespace(compile=compiled)
+
+    monkeypatch.setattr(jax_bridge, "child", watched)
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    compile_program(lambda x: x + 3.0, [X], MESH, in_child=True)
+    assert shortest == [float("inf")] and before < 1e9
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == before
 
 
 @pytest.mark.slow

@@ -1,19 +1,16 @@
 """How often programs are parsed, completed and lowered on their way to XLA."""
 
-import collections
 import threading
 
-import jax
 import numpy as np
 import pytest
 import tensorflow as tf
-from jax.extend.mlir import ir
 
+from benchmarks import pass_time
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.passes import run_passes
 from meshwright.framework.compiler.program import compile_program, trace_program
 from meshwright.framework.compiler.stablehlo.module import Module
-from meshwright.framework.compiler.stablehlo.propagation import Propagated
 from meshwright.framework.compiler.stablehlo.stable_hlo import walk
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
@@ -34,39 +31,24 @@ W = tf.TensorSpec([64, 64])
 ROWS = Sharding.from_dims_mapping(DATA, ["data", None])
 REPLICATED = Sharding.replicated(DATA, 2)
 UPDATES = UpdateSharding(mode=WeightUpdateSharding.ALL, data_axes=("data",))
-# JAX tells listeners of this when it has lowered a program.
-_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-_lowerings = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, *_, **__: _lowerings.append(event) if event == _LOWERED else None
-)
 
 
 @pytest.fixture
-def counts(monkeypatch):
+def counts():
     """A function that counts what happened since its last call."""
-    seen = collections.Counter()
-    parse, complete = ir.Module.parse, Propagated.__init__
+    with pass_time.counting() as counted:
 
-    def counting_parse(*args, **kwargs):
-        seen["parsed"] += 1
-        return parse(*args, **kwargs)
+        def since():
+            seen = {
+                "parsed": counted.parsed,
+                "completed": counted.completed,
+                "lowered": len(counted.lowered_at),
+            }
+            counted.parsed = counted.completed = 0
+            counted.lowered_at.clear()
+            return seen
 
-    def counting_complete(*args, **kwargs):
-        seen["completed"] += 1
-        complete(*args, **kwargs)
-
-    monkeypatch.setattr(ir.Module, "parse", staticmethod(counting_parse))
-    monkeypatch.setattr(Propagated, "__init__", counting_complete)
-
-    def since():
-        counted = dict(seen, lowered=len(_lowerings))
-        seen.clear()
-        _lowerings.clear()
-        return counted
-
-    since()
-    return since
+        yield since
 
 
 def plain(x, w):
@@ -121,17 +103,17 @@ def test_a_program_is_parsed_once_and_lowered_by_jax_once(
         assert traced.updates.sharded
     traced.compile()
     # JAX parses it into its own context.
-    assert counts() == {"parsed": 1, "lowered": 1}
+    assert counts() == {"parsed": 1, "completed": 0, "lowered": 1}
 
 
 def test_on_one_device_nothing_is_completed(counts):
     compile_program(lambda x, w: tf.tanh(x @ w), [X, W], ONE)
-    assert counts() == {"parsed": 2, "lowered": 1}
+    assert counts() == {"parsed": 2, "completed": 0, "lowered": 1}
 
 
 def test_gspmd_completes_once_a_round(counts):
     trace_program(plain, [X, W], DATA, partitioner=Partitioner.GSPMD)
-    assert counts() == {"parsed": 2, "lowered": 1}
+    assert counts() == {"parsed": 2, "completed": 0, "lowered": 1}
 
 
 def test_completed_shardings_are_kept_until_a_pass_writes(counts):
@@ -147,7 +129,7 @@ def test_completed_shardings_are_kept_until_a_pass_writes(counts):
         module.write()
         second = module.completed()
         assert second is not first and second.shardings == first.shardings
-        assert counts() == {"completed": 1, "lowered": 0}
+        assert counts() == {"parsed": 0, "completed": 1, "lowered": 0}
 
 
 CALLED = tf.function(lambda x: tf.sin(x) * 2.0, autograph=False)

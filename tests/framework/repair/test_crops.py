@@ -6,8 +6,11 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.repair.rewrites.workarounds import (
+    Stage,
+    work_around,
+)
 from meshwright.framework.compiler.stablehlo.module import Module
-from meshwright.framework.compiler.stablehlo.written import make_splittable
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -58,5 +61,5 @@ def test_no_image_is_cropped_and_padded_along_one_dim():
     module = Module(lowered, ONE)
     with module.opened():
         assert len(crops(str(module.operation))) == 1
-        make_splittable(module.write())
+        work_around(Stage.SPLITTABLE, module.write())
         assert not crops(str(module.operation))

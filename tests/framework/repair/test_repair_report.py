@@ -16,7 +16,6 @@ from meshwright.framework.compiler.repair.rewrites import workarounds
 from meshwright.framework.compiler.repair.rewrites.rolls import rotate
 from meshwright.framework.compiler.repair.table import faults
 from meshwright.framework.compiler.stablehlo.module import Module
-from meshwright.framework.compiler.stablehlo.written import make_splittable
 from meshwright.framework.compiler.xla.jax_bridge import JAXLIB
 from meshwright.framework.sharding.annotations import mesh_split
 from tests.framework.compiler.programs import MESH, over_partitioners
@@ -165,7 +164,8 @@ def test_a_workaround_ends_with_the_jaxlib_that_mends_it(monkeypatch):
         monkeypatch.setattr(workarounds, "WORKAROUNDS", [row])
         module = Module(lower(lambda x: tf.roll(x, 3, 0), [tf.TensorSpec([8])]), MESH)
         with module.opened():
-            make_splittable(module.write())
+            stage = workarounds.Stage.SPLITTABLE
+            workarounds.work_around(stage, module.write())
             return "stablehlo.dynamic_slice" in str(module.operation)
 
     major, minor, patch = JAXLIB

@@ -6,8 +6,11 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.repair.rewrites.workarounds import (
+    Stage,
+    work_around,
+)
 from meshwright.framework.compiler.stablehlo.module import Module
-from meshwright.framework.compiler.stablehlo.written import make_splittable
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from tests.framework.compiler.programs import over_partitioners
@@ -19,7 +22,7 @@ def operations(fn, *specs):
     """The text of a function's module that XLA can split."""
     module = Module(lower(fn, specs), MESH)
     with module.opened():
-        make_splittable(module.write())
+        work_around(Stage.SPLITTABLE, module.write())
         return str(module.operation)
 
 

@@ -1,4 +1,4 @@
-"""Weight-update sharding's analysis: what is redundant, clusters, what is worth it.
+"""Weight-update sharding's analysis: what is redundant, and what is updated together.
 
 Small functions, lowered and analysed; nothing is compiled.
 """
@@ -8,32 +8,25 @@ import functools
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    call_target,
-    shape_of,
-    walk,
-)
-from meshwright.framework.compiler.weight_update_sharding.decide import Machine
-from meshwright.framework.compiler.weight_update_sharding.scatter import find_sum
+from meshwright.framework.compiler.stablehlo.stable_hlo import walk
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.collectives import all_reduce
 from meshwright.framework.sharding.manual import auto_to_manual, manual_to_auto
 from meshwright.framework.sharding.sharding import Sharding
 from tests.framework.updates.updates import (
-    ALL,
-    AUTO,
     BOTH,
     DATA,
-    NO_LATENCY,
+    DENSE,
+    B,
+    H,
+    L,
+    M,
+    X,
     analysed,
     gradients,
     mean_square,
     momentum,
 )
-
-B, M, H, L = 8, 16, 32, 4
-X = {"x": ("data", None)}
-SLOW_START = Machine(memory_bandwidth=1e9, link_bandwidth=1e9, latency=1e-4)
 
 
 def gathered(x):
@@ -41,7 +34,6 @@ def gathered(x):
     return annotate(x, Sharding.replicated(DATA, x.shape.rank))
 
 
-DENSE = {"w": [M, H], "m": [M, H], "x": [B, M]}
 IMAGES = {"x": ("data", None, None, None)}
 
 
@@ -309,199 +301,7 @@ def test_what_state_carries_over_is_an_update_too():
         assert analysis.updated() == [["m", "w"]]
 
 
-STEP = tf.TensorSpec([], tf.int32)
-SUMMARIES = {**DENSE, "step": STEP}
-
-
-def rarely(step):
-    return tf.equal(step % 100, 0)
-
-
-def with_summary(w, m, x, step, *, due, read, swap=False):
-    """Reads a slot in a branch, in a way that cannot be computed on shards."""
-    new = momentum(w, m, x)
-    cases = [lambda: read(new["m"]), lambda: tf.zeros([])]
-    new["s"] = tf.cond(due(step), *(reversed(cases) if swap else cases))
-    return new
-
-
-def by_product(m):
-    return tf.reduce_sum(m @ tf.ones([H, 1]))
-
-
-def by_sorting(m):
-    """Some of its ops are computed on shards inside the branch."""
-    return tf.reduce_sum(tf.sort(-m, 0)[:3])
-
-
-WHOLE = M * H * 4
-
-
-@pytest.mark.parametrize("read", [by_product, by_sorting], ids=["outer", "inner"])
-def test_a_rare_branch_is_cheap(read):
-    fn = functools.partial(with_summary, due=rarely, read=read)
-    with analysed(fn, SUMMARIES, X) as analysis:
-        (decision,) = analysis.decide().values()
-        assert decision.gathers == WHOLE + WHOLE // 100
-
-
-@pytest.mark.parametrize(
-    "due,swap",
-    [
-        (lambda step: step > 5, False),
-        (rarely, True),
-        (lambda step: tf.not_equal(step % 100, 0), False),
-    ],
-    ids=["always", "else", "not_equal"],
-)
-def test_a_branch_that_is_taken_mostly_is_dear(due, swap):
-    fn = functools.partial(with_summary, due=due, read=by_product, swap=swap)
-    with analysed(fn, SUMMARIES, X) as analysis:
-        (decision,) = analysis.decide().values()
-        assert decision.gathers >= WHOLE + WHOLE * 99 // 100
-
-
-def test_what_a_rare_branch_reads_is_gathered_inside_it():
-    fn = functools.partial(with_summary, due=rarely, read=by_product)
-    with analysed(fn, SUMMARIES, X) as analysis:
-        forms = analysis.rewrite()
-        borders = {name: str(form.border) for name, form in forms.items()}
-        assert borders == {"m": "[data,_]"}
-        # The new slot is a sum, the new weight a difference.
-        gathers = {
-            op.operands[0].owner.name: op.parent.operation.name
-            for op in walk(analysis.completed.main)
-            if call_target(op) == "Sharding"
-            and "replicated" in str(op.attributes["mhlo.sharding"])
-            and getattr(op.operands[0].owner, "name", "")
-            in ("stablehlo.add", "stablehlo.subtract")
-        }
-        names = ("stablehlo.add", "stablehlo.subtract")
-        assert gathers == dict(zip(names, ("stablehlo.if", "func.func"), strict=True))
-
-
-def test_auto_leaves_alone_what_does_not_pay():
-    """A bias of 16 numbers saves less than a collective takes to begin."""
-
-    def fn(w, m, x):
-        (g,) = gradients(lambda w: mean_square(x + w), w)
-        m = 0.9 * m + g
-        return {"w": w - m, "m": m}
-
-    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as analysis:
-        decision = analysis.decide(SLOW_START, AUTO)["m w"]
-        assert decision.format is None and decision.kept == 0
-        assert decision.why.startswith("it would cost 9"), decision.why
-        assert decision.why.endswith(" us a step")
-    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as analysis:
-        forced = analysis.decide(SLOW_START, ALL)["m w"]
-        assert forced.why == "" and forced.format.shards == 8
-        assert forced.gain < 0 and forced.kept == M * 4 * 7 // 8
-    with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as analysis:
-        free = analysis.decide(NO_LATENCY, AUTO)["m w"]
-        assert free.format is not None and free.gain > 0
-
-
-@pytest.mark.parametrize("mode", [AUTO, ALL])
-def test_what_has_no_dim_to_split_is_left_alone(mode):
-    def fn(w, v, x):
-        g, h = gradients(lambda w, v: mean_square(x * w + v), w, v)
-        # Pieces of another size than the whole cannot be split like it.
-        return {"w": w - g, "v": v - tf.concat([h[:5] * 2, h[5:]], 0)}
-
-    with analysed(fn, {"w": [1], "v": [M], "x": [B, M]}, X) as analysis:
-        decisions = analysis.decide(NO_LATENCY, mode)
-        assert sorted(decisions) == ["v", "w"]
-        for decision in decisions.values():
-            assert decision.format is None
-            assert decision.why == (
-                "no dim of it can be split in all that its update computes"
-            )
-
-
 def test_what_data_axes_split_already_is_no_update_to_shard():
     split = {**X, "w": ("data", None), "m": ("data", None)}
     with analysed(momentum, DENSE, split) as analysis:
         assert analysis.clusters == []
-
-
-def test_along_a_data_axis_that_splits_no_weight():
-    """The batch is split by both axes, weights by one: the other is left to split."""
-    split = {"x": (("data", "model"), None)}
-    split |= {"w": (None, "model"), "m": (None, "model")}
-    with analysed(
-        momentum, DENSE, split, mesh=BOTH, data_axes=("data", "model")
-    ) as analysis:
-        assert analysis.updated() == [["m", "w"]]
-        (decision,) = analysis.decide().values()
-        slot = analysis.arguments["m"]
-        assert decision.format.axes == ("data",)
-        assert str(decision.format.sharding(slot)) == "[data,model]"
-        assert decision.kept == WHOLE // 2 * 3 // 4
-
-
-def test_a_weight_that_is_read_in_less_precision_is_kept_in_shards():
-    """Its conversion is computed on shards, so that half the bytes are gathered."""
-
-    def fn(w, m, x):
-        half = lambda t: tf.cast(t, tf.bfloat16)  # noqa: E731
-        loss = lambda w: mean_square(tf.cast(half(x) @ half(w), tf.float32))  # noqa: E731
-        (g,) = gradients(loss, w)
-        m = 0.9 * m + g
-        return {"w": w - m, "m": m}
-
-    with analysed(fn, DENSE, X) as analysis:
-        (decision,) = analysis.decide().values()
-        assert decision.gathers == WHOLE // 2
-        assert decision.kept == 2 * WHOLE * 7 // 8
-        (leaves,) = decision.cluster.exits()
-        assert leaves.owner.name == "stablehlo.convert"
-
-
-def test_a_weight_that_is_turned_before_it_is_read_in_less_precision():
-    """It is gathered in bfloat16 all the same, and its gradient is reduced in that."""
-
-    def fn(w, m, x):
-        half = lambda t: tf.cast(t, tf.bfloat16)  # noqa: E731
-        loss = lambda w: mean_square(  # noqa: E731
-            tf.cast(half(x) @ half(tf.transpose(w)), tf.float32)
-        )
-        (g,) = gradients(loss, w)
-        m = 0.9 * m + g
-        return {"w": w - m, "m": m}
-
-    with analysed(fn, {"w": [H, M], "m": [H, M], "x": [B, M]}, X) as analysis:
-        (decision,) = analysis.decide().values()
-        assert decision.gathers == WHOLE // 2
-        (leaves,) = decision.cluster.exits()
-        assert leaves.owner.name == "stablehlo.convert"
-        (gradient,) = decision.cluster.entries()
-        assert gradient.owner.name == "stablehlo.transpose"
-        assert "bf16" in str(gradient.type)
-        summed = find_sum(analysis.completed, analysis.redundancy.reduced, gradient)
-        assert summed.axes == ("data",)
-
-
-def test_a_stack_that_is_read_layer_by_layer_in_less_precision():
-    """All of it is converted and gathered at once, but not what nobody reads."""
-
-    def fn(w, m, x, layers):
-        def loss(w):
-            y, w = x, annotate(w, Sharding.replicated(DATA, 3))
-            for i in range(layers):
-                y = tf.cast(
-                    tf.cast(y, tf.bfloat16) @ tf.cast(w[i], tf.bfloat16), y.dtype
-                )
-            return mean_square(y)
-
-        (g,) = gradients(loss, w)
-        m = 0.9 * m + g
-        return {"w": w - m, "m": m}
-
-    shapes = {"w": [L, M, M], "m": [L, M, M], "x": [B, M]}
-    for layers, read in ((L, [(L, M, M)]), (L - 1, (L - 1) * [(1, M, M)])):
-        with analysed(functools.partial(fn, layers=layers), shapes, X) as analysis:
-            (decision,) = analysis.decide().values()
-            exits = list(decision.cluster.exits())
-            assert [shape_of(value) for value in exits] == read
-            assert all("bf16" in str(value.type) for value in exits)

@@ -33,10 +33,14 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
+B, M, H, L = 8, 16, 32, 4  # Batch, model and hidden units, layers.
 DATA = DeviceMesh(("data",), (8,))
 BOTH = DeviceMesh(("data", "model"), (4, 2))
 NO_LATENCY = Machine(memory_bandwidth=1e9, link_bandwidth=1e9, latency=0.0)
 ALL, AUTO, OFF = (WeightUpdateSharding(mode) for mode in ("all", "auto", "off"))
+# How the batch is split, and the shapes of what `momentum` takes.
+X = {"x": ("data", None)}
+DENSE = {"w": [M, H], "m": [M, H], "x": [B, M]}
 
 
 @dataclasses.dataclass

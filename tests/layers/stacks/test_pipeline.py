@@ -28,11 +28,14 @@ from meshwright.framework.modeling.layer import (
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.testing import assert_layer_parity
+from meshwright.layers.experts.gatings import Switch
+from meshwright.layers.experts.moe import ExpertFeedForward, MoE
 from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.stages import StageMode
 from meshwright.layers.transformer import transformer_layer
-from tests.layers.stacks.staged import by_stage
+from tests.layers.stacks.staged import Staged, by_stage
 
 B, S, M, H, LAYERS = 12, 2, 8, 8, 8
 RNG = np.random.default_rng(0)
@@ -219,6 +222,32 @@ def assert_one_permute_each_way(layer, program):
     in_a_row = layer.layers_of_stage // layer.num_repeats
     inner = [str(in_a_row)] * 2 if in_a_row > 1 else []
     assert sorted(trips) == sorted([str(layer.schedule.iterations)] * 2 + inner)
+
+
+@pytest.mark.always
+@pytest.mark.parametrize(
+    ("mode", "partitioner"), [(VECTORIZED, GSPMD), (MANUAL, SHARDY)]
+)
+def test_experts_compute_in_a_pipeline_what_they_do_in_a_row(mode, partitioner):
+    """Tokens go to the experts' devices in each stage, each microbatch by itself."""
+    experts = MoE(
+        gating=Switch(model_dims=M, num_experts=4),
+        experts=ExpertFeedForward(model_dims=M, num_experts=4, hidden_dims=H),
+    )
+    layer = pipeline(2, 2, mode=mode, body=experts, num_layers=2)
+    split = ShardingPlan(
+        mesh_axes=("stage", "data"),
+        mesh_shape=(2, 4),
+        weights={"stages": "stage", "experts": "data"},
+        activations={
+            "batch": ("data", "stage"),
+            "microbatch": "data",
+            "experts": "data",
+        },
+    )
+    x = np.random.default_rng(0).standard_normal([16, 2 * S, M], np.float32)
+    staged = Staged(pipeline=layer)
+    assert_layer_parity(staged, x, plan=split, partitioner=partitioner)
 
 
 def test_evaluates_what_it_trains():

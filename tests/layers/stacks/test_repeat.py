@@ -1,7 +1,5 @@
 """The repeated stack equals its layers in a row, whatever it saves and recomputes."""
 
-import collections
-import dataclasses
 import functools
 import itertools
 
@@ -13,171 +11,39 @@ from tensorflow.compiler.xla.service import hlo_pb2
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
-from meshwright.framework.modeling import random
-from meshwright.framework.modeling.initializers import FanIn
-from meshwright.framework.modeling.layer import (
-    Context,
-    Layer,
-    Mode,
-    WeightSpec,
-    annotate_weights,
-    initialize,
-)
+from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.modeling.recompute import Recompute, save_name
 from meshwright.framework.nested_map import NestedMap
-from meshwright.framework.sharding.plan import ShardingPlan
-from meshwright.layers.stacks.repeat import Repeat, Unroll
-
-# B batch, S sequence, M model, H hidden.
-B, S, M, H = 4, 2, 8, 16
-DEPTH = {Unroll.LOOP: 3, Unroll.UNROLLED: 2}  # Deeper unrolled ones compile longer.
-L = DEPTH[Unroll.LOOP]
-BSM, BSH = ("batch", "sequence", "model"), ("batch", "sequence", "hidden")
-KEY = random.key_from_seed(3)
-RNG = np.random.default_rng(0)
-X = RNG.standard_normal([B, S, M], np.float32)
-MASK = (RNG.random([B, S]) < 0.7).astype(np.float32)
-
-
-def weight(*dims):
-    sizes = {"model": M, "hidden": H}
-    shape = tuple(sizes[d] for d in dims)
-    return WeightSpec(shape=shape, dims=dims, initializer=FanIn())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FeedForward(Layer):
-    """Two products, dropout, a mask, annotations, a name."""
-
-    def weights(self):
-        return NestedMap(
-            w_in=weight("model", "hidden"), w_out=weight("hidden", "model")
-        )
-
-    def fprop(self, ctx, theta, x, *, mask, extra=None):
-        assert extra is None
-        w_in, w_out = ctx.cast(theta.w_in), ctx.cast(theta.w_out)
-        h = tf.nn.relu(tf.einsum("bsm,mh->bsh", x, w_in))
-        h = ctx.split(h, BSH, name="hidden")
-        if ctx.mode is Mode.TRAIN:
-            keep = random.bernoulli(ctx.random_key(), 0.8, h.shape)
-            h = tf.where(keep, h, tf.zeros([], h.dtype))
-        y = ctx.split(tf.einsum("bsh,hm->bsm", h, w_out), BSM)
-        return ctx.split(x + tf.tanh(y) * ctx.cast(mask)[:, :, None], BSM)
-
-
-@tf.custom_gradient
-def halved(x):
-    return tf.tanh(x), lambda dy: 0.5 * dy * (1 - tf.tanh(x) ** 2)
-
-
-class ManyOutputs(FeedForward):
-    """Ops of several results, a gradient of its own, and a nest of two tensors."""
-
-    def fprop(self, ctx, theta, x, *, mask):
-        h = tf.einsum("bsm,mh->bsh", x.a, theta.w_in)
-        first, second = tf.unstack(tf.reshape(h, [B, S, 2, -1]), axis=2)
-        h = tf.concat([halved(first), tf.where(second > 0, second, 0.0)], axis=-1)
-        first, second = tf.split(ctx.split(h, BSH), 2, axis=-1)
-        h = tf.concat([save_name(first, "hidden") * second, second], axis=-1)
-        y = tf.einsum("bsh,hm->bsm", h, theta.w_out)
-        return NestedMap(a=x.a + x.b["c"] * mask[:, :, None], b={"c": tf.tanh(y)})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InARow(Layer):
-    """What `Repeat` must equal: a Python loop that TF differentiates."""
-
-    body: Layer
-    num_layers: int
-
-    def weights(self):
-        return self.body.weights().map(lambda spec: spec.stacked(self.num_layers))
-
-    def fprop(self, ctx, theta, x, **constants):
-        for i in range(self.num_layers):
-            key = None if ctx.key is None else random.fold_in(ctx.key, i)
-            layer = theta.map(lambda w, i=i: w[i])
-            x = self.body.fprop(
-                dataclasses.replace(ctx, key=key), layer, x, **constants
-            )
-        return x
-
-
-def repeat(body=None, recompute=Recompute.EVERYTHING, *, unroll=Unroll.LOOP, **kwargs):
-    if recompute is Recompute.ALL_BUT_NAMED:
-        kwargs.setdefault("saved_names", ("hidden",))
-    kwargs.setdefault("num_layers", DEPTH[unroll])
-    body = body or FeedForward()
-    return Repeat(body=body, recompute=recompute, unroll=unroll, **kwargs)
-
-
-def plan_of(mesh_shape):
-    return ShardingPlan(
-        mesh_shape=mesh_shape,
-        weights={"model": "X", "hidden": "Y"},
-        activations={"batch": "X", "model": "Y", "hidden": "Y"},
-    )
-
-
-def gradients_of(layer, mesh_shape=(1, 1), **context):
-    """(theta, x, mask, key) -> the output and the gradients of a loss of it."""
-    plan = plan_of(mesh_shape)
-    context.setdefault("mode", Mode.TRAIN)
-
-    def fn(theta, x, mask, key):
-        ctx = Context(plan=plan, key=key, **context)
-        with tf.GradientTape() as tape:
-            tape.watch((theta, x))
-            theta_in = annotate_weights(plan, layer.weights(), theta)
-            y = layer.fprop(ctx, theta_in, x, mask=mask)
-            loss = tf.add_n(
-                [tf.reduce_sum(tf.cast(t, tf.float32) ** 2) for t in tf.nest.flatten(y)]
-            )
-        return {"y": y, "gradients": tape.gradient(loss, (theta, x))}
-
-    return fn
-
-
-def arguments(layer, x=X):
-    theta = initialize(layer.weights(), KEY).map(lambda w: w.numpy())
-    return [theta, x, MASK, KEY.numpy()]
-
-
-def specs(nest):
-    return tf.nest.map_structure(lambda v: tf.TensorSpec(v.shape, v.dtype), nest)
-
-
-def run(layer, x=X, mesh_shape=(1, 1), partitioner=Partitioner.SHARDY, **context):
-    fn = gradients_of(layer, mesh_shape, **context)
-    args = arguments(layer, x)
-    mesh = plan_of(mesh_shape).mesh
-    program = compile_program(fn, specs(args), mesh, partitioner=partitioner)
-    return program, program.unshard(program(*args))
-
-
-def in_a_row(body, unroll=Unroll.LOOP, x=X, **context):
-    """The same of the layers in a row, without a compiler."""
-    layer = InARow(body=body, num_layers=DEPTH[unroll])
-    args = tf.nest.map_structure(tf.constant, arguments(layer, x))
-    return gradients_of(layer, **context)(*args)
-
-
-def assert_close(got, want, tolerance=1e-6):
-    tf.nest.assert_same_structure(got, want)
-    for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
-        assert a.dtype == b.dtype
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+from meshwright.layers.stacks.repeat import Unroll
+from tests.layers.stacks.repeated import (
+    BSH,
+    KEY,
+    MASK,
+    B,
+    FeedForward,
+    H,
+    InARow,
+    L,
+    M,
+    S,
+    X,
+    arguments,
+    assert_close,
+    gradients_of,
+    in_a_row,
+    operations,
+    over_recompute,
+    over_unroll,
+    plan_of,
+    repeat,
+    run,
+    specs,
+)
 
 
 @functools.cache
 def feed_forward_in_a_row(unroll):
     return in_a_row(FeedForward(), unroll)
-
-
-over_recompute = pytest.mark.parametrize("recompute", Recompute)
-over_unroll = pytest.mark.parametrize("unroll", Unroll)
 
 
 def products(program):
@@ -220,6 +86,24 @@ def test_equals_layers_in_a_row_on_eight_devices(recompute, unroll, partitioner)
     assert_close(got, feed_forward_in_a_row(unroll))
 
 
+@tf.custom_gradient
+def halved(x):
+    return tf.tanh(x), lambda dy: 0.5 * dy * (1 - tf.tanh(x) ** 2)
+
+
+class ManyOutputs(FeedForward):
+    """Ops of several results, a gradient of its own, and a nest of two tensors."""
+
+    def fprop(self, ctx, theta, x, *, mask):
+        h = tf.einsum("bsm,mh->bsh", x.a, theta.w_in)
+        first, second = tf.unstack(tf.reshape(h, [B, S, 2, -1]), axis=2)
+        h = tf.concat([halved(first), tf.where(second > 0, second, 0.0)], axis=-1)
+        first, second = tf.split(ctx.split(h, BSH), 2, axis=-1)
+        h = tf.concat([save_name(first, "hidden") * second, second], axis=-1)
+        y = tf.einsum("bsh,hm->bsm", h, theta.w_out)
+        return NestedMap(a=x.a + x.b["c"] * mask[:, :, None], b={"c": tf.tanh(y)})
+
+
 @over_unroll
 @over_recompute
 def test_bodies_of_many_outputs_and_a_nest_of_tensors(recompute, unroll):
@@ -260,85 +144,6 @@ def test_eager_execution_gives_the_same(unroll):
     assert_close(got, feed_forward_in_a_row(unroll))
 
 
-class Reader(FeedForward):
-    """Reads a memory that all layers share, as cross-attention does."""
-
-    def fprop(self, ctx, theta, x, *, memory, mask):
-        h = tf.einsum("bsm,mh->bsh", x, theta.w_in)
-        key = tf.einsum("bsm,mh->bsh", tf.sin(memory["a"]), theta.w_in)
-        h = ctx.split(h * key, BSH, name="hidden")
-        y = ctx.split(tf.einsum("bsh,hm->bsm", h, theta.w_out), BSM)
-        return ctx.split(x + tf.tanh(y) * ctx.cast(mask)[:, :, None], BSM)
-
-
-def memory_gradients_of(layer, mesh_shape=(1, 1)):
-    """(theta, x, memory) -> the gradients of a loss that reads `memory` itself too."""
-    plan = plan_of(mesh_shape)
-    mask = MASK.astype(np.int32)
-
-    def fn(theta, x, memory):
-        ctx = Context(plan=plan, mode=Mode.TRAIN)
-        with tf.GradientTape() as tape:
-            tape.watch((theta, x, memory))
-            shared = ctx.split(2.0 * memory, BSM)
-            theta_in = annotate_weights(plan, layer.weights(), theta)
-            y = layer.fprop(ctx, theta_in, x, memory={"a": shared}, mask=mask)
-            loss = tf.reduce_sum(y**2) + tf.reduce_sum(shared**3)
-        return tape.gradient(loss, (theta, x, memory))
-
-    return fn
-
-
-def memory_arguments(layer):
-    theta = initialize(layer.weights(), KEY).map(lambda w: w.numpy())
-    return [theta, X, X[::-1].copy()]
-
-
-@functools.cache
-def memory_gradients_in_a_row(unroll, body=None):
-    layer = InARow(body=body or Reader(), num_layers=DEPTH[unroll])
-    args = tf.nest.map_structure(tf.constant, memory_arguments(layer))
-    return memory_gradients_of(layer)(*args)
-
-
-@over_unroll
-@over_recompute
-def test_what_the_layers_share_gets_the_sum_of_their_gradients(recompute, unroll):
-    layer = repeat(Reader(), recompute, unroll=unroll)
-    args = tf.nest.map_structure(tf.constant, memory_arguments(layer))
-    assert_close(memory_gradients_of(layer)(*args), memory_gradients_in_a_row(unroll))
-
-
-@over_unroll
-def test_stacks_of_stacks_share_it_too(unroll):
-    group = repeat(Reader(), Recompute.NOTHING, num_layers=2)
-    layer = repeat(group, unroll=unroll)
-    args = tf.nest.map_structure(tf.constant, memory_arguments(layer))
-    want = memory_gradients_in_a_row(unroll, InARow(body=Reader(), num_layers=2))
-    assert_close(memory_gradients_of(layer)(*args), want)
-
-
-@pytest.mark.parametrize("partitioner", Partitioner)
-def test_the_gradient_of_what_the_layers_share_on_eight_devices(partitioner):
-    layer = repeat(Reader(), Recompute.NOTHING)
-    args = memory_arguments(layer)
-    program = compile_program(
-        memory_gradients_of(layer, (2, 4)),
-        specs(args),
-        plan_of((2, 4)).mesh,
-        partitioner=partitioner,
-    )
-    got = program.unshard(program(*args))
-    assert_close(got, memory_gradients_in_a_row(Unroll.LOOP))
-
-
-def test_what_follows_from_the_memory_alone_is_not_saved_for_each_layer():
-    layer = repeat(Reader(), Recompute.NOTHING)
-    names = operations(memory_gradients_of(layer), memory_arguments(layer))
-    assert names["dot"] == 3 + 6  # The product of memory and weights is saved,
-    assert names["sine"] == 2  # the sine of the memory is computed again.
-
-
 def test_a_mask_whose_gradient_nobody_reads_costs_none():
     layer = repeat(recompute=Recompute.NOTHING)
 
@@ -349,14 +154,6 @@ def test_a_mask_whose_gradient_nobody_reads_costs_none():
     floating, integers = compiled(MASK), compiled(MASK.astype(np.int32))
     assert floating.memory().peak <= integers.memory().peak
     assert floating.cost()["flops"] <= integers.cost()["flops"]
-
-
-def operations(fn, args):
-    """How often each opcode is in the program as it is handed to XLA."""
-    module = hlo_pb2.HloModuleProto.FromString(lower(fn, specs(args)).hlo)
-    return collections.Counter(
-        op.opcode for c in module.computations for op in c.instructions
-    )
 
 
 @pytest.mark.parametrize(

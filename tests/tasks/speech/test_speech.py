@@ -116,7 +116,7 @@ def programs(manifest, buckets, backbone, partitioner) -> StepPrograms:
 @pytest.mark.parametrize(
     ("buckets", "backbone", "partitioner"),
     [
-        (BUCKETS, LIGHT, Partitioner.SHARDY),
+        pytest.param(BUCKETS, LIGHT, Partitioner.SHARDY, marks=pytest.mark.always),
         pytest.param(BUCKETS, LIGHT, Partitioner.GSPMD, marks=pytest.mark.slow),
         pytest.param(WHOLE, LIGHT, Partitioner.SHARDY, marks=pytest.mark.slow),
         pytest.param(BUCKETS, CONFORMER, Partitioner.SHARDY, marks=pytest.mark.slow),

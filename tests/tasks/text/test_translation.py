@@ -48,12 +48,14 @@ PLANS = {
 }
 
 
-def settings(*quick: tuple[str, Partitioner]):
+DENSE = ("dense", Partitioner.GSPMD)
+
+
+def settings(always: tuple[str, Partitioner], *quick: tuple[str, Partitioner]):
     """Every plan under both partitioners; all but the quick ones are slow tests."""
-    return [
-        pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow])
-        for case in itertools.product(PLANS, Partitioner)
-    ]
+    marks = dict.fromkeys(itertools.product(PLANS, Partitioner), [pytest.mark.slow])
+    marks |= {always: [pytest.mark.always], **dict.fromkeys(quick, [])}
+    return [pytest.param(*case, marks=marks[case]) for case in marks]
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +152,7 @@ def decoded_alone(root, plan):
 
 
 @pytest.mark.parametrize(
-    ("plan", "partitioner"),
-    settings(("sparse", Partitioner.GSPMD)),
+    ("plan", "partitioner"), settings(DENSE, ("sparse", Partitioner.GSPMD))
 )
 def test_eight_devices_decode_as_one(root, plan, partitioner):
     def change(job):
@@ -163,16 +164,20 @@ def test_eight_devices_decode_as_one(root, plan, partitioner):
     np.testing.assert_allclose(together.scores, alone.scores, rtol=1e-4)
 
 
+def batches(job: Experiment) -> list[NestedMap]:
+    """Of the steps of training."""
+    B = job.global_batch
+    dataset = job.task.train_batches(0, global_batch=B, rows=range(B))
+    return [NestedMap(batch) for batch in dataset.take(job.num_steps)]
+
+
 def trained(job: Experiment):
-    """Losses of each step, and weights after the last."""
+    """Losses of each step, weights after the last, and its metrics."""
     p = StepPrograms(job)
     state = TrainState(p, initial_state(job))
     losses = []
-    batches = job.task.train_batches(
-        0, global_batch=job.global_batch, rows=range(job.global_batch)
-    )
-    for batch in batches.batch(1).take(job.num_steps):
-        out = p.main(state.stored(), NestedMap(batch).map(lambda t: t.numpy()))
+    for batch in batches(job):
+        out = p.main(state.stored(), batch.map(lambda t: t.numpy()[None]))
         state.update(out["state"])
         losses.append(float(np.asarray(out["metrics"].loss)[0]))
     theta = state.stored().theta
@@ -181,12 +186,20 @@ def trained(job: Experiment):
 
 @functools.cache
 def trained_alone(root, plan):
-    return trained(on_one_device(experiment(root, plan)))
+    """Losses and weights by TF on one device: no mesh, no XLA."""
+    job = on_one_device(experiment(root, plan))
+    step = tf.function(StepPrograms(job).train_step, autograph=False)
+    state, losses = initial_state(job).map(tf.constant), []
+    for batch in batches(job):
+        out = step(state, batch)
+        state = out.state
+        losses.append(out.metrics.loss.numpy())
+    return losses, state.theta.map(lambda t: t.numpy())
 
 
-@pytest.mark.parametrize(("plan", "partitioner"), settings())
+@pytest.mark.parametrize(("plan", "partitioner"), settings(DENSE))
 def test_eight_devices_train_as_one(root, plan, partitioner):
-    losses, theta, _ = trained_alone(root, plan)
+    losses, theta = trained_alone(root, plan)
     job = dataclasses.replace(experiment(root, plan), partitioner=partitioner)
     ours, ours_theta, metrics = trained(job)
     np.testing.assert_allclose(ours, losses, rtol=1e-5)

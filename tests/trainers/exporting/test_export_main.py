@@ -34,6 +34,19 @@ def call_main(output, *params, gin_files=GIN_FILES, **more_flags):
             return 1
 
 
+def test_weights_are_those_of_the_step_asked_for(straight, tmp_path):
+    _, folder = straight()
+    flags_of_15 = {"model_dir": str(folder), "step": "15", "what": "saved_model"}
+    assert call_main(tmp_path / "exported", **flags_of_15) is None
+    loaded = tf.saved_model.load(str(tmp_path / "exported" / "saved_model"))
+    tables = [
+        saved_state(small_programs(), folder, step)["theta.embedding.table"]
+        for step in (15, 20)
+    ]
+    np.testing.assert_array_equal(loaded.weights["embedding"]["table"], tables[0])
+    assert not np.array_equal(*tables)
+
+
 @pytest.mark.slow  # Whatever runs first in a process compiles the trainer's programs.
 def test_a_training_is_exported_whole(straight, tmp_path, capsys):
     _, folder = straight()

@@ -11,7 +11,7 @@ from absl.testing import flagsaver
 
 from meshwright.trainers import plan as main_module
 from meshwright.trainers.experiment.sharding_text import sharding_text
-from tests.trainers.small_run import GIN_FILES, GIN_PARAMS, small_programs
+from tests.trainers.small_run import GIN_FILES, GIN_PARAMS, ROOT, small_programs
 
 MESH = "MESH_SHAPE = (2, 4)"
 
@@ -78,9 +78,21 @@ def test_explains_a_part_of_the_program(capsys):
 
 
 def the_docs_excerpts():
-    page = (pathlib.Path(__file__).parents[3] / "docs/explain.md").read_text()
+    page = (ROOT / "docs/explain.md").read_text()
     blocks = re.findall(r"```\n(train over .*?)```", page, re.DOTALL)
     return [part for block in blocks for part in block.strip().split("\n...\n")]
+
+
+def test_the_docs_name_the_lines_of_products_and_annotations():
+    """Of the default job's explanation all that needs no compilation."""
+    named = [
+        re.search(r" (matmul|XlaSharding).*\n +(?:gradient of )?(\S+\.py):(\d+)", text)
+        for text in the_docs_excerpts()[1:]
+    ]
+    assert len(named) >= 4
+    for op, path, line in (match.groups() for match in named):
+        code = (ROOT / path).read_text().splitlines()[int(line) - 1]
+        assert {"matmul": " @ ", "XlaSharding": "ctx.split("}[op] in code
 
 
 @pytest.mark.slow  # Compiles the default job.

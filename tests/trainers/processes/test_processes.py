@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import nibabel
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.not_finite import NotFinite
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.processes import peers
+from meshwright.trainers.processes import peers, processes
 from meshwright.trainers.training import loop
 from tests.tasks.segmentation.volume_files_on_disk import install
 from tests.tasks.text import test_translation
@@ -338,3 +339,20 @@ def test_folder_that_is_not_shared(start, tmp_path):
     assert group.wait() == [peers.LOST, 1], group.outputs
     assert "process 1 does not see in run what process 0 has made" in group.outputs[1]
     assert "process 1 of 2" in group.outputs[0]
+
+
+@pytest.mark.parametrize("mark", [None, "5", "7"], ids=["none", "old", "right"])
+def test_only_the_mark_of_this_start_is_taken_for_a_shared_folder(
+    tmp_path, monkeypatch, mark
+):
+    """As the second process sees it; 7 is what the first says it has written."""
+    if mark is not None:
+        (tmp_path / ".shared").write_text(mark)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes, "is_first_process", lambda: False)
+    monkeypatch.setattr(processes, "gather_from_processes", lambda token: [7, token])
+    monkeypatch.setattr(processes, "wait_for_all", lambda what: None)
+    monkeypatch.setattr(processes, "_SEEN_SECONDS", 0.0)
+    refused = pytest.raises(OSError, match="does not see in .* what process 0 has made")
+    with contextlib.nullcontext() if mark == "7" else refused:
+        processes.check_shared(str(tmp_path))

@@ -134,7 +134,7 @@ def assert_within_the_format(got: Trained, want: Trained, start: NestedMap) -> N
     "model,partitioner",
     [
         ("language_model", "SHARDY"),
-        ("language_model", "GSPMD"),
+        pytest.param("language_model", "GSPMD", marks=pytest.mark.always),
         pytest.param("conformer", "SHARDY", marks=pytest.mark.slow),
         pytest.param("conformer", "GSPMD", marks=pytest.mark.slow),
     ],

@@ -55,7 +55,11 @@ def on_one_device() -> tuple[NestedMap, Trained]:
 
 
 @pytest.mark.parametrize(
-    "partitioner", ["SHARDY", pytest.param("GSPMD", marks=pytest.mark.slow)]
+    "partitioner",
+    [
+        pytest.param("SHARDY", marks=pytest.mark.always),
+        pytest.param("GSPMD", marks=pytest.mark.slow),
+    ],
 )
 def test_eight_devices_train_as_one(partitioner):
     start, want = on_one_device()

@@ -82,7 +82,7 @@ CASES = [
     ((2, 2, 1), "VECTORIZED", (2, 2, 2), "GSPMD", STEPS, "adam", 2),
     ((2, 2, 1), "MANUAL", (2, 2, 2), "SHARDY", STEPS, "adafactor", 2),
     ((4, 8, 1), "MANUAL", (4, 1, 2), "SHARDY", 1, "adam", 0),
-    ((2, 4, 1), "VECTORIZED", (2, 4, 1), "GSPMD", 1, "adafactor", 0),
+    ((2, 2, 1), "VECTORIZED", (2, 4, 1), "GSPMD", 1, "adafactor", 0),
 ]
 QUICK = CASES[:2]
 

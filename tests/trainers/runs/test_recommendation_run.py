@@ -52,7 +52,12 @@ def on_one_device() -> tuple[NestedMap, Trained]:
 
 @pytest.mark.parametrize(
     ("plan", "partitioner"),
-    [((), "SHARDY"), ((), "GSPMD"), ((ROWS,), "SHARDY"), ((ROWS,), "GSPMD")],
+    [
+        ((), "SHARDY"),
+        ((), "GSPMD"),
+        ((ROWS,), "SHARDY"),
+        pytest.param((ROWS,), "GSPMD", marks=pytest.mark.always),
+    ],
     ids=["data-shardy", "data-gspmd", "rows-shardy", "rows-gspmd"],
 )
 def test_eight_devices_train_as_one(plan, partitioner):
@@ -62,7 +67,9 @@ def test_eight_devices_train_as_one(plan, partitioner):
     assert_equal_training(train(split, start, 2, batches_of), want)
 
 
+@pytest.mark.always
 def test_a_run_ranks_what_was_held_out(tmp_path):
+    """Training, evaluation, decoding and scores, as other kinds of jobs have them."""
     programs = StepPrograms(experiment(8))
     result = loop.train_and_evaluate(programs, loop.Run(model_dir=str(tmp_path)))
     scores = result.evaluation

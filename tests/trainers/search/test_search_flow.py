@@ -120,6 +120,7 @@ def ctrl_c_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.always
 @pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_loses_no_result(tmp_path, compiler, capsys, monkeypatch):
     monkeypatch.setenv("STOP", "1")

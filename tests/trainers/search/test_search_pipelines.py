@@ -153,6 +153,7 @@ def test_weights_are_split_by_stages(small):
 
 
 @needs.libtpu
+@pytest.mark.always
 def test_no_program_takes_less_than_its_bound(small):
     case = candidate(small)
     bound = MemoryBound(small.experiment)

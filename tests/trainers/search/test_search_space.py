@@ -179,10 +179,14 @@ def test_dims_that_the_model_lacks_make_no_other_program(tmp_path):
     assert screened.left_out["the same program as with another plan"] == 6
 
 
-@pytest.mark.slow  # Lowers each program.
-def test_of_equal_programs_the_configured_one_is_kept():
+@pytest.mark.parametrize(
+    "params",
+    [(), pytest.param(NAMED, marks=pytest.mark.slow)],  # That lowers each program.
+    ids=["everything", "named"],
+)
+def test_of_equal_programs_the_configured_one_is_kept(params):
     """Attempt 2 comes first, and is the same on (8, 1)."""
-    screened = search.screen(space("MESH_SHAPE = (8, 1)", *NAMED))
+    screened = search.screen(space("MESH_SHAPE = (8, 1)", *params))
     (configured,) = (s.candidate for s in screened.promising if s.configured)
     assert configured.plan.name == "finalized" and configured.mesh == (8, 1)
 

@@ -46,7 +46,13 @@ def resume_from(straight_folder, step, folder):
     return folder
 
 
-@pytest.mark.parametrize("steps_per_loop", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize(
+    "steps_per_loop",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(5, marks=pytest.mark.always),
+    ],
+)
 def test_resumed_run_has_identical_bits(straight, tmp_path, steps_per_loop):
     want, folder = straight(steps_per_loop)
     programs = five_steps_a_loop() if steps_per_loop == 5 else small_programs()
