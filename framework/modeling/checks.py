@@ -5,26 +5,19 @@ Bounds are declared with a field, and `Checked` checks them:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Dropout(Checked):
         rate: float = bounded(0.1, at_least=0, below=1)
-
-A class built in Python is held to what it declares. What gin built is held to all of
-its types, by the same `fits`, in `trainers/experiment/bindings/field_types.py`: there
-a message can say what gin files may give instead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
-import inspect
 import math
 import numbers
-import os
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _BOUNDS, _EXAMPLE = "bounds", "example"
@@ -64,82 +57,52 @@ class Checked:
     """
 
     def __post_init__(self):
-        hints = type_hints(type(self))
         for field in dataclasses.fields(self):
-            name = f"{type(self).__name__}.{field.name}"
-            value, hint = getattr(self, field.name), hints.get(field.name)
-            is_known = hint is not None
+            kinds = _kinds(type(self))[field.name]
+            name, value = (
+                f"{type(self).__name__}.{field.name}",
+                getattr(self, field.name),
+            )
             bounds = field.metadata.get(_BOUNDS)
             if bounds is not None:
-                is_number = isinstance(value, numbers.Real)
-                if is_number or not is_known or not fits(value, hint):
-                    whole = is_known and not fits(0.5, hint)
+                others = tuple(kind for kind in kinds if kind not in (int, float))
+                if not isinstance(value, others):
+                    whole = int in kinds and float not in kinds
                     check_value(name, value, whole=whole, **bounds)
-            elif is_known and not fits(value, hint):
+            elif not isinstance(value, kinds or object):
                 example = field.metadata.get(_EXAMPLE)
-                if example or all(map(_is_closed, options(hint))):
-                    _refuse(name, value, options(hint), example)
+                if example or all(map(_is_closed, kinds)):
+                    _refuse(name, value, kinds, example)
 
 
 @functools.cache
-def type_hints(owner: Any) -> Mapping[str, Any]:
-    """The types of a class's fields or of a function's parameters, by name.
-
-    Those are left out that name what is known to type checkers only, or in a function.
-    """
-    hints: dict[str, Any] = {}
-    for holder in reversed(getattr(owner, "__mro__", (owner,))):
-        names = vars(sys.modules.get(holder.__module__, types))
-        for name, hint in inspect.get_annotations(holder).items():
-            hints.pop(name, None)
-            single = types.SimpleNamespace(__annotations__={name: hint})
-            with contextlib.suppress(NameError, TypeError):
-                hints |= typing.get_type_hints(single, names)
-    return hints
-
-
-def options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; any other type by itself."""
-    kinds = types.UnionType, typing.Union
-    return typing.get_args(hint) if typing.get_origin(hint) in kinds else (hint,)
+def _kinds(cls: type) -> Mapping[str, tuple[type, ...]]:
+    """The classes that each field may be of; none where its type is no class."""
+    kinds = {}
+    for field in dataclasses.fields(cls):
+        owner = next(c for c in cls.__mro__ if field.name in _annotated(c))
+        holder = types.SimpleNamespace(__annotations__={field.name: field.type})
+        names = vars(sys.modules.get(owner.__module__, types))
+        try:
+            kind = typing.get_type_hints(holder, names)[field.name]
+        except NameError:  # It names a class in a function, or one for types only.
+            kind = None
+        union = (
+            isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+        )
+        parts = typing.get_args(kind) if union else (kind,)
+        plain = all(isinstance(part, type) for part in parts)
+        kinds[field.name] = parts if plain else ()
+    return kinds
 
 
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type; elements of containers are not checked."""
-    if len(options(hint)) > 1:
-        return any(fits(value, option) for option in options(hint))
-    if typing.get_origin(hint) is typing.Literal:
-        return value in typing.get_args(hint)
-    kind = typing.get_origin(hint) or hint
-    if kind is None:
-        return value is None
-    if kind is Any or not isinstance(kind, type) or _is_unchecked_protocol(kind):
-        return True
-    if kind in (int, float):
-        number = numbers.Integral if kind is int else numbers.Real
-        return isinstance(value, number) and not isinstance(value, bool)
-    if is_sequence(kind):  # Gin users write (1, 2) or [1, 2].
-        return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-    if issubclass(kind, os.PathLike):
-        return isinstance(value, (str, os.PathLike))
-    return isinstance(value, kind)
+def _annotated(cls: type) -> Mapping[str, Any]:
+    return vars(cls).get("__annotations__", {})
 
 
-def is_sequence(kind: type) -> bool:
-    """Whether a type takes tuples and lists alike, as far as `fits` is concerned."""
-    return kind in (tuple, list, Sequence)
-
-
-def _is_unchecked_protocol(kind: type) -> bool:
-    """Whether a type says what an object does in a way that cannot be checked."""
-    is_protocol = getattr(kind, "_is_protocol", False)
-    return is_protocol and not getattr(kind, "_is_runtime_protocol", False)
-
-
-def _is_closed(kind: Any) -> bool:
-    """Whether all instances of a type are known in advance."""
-    closed = (enum.Enum, bool, types.NoneType)
-    return isinstance(kind, type) and issubclass(kind, closed)
+def _is_closed(kind: type) -> bool:
+    """Whether all instances of a class are known in advance."""
+    return issubclass(kind, (enum.Enum, bool, types.NoneType))
 
 
 def _refuse(
@@ -190,7 +153,8 @@ def check_value(
     Raises:
       ValueError: it is not; the message says its name and the bounds.
     """
-    good = fits(value, int if whole else float) and (whole or math.isfinite(value))
+    kind = numbers.Integral if whole else numbers.Real
+    good = isinstance(value, kind) and (whole or math.isfinite(value))
     good = good and (at_least is None or value >= at_least)
     good = good and (above is None or value > above)
     good = good and (below is None or value < below)

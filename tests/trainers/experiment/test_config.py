@@ -4,16 +4,13 @@ import dataclasses
 import enum
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import gin
 import pytest
 import tensorflow as tf
 
 from meshwright.trainers.experiment import config
-
-if TYPE_CHECKING:
-    from fractions import Fraction
 
 
 @gin.constants_from_enum
@@ -324,7 +321,6 @@ class Typed:
     call: Callable[[], Inner] | None = None
     unlike: str = 3
     anything: Any = None
-    elsewhere: "Fraction | None" = None  # Unknown here: other fields are checked.
 
     def __post_init__(self):
         range(self.count)

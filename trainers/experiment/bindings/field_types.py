@@ -8,19 +8,14 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import enum
+import numbers
 import os
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gin
-
-from meshwright.framework.modeling.checks import (
-    fits,
-    is_sequence,
-    options,
-    type_hints,
-)
 
 _MOST_EXAMPLES = 3
 
@@ -87,10 +82,43 @@ def misfits_of(instance: Any) -> Iterator[Misfit]:
             )
 
 
+def type_hints(owner: Any) -> dict[str, Any]:
+    """Annotations of a class or function; empty if they name what is not imported."""
+    try:
+        return typing.get_type_hints(owner)
+    except (NameError, TypeError):
+        return {}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; elements of containers are not checked."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return any(fits(value, option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    kind = typing.get_origin(hint) or hint
+    if kind is None:
+        return value is None
+    # Protocols say what an object does, which cannot be checked.
+    is_protocol = getattr(kind, "_is_protocol", False)
+    if kind is Any or not isinstance(kind, type) or is_protocol:
+        return True
+    if kind in (int, float):
+        number = numbers.Integral if kind is int else numbers.Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    if _is_sequence(kind):  # Gin users write (1, 2) or [1, 2].
+        return isinstance(value, collections.abc.Sequence) and not isinstance(
+            value, (str, bytes)
+        )
+    if issubclass(kind, os.PathLike):
+        return isinstance(value, (str, os.PathLike))
+    return isinstance(value, kind)
+
+
 def spelling(hint: Any) -> str:
     """The values that a gin file may give a field of a type, in words."""
-    if len(options(hint)) > 1:
-        return " or ".join(map(spelling, options(hint)))
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(spelling(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
         return " or ".join(map(repr, typing.get_args(hint)))
     kind = typing.get_origin(hint) or hint
@@ -108,7 +136,7 @@ def spelling(hint: Any) -> str:
         return f"of type {hint}"
     if issubclass(kind, os.PathLike):
         return "a path in quotes, such as '/data'"
-    if is_sequence(kind):
+    if _is_sequence(kind):
         return "a sequence, such as (2, 4)"
     if issubclass(kind, Mapping):
         return "a dictionary, such as {'batch': 'X'}"
@@ -139,6 +167,10 @@ def _constants(kind: type) -> list[str]:
         for selector, value in gin.config._CONSTANTS.items()
         if isinstance(value, kind)
     ]
+
+
+def _is_sequence(kind: type) -> bool:
+    return kind in (tuple, list, collections.abc.Sequence)
 
 
 def _is_callable(hint: Any) -> bool:

@@ -14,11 +14,11 @@ from typing import Any
 
 import gin
 
-from meshwright.framework.modeling.checks import type_hints
 from meshwright.trainers.experiment.bindings.field_types import (
     Misfit,
     misfits_of,
     spelling,
+    type_hints,
 )
 
 MACRO = "gin.macro"
