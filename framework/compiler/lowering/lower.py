@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ from meshwright.framework.compiler.lowering.unchecked import (
 from meshwright.framework.sharding.vectorize import rule_for_annotations
 
 _SHARDING_ATTRIBUTE = "_XlaSharding"
+_FOLDING = threading.RLock()
+"""Held while constant folding, which TF sets for the process, is off or is needed."""
 _LIST_WRITE, _GROWS = "TensorListSetItem", "resize_if_index_out_of_bounds"
 
 
@@ -140,14 +143,15 @@ def lower(
 
 def _hlo(ir: Callable[..., bytes]) -> bytes:
     """The HLO of a traced function, if possible without TF's constant folding."""
-    try:
-        with _without_constant_folding():
+    with _FOLDING:
+        try:
+            with _without_constant_folding():
+                return ir(stage="hlo_serialized")
+        except ValueError as e:
+            if not needs_constant(e):
+                raise
+            # Folding finds some shapes that TF2XLA alone does not, such as ragged ones.
             return ir(stage="hlo_serialized")
-    except ValueError as e:
-        if not needs_constant(e):
-            raise
-        # Folding finds some shapes that TF2XLA alone does not, such as ragged ones.
-        return ir(stage="hlo_serialized")
 
 
 def _tell_unchecked(name: str, concrete, sources: Sources, strict: bool) -> None:

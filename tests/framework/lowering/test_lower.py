@@ -1,9 +1,13 @@
 """Lowering: structures, and what cannot become one XLA program."""
 
+import threading
+
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.client import pywrap_tf_session
 
+from meshwright.framework.compiler.lowering import lower as lower_module
 from meshwright.framework.compiler.lowering.lower import LoweringError, lower
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.nested_map import NestedMap
@@ -167,3 +171,24 @@ def test_branches_that_read_what_was_sorted(size):
     specs = [tf.TensorSpec(x.shape), tf.TensorSpec([], tf.int32)]
     program = compile_program(fn, specs, DeviceMesh(("X",), (2,)))
     np.testing.assert_array_equal(program(x, np.int32(1)), np.sort(x, 0) * 2)
+
+
+def test_functions_lowered_in_threads_leave_constant_folding_on():
+    """It is a setting of the process: the last to restore it had seen it off."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def first(stage):
+        second_thread.start()
+        begun.wait(0.2)
+        return b""
+
+    def second(stage):
+        begun.set()
+        ended.wait(10)
+        return b""
+
+    second_thread = threading.Thread(target=lower_module._hlo, args=[second])
+    lower_module._hlo(first)
+    ended.set()
+    second_thread.join()
+    assert not pywrap_tf_session.TF_GetXlaConstantFoldingDisabled()
