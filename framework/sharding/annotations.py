@@ -112,6 +112,7 @@ def annotation_of(tensor: tf.Tensor) -> Annotation | None:
     return getattr(tensor.graph, _NOTED, {}).get(tensor.name)
 
 
+@tf.autograph.experimental.do_not_convert
 def mesh_split(
     tensor: tf.Tensor,
     device_mesh: DeviceMesh,
@@ -181,6 +182,7 @@ def describe(tensor: tf.Tensor) -> str:
     return f"tensor{name} has shape {tensor.shape}"
 
 
+@tf.autograph.experimental.do_not_convert
 def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Tensor:
     """Splits one dim of `tensor` over devices 0, 1, 2, ... (GShard 3.2).
 
@@ -206,6 +208,7 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
     return shard(tensor, assignment)
 
 
+@tf.autograph.experimental.do_not_convert
 def shard(tensor: tf.Tensor, device_assignment: np.ndarray) -> tf.Tensor:
     """Gives each device the shard at its index in `device_assignment` (GShard 3.2).
 
@@ -234,6 +237,7 @@ def shard(tensor: tf.Tensor, device_assignment: np.ndarray) -> tf.Tensor:
     return annotate_serialized(tensor, proto.SerializeToString())
 
 
+@tf.autograph.experimental.do_not_convert
 def replicate(tensor: tf.Tensor) -> tf.Tensor:
     """Every device holds all of `tensor` (GShard 3.2), and all of its gradient."""
     proto = xla_data_pb2.OpSharding(type=xla_data_pb2.OpSharding.REPLICATED)

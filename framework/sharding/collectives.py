@@ -27,6 +27,7 @@ class Reduction(enum.Enum):
     MIN = "minimum"
 
 
+@tf.autograph.experimental.do_not_convert
 def all_reduce(
     tensor: tf.Tensor,
     mesh: DeviceMesh,
@@ -68,6 +69,7 @@ def all_reduce(
     return op(tensor)
 
 
+@tf.autograph.experimental.do_not_convert
 def all_gather(
     tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, *, dim: int = 0
 ) -> tf.Tensor:
@@ -85,6 +87,7 @@ def all_gather(
     return _along_dim("all_gather", reduce_scatter, tensor, mesh, axes, dim)
 
 
+@tf.autograph.experimental.do_not_convert
 def reduce_scatter(
     tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, *, dim: int = 0
 ) -> tf.Tensor:
@@ -122,6 +125,7 @@ def _along_dim(
     return op(tensor)
 
 
+@tf.autograph.experimental.do_not_convert
 def all_to_all(
     tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, *, split_dim: int, concat_dim: int
 ) -> tf.Tensor:
@@ -157,6 +161,7 @@ def all_to_all(
     return op(tensor)
 
 
+@tf.autograph.experimental.do_not_convert
 def collective_permute(
     tensor: tf.Tensor, mesh: DeviceMesh, axes: Axes, pairs: Sequence[tuple[int, int]]
 ) -> tf.Tensor:
@@ -197,6 +202,7 @@ def collective_permute(
     return op(tensor)
 
 
+@tf.autograph.experimental.do_not_convert
 def axis_index(mesh: DeviceMesh, axes: Axes) -> tf.Tensor:
     """The device's index along `axes`: int32 scalar, from 0.
 

@@ -16,6 +16,7 @@ from meshwright.framework.sharding.placeholders import placeholder
 from meshwright.framework.sharding.sharding import Sharding
 
 
+@tf.autograph.experimental.do_not_convert
 def auto_to_manual(
     tensor: tf.Tensor,
     mesh: DeviceMesh,
@@ -70,6 +71,7 @@ def auto_to_manual(
     return op(tensor)
 
 
+@tf.autograph.experimental.do_not_convert
 def manual_to_auto(
     tensor: tf.Tensor,
     mesh: DeviceMesh,
@@ -117,6 +119,7 @@ def manual_to_auto(
     return op(tensor)
 
 
+@tf.autograph.experimental.do_not_convert
 def manual_partition(
     fn: Callable[..., Any],
     *,

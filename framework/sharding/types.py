@@ -26,6 +26,7 @@ from meshwright.framework.sharding.sharding import Sharding
 RESHARD = "reshard"
 
 
+@tf.autograph.experimental.do_not_convert
 def reshard(
     tensor: tf.Tensor,
     device_mesh: DeviceMesh,
