@@ -61,6 +61,9 @@ _ROWS_OF_PARTS = (
 class LoweringError(ValueError):
     """The function cannot become one XLA program; the message names the culprit."""
 
+    # So AutoGraph, which adds the user's lines to a message, keeps the class.
+    __init__ = Exception.__init__
+
 
 def needs_constant(error: Exception) -> bool:
     """Whether TF2XLA refuses because a shape, or the like, is no constant yet."""
