@@ -17,6 +17,7 @@ from meshwright.framework.compiler.stablehlo.constraints import refuse_foreign
 from meshwright.framework.compiler.stablehlo.manual.divergence import divergent_ops
 from meshwright.framework.compiler.stablehlo.module import Module, Written
 from meshwright.framework.compiler.stablehlo.precision import propagate_precision
+from meshwright.framework.compiler.stablehlo.settle import settle_state
 from meshwright.framework.compiler.stablehlo.tidy import tidy
 from meshwright.framework.compiler.stablehlo.written import write_for
 from meshwright.framework.compiler.weight_update_sharding.shard import (
@@ -30,6 +31,7 @@ def run_passes(
     module: Module,
     target: Target,
     *,
+    carried: int = 0,
     update_sharding: UpdateSharding | None = None,
     strict: bool = False,
 ) -> Written:
@@ -38,6 +40,8 @@ def run_passes(
     Args:
       module: the module; changed in place.
       target: what it is compiled by, and for.
+      carried: how many leaves are state: the first of the arguments, and in their place
+        the first of the result.
       update_sharding: which weight updates to shard.
       strict: refuse a program rather than repair it at a cost.
 
@@ -56,6 +60,8 @@ def run_passes(
         propagate_precision(module.write())
         # Sums that types call unreduced are computed in parts up to where they end.
         carry_partial_sums(module)
+        # State that is left to completion leaves the program as it arrives.
+        settle_state(module, carried)
         # Each device updates a part of the weights (Xu et al. 2020).
         if update_sharding is not None:
             shard_weight_updates(module, update_sharding, target.devices)

@@ -288,6 +288,8 @@ def trace_program(
     partitioner: Partitioner = Partitioner.SHARDY,
     name: str | None = None,
     devices: Sequence[jax.Device] | None = None,
+    carried: int = 0,
+    variables: Sequence[tf.Variable] = (),
     update_sharding: UpdateSharding | None = None,
     strict: bool = False,
     in_child: bool = False,
@@ -309,6 +311,9 @@ def trace_program(
       name: for messages and profiles.
       devices: those of a topology (`topology_devices`), to compile for: the program can
         be looked at, not run. The mesh's ids are places among them.
+      carried: how many leaves are state: the first of the arguments, and in their place
+        the first of the result. Where completion decides, both get the same sharding.
+      variables: those that the function may capture: it assigns each before reading it.
       update_sharding: which weight updates to shard. State then has other stored forms,
         `TracedProgram.forms`.
       strict: refuse a program in which an op that XLA's partitioner would get wrong is
@@ -353,7 +358,9 @@ def trace_program(
             ],
         )
 
-    lowered = lower(stored_fn, stored_args, name=name, strict=strict)
+    lowered = lower(
+        stored_fn, stored_args, name=name, strict=strict, variables=variables
+    )
     target = Target(
         partitioner=partitioner,
         devices=devices,
@@ -361,5 +368,11 @@ def trace_program(
         in_child=in_child,
     )
     module = Module(lowered, mesh, in_forms=in_forms, out_forms=out_forms)
-    written = run_passes(module, target, update_sharding=update_sharding, strict=strict)
+    written = run_passes(
+        module,
+        target,
+        carried=carried,
+        update_sharding=update_sharding,
+        strict=strict,
+    )
     return TracedProgram(written, target)

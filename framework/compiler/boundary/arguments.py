@@ -77,7 +77,7 @@ class Arguments:
         self._inputs = inputs
         self._specs: list[tf.TensorSpec] = tf.nest.flatten(inputs)
         self._wide = {i for i, s in enumerate(self._specs) if is_wide(s.dtype)}
-        self._forms = forms
+        self.forms = forms
         self.shardings = shardings
         self._can_run = can_run
         self._donated = frozenset(donated)
@@ -133,7 +133,7 @@ class Arguments:
         """See `Program.shard`."""
         first = self._inputs[: len(args)]
         check_structure(self._name, "its arguments", first, args)
-        leaves = [self._put(i, x) for i, x in enumerate(tf.nest.flatten(args))]
+        leaves = [self.put(i, x) for i, x in enumerate(tf.nest.flatten(args))]
         placed = tf.nest.pack_sequence_as(args, leaves)
         return placed[0] if len(args) == 1 else placed
 
@@ -180,7 +180,7 @@ class Arguments:
 
     def _take(self, index: int, leaf: Any) -> jax.Array:
         if not isinstance(leaf, jax.Array):
-            return self._put(index, leaf)
+            return self.put(index, leaf)
         if leaf.is_deleted():  # A run with it would end the process.
             raise ValueError(
                 f"{self._named(index)} was donated to an earlier call, which took "
@@ -202,8 +202,9 @@ class Arguments:
             )
         return leaf
 
-    def _put(self, index: int, value: Any) -> jax.Array:
-        form, shape = self._forms[index], self._logical_shape(index)
+    def put(self, index: int, value: Any) -> jax.Array:
+        """Puts the host array of a leaf onto the mesh, as the program takes it."""
+        form, shape = self.forms[index], self._logical_shape(index)
         if value is None:
             raise ValueError(f"{self._named(index)} is None; pass an array")
         given = np.asarray(value)
@@ -232,7 +233,7 @@ class Arguments:
     def _put_rows(self, index: int, value: Any, rows: range, dim: int) -> jax.Array:
         logical, value = self._logical_shape(index), np.asarray(value)
         if rows == range(logical[dim]):
-            return self._put(index, value)
+            return self.put(index, value)
         here = (*logical[:dim], len(rows), *logical[dim + 1 :])
         if value.shape != here:
             raise ValueError(
@@ -282,5 +283,5 @@ class Arguments:
         return range(first, first + counts[argument])
 
     def _logical_shape(self, index: int) -> tuple[int, ...]:
-        form = self._forms[index]
+        form = self.forms[index]
         return tuple(self._specs[index].shape) if form is None else form.shape

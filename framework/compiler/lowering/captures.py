@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 from tensorflow.python.trackable.resource import CapturableResource
@@ -54,6 +54,27 @@ def keep_small_tensors(graph) -> None:
         return constant
 
     graph.capture = keep_or_capture
+
+
+def captured_as(
+    graph, outside: Sequence[tf.Tensor], inside: Sequence[tf.Tensor]
+) -> None:
+    """Gives a function that reads `outside` tensors those of its graph in their place.
+
+    Args:
+      graph: the function's, which is about to be traced.
+      outside: tensors that it captures.
+      inside: for each a tensor of the graph.
+    """
+    capture, by_id = graph.capture, dict(zip(map(id, outside), inside, strict=True))
+
+    @functools.wraps(capture)
+    def replace_or_capture(tensor, name=None, shape=None):
+        if id(tensor) in by_id:
+            return by_id[id(tensor)]
+        return capture(tensor, name, shape)
+
+    graph.capture = replace_or_capture
 
 
 def _is_small(tensor) -> bool:
@@ -105,13 +126,18 @@ def _current_layer() -> str:
     return ""
 
 
-def refuse_captures(name: str, concrete, sources: Sources) -> None:
-    """Refuses a traced function that reads anything from outside.
+def refuse_captures(
+    name: str, concrete, sources: Sources, *, allowed: Sequence[tf.Tensor] = ()
+) -> None:
+    """Refuses a traced function that reads anything from outside but `allowed`.
 
     Raises:
       LoweringError: it does; the message names what, where, and what to do.
     """
+    known = set(map(id, allowed))
     for outside, inside in concrete.graph.captures:
+        if id(outside) in known:
+            continue
         reader = _reader(inside)
         where = f", at {sources.text(reader)}" if reader else ""
         what, remedy = _described(outside, concrete)

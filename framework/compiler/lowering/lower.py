@@ -41,6 +41,7 @@ from meshwright.framework.compiler.lowering.unchecked import (
     unchecked_assertions,
     unchecked_text,
 )
+from meshwright.framework.compiler.lowering.variables import drop_variables
 from meshwright.framework.sharding.vectorize import rule_for_annotations
 
 _SHARDING_ATTRIBUTE = "_XlaSharding"
@@ -87,6 +88,7 @@ def lower(
     *,
     name: str | None = None,
     strict: bool = False,
+    variables: Sequence[tf.Variable] = (),
 ) -> LoweredFunction:
     """Traces `fn` over abstract arguments and lowers it through TF2XLA.
 
@@ -96,6 +98,7 @@ def lower(
         `tf.TensorSpec` with static shapes.
       name: for messages; the function's own by default.
       strict: whether checks that a program does not make are an error, not a warning.
+      variables: those that `fn` may capture: it assigns each before it reads it.
 
     Raises:
       LoweringError: a shape is not static; `fn` makes a variable, reads one or an array
@@ -121,7 +124,8 @@ def lower(
     compiled = tf.function(flat_fn, jit_compile=True, autograph=False)
     concrete = compiled.get_concrete_function(*flat_specs)
     sources = Sources(concrete)
-    refuse_captures(name, concrete, sources)
+    handles = [variable._handle for variable in variables]
+    refuse_captures(name, concrete, sources, allowed=handles)
     nodes = nodes_of(concrete.graph.as_graph_def())
     _check_no_attributes(name, nodes, sources)
     _check_no_growing_lists(name, nodes, sources)
@@ -132,7 +136,11 @@ def lower(
     except (tf.errors.OpError, ValueError, TypeError) as e:
         raise of_tf2xla(name, e, args, concrete, sources) from e
     module = hlo_pb2.HloModuleProto.FromString(hlo)
-    if drop_bounds(module):
+    changed = drop_bounds(module)
+    if variables:
+        drop_variables(module, len(flat_specs), len(concrete.outputs))
+        changed = True
+    if changed:
         hlo = module.SerializeToString()
     _check_no_large_constants(name, module)
     specs = _result_specs(name, concrete, outputs, module, sources)

@@ -34,11 +34,14 @@ class CompletedModule:
       main: the module's entry function.
       shardings: by value; values that are not in it are replicated, or in a manual
         region.
+      arguments: by number what propagation gives each argument of `main`; None if that
+        is over another mesh.
     """
 
     mesh: DeviceMesh
     main: ir.Operation
     shardings: dict[ir.Value, Sharding | None]
+    arguments: tuple[Sharding | None, ...]
 
     def axes(self, value: ir.Value) -> frozenset[str]:
         """The mesh axes that split a value; all of them if its sharding is unknown."""
@@ -93,12 +96,16 @@ def complete(
     work_around(Stage.SPLITTABLE, copy)
     write_for(blame, copy, mesh, Partitioner.SHARDY)
     write_borders(copy, mesh, in_shardings, out_shardings)
-    by_number = _by_number(Propagated(blame, copy, mesh))
+    propagated = Propagated(blame, copy, mesh)
+    by_number = _by_number(propagated)
     main = ir.SymbolTable(module)["main"].operation
     arguments = main.regions[0].blocks[0].arguments
     shardings = dict(zip(arguments, in_shardings, strict=True))
     shardings.update(_of_results(ops, by_number))
-    return CompletedModule(mesh, main, shardings)
+    copied = ir.SymbolTable(copy)["main"].operation.regions[0].blocks[0].arguments
+    return CompletedModule(
+        mesh, main, shardings, tuple(map(propagated.sharding, copied))
+    )
 
 
 def _by_number(propagated: Propagated) -> dict[int, list[Sharding | None]]:
