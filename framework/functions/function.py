@@ -1,0 +1,260 @@
+"""TF functions with variables, partitioned over a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.util import nest
+
+from meshwright.framework.compiler.lowering.captures import captured_as
+from meshwright.framework.compiler.lowering.errors import LoweringError
+from meshwright.framework.compiler.program import Program, trace_program
+from meshwright.framework.compiler.xla.processes import to_host
+from meshwright.framework.functions.layout import Layout, LayoutTable
+from meshwright.framework.functions.mesh_variable import (
+    LOCK,
+    host_shapes,
+    is_ours,
+    mark_as_ours,
+    note_readers,
+    value_of,
+)
+from meshwright.framework.functions.traced import Traced, converted, trace
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.stored_form import StoredForm
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Compiled:
+    """A function, compiled for arguments of certain shapes.
+
+    Args:
+      program: takes the values of the variables that the function writes, those of the
+        variables that it only reads, its large constants, and its tensors; returns a
+        dict of "state", the new values, and "values", the function's results.
+      traced: the function.
+      constants: its large constants, on the mesh.
+    """
+
+    program: Program
+    traced: Traced
+    constants: list[jax.Array]
+
+
+class MeshFunction:
+    """A TF function that runs on a mesh; made by `function`."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: DeviceMesh,
+        *,
+        layout: Layout,
+        name: str,
+        options: Mapping[str, Any],
+    ):
+        functools.update_wrapper(self, fn, updated=())
+        self.mesh = mesh
+        self.name = name
+        self._fn = fn
+        self._layout = layout
+        self._options = options
+        self._compiled: dict[Hashable, _Compiled] = {}
+
+    def __repr__(self) -> str:
+        return f"<MeshFunction {self.name!r} for the mesh ({self.mesh})>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function on the mesh.
+
+        Args:
+          *args, **kwargs: nests of tensors, arrays of logical shape, and Python values.
+            As for a `tf.function`, other shapes, dtypes and Python values are another
+            program, which is traced and compiled when it is first called.
+
+        Returns:
+          What the function returns; its tensors are on the host.
+
+        Raises:
+          LoweringError: see `compile_program`; the function reads a resource that is no
+            variable; or a gradient tape is recording.
+          TypeError: a variable of it cannot be kept on a mesh.
+          ValueError: a row of the layout fits no variable of it.
+        """
+        if not tf.executing_eagerly():
+            return self._traced_in_place(args, kwargs)
+        if record.could_possibly_record():
+            raise LoweringError(
+                f"{self.name} is called within a tf.GradientTape, which does not see "
+                "what runs on a mesh: compute gradients inside the function, or call "
+                "it within tape.stop_recording()"
+            )
+        leaves = tf.nest.flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if _spec(leaf) is not None]
+        with LOCK:
+            compiled = self._find(args, kwargs, leaves)
+            program, traced = compiled.program, compiled.traced
+            values = [value_of(variable) for variable in traced.variables]
+            taken = [value.take(program, i) for i, value in enumerate(values)]
+            state, read = traced.by_path(taken)
+            out = program(state, read, compiled.constants, tensors)
+            for i, array in enumerate(out["state"].values()):
+                values[i].update(array, program.arguments.forms[i])
+        return traced.packed([*map(to_host, out["values"])])
+
+    def _traced_in_place(self, args: tuple, kwargs: dict) -> Any:
+        """The result in the graph of another function that is being traced."""
+        if not is_ours(tf.compat.v1.get_default_graph()):
+            raise LoweringError(
+                f"{self.name} runs on a mesh, and is called by a tf.function, which "
+                "runs on one device: call it from Python, or make the caller a "
+                "meshwright function too"
+            )
+        return converted(self._fn)(*args, **kwargs)
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """The program for such arguments, for `explain` and reports.
+
+        Args:
+          *args, **kwargs: as of a call; `tf.TensorSpec`s may take the place of tensors.
+        """
+        with LOCK:
+            leaves = tf.nest.flatten((args, kwargs))
+            return self._find(args, kwargs, leaves).program
+
+    def _find(self, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> _Compiled:
+        structure = nest.map_structure(lambda _: 0, (args, kwargs))
+        key = (str(structure), *map(_key, leaves))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile((args, kwargs), leaves)
+        return self._compiled[key]
+
+    def _compile(self, structure: tuple, leaves: Sequence[Any]) -> _Compiled:
+        traced = trace(self._fn, structure, [_spec(x) or x for x in leaves], self.name)
+        variables = traced.variables
+        self._layout.check(variables, self.name)
+        note_readers(variables)
+
+        def pure(state, read, constants, tensors):
+            graph = tf.compat.v1.get_default_graph()
+            mark_as_ours(graph)
+            captured_as(graph, traced.constants, constants)
+            given = [*state.values(), *read.values()]
+            for variable, value in zip(variables, given, strict=True):
+                variable.assign(value, read_value=False)
+            values = traced.call(tensors)
+            state, _ = traced.by_path([v.read_value() for v in variables])
+            return {"state": state, "values": values}
+
+        specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
+        state, read = traced.by_path(specs)
+        state_forms, read_forms = traced.by_path([*map(self._form, variables)])
+        constants = [tf.TensorSpec(c.shape, c.dtype) for c in traced.constants]
+        with host_shapes(variables):
+            program = trace_program(
+                pure,
+                [state, read, constants, traced.specs],
+                self.mesh,
+                in_shardings=[state_forms, read_forms, None, None],
+                out_shardings={"state": state_forms, "values": None},
+                donate=[0],
+                name=self.name,
+                carried=len(traced.written),
+                variables=variables,
+                **self._options,
+            ).compile()
+        first = len(variables)
+        placed = [
+            program.arguments.put(first + i, constant.numpy())
+            for i, constant in enumerate(traced.constants)
+        ]
+        return _Compiled(program, traced, placed)
+
+    def _form(self, variable: tf.Variable) -> Sharding | StoredForm | None:
+        """How a program takes a variable; None where completion decides."""
+        sharding = self._layout.sharding_of(variable, self.mesh)
+        form = value_of(variable).form
+        if sharding is None and form is not None and form.border.mesh == self.mesh:
+            return form
+        return sharding
+
+
+def _spec(leaf: Any) -> tf.TensorSpec | None:
+    """Of a tensor or an array; None for what is a constant of the program."""
+    if isinstance(leaf, tf.TensorSpec):
+        return leaf
+    if isinstance(leaf, (tf.Tensor, np.ndarray, np.generic, jax.Array)):
+        return tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype))
+    return None
+
+
+def _key(leaf: Any) -> Hashable:
+    """What tells programs apart: of a tensor its shape and dtype."""
+    spec = _spec(leaf)
+    if spec is not None:
+        return spec.shape, spec.dtype
+    if isinstance(leaf, tf.Variable):
+        return leaf.ref()
+    try:
+        hash(leaf)
+    except TypeError:
+        raise LoweringError(
+            f"an argument of type {type(leaf).__name__} is neither a tensor nor "
+            "hashable: pass a tensor or an array, or have the function read it itself"
+        ) from None
+    return type(leaf), leaf
+
+
+def function(
+    fn: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    layout: Mapping[str, Sequence[Any]] | Layout | None = None,
+    name: str | None = None,
+    **options: Any,
+) -> Any:
+    """Runs a TF function on a mesh, as `tf.function(jit_compile=True)` on one device.
+
+    The function may read, write and create variables, compute gradients and apply
+    optimizers. Variables that it captures live on the mesh between calls; whatever
+    reads or writes them elsewhere sees their values, which are moved when that happens.
+
+    Args:
+      fn: the function, with some tensors annotated. Without it, a decorator is made.
+      mesh: the device mesh.
+      layout: by regular expression, which is searched for in a variable's name, what
+        `mesh_split` takes as `dims_mapping`. The first row that fits applies; other
+        variables are left to completion, or stay as another function keeps them. Or
+        another `Layout`.
+      name: for messages and profiles.
+      **options: of `trace_program`: `partitioner`, `update_sharding`, `strict`,
+        `devices`, `in_child`.
+
+    Returns:
+      A `MeshFunction`.
+    """
+    if fn is None:
+        return functools.partial(
+            function, mesh=mesh, layout=layout, name=name, **options
+        )
+    name = name or getattr(fn, "__name__", "function").strip("<>")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{name}: the mesh is {mesh!r}; pass a DeviceMesh, such as "
+            'DeviceMesh(("data", "model"), (2, 4))'
+        )
+    if layout is None or isinstance(layout, Mapping):
+        layout = LayoutTable(layout or {})
+    return MeshFunction(fn, mesh, layout=layout, name=name, options=options)

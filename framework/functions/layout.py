@@ -1,0 +1,110 @@
+"""Which axes split which variables, by patterns of their names."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.sharding import Sharding
+
+
+def path_of(variable: tf.Variable) -> str:
+    """The name of a variable as layouts, messages and reports have it."""
+    return variable.name.removesuffix(":0")
+
+
+class Layout(Protocol):
+    """Which mesh axes split which variables."""
+
+    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
+        """Refuses a layout that does not fit the variables of the function `name`."""
+
+    def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
+        """The sharding of a variable; None where completion decides."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutTable:
+    """A table from names of variables to the mesh axes that split their dims.
+
+    Args:
+      rows: regular expressions, and for each what `mesh_split` takes as its
+        `dims_mapping`. The first that is in a variable's name applies.
+      is_shared: whether the table is for several functions, of which each may have
+        variables for some rows only.
+    """
+
+    rows: Mapping[str, Sequence[Any]]
+    is_shared: bool = False
+
+    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
+        """Refuses rows that fit no variable.
+
+        Raises:
+          ValueError: there is one, and the table is not shared.
+        """
+        paths = [path_of(variable) for variable in variables]
+        for pattern in () if self.is_shared else self.rows:
+            if not any(re.search(pattern, path) for path in paths):
+                raise ValueError(
+                    f"{name}: row {pattern!r} of the layout is in the name of none of "
+                    f"its {len(paths)} variables: {', '.join(paths[:8])}"
+                    f"{', ...' if len(paths) > 8 else ''}"
+                )
+
+    def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
+        """The sharding of a variable; None where completion decides.
+
+        Raises:
+          ValueError: its row has another number of dims, or no axes of the mesh.
+        """
+        for pattern, dims in self.rows.items():
+            if re.search(pattern, path_of(variable)):
+                try:
+                    return Sharding.from_dims_mapping(mesh, dims, variable.shape.rank)
+                except ValueError as error:
+                    raise ValueError(
+                        f"layout row {pattern!r} for variable {path_of(variable)!r} of "
+                        f"shape {tuple(variable.shape)}: {error}"
+                    ) from None
+        return None
+
+
+class Replicated:
+    """Each device holds each variable."""
+
+    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
+        """Fits all variables."""
+
+    def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding:
+        """Splits no dim."""
+        return Sharding.replicated(mesh, variable.shape.rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class FullySharded:
+    """Each variable is split along its largest dim, and gathered where it is used.
+
+    Args:
+      axes: the mesh axes that split it.
+    """
+
+    axes: Sequence[str]
+
+    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
+        """Fits all variables."""
+
+    def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding:
+        """Splits the largest dim that the axes divide, else the largest."""
+        shape, count = tuple(variable.shape), mesh.axes_size(self.axes)
+        dims: list[Sequence[str]] = [()] * len(shape)
+        largest = max(shape, default=0)
+        if largest >= count:
+            divided = [size for size in shape if size % count == 0]
+            dims[shape.index(max(divided, default=largest))] = tuple(self.axes)
+        return Sharding(mesh, tuple(dims))

@@ -1,0 +1,224 @@
+"""A `tf.Variable` whose value lives on a mesh between the calls of programs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+
+import jax
+import numpy as np
+import tensorflow as tf
+from absl import logging
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
+
+from meshwright.framework.compiler.program import Program
+from meshwright.framework.compiler.xla.processes import to_host
+from meshwright.framework.sharding.stored_form import StoredForm
+
+LOCK = threading.RLock()
+"""Held while values move between TF and a mesh."""
+_TOLD: weakref.WeakSet = weakref.WeakSet()
+_OURS = "_meshwright_traced"
+_VALUE = "_meshwright_value"
+# Of what is in place of a value that is on the mesh: no variable has it.
+_STALE_SHAPE = (1, 1, 1, 1, 1, 1, 1, 1, 1, 2)
+
+
+@dataclasses.dataclass(eq=False)
+class MeshValue:
+    """Where the value of a variable is.
+
+    Args:
+      variable: the variable.
+      array: its value on the mesh, in stored form; None before a program used it.
+      form: the stored form of `array`; None: its logical shape.
+      on_host: whether TF's own copy is the value.
+      on_mesh: whether `array` is the value.
+      readers: graphs of other functions that captured the variable: they read and write
+        TF's own copy whenever they run.
+    """
+
+    variable: weakref.ref
+    array: jax.Array | None = None
+    form: StoredForm | None = None
+    on_host: bool = True
+    on_mesh: bool = False
+    readers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
+
+    def take(self, program: Program, number: int) -> jax.Array:
+        """The value as a program takes it.
+
+        Args:
+          program: the program.
+          number: of the leaf among the program's arguments.
+        """
+        if self.readers:  # They may have written since.
+            self.on_mesh = False
+        form = program.arguments.forms[number]
+        sharding = program.arguments.shardings[number]
+        if not self.on_mesh or _stored_as(self.form) != _stored_as(form):
+            self.array = program.arguments.put(number, self.host_value())
+        elif not self.array.sharding.is_equivalent_to(sharding, self.array.ndim):
+            self.array = jax.device_put(self.array, sharding)
+        self.form, self.on_mesh = form, True
+        return self.array
+
+    def host_value(self) -> np.ndarray:
+        """The value, of logical shape."""
+        self.to_host()
+        variable = self.variable()
+        handle, dtype = variable._handle, variable.dtype
+        with tf.init_scope():
+            return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
+
+    def to_host(self) -> None:
+        """Makes TF's own copy the value."""
+        with LOCK:
+            if not self.on_host:
+                value = to_host(self.array)
+                value = value if self.form is None else self.form.unpad(value)
+                _assign(self.variable(), value)
+                self.on_host = True
+
+    def update(self, array: jax.Array, form: StoredForm | None) -> None:
+        """Takes a program's result as the value, on the mesh alone."""
+        self.array, self.form, self.on_mesh = array, form, True
+        if self.readers:
+            self.on_host = False
+            self.to_host()
+        elif self.on_host:
+            self.on_host = False
+            self.drop_host_copy()
+
+    def drop_host_copy(self) -> None:
+        """Frees TF's own copy; whatever reads it then fails, or gets NaN."""
+        variable = self.variable()
+        kind = variable.dtype
+        stale = np.nan if kind.is_floating or kind.is_complex else 0
+        _assign(variable, np.full(_STALE_SHAPE, stale, kind.as_numpy_dtype))
+
+
+def _stored_as(form: StoredForm | None) -> tuple | None:
+    """What tells apart arrays of one variable; None: of its logical shape."""
+    if form is None or (form.is_logical and form.combined is None):
+        return None
+    return form.stored_shape, form.combined
+
+
+def _assign(variable: tf.Variable, value) -> None:
+    with tf.init_scope():  # Another function may be being traced.
+        tf.raw_ops.AssignVariableOp(
+            resource=variable._handle,
+            value=tf.convert_to_tensor(value, variable.dtype),
+            validate_shape=False,
+        )
+
+
+def value_of(variable: tf.Variable) -> MeshValue:
+    """The variable's value, for programs; from now on it may be on a mesh.
+
+    Raises:
+      TypeError: the variable is of a kind that cannot be.
+    """
+    value = variable.__dict__.get(_VALUE)
+    if value is None:
+        kind = _on_mesh_class(type(variable))
+        value = MeshValue(weakref.ref(variable))
+        variable.__dict__[_VALUE] = value
+        variable.__class__ = kind
+    return value
+
+
+@functools.cache
+def _on_mesh_class(kind: type) -> type:
+    """A subclass of a variable's class that brings the value back when it is read."""
+    if not issubclass(kind, BaseResourceVariable):
+        raise TypeError(
+            f"a variable of type {kind.__name__} cannot be kept on a mesh: pass a "
+            "tf.Variable, made outside of a tf.distribute strategy"
+        )
+
+    def handle(self):
+        value = self.__dict__[_VALUE]
+        if tf.executing_eagerly():
+            value.to_host()
+            value.on_mesh = False  # An op may write through the handle.
+        elif not is_ours(tf.compat.v1.get_default_graph()):
+            _note_reader(value, tf.compat.v1.get_default_graph())
+        return self._handle
+
+    def read(self, *args, **kwargs):
+        value = self.__dict__[_VALUE]
+        if not tf.executing_eagerly():
+            return kind._read_variable_op(self, *args, **kwargs)
+        value.to_host()
+        before = value.on_mesh
+        try:
+            return kind._read_variable_op(self, *args, **kwargs)
+        finally:
+            value.on_mesh = before
+
+    members = {"handle": property(handle), "_read_variable_op": read}
+    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+
+
+def mark_as_ours(graph: FuncGraph) -> None:
+    """Notes that a graph, which is being traced, will be a program."""
+    setattr(graph, _OURS, True)
+
+
+def is_ours(graph) -> bool:
+    """Whether a graph, or a graph around it, will be a program."""
+    while graph is not None:
+        if getattr(graph, _OURS, False):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def note_readers(variables: Iterable[tf.Variable]) -> None:
+    """Finds other functions that captured the variables before they were on a mesh."""
+    by_handle = {id(variable._handle): value_of(variable) for variable in variables}
+    gc.collect()  # TF's function that initialized them is garbage, and a cycle.
+    for graph in gc.get_objects():
+        if isinstance(graph, FuncGraph) and not is_ours(graph):
+            for outside, _ in graph.captures:
+                if id(outside) in by_handle:
+                    _note_reader(by_handle[id(outside)], graph)
+
+
+def _note_reader(value: MeshValue, graph) -> None:
+    if graph not in _TOLD:
+        _TOLD.add(graph)
+        logging.warning(
+            "the function %r reads variable %r and perhaps others, and does not run on "
+            "the mesh: their values are copied to the host after each call of a "
+            "program. Make it a meshwright function too",
+            getattr(graph, "name", "of a graph"),
+            value.variable().name,
+        )
+    value.readers.add(graph)
+    value.to_host()
+
+
+@contextlib.contextmanager
+def host_shapes(variables: Iterable[tf.Variable]) -> Iterator[None]:
+    """Gives TF's own copies the variables' shapes, which TF2XLA reads, if not values.
+
+    The memory is not written to, so that the system does not provide it.
+    """
+    away = [v for v in variables if not value_of(v).on_host]
+    for v in away:
+        with tf.init_scope():
+            _assign(v, tf.raw_ops.Empty(shape=v.shape, dtype=v.dtype, init=False))
+    try:
+        yield
+    finally:
+        for v in away:
+            value_of(v).drop_host_copy()

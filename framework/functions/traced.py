@@ -1,0 +1,184 @@
+"""A TF function, traced with the variables that it captures."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.function.polymorphism.function_cache import FunctionContext
+from tensorflow.python.eager.polymorphic_function import function_context
+from tensorflow.python.framework.auto_control_deps_utils import (
+    get_read_only_resource_input_indices_graph,
+)
+from tensorflow.python.framework.composite_tensor import CompositeTensor
+from tensorflow.python.util import nest
+
+from meshwright.framework.compiler.lowering.captures import (
+    keep_small_tensors,
+    refuse_captures,
+)
+from meshwright.framework.compiler.lowering.errors import LoweringError
+from meshwright.framework.compiler.lowering.sources import Sources
+from meshwright.framework.functions.layout import path_of
+from meshwright.framework.functions.mesh_variable import is_ours, mark_as_ours
+from meshwright.framework.sharding.vectorize import rule_for_annotations
+
+_TRACES = itertools.count(-1, -1)  # No object's `id`, which TF puts in their place.
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Traced:
+    """A function, traced for arguments of certain shapes.
+
+    Args:
+      concrete: takes the tensors among the arguments.
+      specs: of these.
+      written: the variables that it writes, by path.
+      read: the variables that it only reads, by path.
+      constants: the tensors outside that are too large to be part of a program.
+    """
+
+    concrete: Any
+    specs: Sequence[tf.TensorSpec]
+    written: Mapping[str, tf.Variable]
+    read: Mapping[str, tf.Variable]
+    constants: Sequence[tf.Tensor]
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All variables: those that are written come first."""
+        return [*self.written.values(), *self.read.values()]
+
+    def by_path(self, values: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What belongs to the variables, by path: those written, and those only read.
+
+        Args:
+          values: in the order of `variables`.
+        """
+        count = len(self.written)
+        written = dict(zip(self.written, values[:count], strict=True))
+        return written, dict(zip(self.read, values[count:], strict=True))
+
+    def call(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The tensors of the result, in a graph."""
+        leaves = tf.nest.flatten(self.concrete(*tensors))
+        return [leaf for leaf in leaves if tf.is_tensor(leaf)]
+
+    def packed(self, values: Sequence[Any]) -> Any:
+        """The result of the function, of arrays of its tensors."""
+        left = iter(values)
+        return tf.nest.map_structure(
+            lambda leaf: tf.constant(next(left)) if tf.is_tensor(leaf) else leaf,
+            self.concrete.structured_outputs,
+        )
+
+
+def trace(
+    fn: Callable[..., Any], structure: tuple, leaves: Sequence[Any], name: str
+) -> Traced:
+    """Traces a function as TF does: it may create variables when it is first called.
+
+    Args:
+      fn: the function; AutoGraph converts it.
+      structure: its arguments: a tuple of a tuple and a dict by name.
+      leaves: of the structure: a `tf.TensorSpec` for each tensor, Python values.
+      name: for messages.
+
+    Raises:
+      LoweringError: it reads a resource that is no variable, or returns something else
+        than tensors.
+    """
+    fn = converted(fn)
+
+    def of_tensors(*tensors):
+        graph = tf.compat.v1.get_default_graph()
+        mark_as_ours(graph)
+        keep_small_tensors(graph)
+        given = iter(tensors)
+        filled = [next(given) if _is_spec(leaf) else leaf for leaf in leaves]
+        args, kwargs = tf.nest.pack_sequence_as(structure, filled)
+        with rule_for_annotations(), _traced_apart():
+            return fn(*args, **kwargs)
+
+    specs = [leaf for leaf in leaves if _is_spec(leaf)]
+    traced = tf.function(of_tensors, autograph=False)
+    concrete = traced.get_concrete_function(*specs)
+    _check_results(name, concrete.structured_outputs)
+    written, read = _variables_of(concrete.graph)
+    captured = [outside for outside, _ in concrete.graph.captures]
+    constants = [c for c in captured if c.dtype not in (tf.resource, tf.variant)]
+    variables = [*written.values(), *read.values()]
+    allowed = [*constants, *(v._handle for v in variables)]
+    refuse_captures(name, concrete, Sources(concrete), allowed=allowed)
+    return Traced(
+        concrete=concrete, specs=specs, written=written, read=read, constants=constants
+    )
+
+
+def _check_results(name: str, results: Any) -> None:
+    for path, leaf in nest.flatten_with_joined_string_paths(results):
+        if isinstance(leaf, CompositeTensor):
+            raise LoweringError(
+                f"{name}: the function returns a {type(leaf).__name__} as result "
+                f"{path or 0}; return its components, which are tensors"
+            )
+
+
+def _variables_of(graph) -> tuple[dict[str, tf.Variable], dict[str, tf.Variable]]:
+    """The variables that a graph writes, and those that it only reads."""
+    by_handle = {id(v._handle): v for v in graph.variables}
+    read_only = {
+        id(graph.inputs[i]) for i in get_read_only_resource_input_indices_graph(graph)
+    }
+    written, read = [], []
+    for outside, inside in graph.captures:
+        if (variable := by_handle.get(id(outside))) is not None:
+            (read if id(inside) in read_only else written).append(variable)
+    return _by_path(written), _by_path(read)
+
+
+def _by_path(variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
+    """Variables by path, in the order of `tf.nest`; those of the same path numbered."""
+    counts, named = collections.Counter(), {}
+    for variable in variables:
+        path = path_of(variable)
+        named[f"{path}:{counts[path]}" if counts[path] else path] = variable
+        counts[path] += 1
+    return dict(sorted(named.items()))
+
+
+def converted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with Python's control flow as TF's, by AutoGraph."""
+    status = tf.__internal__.autograph.control_status_ctx()
+    return tf.__internal__.autograph.tf_convert(fn, status)
+
+
+@contextlib.contextmanager
+def _traced_apart() -> Iterator[None]:
+    """Has TF keep traces made in the context apart from all others.
+
+    A `tf.function` that is called in a program and elsewhere would else have a single
+    trace, which reads the variables' copies on the host.
+    """
+    make, trace = function_context.make_function_context, next(_TRACES)
+
+    def make_apart(scope_type=None):
+        made = make(scope_type)
+        if not is_ours(tf.compat.v1.get_default_graph()):  # Of another thread.
+            return made
+        return FunctionContext(made.context._replace(xla_context_id=trace), scope_type)
+
+    function_context.make_function_context = make_apart
+    try:
+        yield
+    finally:
+        function_context.make_function_context = make
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, tf.TensorSpec)
