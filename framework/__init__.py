@@ -25,6 +25,8 @@ from meshwright.framework.compiler.weight_update_sharding.shard import (
 )
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.framework.functions import keras
+from meshwright.framework.functions.function import MeshFunction, function
 from meshwright.framework.modeling import schedules
 from meshwright.framework.modeling.adafactor import Adafactor
 from meshwright.framework.modeling.ema import ExponentialMovingAverage
@@ -72,6 +74,7 @@ __all__ = [
     "LARS",
     "Layer",
     "LoweringError",
+    "MeshFunction",
     "Mode",
     "NestedMap",
     "Normal",
@@ -92,6 +95,8 @@ __all__ = [
     "compile_program",
     "explain",
     "explain_types",
+    "function",
+    "keras",
     "manual_partition",
     "manual_to_auto",
     "mesh_split",

@@ -1,0 +1,191 @@
+"""Keras 3 models on a mesh: `fit`, `evaluate` and `predict` are Keras's own.
+
+The model stays as it is. Only the functions that Keras makes of its `train_step`,
+`test_step` and `predict_step` are programs for a mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from meshwright.framework.functions.function import function
+from meshwright.framework.functions.layout import (
+    FullySharded,
+    Layout,
+    LayoutTable,
+    Replicated,
+)
+from meshwright.framework.sharding.annotations import mesh_split
+from meshwright.framework.sharding.mesh import DeviceMesh
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Distributed:
+    """What makes the programs of a model.
+
+    Args:
+      model: the Keras model.
+      mesh: the device mesh.
+      data_axes: the axes that split a batch.
+      layout: of its variables.
+      options: of `function`.
+    """
+
+    model: Any
+    mesh: DeviceMesh
+    data_axes: Sequence[str]
+    layout: Layout
+    options: Mapping[str, Any]
+
+    def steps(self, method: str) -> Callable[[Iterator[Any]], Any]:
+        """What Keras calls to train, or to evaluate, with the batches of one call."""
+        step = self.step(method)
+
+        def run(iterator):
+            logs = None
+            for data in itertools.islice(iterator, self.model.steps_per_execution):
+                logs = step(_without_optionals(data))
+            if logs is None:
+                raise StopIteration
+            return logs
+
+        return run
+
+    def predict(self) -> Callable[[Sequence[Any]], Any]:
+        """What Keras calls to predict, with the batches of one call."""
+        step = self.step("predict_step")
+
+        def run(batches):
+            outputs = [step(_without_optionals(data)) for data in batches]
+            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+        return run
+
+    def step(self, method: str) -> Callable[[Any], Any]:
+        """A program for each shape of batch that the model's method is called with."""
+        if self.model.run_eagerly:
+            raise ValueError(
+                f"{self.model.name}: run_eagerly is True, and a model on a mesh is "
+                "compiled: leave it out of compile(), or do not distribute the model"
+            )
+
+        def step(data):
+            return getattr(self.model, method)(tf.nest.map_structure(self._split, data))
+
+        return function(
+            step, self.mesh, layout=self.layout, name=method, **self.options
+        )
+
+    def _split(self, leaf: Any) -> Any:
+        """A tensor of a batch, its rows divided over the devices."""
+        if leaf is None or leaf.shape.rank == 0:
+            return leaf
+        rest = range(1, leaf.shape.rank)
+        dims = [self.data_axes, *(None for _ in rest)]
+        return mesh_split(leaf, self.mesh, dims, unspecified_dims=rest)
+
+
+def _without_optionals(data: Any) -> Any:
+    """A batch with None where Keras has an empty `tf.experimental.Optional`."""
+    return tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+    )
+
+
+def distribute(
+    model: Any,
+    mesh: DeviceMesh,
+    layout: str | Mapping[str, Any] = "data",
+    *,
+    data_axes: Sequence[str] | None = None,
+    **options: Any,
+) -> Any:
+    """Has a Keras model train, evaluate and predict on a mesh.
+
+    After it `compile`, `fit`, `evaluate`, `predict`, callbacks, `save` and the rest are
+    used as ever. Numbers are those of one device: a last batch with fewer rows is
+    another program, without padding.
+
+    Args:
+      model: a Keras 3 model of the TensorFlow backend; built or not, compiled or not.
+      mesh: the device mesh.
+      layout: "data": all weights replicated; "fsdp": each weight and its optimizer
+        state split along `data_axes`; or a table from regular expressions, searched
+        for in variables' paths, to the mesh axes of each dim: a dict, as
+        `meshwright.function` takes it, or Keras's LayoutMap. In a table variables
+        without a row are left to completion.
+      data_axes: the mesh axes that split a batch; for a name all of the mesh, for a
+        table its first by default.
+      **options: of `meshwright.function`.
+
+    Returns:
+      The model.
+
+    Raises:
+      TypeError: it is no Keras model of the TensorFlow backend.
+      ValueError: an unknown layout, or a row that is for no axis of the mesh.
+    """
+    _check_model(model)
+    is_named = isinstance(layout, str)
+    axes = tuple(data_axes or (mesh.axis_names if is_named else mesh.axis_names[:1]))
+    made = _Distributed(
+        model=model,
+        mesh=mesh,
+        data_axes=axes,
+        layout=_layout(layout, axes),
+        options=options,
+    )
+    for name, method in _FUNCTIONS.items():
+        _replace(made, name, method)
+    return model
+
+
+_FUNCTIONS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
+
+
+def _check_model(model: Any) -> None:
+    keras = sys.modules.get("keras")
+    if keras is None or not isinstance(model, keras.Model):
+        raise TypeError(
+            f"distribute takes a Keras 3 model, not a {type(model).__module__}."
+            f"{type(model).__name__}; for other TF programs use meshwright.function"
+        )
+    if keras.backend.backend() != "tensorflow":
+        raise TypeError(
+            f"{model.name} is a model of Keras's {keras.backend.backend()} backend; "
+            "set KERAS_BACKEND=tensorflow before Keras is imported"
+        )
+
+
+def _layout(layout: str | Mapping[str, Any], axes: Sequence[str]) -> Layout:
+    if layout == "data":
+        return Replicated()
+    if layout == "fsdp":
+        return FullySharded(axes)
+    if isinstance(layout, Mapping):
+        rows = {key: getattr(row, "axes", row) for key, row in layout.items()}
+        return LayoutTable(rows, is_shared=True)
+    raise ValueError(
+        f"the layout is {layout!r}; pass 'data', 'fsdp', or a table from regular "
+        "expressions to the mesh axes of each dim, such as {'dense.*kernel': [None, "
+        "'model']}"
+    )
+
+
+def _replace(made: _Distributed, name: str, method: str) -> None:
+    """Gives the model another way to make the function that Keras runs."""
+    attribute = f"{name}_function"
+
+    def make(force: bool = False) -> None:
+        if force or getattr(made.model, attribute) is None:
+            run = made.predict() if name == "predict" else made.steps(method)
+            setattr(made.model, attribute, run)
+
+    setattr(made.model, attribute, None)  # Keras's own, of before.
+    setattr(made.model, f"make_{attribute}", make)

@@ -1,0 +1,172 @@
+"""Keras models on a mesh: the same numbers as Keras on one device."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import meshwright.framework as mw
+from meshwright.framework.functions.mesh_variable import value_of
+
+distribute = mw.keras.distribute
+MESH = mw.DeviceMesh(("data", "model"), (2, 4))
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((20, 6, 6, 2)).astype(np.float32)
+Y = np.arange(20) % 3
+FIT = {"batch_size": 8, "epochs": 2, "verbose": 0}
+TABLE = {"dense.*kernel": [None, "model"]}
+LAYERS = keras.layers
+
+
+def network():
+    """With pooling, batch norm and dropout; the same weights each time."""
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            LAYERS.Input(X.shape[1:]),
+            LAYERS.Conv2D(4, 3, activation="relu"),
+            LAYERS.MaxPooling2D(),
+            LAYERS.BatchNormalization(),
+            LAYERS.Flatten(),
+            LAYERS.Dense(8, activation="relu"),
+            LAYERS.Dropout(0.1),
+            LAYERS.Dense(3),
+        ]
+    )
+
+
+def compiled(model):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    adam = keras.optimizers.Adam(1e-2)
+    model.compile(adam, loss, metrics=["accuracy"], jit_compile=True)
+    return model
+
+
+def assert_alike(ours, theirs):
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """By Keras on one device, with what `fit` returned."""
+    model = compiled(network())
+    return model, model.fit(X, Y, **FIT, validation_data=(X[:12], Y[:12])).history
+
+
+@pytest.mark.parametrize(
+    ("layout", "partitioner"),
+    [
+        ("data", mw.Partitioner.GSPMD),
+        ("fsdp", mw.Partitioner.SHARDY),
+        ("fsdp", mw.Partitioner.GSPMD),
+        (TABLE, mw.Partitioner.SHARDY),
+        (TABLE, mw.Partitioner.GSPMD),
+    ],
+    ids=lambda value: "table" if value is TABLE else str(value),
+)
+def test_fit_evaluate_and_predict(trained, layout, partitioner, tmp_path, caplog):
+    theirs, history = trained
+    ours = distribute(network(), MESH, layout, partitioner=partitioner)
+    fit = compiled(ours).fit(X, Y, **FIT, validation_data=(X[:12], Y[:12]))
+    assert history.keys() == fit.history.keys()
+    assert_alike(fit.history.values(), history.values())
+    assert_alike(ours.get_weights(), theirs.get_weights())
+    assert_alike(
+        [v.numpy() for v in ours.optimizer.variables],
+        [v.numpy() for v in theirs.optimizer.variables],
+    )
+    assert_alike(ours.evaluate(X, Y, verbose=0), theirs.evaluate(X, Y, verbose=0))
+    assert_alike(ours.predict(X, verbose=0), theirs.predict(X, verbose=0))
+    ours.save(tmp_path / "saved.keras")
+    loaded = keras.models.load_model(tmp_path / "saved.keras")
+    assert_alike(loaded.get_weights(), theirs.get_weights())
+    assert "does not run on the mesh" not in caplog.text
+
+
+def shard_shape(variable):
+    return value_of(variable._value).array.addressable_data(0).shape
+
+
+def test_fsdp_splits_weights_and_slots():
+    model = compiled(distribute(network(), MESH, "fsdp"))
+    model.fit(X[:8], Y[:8], verbose=0)
+    dense = model.layers[4]
+    assert shard_shape(dense.kernel) == (2, 8)
+    slots = [v for v in model.optimizer.variables if "dense" in v.path]
+    assert {shard_shape(v) for v in slots if v.shape == dense.kernel.shape} == {(2, 8)}
+
+
+def test_a_layout_map_of_keras():
+    class Row:  # As the TensorLayout of Keras.
+        axes = (None, "model")
+
+    model = compiled(distribute(network(), MESH, {"dense.*kernel": Row()}))
+    model.fit(X[:8], Y[:8], verbose=0)
+    assert shard_shape(model.layers[4].kernel) == (16, 2)
+
+
+class Clipped(keras.Model):
+    """A subclass with a `train_step` of its own, and a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = LAYERS.Dense(8, activation="tanh")
+        self.out = LAYERS.Dense(1)
+        self.norm = keras.metrics.Mean(name="norm")
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True)[:, 0] - y) ** 2)
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        clipped, norm = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply_gradients(zip(clipped, weights, strict=True))
+        self.norm.update_state(norm)
+        return {"loss": loss, "norm": self.norm.result()}
+
+
+def callbacks(folder):
+    return [
+        keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1)),
+        keras.callbacks.ModelCheckpoint(
+            folder / "best.weights.h5", "loss", 0, True, True
+        ),
+        keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True),
+    ]
+
+
+def test_a_train_step_of_ones_own_with_callbacks(tmp_path):
+    x, y = X[:, :, 0, 0], Y.astype(np.float32)
+
+    def run(change, folder):
+        folder.mkdir()
+        keras.utils.set_random_seed(2)
+        model = change(Clipped())
+        model.compile(keras.optimizers.SGD(momentum=0.9), steps_per_execution=2)
+        fit = model.fit(x, y, **{**FIT, "epochs": 4}, callbacks=callbacks(folder))
+        before = model.get_weights()
+        model.load_weights(folder / "best.weights.h5")
+        fit = model.fit(x, y, **{**FIT, "epochs": 1})
+        return [*fit.history.values(), *before, *model.get_weights()]
+
+    ours = run(lambda model: distribute(model, MESH, "fsdp"), tmp_path / "ours")
+    assert_alike(ours, run(lambda model: model, tmp_path / "theirs"))
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match="takes a Keras 3 model, not a builtins.int"):
+        distribute(3, MESH)
+    with pytest.raises(ValueError, match="the layout is 'zero'; pass 'data', 'fsdp'"):
+        distribute(network(), MESH, "zero")
+    eager = distribute(network(), MESH)
+    eager.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="run_eagerly is True"):
+        eager.fit(X, Y, **FIT)
+    model = compiled(distribute(network(), MESH, {"dense.*kernel": ["data"]}))
+    with pytest.raises(ValueError, match="row 'dense.*kernel' for variable"):
+        model.fit(X, Y, **FIT)
