@@ -106,7 +106,8 @@ def trace(
             return fn(*args, **kwargs)
 
     specs = [leaf for leaf in leaves if _is_spec(leaf)]
-    traced = tf.function(of_tensors, autograph=False)
+    # TF makes loops otherwise where XLA compiles them: sizes of lists are constants.
+    traced = tf.function(of_tensors, autograph=False, jit_compile=True)
     concrete = traced.get_concrete_function(*specs)
     _check_results(name, concrete.structured_outputs)
     written, read = _variables_of(concrete.graph)

@@ -106,6 +106,25 @@ def test_a_layout_map_of_keras():
     assert shard_shape(model.layers[4].kernel) == (16, 2)
 
 
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_a_masked_recurrent_layer_in_both_directions(partitioner):
+    def run(change):
+        keras.utils.set_random_seed(3)
+        layers = [
+            LAYERS.Embedding(5, 4, mask_zero=True),
+            LAYERS.Bidirectional(LAYERS.GRU(4)),
+            LAYERS.Dense(1),
+        ]
+        model = change(keras.Sequential([LAYERS.Input((6,)), *layers]))
+        model.compile("adam", "mse", jit_compile=True)
+        ids = np.arange(48).reshape(8, 6) % 5
+        history = model.fit(ids, Y[:8], epochs=2, verbose=0).history
+        return [*history.values(), *model.get_weights()]
+
+    ours = run(lambda model: distribute(model, MESH, "fsdp", partitioner=partitioner))
+    assert_alike(ours, run(lambda model: model))
+
+
 class Clipped(keras.Model):
     """A subclass with a `train_step` of its own, and a metric."""
 
