@@ -17,6 +17,7 @@ from absl import logging
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
+from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.xla.processes import to_host
 from meshwright.framework.sharding.stored_form import StoredForm
@@ -73,7 +74,7 @@ class MeshValue:
         """The value, of logical shape."""
         self.to_host()
         variable = self.variable()
-        handle, dtype = variable._handle, variable.dtype
+        handle, dtype = handle_of(variable), variable.dtype
         with tf.init_scope():
             return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
 
@@ -114,7 +115,7 @@ def _stored_as(form: StoredForm | None) -> tuple | None:
 def _assign(variable: tf.Variable, value) -> None:
     with tf.init_scope():  # Another function may be being traced.
         tf.raw_ops.AssignVariableOp(
-            resource=variable._handle,
+            resource=handle_of(variable),
             value=tf.convert_to_tensor(value, variable.dtype),
             validate_shape=False,
         )
@@ -151,7 +152,10 @@ def _on_mesh_class(kind: type) -> type:
             value.on_mesh = False  # An op may write through the handle.
         elif not is_ours(tf.compat.v1.get_default_graph()):
             _note_reader(value, tf.compat.v1.get_default_graph())
-        return self._handle
+        return handle_of(self)
+
+    def set_handle(self, handle):
+        vars(self)["_handle"] = handle
 
     def read(self, *args, **kwargs):
         value = self.__dict__[_VALUE]
@@ -164,7 +168,8 @@ def _on_mesh_class(kind: type) -> type:
         finally:
             value.on_mesh = before
 
-    members = {"handle": property(handle), "_read_variable_op": read}
+    # Not `handle`, which returns it: eager ops read this attribute in C++.
+    members = {"_handle": property(handle, set_handle), "_read_variable_op": read}
     return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
 
@@ -184,7 +189,7 @@ def is_ours(graph) -> bool:
 
 def note_readers(variables: Iterable[tf.Variable]) -> None:
     """Finds other functions that captured the variables before they were on a mesh."""
-    by_handle = {id(variable._handle): value_of(variable) for variable in variables}
+    by_handle = {id(handle_of(variable)): value_of(variable) for variable in variables}
     gc.collect()  # TF's function that initialized them is garbage, and a cycle.
     for graph in gc.get_objects():
         if isinstance(graph, FuncGraph) and not is_ours(graph):

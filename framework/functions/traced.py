@@ -24,6 +24,7 @@ from meshwright.framework.compiler.lowering.captures import (
 )
 from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.lowering.sources import Sources
+from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.functions.layout import path_of
 from meshwright.framework.functions.mesh_variable import is_ours, mark_as_ours
 from meshwright.framework.sharding.vectorize import rule_for_annotations
@@ -114,7 +115,7 @@ def trace(
     captured = [outside for outside, _ in concrete.graph.captures]
     constants = [c for c in captured if c.dtype not in (tf.resource, tf.variant)]
     variables = [*written.values(), *read.values()]
-    allowed = [*constants, *(v._handle for v in variables)]
+    allowed = [*constants, *map(handle_of, variables)]
     refuse_captures(name, concrete, Sources(concrete), allowed=allowed)
     return Traced(
         concrete=concrete, specs=specs, written=written, read=read, constants=constants
@@ -132,7 +133,7 @@ def _check_results(name: str, results: Any) -> None:
 
 def _variables_of(graph) -> tuple[dict[str, tf.Variable], dict[str, tf.Variable]]:
     """The variables that a graph writes, and those that it only reads."""
-    by_handle = {id(v._handle): v for v in graph.variables}
+    by_handle = {id(handle_of(v)): v for v in graph.variables}
     read_only = {
         id(graph.inputs[i]) for i in get_read_only_resource_input_indices_graph(graph)
     }

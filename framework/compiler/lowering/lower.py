@@ -41,7 +41,7 @@ from meshwright.framework.compiler.lowering.unchecked import (
     unchecked_assertions,
     unchecked_text,
 )
-from meshwright.framework.compiler.lowering.variables import drop_variables
+from meshwright.framework.compiler.lowering.variables import drop_variables, handle_of
 from meshwright.framework.sharding.vectorize import rule_for_annotations
 
 _SHARDING_ATTRIBUTE = "_XlaSharding"
@@ -124,7 +124,7 @@ def lower(
     compiled = tf.function(flat_fn, jit_compile=True, autograph=False)
     concrete = compiled.get_concrete_function(*flat_specs)
     sources = Sources(concrete)
-    handles = [variable._handle for variable in variables]
+    handles = [handle_of(variable) for variable in variables]
     refuse_captures(name, concrete, sources, allowed=handles)
     nodes = nodes_of(concrete.graph.as_graph_def())
     _check_no_attributes(name, nodes, sources)

@@ -8,7 +8,13 @@ assigns.
 
 from __future__ import annotations
 
+import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
+
+
+def handle_of(variable: tf.Variable) -> tf.Tensor:
+    """The handle of TF's own copy; asking the variable may bring its value there."""
+    return vars(variable)["_handle"]
 
 
 def drop_variables(module: hlo_pb2.HloModuleProto, arguments: int, results: int) -> int:

@@ -160,6 +160,7 @@ def test_reads_from_outside_are_of_the_mesh():
         with tf.GradientTape() as tape:
             loss = model.loss(X, Y)
         model.seen = [model.w * 2, tf.gather(model.v, [1, 2]), model.step.value(), loss]
+        model.seen += [tf.multiply(model.w, 2), tf.add(model.step, 1), tf.abs(model.v)]
         model.seen += tape.gradient(loss, [model.w, model.v])
     assert_alike(ours.seen, theirs.seen)
 

@@ -149,8 +149,17 @@ class Clipped(keras.Model):
         return {"loss": loss, "norm": self.norm.result()}
 
 
+class Shrink(keras.callbacks.Callback):
+    """Reads and writes a weight after each batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        kernel = self.model.hidden.kernel
+        kernel.assign(kernel * 0.99)
+
+
 def callbacks(folder):
     return [
+        Shrink(),
         keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1)),
         keras.callbacks.ModelCheckpoint(
             folder / "best.weights.h5", "loss", 0, True, True
