@@ -168,7 +168,7 @@ def _lay_out(
     may differ from the examined one.
     """
     numbered = looks.numbered(module)
-    pin = Pin(mesh)
+    pin = Pin(mesh, moved=chosen)
     for place, shardings in pinned.items():
         pin(numbered[place], shardings)
     for place, choice in chosen.items():

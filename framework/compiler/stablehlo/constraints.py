@@ -28,6 +28,9 @@ from meshwright.framework.sharding.placeholders import mesh_text
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import RESHARD
 
+SHARDING_ATTRIBUTE = "sdy.sharding"
+"""Shardy's attribute of an operation, for its results, or of an argument."""
+
 
 def refuse_foreign(blame: Blame, module: ir.Module) -> None:
     """Refuses TF's own way into and out of manual regions, which is GSPMD's alone.

@@ -19,6 +19,7 @@ from meshwright.framework.compiler.repair.rewrites.workarounds import (
     work_around,
 )
 from meshwright.framework.compiler.stablehlo.constraints import (
+    SHARDING_ATTRIBUTE,
     rewrite_annotations,
     sdy_attribute,
 )
@@ -29,8 +30,6 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-
-_SHARDING = "sdy.sharding"
 
 
 def write_for(
@@ -73,7 +72,9 @@ def write_borders(
     main = ir.SymbolTable(module)["main"].operation
     for name, shardings in ("arg_attrs", in_shardings), ("res_attrs", out_shardings):
         given = [
-            {} if sharding is None else {_SHARDING: sdy_attribute(sharding, mesh)}
+            {}
+            if sharding is None
+            else {SHARDING_ATTRIBUTE: sdy_attribute(sharding, mesh)}
             for sharding in shardings
         ]
         if name in main.attributes:
