@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import sdy
 
 from meshwright.framework.compiler.repair.looks import number_of
 from meshwright.framework.compiler.repair.op_layout import EvenLayout
-from meshwright.framework.compiler.repair.table.patterns import SCATTER
+from meshwright.framework.compiler.repair.table.patterns import RESHAPE, SCATTER
 from meshwright.framework.compiler.stablehlo.constraints import (
     SHARDING_ATTRIBUTE,
     sdy_attribute,
@@ -36,7 +36,8 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-_NOT_PLAIN = (*BRANCHES, WHILE, "stablehlo.custom_call")
+# XLA merges reshapes that follow each other, unless a constraint keeps them apart.
+_NOT_PLAIN = (*BRANCHES, WHILE, RESHAPE, "stablehlo.custom_call")
 
 
 def lay_out_evenly(op, layout: EvenLayout) -> None:
