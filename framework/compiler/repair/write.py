@@ -36,8 +36,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-# XLA merges reshapes that follow each other, unless a constraint keeps them apart.
-_NOT_PLAIN = (*BRANCHES, WHILE, RESHAPE, "stablehlo.custom_call")
+_NOT_PLAIN = (*BRANCHES, WHILE, "stablehlo.custom_call")
 
 
 def lay_out_evenly(op, layout: EvenLayout) -> None:
@@ -117,6 +116,8 @@ class Pin:
             return False
         if not maker.name.startswith("stablehlo.") or maker.name in _NOT_PLAIN:
             return False
+        if maker.name == RESHAPE and _is_in_chain(maker):
+            return False
         return (
             SHARDING_ATTRIBUTE not in maker.attributes
             and number_of(maker) not in self.moved
@@ -132,6 +133,14 @@ class Pin:
         except ValueError:  # It is over other devices, and refused later by name.
             return False
         return annotation == dataclasses.replace(sharding, manual=())
+
+
+def _is_in_chain(reshape) -> bool:
+    """Whether XLA may merge a reshape with another; a constraint keeps them apart."""
+    before = reshape.operands[0].owner
+    readers = [use.owner.operation for use in reshape.results[0].uses]
+    makers = [] if isinstance(before, ir.Block) else [before]
+    return any(op.name == RESHAPE for op in (*makers, *readers))
 
 
 def annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
