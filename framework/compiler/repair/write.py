@@ -14,11 +14,14 @@ from jaxlib.mlir.dialects import sdy
 
 from meshwright.framework.compiler.repair.looks import number_of
 from meshwright.framework.compiler.repair.op_layout import EvenLayout
-from meshwright.framework.compiler.repair.table.patterns import RESHAPE, SCATTER
+from meshwright.framework.compiler.repair.table.patterns import (
+    RESHAPE,
+    SCATTER,
+    reshaped,
+)
 from meshwright.framework.compiler.stablehlo.constraints import (
     SHARDING_ATTRIBUTE,
     sdy_attribute,
-    sdy_text,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
@@ -80,6 +83,7 @@ class Pin:
 
     def __init__(self, mesh: DeviceMesh, moved: Collection[int]):
         self.mesh, self.moved = mesh, moved
+        self.attributes: dict[Sharding, ir.Attribute] = {}
         # Shared by all readers: XLA would reshard for each a value pinned for each.
         self.pinned: dict[tuple[ir.Value, Sharding], ir.Value] = {}
 
@@ -97,18 +101,23 @@ class Pin:
         if sharding is None or not sharding.rank or self._is_requested(value, sharding):
             return value
         if (value, sharding) not in self.pinned:
-            pinned = self._pin(value, dataclasses.replace(sharding, manual=()))
+            pinned = self._pin(value, self._attribute(sharding))
             self.pinned[value, sharding] = self.pinned[pinned, sharding] = pinned
         return self.pinned[value, sharding]
 
-    def _pin(self, value: ir.Value, sharding: Sharding) -> ir.Value:
+    def _pin(self, value: ir.Value, attribute: ir.Attribute) -> ir.Value:
         if self._takes_attribute(value.owner):
-            text = f"#sdy.sharding_per_value<[{sdy_text(sharding, self.mesh)}]>"
-            value.owner.attributes[SHARDING_ATTRIBUTE] = ir.Attribute.parse(text)
+            of_results = sdy.TensorShardingPerValueAttr.get([attribute])
+            value.owner.attributes[SHARDING_ATTRIBUTE] = of_results
             return value
         with after(value), location_of(value):
-            attribute = sdy_attribute(sharding, self.mesh)
             return sdy.ShardingConstraintOp(value, attribute).result
+
+    def _attribute(self, sharding: Sharding) -> ir.Attribute:
+        if sharding not in self.attributes:
+            outside = dataclasses.replace(sharding, manual=())
+            self.attributes[sharding] = sdy_attribute(outside, self.mesh)
+        return self.attributes[sharding]
 
     def _takes_attribute(self, maker) -> bool:
         """Whether a maker is a plain operation with a single result, not pinned yet."""
@@ -137,10 +146,8 @@ class Pin:
 
 def _is_in_chain(reshape) -> bool:
     """Whether XLA may merge a reshape with another; a constraint keeps them apart."""
-    before = reshape.operands[0].owner
-    readers = [use.owner.operation for use in reshape.results[0].uses]
-    makers = [] if isinstance(before, ir.Block) else [before]
-    return any(op.name == RESHAPE for op in (*makers, *readers))
+    readers = [use.owner.operation.name for use in reshape.results[0].uses]
+    return RESHAPE in readers or reshaped(reshape) != reshape.operands[0]
 
 
 def annotated(value: ir.Value, sharding: Sharding) -> ir.Value:

@@ -13,6 +13,7 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler.lowering.errors import of_xla
+from meshwright.framework.compiler.stablehlo.constraints import SHARDING_ATTRIBUTE
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -98,19 +99,19 @@ def _attribute_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
     if not isinstance(owner, ir.Block):
         if owner.name in ("sdy.reshard", "sdy.sharding_constraint"):
             return sdy.TensorShardingAttr(owner.attributes["sharding"])
-        return _one_of(owner, "sdy.sharding", value.result_number)
+        return _one_of(owner, SHARDING_ATTRIBUTE, value.result_number)
     holder, number = owner.owner.operation, value.arg_number
     if holder.name == "func.func":
         if "arg_attrs" not in holder.attributes:
             return None
         attributes = ir.DictAttr(ir.ArrayAttr(holder.attributes["arg_attrs"])[number])
         return (
-            sdy.TensorShardingAttr(attributes["sdy.sharding"])
-            if ("sdy.sharding" in attributes)
+            sdy.TensorShardingAttr(attributes[SHARDING_ATTRIBUTE])
+            if (SHARDING_ATTRIBUTE in attributes)
             else None
         )
     region = holder.name == "sdy.manual_computation"
-    return _one_of(holder, "in_shardings" if region else "sdy.sharding", number)
+    return _one_of(holder, "in_shardings" if region else SHARDING_ATTRIBUTE, number)
 
 
 def _one_of(op, name: str, number: int) -> sdy.TensorShardingAttr | None:
