@@ -12,27 +12,60 @@ from meshwright.framework.sharding.stored_form import StoredForm
 
 
 def settle_state(module: Module, carried: int) -> None:
-    """Gives state that is left to completion the sharding that its argument gets.
+    """Gives state the same form as an argument and as a result.
 
     A program whose result is its next argument could otherwise not be called twice.
-    A dim that its axes do not divide is not split: arrays between programs are split
-    evenly, and whether one is padded has to be known while the function is traced.
+    Where neither form is given, both get the sharding that completion gives the
+    argument. A dim that its axes do not divide is then not split: arrays between
+    programs are split evenly, and the function is traced with the padded shapes.
 
     Args:
       module: the program; its forms are changed in place.
       carried: how many leaves are state: the first of the arguments, and in their place
         the first of the result.
+
+    Raises:
+      ValueError: the two forms of a leaf differ; or only one is given, and is padded.
     """
-    left = [i for i in range(carried) if module.in_forms[i] is None]
-    if not left:
+    arguments, results = module.in_forms, module.out_forms
+    left = []
+    for number in range(carried):
+        _check_given(module, number)
+        form = arguments[number] or results[number]
+        if form is None:
+            left.append(number)
+        elif arguments[number] != results[number]:
+            arguments[number] = results[number] = form
+            module.write()
+    if left:
+        specs = tf.nest.flatten(module.signature.inputs)
+        completed = module.completed().arguments
+        for number in left:
+            spec = specs[number]
+            form = StoredForm.of(spec, _even(completed[number], module, spec))
+            arguments[number] = results[number] = form
+        module.write()
+
+
+def _check_given(module: Module, number: int) -> None:
+    argument, result = module.in_forms[number], module.out_forms[number]
+    if argument == result:
         return
-    specs = tf.nest.flatten(module.signature.inputs)
-    completed = module.completed().arguments
-    for number in left:
-        spec = specs[number]
-        form = StoredForm.of(spec, _even(completed[number], module, spec))
-        module.in_forms[number] = module.out_forms[number] = form
-    module.write()
+    if argument is not None and result is not None:
+        raise ValueError(
+            f"{module.signature.name}: leaf {number} of the state is {argument.border} "
+            f"in in_shardings and {result.border} in out_shardings: give both the same"
+        )
+    given, missing = "in_shardings", "out_shardings"
+    if argument is None:
+        given, missing = missing, given
+    form = argument or result
+    if not form.is_logical:
+        raise ValueError(
+            f"{module.signature.name}: {given} stores leaf {number} of the state, of "
+            f"shape {form.shape}, padded to {form.stored_shape}: give it in {missing} "
+            "too"
+        )
 
 
 def _even(sharding: Sharding | None, module: Module, spec: tf.TensorSpec) -> Sharding:
