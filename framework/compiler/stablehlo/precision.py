@@ -68,7 +68,15 @@ def _narrow_first(op) -> None:
         maker = op.operands[0].owner
         if isinstance(maker, ir.Block) or maker.name not in _MOVES:
             return
+        # Other readers would need the move too; equal ones are merged afterwards.
+        types = {_converted_to(use.owner) for use in maker.results[0].uses}
+        if types != {op.results[0].type}:
+            return
         op = _swapped(maker, op)
+
+
+def _converted_to(op) -> ir.Type | None:
+    return op.results[0].type if op.name == _CONVERT else None
 
 
 def _widen_last(op) -> None:

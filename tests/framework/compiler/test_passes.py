@@ -162,6 +162,18 @@ def test_every_program_is_a_single_tidy_function(mesh, partitioner):
         assert "tensor<4x8x8xbf16>" in map(str, (v.type for v in loop.operands))
 
 
+def test_a_conversion_moves_past_a_transpose_of_its_own():
+    def fn(w):
+        moved = tf.transpose(w)
+        return moved, tf.cast(moved, tf.bfloat16)
+
+    module = Module(lower(fn, [W]), DATA, in_forms=[None], out_forms=[None] * 2)
+    run_passes(module, Target(partitioner=Partitioner.SHARDY))
+    with module.opened():
+        names = [op.name for op in walk(module.operation)]
+    assert names.count("stablehlo.transpose") == 1
+
+
 def test_threads_compile_at_once():
     programs, args = {}, [tf.TensorSpec([16, 16])] * 2
 
