@@ -138,7 +138,8 @@ def lower(
     module = hlo_pb2.HloModuleProto.FromString(hlo)
     changed = drop_bounds(module)
     if variables:
-        drop_variables(module, len(flat_specs), len(concrete.outputs))
+        read = drop_variables(module, len(flat_specs), len(concrete.outputs))
+        _check_none_read(name, [concrete.captured_inputs[i] for i in read], variables)
         changed = True
     if changed:
         hlo = module.SerializeToString()
@@ -147,6 +148,16 @@ def lower(
     outputs = tf.nest.pack_sequence_as(outputs, specs)
     signature = Signature(name, args, outputs, sources)
     return LoweredFunction(signature, hlo, unknown_size=first_maker(module))
+
+
+def _check_none_read(name: str, handles, variables: Sequence[tf.Variable]) -> None:
+    """Refuses variables that the function reads before it assigns them."""
+    read = [v for v in variables if any(handle_of(v) is handle for handle in handles)]
+    if handles:
+        raise LoweringError(
+            f"{name} reads variable {read[0].name!r} before it assigns it: pass its "
+            "value as an argument and assign that first, or use meshwright.function"
+        )
 
 
 def _hlo(ir: Callable[..., bytes]) -> bytes:

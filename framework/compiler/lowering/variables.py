@@ -17,7 +17,9 @@ def handle_of(variable: tf.Variable) -> tf.Tensor:
     return vars(variable)["_handle"]
 
 
-def drop_variables(module: hlo_pb2.HloModuleProto, arguments: int, results: int) -> int:
+def drop_variables(
+    module: hlo_pb2.HloModuleProto, arguments: int, results: int
+) -> list[int]:
     """Drops the parameters and results that TF2XLA adds for captured variables.
 
     Args:
@@ -26,7 +28,7 @@ def drop_variables(module: hlo_pb2.HloModuleProto, arguments: int, results: int)
       results: how many results it has; they come first too.
 
     Returns:
-      How many parameters for variables are left, as the function reads them.
+      Numbers of the captures that the function reads before it assigns them.
     """
     entry = next(c for c in module.computations if c.id == module.entry_computation_id)
     root = next(i for i in entry.instructions if i.id == entry.root_id)
@@ -46,4 +48,4 @@ def drop_variables(module: hlo_pb2.HloModuleProto, arguments: int, results: int)
         del shape.parameter_names[arguments:]
         shape.result.CopyFrom(root.shape)
     module.ClearField("input_output_alias")
-    return sum(parameter.id in used for parameter in added)
+    return [p.parameter_number - arguments for p in added if p.id in used]

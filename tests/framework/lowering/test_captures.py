@@ -172,3 +172,14 @@ def test_a_lookup_table_from_outside_is_refused():
         r"step: the function reads a StaticHashTable from outside, at", text
     )
     assert "LookupTableFindV2' (" in text and "look up on the host" in text
+
+
+def test_a_variable_that_is_read_before_it_is_assigned():
+    variable = tf.Variable([1.0, 2.0], name="scale")
+    with pytest.raises(LoweringError, match="fn reads variable 'scale:0' before it"):
+        lower(
+            lambda x: x * variable,
+            [tf.TensorSpec([2])],
+            name="fn",
+            variables=[variable],
+        )
