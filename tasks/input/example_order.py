@@ -67,6 +67,15 @@ class BatchRows:
         return step * self.global_batch + self.within
 
 
+def epoch_length(count: int | tf.Tensor) -> tf.Tensor:
+    """How many indices an epoch of so many examples takes: int64, of the same shape."""
+    count = tf.convert_to_tensor(count, tf.int64)
+    # TF 2.21 repeats one example and skips another where the largest number is a power
+    # of 4 from 2^16 up: an extra example of padding avoids that.
+    is_power = tf.equal(tf.bitwise.bitwise_and(count - 1, count - 2), 0)
+    return count + tf.cast((count > 2**16) & is_power, tf.int64)
+
+
 def shuffled_examples(
     index: tf.Tensor, *, count: int | tf.Tensor, seed: int
 ) -> tf.Tensor:
@@ -84,11 +93,7 @@ def shuffled_examples(
     Returns:
       int64 [B], below `count`; some are equal to it if there are 2^16 and more.
     """
-    count = tf.convert_to_tensor(count, tf.int64)
-    # TF 2.21 repeats one example and skips another where the largest number is a power
-    # of 4 from 2^16 up: an extra example of padding avoids that.
-    is_power = tf.equal(tf.bitwise.bitwise_and(count - 1, count - 2), 0)
-    count += tf.cast((count > 2**16) & is_power, tf.int64)
+    count = epoch_length(count)
     epoch = index // count
     return tf.raw_ops.RandomIndexShuffle(
         index=index % count,

@@ -27,6 +27,7 @@ from meshwright.tasks.input.batched_input import BatchedInput, read_batches
 from meshwright.tasks.input.example_order import (
     BatchRows,
     Split,
+    epoch_length,
     shuffled_examples,
 )
 from meshwright.tasks.speech.speech_audio import (
@@ -256,7 +257,8 @@ class BucketOrder:
         slot = tf.minimum(slot, cycle_length - 1)
         bucket = tf.searchsorted(self.batches, slot[None], side="right")[0] - 1
         each = tf.gather(np.diff(self.batches), bucket)
-        turn = step // cycle_length * each + slot - tf.gather(self.batches, bucket)
+        cycle = step // epoch_length(cycle_length)
+        turn = cycle * each + slot - tf.gather(self.batches, bucket)
         count = tf.gather(np.diff(self.bounds), bucket)
         number = shuffled_examples(
             turn * self.global_batch + within,

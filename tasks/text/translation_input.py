@@ -27,6 +27,7 @@ from meshwright.tasks.input.batched_input import TokenInput, read_batches
 from meshwright.tasks.input.example_order import (
     BatchRows,
     Split,
+    epoch_length,
     shuffled_examples,
 )
 from meshwright.tasks.text.parallel_text import Pair, ParallelFiles
@@ -208,13 +209,17 @@ class SampledOrder:
         """
         cycle_length = int(self.shares[-1])
         slot = shuffled_examples(index, count=cycle_length, seed=self.seed)
+        is_padding = slot == cycle_length
         slot = tf.minimum(slot, cycle_length - 1)
         direction = tf.searchsorted(self.shares, slot, side="right") - 1
         share = tf.gather(np.diff(self.shares), direction)
-        turn = index // cycle_length * share + slot - tf.gather(self.shares, direction)
+        cycle = index // epoch_length(cycle_length)
+        turn = cycle * share + slot - tf.gather(self.shares, direction)
         count = tf.gather(np.diff(self.bounds), direction)
         within = shuffled_examples(turn, count=count, seed=self.seed + 1)
-        return tf.gather(self.bounds, direction) + within
+        is_padding |= within == count
+        row = tf.gather(self.bounds, direction) + within
+        return tf.where(is_padding, tf.cast(self.bounds[-1], row.dtype), row)
 
 
 @functools.cache

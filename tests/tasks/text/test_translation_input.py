@@ -118,6 +118,15 @@ def test_temperature_evens_out_directions(temperature):
         assert max(of.values()) - min(of.values()) <= 2 and len(of) == size
 
 
+def test_padding_of_a_direction_is_no_row_of_the_next():
+    count = 2**16 + 1  # Its order is padded by an example.
+    order = SampledOrder.of(np.array([0, count, count + 10]), 1.0, 3)
+    rows = order.rows(tf.range(2 * (count + 10), dtype=tf.int64)).numpy()
+    read = np.bincount(rows, minlength=count + 11)
+    assert read[-1] > 0 and set(read[:-1]) <= {1, 2, 3}
+    assert set(read[count:-1]) == {2}
+
+
 def test_several_orders_at_once_are_each_a_permutation():
     # 65537 - 1 is the power of 4 at which TF's cipher fails.
     counts = [7, 65537, 100]
