@@ -10,6 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from meshwright.framework import DeviceMesh, compile_program
 from meshwright.trainers.startup import compile_cache
+from meshwright.trainers.startup.files import user_cache
 
 SETTINGS = (
     "jax_compilation_cache_dir",
@@ -112,3 +113,11 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path, monkeypatch):
         os.utime(path, (1e9 - age, 1e9 - age))
     compile_cache.use(str(tmp_path))
     assert sorted(p.name for p in folder.iterdir()) == ["0-cache", "1-cache"]
+
+
+def test_without_a_home_folder_a_run_still_starts(monkeypatch, tmp_path):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # No entry either.
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert user_cache("compiled") == tmp_path / "meshwright/compiled"
