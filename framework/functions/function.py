@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
+from tensorflow.python.framework.composite_tensor import CompositeTensor
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lowering.captures import captured_as
@@ -22,6 +23,7 @@ from meshwright.framework.functions.layout import Layout, LayoutTable
 from meshwright.framework.functions.mesh_variable import (
     LOCK,
     host_shapes,
+    interrupts_later,
     is_ours,
     mark_as_ours,
     note_readers,
@@ -109,9 +111,10 @@ class MeshFunction:
             values = [value_of(variable) for variable in traced.variables]
             taken = [value.take(program, i) for i, value in enumerate(values)]
             state, read = traced.by_path(taken)
-            out = program(state, read, compiled.constants, tensors)
-            for i, array in enumerate(out["state"].values()):
-                values[i].update(array, program.arguments.forms[i])
+            with interrupts_later():
+                out = program(state, read, compiled.constants, tensors)
+                for i, array in enumerate(out["state"].values()):
+                    values[i].update(array, program.arguments.forms[i])
         return traced.packed([*map(to_host, out["values"])])
 
     def _traced_in_place(self, args: tuple, kwargs: dict) -> Any:
@@ -144,6 +147,7 @@ class MeshFunction:
     def _compile(self, structure: tuple, leaves: Sequence[Any]) -> _Compiled:
         traced = trace(self._fn, structure, [_spec(x) or x for x in leaves], self.name)
         variables = traced.variables
+        _check_shapes(variables, self.name)
         self._layout.check(variables, self.name)
         note_readers(variables)
 
@@ -191,6 +195,15 @@ class MeshFunction:
         return sharding
 
 
+def _check_shapes(variables: Sequence[tf.Variable], name: str) -> None:
+    for variable in variables:
+        if not variable.shape.is_fully_defined():
+            raise LoweringError(
+                f"{name}: variable {variable.name!r} has the shape {variable.shape}: "
+                "make it without `shape=`, so that it has that of its initial value"
+            )
+
+
 def _spec(leaf: Any) -> tf.TensorSpec | None:
     """Of a tensor or an array; None for what is a constant of the program."""
     if isinstance(leaf, tf.TensorSpec):
@@ -207,6 +220,11 @@ def _key(leaf: Any) -> Hashable:
         return spec.shape, spec.dtype
     if isinstance(leaf, tf.Variable):
         return leaf.ref()
+    if isinstance(leaf, CompositeTensor):
+        raise LoweringError(
+            f"an argument is a {type(leaf).__name__}: pass its components, which are "
+            "tensors, and put them together in the function"
+        )
     try:
         hash(leaf)
     except TypeError:
@@ -257,4 +275,9 @@ def function(
         )
     if layout is None or isinstance(layout, Mapping):
         layout = LayoutTable(layout or {})
+    if not hasattr(layout, "sharding_of"):
+        raise TypeError(
+            f"{name}: the layout is {layout!r}; pass a table from regular expressions "
+            "to the mesh axes of each dim, such as {'kernel$': [None, 'model']}"
+        )
     return MeshFunction(fn, mesh, layout=layout, name=name, options=options)

@@ -42,6 +42,22 @@ class LayoutTable:
     rows: Mapping[str, Sequence[Any]]
     is_shared: bool = False
 
+    def __post_init__(self):
+        """Raises ValueError for a row that no variable could have."""
+        for pattern, dims in self.rows.items():
+            row = f"row {pattern!r}: {dims!r} of the layout"
+            if not isinstance(pattern, str):
+                raise ValueError(f"{row} begins with no regular expression: pass a str")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{row}: {error} in the regular expression") from None
+            if isinstance(dims, str) or not isinstance(dims, Sequence):
+                raise ValueError(
+                    f"{row} is no list: name the mesh axis of each dim, None for a dim "
+                    "that is not split, such as [None, 'model']"
+                )
+
     def check(self, variables: Sequence[tf.Variable], name: str) -> None:
         """Refuses rows that fit no variable.
 

@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import signal
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from absl import logging
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
+from meshwright.framework.compiler.boundary.wide_elements import wide_elements
 from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.xla.processes import to_host
@@ -27,6 +30,7 @@ LOCK = threading.RLock()
 _TOLD: weakref.WeakSet = weakref.WeakSet()
 _OURS = "_meshwright_traced"
 _VALUE = "_meshwright_value"
+_WRITES = ("assign", "assign_add", "assign_sub")
 # Of what is in place of a value that is on the mesh: no variable has it.
 _STALE_SHAPE = (1, 1, 1, 1, 1, 1, 1, 1, 1, 2)
 
@@ -58,7 +62,12 @@ class MeshValue:
         Args:
           program: the program.
           number: of the leaf among the program's arguments.
+
+        Raises:
+          RuntimeError: see `to_host`.
         """
+        if self.on_mesh and self.array.is_deleted():  # By a program that failed.
+            self.on_mesh = False
         if self.readers:  # They may have written since.
             self.on_mesh = False
         form = program.arguments.forms[number]
@@ -66,7 +75,8 @@ class MeshValue:
         if not self.on_mesh or _stored_as(self.form) != _stored_as(form):
             self.array = program.arguments.put(number, self.host_value())
         elif not self.array.sharding.is_equivalent_to(sharding, self.array.ndim):
-            self.array = jax.device_put(self.array, sharding)
+            with wide_elements():
+                self.array = jax.device_put(self.array, sharding)
         self.form, self.on_mesh = form, True
         return self.array
 
@@ -79,20 +89,55 @@ class MeshValue:
             return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
 
     def to_host(self) -> None:
-        """Makes TF's own copy the value."""
+        """Makes TF's own copy the value.
+
+        Raises:
+          RuntimeError: something wrote to the copy while the value was on the mesh; or
+            the value is lost.
+        """
         with LOCK:
             if not self.on_host:
-                value = to_host(self.array)
-                value = value if self.form is None else self.form.unpad(value)
-                _assign(self.variable(), value)
-                self.on_host = True
+                variable = self.variable()
+                if self.is_lost:
+                    raise RuntimeError(
+                        f"the value of variable {variable.name!r} was lost when a "
+                        "program that writes it failed: assign it, load weights or "
+                        "restore a checkpoint"
+                    )
+                written = _host_shape(variable) != _STALE_SHAPE
+                self._copy_to_host()
+                if written:
+                    raise RuntimeError(
+                        f"variable {variable.name!r} was written through a handle that "
+                        "was taken before a program ran on a mesh, and that value is "
+                        "lost: take variable.handle anew after each call of a program. "
+                        "The variable has the value that the last program gave it"
+                    )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a program that failed had taken over the memory of the value."""
+        return not self.on_host and self.array.is_deleted()
+
+    def begin_anew(self) -> None:
+        """Makes TF's own copy the value, without numbers, if the value is lost."""
+        with LOCK:
+            if self.is_lost:
+                variable = self.variable()
+                _assign(variable, _nothing(variable.dtype, variable.shape))
+                self.on_host, self.on_mesh = True, False
+
+    def _copy_to_host(self) -> None:
+        value = to_host(self.array)
+        value = value if self.form is None else self.form.unpad(value)
+        _assign(self.variable(), value)
+        self.on_host = True
 
     def update(self, array: jax.Array, form: StoredForm | None) -> None:
         """Takes a program's result as the value, on the mesh alone."""
         self.array, self.form, self.on_mesh = array, form, True
         if self.readers:
-            self.on_host = False
-            self.to_host()
+            self._copy_to_host()
         elif self.on_host:
             self.on_host = False
             self.drop_host_copy()
@@ -100,9 +145,7 @@ class MeshValue:
     def drop_host_copy(self) -> None:
         """Frees TF's own copy; whatever reads it then fails, or gets NaN."""
         variable = self.variable()
-        kind = variable.dtype
-        stale = np.nan if kind.is_floating or kind.is_complex else 0
-        _assign(variable, np.full(_STALE_SHAPE, stale, kind.as_numpy_dtype))
+        _assign(variable, _nothing(variable.dtype, _STALE_SHAPE))
 
 
 def _stored_as(form: StoredForm | None) -> tuple | None:
@@ -110,6 +153,17 @@ def _stored_as(form: StoredForm | None) -> tuple | None:
     if form is None or (form.is_logical and form.combined is None):
         return None
     return form.stored_shape, form.combined
+
+
+def _nothing(dtype: tf.DType, shape: Sequence[int]) -> np.ndarray:
+    """What is in place of a value: NaN if the type has it."""
+    stale = np.nan if dtype.is_floating or dtype.is_complex else 0
+    return np.full(shape, stale, dtype.as_numpy_dtype)
+
+
+def _host_shape(variable: tf.Variable) -> tuple[int, ...]:
+    with tf.init_scope():
+        return tuple(tf.raw_ops.VariableShape(input=handle_of(variable)).numpy())
 
 
 def _assign(variable: tf.Variable, value) -> None:
@@ -148,6 +202,9 @@ def _on_mesh_class(kind: type) -> type:
     def handle(self):
         value = self.__dict__[_VALUE]
         if tf.executing_eagerly():
+            if value.is_lost:  # What restores a checkpoint asks for the handle.
+                logging.error("variable %r is used after it was lost", self.name)
+                value.begin_anew()
             value.to_host()
             value.on_mesh = False  # An op may write through the handle.
         elif not is_ours(tf.compat.v1.get_default_graph()):
@@ -161,16 +218,42 @@ def _on_mesh_class(kind: type) -> type:
         value = self.__dict__[_VALUE]
         if not tf.executing_eagerly():
             return kind._read_variable_op(self, *args, **kwargs)
-        value.to_host()
-        before = value.on_mesh
-        try:
-            return kind._read_variable_op(self, *args, **kwargs)
-        finally:
-            value.on_mesh = before
+        with LOCK:  # Another thread may run a program.
+            value.to_host()
+            before = value.on_mesh
+            try:
+                return kind._read_variable_op(self, *args, **kwargs)
+            finally:
+                value.on_mesh = before
 
-    # Not `handle`, which returns it: eager ops read this attribute in C++.
-    members = {"_handle": property(handle, set_handle), "_read_variable_op": read}
-    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+    def result_of_write(self, op):
+        # TF's own keeps the handle, and would read the copy later.
+        return self if tf.executing_eagerly() else kind._lazy_read(self, op)
+
+    members = {
+        # Not `handle`, which returns it: eager ops read this attribute in C++.
+        "_handle": property(handle, set_handle),
+        "_read_variable_op": read,
+        "_lazy_read": result_of_write,
+        **{name: _write(getattr(kind, name)) for name in _WRITES},
+        "__module__": kind.__module__,
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def _write(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that writes a variable, while no other thread runs a program."""
+
+    @functools.wraps(method)
+    def write(self, *args, **kwargs):
+        if not tf.executing_eagerly():
+            return method(self, *args, **kwargs)
+        with LOCK:
+            if method.__name__ == "assign":
+                self.__dict__[_VALUE].begin_anew()
+            return method(self, *args, **kwargs)
+
+    return write
 
 
 def mark_as_ours(graph: FuncGraph) -> None:
@@ -210,6 +293,28 @@ def _note_reader(value: MeshValue, graph) -> None:
         )
     value.readers.add(graph)
     value.to_host()
+
+
+@contextlib.contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Has Ctrl-C wait for the end of the context.
+
+    A program takes over the memory of the variables that it writes: an exception before
+    they have their new values would lose both.
+    """
+    received = []
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(before):  # It is ignored, or not Python's.
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *args: received.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            before(*received[-1])
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ def trace(
 
 def _check_results(name: str, results: Any) -> None:
     for path, leaf in nest.flatten_with_joined_string_paths(results):
-        if isinstance(leaf, CompositeTensor):
+        if isinstance(leaf, (CompositeTensor, tf.TensorArray)):
             raise LoweringError(
                 f"{name}: the function returns a {type(leaf).__name__} as result "
                 f"{path or 0}; return its components, which are tensors"

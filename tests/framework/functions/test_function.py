@@ -297,6 +297,9 @@ def test_the_program_has_the_names_of_variables():
     np.testing.assert_array_equal(model.w, W)
 
 
+UNKNOWN = tf.Variable([1.0], shape=tf.TensorShape(None), name="unknown")
+
+
 class Table:
     def __init__(self):
         init = tf.lookup.KeyValueTensorInitializer(np.array([1, 2]), np.array([3, 4]))
@@ -326,6 +329,22 @@ class Table:
             mw.LoweringError,
             "returns a RaggedTensor as result 0",
         ),
+        (
+            lambda x: tf.TensorArray(tf.float32, 2).unstack(x),
+            {},
+            mw.LoweringError,
+            "returns a TensorArray as result 0",
+        ),
+        (
+            lambda x: tf.reduce_sum(x) + tf.reduce_sum(UNKNOWN),
+            {},
+            mw.LoweringError,
+            "variable 'unknown:0' has the shape <unknown>: make it without",
+        ),
+        (Model().loss, {"layout": "data"}, TypeError, "the layout is 'data'; pass a"),
+        (Model().loss, {"layout": {"w": None}}, ValueError, "row 'w': None .* no list"),
+        (Model().loss, {"layout": {"(": []}}, ValueError, "row '.': .* missing ."),
+        (Model().loss, {"layout": {3: []}}, ValueError, "row 3: .* pass a str"),
     ],
 )
 def test_refusals(fn, how, error, message):
