@@ -17,6 +17,7 @@ from meshwright.framework.compiler.repair.op_layout import EvenLayout
 from meshwright.framework.compiler.repair.table.patterns import (
     RESHAPE,
     SCATTER,
+    TRANSPOSE,
     reshaped,
 )
 from meshwright.framework.compiler.stablehlo.constraints import (
@@ -125,7 +126,7 @@ class Pin:
             return False
         if not maker.name.startswith("stablehlo.") or maker.name in _NOT_PLAIN:
             return False
-        if maker.name == RESHAPE and _is_in_chain(maker):
+        if _is_in_chain(maker):
             return False
         return (
             SHARDING_ATTRIBUTE not in maker.attributes
@@ -144,10 +145,20 @@ class Pin:
         return annotation == dataclasses.replace(sharding, manual=())
 
 
-def _is_in_chain(reshape) -> bool:
-    """Whether XLA may merge a reshape with another; a constraint keeps them apart."""
-    readers = [use.owner.operation.name for use in reshape.results[0].uses]
-    return RESHAPE in readers or reshaped(reshape) != reshape.operands[0]
+def _is_in_chain(op) -> bool:
+    """Whether XLA may merge an op with another; a constraint keeps them apart.
+
+    Two transposes may be none. XLA then gives the attribute of the last to what made
+    the operand of the first, and refuses it where that has several results.
+    """
+    if op.name not in (RESHAPE, TRANSPOSE):
+        return False
+    if op.name in [use.owner.operation.name for use in op.results[0].uses]:
+        return True
+    if op.name == RESHAPE:
+        return reshaped(op) != op.operands[0]
+    maker = op.operands[0].owner
+    return not isinstance(maker, ir.Block) and maker.name == op.name
 
 
 def annotated(value: ir.Value, sharding: Sharding) -> ir.Value:

@@ -31,3 +31,23 @@ def test_pins_in_loops_are_attributes_of_the_ops():
     assert all("sdy.sharding_constraint %iterArg" in line for line in constraints)
     want = np.tanh(np.tanh(np.tanh(args[0])))
     np.testing.assert_allclose(program.unshard(program(*args)), want, rtol=1e-5)
+
+
+def there_and_back(x):
+    """Transposes that are none together, of a result of a loop."""
+    x = mesh_split(x, MESH, [None, "X", None])
+
+    def body(i, count, h):
+        return i + 1, count + 2, tf.tanh(h) + tf.cast(count, tf.float32)
+
+    state = (tf.constant(0), tf.constant(1), x)
+    h = tf.while_loop(lambda i, *_: i < 3, body, state)[2]
+    moved = tf.transpose(tf.transpose(h, [1, 0, 2]), [1, 0, 2])
+    return tf.concat([moved[i : i + 1] @ moved[i] for i in range(3)], 0)
+
+
+def test_transposes_that_xla_merges_do_not_pin_a_loop():
+    x = np.random.default_rng(0).standard_normal((4, 8, 8)).astype(np.float32)
+    program = compile_program(there_and_back, [specs(x)], MESH)
+    got = program.unshard(program(x))
+    np.testing.assert_allclose(got, there_and_back(x), rtol=1e-5, atol=1e-5)

@@ -31,6 +31,7 @@ STEPPED = ("stablehlo.pad", SLICE)
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
 FOURIER, RESHAPE = "stablehlo.fft", "stablehlo.reshape"
+TRANSPOSE = "stablehlo.transpose"
 
 
 def stepped_dims(op) -> list[int]:
@@ -303,7 +304,7 @@ def reshaped(op):
 
 def _moves_ones(op) -> bool:
     """Whether an op is a transpose that keeps the order of all dims larger than 1."""
-    if op.name != "stablehlo.transpose":
+    if op.name != TRANSPOSE:
         return False
     shape = shape_of(op.operands[0])
     kept = [dim for dim in op.attributes["permutation"] if shape[dim] > 1]
