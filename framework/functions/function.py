@@ -29,7 +29,7 @@ from meshwright.framework.functions.mesh_variable import (
     note_readers,
     value_of,
 )
-from meshwright.framework.functions.traced import Traced, converted, trace
+from meshwright.framework.functions.traced import TRACING, Traced, converted, trace
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
@@ -105,9 +105,9 @@ class MeshFunction:
             )
         leaves = tf.nest.flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if _spec(leaf) is not None]
+        compiled = self._find(args, kwargs, leaves)
+        program, traced = compiled.program, compiled.traced
         with LOCK:
-            compiled = self._find(args, kwargs, leaves)
-            program, traced = compiled.program, compiled.traced
             values = [value_of(variable) for variable in traced.variables]
             taken = [value.take(program, i) for i, value in enumerate(values)]
             state, read = traced.by_path(taken)
@@ -133,19 +133,21 @@ class MeshFunction:
         Args:
           *args, **kwargs: as of a call; `tf.TensorSpec`s may take the place of tensors.
         """
-        with LOCK:
-            leaves = tf.nest.flatten((args, kwargs))
-            return self._find(args, kwargs, leaves).program
+        return self._find(args, kwargs, tf.nest.flatten((args, kwargs))).program
 
     def _find(self, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> _Compiled:
         structure = nest.map_structure(lambda _: 0, (args, kwargs))
         key = (str(structure), *map(_key, leaves))
         if key not in self._compiled:
-            self._compiled[key] = self._compile((args, kwargs), leaves)
+            with TRACING:
+                if key not in self._compiled:
+                    specs = [_spec(leaf) or leaf for leaf in leaves]
+                    traced = trace(self._fn, (args, kwargs), specs, self.name)
+                    with LOCK:
+                        self._compiled[key] = self._compile(traced)
         return self._compiled[key]
 
-    def _compile(self, structure: tuple, leaves: Sequence[Any]) -> _Compiled:
-        traced = trace(self._fn, structure, [_spec(x) or x for x in leaves], self.name)
+    def _compile(self, traced: Traced) -> _Compiled:
         variables = traced.variables
         _check_shapes(variables, self.name)
         self._layout.check(variables, self.name)

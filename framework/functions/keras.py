@@ -48,9 +48,9 @@ class _Distributed:
         step = self.step(method)
 
         def run(iterator):
-            logs = None
+            logs, spec = None, getattr(iterator, "element_spec", None)
             for data in itertools.islice(iterator, self.model.steps_per_execution):
-                logs = step(_without_optionals(data))
+                logs = step(*_batch(data, spec))
             if logs is None:
                 raise StopIteration
             return logs
@@ -62,7 +62,7 @@ class _Distributed:
         step = self.step("predict_step")
 
         def run(batches):
-            outputs = [step(_without_optionals(data)) for data in batches]
+            outputs = [step(*_batch(data)) for data in batches]
             return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
         return run
@@ -75,26 +75,53 @@ class _Distributed:
                 "compiled: leave it out of compile(), or do not distribute the model"
             )
 
-        def step(data):
-            return getattr(self.model, method)(tf.nest.map_structure(self._split, data))
+        def step(data, any_batch):
+            leaves = map(self._split, tf.nest.flatten(data), any_batch)
+            data = tf.nest.pack_sequence_as(data, list(leaves))
+            return getattr(self.model, method)(data)
 
         return function(
             step, self.mesh, layout=self.layout, name=method, **self.options
         )
 
-    def _split(self, leaf: Any) -> Any:
-        """A tensor of a batch, its rows divided over the devices."""
+    def _split(self, leaf: Any, any_batch: bool) -> Any:
+        """A tensor of a batch, its rows divided over the devices.
+
+        Args:
+          leaf: the tensor, or None.
+          any_batch: whether Python code is not to see how many rows there are.
+        """
         if leaf is None or leaf.shape.rank == 0:
             return leaf
         rest = range(1, leaf.shape.rank)
         dims = [self.data_axes, *(None for _ in rest)]
-        return mesh_split(leaf, self.mesh, dims, unspecified_dims=rest)
+        leaf = mesh_split(leaf, self.mesh, dims, unspecified_dims=rest)
+        if any_batch:
+            return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
+        return leaf
 
 
-def _without_optionals(data: Any) -> Any:
-    """A batch with None where Keras has an empty `tf.experimental.Optional`."""
-    return tf.nest.map_structure(
+def _batch(data: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
+    """A batch, and whether Keras's own step knows the number of rows of each tensor.
+
+    Keras weighs the losses of several outputs by the batch's size if it is known while
+    the step is traced, and counts batches alike if it is not.
+
+    Args:
+      data: of Keras's iterator; None takes the place of an empty
+        `tf.experimental.Optional`.
+      spec: `tf.TensorSpec`s of the iterator, in the same structure.
+    """
+    data = tf.nest.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+    )
+    count = len(tf.nest.flatten(data))
+    if spec is None:
+        return data, (False,) * count
+    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(spec)]
+    return data, tuple(
+        shape is not None and (shape.rank is None or shape[:1] == [None])
+        for shape in shapes
     )
 
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from meshwright.framework.compiler.lowering.captures import (
     keep_small_tensors,
     refuse_captures,
 )
+from meshwright.framework.compiler.lowering.constant_sizes import fold_clamps
 from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.lowering.variables import handle_of
@@ -29,6 +31,9 @@ from meshwright.framework.functions.layout import path_of
 from meshwright.framework.functions.mesh_variable import is_ours, mark_as_ours
 from meshwright.framework.sharding.vectorize import rule_for_annotations
 
+TRACING = threading.RLock()
+"""Held while a function is traced, and taken before the locks of `tf.function`s in it,
+before that of values too: a thread that traces such a function may wait for a value."""
 _TRACES = itertools.count(-1, -1)  # No object's `id`, which TF puts in their place.
 
 
@@ -104,7 +109,9 @@ def trace(
         filled = [next(given) if _is_spec(leaf) else leaf for leaf in leaves]
         args, kwargs = tf.nest.pack_sequence_as(structure, filled)
         with rule_for_annotations(), _traced_apart():
-            return fn(*args, **kwargs)
+            results = fn(*args, **kwargs)
+        fold_clamps(graph)
+        return results
 
     specs = [leaf for leaf in leaves if _is_spec(leaf)]
     # TF makes loops otherwise where XLA compiles them: sizes of lists are constants.

@@ -133,3 +133,28 @@ def test_a_value_that_a_failed_program_took_is_told_and_can_be_restored(
         restore()
         add()
         np.testing.assert_array_equal(variable.numpy(), np.full(4, 2))
+
+
+def test_a_thread_that_traces_a_function_does_not_stop_a_program_that_calls_it():
+    variable = tf.Variable(tf.ones([4]), name="shared")
+    add, tracing, compiling = adder(variable), threading.Event(), threading.Event()
+    add()
+
+    @tf.function(autograph=False)
+    def twice():
+        if threading.current_thread() is not threading.main_thread():
+            tracing.set()  # The thread holds the lock of this function.
+            compiling.wait(10)
+        return 2 * variable
+
+    def calls():
+        compiling.set()
+        return twice()
+
+    results = []
+    thread = threading.Thread(target=lambda: results.append(twice()))
+    thread.start()
+    tracing.wait()
+    np.testing.assert_array_equal(mw.function(calls, MESH)(), np.full(4, 4))
+    thread.join()
+    np.testing.assert_array_equal(results[0], np.full(4, 4))

@@ -198,3 +198,21 @@ def test_refusals():
     model = compiled(distribute(network(), MESH, {"dense.*kernel": ["data"]}))
     with pytest.raises(ValueError, match="row 'dense.*kernel' for variable"):
         model.fit(X, Y, **FIT)
+
+
+def test_losses_of_several_outputs_count_batches_as_keras_does():
+    """Of a last batch with fewer rows too."""
+
+    def run(change):
+        keras.utils.set_random_seed(5)
+        x = keras.Input((4,))
+        outputs = [LAYERS.Dense(1, name=name)(x) for name in ("p", "q")]
+        model = change(keras.Model(x, outputs))
+        model.compile("sgd", ["mse", "mae"], jit_compile=True)
+        data = np.arange(48, dtype=np.float32).reshape(12, 4) / 48
+        targets = [data[:, :1] * 3, data[:, 1:2]]
+        history = model.fit(data, targets, batch_size=8, verbose=0, shuffle=False)
+        on_batch = model.train_on_batch(data[:6], [t[:6] for t in targets])
+        return [*history.history.values(), on_batch, *model.get_weights()]
+
+    assert_alike(run(lambda m: distribute(m, MESH)), run(lambda m: m))
