@@ -270,11 +270,7 @@ def function(
             function, mesh=mesh, layout=layout, name=name, **options
         )
     name = name or getattr(fn, "__name__", "function").strip("<>")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"{name}: the mesh is {mesh!r}; pass a DeviceMesh, such as "
-            'DeviceMesh(("data", "model"), (2, 4))'
-        )
+    check_mesh(mesh, name)
     if layout is None or isinstance(layout, Mapping):
         layout = LayoutTable(layout or {})
     if not hasattr(layout, "sharding_of"):
@@ -283,3 +279,12 @@ def function(
             "to the mesh axes of each dim, such as {'kernel$': [None, 'model']}"
         )
     return MeshFunction(fn, mesh, layout=layout, name=name, options=options)
+
+
+def check_mesh(mesh: Any, name: str) -> None:
+    """Raises TypeError if the mesh of a function or model is none."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{name}: the mesh is {mesh!r}; pass a DeviceMesh, such as "
+            'DeviceMesh(("data", "model"), (2, 4))'
+        )

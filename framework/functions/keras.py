@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from meshwright.framework.functions.function import function
+from meshwright.framework.functions.function import check_mesh, function
 from meshwright.framework.functions.layout import (
     FullySharded,
     Layout,
@@ -68,12 +68,21 @@ class _Distributed:
         return run
 
     def step(self, method: str) -> Callable[[Any], Any]:
-        """A program for each shape of batch that the model's method is called with."""
+        """A program for each shape of batch that the model's method is called with.
+
+        Raises:
+          ValueError: the model is to run eagerly; or a row of the layout fits neither
+            a variable of the model nor of its optimizer.
+        """
         if self.model.run_eagerly:
             raise ValueError(
                 f"{self.model.name}: run_eagerly is True, and a model on a mesh is "
                 "compiled: leave it out of compile(), or do not distribute the model"
             )
+
+        is_table = isinstance(self.layout, LayoutTable)
+        if is_table and method == "train_step" and self.model.built:
+            self.layout.check_rows(_variables(self.model), self.model.name)
 
         def step(data, any_batch):
             leaves = map(self._split, tf.nest.flatten(data), any_batch)
@@ -99,6 +108,11 @@ class _Distributed:
         if any_batch:
             return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
         return leaf
+
+
+def _variables(model: Any) -> list[tf.Variable]:
+    variables = [*model.variables, *getattr(model.optimizer, "variables", ())]
+    return [variable._value for variable in variables]  # `value` may be a cast.
 
 
 def _batch(data: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
@@ -159,6 +173,7 @@ def distribute(
       ValueError: an unknown layout, or a row that is for no axis of the mesh.
     """
     _check_model(model)
+    check_mesh(mesh, model.name)
     is_named = isinstance(layout, str)
     axes = tuple(data_axes or (mesh.axis_names if is_named else mesh.axis_names[:1]))
     made = _Distributed(

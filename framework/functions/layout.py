@@ -59,13 +59,14 @@ class LayoutTable:
                 )
 
     def check(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Refuses rows that fit no variable.
+        """Refuses rows that fit no variable, unless the table is shared."""
+        if not self.is_shared:
+            self.check_rows(variables, name)
 
-        Raises:
-          ValueError: there is one, and the table is not shared.
-        """
+    def check_rows(self, variables: Sequence[tf.Variable], name: str) -> None:
+        """Raises ValueError for a row that fits none of the variables of `name`."""
         paths = [path_of(variable) for variable in variables]
-        for pattern in () if self.is_shared else self.rows:
+        for pattern in self.rows:
             if not any(re.search(pattern, path) for path in paths):
                 raise ValueError(
                     f"{name}: row {pattern!r} of the layout is in the name of none of "

@@ -191,6 +191,13 @@ def test_refusals():
         distribute(3, MESH)
     with pytest.raises(ValueError, match="the layout is 'zero'; pass 'data', 'fsdp'"):
         distribute(network(), MESH, "zero")
+    with pytest.raises(TypeError, match="the mesh is None; pass a DeviceMesh"):
+        distribute(network(), None)
+    with pytest.raises(ValueError, match="row 'kernel': Ellipsis of the layout is no"):
+        distribute(network(), MESH, {"kernel": ...})
+    unmatched = compiled(distribute(network(), MESH, {"dence": [None, "model"]}))
+    with pytest.raises(ValueError, match="row 'dence' of the layout is in the name of"):
+        unmatched.fit(X, Y, **FIT)
     eager = distribute(network(), MESH)
     eager.compile("sgd", "mse", run_eagerly=True)
     with pytest.raises(ValueError, match="run_eagerly is True"):
