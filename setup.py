@@ -50,6 +50,13 @@ setup(
         "mt": ["polib", "sacrebleu", "sentencepiece"],
         "asr": ["jiwer", "scipy"],
         "seg": ["nibabel", "scipy"],
+        "zoo": [
+            "dm-sonnet",
+            "keras-hub",
+            "keras-rs",
+            "tensorflow-probability",
+            "tf_keras",
+        ],
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "cuda": ["jax[cuda12]>=0.10.2,<0.12"],
     },

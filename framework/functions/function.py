@@ -34,6 +34,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
+_OPTIONS = ("partitioner", "update_sharding", "strict", "devices", "in_child")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Compiled:
@@ -137,7 +139,8 @@ class MeshFunction:
 
     def _find(self, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> _Compiled:
         structure = nest.map_structure(lambda _: 0, (args, kwargs))
-        key = (str(structure), *map(_key, leaves))
+        paths = tuple(path for path, _ in nest.flatten_with_tuple_paths(structure))
+        key = (str(structure), paths, *map(_key, leaves))
         if key not in self._compiled:
             with TRACING:
                 if key not in self._compiled:
@@ -264,12 +267,22 @@ def function(
 
     Returns:
       A `MeshFunction`.
+
+    Raises:
+      TypeError: the function, the mesh, the layout or an option is none.
+      ValueError: a row of the layout could be that of no variable.
     """
     if fn is None:
         return functools.partial(
             function, mesh=mesh, layout=layout, name=name, **options
         )
     name = name or getattr(fn, "__name__", "function").strip("<>")
+    if not callable(fn):
+        raise TypeError(f"{name}: {fn!r} is no function: pass the function to run")
+    for option in options.keys() - _OPTIONS:
+        raise TypeError(
+            f"{name}: function has no option {option!r}; it has {', '.join(_OPTIONS)}"
+        )
     check_mesh(mesh, name)
     if layout is None or isinstance(layout, Mapping):
         layout = LayoutTable(layout or {})

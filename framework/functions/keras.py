@@ -176,6 +176,11 @@ def distribute(
     check_mesh(mesh, model.name)
     is_named = isinstance(layout, str)
     axes = tuple(data_axes or (mesh.axis_names if is_named else mesh.axis_names[:1]))
+    if isinstance(data_axes, str) or not set(axes) <= set(mesh.axis_names):
+        raise ValueError(
+            f"{model.name}: data_axes is {data_axes!r}; pass some of the mesh's axes "
+            f"{mesh.axis_names}, such as {mesh.axis_names[:1]}"
+        )
     made = _Distributed(
         model=model,
         mesh=mesh,

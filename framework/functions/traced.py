@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -153,11 +152,12 @@ def _variables_of(graph) -> tuple[dict[str, tf.Variable], dict[str, tf.Variable]
 
 def _by_path(variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
     """Variables by path, in the order of `tf.nest`; those of the same path numbered."""
-    counts, named = collections.Counter(), {}
+    named = {}
     for variable in variables:
         path = path_of(variable)
-        named[f"{path}:{counts[path]}" if counts[path] else path] = variable
-        counts[path] += 1
+        numbered = (f"{path}:{number}" for number in itertools.count(1))
+        names = itertools.chain([path], numbered)
+        named[next(name for name in names if name not in named)] = variable
     return dict(sorted(named.items()))
 
 

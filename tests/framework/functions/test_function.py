@@ -341,6 +341,8 @@ class Table:
             mw.LoweringError,
             "variable 'unknown:0' has the shape <unknown>: make it without",
         ),
+        (3, {}, TypeError, "function: 3 is no function: pass the function"),
+        (Model().loss, {"donate": [0]}, TypeError, "has no option 'donate'; it has pa"),
         (Model().loss, {"layout": "data"}, TypeError, "the layout is 'data'; pass a"),
         (Model().loss, {"layout": {"w": None}}, ValueError, "row 'w': None .* no list"),
         (Model().loss, {"layout": {"(": []}}, ValueError, "row '.': .* missing ."),
@@ -380,3 +382,28 @@ def test_variables_of_all_kinds_of_elements():
 def test_an_argument_that_is_no_key_is_refused():
     with pytest.raises(mw.LoweringError, match="of type set is neither a tensor nor"):
         mw.function(lambda x: 1, MESH)({1, 2})
+
+
+def test_arguments_that_look_alike_are_different_programs():
+    class Key:
+        def __repr__(self):
+            return "key"
+
+        def __init__(self, value):
+            self.value = value
+
+    first = mw.function(lambda arguments: next(iter(arguments)).value, MESH)
+    assert [first({Key(value): X}) for value in (2, 3)] == [2, 3]
+
+
+def test_variables_of_the_same_name():
+    variables = [tf.Variable(float(i), name=n) for i, n in enumerate(["w", "w:1", "w"])]
+    add = mw.function(lambda: [v.assign_add(1.0) for v in variables], MESH)
+    add()
+    assert [v.numpy() for v in variables] == [1, 2, 3]
+
+
+def test_a_bound_of_a_size_in_a_function_is_seen():
+    x = np.arange(8) % 7
+    counts = mw.function(lambda x: tf.math.bincount(x, minlength=7, maxlength=7), MESH)
+    np.testing.assert_array_equal(counts(x), np.bincount(x))

@@ -193,6 +193,8 @@ def test_refusals():
         distribute(network(), MESH, "zero")
     with pytest.raises(TypeError, match="the mesh is None; pass a DeviceMesh"):
         distribute(network(), None)
+    with pytest.raises(ValueError, match="data_axes is 'data'; pass some of the"):
+        distribute(network(), MESH, data_axes="data")
     with pytest.raises(ValueError, match="row 'kernel': Ellipsis of the layout is no"):
         distribute(network(), MESH, {"kernel": ...})
     unmatched = compiled(distribute(network(), MESH, {"dence": [None, "model"]}))
