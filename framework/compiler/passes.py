@@ -6,25 +6,44 @@ it for the devices of a mesh, and XLA partitions and compiles it.
 
 from __future__ import annotations
 
+import dataclasses
+
 from meshwright.framework.compiler.lowering.errors import unknown_size
 from meshwright.framework.compiler.partial.carry import carry_partial_sums
 from meshwright.framework.compiler.repair.check import repair
-from meshwright.framework.compiler.repair.rewrites.workarounds import (
+from meshwright.framework.compiler.repair.repaired import Repair
+from meshwright.framework.compiler.stablehlo.constraints import refuse_foreign
+from meshwright.framework.compiler.stablehlo.manual.divergence import divergent_ops
+from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.precision import propagate_precision
+from meshwright.framework.compiler.stablehlo.rewrites.workarounds import (
     Stage,
     work_around,
 )
-from meshwright.framework.compiler.stablehlo.constraints import refuse_foreign
-from meshwright.framework.compiler.stablehlo.manual.divergence import divergent_ops
-from meshwright.framework.compiler.stablehlo.module import Module, Written
-from meshwright.framework.compiler.stablehlo.precision import propagate_precision
 from meshwright.framework.compiler.stablehlo.settle import settle_state
 from meshwright.framework.compiler.stablehlo.tidy import tidy
 from meshwright.framework.compiler.stablehlo.written import write_for
+from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.weight_update_sharding.shard import (
     UpdateSharding,
     shard_weight_updates,
 )
-from meshwright.framework.compiler.xla.mesh_program import Target
+from meshwright.framework.compiler.xla.mesh_program import Target, Written
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassResults:
+    """What the passes made of a program, and what they have to say of it.
+
+    Args:
+      written: the program, written for its partitioner.
+      repairs: the ops that were laid out so that XLA's partitioner gets them right.
+      updates: what was decided on weight updates; None: not requested.
+    """
+
+    written: Written
+    repairs: tuple[Repair, ...]
+    updates: UpdateReport | None
 
 
 def run_passes(
@@ -34,7 +53,7 @@ def run_passes(
     carried: int = 0,
     update_sharding: UpdateSharding | None = None,
     strict: bool = False,
-) -> Written:
+) -> PassResults:
     """Takes a module from TF2XLA to the partitioner.
 
     Args:
@@ -63,8 +82,9 @@ def run_passes(
         # State that is left to completion leaves the program as it arrives.
         settle_state(module, carried)
         # Each device updates a part of the weights (Xu et al. 2020).
+        updates = None
         if update_sharding is not None:
-            shard_weight_updates(module, update_sharding, target.devices)
+            updates = shard_weight_updates(module, update_sharding, target.devices)
         # What XLA cannot split, or splits badly, becomes other ops: empty tensors,
         # roundings, strides, cropped images, rolls.
         work_around(Stage.SPLITTABLE, module.write())
@@ -75,10 +95,10 @@ def run_passes(
         module.divergent = divergent_ops(module.operation)
         # Ops that XLA gets wrong as they are sharded, such as some convolutions, are
         # laid out differently.
-        repair(module, target, strict=strict)
+        repairs = repair(module, target, strict=strict)
         # Manual regions and annotations are written as the partitioner reads them.
         write_for(module.blame, module.write(), module.mesh, target.partitioner)
-        return module.written()
+        return PassResults(written=module.written(), repairs=repairs, updates=updates)
 
 
 def _refuse_unknown_sizes(module: Module) -> None:

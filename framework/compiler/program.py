@@ -21,15 +21,15 @@ from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.report import Collective, collectives_of
 from meshwright.framework.compiler.lowering.lower import argument_specs, lower
 from meshwright.framework.compiler.lowering.sources import Sources
-from meshwright.framework.compiler.passes import run_passes
-from meshwright.framework.compiler.repair.repaired import Repair
-from meshwright.framework.compiler.stablehlo.module import Module, Written
+from meshwright.framework.compiler.passes import PassResults, run_passes
+from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.compiler.xla import standstill
 from meshwright.framework.compiler.xla.mesh_program import (
     MeshProgram,
     Target,
+    Written,
     put_on_mesh,
 )
 from meshwright.framework.compiler.xla.partitioner import Partitioner
@@ -58,7 +58,7 @@ class Program:
     """One compiled SPMD program; made by `compile_program`.
 
     Args:
-      written: the program, written for its partitioner.
+      results: what the passes made of it.
       target: what it was compiled by, and for.
       unpartitioned: the program on the mesh.
       compiled: the program, partitioned.
@@ -67,7 +67,7 @@ class Program:
     def __init__(
         self,
         *,
-        written: Written,
+        results: PassResults,
         target: Target,
         unpartitioned: MeshProgram,
         compiled: jax.stages.Compiled,
@@ -77,7 +77,9 @@ class Program:
         self.partitioner = target.partitioner
         # The devices of a topology are not here.
         self.can_run = target.devices is None
-        self.updates: UpdateReport | None = written.updates
+        self.repairs = results.repairs
+        self.updates = results.updates
+        written = results.written
         self._signature = written.signature
         self._compiled = compiled
         self._in_forms = written.in_forms
@@ -184,11 +186,6 @@ class Program:
         """The result: a nest of `tf.TensorSpec`, in stored form."""
         return self._signature.outputs
 
-    @property
-    def repairs(self) -> tuple[Repair, ...]:
-        """The ops that were laid out so that XLA's partitioner gets them right."""
-        return self.unpartitioned.repairs
-
     def hlo_text(self) -> str:
         """The partitioned, optimized HLO of one device."""
         return self._compiled.as_text()
@@ -217,17 +214,22 @@ class TracedProgram:
     """A TF function, ready to be partitioned; made by `trace_program`.
 
     Args:
-      written: the program, written for its partitioner.
+      results: what the passes made of it.
       target: what it is compiled by, and for.
     """
 
-    written: Written
+    results: PassResults
     target: Target
 
     @property
     def updates(self) -> UpdateReport | None:
         """What was decided on weight updates; None: not requested."""
-        return self.written.updates
+        return self.results.updates
+
+    @property
+    def written(self) -> Written:
+        """The program, written for its partitioner."""
+        return self.results.written
 
     def forms(self, argument: int) -> Any:
         """The stored forms of an argument, as a nest of its structure."""
@@ -239,7 +241,7 @@ class TracedProgram:
         """Partitions and compiles; see `compile_program`."""
         unpartitioned = put_on_mesh(self.written, self.target)
         return Program(
-            written=self.written,
+            results=self.results,
             target=self.target,
             unpartitioned=unpartitioned,
             compiled=unpartitioned.compile(compiler_options),
@@ -368,11 +370,11 @@ def trace_program(
         in_child=in_child,
     )
     module = Module(lowered, mesh, in_forms=in_forms, out_forms=out_forms)
-    written = run_passes(
+    results = run_passes(
         module,
         target,
         carried=carried,
         update_sharding=update_sharding,
         strict=strict,
     )
-    return TracedProgram(written, target)
+    return TracedProgram(results, target)

@@ -51,6 +51,16 @@ def place_along(mesh: DeviceMesh, axes: Sequence[str]) -> np.ndarray:
     return place
 
 
+def logical(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
+    """`sharding` with devices numbered by their index in `mesh`, as programs do."""
+    devices = sharding.mesh
+    places = places_in(mesh.ids, devices.ids)
+    numbered = DeviceMesh(
+        devices.axis_names, devices.shape, tuple(int(p) for p in places.flat)
+    )
+    return dataclasses.replace(sharding, mesh=numbered)
+
+
 def axes_of_place(
     mesh: DeviceMesh, place: np.ndarray, count: int
 ) -> tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import graphlib
 import pathlib
 
 import pytest
@@ -73,18 +74,31 @@ def test_no_two_files_import_each_other(arrows):
     assert not mutual
 
 
+def folders_between(room: str, arrows) -> dict[str, set[str]]:
+    """For each folder of a room the others that it imports from."""
+    folder, depth = ROOT / room.replace(".", "/"), room.count(".") + 1
+    between = collections.defaultdict(set)
+    for here in arrows:
+        for there in arrows[here]:
+            if here.startswith(f"{room}.") and there.startswith(f"{room}."):
+                a, b = here.split(".")[depth], there.split(".")[depth]
+                if a != b and (folder / a).is_dir() and (folder / b).is_dir():
+                    between[a].add(b)
+    assert between
+    return between
+
+
 @pytest.mark.parametrize("room", ["layers", "tasks", "trainers"])
 def test_folders_of_a_room_do_not_import_each_other(room, arrows):
     """Of two folders at most one imports from the other."""
-    between = {
-        (here.split(".")[1], there.split(".")[1])
-        for here in arrows
-        for there in arrows[here]
-        if here.startswith(f"{room}.") and there.startswith(f"{room}.")
-    }
-    folders = {(a, b) for a, b in between if a != b and (ROOT / room / a).is_dir()}
-    assert folders
-    assert not {(a, b) for a, b in folders if (b, a) in folders}
+    between = folders_between(room, arrows)
+    assert not {(a, b) for a in between for b in between[a] if a in between.get(b, ())}
+
+
+@pytest.mark.parametrize("room", ["framework", "framework.compiler"])
+def test_folders_of_the_framework_import_without_cycles(room, arrows):
+    """Neither each other, nor by way of further folders."""
+    graphlib.TopologicalSorter(folders_between(room, arrows)).prepare()
 
 
 def test_nobody_imports_private_names():

@@ -10,10 +10,13 @@ import re
 from collections.abc import Iterable, Mapping
 
 from meshwright.framework import set_platform
-from meshwright.framework.compiler.repair.known_fault import KnownFault, Smallest
-from meshwright.framework.compiler.repair.rewrites.workarounds import WORKAROUNDS
 from meshwright.framework.compiler.repair.table.fault import Fault
 from meshwright.framework.compiler.repair.table.faults import FAULTS
+from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
+    KnownFault,
+    Smallest,
+)
+from meshwright.framework.compiler.stablehlo.rewrites.workarounds import WORKAROUNDS
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.sharding import Sharding
 from tests.operators.judging.cases import Case, compiled

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from meshwright.framework.compiler.repair.known_fault import KnownFault, Smallest
-from meshwright.framework.compiler.repair.known_fault import Outcome as Expected
-from meshwright.framework.compiler.repair.rewrites.workarounds import WORKAROUNDS
 from meshwright.framework.compiler.repair.table.faults import FAULTS
+from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
+    KnownFault,
+    Smallest,
+)
+from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
+    Outcome as Expected,
+)
+from meshwright.framework.compiler.stablehlo.rewrites.workarounds import WORKAROUNDS
 from meshwright.framework.compiler.xla.jax_bridge import JAXLIB
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.judging.apart import Outcome

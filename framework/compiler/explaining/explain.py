@@ -11,11 +11,6 @@ from collections.abc import Sequence
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.explaining.explain_text import explanation_text
-from meshwright.framework.compiler.hlo.completion import (
-    AdjacentTensor,
-    Completion,
-    complete,
-)
 from meshwright.framework.compiler.hlo.hlo_text import HloModule, Instruction, itemsize
 from meshwright.framework.compiler.hlo.rematerialization import Rematerialization
 from meshwright.framework.compiler.hlo.report import collectives_of
@@ -26,6 +21,11 @@ from meshwright.framework.compiler.lowering.sources import (
 )
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.repair.repaired import Repair
+from meshwright.framework.compiler.xla.completion import (
+    AdjacentTensor,
+    Completion,
+    complete,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 

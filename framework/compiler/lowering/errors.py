@@ -1,4 +1,4 @@
-"""Errors of TF2XLA and XLA, in terms of the program that they refuse."""
+"""Errors of TF2XLA, in terms of the program that it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lowering.sources import Sources
-from meshwright.framework.compiler.xla.partitioner import Partitioner
 
 _NOT_CONSTANT = re.compile(
     r"Input (?P<input>\d+) to node `(?P<op>[^`]+)` with op (?P<type>\w+) must be a "
@@ -18,21 +17,9 @@ _NOT_CONSTANT = re.compile(
 _NODE = re.compile(r"\{\{node (?P<op>[^}]+)\}\}")
 _NO_KERNEL = re.compile(r"No registered '(?P<type>\w+)' OpKernel for XLA")
 _SEGMENTS = re.compile("Segment(?P<reduction>Max|Mean|Min|Prod|Sum)")
-_HLO_NAME = re.compile(r'op_name="(?P<op>[^"]+)"')
 _TF2XLA_PREFIX = re.compile(r"^Failed getting HLO text: '")
 _STATUS = re.compile(r"^[A-Z_]+: (?:\S+\.py:\d+:\d+: error: )?")
 _LENGTH = 300
-_LAY_OUT = (
-    "Try Partitioner.{other}, or annotate the op's operands and result by mesh_split, "
-    "unsharded along the dims that it works on"
-)
-# Remedies for errors that shardings do not cause.
-_REMEDIES = {
-    "No such compile option": "Give compiler_options that this XLA has, by flag name",
-    "No registered implementation": (
-        "Leave the custom call out, or register it for the platform by jax.ffi"
-    ),
-}
 
 _INSTEAD = {
     "FakeParam": (
@@ -138,54 +125,17 @@ def _arguments_of(concrete, op_name: str, number: int) -> list[int]:
     return sorted(numbers)
 
 
-def of_xla(
-    name: str, error: Exception, *, partitioner: Partitioner, sources: Sources | None
-) -> LoweringError:
-    """XLA's refusal to partition or compile a program.
-
-    Args:
-      name: the program's.
-      error: JAX's.
-      partitioner: the one that was to complete it.
-      sources: where the program's ops come from, if known.
-    """
-    text = str(error)
-    first = _STATUS.sub("", text.strip()).split("\n")[0][:_LENGTH].rstrip(". ")
-    where = ""
-    if (named := _HLO_NAME.search(text)) and sources and sources.find(named["op"]):
-        where = f" at {sources.text(named['op'])}"
-    remedy = _LAY_OUT.format(other=partitioner.other.name)
-    for pattern, other_remedy in _REMEDIES.items():
-        if re.search(pattern, text):
-            remedy = other_remedy
-    return LoweringError(
-        f"{name}: XLA cannot compile it with {partitioner.title}{where}: {first}. "
-        f"{remedy}"
-    )
+def first_line(error: Exception) -> str:
+    """What an error of XLA's says first, without its status, and not too long."""
+    return _STATUS.sub("", str(error).strip()).split("\n")[0][:_LENGTH].rstrip(". ")
 
 
 def of_import(name: str, error: Exception) -> LoweringError:
     """JAX's refusal to read TF2XLA's program as StableHLO."""
-    first = _STATUS.sub("", str(error).strip()).split("\n")[0][:_LENGTH].rstrip(". ")
+    first = first_line(error)
     return LoweringError(
         f"{name}: JAX cannot read TF2XLA's program as StableHLO: {first}. Lower parts "
         "of the function alone to find the op, and compute it by other ops"
-    )
-
-
-def of_child(name: str, how: str, *, partitioner: Partitioner) -> LoweringError:
-    """The end of the child process in which XLA compiled a program.
-
-    Args:
-      name: the program's.
-      how: by which signal or with which status, and what the child wrote last.
-      partitioner: the one that was to complete the program.
-    """
-    remedy = _LAY_OUT.format(other=partitioner.other.name)
-    return LoweringError(
-        f"{name}: the child process in which XLA compiled it with {partitioner.title} "
-        f"ended {how.rstrip('. ')}. {remedy}. For a report of the "
-        "fault, JAX_DUMP_IR_TO=folder in the environment keeps the module"
     )
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from absl import logging
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.hlo.completion import ending_early
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.repair import looks
 from meshwright.framework.compiler.repair.convolutions import conv_layout
@@ -29,13 +28,6 @@ from meshwright.framework.compiler.repair.op_layout import (
     even_layout,
 )
 from meshwright.framework.compiler.repair.repaired import Repair, repair_of
-from meshwright.framework.compiler.repair.rewrites.starts import (
-    DYNAMIC_SLICE,
-    DYNAMIC_UPDATE_SLICE,
-    Clamped,
-    clamp_starts,
-    unclamped_dims,
-)
 from meshwright.framework.compiler.repair.table.fault import Chosen, Fault
 from meshwright.framework.compiler.repair.table.faults import FAULTS
 from meshwright.framework.compiler.repair.table.patterns import (
@@ -57,9 +49,17 @@ from meshwright.framework.compiler.repair.table.product_patterns import may_regr
 from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
 from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.compiler.stablehlo.propagation import Propagated
+from meshwright.framework.compiler.stablehlo.rewrites.starts import (
+    DYNAMIC_SLICE,
+    DYNAMIC_UPDATE_SLICE,
+    Clamped,
+    clamp_starts,
+    unclamped_dims,
+)
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame, shape_of, walk
 from meshwright.framework.compiler.stablehlo.written import write_borders, write_for
 from meshwright.framework.compiler.xla import jax_bridge
+from meshwright.framework.compiler.xla.completion import ending_early
 from meshwright.framework.compiler.xla.mesh_program import Target, put_on_mesh
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -72,13 +72,18 @@ _ROUNDS = 8
 _REMEDY = "Annotate these tensors so, or split their other dims"
 
 
-def repair(module: Module, target: Target, *, strict: bool = False) -> None:
+def repair(
+    module: Module, target: Target, *, strict: bool = False
+) -> tuple[Repair, ...]:
     """Lays operations out so that XLA partitions them correctly.
 
     Args:
       module: a module that XLA can split; it is not written for a partitioner yet.
       target: what it is compiled by, and for.
       strict: refuse a program rather than repair it at a cost.
+
+    Returns:
+      The ops that were laid out otherwise than propagation chose.
 
     Raises:
       LoweringError: an annotation cannot be honoured; an operation cannot be laid out,
@@ -87,10 +92,10 @@ def repair(module: Module, target: Target, *, strict: bool = False) -> None:
     """
     blame, mesh, partitioner = module.blame, module.mesh, target.partitioner
     if mesh.size == 1:
-        return
+        return ()
     guarded = [op for op in walk(module.operation) if _is_guarded(op)]
     if not guarded:
-        return
+        return ()
 
     def look(copy: ir.Operation) -> Iterator[tuple[int, OpLayout]]:
         write_for(blame, copy, mesh, partitioner)
@@ -104,11 +109,11 @@ def repair(module: Module, target: Target, *, strict: bool = False) -> None:
     operation = module.write()
     looks.number(guarded)
     chosen, right, repairs = decided(blame, operation, mesh, look)
-    module.repairs = tuple(repairs.values())
-    _report(module.signature.name, module.repairs, strict)
+    _report(module.signature.name, list(repairs.values()), strict)
     pinned = right if partitioner is Partitioner.SHARDY else {}
     _lay_out(operation, mesh, chosen, pinned)
     looks.drop_numbers(operation)
+    return tuple(repairs.values())
 
 
 def decided(

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from meshwright.framework.compiler.hlo.completion import completed_by_gspmd
 from meshwright.framework.compiler.hlo.hlo_text import Instruction
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
@@ -32,6 +31,7 @@ from meshwright.framework.compiler.repair.table.patterns import (
 )
 from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
+from meshwright.framework.compiler.xla.completion import completed_by_gspmd
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 
 TAG = "meshwright_op"

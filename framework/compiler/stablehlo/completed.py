@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.repair.rewrites.workarounds import (
+from meshwright.framework.compiler.stablehlo.constraints import untype_annotations
+from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
+from meshwright.framework.compiler.stablehlo.rewrites.workarounds import (
     Stage,
     work_around,
 )
-from meshwright.framework.compiler.stablehlo.constraints import untype_annotations
-from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     NUMBER,
     WHILE,

@@ -23,10 +23,11 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 )
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import TYPED
-from meshwright.framework.sharding.mesh import DeviceMesh, places_in
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import mesh_text
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.types import RESHARD
+from meshwright.framework.sharding.xla_form import logical
 
 SHARDING_ATTRIBUTE = "sdy.sharding"
 """Shardy's attribute of an operation, for its results, or of an argument."""
@@ -162,16 +163,6 @@ def rewrite_annotation(
     replace_result(op, value)
     op.erase()
     return value
-
-
-def logical(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
-    """`sharding` with devices numbered by their index in `mesh`, as programs do."""
-    devices = sharding.mesh
-    places = places_in(mesh.ids, devices.ids)
-    numbered = DeviceMesh(
-        devices.axis_names, devices.shape, tuple(int(p) for p in places.flat)
-    )
-    return dataclasses.replace(sharding, mesh=numbered)
 
 
 def sdy_attribute(sharding: Sharding, mesh: DeviceMesh) -> ir.Attribute:

@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.lowering.errors import of_import
-from meshwright.framework.compiler.lowering.lower import LoweredFunction, Signature
-from meshwright.framework.compiler.repair.repaired import Repair
+from meshwright.framework.compiler.lowering.lower import LoweredFunction
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule, complete
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from meshwright.framework.compiler.stablehlo.written import bytecode
-from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.xla.jax_bridge import ir_context, stable_hlo_of
+from meshwright.framework.compiler.xla.mesh_program import Written
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Written:
-    """A program as its partitioner reads it, in no MLIR context: for any thread.
-
-    Args:
-      signature: its name, the structure of its arguments and its result, and sources.
-      stable_hlo: MLIR bytecode.
-      mesh: the device mesh.
-      in_forms: for each leaf of the arguments its stored form; None: left to
-        completion.
-      out_forms: the same for the result.
-      updates: what was decided on weight updates; None: not requested.
-      repairs: what was laid out otherwise than completion chose.
-      divergent: loops and branches of manual regions that not all devices run alike.
-    """
-
-    signature: Signature
-    stable_hlo: bytes
-    mesh: DeviceMesh
-    in_forms: Sequence[StoredForm | None]
-    out_forms: Sequence[StoredForm | None]
-    updates: UpdateReport | None = None
-    repairs: tuple[Repair, ...] = ()
-    divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
 
 
 class Module:
@@ -65,8 +37,6 @@ class Module:
       signature: its name, the structure of its arguments and its result, and sources.
       operation: the module, which a pass that changes it takes from `write`.
       unknown_size: name of an op that makes a size which depends on values, or None.
-      updates: what was decided on weight updates; None: not requested.
-      repairs: the ops that were laid out so that XLA's partitioner gets them right.
       divergent: by name of a loop or a branch of a manual region, the axes along which
         its predicate may differ by device.
     """
@@ -84,8 +54,6 @@ class Module:
         self.mesh = mesh
         self.in_forms = list(in_forms or [])
         self.out_forms = list(out_forms or [])
-        self.updates: UpdateReport | None = None
-        self.repairs: tuple[Repair, ...] = ()
         self.divergent: Mapping[str, Collection[str]] = {}
         self._completed: CompletedModule | None = None
         self._context = ir_context()
@@ -143,7 +111,5 @@ class Module:
             mesh=self.mesh,
             in_forms=self.in_forms,
             out_forms=self.out_forms,
-            updates=self.updates,
-            repairs=self.repairs,
             divergent=self.divergent,
         )

@@ -12,10 +12,10 @@ from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
-from meshwright.framework.compiler.lowering.errors import of_xla
 from meshwright.framework.compiler.stablehlo.constraints import SHARDING_ATTRIBUTE
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.compiler.xla.refusals import of_xla
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 

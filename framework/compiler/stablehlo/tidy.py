@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.extend.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from meshwright.framework.compiler.repair.rewrites.workarounds import (
+from meshwright.framework.compiler.stablehlo.rewrites.workarounds import (
     Stage,
     work_around,
 )

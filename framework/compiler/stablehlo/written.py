@@ -14,10 +14,6 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.repair.rewrites.workarounds import (
-    Stage,
-    work_around,
-)
 from meshwright.framework.compiler.stablehlo.constraints import (
     SHARDING_ATTRIBUTE,
     rewrite_annotations,
@@ -25,6 +21,10 @@ from meshwright.framework.compiler.stablehlo.constraints import (
 )
 from meshwright.framework.compiler.stablehlo.manual.manual_regions import (
     rewrite_manual_regions,
+)
+from meshwright.framework.compiler.stablehlo.rewrites.workarounds import (
+    Stage,
+    work_around,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from meshwright.framework.compiler.xla.partitioner import Partitioner

@@ -22,6 +22,7 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
     decide,
 )
 from meshwright.framework.compiler.weight_update_sharding.decisions import (
+    UpdateReport,
     update_report,
 )
 from meshwright.framework.compiler.weight_update_sharding.redundancy import analyze
@@ -51,16 +52,19 @@ def shard_weight_updates(
     module: Module,
     requested: UpdateSharding,
     devices: Sequence[jax.Device] | None = None,
-) -> None:
+) -> UpdateReport:
     """Shards the weight updates of a training program (Xu et al. 2020).
 
-    The module then has a report on each update; the state's leaves may have other forms
-    among its arguments and results.
+    The state's leaves may then have other forms among the module's arguments and
+    results.
 
     Args:
       module: the program; forms of the leaves of the state are not None.
       requested: which updates, over which axes.
       devices: those of a topology, or None.
+
+    Returns:
+      What was decided on each update.
 
     Raises:
       LoweringError: as when the program is compiled.
@@ -81,9 +85,9 @@ def shard_weight_updates(
         mode=requested.mode,
     )
     names = {leaf.argument: leaf.name for leaf in carried}
-    module.updates = update_report(decisions, names, completed, requested)
+    report = update_report(decisions, names, completed, requested)
     if all(decision.format is None for decision in decisions):
-        return
+        return report
     module.write()
     forms = rewrite(completed, redundancy, decisions, module.in_forms)
     for leaf in carried:
@@ -95,6 +99,7 @@ def shard_weight_updates(
         inputs=_stored(module.signature.inputs, module.in_forms),
         outputs=_stored(module.signature.outputs, module.out_forms),
     )
+    return report
 
 
 def _check(module: Module, requested: UpdateSharding) -> None:

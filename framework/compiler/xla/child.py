@@ -31,7 +31,7 @@ _FATAL = re.compile(r"^F\d{4} |Check failed")
 _ASIDE = re.compile(r"^(@|\*\*\*|#\d|[IW]\d{4} |WARNING: )")
 
 
-class ChildEnded(Exception):  # noqa: N818 (no error of ours; `errors.of_child` is)
+class ChildEnded(Exception):  # noqa: N818 (no error of ours; `refusals.of_child` is)
     """The child ended while it compiled; the message says how, and its last output."""
 
 

@@ -22,23 +22,42 @@ from meshwright.framework.compiler.hlo.out_of_memory import (
     check_arguments_fit,
     parse_refusal,
 )
-from meshwright.framework.compiler.lowering.errors import (
-    LoweringError,
-    of_child,
-    of_xla,
-)
+from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.lowering.lower import Signature
-from meshwright.framework.compiler.stablehlo.module import Written
 from meshwright.framework.compiler.xla import jax_bridge
 from meshwright.framework.compiler.xla.child import ChildEnded
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.compiler.xla.refusals import of_child, of_xla
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.stored_form import StoredForm
 
 # What makes XLA take a program for one of GSPMD, whatever partitioner is requested.
 _GSPMD_MARK = re.compile(
     r"mhlo\.sharding|@(?:Sharding|SPMDFullToShardShape|SPMDShardToFullShape)\b"
 )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Written:
+    """A program as its partitioner reads it, in no MLIR context: for any thread.
+
+    Args:
+      signature: its name, the structure of its arguments and its result, and sources.
+      stable_hlo: MLIR bytecode.
+      mesh: the device mesh.
+      in_forms: for each leaf of the arguments its stored form; None: left to
+        completion.
+      out_forms: the same for the result.
+      divergent: loops and branches of manual regions that not all devices run alike.
+    """
+
+    signature: Signature
+    stable_hlo: bytes
+    mesh: DeviceMesh
+    in_forms: Sequence[StoredForm | None]
+    out_forms: Sequence[StoredForm | None]
+    divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +88,6 @@ class MeshProgram:
       partitioner: the one that completes its shardings.
       signature: names its arguments and ops.
       call: the jitted function, and its abstract arguments.
-      repairs: what was laid out otherwise than completion chose (`repair.repaired`).
       in_child: whether XLA compiles it in a child process.
       divergent: the loops and branches whose predicates may differ by device, and
         along which axes (`divergent_ops`).
@@ -81,7 +99,6 @@ class MeshProgram:
     partitioner: Partitioner
     signature: Signature | None = None
     call: tuple = ()
-    repairs: tuple = ()
     in_child: bool = False
     divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
 
@@ -202,7 +219,6 @@ def put_on_mesh(written: Written, target: Target) -> MeshProgram:
         target.partitioner,
         signature=signature,
         call=call,
-        repairs=written.repairs,
         divergent=written.divergent,
         in_child=target.in_child,
     )

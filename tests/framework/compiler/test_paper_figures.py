@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.hlo.completion import complete
 from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.xla.completion import complete
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh

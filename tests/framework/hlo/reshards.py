@@ -13,8 +13,8 @@ if __name__ == "__main__":
 
 import tensorflow as tf
 
-from meshwright.framework.compiler.hlo.completion import Completion, complete
 from meshwright.framework.compiler.program import Program, compile_program
+from meshwright.framework.compiler.xla.completion import Completion, complete
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split, replicate
 from meshwright.framework.sharding.mesh import DeviceMesh

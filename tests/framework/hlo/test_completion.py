@@ -10,16 +10,16 @@ import sys
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.hlo.completion import Completion, complete
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.program import compile_program
-from meshwright.framework.compiler.stablehlo.constraints import logical
+from meshwright.framework.compiler.xla.completion import Completion, complete
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.xla_form import logical
 from tests.framework.hlo import reshards
 
 MESH = DeviceMesh(("X", "Y"), (2, 4))

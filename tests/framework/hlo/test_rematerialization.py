@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.compiler.explaining.explain import explain
-from meshwright.framework.compiler.hlo.completion import complete
 from meshwright.framework.compiler.program import compile_program
+from meshwright.framework.compiler.xla.completion import complete
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split, replicate
 from tests.framework.compiler.programs import MESH, over_partitioners, split

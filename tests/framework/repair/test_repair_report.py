@@ -12,10 +12,10 @@ from meshwright.framework.compiler.lowering.lower import LoweringError, lower
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair import check
 from meshwright.framework.compiler.repair.op_layout import even_layout
-from meshwright.framework.compiler.repair.rewrites import workarounds
-from meshwright.framework.compiler.repair.rewrites.rolls import rotate
 from meshwright.framework.compiler.repair.table import faults
 from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.rewrites import workarounds
+from meshwright.framework.compiler.stablehlo.rewrites.rolls import rotate
 from meshwright.framework.compiler.xla.jax_bridge import JAXLIB
 from meshwright.framework.sharding.annotations import mesh_split
 from tests.framework.compiler.programs import MESH, over_partitioners

@@ -6,11 +6,11 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import compile_program
-from meshwright.framework.compiler.repair.rewrites.workarounds import (
+from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.rewrites.workarounds import (
     Stage,
     work_around,
 )
-from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 from tests.framework.compiler.programs import over_partitioners

@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.program import compile_program
-from meshwright.framework.compiler.repair.rewrites import selections
 from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.rewrites import selections
 from meshwright.framework.compiler.stablehlo.tidy import tidy
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split

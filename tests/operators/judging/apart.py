@@ -21,7 +21,7 @@ from tensorflow.python.framework import ops
 from meshwright.framework import set_platform
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.repair import check
-from meshwright.framework.compiler.repair.rewrites import workarounds
+from meshwright.framework.compiler.stablehlo.rewrites import workarounds
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.operators.judging.cases import Case, compiled, run, wanted
 

@@ -7,14 +7,17 @@ from collections.abc import Callable
 
 from meshwright.framework.compiler.repair.convolutions import conv_layout
 from meshwright.framework.compiler.repair.halos import halos
-from meshwright.framework.compiler.repair.known_fault import KnownFault, Outcome
 from meshwright.framework.compiler.repair.op_layout import (
     EvenLayout,
     FactorKind,
     OpLayout,
     even_layout,
 )
-from meshwright.framework.compiler.repair.rewrites.starts import Clamped
+from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
+    KnownFault,
+    Outcome,
+)
+from meshwright.framework.compiler.stablehlo.rewrites.starts import Clamped
 
 Chosen = EvenLayout | halos.Halos | conv_layout.Layout | Clamped
 """The layout that an operation is to have."""

@@ -10,7 +10,6 @@ from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
     CONVOLUTION,
     convolution_of,
 )
-from meshwright.framework.compiler.repair.known_fault import Outcome, Smallest
 from meshwright.framework.compiler.repair.op_layout import (
     FactorKind,
     OpLayout,
@@ -22,6 +21,10 @@ from meshwright.framework.compiler.repair.table.index_faults import INDEX_FAULTS
 from meshwright.framework.compiler.repair.table.product_patterns import regrouped_axes
 from meshwright.framework.compiler.repair.table.slice_faults import SLICE_FAULTS
 from meshwright.framework.compiler.repair.table.window_faults import WINDOW_FAULTS
+from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
+    Outcome,
+    Smallest,
+)
 
 
 def _agreed(layout: OpLayout) -> Chosen | None:

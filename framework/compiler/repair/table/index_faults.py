@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshwright.framework.compiler.repair.known_fault import Outcome, Smallest
 from meshwright.framework.compiler.repair.op_layout import (
     FactorKind,
     OpLayout,
@@ -23,6 +22,10 @@ from meshwright.framework.compiler.repair.table.index_patterns import (
     uneven_indices,
 )
 from meshwright.framework.compiler.repair.table.patterns import GATHER, SCATTER
+from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
+    Outcome,
+    Smallest,
+)
 
 
 def _padded(meets: Callable[[OpLayout], bool]) -> Callable[[OpLayout], Chosen | None]:

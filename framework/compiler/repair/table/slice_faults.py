@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from meshwright.framework.compiler.repair.known_fault import Outcome, Smallest
 from meshwright.framework.compiler.repair.op_layout import (
     EvenLayout,
     FactorKind,
     OpLayout,
     even_layout,
 )
-from meshwright.framework.compiler.repair.rewrites.starts import (
+from meshwright.framework.compiler.repair.table import patterns
+from meshwright.framework.compiler.repair.table.fault import Chosen, Fault, evenly
+from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
+    Outcome,
+    Smallest,
+)
+from meshwright.framework.compiler.stablehlo.rewrites.starts import (
     DYNAMIC_SLICE,
     DYNAMIC_UPDATE_SLICE,
     Clamped,
     merging_dims,
     unclamped_dims,
 )
-from meshwright.framework.compiler.repair.table import patterns
-from meshwright.framework.compiler.repair.table.fault import Chosen, Fault, evenly
 
 
 def _kept_apart(layout: OpLayout) -> Chosen | None:

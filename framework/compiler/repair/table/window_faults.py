@@ -10,7 +10,6 @@ from meshwright.framework.compiler.repair.halos.windows import (
     REDUCE_WINDOW,
     SELECT_AND_SCATTER,
 )
-from meshwright.framework.compiler.repair.known_fault import Outcome, Smallest
 from meshwright.framework.compiler.repair.op_layout import (
     FactorKind,
     OpLayout,
@@ -18,6 +17,10 @@ from meshwright.framework.compiler.repair.op_layout import (
 )
 from meshwright.framework.compiler.repair.table import patterns
 from meshwright.framework.compiler.repair.table.fault import Chosen, Fault
+from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
+    Outcome,
+    Smallest,
+)
 
 
 def _blocked(

@@ -16,7 +16,6 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.stablehlo.constraints import (
-    logical,
     rewrite_annotation,
 )
 from meshwright.framework.compiler.stablehlo.manual.manual_collectives import (
@@ -40,6 +39,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
+from meshwright.framework.sharding.xla_form import logical
 
 Axes = tuple[str, ...]
 # Ops at which GSPMD ends the process where some axes are manual and others are not. One

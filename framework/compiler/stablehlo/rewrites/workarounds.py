@@ -12,25 +12,25 @@ from collections.abc import Callable
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.repair.known_fault import (
+from meshwright.framework.compiler.stablehlo.rewrites.branches import (
+    open_results_in_regions,
+)
+from meshwright.framework.compiler.stablehlo.rewrites.crops import crop_images
+from meshwright.framework.compiler.stablehlo.rewrites.empties import fold_empties
+from meshwright.framework.compiler.stablehlo.rewrites.fourier import (
+    keep_row_major,
+    replicate_in_regions,
+)
+from meshwright.framework.compiler.stablehlo.rewrites.known_fault import (
     KnownFault,
     Outcome,
     Smallest,
 )
-from meshwright.framework.compiler.repair.rewrites.branches import (
-    open_results_in_regions,
-)
-from meshwright.framework.compiler.repair.rewrites.crops import crop_images
-from meshwright.framework.compiler.repair.rewrites.empties import fold_empties
-from meshwright.framework.compiler.repair.rewrites.fourier import (
-    keep_row_major,
-    replicate_in_regions,
-)
-from meshwright.framework.compiler.repair.rewrites.rolls import rotate
-from meshwright.framework.compiler.repair.rewrites.roundings import fold_roundings
-from meshwright.framework.compiler.repair.rewrites.selections import compute_once
-from meshwright.framework.compiler.repair.rewrites.slices import drop_noop_strides
-from meshwright.framework.compiler.repair.rewrites.tuples import flatten_tuples
+from meshwright.framework.compiler.stablehlo.rewrites.rolls import rotate
+from meshwright.framework.compiler.stablehlo.rewrites.roundings import fold_roundings
+from meshwright.framework.compiler.stablehlo.rewrites.selections import compute_once
+from meshwright.framework.compiler.stablehlo.rewrites.slices import drop_noop_strides
+from meshwright.framework.compiler.stablehlo.rewrites.tuples import flatten_tuples
 from meshwright.framework.compiler.xla.jax_bridge import JAXLIB
 
 

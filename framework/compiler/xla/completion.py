@@ -32,13 +32,12 @@ from meshwright.framework.compiler.hlo.rematerialization import (
     rematerializations,
 )
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.stablehlo.constraints import logical
 from meshwright.framework.compiler.xla.jax_bridge import not_cached
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from meshwright.framework.sharding.xla_form import place_along
+from meshwright.framework.sharding.xla_form import logical, place_along
 
 _SHARDY, _GSPMD = "shardy-xla", "sharding-propagation"
 _PASSES = {Partitioner.SHARDY: _SHARDY, Partitioner.GSPMD: _GSPMD}
