@@ -19,6 +19,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     after,
     end_of,
+    is_annotation,
     location_of,
     shape_of,
     sharding_call,
@@ -40,9 +41,6 @@ from meshwright.framework.compiler.weight_update_sharding.scatter import (
     find_sum,
     pad_end,
     reduce_scattered,
-)
-from meshwright.framework.compiler.weight_update_sharding.shardable import (
-    is_annotation,
 )
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
     UpdateLayout,
