@@ -10,7 +10,7 @@ import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 
 from meshwright.framework.sharding import xla_form
-from meshwright.framework.sharding.mesh import DeviceMesh, places_in
+from meshwright.framework.sharding.mesh import DeviceMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,44 +219,6 @@ class Sharding:
             for axes, size, n in zip(self.dims, shape, self.splits(), strict=True)
         )
         return dataclasses.replace(self, dims=dims)
-
-    def merge(self, other: Sharding) -> Sharding | None:
-        """The merger of two compatible shardings, None if they are not (GSPMD 3.5).
-
-        In it each device's offset is that of `self` along each dim that `self` splits,
-        and that of `other` along each dim that `other` splits. The meshes may differ,
-        the devices may not; the result is over the mesh of `self`.
-        """
-        if self.rank != other.rank or set(self.manual) != set(other.manual):
-            return None
-        if sorted(self.mesh.ids.flat) != sorted(other.mesh.ids.flat):
-            return None
-        # The indices of the devices of `self.mesh` in the other mesh.
-        order = places_in(other.mesh.ids, self.mesh.ids)
-        numbers, splits = [], []
-        pairs = zip(self.splits(), other.splits(), strict=True)
-        for dim, (self_splits, other_splits) in enumerate(pairs):
-            self_numbers = self._shard_number(dim)
-            other_numbers = other._shard_number(dim).flat[order]
-            if (
-                self_splits > 1
-                and other_splits > 1
-                and not np.array_equal(self_numbers, other_numbers)
-            ):
-                return None
-            numbers.append(self_numbers if self_splits > 1 else other_numbers)
-            splits.append(max(self_splits, other_splits))
-        dims = [
-            xla_form.axes_of_place(self.mesh, number, count)
-            for number, count in zip(numbers, splits, strict=True)
-        ]
-        if None in dims:
-            return None
-        left = set(self.unspecified) & set(other.unspecified)
-        try:
-            return Sharding(self.mesh, tuple(dims), tuple(left), self.manual)
-        except ValueError:  # An axis would split two dims.
-            return None
 
     def __str__(self) -> str:
         """The text: a dim's axes joined by `.`, `_` for none, `?` left to propagation.

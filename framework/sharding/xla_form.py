@@ -61,7 +61,7 @@ def logical(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
     return dataclasses.replace(sharding, mesh=numbered)
 
 
-def axes_of_place(
+def _axes_of_place(
     mesh: DeviceMesh, place: np.ndarray, count: int
 ) -> tuple[str, ...] | None:
     """The axes along which devices have these indices; None if there are no such axes.
@@ -216,7 +216,7 @@ def _over_axes(mesh: DeviceMesh, tiles: _Tiles, rank: int) -> dict[str, Any] | N
     for dim, (place, count) in enumerate(zip(places, tiles.devices.shape, strict=True)):
         if dim >= rank and tiles.groups[dim - rank] == _REPLICATED:
             continue  # Devices with the same shard may come in any order.
-        axes = axes_of_place(mesh, place, count)
+        axes = _axes_of_place(mesh, place, count)
         if axes is None:
             return None
         if dim < rank:

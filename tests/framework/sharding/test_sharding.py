@@ -111,48 +111,6 @@ def test_text_that_is_no_sharding_is_refused(text, message):
 
 
 @pytest.mark.parametrize(
-    "a,b,merged",
-    [
-        ("[X,_]", "[_,Y]", "[X,Y]"),  # Figure 3: Dot's operands, into AxCy.
-        ("[X,_]", "[X,Y]", "[X,Y]"),
-        ("[_,_]", "[Y,X]", "[Y,X]"),
-        ("[X.Y,_]", "[X.Y,_]", "[X.Y,_]"),
-        ("[Y:(1)2,_]", "[_,Y:(2)2]", "[Y:(1)2,Y:(2)2]"),
-        ("[X,?]", "[?,?]", "[X,?]"),
-        ("[_,X] manual{Y}", "[_,_] manual{Y}", "[_,X] manual{Y}"),
-        ("[X,_]", "[Y,_]", None),  # One dim, other offsets.
-        ("[X,_]", "[_,X]", None),  # Figure 4: BxD and BDx cannot be merged.
-        ("[X,_]", "[X.Y,_]", None),  # Finer shards begin elsewhere.
-        ("[X,_]", "[_,_] manual{Y}", None),
-        ("[X,_]", "[X]", None),
-    ],
-)
-def test_merges_what_the_offset_rule_allows(a, b, merged):
-    a, b = Sharding.parse(MESH, a), Sharding.parse(MESH, b)
-    for first, second in ((a, b), (b, a)):
-        result = first.merge(second)
-        assert result == (merged and Sharding.parse(MESH, merged))
-
-
-def test_merged_shards_begin_where_both_say():
-    shape = (8, 16)
-    a, b = Sharding.parse(MESH, "[_,Y]"), Sharding.parse(MESH, "[X,_]")
-    offsets = a.merge(b).shard_offsets(shape)
-    assert np.array_equal(offsets[..., 1], a.shard_offsets(shape)[..., 1])
-    assert np.array_equal(offsets[..., 0], b.shard_offsets(shape)[..., 0])
-
-
-def test_merges_over_another_mesh_of_the_same_devices():
-    turned = DeviceMesh(("A", "B"), (4, 2), [0, 4, 1, 5, 2, 6, 3, 7])
-    a, b = Sharding.parse(MESH, "[X,_]"), Sharding.parse(turned, "[_,A]")
-    assert str(a.merge(b)) == "[X,Y]" and str(b.merge(a)) == "[B,A]"
-    # The same device groups in another order begin elsewhere.
-    backwards = DeviceMesh(("X", "Y"), (2, 4), [7, 6, 5, 4, 3, 2, 1, 0])
-    assert a.merge(Sharding.parse(backwards, "[X,_]")) is None
-    assert a.merge(Sharding.parse(DeviceMesh(("X",), (2,)), "[X,_]")) is None
-
-
-@pytest.mark.parametrize(
     "sharding,but,text",
     [
         ("[X,_,_]", (), "[X,?,?]"),
