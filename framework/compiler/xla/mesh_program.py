@@ -82,25 +82,27 @@ class MeshProgram:
     """A program on a mesh, not partitioned yet.
 
     Args:
-      name: for messages.
+      signature: its name, the structure of its arguments and its result, and sources.
       mesh: the device mesh.
       lowered: as JAX lowered it.
       partitioner: the one that completes its shardings.
-      signature: names its arguments and ops.
       call: the jitted function, and its abstract arguments.
       in_child: whether XLA compiles it in a child process.
       divergent: the loops and branches whose predicates may differ by device, and
         along which axes (`divergent_ops`).
     """
 
-    name: str
+    signature: Signature
     mesh: DeviceMesh
     lowered: jax.stages.Lowered
     partitioner: Partitioner
-    signature: Signature | None = None
     call: tuple = ()
     in_child: bool = False
     divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.signature.name
 
     def export(self, platforms: Sequence[str]) -> bytes:
         """The program for other machines, as `jax.export.deserialize` reads it.
@@ -136,9 +138,12 @@ class MeshProgram:
         except jax.errors.JaxRuntimeError as e:
             refusal = parse_refusal(str(e))
             if refusal is None:
-                sources = self.signature.sources if self.signature else None
-                by = self.partitioner
-                raise of_xla(self.name, e, partitioner=by, sources=sources) from e
+                raise of_xla(
+                    self.name,
+                    e,
+                    partitioner=self.partitioner,
+                    sources=self.signature.sources,
+                ) from e
             timeline = self._refused(options)
             largest = allocations_of(timeline, self.signature) if timeline else ()
             raise OutOfMemoryError(self.name, refusal, largest, timeline) from e
@@ -162,8 +167,6 @@ class MeshProgram:
 
         The compiler may dump such a program; None if it does not.
         """
-        if self.signature is None:
-            return None
         with tempfile.TemporaryDirectory() as folder:
             dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
             with contextlib.suppress(jax.errors.JaxRuntimeError, ChildEnded):
@@ -213,11 +216,10 @@ def put_on_mesh(written: Written, target: Target) -> MeshProgram:
         devices=target.devices,
     )
     return MeshProgram(
-        signature.name,
+        signature,
         mesh,
         lowered,
         target.partitioner,
-        signature=signature,
         call=call,
         divergent=written.divergent,
         in_child=target.in_child,

@@ -23,7 +23,7 @@ _REMEDIES = {
 
 
 def of_xla(
-    name: str, error: Exception, *, partitioner: Partitioner, sources: Sources | None
+    name: str, error: Exception, *, partitioner: Partitioner, sources: Sources
 ) -> LoweringError:
     """XLA's refusal to partition or compile a program.
 
@@ -31,11 +31,11 @@ def of_xla(
       name: the program's.
       error: JAX's.
       partitioner: the one that was to complete it.
-      sources: where the program's ops come from, if known.
+      sources: where the program's ops come from.
     """
     text = str(error)
     where = ""
-    if (named := _HLO_NAME.search(text)) and sources and sources.find(named["op"]):
+    if (named := _HLO_NAME.search(text)) and sources.find(named["op"]):
         where = f" at {sources.text(named['op'])}"
     remedy = _LAY_OUT.format(other=partitioner.other.name)
     for pattern, other_remedy in _REMEDIES.items():

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright.framework.compiler.explaining.explain import explain
-from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.lowering.lower import LoweringError, lower
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair import check
 from meshwright.framework.compiler.xla import child as child_module
@@ -322,6 +322,7 @@ def test_calls_back_into_python_are_refused():
         return jax.pure_callback(np.sin, x, x)
 
     lowered = jax.jit(fn).lower(jax.ShapeDtypeStruct([8], np.float32))
-    program = MeshProgram("fn", MESH, lowered, Partitioner.SHARDY, in_child=True)
+    signature = lower(tf.sin, [X]).signature
+    program = MeshProgram(signature, MESH, lowered, Partitioner.SHARDY, in_child=True)
     with pytest.raises(LoweringError, match="calls back into Python .* do not set"):
         program.compile()

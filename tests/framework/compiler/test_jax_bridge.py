@@ -10,7 +10,7 @@ import jax
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.compiler.lowering.lower import LoweringError
+from meshwright.framework.compiler.lowering.lower import LoweringError, lower
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.jax_mesh import abstract_array
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
@@ -80,7 +80,8 @@ def test_what_else_fails_in_the_compiler_is_not_taken_for_a_sharding(error):
         def compile(self, compiler_options):
             raise error("out of luck")
 
-    program = MeshProgram("fn", MESH, Lowered(), Partitioner.GSPMD)
+    signature = lower(tf.sin, [tf.TensorSpec([8])]).signature
+    program = MeshProgram(signature, MESH, Lowered(), Partitioner.GSPMD)
     with pytest.raises(error, match="out of luck") as raised:
         program.compile()
     assert not isinstance(raised.value, LoweringError)
