@@ -1,11 +1,13 @@
 """docs/code.md names files that exist, in the order in which their code runs."""
 
+import ast
 import pathlib
 import re
 import sys
 
 import tensorflow as tf
 
+from meshwright.framework.compiler import passes
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.sharding import Sharding
@@ -45,6 +47,31 @@ def files_that_run(fn) -> list[str]:
         sys.setprofile(None)
     paths = [pathlib.Path(name).resolve() for name in files]
     return [str(p.relative_to(ROOT)) for p in paths if p.is_relative_to(ROOT)]
+
+
+def test_all_passes_are_named_in_order():
+    """Those that change the module or note something: `run_passes` names them first."""
+    tree = ast.parse(pathlib.Path(passes.__file__).read_text())
+    made_in = {
+        alias.name: node.module.removeprefix("meshwright.").replace(".", "/")
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    (run,) = (n for n in tree.body if getattr(n, "name", "") == "run_passes")
+    calls = [n for n in ast.walk(run) if isinstance(n, ast.Call)]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    names = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+    files = dict.fromkeys(f"{made_in[n]}.py" for n in names if n in made_in)
+    refuses = "framework/compiler/stablehlo/constraints.py"  # That is no pass.
+    listed = named("## A function, compiled")
+    listed = listed[listed.index("framework/compiler/passes.py") + 1 :]
+    places = [
+        next((n for n, name in enumerate(listed) if file.startswith(name)), file)
+        for file in files
+        if file != refuses
+    ]
+    assert places == list(range(len(places)))
 
 
 def test_a_function_is_compiled_in_that_order():

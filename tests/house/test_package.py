@@ -29,6 +29,7 @@ MAY_IMPORT = {
         "framework.devices",
         "framework.sharding",
     ),
+    "framework.functions": ("framework.sharding", "framework.compiler"),
     "framework.modeling": ("framework.nested_map", "framework.sharding"),
     "framework": ("framework",),
     "layers": ("framework",),
@@ -137,6 +138,20 @@ def test_rooms_import_only_what_they_may():
     assert not sum((faults(file, (ROOT / file).read_text()) for file in files), [])
 
 
+def test_the_table_of_rooms_says_what_they_may_import():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\|( `framework/.*\w(?:/|\.py)` )\|.*\|(.*)\|$", text, re.M)
+    said = {
+        part.strip("/").removesuffix(".py").replace("/", "."): tuple(
+            f"framework.{name}" for name in re.findall(r"\w+", allowed)
+        )
+        for parts, allowed in rows
+        for part in re.findall(r"`(.*?)`", parts)
+    }
+    in_the_framework = {p: a for p, a in MAY_IMPORT.items() if "framework." in p}
+    assert said == in_the_framework
+
+
 @pytest.mark.parametrize(
     "file, source",
     [
@@ -147,6 +162,7 @@ def test_rooms_import_only_what_they_may():
             "import meshwright.framework.compiler.lowering.lower",
         ),
         ("framework/compiler/x.py", "from meshwright.framework.modeling import layer"),
+        ("framework/functions/x.py", "from meshwright.framework.modeling import ema"),
         ("framework/modeling/x.py", "from meshwright.framework.compiler import lower"),
         ("framework/testing.py", "from meshwright.layers import linear"),
         ("layers/experts/moe.py", "from meshwright.tasks.task import Task"),
@@ -169,6 +185,7 @@ def test_a_forbidden_import_is_found(file, source):
     [
         ("framework/__init__.py", "from meshwright.framework.compiler import lower"),
         ("framework/sharding/mesh.py", "import meshwright.framework.nested_map"),
+        ("framework/functions/x.py", "from meshwright.framework.compiler import x"),
         ("framework/modeling/adam.py", "import meshwright.framework.modeling.layer"),
         ("trainers/train.py", "from meshwright.framework import NestedMap"),
         (BRIDGES[0], "from jax.interpreters import mlir\nimport jaxlib"),
