@@ -33,13 +33,13 @@ SHARDING_ATTRIBUTE = "sdy.sharding"
 """Shardy's attribute of an operation, for its results, or of an argument."""
 
 
-def refuse_foreign(blame: Blame, module: ir.Module) -> None:
+def refuse_foreign(blame: Blame, module: ir.Operation) -> None:
     """Refuses TF's own way into and out of manual regions, which is GSPMD's alone.
 
     Raises:
       LoweringError: there is such an op.
     """
-    for op in walk(module.operation):
+    for op in walk(module):
         if (call_target(op) or "").startswith("SPMD"):
             raise blame.error(
                 op,
@@ -48,7 +48,7 @@ def refuse_foreign(blame: Blame, module: ir.Module) -> None:
             )
 
 
-def untype_annotations(blame: Blame, module: ir.Module, mesh: DeviceMesh) -> None:
+def untype_annotations(blame: Blame, module: ir.Operation, mesh: DeviceMesh) -> None:
     """Makes typed annotations plain, for analyses that only read shardings.
 
     Modules to compile have none left: partial sums are written out (`partial`).
@@ -56,7 +56,7 @@ def untype_annotations(blame: Blame, module: ir.Module, mesh: DeviceMesh) -> Non
     Raises:
       LoweringError: an annotation is over another mesh.
     """
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         placeholder = placeholder_of(op)
         if placeholder is None or placeholder.kind not in (TYPED, RESHARD):
             continue
@@ -75,7 +75,7 @@ def untype_annotations(blame: Blame, module: ir.Module, mesh: DeviceMesh) -> Non
 
 
 def rewrite_annotations(
-    blame: Blame, module: ir.Module, mesh: DeviceMesh, partitioner: Partitioner
+    blame: Blame, module: ir.Operation, mesh: DeviceMesh, partitioner: Partitioner
 ) -> None:
     """Makes all annotations outside of manual regions ready for a partitioner.
 
@@ -83,7 +83,7 @@ def rewrite_annotations(
       LoweringError: an annotation cannot be honoured on `mesh`; see
         `rewrite_annotation`.
     """
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         if op.name in BRANCHES and mesh.size > 1:
             _free_ends(op)
         elif is_annotation(op) and not is_of_region(op):

@@ -66,7 +66,7 @@ _VECTORIZED = (
 
 
 def rewrite_manual_regions(
-    blame: Blame, module: ir.Module, mesh: DeviceMesh, partitioner: Partitioner
+    blame: Blame, module: ir.Operation, mesh: DeviceMesh, partitioner: Partitioner
 ) -> None:
     """Replaces the placeholders of manual regions in `module`.
 
@@ -74,7 +74,7 @@ def rewrite_manual_regions(
       LoweringError: a manual tensor meets an automatic tensor or leaves its region, a
         collective is outside of any region, or a region is over another mesh.
     """
-    placeholders = [(op, placeholder_of(op)) for op in walk(module.operation)]
+    placeholders = [(op, placeholder_of(op)) for op in walk(module)]
     for op, placeholder in placeholders:
         if placeholder is not None and placeholder.mesh != mesh_text(mesh):
             raise blame.error(
@@ -84,8 +84,8 @@ def rewrite_manual_regions(
             )
     if any(placeholder for _, placeholder in placeholders):
         # A call may not cut a region in two.
-        PassManager.parse("builtin.module(inline,symbol-dce)").run(module.operation)
-        _rewrite_blocks(_Rewriting(blame, mesh, partitioner), module.operation)
+        PassManager.parse("builtin.module(inline,symbol-dce)").run(module)
+        _rewrite_blocks(_Rewriting(blame, mesh, partitioner), module)
 
 
 class _Rewriting:

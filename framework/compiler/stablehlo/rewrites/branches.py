@@ -23,14 +23,14 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 
-def open_results_in_regions(module: ir.Module, mesh: DeviceMesh) -> None:
+def open_results_in_regions(module: ir.Operation, mesh: DeviceMesh) -> None:
     """Puts an annotation with open dims after each result of a branch.
 
     Args:
       module: changed in place; its annotations and regions are Shardy's.
       mesh: the program's mesh.
     """
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         if op.name not in BRANCHES or not manual_axes(op):
             continue
         for region in op.regions:

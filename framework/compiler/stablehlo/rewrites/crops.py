@@ -14,9 +14,9 @@ from jax.extend.mlir.dialects import stablehlo
 from meshwright.framework.compiler.stablehlo.stable_hlo import rows_of, shape_of, walk
 
 
-def crop_images(module: ir.Module) -> None:
+def crop_images(module: ir.Operation) -> None:
     """Slices the images of such convolutions, which then only pad them."""
-    for op in walk(module.operation):
+    for op in walk(module):
         if op.name == "stablehlo.convolution" and "padding" in op.attributes:
             _crop(op)
 

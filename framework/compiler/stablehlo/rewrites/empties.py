@@ -19,9 +19,9 @@ _SUMS = "stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution"
 _KEPT = "stablehlo.while", "stablehlo.case", "stablehlo.if", "stablehlo.constant"
 
 
-def fold_empties(module: ir.Module) -> None:
+def fold_empties(module: ir.Operation) -> None:
     """Makes results without elements, and sums over none, constants."""
-    for op in reversed(list(walk(module.operation))):
+    for op in reversed(list(walk(module))):
         if _is_folded(op):
             with ir.InsertionPoint(op), op.location:
                 for result in op.results:

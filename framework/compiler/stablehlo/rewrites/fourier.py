@@ -20,23 +20,23 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 
-def keep_row_major(module: ir.Module) -> None:
+def keep_row_major(module: ir.Operation) -> None:
     """Requests the results of Fourier transforms in row-major order."""
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         if op.name == "stablehlo.fft":
             with ir.InsertionPoint.after(op), op.location:
                 kept = _in_row_major(op.results[0])
             op.results[0].replace_all_uses_except(kept.results[0], kept.operation)
 
 
-def replicate_in_regions(module: ir.Module, mesh: DeviceMesh) -> None:
+def replicate_in_regions(module: ir.Operation, mesh: DeviceMesh) -> None:
     """Annotates the results of transforms in Shardy's manual regions as replicated.
 
     Args:
       module: changed in place; its annotations and regions are Shardy's.
       mesh: the program's mesh.
     """
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         if op.name != "stablehlo.fft" or not manual_axes(op):
             continue
         result = op.results[0]

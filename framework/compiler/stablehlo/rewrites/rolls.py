@@ -20,13 +20,13 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 )
 
 
-def rotate(module: ir.Module) -> None:
+def rotate(module: ir.Operation) -> None:
     """Replaces rolls whose shifts are known by two slices each.
 
     Rolls by a number that is known only at run time are left as they are.
     """
     done: dict[tuple[ir.Value, int], tuple[ir.Value, int]] = {}
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         if op.name == "stablehlo.dynamic_slice" and (dim := _rolled(op)) is not None:
             start = KnownValues().of(op.operands[1 + dim])
             if start is not None:

@@ -28,13 +28,13 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 _ROUNDINGS = ("stablehlo.ceil", "stablehlo.floor", "stablehlo.round_nearest_even")
 
 
-def fold_roundings(module: ir.Module) -> None:
+def fold_roundings(module: ir.Operation) -> None:
     """Replaces roundings of floats that depend on no argument by constants.
 
     The floats are float32 or float64, of as few elements as `KnownValues` computes.
     """
     values, folded = KnownValues(), []
-    for op in list(walk(module.operation)):
+    for op in list(walk(module)):
         if not _rounds(op) or (value := values.of(op.results[0])) is None:
             continue
         with ir.InsertionPoint(op), op.location:

@@ -7,13 +7,13 @@ from jax.extend.mlir import ir
 from meshwright.framework.compiler.stablehlo.stable_hlo import walk
 
 
-def drop_noop_strides(module: ir.Module) -> None:
+def drop_noop_strides(module: ir.Operation) -> None:
     """Gives slices a step of 1 along dims of which they take a single element.
 
     The step has no effect there, but where the dim is split the partitioner counts by
     the step and takes another element (jaxlib 0.10.2).
     """
-    for op in walk(module.operation):
+    for op in walk(module):
         if op.name == "stablehlo.slice":
             starts = list(op.attributes["start_indices"])
             limits = list(op.attributes["limit_indices"])
