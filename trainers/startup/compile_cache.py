@@ -1,7 +1,9 @@
 """Compiled programs are kept, so that the next start need not compile them.
 
-The cache is JAX's persistent cache, in a folder of the user's. It never stops a run:
-programs that cannot be read or written are compiled anew.
+The cache is JAX's persistent cache, in the user's cache folder or in one that is named.
+It never stops a run: a program that cannot be read is compiled anew; one that cannot be
+written, or that XLA compiles in less than 0.1 s, is not kept. Several processes that
+run together keep none, unless a folder is named.
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ TF's and absl's C++ write to the file descriptor of stderr before any log level 
 A process reads it for a while, drops the known lines, and passes on the rest at once,
 so that none is lost, whatever becomes of this process. This file is both sides: it is
 imported by the binaries, and run as a script by that process.
+
+Of what TF's C++ logs through its own levels only errors are shown, from the import on:
+its information and its warnings are dropped, known or not, unless the user sets
+TF_CPP_MIN_LOG_LEVEL. They come throughout a run, when nothing reads along any more, and
+tell of TF's own executors. What stops a run is raised in Python.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ def importing_tensorflow() -> Iterator[bool]:
     if "tensorflow" in sys.modules:
         yield False
         return
-    # Drops TF's later log lines, but for errors; a user's setting takes precedence.
+    # Before TF is imported, which reads it then; a user's setting takes precedence.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with _filtered():
         with _without_keras():

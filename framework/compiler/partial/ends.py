@@ -1,4 +1,4 @@
-"""Where partial sums begin and end: conversions between types of tensors.
+"""Conversions between types of tensors, at which partial sums begin and end.
 
 A partial sum has a leading dim for each axis that it is unreduced along; see
 `linear`.

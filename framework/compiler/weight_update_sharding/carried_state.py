@@ -50,7 +50,7 @@ class Carried:
 def carried_of(
     completed: CompletedModule, carried: Sequence[tuple[int, int]]
 ) -> list[Carried]:
-    """All links of tensors that are not scalars.
+    """The carried tensors of a module that are not scalars.
 
     Args:
       completed: the module.
@@ -72,7 +72,7 @@ def carried_of(
 
 
 def _of_loop(op) -> Iterator[Carried]:
-    """The links of values that a loop changes; others it only uses, as any op does."""
+    """The values that a loop changes; others it only uses, as any op does."""
     condition, body = (region.blocks[0] for region in op.regions)
     for i, result in enumerate(op.results):
         if end_of(body).operands[i] != body.arguments[i]:

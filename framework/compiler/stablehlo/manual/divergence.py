@@ -27,7 +27,7 @@ def divergent_ops(module: ir.Operation) -> dict[str, Axes]:
     """The loops and branches whose predicates may differ by device.
 
     Args:
-      module: a neutral module, without calls.
+      module: a module for either partitioner, without calls.
 
     Returns:
       By the name of the TF op the manual axes along which its predicate may differ.

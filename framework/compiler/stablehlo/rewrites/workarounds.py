@@ -35,7 +35,11 @@ from meshwright.framework.compiler.xla.jax_bridge import JAXLIB
 
 
 class Stage(enum.Enum):
-    """When a rewrite is applied; the passes name the stages in this order."""
+    """When a rewrite is applied, in this order.
+
+    `passes` names `SPLITTABLE` and `COMPUTED_ONCE`; the others are the beginning of
+    `tidy`, and the beginning and the end of `write_for`.
+    """
 
     TIDY = "before calls are inlined"
     SPLITTABLE = "before propagation, and in copies that only show what it does"
