@@ -24,6 +24,7 @@ from meshwright.framework.compiler.hlo.step_time import (
     CALIBRATED_KIND,
     MEAN_ERROR,
     WORST_ERROR,
+    WORST_OF_ALL,
 )
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.planning import CompileReport
@@ -206,7 +207,7 @@ def _step_error(report: CompileReport) -> dict[str, float] | None:
     """Relative errors; None where no measured step was ever compared."""
     if report.time is None or report.torus.kind.name != CALIBRATED_KIND:
         return None
-    return {"mean": MEAN_ERROR, "worst": WORST_ERROR}
+    return {"mean": MEAN_ERROR, "worst": WORST_ERROR, "worst_of_all": WORST_OF_ALL}
 
 
 def _device_order(report: CompileReport) -> dict[str, Any] | None:
