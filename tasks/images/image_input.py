@@ -21,7 +21,12 @@ from meshwright.framework.modeling.checks import bounded, instance
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.images.image_files import Picture, PictureFiles, Records, reason
 from meshwright.tasks.input.batched_input import BatchedInput, read_ahead
-from meshwright.tasks.input.example_order import BatchRows, Split, shuffled_examples
+from meshwright.tasks.input.example_order import (
+    SEEDS,
+    BatchRows,
+    Split,
+    shuffled_examples,
+)
 
 CHANNELS = 3
 """Red, green and blue."""
@@ -68,7 +73,7 @@ class ImageInput(BatchedInput):
     aspect: Sequence[float] = (3 / 4, 4 / 3)
     mirrored: float = bounded(0.5, at_least=0, at_most=1)
     middle: float = bounded(0.875, above=0, at_most=1)
-    seed: int = bounded(0, at_least=0)
+    seed: int = bounded(0, **SEEDS)
 
     def __post_init__(self):
         super().__post_init__()

@@ -16,6 +16,9 @@ import hashlib
 import numpy as np
 import tensorflow as tf
 
+SEEDS = {"at_least": 0, "below": 2**63 - 1}
+"""Bounds of the seed of an order; that of an order within it may be one more."""
+
 
 class Split(enum.Enum):
     """Which examples: those for training, or those kept for evaluation."""

@@ -23,7 +23,7 @@ from meshwright.tasks.input.batched_input import (
     pass_steps,
     read_batches,
 )
-from meshwright.tasks.input.example_order import BatchRows, shuffled_examples
+from meshwright.tasks.input.example_order import SEEDS, BatchRows, shuffled_examples
 from meshwright.tasks.recommendation.interactions import InteractionFiles, Interactions
 
 # A step and a user of the same number have different draws.
@@ -55,7 +55,7 @@ class RecommendationInput(BatchedInput):
     files: InteractionFiles = instance(example="@RatingsFile()")
     negatives: int = bounded(4, at_least=1)
     held_out_negatives: int = 99
-    seed: int = bounded(0, at_least=0)
+    seed: int = bounded(0, **SEEDS)
 
     def __post_init__(self):
         super().__post_init__()

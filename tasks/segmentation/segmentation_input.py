@@ -20,7 +20,7 @@ from typing import Any
 import gin
 
 from meshwright.framework.modeling.checks import Checked, bounded, instance
-from meshwright.tasks.input.example_order import Split
+from meshwright.tasks.input.example_order import SEEDS, Split
 from meshwright.tasks.segmentation.volume_cache import KeptVolume, VolumeCache
 from meshwright.tasks.segmentation.volume_files import (
     Case,
@@ -83,7 +83,7 @@ class SegmentationInput(Checked):
     foreground: float = bounded(1 / 3, at_least=0, at_most=1)
     overlap: float = bounded(0.25, at_least=0, below=1)
     cache_bytes: int = bounded(2**31, at_least=0)
-    seed: int = bounded(0, at_least=0)
+    seed: int = bounded(0, **SEEDS)
 
     def __post_init__(self):
         super().__post_init__()

@@ -59,7 +59,7 @@ class SyntheticVolumes(Checked):
     spacing: tuple[float, float, float] = (1.0, 1.0, 1.5)
     noise: float = bounded(0.35, at_least=0)
     bias_field: float = bounded(0.3, at_least=0, below=1)
-    seed: int = 0
+    seed: int = bounded(0, at_least=0)
     held_out_one_in: int = bounded(5, at_least=2)
 
     def __post_init__(self):

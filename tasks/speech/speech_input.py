@@ -25,6 +25,7 @@ from meshwright.framework.modeling.checks import bounded, instance
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import BatchedInput, read_batches
 from meshwright.tasks.input.example_order import (
+    SEEDS,
     BatchRows,
     Split,
     epoch_length,
@@ -114,7 +115,7 @@ class SpeechInput(BatchedInput):
     bucket_frames: Sequence[int]
     log_mel: LogMel = LogMel()
     subsampling: int = bounded(4, at_least=1)
-    seed: int = 0
+    seed: int = bounded(0, **SEEDS)
 
     def __post_init__(self):
         super().__post_init__()

@@ -25,7 +25,12 @@ import tensorflow as tf
 from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import TokenInput, read_batches
-from meshwright.tasks.input.example_order import BatchRows, Split, shuffled_examples
+from meshwright.tasks.input.example_order import (
+    SEEDS,
+    BatchRows,
+    Split,
+    shuffled_examples,
+)
 
 
 class ByteTokenizer:
@@ -267,7 +272,7 @@ class TextInput(TokenInput):
 
     files: TextFiles = TextFiles()
     sequence_length: int = bounded(at_least=1)
-    seed: int = 0
+    seed: int = bounded(0, **SEEDS)
 
     @property
     def vocab_size(self) -> int:

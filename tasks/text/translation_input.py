@@ -25,6 +25,7 @@ from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.input.batched_input import TokenInput, read_batches
 from meshwright.tasks.input.example_order import (
+    SEEDS,
     BatchRows,
     Split,
     epoch_length,
@@ -107,7 +108,7 @@ class TranslationInput(TokenInput):
     source_length: int = bounded(at_least=2)
     target_length: int = bounded(at_least=2)
     temperature: float = bounded(1.0, at_least=1)
-    seed: int = 0
+    seed: int = bounded(0, **SEEDS)
 
     @property
     def vocab_size(self) -> int:
