@@ -32,8 +32,8 @@ def annotated(value: ir.Value, before: Any, requested: Sharding) -> TensorType:
       IllTypedError: the annotation would drop unreduced or reduced axes.
     """
     if not isinstance(before, TensorType):
-        return TensorType.said(value, requested)
-    type_ = TensorType.said(value, _closed(before, requested), before.names)
+        return TensorType.from_annotation(value, requested)
+    type_ = TensorType.from_annotation(value, _closed(before, requested), before.names)
     _check_kept(before, type_)
     return type_
 
@@ -80,17 +80,17 @@ def typed(
     Args:
       value, before, requested: as in `annotated`.
       or_reduced: whether to ignore unreduced axes along which no sum is unreduced.
-      sums: tells whether an op can leave its sum along axes uncombined, split evenly.
+      sums: tells whether an op can leave its sum along axes partial, split evenly.
 
     Raises:
       IllTypedError: no sum is unreduced along such an axis, one is along an axis that
         is not named, or cannot be left unreduced; or a reduced axis splits the tensor.
     """
-    type_ = TensorType.said(value, requested, getattr(before, "names", ()))
+    type_ = TensorType.from_annotation(value, requested, getattr(before, "names", ()))
     if not isinstance(before, TensorType) or before.zero:
         return type_
     _check_kept(before, type_)
-    along = [part.axis for part in before.uncombined if part.kind == SUM]
+    along = [part.axis for part in before.partial if part.kind == SUM]
     missing = [axis for axis in type_.unreduced if axis not in along]
     if missing and not or_reduced:
         raise IllTypedError(
@@ -106,8 +106,8 @@ def typed(
             )
     if sums is not None and not or_reduced:
         _check_left(before, type_, sums)
-    uncombined = tuple(p for p in type_.uncombined if p.axis not in missing)
-    return dataclasses.replace(type_, uncombined=uncombined)
+    partial = tuple(p for p in type_.partial if p.axis not in missing)
+    return dataclasses.replace(type_, partial=partial)
 
 
 def _check_left(before: TensorType, after: TensorType, sums: IsSum) -> None:
@@ -140,15 +140,15 @@ def resharded(
     """
     known = isinstance(before, TensorType) and not before.free
     if expected is not None and known:
-        want = TensorType.said(value, _closed(before, expected))
+        want = TensorType.from_annotation(value, _closed(before, expected))
         # Sums annotated as unreduced may have been added up already.
-        uncombined = set(before.uncombined) <= set(want.uncombined)
-        if (before.dims, before.reduced) != (want.dims, want.reduced) or not uncombined:
+        partial = set(before.partial) <= set(want.partial)
+        if (before.dims, before.reduced) != (want.dims, want.reduced) or not partial:
             raise IllTypedError(
                 f"it converts from {expected}, which this is not",
                 f"mesh_split it to {expected} before",
             )
-    return TensorType.said(value, requested, getattr(before, "names", ()))
+    return TensorType.from_annotation(value, requested, getattr(before, "names", ()))
 
 
 def check_given(

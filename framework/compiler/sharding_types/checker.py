@@ -154,12 +154,11 @@ class Checker:
 
     def _blame(self, op, what: str, before: Sequence[TensorType]) -> None:
         made = "".join(
-            f". The {uncombined.kind} along {uncombined.axis} is of "
-            f"{self._place(uncombined.origins[0])}"
-            for uncombined in {
+            f". The {part.kind} along {part.axis} is of {self._place(part.origins[0])}"
+            for part in {
                 p.axis: p for type_ in before for p in type_.undecided
             }.values()
-            if uncombined.origins and not self._is_of(op, uncombined.origins[0])
+            if part.origins and not self._is_of(op, part.origins[0])
         )
         if isinstance(op, ir.Block):
             error = f"{self.blame.program}: an argument {what}{made}"
@@ -245,7 +244,7 @@ class Checker:
         if name == "iota":
             return [TensorType.of(op.results[0], self.mesh, free=True)]
         if name == "optimization_barrier":
-            if any(type_.uncombined for type_ in before):
+            if any(type_.partial for type_ in before):
                 raise IllTypedError(
                     "a barrier takes tensors without a partial sum",
                     "mesh_split or reshard them before",
@@ -317,8 +316,8 @@ class Checker:
 
     def _check_predicate(self, op, value: ir.Value) -> None:
         chooses = self.types[value]
-        if isinstance(chooses, TensorType) and chooses.uncombined:
-            part = chooses.uncombined[0]
+        if isinstance(chooses, TensorType) and chooses.partial:
+            part = chooses.partial[0]
             self._blame(
                 op,
                 f"is decided by {chooses}: devices would not agree; "
@@ -340,7 +339,7 @@ def _meet(types: Sequence[Typed]) -> Typed | None:
     if not bound:
         return dataclasses.replace(types[0], zero=zero)
     same = all(type_ == bound[0] for type_ in bound)
-    return bound[0] if same and (zero or not bound[0].uncombined) else None
+    return bound[0] if same and (zero or not bound[0].partial) else None
 
 
 def _widened(before: Typed, after: Typed) -> Typed:

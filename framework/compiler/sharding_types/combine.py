@@ -15,8 +15,8 @@ from meshwright.framework.compiler.partial.linear import why_not
 from meshwright.framework.compiler.sharding_types.tensor_type import (
     SUM,
     IllTypedError,
+    PartialValue,
     TensorType,
-    Uncombined,
     overlap,
 )
 
@@ -78,8 +78,8 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
     axes = _axes(rule, types)
     for type_, linear in zip(types, rule.linear, strict=True):
         _check_linear(op, type_, linear, rule)
-    uncombined = (_of_terms if rule.alike else _of_factors)(op, rule, types, axes)
-    reduced = tuple(_reduced(rule, types, axes, uncombined))
+    partial = (_of_terms if rule.alike else _of_factors)(op, rule, types, axes)
+    reduced = tuple(_reduced(rule, types, axes, partial))
     names = _names(rule, types)
     free = all(type_.free for type_ in types)
     zero = free and _is_zero(rule, types)
@@ -90,7 +90,7 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
             value,
             mesh,
             [axes.get(label, ()) for label in labels],
-            uncombined=tuple(uncombined),
+            partial=tuple(partial),
             names=tuple(names.get(label) for label in labels),
             free=free,
             zero=zero,
@@ -141,11 +141,11 @@ def _cuts(
 def _without_split(type_: TensorType, dim: int) -> str:
     """The sharding with a dim unsharded, as an annotation of it is written."""
     dims = [() if i == dim else axes for i, axes in enumerate(type_.dims)]
-    return type_.said_text(dims)
+    return type_.sharding_text(dims)
 
 
 def _check_linear(op, type_: TensorType, linear: bool, rule: OpDims) -> None:
-    for part in type_.uncombined:
+    for part in type_.partial:
         if linear and (part.kind == SUM or rule.moves):
             continue
         raise IllTypedError(
@@ -154,23 +154,25 @@ def _check_linear(op, type_: TensorType, linear: bool, rule: OpDims) -> None:
         )
 
 
-def _part(part: Uncombined) -> str:
+def _part(part: PartialValue) -> str:
     if part.kind == SUM:
         return f"a sum unreduced along {part.axis}"
     return f"partial values along {part.axis} ({part.kind})"
 
 
-def how_to_combine(type_: TensorType, part: Uncombined, what: str = "it") -> str:
+def how_to_combine(type_: TensorType, part: PartialValue, what: str = "it") -> str:
     """How a program combines what is unreduced in a tensor."""
     left = tuple(axis for axis in type_.unreduced if axis != part.axis)
     text = dataclasses.replace(type_.sharding, unreduced=left)
     return f"{'reshard' if part.decided else 'mesh_split'} {what} to {text}"
 
 
-def _combined(op, rule: OpDims, labels: Sequence[int], axes: Axes) -> list[Uncombined]:
+def _combined(
+    op, rule: OpDims, labels: Sequence[int], axes: Axes
+) -> list[PartialValue]:
     """What is unreduced once dims that axes split are combined, by label."""
     return [
-        Uncombined(axis=axis, kind=rule.kinds.get(label, SUM), origins=(op,))
+        PartialValue(axis=axis, kind=rule.kinds.get(label, SUM), origins=(op,))
         for label in labels
         for axis in axes.get(label, ())
     ]
@@ -178,10 +180,10 @@ def _combined(op, rule: OpDims, labels: Sequence[int], axes: Axes) -> list[Uncom
 
 def _of_factors(
     op, rule: OpDims, types: Sequence[TensorType], axes: Axes
-) -> list[Uncombined]:
-    parts: list[Uncombined] = []
+) -> list[PartialValue]:
+    parts: list[PartialValue] = []
     for type_ in types:
-        for part in type_.uncombined:
+        for part in type_.partial:
             if any(overlap(type_.mesh, part.axis, before.axis) for before in parts):
                 raise IllTypedError(
                     f"a product of sums unreduced along {part.axis} is not the sum of "
@@ -194,25 +196,25 @@ def _of_factors(
                     "product one factor may be unreduced",
                     f"{how_to_combine(type_, part)} before",
                 )
-        parts += type_.uncombined
+        parts += type_.partial
     return parts + _combined(op, rule, rule.all_combined(), axes)
 
 
 def _of_terms(
     op, rule: OpDims, types: Sequence[TensorType], axes: Axes
-) -> list[Uncombined]:
+) -> list[PartialValue]:
     """Of terms, slices and branches: along each axis all are unreduced, or none is."""
     terms = [
-        (number, type_, [*type_.uncombined, *_combined(op, rule, labels, axes)])
+        (number, type_, [*type_.partial, *_combined(op, rule, labels, axes)])
         for number, (type_, labels, linear) in enumerate(
             zip(types, map(rule.combined, rule.operands), rule.linear, strict=True)
         )
         if linear and not type_.zero
     ]
-    by_axis: dict[str, Uncombined] = {}
-    for _, type_, uncombined in terms:
-        _check_apart(type_, uncombined)
-        for part in uncombined:
+    by_axis: dict[str, PartialValue] = {}
+    for _, type_, partial in terms:
+        _check_apart(type_, partial)
+        for part in partial:
             before = by_axis.get(part.axis)
             if before is not None and before.kind != part.kind:
                 raise IllTypedError(
@@ -232,16 +234,16 @@ def _of_terms(
     return list(by_axis.values())
 
 
-def _check_apart(type_: TensorType, uncombined: Sequence[Uncombined]) -> None:
-    for i, part in enumerate(uncombined):
-        if any(overlap(type_.mesh, part.axis, p.axis) for p in uncombined[:i]):
+def _check_apart(type_: TensorType, partial: Sequence[PartialValue]) -> None:
+    for i, part in enumerate(partial):
+        if any(overlap(type_.mesh, part.axis, p.axis) for p in partial[:i]):
             raise IllTypedError(
                 f"it sums what is unreduced along {part.axis} already",
                 f"{how_to_combine(type_, part)} before",
             )
 
 
-def _refuse_terms(part: Uncombined, have: Sequence, lacks: tuple) -> None:
+def _refuse_terms(part: PartialValue, have: Sequence, lacks: tuple) -> None:
     (number, type_, _), (lacking_number, lacking, _) = have[0], lacks
     kind = "a partial sum" if part.kind == SUM else f"a partial {part.kind}"
     split = lacking.splits(part.axis)
@@ -268,7 +270,7 @@ def _reduced(
     rule: OpDims,
     types: Sequence[TensorType],
     axes: Axes,
-    uncombined: Sequence[Uncombined],
+    partial: Sequence[PartialValue],
 ) -> Iterator[str]:
     """The axes along which the results are reduced, as operands are."""
     given = {axis: type_ for type_ in types for axis in type_.reduced}
@@ -286,7 +288,7 @@ def _reduced(
                         f"mesh_split both alike, or {_plain(operand, axis)}",
                     )
         used = [
-            *(p.axis for p in uncombined),
+            *(p.axis for p in partial),
             *(a for split in axes.values() for a in split),
         ]
         if not any(overlap(mesh, axis, a) for a in used):
@@ -295,7 +297,7 @@ def _reduced(
 
 def _check_against_reduced(reduced: TensorType, type_: TensorType, axis: str) -> None:
     """Refuses a replicated operand beside a reduced one: its gradient is unreduced."""
-    declared = axis in type_.reduced or type_.splits(axis) or type_.pending_along(axis)
+    declared = axis in type_.reduced or type_.splits(axis) or type_.partial_along(axis)
     if declared or type_.free or not type_.is_float:
         return
     wanted = dataclasses.replace(type_.sharding, reduced=(*type_.reduced, axis))

@@ -40,7 +40,7 @@ from meshwright.framework.compiler.stablehlo.tidy import tidy
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-_TELLING = frozenset(
+_SHOWN_OPS = frozenset(
     {"dot_general", "dot", "convolution", "reduce", "gather", "scatter", "custom_call"}
 )
 
@@ -57,7 +57,7 @@ class TypedTensor:
       source: where the op was made, None if unknown.
       is_gradient: whether it is a gradient, or made from one.
       type: the sharding type; its `str` reads `f32[seq, batch@dp, 16]{U:tp}`.
-      is_told: whether the program's text shows it.
+      is_shown: whether the program's text shows it.
     """
 
     kind: Kind
@@ -66,7 +66,7 @@ class TypedTensor:
     source: Source | None
     is_gradient: bool
     type: TensorType
-    is_told: bool
+    is_shown: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ def _argument(
         )
     _check_fits(f"argument {path!r}", value, mesh, sharding)
     sharding = sharding or Sharding.replicated(mesh, rank)
-    return TensorType.said(value, sharding, names or ())
+    return TensorType.from_annotation(value, sharding, names or ())
 
 
 def _check_fits(
@@ -255,7 +255,7 @@ def _border(kind: Kind, named: Iterable[tuple[str, Typed]]) -> Iterator[TypedTen
                 source=None,
                 is_gradient=False,
                 type=type_.without_origins(),
-                is_told=True,
+                is_shown=True,
             )
 
 
@@ -328,16 +328,16 @@ class _Program:
             source=source,
             is_gradient=any(op in self.gradients for op, _ in parts),
             type=(types[-1] if types else parts[-1][1]).without_origins(),
-            is_told=any(self._tells(op, type_) for op, type_ in parts),
+            is_shown=any(self._is_shown(op, type_) for op, type_ in parts),
         )
 
-    def _tells(self, op, type_: TensorType) -> bool:
+    def _is_shown(self, op, type_: TensorType) -> bool:
         """Whether an op is a contraction or the like, or changes what is unreduced."""
         before = [self.checker.types[value] for value in op.operands]
         states = {
-            (operand.uncombined, operand.reduced)
+            (operand.partial, operand.reduced)
             for operand in before
             if isinstance(operand, TensorType) and not operand.free
         }
-        changes = states and states != {(type_.uncombined, type_.reduced)}
-        return bool(changes) or op.name.split(".")[-1] in _TELLING
+        changes = states and states != {(type_.partial, type_.reduced)}
+        return bool(changes) or op.name.split(".")[-1] in _SHOWN_OPS

@@ -102,5 +102,5 @@ def _unlike(type_: TensorType, old: Sequence[int]) -> IllTypedError:
     return IllTypedError(
         f"dim {split[-1]} is not split where the result could be: its shards are no "
         "shards of the result",
-        f"mesh_split it to {type_.said_text(dims)} before",
+        f"mesh_split it to {type_.sharding_text(dims)} before",
     )

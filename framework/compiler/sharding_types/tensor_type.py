@@ -28,7 +28,7 @@ class IllTypedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Uncombined:
+class PartialValue:
     """Along a mesh axis devices hold parts of a result, which are not combined yet.
 
     Args:
@@ -38,7 +38,7 @@ class Uncombined:
         into the neighbours' shards.
       decided: whether the program annotates the tensor as unreduced; otherwise it still
         has to annotate the tensor's sharding.
-      origins: the ops that left the parts uncombined.
+      origins: the ops that left the value partial.
     """
 
     axis: str
@@ -56,7 +56,7 @@ class TensorType:
       element: element type in HLO's words: "f32", "s32", "pred", ...
       shape: of the full tensor.
       dims: for each dim the axes that split it, major first.
-      uncombined: the axes along which it is not combined yet.
+      partial: its partial values, one for each axis along which it has any.
       reduced: axes along which it is replicated, and its gradient unreduced.
       names: for each dim the user's name for it, or None.
       free: whether it is made from constants alone, so that each device has what it
@@ -71,7 +71,7 @@ class TensorType:
     element: str
     shape: tuple[int, ...]
     dims: tuple[tuple[str, ...], ...]
-    uncombined: tuple[Uncombined, ...] = ()
+    partial: tuple[PartialValue, ...] = ()
     reduced: tuple[str, ...] = ()
     names: tuple[str | None, ...] = dataclasses.field(default=(), compare=False)
     free: bool = False
@@ -80,11 +80,11 @@ class TensorType:
     def __post_init__(self):
         size = self.mesh.axis_size  # An axis of one device has no effect.
         dims = tuple(tuple(a for a in axes if size(a) > 1) for axes in self.dims)
-        uncombined = [part for part in self.uncombined if size(part.axis) > 1]
+        partial = [part for part in self.partial if size(part.axis) > 1]
         reduced = [axis for axis in self.reduced if size(axis) > 1]
-        uncombined.sort(key=lambda part: self._number(part.axis))
+        partial.sort(key=lambda part: self._number(part.axis))
         object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "uncombined", tuple(uncombined))
+        object.__setattr__(self, "partial", tuple(partial))
         object.__setattr__(self, "reduced", tuple(sorted(reduced, key=self._number)))
         if not self.names:
             object.__setattr__(self, "names", (None,) * len(self.shape))
@@ -108,7 +108,7 @@ class TensorType:
     def _uses(self) -> Iterator[tuple[str, str]]:
         for dim, axes in enumerate(self.dims):
             yield from ((axis, f"split by {axis} in dim {dim}") for axis in axes)
-        for part in self.uncombined:
+        for part in self.partial:
             yield part.axis, f"a partial {part.kind} along {part.axis}"
         for axis in self.reduced:
             yield axis, f"reduced along {axis}"
@@ -124,18 +124,16 @@ class TensorType:
         return cls(mesh=mesh, element=element, shape=shape, dims=split, **how)
 
     @classmethod
-    def said(
+    def from_annotation(
         cls, value: ir.Value, sharding: Sharding, names: Sequence[str | None] = ()
     ) -> TensorType:
         """The type that an annotation of `value` states."""
-        uncombined = [
-            Uncombined(axis=axis, decided=True) for axis in sharding.unreduced
-        ]
+        partial = [PartialValue(axis=axis, decided=True) for axis in sharding.unreduced]
         return cls.of(
             value,
             sharding.mesh,
             sharding.dims,
-            uncombined=tuple(uncombined),
+            partial=tuple(partial),
             reduced=sharding.reduced,
             names=tuple(names),
         )
@@ -147,12 +145,12 @@ class TensorType:
     @property
     def unreduced(self) -> tuple[str, ...]:
         """The axes along which the program annotates a sum as unreduced."""
-        return tuple(part.axis for part in self.uncombined if part.decided)
+        return tuple(part.axis for part in self.partial if part.decided)
 
     @property
-    def undecided(self) -> tuple[Uncombined, ...]:
-        """The parts that are uncombined without an annotation for it."""
-        return tuple(part for part in self.uncombined if not part.decided)
+    def undecided(self) -> tuple[PartialValue, ...]:
+        """The partial values without an annotation for it."""
+        return tuple(part for part in self.partial if not part.decided)
 
     @property
     def sharding(self) -> Sharding:
@@ -163,16 +161,16 @@ class TensorType:
 
     def without_origins(self) -> TensorType:
         """The same type, without references to ops of a module."""
-        uncombined = [dataclasses.replace(p, origins=()) for p in self.uncombined]
-        return dataclasses.replace(self, uncombined=tuple(uncombined))
+        partial = [dataclasses.replace(p, origins=()) for p in self.partial]
+        return dataclasses.replace(self, partial=tuple(partial))
 
-    def said_text(self, dims: Sequence[tuple[str, ...]]) -> str:
+    def sharding_text(self, dims: Sequence[tuple[str, ...]]) -> str:
         """The text of its sharding, with other axes for its dims."""
         return str(dataclasses.replace(self.sharding, dims=tuple(dims)))
 
-    def pending_along(self, axis: str) -> Uncombined | None:
-        """The uncombined part along an axis, or along a part of the axis."""
-        along = (p for p in self.uncombined if overlap(self.mesh, p.axis, axis))
+    def partial_along(self, axis: str) -> PartialValue | None:
+        """The partial value along an axis, or along a part of the axis."""
+        along = (p for p in self.partial if overlap(self.mesh, p.axis, axis))
         return next(along, None)
 
     def splits(self, axis: str) -> bool:
@@ -186,7 +184,7 @@ class TensorType:
             for name, size, axes in zip(self.names, self.shape, self.dims, strict=True)
         ]
         groups: dict[str, list[str]] = {}
-        for part in self.uncombined:
+        for part in self.partial:
             mark = "U" if part.decided else f"{part.kind}?"
             groups.setdefault(mark, []).append(part.axis)
         if self.reduced:

@@ -44,7 +44,7 @@ def program_text(program: TypedProgram) -> str:
 def _groups(
     tensors: Sequence[TypedTensor],
 ) -> Iterator[tuple[str, list[TypedTensor]]]:
-    inside = [t for t in tensors if t.kind.value == "inside" and t.is_told]
+    inside = [t for t in tensors if t.kind.value == "inside" and t.is_shown]
     yield "arguments", [t for t in tensors if t.kind.value == "argument"]
     yield "forward", [t for t in inside if not t.is_gradient]
     yield "backward, and what is made of it", [t for t in inside if t.is_gradient]

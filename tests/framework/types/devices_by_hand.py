@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from meshwright.framework.compiler.sharding_types.tensor_type import (
+    PartialValue,
     TensorType,
-    Uncombined,
 )
 from tests.framework.types.typed import MESH
 
@@ -50,7 +50,7 @@ class Held:
     @classmethod
     def of(cls, type_: TensorType, tensor: np.ndarray, random) -> "Held":
         """Of any parts that a partial sum may have: large ones, of both signs."""
-        pending = [n for n, axis in enumerate(AXES) if type_.pending_along(axis)]
+        pending = [n for n, axis in enumerate(AXES) if type_.partial_along(axis)]
         sums = {(): tensor}
         for number in pending:
             for place in list(sums):
@@ -70,7 +70,7 @@ class Held:
         unsplit = [
             axis
             for axis in axes
-            if not self.type.splits(axis) and not self.type.pending_along(axis)
+            if not self.type.splits(axis) and not self.type.partial_along(axis)
         ]
         forms = []
         for steps in _cuts(unsplit, self.whole.ndim):
@@ -105,7 +105,7 @@ def says(type_, parts, tensor):
     if any(parts[device].shape != shard_shape(type_) for device in DEVICES):
         return False
     for number, axis in enumerate(AXES):
-        kind = type_.pending_along(axis)
+        kind = type_.partial_along(axis)
         kept = {}
         for device in parts:
             first = (*device[:number], 0, *device[number + 1 :])
@@ -185,16 +185,16 @@ def _all_types(shape) -> list[TensorType]:
                 tuple(axis for axis in order if of[axis] == dim)
                 for dim in range(len(shape))
             )
-            uncombined = tuple(
-                Uncombined(axis=axis, kind=of[axis])
+            partial = tuple(
+                PartialValue(axis=axis, kind=of[axis])
                 for axis in AXES
                 if of[axis] in ("sum", "max")
             )
             counts = [MESH.axes_size(axes) for axes in dims]
             even = all(n % k == 0 for n, k in zip(shape, counts, strict=True))
             # A maximum of sums is no sum of maxima: there is no type for both.
-            if even and len({combined.kind for combined in uncombined}) < 2:
-                types.append(plain(shape, dims, uncombined=uncombined))
+            if even and len({combined.kind for combined in partial}) < 2:
+                types.append(plain(shape, dims, partial=partial))
     return list(dict.fromkeys(types))
 
 

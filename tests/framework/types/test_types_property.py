@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from meshwright.framework.compiler.sharding_types.checker import Checker
-from meshwright.framework.compiler.sharding_types.tensor_type import Uncombined
+from meshwright.framework.compiler.sharding_types.tensor_type import PartialValue
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from tests.framework.types import devices_by_hand as by_hand
 from tests.framework.types.typed import MESH
@@ -35,12 +35,12 @@ class NoSources:
 def held(draw, shape, random):
     """A tensor of random numbers and of a random type; or a constant."""
     kind = draw(st.sampled_from(["typed"] * 6 + ["constant", "zero"]))
-    dims, uncombined, reduced = [[] for _ in shape], [], []
+    dims, partial, reduced = [[] for _ in shape], [], []
     if kind == "typed":
         for axis in draw(st.permutations(by_hand.AXES)):
             state = draw(st.sampled_from([*range(len(shape)), *"WUUR"]))
             if state == "U":
-                uncombined.append(Uncombined(axis=axis, decided=True))
+                partial.append(PartialValue(axis=axis, decided=True))
             elif state == "R":
                 reduced.append(axis)
             elif state != "W" and shape[state] % MESH.axes_size([*dims[state], axis]):
@@ -50,7 +50,7 @@ def held(draw, shape, random):
     type_ = by_hand.plain(
         shape,
         tuple(map(tuple, dims)),
-        uncombined=tuple(uncombined),
+        partial=tuple(partial),
         reduced=tuple(reduced),
         free=kind != "typed",
         zero=kind == "zero",
@@ -143,12 +143,12 @@ def checked(op, operands):
 
 def decided(draw, type_):
     """An annotation: what is unreduced is said to be so, or is combined."""
-    uncombined = tuple(
-        Uncombined(axis=p.axis, decided=True)
-        for p in type_.uncombined
+    partial = tuple(
+        PartialValue(axis=p.axis, decided=True)
+        for p in type_.partial
         if p.decided or (p.kind == "sum" and draw(st.booleans()))
     )
-    return dataclasses.replace(type_, uncombined=uncombined)
+    return dataclasses.replace(type_, partial=partial)
 
 
 @hypothesis.settings(max_examples=150, deadline=None, derandomize=True)

@@ -211,7 +211,7 @@ MISTAKES = {
         uneven_factors,
         r"it is not a sum over dims that tp splits evenly",
     ),
-    "not uncombined at all": Mistake(
+    "not partial at all": Mistake(
         lambda x: mw.mesh_split(x - 1.0, MESH, [-1, -1], unreduced=["tp"]),
         to_replicated,
         r"no sum is unreduced along tp, so it is not unreduced; reshard converts",

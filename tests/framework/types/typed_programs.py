@@ -92,15 +92,15 @@ class Program(RandomSteps):
         right = [axis for axis in right if axis not in left]
         left_operand = self.converted(x, [left, list(summed)])
         other = self.argument((x.shape[1], self.choose(*SIZES)), [list(summed), right])
-        uncombined = self.choose(*[(axis,) for axis in summed], tuple(sorted(summed)))
-        dims = self.dims(2, but=uncombined)
+        partial = self.choose(*[(axis,) for axis in summed], tuple(sorted(summed)))
+        dims = self.dims(2, but=partial)
         return self.step(
             "product",
-            lambda a, b: split(a @ b, *dims, unreduced=uncombined),
+            lambda a, b: split(a @ b, *dims, unreduced=partial),
             [left_operand, other],
             (x.shape[0], other.shape[1]),
             dims,
-            uncombined,
+            partial,
         )
 
     def linear(self, x: Value) -> Value:
