@@ -217,10 +217,10 @@ def axis_index(mesh: DeviceMesh, axes: Axes) -> tf.Tensor:
 
 def _axes(mesh: DeviceMesh, axes: Axes) -> tuple[list[str], int]:
     axes = [axes] if isinstance(axes, str) else list(axes)
-    return axes, mesh.axes_size(whole_axes(mesh, axes))
+    return axes, mesh.axes_size(full_axes(mesh, axes))
 
 
-def whole_axes(mesh: DeviceMesh, axes: Sequence[str]) -> Sequence[str]:
+def full_axes(mesh: DeviceMesh, axes: Sequence[str]) -> Sequence[str]:
     """`axes`, none of which may be a sub-axis or be repeated.
 
     Raises:
@@ -229,8 +229,8 @@ def whole_axes(mesh: DeviceMesh, axes: Sequence[str]) -> Sequence[str]:
     for axis in axes:
         if mesh.part(axis).axis != axis or list(axes).count(axis) > 1:
             raise ValueError(
-                f"manual regions and collectives are along whole axes, each once, not "
-                f"{axis!r} of {list(axes)}: give the mesh a further axis for a part"
+                "manual regions and collectives are along full mesh axes, each once, "
+                f"not {axis!r} of {list(axes)}: give the mesh a further axis for a part"
             )
     return axes
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.sharding.annotations import describe
-from meshwright.framework.sharding.collectives import all_reduce, whole_axes
+from meshwright.framework.sharding.collectives import all_reduce, full_axes
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import placeholder
 from meshwright.framework.sharding.sharding import Sharding
@@ -176,7 +176,7 @@ def _manual(mesh: DeviceMesh, manual_axes: Sequence[str] | None) -> list[str]:
     if isinstance(manual_axes, str):
         raise ValueError(f"manual_axes={manual_axes!r} must be a sequence of axes")
     axes = list(mesh.axis_names if manual_axes is None else manual_axes)
-    return whole_axes(mesh, axes)
+    return full_axes(mesh, axes)
 
 
 def _sharding(
@@ -191,7 +191,7 @@ def _sharding(
     except ValueError as e:
         raise ValueError(f"manual region: {describe(tensor)}: {e}") from None
     named = [axis for axes in sharding.dims for axis in axes]
-    for axis in whole_axes(mesh, named):
+    for axis in full_axes(mesh, named):
         if axis not in manual:
             raise ValueError(
                 f"dims_mapping {list(dims_mapping)} names mesh axis {axis!r}, which is "

@@ -90,7 +90,7 @@ class ShardingPlan:
         It is reduced along those of the plan's `unreduced_gradient_axes` that split the
         tokens over which its gradient sums.
         """
-        tokens = self._own_names(("batch", "stream"))
+        tokens = self._table_names(("batch", "stream"))
         axes = {axis for dim in tokens for axis in as_axes(self.activations.get(dim))}
         partial = [axis for axis in self.unreduced_gradient_axes if axis in axes]
         return _reduced(self.weight_sharding(dims, name), partial)
@@ -99,7 +99,7 @@ class ShardingPlan:
         self, dims: Sequence[str], name: str = "activation"
     ) -> Sharding:
         """The sharding of an activation with the logical dims `dims`."""
-        return self._sharding(self.activations, self._own_names(dims), name)
+        return self._sharding(self.activations, self._table_names(dims), name)
 
     def gathered_sharding(
         self, dims: Sequence[str], name: str = "activation"
@@ -128,7 +128,7 @@ class ShardingPlan:
             self, pipeline_axes=tuple(stage_axes), unreduced_gradient_axes=()
         )
 
-    def _own_names(self, dims: Sequence[str]) -> list[str]:
+    def _table_names(self, dims: Sequence[str]) -> list[str]:
         """The names of dims in the activation table."""
         others = {}
         if self.pipeline_axes is not None and "microbatch" in self.activations:

@@ -53,19 +53,19 @@ class Sharding:
         for name in ("manual", "unreduced", "reduced"):
             for axis in getattr(self, name):
                 self._check_free(axis, f"as {name}", used)
-        self._check_pending()
+        self._check_unreduced()
         if not all(0 <= dim < self.rank for dim in self.unspecified):
             raise ValueError(
                 f"unspecified dims {self.unspecified} of a tensor of rank {self.rank}"
             )
         object.__setattr__(self, "unspecified", tuple(sorted(set(self.unspecified))))
 
-    def _check_pending(self) -> None:
+    def _check_unreduced(self) -> None:
         axes = (*self.unreduced, *self.reduced)
         if parts := [axis for axis in axes if self.mesh.part(axis).axis != axis]:
             raise ValueError(
                 f"a sharding is unreduced or reduced along {parts[0]!r}, a part of a "
-                "mesh axis: that works along whole axes"
+                "mesh axis: that works along full mesh axes"
             )
         if axes and (self.manual or self.unspecified):
             raise ValueError(

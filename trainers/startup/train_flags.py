@@ -32,8 +32,8 @@ STANDSTILL = flags.DEFINE_float(
 STOPPED_STATUS = flags.DEFINE_integer(
     "stopped_status",
     0,
-    "Exit status of a training that SIGTERM stopped before its last step; a status "
-    "that is not 0 makes schedulers start it again that let successes rest.",
+    "Exit status of a training that SIGTERM stopped before its last step. Use a "
+    "nonzero status with schedulers that do not restart successful jobs.",
     lower_bound=0,
     upper_bound=255,
 )

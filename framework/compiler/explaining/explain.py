@@ -104,7 +104,7 @@ class TensorReport:
         differently; None for others. Two annotations in a row are a reshard, for
         instance where an AllToAll is wanted (GShard 3.2).
       why_replicated: the reason if no axis splits it, else None.
-      bytes: of the whole tensor.
+      bytes: the bytes of the full tensor.
       bytes_per_device: of one device's shard.
       collectives: inserted at its op.
     """

@@ -54,7 +54,7 @@ class Summed:
     after: Sequence[ir.Operation] = ()
 
 
-class Lying(Protocol):
+class HasShardings(Protocol):
     """The shardings of the tensors of a module."""
 
     mesh: DeviceMesh
@@ -63,7 +63,9 @@ class Lying(Protocol):
         """The sharding of a value on the mesh."""
 
 
-def sum_of(completed: Lying, op: ir.Operation, axes: Collection[str]) -> Summed | None:
+def sum_of(
+    completed: HasShardings, op: ir.Operation, axes: Collection[str]
+) -> Summed | None:
     """How an op sums over these mesh axes; None unless it is known to, evenly."""
     ordered = tuple(a for a in completed.mesh.axis_names if a in axes)
     rule = _RULES.get(op.name)
@@ -109,7 +111,7 @@ def _sums_one(op) -> bool:
 class _Operands:
     """The axes of a region that split an op's operands."""
 
-    def __init__(self, completed: Lying, op, axes: frozenset[str]):
+    def __init__(self, completed: HasShardings, op, axes: frozenset[str]):
         self.completed = completed
         self.op = op
         self.manual = axes

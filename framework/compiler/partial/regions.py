@@ -24,7 +24,7 @@ REMEDY = (
 )
 
 
-def needs_pending(placeholder: Placeholder, mesh: DeviceMesh) -> bool:
+def needs_partial_sum(placeholder: Placeholder, mesh: DeviceMesh) -> bool:
     """Whether a typed annotation requires a partial sum."""
     if placeholder.config.get("on_conflict") == OnConflict.REDUCE.value:
         return False
@@ -33,7 +33,7 @@ def needs_pending(placeholder: Placeholder, mesh: DeviceMesh) -> bool:
 
 
 def refuse_in_regions(main: ir.Operation, mesh: DeviceMesh, blame: Blame) -> None:
-    """Refuses annotations that `needs_pending` is true for in a manual region.
+    """Refuses annotations that `needs_partial_sum` is true for in a manual region.
 
     Raises:
       LoweringError: there is such an annotation.
@@ -45,7 +45,7 @@ def refuse_in_regions(main: ir.Operation, mesh: DeviceMesh, blame: Blame) -> Non
             continue
         is_typed = placeholder is not None and placeholder.kind in (TYPED, RESHARD)
         inside = bool(manual) and not manual.isdisjoint(operands_of(op))
-        if inside and is_typed and needs_pending(placeholder, mesh):
+        if inside and is_typed and needs_partial_sum(placeholder, mesh):
             raise blame.error(op, f"needs a partial sum, and {RULE}: {REMEDY}")
         if inside or (placeholder is not None and not is_typed):
             manual.update(op.results)

@@ -31,8 +31,8 @@ class FactorKind(enum.Enum):
 
     PARALLEL = enum.auto()  # Each device computes its part of the results.
     REDUCED = enum.auto()  # Each device computes a part of a sum.
-    MOVING = enum.auto()  # Each device needs rows of its neighbours.
-    WHOLE = enum.auto()  # Each device needs the entire dim, as a sort does.
+    PERMUTATION = enum.auto()  # Each device needs rows of its neighbours.
+    NEED_REPLICATION = enum.auto()  # Each device needs the full dim, as a sort does.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,9 +242,9 @@ def _factors(mapping) -> tuple[int | None, ...]:
 
 def _kind(rule, factor: int) -> FactorKind:
     if factor in list(rule.need_replication_factors):
-        return FactorKind.WHOLE
+        return FactorKind.NEED_REPLICATION
     if factor in list(rule.permutation_factors):
-        return FactorKind.MOVING
+        return FactorKind.PERMUTATION
     if factor in list(rule.reduction_factors):
         return FactorKind.REDUCED
     return FactorKind.PARALLEL

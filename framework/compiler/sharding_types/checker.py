@@ -17,7 +17,7 @@ from meshwright.framework.compiler.partial.partial_sums import sum_of
 from meshwright.framework.compiler.partial.regions import (
     REMEDY,
     RULE,
-    needs_pending,
+    needs_partial_sum,
 )
 from meshwright.framework.compiler.sharding_types.annotated import (
     annotated,
@@ -187,7 +187,7 @@ class Checker:
             return [TensorType.of(op.results[0], self.mesh, placeholder.config["dims"])]
         is_typed = placeholder is not None and placeholder.kind in (TYPED, RESHARD)
         if Unknown.MANUAL in before:
-            if is_typed and needs_pending(placeholder, self.mesh):
+            if is_typed and needs_partial_sum(placeholder, self.mesh):
                 raise IllTypedError(RULE, REMEDY)
             return [Unknown.MANUAL] * len(op.results)
         if is_annotation(op) or is_typed:

@@ -36,7 +36,7 @@ _NEVER_ALIKE = (
     "stablehlo.replica_id",
 )
 # Collectives of manual regions whose results differ between devices.
-_EACH_ITS_OWN = ("axis_index", "reduce_scatter", "all_to_all", "collective_permute")
+_DEVICE_DEPENDENT = ("axis_index", "reduce_scatter", "all_to_all", "collective_permute")
 _SUMS_ALL = (
     "stablehlo.convolution",
     "stablehlo.scatter",
@@ -154,7 +154,9 @@ class _Analysis:
             return frozenset()
         if placeholder.kind == INTO_MANUAL:
             return frozenset(axis for dim in placeholder.config["dims"] for axis in dim)
-        return frozenset(placeholder.axes if placeholder.kind in _EACH_ITS_OWN else ())
+        return frozenset(
+            placeholder.axes if placeholder.kind in _DEVICE_DEPENDENT else ()
+        )
 
     def gained(self, op) -> frozenset[str]:
         """The data axes over which an op sums values that differ between replicas."""

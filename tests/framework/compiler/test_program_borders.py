@@ -81,7 +81,7 @@ def test_shardings_of_another_structure_or_rank_are_refused(
 
 
 @pytest.mark.parametrize("text", ["[X,?]", "[X,_] manual{Y}", "[Y:(1)2,_]"])
-def test_a_border_sharding_is_decided_and_of_whole_axes(text):
+def test_a_border_sharding_is_decided_and_of_full_axes(text):
     sharding = Sharding.parse(MESH, text)
     for borders in ({"in_shardings": [sharding]}, {"out_shardings": sharding}):
         with pytest.raises(ValueError, match="at the border of a program every dim is"):

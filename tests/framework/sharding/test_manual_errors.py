@@ -179,15 +179,15 @@ def test_a_region_over_another_mesh_is_refused():
         ),
         (
             lambda x: collectives.all_reduce(x, MESH, "Y:(1)2"),
-            "along whole axes, each once, not 'Y:(1)2'",
+            "along full mesh axes, each once, not 'Y:(1)2'",
         ),
         (
             lambda x: collectives.all_reduce(x, MESH, ("X", "X")),
-            "along whole axes, each once, not 'X'",
+            "along full mesh axes, each once, not 'X'",
         ),
         (
             lambda x: into(x, ["Y:(1)2", None]),
-            "along whole axes, each once, not 'Y:(1)2'",
+            "along full mesh axes, each once, not 'Y:(1)2'",
         ),
         (into, "auto_to_manual over the mesh (X=2, Y=4) was called eagerly"),
         (

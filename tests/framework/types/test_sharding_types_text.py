@@ -77,7 +77,7 @@ def test_the_order_in_which_axes_are_read_makes_no_difference():
         (
             "[_]{U:Y:(1)2}",
             "unreduced or reduced along 'Y:(1)2', a part of a mesh axis: that works "
-            "along whole axes",
+            "along full mesh axes",
         ),
         ("[_]{R:Y:(2)2}", "unreduced or reduced along 'Y:(2)2', a part of a mesh axis"),
         (

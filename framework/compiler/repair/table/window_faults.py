@@ -40,7 +40,7 @@ def _blocked(
 _PARALLEL, _REDUCED = FactorKind.PARALLEL, FactorKind.REDUCED
 _HALOS = (
     "pools exchange border rows (halos); for other ops, and where a window reads a "
-    "whole dim, the dim is not split"
+    "full dim, the dim is not split"
 )
 
 WINDOW_FAULTS = (
