@@ -56,7 +56,7 @@ class Instruction:
       backend_config: the backend's own text, such as the "estimated_cycles" of a TPU
         program; "" if there is none.
       is_root: whether it is its computation's result.
-      tag: the number that `repair.looks` gave the operation, else None.
+      tag: the number that `repair.inspection` gave the operation, else None.
     """
 
     name: str

@@ -1,10 +1,10 @@
 """The pass that lays a program out so that XLA partitions it correctly.
 
 The shardings of an operation's tensors are known only after propagation. So a program
-is completed beforehand (`looks`). Where an operation is sharded as a row of the table
-of faults says (`faults`), or a convolution so that XLA would add up too much
+is completed beforehand (`inspection`). Where an operation is sharded as a row of the
+table of faults says (`faults`), or a convolution so that XLA would add up too much
 (`conv_layout`), a copy of the program's module is written with that operation laid out
-differently, and examined again. Its layout then stays, but propagation may change
+differently, and inspected again. Its layout then stays, but propagation may change
 the layouts of others: hence the rounds.
 """
 
@@ -16,7 +16,7 @@ from absl import logging
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.repair import looks
+from meshwright.framework.compiler.repair import inspection
 from meshwright.framework.compiler.repair.convolutions import conv_layout
 from meshwright.framework.compiler.repair.convolutions.conv_rewrite import lay_out
 from meshwright.framework.compiler.repair.halos.halo_rewrite import lay_out_in_blocks
@@ -97,22 +97,22 @@ def repair(
     if not guarded:
         return ()
 
-    def look(copy: ir.Operation) -> Iterator[tuple[int, OpLayout]]:
+    def inspect(copy: ir.Operation) -> Iterator[tuple[int, OpLayout]]:
         write_for(blame, copy, mesh, partitioner)
         if partitioner is Partitioner.GSPMD:
             with ending_early(copy, target.devices):
                 program = put_on_mesh(module.written(copy), target)
-            return looks.by_gspmd(program, copy)
+            return inspection.by_gspmd(program, copy)
         write_borders(copy, mesh, **module.boundary)
-        return looks.by_shardy(Propagated(blame, copy, mesh))
+        return inspection.by_shardy(Propagated(blame, copy, mesh))
 
     operation = module.write()
-    looks.number(guarded)
-    chosen, right, repairs = decided(blame, operation, mesh, look)
+    inspection.number(guarded)
+    chosen, right, repairs = decided(blame, operation, mesh, inspect)
     _report(module.signature.name, list(repairs.values()), strict)
     pinned = right if partitioner is Partitioner.SHARDY else {}
     _lay_out(operation, mesh, chosen, pinned)
-    looks.drop_numbers(operation)
+    inspection.drop_numbers(operation)
     return tuple(repairs.values())
 
 
@@ -120,7 +120,7 @@ def decided(
     blame: Blame,
     module: ir.Operation,
     mesh: DeviceMesh,
-    look: Callable[[ir.Operation], Iterable[tuple[int, OpLayout]]],
+    inspect: Callable[[ir.Operation], Iterable[tuple[int, OpLayout]]],
 ) -> tuple[dict[int, Chosen], dict[int, Shardings], dict[int, Repair]]:
     """Which operations are to be laid out differently, which may stay, and the repairs.
 
@@ -128,7 +128,8 @@ def decided(
       blame: for messages.
       module: the module, prepared and numbered; it is not changed.
       mesh: the program's mesh.
-      look: completes a copy of the module, and returns the layouts of its operations.
+      inspect: completes a copy of the module, and returns the layouts of its
+        operations.
 
     Returns:
       By number of the operation: the chosen layouts; the shardings of operations that
@@ -144,7 +145,7 @@ def decided(
         copy = module.clone()
         _lay_out(copy, mesh, chosen, {})
         wrong, right = {}, {}
-        for place, layout in look(copy):
+        for place, layout in inspect(copy):
             before = chosen.get(place), unsharded.get(place)
             if decisions := _wrong(blame, layout, *before):
                 wrong[place], unsharded[place] = decisions
@@ -172,7 +173,7 @@ def _lay_out(
     For Shardy these are `pinned`: XLA's own propagation comes after other passes, and
     may differ from the examined one.
     """
-    numbered = looks.numbered(module)
+    numbered = inspection.numbered(module)
     pin = Pin(mesh, moved=chosen)
     for place, shardings in pinned.items():
         pin(numbered[place], shardings)

@@ -12,7 +12,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jaxlib.mlir.dialects import sdy
 
-from meshwright.framework.compiler.repair.looks import number_of
+from meshwright.framework.compiler.repair.inspection import number_of
 from meshwright.framework.compiler.repair.op_layout import EvenLayout
 from meshwright.framework.compiler.repair.table.patterns import (
     RESHAPE,

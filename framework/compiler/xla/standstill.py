@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 STATUS = os.EX_SOFTWARE
 """Exit status of a process that is ended here."""
 _THREADS = pathlib.Path("/proc/self/task")
-_LOOKS = 12
-"""The number of looks in a row that see nothing run before it is a standstill."""
+_INSPECTIONS = 12
+"""The number of inspections in a row that see nothing run before it is a standstill."""
 _RUNNING = "RDTt"  # It wants to run, waits for a disk, or is held by a debugger.
 _LISTED = 40
 _SAYING_SECONDS = 10.0
@@ -110,8 +110,8 @@ def _watch() -> None:
     before, still = None, 0
     while True:
         limit = _seconds
-        look = (limit or 60.0) / _LOOKS
-        time.sleep(look)
+        interval = (limit or 60.0) / _INSPECTIONS
+        time.sleep(interval)
         with _lock:
             busy = [calls for calls in _watched if calls.under_way()]
         if limit is None or not busy:
@@ -119,10 +119,10 @@ def _watch() -> None:
             continue
         now = _ticks({thread for calls in busy for thread in tuple(calls.inside)})
         # Threads of no device may run for 1% of the time: a tick is 10 ms.
-        idle = max(1.0, look)
+        idle = max(1.0, interval)
         stands = before is not None and now is not None and now - before <= idle
         before, still = now, still + 1 if stands else 0
-        if still == _LOOKS:
+        if still == _INSPECTIONS:
             _end([calls.program() for calls in busy], limit)
 
 

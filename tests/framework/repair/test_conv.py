@@ -10,7 +10,7 @@ import tensorflow as tf
 from meshwright import framework as mw
 from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.program import compile_program
-from meshwright.framework.compiler.repair import check, looks
+from meshwright.framework.compiler.repair import check, inspection
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.modeling.initializers import Constant
@@ -31,17 +31,16 @@ def mesh_of(*shape, names=("data", "spatial", "model")):
 
 
 @pytest.fixture
-def looked(monkeypatch):
-    """The name of the look for each one that is taken at a program."""
-    taken_looks = []
+def inspected(monkeypatch):
+    """The name of each inspection of a program."""
+    taken = []
+
+    def noted(name, inspect):
+        return lambda *args: taken.append(name) or inspect(*args)
+
     for name in "by_shardy", "by_gspmd":
-        look = getattr(looks, name)
-        monkeypatch.setattr(
-            looks,
-            name,
-            lambda *args, name=name, look=look: taken_looks.append(name) or look(*args),
-        )
-    return taken_looks
+        monkeypatch.setattr(inspection, name, noted(name, getattr(inspection, name)))
+    return taken
 
 
 def with_gradients(fn, mesh=None, annotated=None, result=None):
@@ -258,12 +257,12 @@ def test_in_stacks_that_are_loops(partitioner):
     ids=str,
 )
 @pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
-def test_what_is_right_is_left_alone(shape, names, rows, partitioner, looked):
-    """A repair would be looked at too."""
+def test_what_is_right_is_left_alone(shape, names, rows, partitioner, inspected):
+    """A repair would be inspected too."""
     mesh = mesh_of(*shape, names=names)
     shapes = [(8, 16, 4, 2), (3, 3, 2, 4)]
     compiled(conv2d, shapes, mesh, [rows, None], rows, partitioner)
-    assert looked == [f"by_{partitioner.value}"]
+    assert inspected == [f"by_{partitioner.value}"]
 
 
 @pytest.mark.parametrize("partitioner", Partitioner, ids=lambda p: p.value)
@@ -314,7 +313,7 @@ def test_a_slice_of_one_element_by_a_step(partitioner):
     assert_parity(take, [(2,)], mesh_of(2), [None], ["data"], partitioner)
 
 
-def test_what_cannot_be_laid_out_is_refused(monkeypatch, looked):
+def test_what_cannot_be_laid_out_is_refused(monkeypatch, inspected):
     """As if no layout helped."""
     rows = [None, "spatial", None]
     args = [(2, 8, 2), (3, 2, 4)], mesh_of(2, 4), [rows, None], rows
@@ -326,15 +325,15 @@ def test_what_cannot_be_laid_out_is_refused(monkeypatch, looked):
         "convolution whose partial sums .* Annotate the op's operands and its result",
     ):
         compiled(conv1d, *args)
-    assert len(looked) == 1
-    monkeypatch.setattr(check, "_ROUNDS", 2)  # The last look counts too.
+    assert len(inspected) == 1
+    monkeypatch.setattr(check, "_ROUNDS", 2)  # The last inspection counts too.
     compiled(conv1d, *args)
-    assert len(looked) == 3
+    assert len(inspected) == 3
 
 
 def unlike_any(monkeypatch, rows):
     """Compiles as if XLA had made its convolutions anew."""
-    complete = looks.completed_by_gspmd
+    complete = inspection.completed_by_gspmd
 
     def without_numbers(program):
         completion = complete(program)
@@ -344,8 +343,8 @@ def unlike_any(monkeypatch, rows):
         ]
         return completion
 
-    monkeypatch.setattr(looks, "completed_by_gspmd", without_numbers)
-    monkeypatch.setattr(looks, "originals", lambda *args: ())
+    monkeypatch.setattr(inspection, "completed_by_gspmd", without_numbers)
+    monkeypatch.setattr(inspection, "originals", lambda *args: ())
     args = [(2, 8, 2), (3, 2, 4)], mesh_of(2, 4), [rows, None], rows
     compiled(conv1d, *args, Partitioner.GSPMD)
 

@@ -1,7 +1,7 @@
 """The time that it takes to check a program for faults of XLA's partitioner.
 
-    python benchmarks/step_times/look_time.py [--settings=tiny,large] [--meshes=2x1,2x4]
-      [--partitioner=shardy] [--rounds=3]
+    python benchmarks/step_times/inspection_time.py [--settings=tiny,large]
+      [--meshes=2x1,2x4] [--partitioner=shardy] [--rounds=3]
 
 Compiles the trainer's step of `lm/stdlib_tiny.gin` for virtual CPU devices, in the
 settings of `step_time.py`. Seconds are CPU seconds of all threads, medians over rounds,
@@ -41,12 +41,12 @@ class Times:
 
     Args:
       all: seconds from tracing to the compiled program.
-      look: of these, the seconds of checking it.
+      inspection: of these, the seconds of checking it.
       repairs: number of repairs.
     """
 
     all: float
-    look: float
+    inspection: float
     repairs: int
 
 
@@ -58,35 +58,34 @@ def measure(
     bindings = [*bindings, f"MESH_SHAPE = {tuple(mesh)}"]
     experiment, _ = build_experiment(["lm/stdlib_tiny.gin"], bindings)
     programs = StepPrograms(dataclasses.replace(experiment, partitioner=partitioner))
-    look, decided = 0.0, check.decided
+    inspection, decided = 0.0, check.decided
 
     def timed(*args):
-        nonlocal look
+        nonlocal inspection
         start = time.process_time()
         result = decided(*args)
-        look += time.process_time() - start
+        inspection += time.process_time() - start
         return result
 
     with mock.patch.object(check, "decided", timed):
         start = time.process_time()
         program = programs.main
         everything = time.process_time() - start
-    return Times(all=everything, look=look, repairs=len(program.repairs))
+    return Times(all=everything, inspection=inspection, repairs=len(program.repairs))
 
 
 HEADER = """\
-setting  mesh   all s  look s  look / all  repairs
---------------------------------------------------"""
+setting  mesh   all s  inspection s    of all  repairs
+------------------------------------------------------"""
 
 
 def table_row(setting: str, mesh: str, times: Sequence[Times]) -> str:
     """The line below `HEADER`: medians."""
-    everything, look = (
-        statistics.median(getattr(t, name) for t in times) for name in ("all", "look")
-    )
-    share = statistics.median(t.look / t.all for t in times)
+    everything = statistics.median(t.all for t in times)
+    inspection = statistics.median(t.inspection for t in times)
+    share = statistics.median(t.inspection / t.all for t in times)
     return (
-        f"{setting:8} {mesh:5} {everything:6.2f} {look:7.2f}  {share:10.1%}  "
+        f"{setting:8} {mesh:5} {everything:6.2f} {inspection:13.2f}  {share:8.1%}  "
         f"{times[0].repairs:7}"
     )
 
