@@ -249,9 +249,9 @@ def _weight_updates(report: CompileReport) -> dict[str, Any] | None:
                 "ops": line.ops,
                 "format": line.format,
                 "why": line.why,
-                "state_saved_bytes": line.kept,
-                "traffic_saved_bytes": line.saved,
-                "gathered_bytes": line.moved,
+                "state_saved_bytes": line.state_saved_bytes,
+                "traffic_saved_bytes": line.traffic_saved_bytes,
+                "gathered_bytes": line.gathered_bytes,
                 "gain_seconds": line.gain,
             }
             for line in updates.lines

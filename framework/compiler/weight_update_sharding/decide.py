@@ -33,7 +33,7 @@ from meshwright.framework.compiler.weight_update_sharding.shardable import dim_m
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
     Tiles,
     UpdateLayout,
-    formats_of,
+    layouts_of,
 )
 
 
@@ -53,7 +53,7 @@ class Machine:
       memory_bandwidth: bytes a second.
       link_bandwidth: bytes a second that it sends to others.
       latency: the least seconds that a collective takes.
-      tiles: of its memory's layout.
+      tiles: the tiles of its memory's layout.
     """
 
     memory_bandwidth: float
@@ -69,23 +69,23 @@ class Decision:
     Args:
       cluster: the update.
       state: numbers of the program's arguments that it updates.
-      format: how it is divided, None if it is left alone.
+      layout: how it is divided, None if it is left alone.
       why: the reason if it is left alone, else "".
-      gathers: bytes a step that are gathered for ops outside.
-      reduced: bytes of its gradients' reductions.
-      saved: bytes a step that a device need not read or write.
-      kept: bytes of state that a device need not hold.
+      gathered_bytes: the bytes a step that are gathered for ops outside.
+      reduced_bytes: the bytes of its gradients' reductions.
+      traffic_saved_bytes: the bytes a step that a device need not read or write.
+      state_saved_bytes: the bytes of state that a device need not hold.
       gain: estimated seconds a step.
     """
 
     cluster: Cluster
     state: Sequence[int]
-    format: UpdateLayout | None = None
+    layout: UpdateLayout | None = None
     why: str = ""
-    gathers: int = 0
-    reduced: int = 0
-    saved: int = 0
-    kept: int = 0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+    traffic_saved_bytes: int = 0
+    state_saved_bytes: int = 0
     gain: float = 0.0
 
 
@@ -98,12 +98,14 @@ def decide(
     machine: Machine,
     mode: WeightUpdateSharding,
 ) -> list[Decision]:
-    """The best format for each update, or why it has none."""
-    judge = _Judge(dims, completed, redundancy, machine)
-    return [judge.decide(cluster, mode) for cluster in clusters]
+    """The best layout for each update, or why it has none."""
+    model = _CostModel(dims, completed, redundancy, machine)
+    return [model.decide(cluster, mode) for cluster in clusters]
 
 
-class _Judge:
+class _CostModel:
+    """What the layouts of an update cost and save on a machine."""
+
     def __init__(self, dims, completed, redundancy, machine):
         self.dims: Dims = dims
         self.completed: CompletedModule = completed
@@ -117,27 +119,27 @@ class _Judge:
         self.place_gathers(cluster)
         reach = self.reach(cluster, state)
         options = [
-            self.judged(cluster, reach, format_)
+            self.evaluate(cluster, reach, layout)
             for axes in self.choices_of_axes(cluster)
-            for format_ in self.formats(cluster, axes)
+            for layout in self.layouts(cluster, axes)
         ]
         why = "no dim of it can be split in all that its update computes"
         if options:
             why = "its tensors are too small to be split, or are split already"
-        options = [option for option in options if option.saved > 0]
+        options = [option for option in options if option.traffic_saved_bytes > 0]
         if not options:
             return Decision(cluster=cluster, state=state, why=why)
-        best = max(options, key=lambda option: (option.gain, -option.format.count))
+        best = max(options, key=lambda option: (option.gain, -option.layout.count))
         if mode is WeightUpdateSharding.AUTO and best.gain <= 0:
             why = f"it would cost {-best.gain * 1e6:.1f} us a step"
-            return dataclasses.replace(best, format=None, why=why, kept=0)
+            return dataclasses.replace(best, layout=None, why=why, state_saved_bytes=0)
         return best
 
-    def formats(
+    def layouts(
         self, cluster: Cluster, axes: tuple[str, ...]
     ) -> Iterator[UpdateLayout]:
         tiles = self.machine.tiles
-        return formats_of(cluster, self.dims, self.completed, axes, tiles)
+        return layouts_of(cluster, self.dims, self.completed, axes, tiles)
 
     def choices_of_axes(self, cluster: Cluster) -> Iterator[tuple[str, ...]]:
         """The data axes along which the update is repeated, and parts of them."""
@@ -195,44 +197,46 @@ class _Judge:
         smaller = bytes_of(op.results[0]) <= bytes_of(op.operands[0])
         return bool(alike) and smaller
 
-    def judged(
-        self, cluster: Cluster, reach: _ClusterInterface, format_: UpdateLayout
+    def evaluate(
+        self, cluster: Cluster, reach: _ClusterInterface, layout: UpdateLayout
     ) -> Decision:
         machine = self.machine
         links = [link for link in cluster.links if link.argument is not None]
         stored = [link.values[0] for link in links]
-        saved = sum(map(format_.spared_bytes, reach.entries))
-        saved += 2 * sum(map(format_.spared_bytes, stored))
+        saved = sum(map(layout.spared_bytes, reach.entries))
+        saved += 2 * sum(map(layout.spared_bytes, stored))
         gathers = [
             self.gathered(cluster, value, uses)
             for value, uses in reach.exits.items()
-            if format_.first(value) is not None
+            if layout.first(value) is not None
         ]
         sizes = {
             v: self.gathered(cluster, v, uses_of(v))
             for v in reach.gradients
-            if format_.first(v) is not None
+            if layout.first(v) is not None
         }
         sent = sum(gathers) - sum(
-            size for v, size in sizes.items() if self.is_scattered(v, reach, format_)
+            size for v, size in sizes.items() if self.is_scattered(v, reach, layout)
         )
-        share = (format_.shards - 1) / format_.shards
+        share = (layout.shards - 1) / layout.shards
         gain = saved / machine.memory_bandwidth
         gain -= sent * share / machine.link_bandwidth
         # They replace one all-reduce, and a backend may combine fewer of them.
         started = len(gathers) + len(sizes) - bool(sizes)
         gain -= started * machine.latency
-        copied = self.copied([*sizes, *reach.exits], format_)
+        copied = self.copied([*sizes, *reach.exits], layout)
         gain -= 2 * copied / machine.memory_bandwidth
         return Decision(
             cluster=cluster,
             state=reach.state,
-            format=format_,
-            gathers=int(sum(gathers)),
-            reduced=int(sum(sizes.values())),
-            saved=saved,
+            layout=layout,
+            gathered_bytes=int(sum(gathers)),
+            reduced_bytes=int(sum(sizes.values())),
+            traffic_saved_bytes=saved,
             # As the compiler counts arguments; tiles matter for what is moved.
-            kept=sum(format_.spared_bytes(value, Tiles()) for value in stored),
+            state_saved_bytes=sum(
+                layout.spared_bytes(value, Tiles()) for value in stored
+            ),
             gain=gain,
         )
 
@@ -249,19 +253,19 @@ class _Judge:
         return _ClusterInterface(state, entries, cluster.exits(), gradients)
 
     def is_scattered(
-        self, value, reach: _ClusterInterface, format_: UpdateLayout
+        self, value, reach: _ClusterInterface, layout: UpdateLayout
     ) -> bool:
         """Whether a gradient is reduced right onto its shards, not in full first."""
-        known = set(format_.axes) <= set(reach.gradients[value])
-        taken = self.completed.sharding(value).dims[format_.first(value)]
-        return known and not taken and format_.can_scatter(value)
+        known = set(layout.axes) <= set(reach.gradients[value])
+        taken = self.completed.sharding(value).dims[layout.first(value)]
+        return known and not taken and layout.can_scatter(value)
 
-    def copied(self, passing: Sequence[ir.Value], format_: UpdateLayout) -> int:
+    def copied(self, passing: Sequence[ir.Value], layout: UpdateLayout) -> int:
         """Bytes of full tensors that are copied on the way into shards or back."""
         return sum(
             bytes_of(value)
             for value in passing
-            if format_.first(value) is not None and not format_.is_even(value)
+            if layout.first(value) is not None and not layout.is_even(value)
         )
 
 

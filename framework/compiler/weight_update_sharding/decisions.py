@@ -23,9 +23,9 @@ class UpdateLine:
       ops: how many ops are computed on shards.
       format: how the weight is divided, such as `[3.3.64:data,64]`; "" if it is not.
       why: the reason if it is left alone, else "".
-      kept: bytes of state that a device need not hold.
-      saved: bytes a step that a device need not read or write.
-      moved: bytes a step that are gathered.
+      state_saved_bytes: the bytes of state that a device need not hold.
+      traffic_saved_bytes: the bytes a step that a device need not read or write.
+      gathered_bytes: the bytes a step that are gathered.
       gain: estimated seconds a step.
     """
 
@@ -34,9 +34,9 @@ class UpdateLine:
     ops: int
     format: str
     why: str
-    kept: int
-    saved: int
-    moved: int
+    state_saved_bytes: int
+    traffic_saved_bytes: int
+    gathered_bytes: int
     gain: float
 
 
@@ -62,7 +62,7 @@ class UpdateReport:
     def summary(self) -> str:
         """The report in one line."""
         axes = ", ".join(self.data_axes)
-        kept = bytes_text(sum(line.kept for line in self.sharded))
+        kept = bytes_text(sum(line.state_saved_bytes for line in self.sharded))
         what = f"weight updates ({self.mode}):"
         if not self.lines:
             return f"{what} none is repeated along {axes}"
@@ -87,7 +87,10 @@ def _row(line: UpdateLine) -> str:
     if line.why:
         cells += [f"left alone: {line.why}", "", "", "", "", ""]
     else:
-        sizes = map(bytes_text, (line.kept, line.saved, line.moved))
+        sizes = map(
+            bytes_text,
+            (line.state_saved_bytes, line.traffic_saved_bytes, line.gathered_bytes),
+        )
         gain = f"{line.gain * 1e6:.1f} us"
         cells += [line.format, str(line.ops), *sizes, gain]
     return f"| {' | '.join(cells)} |"
@@ -104,7 +107,9 @@ def update_report(
     return UpdateReport(
         mode=requested.mode.value,
         data_axes=tuple(requested.data_axes),
-        lines=tuple(sorted(lines, key=lambda line: (-line.kept, line.names))),
+        lines=tuple(
+            sorted(lines, key=lambda line: (-line.state_saved_bytes, line.names))
+        ),
     )
 
 
@@ -120,18 +125,18 @@ def _line(
         ops=len(decision.cluster.ops),
         format=_format_text(decision, arguments[weight_first[0]]),
         why=decision.why,
-        kept=decision.kept,
-        saved=decision.saved,
-        moved=decision.gathers,
+        state_saved_bytes=decision.state_saved_bytes,
+        traffic_saved_bytes=decision.traffic_saved_bytes,
+        gathered_bytes=decision.gathered_bytes,
         gain=decision.gain,
     )
 
 
 def _format_text(decision: Decision, value) -> str:
-    format_ = decision.format
-    if format_ is None or format_.first(value) is None:
+    layout = decision.layout
+    if layout is None or layout.first(value) is None:
         return ""
-    first, sizes = format_.first(value), list(map(str, shape_of(value)))
-    last = first + format_.count
-    split = ".".join(sizes[first:last]) + ":" + ".".join(format_.axes)
+    first, sizes = layout.first(value), list(map(str, shape_of(value)))
+    last = first + layout.count
+    split = ".".join(sizes[first:last]) + ":" + ".".join(layout.axes)
     return f"[{','.join([*sizes[:first], split, *sizes[last:]])}]"

@@ -69,9 +69,9 @@ def rewrite(
     """
     new_forms: dict[int, StoredForm] = {}
     for decision in decisions:
-        if decision.format is not None:
-            update, format_ = decision.cluster, decision.format
-            rewriting = _Rewriting(completed, redundancy.reduced, update, format_)
+        if decision.layout is not None:
+            update, layout = decision.cluster, decision.layout
+            rewriting = _Rewriting(completed, redundancy.reduced, update, layout)
             new_forms.update(rewriting.run(forms))
     _retype_function(completed.main)
     return new_forms
@@ -85,22 +85,22 @@ class _Rewriting:
         completed: CompletedModule,
         reduced,
         cluster: Cluster,
-        format_: UpdateLayout,
+        layout: UpdateLayout,
     ):
         self.completed = completed
         self.reduced = reduced
         self.cluster = cluster
-        self.format = format_
+        self.layout = layout
 
     def run(self, forms) -> dict[int, StoredForm]:
-        values = [v for v in self.cluster.values if self.format.first(v) is not None]
+        values = [v for v in self.cluster.values if self.layout.first(v) is not None]
         inside = [v for v in values if self.cluster.made_inside(v)]
         # All is planned before anything changes, as dims are told apart by the types.
         entries = [v for v in self.cluster.entries() if v in values]
         exits = {v: u for v, u in self.cluster.exits().items() if v in values}
-        types = {v: tensor_type(v.type, self.format.shape(v)) for v in values}
-        split = {v: self.format.sharding(v) for v in values}
-        unsplit = {v: self.format.sharding(v, split=False) for v in exits}
+        types = {v: tensor_type(v.type, self.layout.shape(v)) for v in values}
+        split = {v: self.layout.sharding(v) for v in values}
+        unsplit = {v: self.layout.sharding(v, split=False) for v in exits}
         enter = {v: [u for u in uses_of(v) if self.cluster.inside(u)] for v in entries}
         marks = [op for op in self.cluster.ops if is_annotation(op)]
         marks = [(op, split[op.results[0]]) for op in marks if op.results[0] in split]
@@ -135,11 +135,11 @@ class _Rewriting:
 
     def _form(self, form: StoredForm, link: Carried) -> StoredForm:
         value = link.values[0]
-        combined = (self.format.first(value), self.format.count)
+        combined = (self.layout.first(value), self.layout.count)
         return dataclasses.replace(
             form,
-            split=self.format.sharding(value),
-            combined=combined if self.format.count > 1 else None,
+            split=self.layout.sharding(value),
+            combined=combined if self.layout.count > 1 else None,
         )
 
     def _leave(self, value, uses: Sequence[Use], type_, unsplit: Sharding) -> None:
@@ -157,7 +157,7 @@ class _Rewriting:
         with after(value), location_of(value):
             shard = None
             if summed is not None and len(uses) == len(uses_of(value)):
-                shard = reduce_scattered(self.completed, summed, value, self.format)
+                shard = reduce_scattered(self.completed, summed, value, self.layout)
             if shard is None:
                 # Unsplit first: else the split would propagate to what is summed, such
                 # as a convolution's images, which would be gathered to be split anew.
@@ -167,7 +167,7 @@ class _Rewriting:
             shard = _annotate(shard, split)
         for op, number in uses:
             op.operands[number] = shard
-            if self.format.count > 1:
+            if self.layout.count > 1:
                 _reduce_all(op, shard)
 
     def _retype(self, value, type_) -> None:

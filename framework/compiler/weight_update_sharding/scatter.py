@@ -71,7 +71,7 @@ def _keeps_sums(op) -> bool:
 
 
 def reduce_scattered(
-    completed: CompletedModule, summed: Summed, value: ir.Value, format_: UpdateLayout
+    completed: CompletedModule, summed: Summed, value: ir.Value, layout: UpdateLayout
 ) -> ir.Value | None:
     """The shards of a gradient, at the current insertion point; None if not possible.
 
@@ -79,25 +79,25 @@ def reduce_scattered(
       completed: the module.
       summed: how it is summed up.
       value: the gradient.
-      format_: how it is divided.
+      layout: how it is divided.
     """
-    mesh, first = completed.mesh, format_.first(value)
+    mesh, first = completed.mesh, layout.first(value)
     taken = completed.sharding(value).dims[first]
-    if taken or not set(format_.axes) <= set(summed.axes):
+    if taken or not set(layout.axes) <= set(summed.axes):
         return None
-    shape = format_.shape(value)
-    padded_size = format_.sharding(value).padded_shape(shape)[first]
+    shape = layout.shape(value)
+    padded_size = layout.sharding(value).padded_shape(shape)[first]
     padded = (*shape[:first], padded_size, *shape[first + 1 :])
     local = local_sum(completed, summed)
-    if format_.count > 1:
+    if layout.count > 1:
         local = stablehlo.reshape(tensor_type(value.type, shape), local)
     if padded != shape and not _grow(local, padded):
         local = pad_end(local, padded)
-    local = scattered_along(local, mesh, format_.axes, first)
-    if left := [axis for axis in summed.axes if axis not in format_.axes]:
+    local = scattered_along(local, mesh, layout.axes, first)
+    if left := [axis for axis in summed.axes if axis not in layout.axes]:
         config = {"mesh": mesh_text(mesh), "axes": left, "reduction": "add"}
         local = placeholder_call("all_reduce", local, local.type, config)
-    split = [format_.axes if dim == first else () for dim in range(len(shape))]
+    split = [layout.axes if dim == first else () for dim in range(len(shape))]
     border = border_config(mesh, summed.axes, split)
     padded_value = placeholder_call(
         OUT_OF_MANUAL, local, tensor_type(value.type, padded), border

@@ -86,7 +86,7 @@ def shard_weight_updates(
     )
     names = {leaf.argument: leaf.name for leaf in carried}
     report = update_report(decisions, names, completed, requested)
-    if all(decision.format is None for decision in decisions):
+    if all(decision.layout is None for decision in decisions):
         return report
     module.write()
     forms = rewrite(completed, redundancy, decisions, module.in_forms)

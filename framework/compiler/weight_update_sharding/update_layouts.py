@@ -1,6 +1,6 @@
 """How the tensors of a weight update are divided (weight-update sharding 4.1).
 
-A format splits one dim, or several dims combined into one, of every tensor of a cluster
+A layout splits one dim, or several dims combined into one, of every tensor of a cluster
 that has them. The bytes that a device then holds and moves are counted in full tiles of
 its memory's layout.
 """
@@ -69,7 +69,7 @@ class UpdateLayout:
       dims: groups of corresponding dims, in a row, that are combined and split.
       axes: the mesh axes that split them, besides those that do already.
       cluster_dims: the groups of all dims.
-      completed: the module, for the shardings of its tensors without the format.
+      completed: the module, for the shardings of its tensors without the layout.
       tiles: of the devices' memory.
     """
 
@@ -125,7 +125,7 @@ class UpdateLayout:
         return self.tiles.columns == 1 or not last
 
     def spared_bytes(self, value: ir.Value, tiles: Tiles | None = None) -> int:
-        """The bytes of a tensor that the format spares a device, in full tiles.
+        """The bytes of a tensor that the layout spares a device, in full tiles.
 
         Negative where padding takes more than is spared. `tiles` are the devices' by
         default.
@@ -139,7 +139,7 @@ class UpdateLayout:
         return tiles.bytes(before, dtype) - tiles.bytes(shard, dtype)
 
 
-def formats_of(
+def layouts_of(
     cluster: Cluster,
     dims: Dims,
     completed: CompletedModule,

@@ -13,7 +13,7 @@ from meshwright.framework.compiler.weight_update_sharding.decide import Machine
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
     Tiles,
     UpdateLayout,
-    formats_of,
+    layouts_of,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -67,10 +67,10 @@ def batch(rank):
     return ("data", *[None] * rank)
 
 
-def stored(format_: UpdateLayout, value) -> str:
+def stored(layout: UpdateLayout, value) -> str:
     """Such as `[9:data,64]`: the shape with dims combined, and what is split."""
-    split = format_.sharding(value).dims
-    sizes = zip(format_.shape(value), split, strict=True)
+    split = layout.sharding(value).dims
+    sizes = zip(layout.shape(value), split, strict=True)
     return ",".join(
         str(n) + (":" + ".".join(axes) if axes else "") for n, axes in sizes
     )
@@ -110,33 +110,33 @@ def test_the_format_with_the_fewest_bytes(tiles, devices, shape, want):
     with analysed(step, shapes, split) as analysis:
         analysis = on_mesh(analysis, devices)
         decision = analysis.decide(machine)["m w"]
-        format_ = decision.format
+        layout = decision.layout
         for name in ("w", "m"):
-            assert stored(format_, analysis.arguments[name]) == want
-        assert format_.shards == devices
-        together = format_.sharding(analysis.arguments["m"])
-        shard = together.shard_shape(format_.shape(analysis.arguments["m"]))
+            assert stored(layout, analysis.arguments[name]) == want
+        assert layout.shards == devices
+        together = layout.sharding(analysis.arguments["m"])
+        shard = together.shard_shape(layout.shape(analysis.arguments["m"]))
         spared = tiles.bytes(shape, "f32") - tiles.bytes(shard, "f32")
-        assert format_.spared_bytes(analysis.arguments["m"]) == spared
+        assert layout.spared_bytes(analysis.arguments["m"]) == spared
 
 
 def test_a_dim_of_less_than_two_is_not_split():
     step, shapes, split = momentum_of([1, 5])
     with analysed(step, shapes, split) as analysis:
         (cluster,) = analysis.clusters
-        formats = formats_of(cluster, analysis.dims, analysis.completed, ("data",), CPU)
+        layouts = layouts_of(cluster, analysis.dims, analysis.completed, ("data",), CPU)
         w = analysis.arguments["w"]
-        assert [stored(format_, w) for format_ in formats] == ["1,5:data", "5:data"]
+        assert [stored(layout, w) for layout in layouts] == ["1,5:data", "5:data"]
 
 
 def chains(analysis: Analysed, name: str, tiles: Tiles = CPU) -> set[tuple[int, ...]]:
     """The dims of a tensor that may be split, or combined and split."""
     (cluster,) = analysis.clusters
     value = analysis.arguments[name]
-    formats = list(
-        formats_of(cluster, analysis.dims, analysis.completed, ("data",), tiles)
+    layouts = list(
+        layouts_of(cluster, analysis.dims, analysis.completed, ("data",), tiles)
     )
-    firsts = [(format_.first(value), format_.count) for format_ in formats]
+    firsts = [(layout.first(value), layout.count) for layout in layouts]
     return {tuple(range(i, i + n)) for i, n in firsts if i is not None}
 
 
@@ -172,11 +172,11 @@ def test_factored_slots_are_split_as_the_dims_that_they_have():
         assert analysis.updated() == [["col", "row", "w"]]
         assert chains(analysis, "w") == {(0,), (1,)}
         assert chains(analysis, "row") == chains(analysis, "col") == {(0,)}
-        row_format, other = formats_of(
+        row_layout, other = layouts_of(
             analysis.clusters[0], analysis.dims, analysis.completed, ("data",), CPU
         )
         row, col = analysis.arguments["row"], analysis.arguments["col"]
-        firsts = {(form.first(row), form.first(col)) for form in (row_format, other)}
+        firsts = {(form.first(row), form.first(col)) for form in (row_layout, other)}
         assert firsts == {(0, None), (None, 0)}
 
 
@@ -220,8 +220,8 @@ def test_a_dim_that_the_plan_splits_is_split_further_but_not_combined():
     with analysed(step, shapes, split, mesh=BOTH) as analysis:
         assert chains(analysis, "w") == {(0,), (1,)}
         decision = analysis.decide()["m w"]
-        assert stored(decision.format, analysis.arguments["w"]) == "16:model.data,6"
-        unsplit = decision.format.sharding(analysis.arguments["w"], split=False)
+        assert stored(decision.layout, analysis.arguments["w"]) == "16:model.data,6"
+        unsplit = decision.layout.sharding(analysis.arguments["w"], split=False)
         assert str(unsplit) == "[model,_]"
 
 
@@ -235,7 +235,7 @@ def test_an_update_is_split_by_all_axes_along_which_it_is_repeated(data_axes, sh
     split = {"x": (data_axes, None, None)}
     with analysed(step, shapes, split, mesh=BOTH, data_axes=data_axes) as analysis:
         (decision,) = analysis.decide().values()
-        assert str(decision.format.sharding(analysis.arguments["m"])) == sharding
+        assert str(decision.layout.sharding(analysis.arguments["m"])) == sharding
 
 
 MESH = DeviceMesh(("X", "Y"), (2, 4))

@@ -254,9 +254,9 @@ def test_stacked_gradients_of_a_backward_loop():
         assert any(link.argument is None for link in cluster.links), "the loop's stack"
         (decision,) = analysis.decide().values()
         weight = analysis.arguments["w"]
-        assert decision.format.first(weight) != 0, "the stack is sliced by layers"
+        assert decision.layout.first(weight) != 0, "the stack is sliced by layers"
         # A layer's gradient is reduced in each round of the loop.
-        assert decision.reduced == decision.gathers == L * M * M * 4
+        assert decision.reduced_bytes == decision.gathered_bytes == L * M * M * 4
 
 
 def test_steps_in_a_loop():
@@ -273,8 +273,8 @@ def test_steps_in_a_loop():
         assert analysis.updated() == [["m", "w"]]
         (decision,) = analysis.decide().values()
         # The slot is in shards from step to step, the weight is gathered in each.
-        assert decision.kept == M * H * 4 * 7 // 8
-        assert decision.gathers == M * H * 4
+        assert decision.state_saved_bytes == M * H * 4 * 7 // 8
+        assert decision.gathered_bytes == M * H * 4
 
 
 def test_what_a_loop_carries_over_is_an_update_too():

@@ -69,7 +69,7 @@ def test_a_rare_branch_is_cheap(read):
     fn = functools.partial(with_summary, due=rarely, read=read)
     with analysed(fn, SUMMARIES, X) as analysis:
         (decision,) = analysis.decide().values()
-        assert decision.gathers == WHOLE + WHOLE // 100
+        assert decision.gathered_bytes == WHOLE + WHOLE // 100
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_branch_that_is_taken_mostly_is_dear(due, swap):
     fn = functools.partial(with_summary, due=due, read=by_product, swap=swap)
     with analysed(fn, SUMMARIES, X) as analysis:
         (decision,) = analysis.decide().values()
-        assert decision.gathers >= WHOLE + WHOLE * 99 // 100
+        assert decision.gathered_bytes >= WHOLE + WHOLE * 99 // 100
 
 
 def test_what_a_rare_branch_reads_is_gathered_inside_it():
@@ -117,16 +117,16 @@ def test_auto_leaves_alone_what_does_not_pay():
 
     with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as analysis:
         decision = analysis.decide(SLOW_START, AUTO)["m w"]
-        assert decision.format is None and decision.kept == 0
+        assert decision.layout is None and decision.state_saved_bytes == 0
         assert decision.why.startswith("it would cost 9"), decision.why
         assert decision.why.endswith(" us a step")
     with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as analysis:
         forced = analysis.decide(SLOW_START, ALL)["m w"]
-        assert forced.why == "" and forced.format.shards == 8
-        assert forced.gain < 0 and forced.kept == M * 4 * 7 // 8
+        assert forced.why == "" and forced.layout.shards == 8
+        assert forced.gain < 0 and forced.state_saved_bytes == M * 4 * 7 // 8
     with analysed(fn, {"w": [M], "m": [M], "x": [B, M]}, X) as analysis:
         free = analysis.decide(NO_LATENCY, AUTO)["m w"]
-        assert free.format is not None and free.gain > 0
+        assert free.layout is not None and free.gain > 0
 
 
 @pytest.mark.parametrize("mode", [AUTO, ALL])
@@ -140,7 +140,7 @@ def test_what_has_no_dim_to_split_is_left_alone(mode):
         decisions = analysis.decide(NO_LATENCY, mode)
         assert sorted(decisions) == ["v", "w"]
         for decision in decisions.values():
-            assert decision.format is None
+            assert decision.layout is None
             assert decision.why == (
                 "no dim of it can be split in all that its update computes"
             )
@@ -156,9 +156,9 @@ def test_along_a_data_axis_that_splits_no_weight():
         assert analysis.updated() == [["m", "w"]]
         (decision,) = analysis.decide().values()
         slot = analysis.arguments["m"]
-        assert decision.format.axes == ("data",)
-        assert str(decision.format.sharding(slot)) == "[data,model]"
-        assert decision.kept == WHOLE // 2 * 3 // 4
+        assert decision.layout.axes == ("data",)
+        assert str(decision.layout.sharding(slot)) == "[data,model]"
+        assert decision.state_saved_bytes == WHOLE // 2 * 3 // 4
 
 
 def test_a_weight_that_is_read_in_less_precision_is_kept_in_shards():
@@ -173,8 +173,8 @@ def test_a_weight_that_is_read_in_less_precision_is_kept_in_shards():
 
     with analysed(fn, DENSE, X) as analysis:
         (decision,) = analysis.decide().values()
-        assert decision.gathers == WHOLE // 2
-        assert decision.kept == 2 * WHOLE * 7 // 8
+        assert decision.gathered_bytes == WHOLE // 2
+        assert decision.state_saved_bytes == 2 * WHOLE * 7 // 8
         (leaves,) = decision.cluster.exits()
         assert leaves.owner.name == "stablehlo.convert"
 
@@ -193,7 +193,7 @@ def test_a_weight_that_is_turned_before_it_is_read_in_less_precision():
 
     with analysed(fn, {"w": [H, M], "m": [H, M], "x": [B, M]}, X) as analysis:
         (decision,) = analysis.decide().values()
-        assert decision.gathers == WHOLE // 2
+        assert decision.gathered_bytes == WHOLE // 2
         (leaves,) = decision.cluster.exits()
         assert leaves.owner.name == "stablehlo.convert"
         (gradient,) = decision.cluster.entries()

@@ -295,7 +295,7 @@ def test_a_device_has_its_part_of_the_slots_only(optimizer, mesh):
         before, after = before + 4 * size, after + 4 * part
     assert bytes_of(None) - bytes_of(ALL) == before - after
     lines = program(optimizer, mesh, SHARDY, ALL).updates.lines
-    assert sum(line.kept for line in lines) == before - after
+    assert sum(line.state_saved_bytes for line in lines) == before - after
 
 
 def test_steps_in_a_compiled_loop_are_the_same_steps():

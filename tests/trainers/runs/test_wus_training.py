@@ -202,7 +202,9 @@ def test_each_device_holds_less_state():
         return programs("data", mode).main.memory().arguments
 
     updates = programs("data", "all").traced_main.updates
-    assert held("off") - held("all") == sum(line.kept for line in updates.lines)
+    assert held("off") - held("all") == sum(
+        line.state_saved_bytes for line in updates.lines
+    )
     # Adam's slots and the moving average, of which none is read by the model.
     assert held("all") < 0.45 * held("off")
 
