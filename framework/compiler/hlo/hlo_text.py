@@ -39,10 +39,10 @@ class Instruction:
     """One instruction.
 
     Args:
-      name: in its module.
+      name: its name in the module.
       opcode: such as "dot".
       computation: name of the computation that it is in.
-      type: of its result, as text: "f32[8,16]{1,0}", "(f32[8]{0}, s32[])".
+      type: the type of its result: "f32[8,16]{1,0}", "(f32[8]{0}, s32[])".
       operands: names of its operands; a parameter or constant has `number` instead.
       number: of a parameter, or of the tuple's element that a get-tuple-element takes;
         the value of a scalar constant that is an integer from 0 up; else None.

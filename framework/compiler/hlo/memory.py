@@ -53,7 +53,7 @@ class Buffer:
     """Memory of a value, or of several values that use it in turn.
 
     Args:
-      name: of the HLO instruction that first writes it.
+      name: the name of the HLO instruction that first writes it.
       bytes: with the padding of its tiles.
       type: as text, with layout and tiling.
       kind: what it is for; a saved activation is a stack that one loop writes and
@@ -201,7 +201,7 @@ def breakdown(
     """What the memory at the peak is for.
 
     Args:
-      timeline: of the program.
+      timeline: the timeline of the program.
       groups: numbers of its arguments' leaves, by name of the group in which each is
         counted; the rest is "other arguments".
       weights: the group whose shards' shapes gradients have.

@@ -43,7 +43,7 @@ class Refusal:
     """The compiler's refusal of a program that does not fit. Bytes are of one device.
 
     Args:
-      needed: by the program, arguments included.
+      needed: what the program needs, arguments included.
       available: on a device.
     """
 
@@ -60,7 +60,7 @@ class Allocation:
     """Memory of a device, and what it is for.
 
     Args:
-      bytes: of one device.
+      bytes: the bytes on one device.
       what: what it is for, such as "saved activation".
       name: an argument's path; otherwise the op that it was lowered from.
       type: element type and shape of the shard, as HLO writes them.
@@ -85,7 +85,7 @@ class OutOfMemoryError(LoweringError):
 
     Args:
       name: the program's.
-      refusal: by how much.
+      refusal: the refusal, which says by how much.
       allocations: what fills the memory, largest first: the arguments if they alone do
         not fit; () if the compiler does not reveal it.
       timeline: the memory that would be alive over time; None if it is not known.
@@ -149,7 +149,7 @@ def check_arguments_fit(
     Args:
       signature: the program's; its arguments in stored form.
       mesh: the device mesh.
-      shardings: of the arguments' leaves; None if left to completion.
+      shardings: the shardings of the arguments' leaves; None if left to completion.
       device: one that the program is for; all but TPUs are taken to be large enough.
 
     Raises:

@@ -39,7 +39,7 @@ class Rematerialization:
       shape: what each device holds: the tensor's full shape, except for dims that the
         two shardings split alike.
       dtype: as HLO names it.
-      bytes: of what each device holds.
+      bytes: the bytes that each device holds.
       alike: whether all devices that have it do the op alike; else it is split again.
     """
 

@@ -77,7 +77,7 @@ class OpTime:
       part: what it spends its time on.
       loops: the loops around it, outermost first.
       count: trips.
-      seconds: of all trips.
+      seconds: the seconds of all trips.
     """
 
     name: str
@@ -102,10 +102,10 @@ class CollectiveTime:
       collective: what is sent in one trip.
       kind: its kind; an all-reduce of which each device keeps its slice is a
         "reduce-scatter", as the compiler fuses the two.
-      bytes: of one group's full tensor, in one trip.
+      bytes: the bytes of one group's full tensor, in one trip.
       loops: the loops around it, outermost first.
       count: trips.
-      seconds: of all trips.
+      seconds: the seconds of all trips.
       exposed: the part of `seconds` that ops between its start and end do not hide.
     """
 

@@ -96,8 +96,8 @@ class Checker:
       blame: names ops in messages.
 
     Attributes:
-      types: by value, in the order of the module.
-      errors: by the op in which they are.
+      types: the type of each value, in the order of the module.
+      errors: the errors of each op that has some.
     """
 
     def __init__(self, mesh: DeviceMesh, blame: Blame):

@@ -77,8 +77,8 @@ class TypedProgram:
       name: the program's.
       mesh: its device mesh.
       tensors: arguments, ops' tensors in the order of the program, results.
-      errors: in the order of the program; after an error tensors that depend on its op
-        have no type up to the next annotation.
+      errors: the errors, in the order of the program; after an error tensors that
+        depend on its op have no type up to the next annotation.
     """
 
     name: str

@@ -54,7 +54,7 @@ class TensorType:
     Args:
       mesh: the device mesh.
       element: element type in HLO's words: "f32", "s32", "pred", ...
-      shape: of the full tensor.
+      shape: the shape of the full tensor.
       dims: for each dim the axes that split it, major first.
       partial: its partial values, one for each axis along which it has any.
       reduced: axes along which it is replicated, and its gradient unreduced.

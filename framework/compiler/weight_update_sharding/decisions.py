@@ -19,7 +19,7 @@ class UpdateLine:
 
     Args:
       names: paths of the state that it updates; the weight first.
-      shape: of the weight.
+      shape: the shape of the weight.
       ops: how many ops are computed on shards.
       format: how the weight is divided, such as `[3.3.64:data,64]`; "" if it is not.
       why: the reason if it is left alone, else "".

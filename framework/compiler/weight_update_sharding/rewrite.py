@@ -61,7 +61,7 @@ def rewrite(
       completed: the module.
       redundancy: which values are summed over which axes.
       decisions: on each update.
-      forms: of the program's arguments, before.
+      forms: the forms of the program's arguments before.
 
     Returns:
       The new forms of arguments, and of the results that replace them, by number of the

@@ -29,8 +29,8 @@ class Tiles:
     """How a device lays out the last two dims of an array.
 
     Args:
-      rows: of a tile, for elements of 4 bytes.
-      columns: of a tile.
+      rows: the rows of a tile, for elements of 4 bytes.
+      columns: the columns of a tile.
     """
 
     rows: int = 1
@@ -70,7 +70,7 @@ class UpdateLayout:
       axes: the mesh axes that split them, besides those that do already.
       cluster_dims: the groups of all dims.
       completed: the module, for the shardings of its tensors without the layout.
-      tiles: of the devices' memory.
+      tiles: the tiles of the devices' memory.
     """
 
     dims: tuple

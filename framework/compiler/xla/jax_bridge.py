@@ -179,7 +179,7 @@ def export(
     """A program for other machines, as `jax.export.deserialize` reads it.
 
     Args:
-      call: from `lower_for_mesh`.
+      call: what `lower_for_mesh` returns beside the program.
       mesh: the device mesh.
       partitioner: Shardy or GSPMD.
       platforms: "cpu", "cuda", "tpu": it is lowered for each.
