@@ -23,6 +23,12 @@ FOUND = {
           y: float32 [2, 2], arrives [_,X], annotated None
           result: [10, 2], annotated [X,_] over (X=2, Y=4) of devices [5, 2, 7, 0, 3, 6, 1, 4], leaves [X,Y]
     """,  # noqa: E501
+    "a_window_of_padding_alone": """
+        shardy: window_reduction: window_reduced(x, [1], [2], [1], [[1, 0]], 'product')  on mesh (X=4, Y=2)
+          with eager=False, differentiable=False
+          x: float32 [1], arrives [_], annotated [_]
+          result: [1], annotated [Y], leaves [_]
+    """,  # noqa: E501
     "reshape_of_a_split_dim_of_1": """
         gspmd: space_to_batch: tf.space_to_batch(x, [2, 3], [[1, 1], [1, 1]])  on mesh (X=2, Y=2, Z=2)
           x: float32 [8, 2, 1, 1], arrives [_,_,X,Z], annotated None

@@ -174,7 +174,7 @@ def _lay_out(
     may differ from the examined one.
     """
     numbered = inspection.numbered(module)
-    pin = Pin(mesh, moved=chosen)
+    pin = Pin(mesh)
     for place, shardings in pinned.items():
         pin(numbered[place], shardings)
     for place, choice in chosen.items():

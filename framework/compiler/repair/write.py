@@ -6,27 +6,20 @@ The module is still for either partitioner: annotations are as TF programs carry
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jaxlib.mlir.dialects import sdy
 
-from meshwright.framework.compiler.repair.inspection import number_of
 from meshwright.framework.compiler.repair.op_layout import EvenLayout
 from meshwright.framework.compiler.repair.table.patterns import (
-    RESHAPE,
     SCATTER,
-    TRANSPOSE,
-    reshaped,
 )
 from meshwright.framework.compiler.stablehlo.constraints import (
-    SHARDING_ATTRIBUTE,
     sdy_attribute,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    BRANCHES,
-    WHILE,
     after,
     element_type,
     is_annotation,
@@ -39,8 +32,6 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-
-_NOT_PLAIN = (*BRANCHES, WHILE, "stablehlo.custom_call")
 
 
 def lay_out_evenly(op, layout: EvenLayout) -> None:
@@ -72,18 +63,17 @@ def lay_out_evenly(op, layout: EvenLayout) -> None:
 class Pin:
     """Keeps the layouts that operations had when examined, for Shardy.
 
-    Where it can, a layout is an attribute of the operation that makes the tensor. A
-    constraint is an operation in between, and cost a Transformer's loops over stacked
-    layers 12% of their estimated time.
+    A layout is kept by a constraint, which is an operation of its own and hinders XLA:
+    of a Transformer's step, 12% of the estimated time. The attribute `sdy.sharding` of
+    an operation costs nothing and does nothing: before it propagates, jaxlib 0.10.2
+    drops it on all operations but custom calls.
 
     Args:
       mesh: the program's mesh.
-      moved: numbers of operations that are laid out differently. The attribute would
-        stay with the operation, which then makes another tensor.
     """
 
-    def __init__(self, mesh: DeviceMesh, moved: Collection[int]):
-        self.mesh, self.moved = mesh, moved
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
         self.attributes: dict[Sharding, ir.Attribute] = {}
         # Shared by all readers: XLA would reshard for each a value pinned for each.
         self.pinned: dict[tuple[ir.Value, Sharding], ir.Value] = {}
@@ -102,36 +92,17 @@ class Pin:
         if sharding is None or not sharding.rank or self._is_requested(value, sharding):
             return value
         if (value, sharding) not in self.pinned:
-            pinned = self._pin(value, self._attribute(sharding))
+            attribute = self._attribute(sharding)
+            with after(value), location_of(value):
+                pinned = sdy.ShardingConstraintOp(value, attribute).result
             self.pinned[value, sharding] = self.pinned[pinned, sharding] = pinned
         return self.pinned[value, sharding]
-
-    def _pin(self, value: ir.Value, attribute: ir.Attribute) -> ir.Value:
-        if self._takes_attribute(value.owner):
-            of_results = sdy.TensorShardingPerValueAttr.get([attribute])
-            value.owner.attributes[SHARDING_ATTRIBUTE] = of_results
-            return value
-        with after(value), location_of(value):
-            return sdy.ShardingConstraintOp(value, attribute).result
 
     def _attribute(self, sharding: Sharding) -> ir.Attribute:
         if sharding not in self.attributes:
             outside = dataclasses.replace(sharding, manual=())
             self.attributes[sharding] = sdy_attribute(outside, self.mesh)
         return self.attributes[sharding]
-
-    def _takes_attribute(self, maker) -> bool:
-        """Whether a maker is a plain operation with a single result, not pinned yet."""
-        if isinstance(maker, ir.Block) or len(maker.results) != 1:
-            return False
-        if not maker.name.startswith("stablehlo.") or maker.name in _NOT_PLAIN:
-            return False
-        if _is_in_chain(maker):
-            return False
-        return (
-            SHARDING_ATTRIBUTE not in maker.attributes
-            and number_of(maker) not in self.moved
-        )
 
     def _is_requested(self, value: ir.Value, sharding: Sharding) -> bool:
         """Whether the program annotates a value with this sharding."""
@@ -143,22 +114,6 @@ class Pin:
         except ValueError:  # It is over other devices, and refused later by name.
             return False
         return annotation == dataclasses.replace(sharding, manual=())
-
-
-def _is_in_chain(op) -> bool:
-    """Whether XLA may merge an op with another; a constraint keeps them apart.
-
-    Two transposes may be none. XLA then gives the attribute of the last to what made
-    the operand of the first, and refuses it where that has several results.
-    """
-    if op.name not in (RESHAPE, TRANSPOSE):
-        return False
-    if op.name in [use.owner.operation.name for use in op.results[0].uses]:
-        return True
-    if op.name == RESHAPE:
-        return reshaped(op) != op.operands[0]
-    maker = op.operands[0].owner
-    return not isinstance(maker, ir.Block) and maker.name == op.name
 
 
 def annotated(value: ir.Value, sharding: Sharding) -> ir.Value:

@@ -140,7 +140,7 @@ def _volumes() -> Case:
     return keras.Sequential([LAYERS.Input(shape), *layers]), _normal(*shape), LABELS
 
 
-class _Clipped(keras.Model):
+class Clipped(keras.Model):
     """With a train step and a counter of its own."""
 
     def __init__(self):
@@ -179,7 +179,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "DLRM": _dlrm,
     "recurrent": _recurrent,
     "Conv3D": _volumes,
-    "subclass": lambda: (_Clipped(), _normal(8), LABELS),
+    "subclass": lambda: (Clipped(), _normal(8), LABELS),
 }
 APPLICATIONS: dict[str, Callable[[], Case]] = {
     name: _application(name)
