@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import logging as python_logging
 import os
+import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
@@ -75,23 +76,29 @@ class Command:
 
 
 def run(
-    name: str, main: Callable[[list[str]], int | None], *, required: Sequence[str]
+    name: str,
+    main: Callable[[list[str]], int | None],
+    *,
+    required: Mapping[str, str],
 ) -> None:
     """Runs a binary.
 
     Args:
       name: the binary's, for messages.
       main: takes what absl leaves of the arguments; returns the exit status.
-      required: flags that must be given.
+      required: flags that must be given, with an example of each one's value.
     """
 
     def parse(argv: list[str]) -> list[str]:
         try:
-            return flags.FLAGS(argv)
+            left = flags.FLAGS(argv)
+            _check_given(required)
         except flags.Error as error:
-            sys.exit(f"{name}: {printable(str(error))}\n(--help lists the flags)")
+            text = printable(_flag_error(str(error)))
+            sys.exit(f"{name}: {text}\n(--help lists the flags)")
         except SystemExit:  # By --help and its like, for which absl's status is 1.
             sys.exit(0)
+        return left
 
     # --help shows the text and flags of the main module, which for a console script is
     # a file that has neither: this package's are the command's own.
@@ -100,9 +107,28 @@ def run(
         if module.startswith("meshwright."):
             for flag in own:
                 flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-    flags.mark_flags_as_required(required)
     logging.set_verbosity(logging.INFO)
     app.run(main, flags_parser=parse)
+
+
+def _check_given(required: Mapping[str, str]) -> None:
+    """Refuses required flags without a value; `required` as for `run`."""
+    for flag, example in required.items():
+        value = flags.FLAGS[flag].value
+        given = value if isinstance(value, list) else [value]
+        if not given or not all(given):
+            raise flags.Error(f"--{flag} is required, such as --{flag}={example}")
+
+
+def _flag_error(text: str) -> str:
+    """absl's message, in terms of the flag where it has Python's words for a number."""
+    match = re.match(
+        r"flag --(\w+)=(.*): (invalid literal|could not convert)", text, re.DOTALL
+    )
+    if match is None:
+        return text
+    kind = "whole number" if match[3] == "invalid literal" else "number"
+    return f"--{match[1]} is {match[2]!r}; it must be a {kind}"
 
 
 def gin_params() -> list[str]:
@@ -149,14 +175,16 @@ def call(
       load: imports the command, and TensorFlow with it.
       check: raises ValueError for flags that are wrong, before anything is imported.
     """
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     style = python_logging.Formatter(
         "%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"
     )
     logging.get_absl_handler().setFormatter(style)
     errors = ()
     try:
+        if len(argv) > 1:
+            raise ValueError(
+                f"unexpected argument {argv[1]!r}: give flags alone, as --NAME=VALUE"
+            )
         check()
         gin_check.check(GIN_FILE.value, gin_params())
         with quiet.importing_tensorflow() as is_new:

@@ -16,6 +16,7 @@ from meshwright.trainers import cli
 from meshwright.trainers.startup import export_flags
 
 NAME = "meshwright-export"
+REQUIRED = {"gin_file": "lm/stdlib_tiny.gin", "output": "exported"}
 
 
 def main(argv: list[str]) -> int | None:
@@ -31,7 +32,7 @@ def _load() -> cli.Command:
 
 def run() -> None:
     """The console script."""
-    cli.run(NAME, main, required=["gin_file", "output"])
+    cli.run(NAME, main, required=REQUIRED)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from meshwright.trainers import cli
 from meshwright.trainers.startup import plan_flags, search_flags
 
 NAME = "meshwright-plan"
+REQUIRED = {"gin_file": "lm/stdlib_tiny.gin"}
 
 
 def main(argv: list[str]) -> int | None:
@@ -86,7 +87,7 @@ def _load() -> cli.Command:
 
 def run() -> None:
     """The console script."""
-    cli.run(NAME, main, required=["gin_file"])
+    cli.run(NAME, main, required=REQUIRED)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from meshwright.trainers import cli
 from meshwright.trainers.startup import process_flags, train_flags  # noqa: F401
 
 NAME = "meshwright-train"
+REQUIRED = {"gin_file": "lm/stdlib_tiny.gin", "model_dir": "logs/stdlib_tiny"}
 
 
 def main(argv: list[str]) -> int | None:
@@ -29,7 +30,7 @@ def _load() -> cli.Command:
 
 def run() -> None:
     """The console script."""
-    cli.run(NAME, main, required=["gin_file", "model_dir"])
+    cli.run(NAME, main, required=REQUIRED)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import gin
 import numpy as np
-from absl import app, flags
+from absl import flags
 from absl.testing import flagsaver
 
 from meshwright.tasks.images.image_files import ImageFiles
@@ -138,7 +138,7 @@ def _flags(folder: pathlib.Path) -> None:
             left = flags.FLAGS(["meshwright", "--gin_file=lm/stdlib_tiny", *words])
             cli.call(train.NAME, left, _command, check=train_flags.profile_steps)
         # As absl prints them, and as the binaries print errors.
-        except (flags.Error, app.UsageError) as error:
+        except flags.Error as error:
             raise ValueError(f"flags: {error}") from error
         except SystemExit as stopped:
             assert stopped.code.replace("\n", "").isprintable()

@@ -63,6 +63,12 @@ def find_gin_file(path: str | os.PathLike) -> pathlib.Path:
         for name in names:
             if (root / name).is_file():
                 return root / name
+    for root in (pathlib.Path(), PARAMS):
+        if (root / path).is_dir():
+            raise ConfigError(
+                f"gin file {path!r} is a folder, {root.absolute() / path}: name a "
+                "file in it"
+            )
     shipped = sorted(
         file.relative_to(PARAMS).as_posix() for file in PARAMS.rglob("*.gin")
     )
@@ -103,7 +109,7 @@ def load(
             with _explained(f"gin file {os.fspath(path)}"):
                 gin.parse_config_file(os.fspath(path))
         for line in gin_params:
-            with _explained("gin parameters"):
+            with _explained("gin parameters", text=line):
                 gin.parse_config(line)
         with _explained("gin configuration"):
             gin.finalize()
@@ -336,13 +342,18 @@ def in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(source: str) -> Iterator[None]:
-    """Turns whatever gin raises while it parses into a ConfigError with a hint."""
+def _explained(source: str, *, text: str = "") -> Iterator[None]:
+    """Turns whatever gin raises while it parses into a ConfigError with a hint.
+
+    Args:
+      source: what is parsed, for messages.
+      text: its text, for errors at its end, of which gin does not say the line.
+    """
     try:
         yield
     except SyntaxError as error:
         place = error.filename if error.filename not in (None, "<tokenize>") else source
-        line = f"line {error.lineno}\n    {(error.text or '').strip()}"
+        line = f"line {error.lineno}\n    {(error.text or '').strip() or text}"
         raise ConfigError(f"{place}: {message(error.msg)}\n  In {line}") from error
     except ConfigError:
         raise

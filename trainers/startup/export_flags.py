@@ -44,6 +44,10 @@ def wanted() -> list[str]:
         raise ValueError(
             f"--what={','.join(wanted)} must be {SAVED_MODEL}, {BUNDLE} or both"
         )
+    if MODEL_DIR.value == "":
+        raise ValueError(
+            "--model_dir is empty: name the training's folder, or leave it out"
+        )
     if SAVED_MODEL in wanted and MODEL_DIR.value is None:
         raise ValueError(
             "a SavedModel has weights: give the training's --model_dir, or "

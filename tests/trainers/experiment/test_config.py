@@ -176,7 +176,8 @@ def test_scopes_macros_enums_and_dtypes():
         ("Inner.width = %gin.REQUIRED", r"Inner.width.*REQUIRED.*not.*overridden"),
         ("Inner.width = [1,", "EOF in multi-line statement"),
         ("Inner.width = 'a", r"gin parameters: .*\n  In line 1\n    Inner.width = 'a"),
-        ("Inner width", r"expected ':' or '='"),
+        ("Inner width", r"expected ':' or '=': write NAME=VALUE, as in "),
+        ("Inner.width", r"NAME=VALUE.*\n  In line 1\n    Inner.width$"),
         ("Inner:\n    width = 1\n  depth = 2", "unindent does not match"),
         ("import no.such.module", r"No module named 'no'.*\n.*line 1"),
         (

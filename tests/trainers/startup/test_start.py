@@ -44,7 +44,30 @@ def test_help_needs_no_tensorflow(name):
     ("name", "arguments", "message"),
     [
         ("train", ["--modle_dir=x"], "Unknown .* 'modle_dir'. Did you mean: model_dir"),
-        ("train", [TINY], "Flag --model_dir must have a value"),
+        ("train", [], "--gin_file is required, such as --gin_file=lm/stdlib_tiny.gin"),
+        ("train", ["--gin_file=", "--model_dir=x"], "--gin_file is required, such as"),
+        ("train", [TINY], "--model_dir is required, such as --model_dir=logs/stdlib_t"),
+        ("train", [TINY, "--model_dir="], "--model_dir is required"),
+        (
+            "train",
+            ["--gin_file=lm", "--model_dir=x"],
+            "'lm' is a folder, .*params/lm: ",
+        ),
+        (
+            "train",
+            [TINY, "--model_dir=x", "lm/stdlib_tiny.gin"],
+            "unexpected argument 'lm/stdlib_tiny.gin': give flags alone, as --NAME",
+        ),
+        (
+            "train",
+            [TINY, "--model_dir=x", "--device_count=x"],
+            "--device_count is 'x'; it must be a whole number\n",
+        ),
+        (
+            "export",
+            [TINY, "--output=x", "--model_dir=", "--what=bundle"],
+            "--model_dir is empty: name the training's folder, or leave it out",
+        ),
         ("train", [TINY, "--model_dir=x", "--profile_steps=3"], "must be FIRST,LAST"),
         (
             "train",
