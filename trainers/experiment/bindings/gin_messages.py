@@ -141,7 +141,8 @@ def _wrapped(selector: str) -> type | None:
 def _unknown_macro(name: str) -> str:
     macros = ["/".join(bound.scope) for bound in bindings() if bound.selector == MACRO]
     known = macros + _suffixes(gin.config._CONSTANTS, like=name)
-    users = [bound for bound in bindings() if f"%{name}" in repr(bound.value)]
+    # A constant that there is not is a macro's name, as far as gin can tell.
+    users = [b for b in bindings() if (name, MACRO) in references(b.value)]
     hint = did_you_mean(name, known, prefix="%")
     if not hint and users and users[0].selector != MACRO:
         hints = type_hints(gin.config._REGISTRY[users[0].selector].wrapped)
@@ -179,7 +180,7 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Suggests up to three names of `known` that are spelled like `name`; or ""."""
-    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
     names = " or ".join(prefix + match for match in near)
     return f"\n  Did you mean {names}?" if near else ""
 
