@@ -115,7 +115,6 @@ def train_and_evaluate(
         keep = programs.experiment.keep_checkpoints
         checkpoints = Checkpoints(run.checkpoint_dir, max_to_keep=keep)
         loop = _Loop(programs, run, stack.enter_context(checkpoints), stop)
-        stack.callback(loop.close)
         return loop.run_to_end()
 
 
@@ -174,8 +173,6 @@ class _Loop:
             "Experiment.global_batch": self.experiment.global_batch,
             **self.experiment.task.data_fingerprint(),
         }
-        self.summaries = Summaries(run.model_dir, "train")
-        self.eval_summaries = Summaries(run.model_dir, "eval")
         self.profile = StepProfile(run.model_dir, run.profile_steps)
         self.losses: dict[int, float] = {}
         self.evaluation: dict[str, float] = {}
@@ -183,28 +180,30 @@ class _Loop:
         self.history = History()
         self.roll_backs_since_save = 0
 
-    def close(self) -> None:
-        self.profile.close()
-        self.summaries.close()
-        self.eval_summaries.close()
-
     def run_to_end(self) -> TrainResult:
         _warn_of_unknown_dims(self.programs)
         for line in start_notes(self.programs):
             log_line("%s", line)
-        replicated = self._replicated()
-        state = self._restored_or_initial()
+        replicated = replication.report_text(self._replicated())
+        state, folder = self._restored_or_initial(), self.run.model_dir
+        # From here on the folder is this experiment's, to be written to.
+        with (
+            contextlib.closing(Summaries(folder, "train")) as self.summaries,
+            contextlib.closing(Summaries(folder, "eval")) as self.eval_summaries,
+            contextlib.closing(self.profile),
+        ):
+            return self._run_from(state, replicated)
+
+    def _run_from(self, state: TrainState, replicated: str) -> TrainResult:
         step = state.step
         self.summaries.gin_config(step, self.run.config)
         if self.run.config:
             write_hyperparameters(self.run.model_dir, self.run.config)
-        table = replication.report_text(replicated)
-        self.summaries.text(step, "left replicated", table)
+        self.summaries.text(step, "left replicated", replicated)
         self._report_updates(step)
-        if step < self.experiment.num_steps:
+        if step < self.experiment.num_steps and not self.stop.reached():
             step = self._train(state, step)
-        else:
-            log_line("step %d is the last already: raise Experiment.num_steps", step)
+        self.stop.has_steps = False  # They are saved.
         self._evaluate(step, state)
         self.checkpoints.wait()
         return TrainResult(
@@ -237,6 +236,8 @@ class _Loop:
         size = sum(spec.size * spec.dtype.size for spec in specs)
         self.checkpoints.check_space(experiment.num_steps, size)
         main = self._compiled_main()
+        if self.stop.reached():
+            return step
         self._make_up_for_evaluation(step, state)
         watchdog = Watchdog(
             os.path.join(self.run.model_dir, "stacks"), experiment.slow_step_factor
@@ -279,6 +280,7 @@ class _Loop:
                     out = main(state.stored(), batches)
                 state.update(out["state"])
                 step += steps
+                self.stop.has_steps = True
                 progress.add(step, out["metrics"])
                 # One call stays in flight, so that devices need not wait for Python.
                 progress.wait(in_flight=1)
@@ -459,9 +461,12 @@ class _Loop:
         if steps:
             kept = f"checkpoint {steps} is kept in {self.run.checkpoint_dir}"
             again = ", and run again to go on from the newest checkpoint"
+        optimizer, clip = self.experiment.optimizer, ""
+        if optimizer.clip_global_norm is None:
+            clip = f" set {type(optimizer).__name__}.clip_global_norm,"
         return TrainingError(
-            f"{error}{when}; {kept}. Lower the learning rate, set clip_global_norm, or "
-            f"check the data{again}"
+            f"{error}{when}; {kept}. Lower the learning rate,{clip} or check the "
+            f"data{again}"
         )
 
 

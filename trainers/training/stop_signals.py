@@ -22,6 +22,8 @@ class StopRequest:
         """The signal that this process received."""
         self.signal: int | None = None
         """The signal that ends the run, which some process got."""
+        self.has_steps = False
+        """Whether steps have been made that a stop saves."""
         self._peers = peers
 
     def reached(self) -> bool:
@@ -50,10 +52,11 @@ def stop_on_signals(peers: Peers | None = None) -> Iterator[StopRequest]:
     def on_signal(signum, frame):
         if request.received is None:
             request.received = signum
-            _write(
-                f"\n{signal.Signals(signum).name}: stopping after the call under way, "
-                "to save; Ctrl-C quits at once\n"
-            )
+            how = "with nothing to save"
+            if request.has_steps:
+                how = "after the call under way, to save"
+            name = signal.Signals(signum).name
+            _write(f"\n{name}: stopping {how}; Ctrl-C quits at once\n")
         elif signum == signal.SIGINT:
             raise KeyboardInterrupt
 

@@ -105,17 +105,28 @@ def _train_or_evaluate(
 
 
 def _print_result(result: loop.TrainResult, seconds: float) -> None:
-    how = "Trained"
-    if result.stop is not None:
-        saved = "saved training" if result.step else "no training"
-        how = f"Stopped by {signal.Signals(result.stop).name}: {saved}"
-    print(f"{how} to step {result.step} in {seconds:.0f} s.")
+    print(_how_it_ended(result, seconds))
     if result.step in result.losses:
         print(f"Training loss: {result.losses[result.step]:.4f} nats")
     if result.evaluation and result.stop is None:
         print("Held-out:", evaluation.format_metrics(result.evaluation))
     model_dir = train_flags.MODEL_DIR.value
     print(f"Logs and checkpoints: {model_dir}\n  tensorboard --logdir {model_dir}")
+
+
+def _how_it_ended(result: loop.TrainResult, seconds: float) -> str:
+    """A sentence, or two."""
+    name = result.stop and signal.Signals(result.stop).name
+    if result.losses:
+        how = f"Stopped by {name}: saved training" if name else "Trained"
+        return f"{how} to step {result.step} in {seconds:.0f} s."
+    if name:
+        first = result.step + 1
+        return f"Stopped by {name} before step {first}: this run trained nothing."
+    return (
+        f"This run trained nothing: step {result.step} is the last already. Raise "
+        "Experiment.num_steps to go on."
+    )
 
 
 def _devices_each(mesh: DeviceMesh, processes: int) -> int | None:

@@ -148,10 +148,16 @@ def test_nan_stops_at_its_step(
             batches.weights[bad_step - first] = np.inf
 
     programs = five_steps_a_loop() if steps_per_loop == 5 else at(small_programs())
+    # Advises to clip what is not clipped.
+    advice = "Lower the learning rate, or check the data"
+    if not kept:
+        adam = dataclasses.replace(programs.experiment.optimizer, clip_global_norm=None)
+        programs = at(programs, optimizer=adam)
+        advice = "rate, set Adam.clip_global_norm, or check the data$"
     change_batches(poison)
     match = f"loss is nan at step {bad_step}; "
     match += f"checkpoint {', '.join(map(str, kept))} is" if kept else "nothing was"
-    with pytest.raises(loop.TrainingError, match=match):
+    with pytest.raises(loop.TrainingError, match=f"{match}.*{advice}"):
         train(programs, tmp_path)
     assert saved_steps(tmp_path) == kept
     change_batches(lambda first, batches: None)

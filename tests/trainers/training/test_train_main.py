@@ -78,7 +78,7 @@ def compiled(monkeypatch):
         (["Adafactor.beta1 = 0.5"], "Adafactor.beta1 = 0.5\n.*built no Adafactor"),
         (
             ["NUM_LAYERS = 'two'"],
-            "Repeat.num_layers is 'two', must be a whole number, such as 2\n"
+            "Repeat.num_layers is 'two'; it must be a whole number, such as 2\n"
             "  It is bound by `Repeat.num_layers = %NUM_LAYERS`",
         ),
         (["NUM_LAYER = 3"], r"to %NUM_LAYER: remove it\n  Did you mean %NUM_LAYERS"),
@@ -105,7 +105,15 @@ def compiled(monkeypatch):
             "histogram_interval = 6 is no multiple of steps_per_loop = 5",
         ),
         (["MESH_SHAPE = (4, 4)"], "needs 16 devices but 8 cpu devices exist"),
-        (["MESH_SHAPE = (2, 2, 2)"], r"names 2 axes .* shape \(2, 2, 2\) has 3"),
+        (["MESH_SHAPE = (2, 2, 2)"], r"is \(2, 2, 2\); it must be 2 numbers, one"),
+        (
+            ["MESH_SHAPE = 8"],
+            "sequence .*\n  It is bound by `.*mesh_shape = %MESH_SHAPE",
+        ),
+        (
+            ["Experiment.partitioner = 'shardy'"],
+            r"one of Partitioner.GSPMD, Partitioner.SHARDY \(with % before it in a gin",
+        ),
         (
             ["ShardingPlan.weights = {'model': 'X', 'heads': 'X'}"],
             r"'stack.attention.w_k' \(.*mesh axis 'X' is used twice in one tensor",
@@ -159,11 +167,7 @@ def test_checkpoint_of_another_model(straight, tmp_path):
     assert f"theta.final_norm.{expected}" in error
     error = error_of(tmp_path / "run", "MODEL_DIMS = 32", mode="eval")
     assert "is of another model" in error
-    events = re.compile("events.out")
-    after = sorted(str(path) for path in tmp_path.rglob("*"))
-    assert [name for name in after if not events.search(name)] == [
-        name for name in before if not events.search(name)
-    ]
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
 def test_replaced_optimizer_sets_its_bindings_aside(compiled, tmp_path, caplog):
@@ -204,6 +208,11 @@ def test_train_then_eval(compiled, tmp_path, capsys):
     assert re.fullmatch(r"Held-out: loss [\d.]+, bits_per_byte [\d.]+", held_out)
     assert [step for step, _ in points(tmp_path, "eval")["loss"]] == [5]
     assert saved_steps(tmp_path) == [5]
+    assert call_main(tmp_path, "Experiment.num_steps = 5", mode="train") is None
+    assert (
+        "This run trained nothing: step 5 is the last already. Raise "
+        "Experiment.num_steps to go on.\n"
+    ) in capsys.readouterr().out
     # Training on evaluates the new state, and says what eval mode says.
     assert call_main(tmp_path, "Experiment.num_steps = 6") is None
     assert "Held-out: loss" in capsys.readouterr().out
@@ -234,6 +243,20 @@ def test_status_after_a_signal(
     assert f"Stopped by {signum.name}: saved training to step 10 in" in (
         capsys.readouterr().out
     )
+
+
+def test_a_signal_before_the_first_step(compiled, tmp_path, monkeypatch, capfd):
+    def stop(programs):
+        signal.raise_signal(signal.SIGTERM)
+        return []
+
+    monkeypatch.setattr(training_main.loop, "start_notes", stop)
+    monkeypatch.delattr(training_main.loop._Loop, "_compiled_main")
+    assert call_main(tmp_path, stopped_status="75") == 75
+    out, err = capfd.readouterr()
+    assert "Stopped by SIGTERM before step 1: this run trained nothing.\n" in out
+    assert "SIGTERM: stopping with nothing to save; Ctrl-C quits at once\n" in err
+    assert saved_steps(tmp_path) == []
 
 
 def test_interrupt_outside_of_the_loop(tmp_path, monkeypatch, capsys):
