@@ -148,7 +148,6 @@ def build_experiment(
 
     Raises:
       ConfigError: see `config.load_and_build`.
-      ValueError: a class refuses its parameters.
     """
     import meshwright.layers
     import meshwright.tasks  # noqa: F401 (both register what gin files name)

@@ -118,6 +118,7 @@ def _refuse(
         names = " or ".join(each.__name__ for each in (kind, *more))
         wanted = f"of class {names}, such as {example}"
     wanted += " or None" if optional else ""
+    wanted += " (with % before it in a gin file)" if issubclass(kind, enum.Enum) else ""
     if callable(value) and hasattr(value, "__name__"):
         # In gin, @Adam is the class and @Adam() an instance.
         wanted += f": write @{value.__name__}() for an instance"
@@ -160,7 +161,7 @@ def check_value(
     good = good and (below is None or value < below)
     good = good and (at_most is None or value <= at_most)
     if not good:
-        bounds = {"at least": at_least, "above": above}
+        bounds = {"of at least": at_least, "above": above}
         bounds |= {"below": below, "at most": at_most}
         wanted = [
             f"{word} {bound}" for word, bound in bounds.items() if bound is not None

@@ -55,9 +55,15 @@ class ShardingPlan:
         for name in ("mesh_axes", "mesh_shape"):
             if isinstance(getattr(self, name), (str, int)):
                 raise ValueError(
-                    f"ShardingPlan.{name} is {getattr(self, name)!r}, must be a "
+                    f"ShardingPlan.{name} is {getattr(self, name)!r}; it must be a "
                     "sequence with an entry for each mesh axis, such as (2, 4)"
                 )
+        axes, shape = tuple(self.mesh_axes), tuple(self.mesh_shape)
+        if len(axes) != len(shape):
+            raise ValueError(
+                f"ShardingPlan.mesh_shape is {shape}; it must be {len(axes)} numbers, "
+                f"one for each axis of ShardingPlan.mesh_axes = {axes}"
+            )
         for table_name in ("weights", "activations"):
             for dim, axes in getattr(self, table_name).items():
                 for axis in as_axes(axes):

@@ -247,7 +247,7 @@ def check_depth(owner: str, num_layers: int, body: Layer) -> None:
     """Raises ValueError unless `num_layers` is a positive multiple of the body's."""
     if num_layers < 1 or num_layers % body.depth:
         raise ValueError(
-            f"{owner}.num_layers is {num_layers}, must be >= 1"
+            f"{owner}.num_layers is {num_layers}; it must be at least 1"
             + (
                 f" and a multiple of the {body.depth} layers of its "
                 f"{type(body).__name__}"

@@ -131,7 +131,7 @@ def test_rows_are_a_product_where_a_plan_splits_them(plan, dots, hlo_text):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"users": 0}, r"NeuMF.users is 0; it must be a whole number at least 1"),
+        ({"users": 0}, r"NeuMF.users is 0; it must be a whole number of at least 1"),
         ({"factors": "8"}, "NeuMF.factors is '8'"),
         ({"mlp_dims": (12, 0)}, r"NeuMF.mlp_dims\[1\] is 0"),
         ({"mlp_dims": (12,)}, r"NeuMF.mlp_dims is \(12,\): give how much"),

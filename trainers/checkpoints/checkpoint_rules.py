@@ -168,7 +168,7 @@ class InitializeFrom:
     def __post_init__(self):
         if self.part not in ("theta", "ema"):
             raise ValueError(
-                f"InitializeFrom.part is {self.part!r}, must be 'theta' or 'ema'"
+                f"InitializeFrom.part is {self.part!r}; it must be 'theta' or 'ema'"
             )
         for name, kind in (("missing", Missing), ("unused", Unused)):
             try:
@@ -176,7 +176,8 @@ class InitializeFrom:
             except ValueError:
                 known = " or ".join(repr(value.value) for value in kind)
                 raise ValueError(
-                    f"InitializeFrom.{name} is {getattr(self, name)!r}, must be {known}"
+                    f"InitializeFrom.{name} is {getattr(self, name)!r}; it must be "
+                    f"{known}"
                 ) from None
         for name in ("rules", "only"):
             if isinstance(getattr(self, name), str):

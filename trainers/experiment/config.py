@@ -23,6 +23,7 @@ from meshwright.trainers.experiment.bindings.gin_messages import (
     missing_parameters,
     nearest,
     references,
+    refusal_text,
     short_name,
     split_scope,
 )
@@ -119,13 +120,16 @@ def build(cls: type[_T]) -> _T:
     """The `cls` that the loaded configuration describes.
 
     Raises:
-      ConfigError: a parameter has no binding and no default, or a value is of a wrong
-        type; references do not end, or are too many.
-      ValueError: a class refuses its parameters.
+      ConfigError: a parameter has no binding and no default, a value is of a wrong
+        type, or a class refuses it; references do not end, or are too many.
     """
     try:
         with _counting_references():
             built = gin.get_configurable(cls)()
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(refusal_text(str(error))) from error
     # The errors of classes that expect values of other types.
     except (TypeError, ArithmeticError, AttributeError, LookupError) as error:
         text = missing_parameters(str(error))
@@ -144,7 +148,6 @@ def load_and_build(
 
     Raises:
       ConfigError: see `load`, `build` and `check_all_operative`.
-      ValueError: a class refuses its parameters.
     """
     load(gin_files, gin_params)
     return build(cls), check_all_operative()

@@ -130,7 +130,7 @@ class Experiment(Checked):
             known = ", ".join(repr(mode.value) for mode in WeightUpdateSharding)
             raise ValueError(
                 f"Experiment.weight_update_sharding is "
-                f"{self.weight_update_sharding!r}, must be one of {known}"
+                f"{self.weight_update_sharding!r}; it must be one of {known}"
             ) from None
         object.__setattr__(self, "weight_update_sharding", mode)
 

@@ -107,19 +107,19 @@ def _check(module: Module, requested: UpdateSharding) -> None:
     name, count = signature.name, len(signature.inputs)
     if not isinstance(requested, UpdateSharding):
         raise ValueError(
-            f"{name}: update_sharding is {requested!r}, must be an UpdateSharding, "
+            f"{name}: update_sharding is {requested!r}; it must be an UpdateSharding, "
             "such as UpdateSharding(mode=WeightUpdateSharding.AUTO, "
             "data_axes=('data',))"
         )
     if not isinstance(requested.mode, WeightUpdateSharding):
         raise ValueError(
-            f"{name}: UpdateSharding.mode is {requested.mode!r}, must be a "
+            f"{name}: UpdateSharding.mode is {requested.mode!r}; it must be a "
             f"WeightUpdateSharding, such as WeightUpdateSharding('auto')"
         )
     if isinstance(requested.data_axes, str) or not requested.data_axes:
         raise ValueError(
-            f"{name}: UpdateSharding.data_axes is {requested.data_axes!r}, must be a "
-            "sequence of the mesh axes that split the batch, such as ('data',)"
+            f"{name}: UpdateSharding.data_axes is {requested.data_axes!r}; it must be "
+            "a sequence of the mesh axes that split the batch, such as ('data',)"
         )
     unknown = [axis for axis in requested.data_axes if axis not in mesh.axis_names]
     if unknown:

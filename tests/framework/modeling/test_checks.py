@@ -63,17 +63,17 @@ def test_defaults_and_good_values():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("count", 0, "Config.count is 0; it must be a whole number at least 1"),
+        ("count", 0, "Config.count is 0; it must be a whole number of at least 1"),
         ("count", 2.0, "Config.count is 2.0; it must be a whole number"),
         ("count", None, "Config.count is None; it must be a whole number"),
         ("share", "x", "Config.share is 'x'; it must be a number above 0 and at most"),
         ("share", float("nan"), "Config.share is nan; it must be a number"),
-        ("limit", 1, "Config.limit is 1; it must be a whole number at least 2"),
-        ("rate", 1, "Config.rate is 1; it must be a number at least 0 and below 1"),
+        ("limit", 1, "Config.limit is 1; it must be a whole number of at least 2"),
+        ("rate", 1, "Config.rate is 1; it must be a number of at least 0 and below 1"),
         (
             "colour",
             "red",
-            "colour is 'red'; it must be one of Colour.RED, Colour.BLUE or None",
+            "colour is 'red'; it must be one of Colour.RED, Colour.BLUE or None ",
         ),
         ("loud", 1, "Config.loud is 1; it must be True or False"),
         ("book", 3, "book is 3; it must be of class Readable, such as @Book.. or None"),

@@ -177,15 +177,15 @@ def test_the_schedule_of_mlperf_is_made_of_the_pieces_there_are():
     ("field", "value", "message"),
     [
         ("learning_rate", "a", "must be a number or a Schedule"),
-        ("momentum", 1.0, "must be a number at least 0 and below 1"),
+        ("momentum", 1.0, "must be a number of at least 0 and below 1"),
         (
             "momentum_of",
             "updates",
             r"must be one of MomentumOf\.UPDATES, MomentumOf\.G",
         ),
         ("trust_coefficient", 0.0, "must be a number above 0"),
-        ("weight_decay", -0.1, "must be a number at least 0"),
-        ("epsilon", -1.0, "must be a number at least 0"),
+        ("weight_decay", -0.1, "must be a number of at least 0"),
+        ("epsilon", -1.0, "must be a number of at least 0"),
     ],
 )
 def test_refuses(field, value, message):

@@ -96,5 +96,5 @@ def test_an_axis_that_splits_a_tensor_twice_names_tensor_and_dims():
 
 
 def test_mesh_shape_must_be_a_sequence():
-    with pytest.raises(ValueError, match=r"mesh_shape is 8, must be a sequence"):
+    with pytest.raises(ValueError, match=r"mesh_shape is 8; it must be a sequence"):
         ShardingPlan(mesh_shape=8)

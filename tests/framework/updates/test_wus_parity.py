@@ -339,8 +339,8 @@ def test_what_was_stored_by_another_program_is_refused():
         ({"argument": 1}, "UpdateSharding.result is 'state', .* argument 1"),
         ({"argument": 5}, "UpdateSharding.argument.*5"),
         ({"argument": "state"}, "UpdateSharding.argument is 'state'"),
-        ({"data_axes": "data"}, "data_axes is 'data', must be a sequence"),
-        ({"data_axes": ()}, "data_axes is \\(\\), must be a sequence"),
+        ({"data_axes": "data"}, "data_axes is 'data'; it must be a sequence"),
+        ({"data_axes": ()}, "data_axes is \\(\\); it must be a sequence"),
     ],
 )
 def test_what_does_not_fit_the_program_is_refused(options, message):

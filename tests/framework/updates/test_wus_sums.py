@@ -100,7 +100,9 @@ def test_state_that_comes_out_otherwise_is_refused(change, message):
 
 
 def test_a_mode_alone_is_no_update_sharding():
-    with pytest.raises(ValueError, match="'all', must be an UpdateSharding, such as"):
+    with pytest.raises(
+        ValueError, match="'all'; it must be an UpdateSharding, such as"
+    ):
         mw.compile_program(
             lambda state: {"state": state},
             [tf.TensorSpec([16])],

@@ -246,7 +246,7 @@ def run_on(shape):
         ),
         (
             lambda: ResNet(num_classes=5, in_channels=0),
-            r"ResNet\.in_channels is 0; it must be a whole number at least 1",
+            r"ResNet\.in_channels is 0; it must be a whole number of at least 1",
         ),
         (
             lambda: run_on([1, 8, 8, 1]),

@@ -268,14 +268,14 @@ def test_a_bad_record_is_named(tmp_path, record, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("size", 0, "must be a whole number at least 1"),
-        ("num_classes", 1, "must be a whole number at least 2"),
+        ("size", 0, "must be a whole number of at least 1"),
+        ("num_classes", 1, "must be a whole number of at least 2"),
         ("area", (0.5, 1.5), "give the least and the largest, above 0 and at most 1"),
         ("area", 0.5, "give the least and the largest"),
         ("aspect", (2.0, 0.5), "give the least and the largest, above 0"),
-        ("mirrored", 1.5, "must be a number at least 0 and at most 1"),
+        ("mirrored", 1.5, "must be a number of at least 0 and at most 1"),
         ("middle", 0.0, "must be a number above 0 and at most 1"),
-        ("seed", -1, "must be a whole number at least 0"),
+        ("seed", -1, "must be a whole number of at least 0"),
     ],
 )
 def test_fields_out_of_range(field, value, message):

@@ -92,8 +92,6 @@ def test_colours_tell_nothing():
     [("train", 0), ("held_out", 0), ("size", 7), ("noise", -0.1), ("seed", -1)],
 )
 def test_fields_out_of_range(field, value):
-    message = (
-        rf"SyntheticImages\.{field} is {value}; it must be a (whole )?number at least"
-    )
+    message = rf"SyntheticImages\.{field} is {value}; it must be a (whole )?number of"
     with pytest.raises(ValueError, match=message):
         SyntheticImages(**{field: value})

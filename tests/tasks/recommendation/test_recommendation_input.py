@@ -240,7 +240,10 @@ def test_an_order_one_longer_than_the_data_has_a_row_without_weight(monkeypatch)
     ("kwargs", "message"),
     [
         ({"negatives": 0}, "RecommendationInput.negatives is 0"),
-        ({"held_out_negatives": 2}, "negatives is 2; it must be a number at least 3"),
+        (
+            {"held_out_negatives": 2},
+            "negatives is 2; it must be a number of at least 3",
+        ),
         ({"seed": -1}, "RecommendationInput.seed is -1"),
     ],
 )

@@ -92,7 +92,7 @@ def test_budget():
 @pytest.mark.parametrize("budget", [-1, 1.5, "1 MB"])
 def test_a_budget_that_is_no_number_of_bytes_is_refused(budget):
     with pytest.raises(
-        ValueError, match="replicated_budget is .*a whole number at least 0"
+        ValueError, match="replicated_budget is .*a whole number of at least 0"
     ):
         changed(replicated_budget=budget)
 

@@ -369,7 +369,7 @@ def test_files_are_told_by_their_digests(exported):
     ("options", "message"),
     [
         ({"platforms": ["gpu"]}, r"platforms \['gpu'\]: some of cpu, cuda, tpu"),
-        ({"calls": 0}, "calls is 0; it must be a whole number at least 1"),
+        ({"calls": 0}, "calls is 0; it must be a whole number of at least 1"),
     ],
 )
 def test_wrong_options(options, message):

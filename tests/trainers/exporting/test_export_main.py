@@ -79,7 +79,7 @@ def test_a_training_is_exported_whole(straight, tmp_path, capsys):
         ),
         (
             {"what": "bundle", "calls": "0"},
-            "calls is 0; it must be a whole number at least 1",
+            "calls is 0; it must be a whole number of at least 1",
         ),
         ({"model_dir": "/none"}, "there is no checkpoint in /none/checkpoints"),
     ],

@@ -211,7 +211,7 @@ def test_each_device_holds_less_state():
 
 def test_some_is_no_mode():
     message = (
-        "Experiment.weight_update_sharding is 'some', must be one of 'auto', 'off', "
+        "Experiment.weight_update_sharding is 'some'; it must be one of 'auto', 'off', "
         "'all'"
     )
     with pytest.raises(ValueError, match=message):

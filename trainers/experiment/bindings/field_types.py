@@ -38,7 +38,7 @@ class Misfit:
 
     def __str__(self) -> str:
         text = (
-            f"{self.owner.__name__}.{self.field} is {self.value!r}, must be "
+            f"{self.owner.__name__}.{self.field} is {self.value!r}; it must be "
             f"{spelling(self.hint)}"
         )
         # In gin, @Adam is the class and @Adam() an instance.

@@ -104,12 +104,31 @@ def missing_parameters(text: str) -> str:
     missing = re.search(r"missing \d+ required .*arguments?: (.*)", text)
     culprit = re.search(r"In call to configurable '(\S+)'", text)
     if not missing or not culprit:
-        return text
+        return _without_calls(text)
     names = [f"{culprit[1]}.{name}" for name in re.findall(r"'(\w+)'", missing[1])]
     return (
-        f"{', '.join(names)} must be set: bind it in a gin file, or by "
+        f"{' and '.join(names)} must be set: bind "
+        f"{'it' if len(names) == 1 else 'them'} in a gin file, or by "
         f"--gin_param='{names[0]} = ...'"
     )
+
+
+def refusal_text(text: str) -> str:
+    """The message `text` of a class that refuses a value, with the value's binding."""
+    text = _without_calls(text)
+    match = re.match(r"(\w+)\.(\w+) is ", text)
+    if match is None:
+        return text
+    bound = [b for b in bindings() if b.parameter == match[2]]
+    return text + _bound_by(b for b in bound if b.selector.endswith(f".{match[1]}"))
+
+
+def _without_calls(text: str) -> str:
+    """`text` without gin's lines on what it was building, but for the class."""
+    said, *calls = re.split(r"\n +In call to configurable '(\S+)' .*", text)
+    if not calls or calls[0] in said:
+        return said
+    return f"{said}\n  @{calls[0]}() was being built."
 
 
 def misfits_on_the_way(error: BaseException) -> Iterator[Misfit]:
@@ -123,13 +142,17 @@ def misfits_on_the_way(error: BaseException) -> Iterator[Misfit]:
 
 def misfit_text(misfit: Misfit) -> str:
     """The error in a field, and the bindings that can have given it its value."""
-    bound = [
-        f"\n  It is bound by `{binding}`."
+    bound = (
+        binding
         for binding in bindings()
         if binding.parameter == misfit.field
         and _wrapped(binding.selector) in (misfit.owner, None)
-    ]
-    return f"{misfit}{''.join(bound)}"
+    )
+    return f"{misfit}{_bound_by(bound)}"
+
+
+def _bound_by(bound: Iterable[Binding]) -> str:
+    return "".join(f"\n  It is bound by `{binding}`." for binding in bound)
 
 
 def _wrapped(selector: str) -> type | None:
