@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -103,6 +104,11 @@ class Task(Checked):
     its data.
     """
 
+    loss_unit: ClassVar[str] = "nats"
+    """The loss's unit; "" for a sum of several."""
+    token_name: ClassVar[str] = "tokens"
+    """What `tokens` counts."""
+
     def weights(self) -> NestedMap:
         """Nested map of `WeightSpec`, for each field that is a layer."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -182,5 +188,5 @@ class Task(Checked):
         raise NotImplementedError(f"{type(self).__name__}.train_flops")
 
     def tokens(self, global_batch: int) -> int:
-        """Tokens (or other examples' parts) that one step trains on, for tokens/s."""
+        """How many tokens, or other parts of examples, one step trains on."""
         raise NotImplementedError(f"{type(self).__name__}.tokens")

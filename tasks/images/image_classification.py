@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import gin
 import numpy as np
@@ -46,6 +47,8 @@ class ImageClassification(Task):
       ValueError: the network and the input disagree on classes or channels; a number is
         out of range.
     """
+
+    token_name: ClassVar[str] = "pictures"
 
     pictures: ImageInput
     network: ResNet

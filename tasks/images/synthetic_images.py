@@ -14,6 +14,7 @@ import tensorflow as tf
 from absl import logging
 
 from meshwright.framework.modeling.checks import Checked, bounded
+from meshwright.framework.user_cache import user_cache
 from meshwright.tasks.images.image_files import ImageFiles, Records
 from meshwright.tasks.input.atomic_files import atomic_write
 from meshwright.tasks.input.example_order import Split
@@ -41,7 +42,8 @@ class SyntheticImages(Checked):
     settings and its number.
 
     Args:
-      folder: where the files are kept.
+      folder: where the files are kept; default: meshwright/images in the user's
+        cache.
       train: number of pictures to train on.
       held_out: number of pictures to evaluate on.
       size: sides of the pictures.
@@ -52,7 +54,7 @@ class SyntheticImages(Checked):
       ValueError: a number is out of range.
     """
 
-    folder: str = "~/.cache/meshwright/images"
+    folder: str | None = None
     train: int = bounded(4096, at_least=1)
     held_out: int = bounded(1000, at_least=1)
     size: int = bounded(64, at_least=8)
@@ -75,7 +77,7 @@ def _made(given: SyntheticImages, split: Split) -> str:
     count = given.train if split is Split.TRAIN else given.held_out
     settings = (_RECIPE, split.value, count, given.size, given.noise, given.seed)
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
-    folder = pathlib.Path(given.folder).expanduser()
+    folder = pathlib.Path(given.folder or user_cache("images")).expanduser()
     names = [f"{split.value}-{digest}-{i:05d}-of-{_FILES:05d}" for i in range(_FILES)]
     folder.mkdir(parents=True, exist_ok=True)
     for i, name in enumerate(names):

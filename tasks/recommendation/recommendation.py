@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import gin
 import numpy as np
@@ -40,6 +41,8 @@ class Recommendation(Task):
     Raises:
       ValueError: `top` is out of range, or so large that every item is a hit.
     """
+
+    token_name: ClassVar[str] = "pairs"
 
     data: RecommendationInput
     network: NeuMF

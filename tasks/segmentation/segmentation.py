@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import gin
 import numpy as np
@@ -71,6 +72,9 @@ class Segmentation(Task):
       ValueError: the network and the input disagree on channels or classes; the patch
         has a size that the network cannot take.
     """
+
+    loss_unit: ClassVar[str] = ""  # A sum of cross-entropy and Dice.
+    token_name: ClassVar[str] = "voxels"
 
     volumes: SegmentationInput
     network: UNet3D

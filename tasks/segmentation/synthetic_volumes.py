@@ -15,6 +15,7 @@ import numpy as np
 from absl import logging
 
 from meshwright.framework.modeling.checks import Checked, bounded, check_value
+from meshwright.framework.user_cache import user_cache
 from meshwright.tasks.input.atomic_files import atomic_write
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.segmentation.nifti import libraries, write_nifti
@@ -40,7 +41,8 @@ class SyntheticVolumes(Checked):
     degrees, with axes in any order and direction.
 
     Args:
-      folder: the folder of NIfTI files and lists of them.
+      folder: the folder of NIfTI files and lists of them; default:
+        meshwright/volumes in the user's cache.
       volumes: number of volumes.
       size: voxels along each axis, up to 10 % more or fewer.
       spacing: size of a voxel along each axis in mm, up to 20 % more or less.
@@ -53,7 +55,7 @@ class SyntheticVolumes(Checked):
       ValueError: a number is out of range.
     """
 
-    folder: str = "~/.cache/meshwright/volumes"
+    folder: str | None = None
     volumes: int = bounded(40, at_least=2)
     size: tuple[int, int, int] = (48, 48, 32)
     spacing: tuple[float, float, float] = (1.0, 1.0, 1.5)
@@ -93,7 +95,7 @@ class SyntheticVolumes(Checked):
 @functools.cache
 def _made(given: SyntheticVolumes) -> pathlib.Path:
     """The list of volumes; its files are made unless they exist."""
-    folder = pathlib.Path(given.folder).expanduser()
+    folder = pathlib.Path(given.folder or user_cache("volumes")).expanduser()
     names = [given._name(number) for number in range(given.volumes)]
     missing = [
         name for name in names if not all(f.is_file() for f in _pair(folder, name))

@@ -17,6 +17,7 @@ import gin
 from absl import logging
 
 from meshwright.framework.modeling.checks import Checked, bounded
+from meshwright.framework.user_cache import user_cache
 from meshwright.tasks.input.atomic_files import atomic_write
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.speech.speech_manifest import Manifest, Utterance
@@ -39,7 +40,8 @@ class EspeakSpeech(Checked):
     hash of each chooses its voice and speed.
 
     Args:
-      folder: the folder of wav files and manifests.
+      folder: the folder of wav files and manifests; default: meshwright/espeak in the
+        user's cache.
       text: the source of docstrings.
       utterances: number of utterances wanted; there may be fewer sentences.
       voices: voices of espeak-ng (`espeak-ng --voices=en`); "+f2" and the like are
@@ -52,7 +54,7 @@ class EspeakSpeech(Checked):
       ValueError: a number is out of range, or there is no voice or speed.
     """
 
-    folder: str = "~/.cache/meshwright/espeak"
+    folder: str | None = None
     text: TextFiles = TextFiles()
     utterances: int = bounded(3000, at_least=1)
     voices: tuple[str, ...] = ("en-us", "en-gb", "en-us+f2", "en-gb+m3")
@@ -135,15 +137,15 @@ class _Line:
 def _made(speech: EspeakSpeech) -> pathlib.Path:
     """The manifest; its sounds are made unless they exist."""
     lines = [speech._line(sentence) for sentence in speech.sentences()]
-    folder = pathlib.Path(speech.folder).expanduser()
+    folder = pathlib.Path(speech.folder or user_cache("espeak")).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     missing = [line for line in lines if not (folder / line.wav).is_file()]
     if missing:
         if shutil.which("espeak-ng") is None:
             raise FileNotFoundError(
                 f"{len(missing)} of {len(lines)} utterances are not in {folder}, and "
-                "espeak-ng, which is to speak them, is not installed: on Debian, "
-                "`apt-get install espeak-ng`"
+                "espeak-ng, which makes them, is not installed: install it, on "
+                "Debian by `apt-get install espeak-ng`"
             )
         logging.info("espeak-ng says %d sentences, into %s", len(missing), folder)
         # Threads suffice: each waits for a process.

@@ -6,6 +6,7 @@ Dims: B batch, T frames, F mel bins, S frames after subsampling, M model.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -42,6 +43,8 @@ class SpeechTask(Task):
     Raises:
       ValueError: a field is no layer.
     """
+
+    token_name: ClassVar[str] = "frames"
 
     speech: SpeechInput
     subsampling: Layer

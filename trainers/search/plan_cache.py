@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.trainers.startup.files import user_cache
+from meshwright.framework.user_cache import user_cache
 
 log = logging.getLogger("absl")
 

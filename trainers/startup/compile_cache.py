@@ -14,7 +14,7 @@ import platform
 
 from absl import logging
 
-from meshwright.trainers.startup.files import user_cache, writable
+from meshwright.trainers.startup.files import writable
 
 OFF = "off"
 # XLA's programs for CPUs take from milliseconds to minutes.
@@ -33,6 +33,8 @@ def use(wanted: str | None, *, is_alone: bool = True) -> None:
       is_alone: whether this process runs the program by itself.
     """
     import jax
+
+    from meshwright.framework.user_cache import user_cache
 
     given = jax.config.jax_compilation_cache_dir
     is_on = jax.config.jax_enable_compilation_cache

@@ -1,8 +1,7 @@
-"""Files to write, checked to be writable before the work they are for, and caches."""
+"""Files to write, checked to be writable before the work they are for."""
 
 from __future__ import annotations
 
-import os
 import pathlib
 import tempfile
 
@@ -27,16 +26,6 @@ def output_file(flag: flags.FlagHolder) -> pathlib.Path | None:
             "file"
         )
     return path
-
-
-def user_cache(name: str) -> pathlib.Path:
-    """`meshwright/NAME` in the user's cache folder; without a home, that for files
-    that are temporary.
-    """
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(cache):  # There is neither HOME nor an entry for the user.
-        cache = tempfile.gettempdir()
-    return pathlib.Path(cache) / "meshwright" / name
 
 
 def writable(folder: pathlib.Path) -> str:

@@ -121,7 +121,8 @@ class Progress(contextlib.AbstractContextManager):
         seconds = self._seconds / self._steps
         rate = experiment.task.tokens(experiment.global_batch) / seconds
         self._bar.set_postfix_str(
-            f"loss={metrics.loss[-1]:.3f}, tokens/s={rate:,.0f}", refresh=False
+            f"loss={metrics.loss[-1]:.3f}, {experiment.task.token_name}/s={rate:,.0f}",
+            refresh=False,
         )
         self._bar.update(steps)
         if experiment.is_due(call.last_step, experiment.summary_interval):

@@ -15,6 +15,7 @@ from meshwright.framework.compiler.xla.processes import (
     is_first_process,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.tasks.task import Task
 from meshwright.trainers import cli
 from meshwright.trainers.checkpoints.checkpoints import CheckpointError
 from meshwright.trainers.experiment.experiment import Experiment
@@ -97,17 +98,19 @@ def _train_or_evaluate(
             return None
         start = time.time()
         result = loop.train_and_evaluate(programs, run, peers)
-        _print_result(result, time.time() - start)
+        _print_result(experiment.task, result, time.time() - start)
     if result.stop == signal.SIGINT:
         return cli.INTERRUPTED
     is_done = result.stop is None or result.step >= experiment.num_steps
     return None if is_done else train_flags.STOPPED_STATUS.value
 
 
-def _print_result(result: loop.TrainResult, seconds: float) -> None:
+def _print_result(task: Task, result: loop.TrainResult, seconds: float) -> None:
     print(_how_it_ended(result, seconds))
     if result.step in result.losses:
-        print(f"Training loss: {result.losses[result.step]:.4f} nats")
+        print(
+            f"Training loss: {result.losses[result.step]:.4f} {task.loss_unit}".rstrip()
+        )
     if result.evaluation and result.stop is None:
         print("Held-out:", evaluation.format_metrics(result.evaluation))
     model_dir = train_flags.MODEL_DIR.value

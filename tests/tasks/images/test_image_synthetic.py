@@ -52,6 +52,12 @@ def test_what_is_missing_is_made_again(given):
     assert contents(given) == before
 
 
+def test_files_are_in_the_users_cache_unless_a_folder_is_given(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    SyntheticImages(train=1, held_out=1, size=8, seed=5).records(Split.TRAIN)
+    assert any((tmp_path / "meshwright/images").iterdir())
+
+
 def test_there_are_as_many_of_each_class(given):
     assert len(pictures(given)) == 37
     labels = [picture.label for picture in pictures(given)]

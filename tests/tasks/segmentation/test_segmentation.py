@@ -195,6 +195,7 @@ def test_loss_trains_all_weights(folder, network):
     np.testing.assert_allclose(metrics["loss"], evaluated.loss, rtol=1e-6)
     assert metrics["loss"] > metrics["cross_entropy"] > 0
     assert evaluated.sums.voxels == task.tokens(2)
+    assert (task.loss_unit, task.token_name) == ("", "voxels")
     assert task.train_flops(4) == 2 * task.train_flops(2) > 0
     assert task.train_flops(2) == 6 * network.flops(patch)
 

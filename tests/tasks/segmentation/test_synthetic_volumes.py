@@ -41,6 +41,12 @@ def loaded(given):
     ]
 
 
+def test_files_are_in_the_users_cache_unless_a_folder_is_given(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    SyntheticVolumes(volumes=2, size=(8, 8, 8), seed=5).read(Split.TRAIN)
+    assert any((tmp_path / "meshwright/volumes").iterdir())
+
+
 def test_the_same_settings_make_the_same_files(given, tmp_path):
     cases(given)
     again = dataclasses.replace(given, folder=str(tmp_path / "again"))

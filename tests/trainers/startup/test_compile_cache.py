@@ -9,8 +9,8 @@ import tensorflow as tf
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from meshwright.framework import DeviceMesh, compile_program
+from meshwright.framework.user_cache import user_cache
 from meshwright.trainers.startup import compile_cache
-from meshwright.trainers.startup.files import user_cache
 
 SETTINGS = (
     "jax_compilation_cache_dir",
