@@ -18,8 +18,9 @@ import re
 from absl import flags
 
 from meshwright.trainers import cli
-from meshwright.trainers.startup import plan_flags, search_flags
+from meshwright.trainers.startup import files, plan_flags, search_flags
 
+_TOPOLOGY = re.compile(r"cpu|\w+:\d+(x\d+)*")
 NAME = "meshwright-plan"
 REQUIRED = {"gin_file": "lm/stdlib_tiny.gin"}
 
@@ -30,13 +31,21 @@ def main(argv: list[str]) -> int | None:
 
 
 def _check() -> None:
-    """Refuses flags that do not go together, and a pattern that is none."""
+    """Refuses flags that do not go together, that are malformed, and files that cannot
+    be written.
+    """
     if not plan_flags.EXPLAIN.value:
         filters = plan_flags.EXPLAIN_MATCH, plan_flags.EXPLAIN_AT_LEAST
         _refuse(filters, "needs --explain")
     _check_pattern()
+    topology = plan_flags.TOPOLOGY.value
+    if topology is not None and not _TOPOLOGY.fullmatch(topology):
+        raise ValueError(
+            f"--topology={topology} is no topology: give cpu, or a kind of TPU and its "
+            "chips along each dim, such as v3:32x32"
+        )
     pages = (plan_flags.JSON, plan_flags.HTML, plan_flags.LOG_DIR)
-    if plan_flags.TOPOLOGY.value is not None:
+    if topology is not None:
         _refuse(
             (cli.DEVICE_COUNT,),
             "is for virtual cpu devices: with --topology the mesh says how many",
@@ -47,15 +56,23 @@ def _check() -> None:
             "shows one plan: give it with the gin file that --search writes, "
             "without --search",
         )
+        if topology in (None, "cpu"):
+            raise ValueError(
+                "--search ranks by estimated step time on a TPU topology: name one, as "
+                "in --topology=v3:8x16"
+            )
         return
     _refuse(search_flags.OPTIONS, "needs --search")
-    if plan_flags.TOPOLOGY.value is None:
+    if topology is None:
         _refuse(pages, "needs --topology, such as --topology=cpu")
     else:
         _refuse(
             (plan_flags.EXPLAIN,),
             "reads the program for virtual cpu devices: give it without --topology",
         )
+    files.output_file(plan_flags.JSON)
+    files.output_file(plan_flags.HTML)
+    files.check_folder(plan_flags.LOG_DIR)
 
 
 def _refuse(given: tuple[flags.FlagHolder, ...], why: str) -> None:

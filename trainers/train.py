@@ -11,7 +11,7 @@ The same command goes on from the newest checkpoint in --model_dir, if there is 
 from __future__ import annotations
 
 from meshwright.trainers import cli
-from meshwright.trainers.startup import process_flags, train_flags  # noqa: F401
+from meshwright.trainers.startup import train_flags
 
 NAME = "meshwright-train"
 REQUIRED = {"gin_file": "lm/stdlib_tiny.gin", "model_dir": "logs/stdlib_tiny"}
@@ -19,7 +19,7 @@ REQUIRED = {"gin_file": "lm/stdlib_tiny.gin", "model_dir": "logs/stdlib_tiny"}
 
 def main(argv: list[str]) -> int | None:
     """Parses flags and calls; returns the exit status."""
-    return cli.call(NAME, argv, _load, check=train_flags.profile_steps)
+    return cli.call(NAME, argv, _load, check=train_flags.check)
 
 
 def _load() -> cli.Command:

@@ -136,7 +136,7 @@ def _flags(folder: pathlib.Path) -> None:
         try:
             # Which both cli require.
             left = flags.FLAGS(["meshwright", "--gin_file=lm/stdlib_tiny", *words])
-            cli.call(train.NAME, left, _command, check=train_flags.profile_steps)
+            cli.call(train.NAME, left, _command, check=train_flags.check)
         # As absl prints them, and as the binaries print errors.
         except flags.Error as error:
             raise ValueError(f"flags: {error}") from error

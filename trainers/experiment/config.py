@@ -6,7 +6,7 @@ import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TextIO, TypeVar
 
 import gin
@@ -165,15 +165,55 @@ def check_all_operative() -> list[str]:
     Raises:
       ConfigError: another binding has no effect; the message says why, and the remedy.
     """
-    unused = [(bound, why) for bound in bindings() if (why := _why_inoperative(bound))]
-    problems = [
-        f"  {bound}\n    {why}" for bound, why in unused if bound.key not in _set_aside
-    ]
+    unused = [bound for bound in bindings() if _why_inoperative(bound)]
+    _refuse([bound for bound in unused if bound.key not in _set_aside])
+    return [str(bound) for bound in unused]
+
+
+def bound_parameters(name: str) -> set[str]:
+    """The parameters of a class that bindings set."""
+    return {b.parameter for b in bindings() if short_name(b.selector) == name}
+
+
+def check_all_referred(root: str) -> None:
+    """Checks that every binding is for what a class refers to, directly or not.
+
+    It can be called before anything is built: `check_all_operative` finds these
+    bindings too, and others.
+
+    Args:
+      root: the name of the class that is to be built.
+
+    Raises:
+      ConfigError: as `check_all_operative`.
+    """
+    pending, reached = {("", gin.config._REGISTRY.get_match(root).selector)}, set()
+    while pending:
+        name = _configured(*pending.pop())
+        if name not in reached:
+            reached.add(name)
+            for bound in bindings():
+                if _configured("/".join(bound.scope), bound.selector) == name:
+                    pending |= references(bound.value)
+    _refuse(
+        bound
+        for bound in bindings()
+        if _configured("/".join(bound.scope), bound.selector) not in reached
+        and bound.key not in _set_aside
+    )
+
+
+def _configured(scope: str, selector: str) -> str:
+    """A macro, which is named by its scope, or a class in whatever scope."""
+    return f"%{scope}" if selector == MACRO else selector
+
+
+def _refuse(unused: Iterable[Binding]) -> None:
+    problems = [f"  {bound}\n    {_why_inoperative(bound)}" for bound in unused]
     if problems:
         raise ConfigError(
             f"{len(problems)} gin binding(s) never took effect:\n" + "\n".join(problems)
         )
-    return [str(bound) for bound, _ in unused]
 
 
 def operative_text() -> str:

@@ -24,10 +24,9 @@ from meshwright.framework.compiler.xla.processes import (
 )
 from meshwright.trainers.processes.peer_channel import Channel
 from meshwright.trainers.processes.peers import Peers
-from meshwright.trainers.processes.supervisor import split_address, start_supervised
+from meshwright.trainers.processes.supervisor import start_supervised
 from meshwright.trainers.startup import process_flags
 
-AUTO = "auto"
 _SEEN_SECONDS = 60.0
 _GRACE_SECONDS = 15.0
 
@@ -46,43 +45,16 @@ def process_group(platform: str) -> ProcessGroup | None:
         process_flags.NUM_PROCESSES.value,
     )
     process = process_flags.PROCESS_ID.value
-    dependent = (
-        process_flags.NUM_PROCESSES,
-        process_flags.PROCESS_ID,
-        process_flags.START_TIMEOUT,
-        process_flags.PEER_TIMEOUT,
-    )
-    given = [f"--{flag.name}" for flag in dependent if flag.value != flag.default]
-    if coordinator is None and given and platform != "tpu":
-        raise ValueError(
-            f"{' and '.join(given)} without --coordinator=HOST:PORT, the address of "
-            "process 0: give that too"
-        )
-    if coordinator == AUTO:
-        return _of_environment(count, process)
+    process_flags.check(platform)
+    if coordinator == process_flags.AUTO:
+        return _of_environment()
     if coordinator is None:
         # A worker of a pod can do nothing by itself.
         return process_group_of_environment() if platform == "tpu" else None
-    split_address(coordinator)
-    if count is None or process is None:
-        raise ValueError(
-            f"--coordinator={coordinator} without --num_processes or --process_id: "
-            "give both, or --coordinator=auto on a cluster"
-        )
-    if process >= count:
-        raise ValueError(
-            f"--process_id={process} of --num_processes={count}: they count from 0 to "
-            f"{count - 1}"
-        )
     return ProcessGroup(coordinator=coordinator, count=count, process=process)
 
 
-def _of_environment(count: int | None, process: int | None) -> ProcessGroup:
-    if (count, process) != (None, None):
-        raise ValueError(
-            "--coordinator=auto takes --num_processes and --process_id from the "
-            "environment too: leave them out"
-        )
+def _of_environment() -> ProcessGroup:
     group = process_group_of_environment()
     if group is None:
         raise ValueError(

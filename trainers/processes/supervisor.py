@@ -25,6 +25,7 @@ from meshwright.trainers.processes.peer_channel import Channel, ChannelClosedErr
 from meshwright.trainers.processes.peer_hub import Hub
 from meshwright.trainers.processes.peers import LOST, PeerError
 from meshwright.trainers.startup.messages import printable
+from meshwright.trainers.startup.process_flags import split_address
 
 log = logging.getLogger("absl")
 
@@ -32,21 +33,6 @@ _TICK = 0.25
 _GRACE_SECONDS = 5.0
 _SAY_WAITING_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port".
-
-    Raises:
-      ValueError: `address` is something else.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(
-            f"--coordinator={address} is no HOST:PORT: give the address of process 0, "
-            "and a port there that is free"
-        )
-    return host.strip("[]"), int(port)
 
 
 def start_supervised(

@@ -12,7 +12,6 @@ from meshwright.framework.devices import topology as topologies
 from meshwright.trainers import cli
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import pipelines
-from meshwright.trainers.planning.planning import CPU
 from meshwright.trainers.search import search_text
 from meshwright.trainers.search.plan_cache import PlanCache, default_folder
 from meshwright.trainers.search.search import (
@@ -24,7 +23,7 @@ from meshwright.trainers.search.search_space import check_unscoped, named_plans
 from meshwright.trainers.startup import files, plan_flags, search_flags
 
 
-def search_main(experiment: Experiment, *, topology: str | None) -> None:
+def search_main(experiment: Experiment, *, topology: str) -> None:
     """Searches as the flags say, prints the table and writes the winner.
 
     Args:
@@ -32,17 +31,12 @@ def search_main(experiment: Experiment, *, topology: str | None) -> None:
       topology: name of a TPU topology.
 
     Raises:
-      ValueError: there is no TPU topology, a batch is no number, there are no pipelines
-        for microbatches, the user's files bind for a scope what is searched, the file
-        to write exists already or is a folder, or no candidate fits.
+      ValueError: there is no such topology, a batch is no number, there are no
+        pipelines for microbatches, the user's files bind for a scope what is searched,
+        the file to write exists already or is a folder, or no candidate fits.
       ConfigError: a plan does not exist.
       ImportError: libtpu is not installed.
     """
-    if topology is None or topology == CPU:
-        raise ValueError(
-            "--search ranks by estimated step time on a TPU topology: name one, as in "
-            "--topology=v3:8x16"
-        )
     torus = topologies.topology(topology)
     output = _output()
     check_unscoped(cli.GIN_FILE.value, cli.gin_params())

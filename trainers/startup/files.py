@@ -28,6 +28,28 @@ def output_file(flag: flags.FlagHolder) -> pathlib.Path | None:
     return path
 
 
+def check_folder(flag: flags.FlagHolder) -> None:
+    """Checks that the folder that a flag names can be made, and leaves nothing there.
+
+    A folder that is not on a disk, such as `gs://...`, is not looked at.
+
+    Raises:
+      ValueError: files cannot be written there.
+    """
+    if flag.value is None or "://" in flag.value:
+        return
+    folder = pathlib.Path(flag.value).expanduser().absolute()
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryDirectory(dir=there):
+            return
+    except OSError as error:
+        raise ValueError(
+            f"--{flag.name}={flag.value} cannot be written "
+            f"({(error.strerror or str(error)).lower()}): name another folder"
+        ) from None
+
+
 def writable(folder: pathlib.Path) -> str:
     """Makes a folder; returns why files cannot be written there, "" if they can."""
     try:

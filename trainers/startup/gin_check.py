@@ -17,7 +17,7 @@ class _ImportMet(BaseException):  # noqa: N818 (no error, and none to catch as s
 
 
 def check(gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
-    """Detects files that do not exist, and unknown names.
+    """Detects files that do not exist, unknown names, and names that nothing refers to.
 
     The check takes a fraction of a second, where TensorFlow takes many to import;
     `config.load` checks again what it lets through. It ends at a file that imports a
@@ -41,6 +41,9 @@ def check(gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
         stand_ins.register()
         with contextlib.suppress(_ImportMet):
             config.load(gin_files, gin_params)
+            # Where one is missing, what is missing is the better message.
+            if {"task", "plan", "optimizer"} <= config.bound_parameters("Experiment"):
+                config.check_all_referred("Experiment")
 
 
 def _stop(context, statement):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from absl import flags
 
+from meshwright.trainers.startup import files, process_flags
+
 MODEL_DIR = flags.DEFINE_string(
     "model_dir", None, "Folder of checkpoints and TensorBoard events."
 )
@@ -57,3 +59,16 @@ def profile_steps() -> tuple[int, int] | None:
             "step numbers, from 1"
         )
     return first, last
+
+
+def check() -> None:
+    """Refuses flags that are wrong, before anything is imported.
+
+    Raises:
+      ValueError: see `profile_steps` and `process_flags.check`; or the folder to train
+        in cannot be written.
+    """
+    profile_steps()
+    process_flags.check(PLATFORM.value)
+    if MODE.value != "eval" and not DRY_RUN.value:
+        files.check_folder(MODEL_DIR)

@@ -15,7 +15,7 @@ import pytest
 from meshwright.trainers.processes.peer_channel import Channel
 from meshwright.trainers.processes.peer_hub import Hub
 from meshwright.trainers.processes.peers import PeerError, Peers
-from meshwright.trainers.processes.supervisor import split_address
+from meshwright.trainers.startup.process_flags import split_address
 
 # Threads that stand for processes end as those do.
 pytestmark = pytest.mark.filterwarnings(

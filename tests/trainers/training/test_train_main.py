@@ -154,7 +154,7 @@ def test_traceback_on_demand(tmp_path):
 def test_unwritable_model_dir(tmp_path, folder):
     (tmp_path / "file").write_text("precious")
     error = error_of(folder.format(tmp=tmp_path))
-    assert re.search("cannot write checkpoints to .*another directory", error)
+    assert re.search("--model_dir=.* cannot be written .*another folder", error)
     assert (tmp_path / "file").read_text() == "precious"
 
 
