@@ -32,12 +32,8 @@ from collections.abc import Callable
 import numpy as np
 from absl import app, flags
 
-from meshwright import framework as mw
 from meshwright.trainers import cli
-from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
-from meshwright.trainers.experiment.state import TrainState
-from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.processes.peers import LOST
+from meshwright.trainers.startup import quiet
 
 _KILLS = flags.DEFINE_integer("kills", 50, "Number of kills.", lower_bound=1)
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Of a training.", lower_bound=1)
@@ -195,6 +191,8 @@ class Life:
 
 def _names(victim: int, status: int, output: str) -> bool:
     """Whether a process that ended with `status` names the victim."""
+    from meshwright.trainers.processes.peers import LOST
+
     if status == LOST:
         last = output[max(output.rfind("lost a peer"), output.rfind("a peer failed")) :]
         return f"process {victim}" in last
@@ -206,6 +204,10 @@ def _names(victim: int, status: int, output: str) -> bool:
 def main(argv: list[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    # Imported here, so that wrong flags are told at once.
+    with quiet.importing_tensorflow():
+        from meshwright import framework as mw
+
     mw.set_platform("cpu", 4)
     rng = random.Random(_SEED.value)
     with tempfile.TemporaryDirectory(prefix="chaos") as name:
@@ -321,6 +323,10 @@ def _newest(folder: pathlib.Path) -> int:
 
 def _weights(folder: pathlib.Path) -> dict[str, np.ndarray]:
     params = [*PARAMS, f"Experiment.num_steps = {_STEPS.value}"]
+    from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
+    from meshwright.trainers.experiment.state import TrainState
+    from meshwright.trainers.experiment.step_programs import StepPrograms
+
     experiment, _ = cli.build_experiment(list(GIN_FILES), params)
     abstract = TrainState.abstract(StepPrograms(experiment))
     with Checkpoints(folder / "checkpoints", access=Access.READ) as checkpoints:

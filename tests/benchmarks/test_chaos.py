@@ -21,3 +21,11 @@ def test_nothing_is_lost(processes, kills):
     assert process.returncode == 0, process.stdout + process.stderr
     assert f"\n{kills} kills, " in process.stdout
     assert "all final states are bit-equal to the undisturbed run's" in process.stdout
+
+
+def test_a_wrong_flag_is_told_before_tensorflow_is_imported():
+    call = [sys.executable, "-X", "importtime", SCRIPT, "--kils=50"]
+    process = subprocess.run(call, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "Did you mean: kills" in process.stderr
+    assert "| tensorflow" not in process.stderr
