@@ -155,7 +155,10 @@ def build_experiment(
 
     experiment, unused = config.load_and_build(Experiment, gin_files, gin_params)
     if unused:
-        logging.info("without effect, as replaced: %s", ", ".join(unused))
+        logging.info(
+            "these bindings have no effect, as later ones replace their classes: %s",
+            ", ".join(unused),
+        )
     return experiment, config.operative_text()
 
 

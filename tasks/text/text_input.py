@@ -86,16 +86,20 @@ class TextFiles(Checked):
         """Sorted paths below `folder`, with forward slashes.
 
         Raises:
-          FileNotFoundError: no file matches.
+          FileNotFoundError: there is no folder, or no file matches.
           OSError: a folder cannot be listed.
         """
+        if not self.folder.is_dir():
+            raise FileNotFoundError(
+                f"there is no folder {str(self.folder)!r}: set TextFiles.root to a "
+                "folder of text files"
+            )
         paths = []
-        if self.folder.is_dir():
-            for parent, folders, names in os.walk(self.folder, onerror=_unreadable):
-                folders[:] = [d for d in folders if d not in self.excluded_dirs]
-                below = pathlib.Path(parent).relative_to(self.folder)
-                matching = fnmatch.filter(names, self.pattern)
-                paths += [(below / name).as_posix() for name in matching]
+        for parent, folders, names in os.walk(self.folder, onerror=_unreadable):
+            folders[:] = [d for d in folders if d not in self.excluded_dirs]
+            below = pathlib.Path(parent).relative_to(self.folder)
+            matching = fnmatch.filter(names, self.pattern)
+            paths += [(below / name).as_posix() for name in matching]
         if not paths:
             raise FileNotFoundError(
                 f"no text files under {str(self.folder)!r} match {self.pattern!r}: set "

@@ -128,7 +128,7 @@ def test_a_planted_pickle_would_be_seen(tmp_path, monkeypatch):
             "let a gin file call any function",
         ),
         ("Experiment.task = @os.system()", r"No configurable matching.*os\.system"),
-        ("Experiment.task = __import__('os').getcwd()", "is no value"),
+        ("Experiment.task = __import__('os').getcwd()", "cannot be read as a value"),
         ("Experiment.seed = (lambda: 1)()", "Failed to parse token"),
     ],
 )

@@ -307,11 +307,17 @@ class Checkpoints:
                 return result
         if damaged:
             raise CheckpointError(
-                f"no checkpoint in {self._directory} is as it was saved:"
+                f"all checkpoints in {self._directory} are damaged:"
                 + manifests.bullet_list([str(error) for error in damaged.values()])
                 + "\nbring a checkpoint back from a copy, or begin in another directory"
             )
-        raise CheckpointError(f"there is no checkpoint in {self._directory}")
+        raise self._none()
+
+    def _none(self) -> CheckpointError:
+        return CheckpointError(
+            f"there is no checkpoint in {self._directory}: name the folder of a run "
+            "that has saved one, or train first"
+        )
 
     def _verified_read(self, step: int, read: Callable[[int], T]) -> T:
         verified = digests.verify(self._folder(step), self._gather)
@@ -361,7 +367,7 @@ class Checkpoints:
         """
         newest = self.latest_step()
         if newest is None:
-            raise CheckpointError(f"there is no checkpoint in {self._directory}")
+            raise self._none()
         if step is None:
             return newest
         steps = self._steps_on_disk()

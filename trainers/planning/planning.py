@@ -225,8 +225,8 @@ def torus_for(name: str, mesh: DeviceMesh) -> Topology:
         same = ", ".join(repr(match.name) for match in topologies.of_size(mesh.size))
         raise ValueError(
             f"TPU topology {name!r} has {torus.size} devices, but the device mesh "
-            f"({mesh}) has {mesh.size}: set ShardingPlan.mesh_shape to a product of "
-            f"{torus.size}, or choose a topology of {mesh.size} devices"
+            f"({mesh}) has {mesh.size}: set ShardingPlan.mesh_shape to a shape whose "
+            f"product is {torus.size}, or choose a topology of {mesh.size} devices"
             + (f", such as {same}" if same else "")
         )
     return torus

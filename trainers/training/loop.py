@@ -387,7 +387,9 @@ class _Loop:
             log.warning("the configuration in checkpoint step %d cannot be read", step)
             return
         if changed:
-            log_line("configured otherwise than checkpoint step %d: %s", step, changed)
+            log_line(
+                "the configuration differs from checkpoint step %d's: %s", step, changed
+            )
 
     def _save(self, step: int, state: TrainState) -> None:
         """Saves the state in the background, or raises if it is not finite."""

@@ -121,9 +121,13 @@ def _collective_rows(explanation: Explanation) -> list[str]:
     return [
         f"  {name:<38}{bytes_text(moved(group)):>11}, "
         + ("at least " if any(c.times is None for c in group) else "")
-        + f"{sum(c.times or 1 for c in group)} times"
+        + _times(sum(c.times or 1 for c in group))
         for name, group in sorted(groups.items(), key=lambda item: -moved(item[1]))
     ]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _total(tensors: Sequence[TensorReport | RematerializedTensor]) -> str:
@@ -137,9 +141,13 @@ def _what_is_shown(count: int, match: str, at_least: int) -> Iterator[str]:
         yield f"and the {_LARGEST} largest others. Bytes of a collective are of one"
         yield "device each time it runs."
         return
-    parts = [f"match {match!r}"] if match else []
+    parts = [f"match '{match}'"] if match else []
     parts += [f"take at least {bytes_text(at_least)}"] if at_least else []
-    yield f"Shown are the {count} tensors that {' and '.join(parts)}."
+    if count:
+        yield f"Shown are the {count} tensors that {' and '.join(parts)}."
+        return
+    yield f"There are no tensors that {' and '.join(parts)}. Leave that out to see"
+    yield "the names of layers, tensors and sources that there are."
 
 
 def _wrapped(line: str) -> list[str]:

@@ -390,6 +390,7 @@ def test_a_summary_is_first(partitioner):
     assert "\n  0 gathered in full without an annotation\n" in summary
     rows = re.findall(r"  all-reduce along Y +([\d.]+) K?i?B, (\d+) times", summary)
     assert len(rows) == 1 and int(rows[0][1]) >= 5
+    assert ", 1 times" not in text
 
 
 @over_partitioners
@@ -399,14 +400,14 @@ def test_a_part_is_chosen_by_a_pattern_and_by_size(partitioner):
     assert text.startswith(str(explanation).split("\n")[0])
     assert "arguments" not in text.split("\n")
     inside = [tensor for tensor in explanation.tensors if tensor.layer == "stack.dense"]
-    assert f"Shown are the {len(inside)} tensors that match '^stack\\\\.den'." in text
+    assert f"Shown are the {len(inside)} tensors that match '^stack\\.den'." in text
     assert all(re.search(rf"\n  {tensor_name(tensor)} ", text) for tensor in inside)
     size = max(tensor.bytes for tensor in inside)
     text = explanation.text(match=r"^stack\.den", at_least=size)
     largest = [tensor for tensor in inside if tensor.bytes == size]
     assert f"Shown are the {len(largest)} tensors that" in text
     text = explanation.text(match="no such layer")
-    assert "Shown are the 0 tensors that match 'no such layer'." in text
+    assert "There are no tensors that match 'no such layer'. Leave" in text
     assert "\n\n\n" not in text and "Left replicated:" not in text
 
 

@@ -128,7 +128,7 @@ def test_all_damaged_is_an_error_that_names_all_and_moves_none(saved):
     flip_a_bit(saved / "2" / "state" / "_METADATA")
     (saved / "1" / "manifest" / "metadata").unlink()
     message = (
-        r"(?s)no checkpoint in .* is as it was saved:\n.*/2 is damaged: state/_METADATA"
+        r"(?s)all checkpoints in .* are damaged:\n.*/2 is damaged: state/_METADATA"
         r".*\n.*/1 is damaged: manifest/metadata is missing\n.*from a copy"
     )
     # Else the next run would find nothing, and begin anew.

@@ -198,11 +198,11 @@ def test_bad_binding_is_explained(params, line, message):
 
 
 def test_an_unknown_macro_names_what_uses_it_and_nothing_else():
-    lines = ["RATE = 1", "Inner.depth = %RATE", "Inner.width = %RAT", "RAVINE = 2"]
+    lines = ["WIDTH = 1", "Inner.depth = %WIDTH", "Inner.width = %WIDT", "DEWS = 2"]
     with pytest.raises(config.ConfigError) as error:
         config.load([], lines)
     listed = str(error.value).splitlines()[1:]
-    assert listed == ["    Inner.width = %RAT", "  Did you mean %RATE?"]
+    assert listed == ["    Inner.width = %WIDT", "  Did you mean %WIDTH?"]
 
 
 def test_a_parameter_by_an_old_name_is_refused_with_its_new_one():

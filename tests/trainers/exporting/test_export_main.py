@@ -110,5 +110,5 @@ def test_output_that_is_there(tmp_path, capfd):
 def test_nothing_is_left_of_an_export_that_fails(tmp_path, capfd):
     params = ["TextFiles.root = '/none'"]
     assert call_main(tmp_path / "out", *params, what="bundle") == 1
-    assert "no text files under '/none'" in capfd.readouterr().err
+    assert "there is no folder '/none'" in capfd.readouterr().err
     assert not any(tmp_path.iterdir())

@@ -72,8 +72,8 @@ def test_a_run_that_resumes_says_what_was_configured_otherwise(tmp_path, caplog)
     for config in (CONFIG, CONFIG, CONFIG.replace("0.004", "0.01")):
         run = loop.Run(model_dir=str(tmp_path), config=config, evaluate=False)
         loop.train_and_evaluate(programs, run)
-    (line,) = [r.getMessage() for r in caplog.records if "otherwise" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if "differs" in r.getMessage()]
     assert line == (
-        "configured otherwise than checkpoint step 5: x/CosineSchedule.start_value: "
-        "0.004 -> 0.01"
+        "the configuration differs from checkpoint step 5's: "
+        "x/CosineSchedule.start_value: 0.004 -> 0.01"
     )

@@ -92,8 +92,10 @@ def message(text: str) -> str:
         return f"{text[:-1]}: quote a string or a path, as in '/data'"
     # Python's words for a bare name are of its syntax tree.
     if match := re.match(r"malformed node.*\s+Failed to parse token '(.+)'", text):
-        hint = f"{match[1]!r} is no value: quote a string, write %NAME for a macro or "
-        return hint + "constant, @NAME() for a class" + text[match.end() :]
+        return (
+            f"{match[1]!r} cannot be read as a value: quote a string, write %NAME for "
+            f"a macro or constant, @NAME() for a class{text[match.end() :]}"
+        )
     if match := re.match(rf"No bindings specified for '(.+)/{MACRO}'", text):
         return _unknown_macro(match[1])
     return text
