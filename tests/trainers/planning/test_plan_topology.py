@@ -285,7 +285,7 @@ def test_64b_that_saves_everything_does_not_fit(tmp_path, capsys):
         ({"topology": "v3:64x64"}, "v3 pods have 2 dims and go up to 'v3:32x32'"),
         (
             {"topology": "v3:8x8"},
-            "has 128 devices, but the device mesh (X=2, Y=4) has 8: set .*"
+            "has 128 devices, but the device mesh (X=2, Y=4) has 8: set .* to a shape whose product is 128, or "
             "choose a topology of 8 devices, such as 'v2:2x2', 'v3:2x2'",
         ),
         ({"json_out": "plan.json"}, "--json_out needs --topology"),
@@ -297,7 +297,7 @@ def test_64b_that_saves_everything_does_not_fit(tmp_path, capsys):
             {"topology": "cpu", "html_out": str(ROOT)},
             "--html_out=.* cannot be written (it is a folder): name another file",
         ),
-        ({"topology": ""}, "topology '' is of an unknown kind: one of v2"),
+        ({"topology": ""}, "--topology= is no topology: give cpu, or a kind of TPU"),
         ({"topology": "cpu", "explain": "true"}, "give it without --topology"),
         ({"topology": "cpu", "device_count": "8"}, "--device_count is for virtual cpu"),
         ({"topology": "cpu", "search_budget": "3"}, "--search_budget needs --search"),
