@@ -73,7 +73,7 @@ def test_defaults_and_good_values():
         (
             "colour",
             "red",
-            "colour is 'red'; it must be one of Colour.RED, Colour.BLUE or None ",
+            "colour is 'red'; it must be one of Colour.RED, Colour.BLUE or None",
         ),
         ("loud", 1, "Config.loud is 1; it must be True or False"),
         ("book", 3, "book is 3; it must be of class Readable, such as @Book.. or None"),

@@ -307,7 +307,7 @@ def test_a_name_that_the_body_does_not_give_is_refused():
 @pytest.mark.parametrize(
     "kwargs,message",
     [
-        ({"num_layers": 0}, "Repeat.num_layers is 0, must be >= 1"),
+        ({"num_layers": 0}, "Repeat.num_layers is 0; it must be at least 1"),
         (
             {"saved_names": ["hidden"]},
             r"saved_names \('hidden',\) are read only by Recompute.ALL_BUT_NAMED, not",

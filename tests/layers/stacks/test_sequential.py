@@ -275,9 +275,9 @@ def test_gin_builds_dense_and_sparse_layers():
         ),
         (
             lambda: stack(num_layers=5),
-            r"num_layers is 5, must be >= 1 and a multiple of the 2 layers of its Seq",
+            r"num_layers is 5; it must be at least 1 and a multiple of the 2 layers of",
         ),
-        (lambda: stack(num_layers=0), r"num_layers is 0, must be >= 1"),
+        (lambda: stack(num_layers=0), r"num_layers is 0; it must be at least 1"),
         (
             lambda: stack(recompute=Recompute.NOTHING, saved_names=["hidden"]),
             r"saved_names \('hidden',\) are read only by",
