@@ -286,7 +286,8 @@ def test_64b_that_saves_everything_does_not_fit(tmp_path, capsys):
         (
             {"topology": "v3:8x8"},
             "has 128 devices, but the device mesh (X=2, Y=4) has 8: set .* to a "
-            "shape whose product is 128, or choose a topology of 8 devices, such as 'v2:2x2', 'v3:2x2'",
+            "shape whose product is 128, or choose a topology of 8 devices, such as "
+            "'v2:2x2', 'v3:2x2'",
         ),
         ({"json_out": "plan.json"}, "--json_out needs --topology"),
         (
