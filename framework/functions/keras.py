@@ -21,6 +21,7 @@ from meshwright.framework.functions.layout import (
     LayoutTable,
     Replicated,
 )
+from meshwright.framework.functions.tensor_parallel import TensorParallel
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
 
@@ -103,7 +104,7 @@ class _Distributed:
         if leaf is None or leaf.shape.rank == 0:
             return leaf
         rest = range(1, leaf.shape.rank)
-        dims = [self.data_axes, *(None for _ in rest)]
+        dims = [self.data_axes or None, *(None for _ in rest)]
         leaf = mesh_split(leaf, self.mesh, dims, unspecified_dims=rest)
         if any_batch:
             return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
@@ -157,12 +158,13 @@ def distribute(
       model: a Keras 3 model of the TensorFlow backend; built or not, compiled or not.
       mesh: the device mesh.
       layout: "data": all weights replicated; "fsdp": each weight and its optimizer
-        state split along `data_axes`; or a table from regular expressions, searched
-        for in variables' paths, to the mesh axes of each dim: a dict, as
-        `meshwright.function` takes it, or Keras's LayoutMap. In a table variables
-        without a row are left to completion.
-      data_axes: the mesh axes that split a batch; for a name all of the mesh, for a
-        table its first by default.
+        state split along `data_axes`; "tensor": weights of attention, feed-forward
+        layers and embeddings split along the mesh's last axis, see `TensorParallel`;
+        or a table from regular expressions, searched for in variables' paths, to the
+        mesh axes of each dim: a dict, as `meshwright.function` takes it, or Keras's
+        LayoutMap. Variables without a row are left to completion.
+      data_axes: the mesh axes that split a batch; by default all for "data" and "fsdp",
+        all but the last for "tensor", and the first for a table.
       **options: of `meshwright.function`.
 
     Returns:
@@ -174,8 +176,7 @@ def distribute(
     """
     _check_model(model)
     check_mesh(mesh, model.name)
-    is_named = isinstance(layout, str)
-    axes = tuple(data_axes or (mesh.axis_names if is_named else mesh.axis_names[:1]))
+    axes = tuple(data_axes or _data_axes(layout, mesh))
     if isinstance(data_axes, str) or not set(axes) <= set(mesh.axis_names):
         raise ValueError(
             f"{model.name}: data_axes is {data_axes!r}; pass some of the mesh's axes "
@@ -185,7 +186,7 @@ def distribute(
         model=model,
         mesh=mesh,
         data_axes=axes,
-        layout=_layout(layout, axes),
+        layout=_layout(model, mesh, layout, axes),
         options=options,
     )
     for name, method in _FUNCTIONS.items():
@@ -210,18 +211,29 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _layout(layout: str | Mapping[str, Any], axes: Sequence[str]) -> Layout:
+def _data_axes(layout: str | Mapping[str, Any], mesh: DeviceMesh) -> Sequence[str]:
+    """The mesh axes that split a batch where the user does not say."""
+    if layout in ("data", "fsdp"):
+        return mesh.axis_names
+    return mesh.axis_names[:-1] if layout == "tensor" else mesh.axis_names[:1]
+
+
+def _layout(
+    model: Any, mesh: DeviceMesh, layout: str | Mapping[str, Any], axes: Sequence[str]
+) -> Layout:
     if layout == "data":
         return Replicated()
     if layout == "fsdp":
         return FullySharded(axes)
+    if layout == "tensor":
+        return TensorParallel(model, mesh.axis_names[-1])
     if isinstance(layout, Mapping):
         rows = {key: getattr(row, "axes", row) for key, row in layout.items()}
         return LayoutTable(rows, is_shared=True)
     raise ValueError(
-        f"the layout is {layout!r}; pass 'data', 'fsdp', or a table from regular "
-        "expressions to the mesh axes of each dim, such as {'dense.*kernel': [None, "
-        "'model']}"
+        f"the layout is {layout!r}; pass 'data', 'fsdp', 'tensor', or a table from "
+        "regular expressions to the mesh axes of each dim, such as {'dense.*kernel': "
+        "[None, 'model']}"
     )
 
 

@@ -132,7 +132,7 @@ def _volumes() -> Case:
         LAYERS.Conv3D(4, 3, activation="relu"),
         LAYERS.BatchNormalization(),
         LAYERS.MaxPooling3D(),
-        LAYERS.Conv3DTranspose(4, 2),
+        LAYERS.Conv3DTranspose(8, 2),
         LAYERS.GlobalAveragePooling3D(),
         LAYERS.Dense(CLASSES),
     ]

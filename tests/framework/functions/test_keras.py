@@ -97,6 +97,39 @@ def test_fsdp_splits_weights_and_slots():
     assert {shard_shape(v) for v in slots if v.shape == dense.kernel.shape} == {(2, 8)}
 
 
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_tensor_parallelism_splits_heads_units_and_words(partitioner):
+    def run(change, split=()):
+        keras.utils.set_random_seed(4)
+        ids = keras.Input((6,), dtype="int32")
+        x = LAYERS.Embedding(16, 8, name="words")(ids)
+        x += LAYERS.MultiHeadAttention(4, 2, name="attention")(x, x)
+        x += LAYERS.Dense(8, name="down")(LAYERS.Dense(32, "gelu", name="up")(x))
+        model = change(keras.Model(ids, LAYERS.Dense(3, name="head")(x[:, 0])))
+        model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
+        data = np.arange(48).reshape(8, 6) % 16
+        fit = model.fit(data, np.arange(8) % 3, epochs=2, verbose=0)
+        attention = model.get_layer("attention")
+        kernels = [attention.query_dense.kernel, attention.output_dense.kernel]
+        kernels += [model.get_layer(name).kernel for name in ("up", "down")]
+        shards = [
+            shard_shape(k) for k in (*kernels, model.layers[1].embeddings) if split
+        ]
+        assert shards == list(split)
+        return [fit.history["loss"], *model.get_weights()]
+
+    split = [(8, 1, 2), (1, 2, 8), (8, 8), (8, 8), (4, 8)]
+    ours = run(lambda m: distribute(m, MESH, "tensor", partitioner=partitioner), split)
+    assert_alike(ours, run(lambda m: m))
+
+
+def test_tensor_parallelism_of_no_such_layers_is_refused():
+    conv = keras.Sequential([LAYERS.Input((4, 4, 1)), LAYERS.Conv2D(2, 2)])
+    distribute(conv, MESH, "tensor").compile("sgd", "mse")
+    with pytest.raises(ValueError, match="none of its layers is a Dense, EinsumDense"):
+        conv.fit(np.ones((8, 4, 4, 1)), np.ones((8, 3, 3, 2)), verbose=0)
+
+
 def test_a_layout_map_of_keras():
     class Row:  # As the TensorLayout of Keras.
         axes = (None, "model")

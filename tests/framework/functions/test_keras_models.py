@@ -62,7 +62,8 @@ def assert_alike(make, layout, partitioner):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("layout", "partitioner"), [("data", SHARDY), ("fsdp", SHARDY), ("data", GSPMD)]
+    ("layout", "partitioner"),
+    [("data", SHARDY), ("fsdp", SHARDY), ("tensor", SHARDY), ("data", GSPMD)],
 )
 def test_a_model(name, layout, partitioner):
     assert_alike(MODELS[name], layout, partitioner)
