@@ -23,6 +23,12 @@ FOUND = {
           y: float32 [2, 2], arrives [_,X], annotated None
           result: [10, 2], annotated [X,_] over (X=2, Y=4) of devices [5, 2, 7, 0, 3, 6, 1, 4], leaves [X,Y]
     """,  # noqa: E501
+    "solution_over_another_mesh": """
+        shardy: solve: tf.linalg.solve(x + 9 * tf.eye(4), y)  on mesh (X=2, Y=4)
+          x: float32 [4, 4], arrives [Y,X], annotated [_,Y] over (X=4, Y=2)
+          y: float32 [4, 4], arrives [X,Y], annotated None
+          result: [4, 4], annotated None, leaves [X.Y,_]
+    """,
     "a_window_of_padding_alone": """
         shardy: window_reduction: window_reduced(x, [1], [2], [1], [[1, 0]], 'product')  on mesh (X=4, Y=2)
           with eager=False, differentiable=False

@@ -14,7 +14,7 @@ def regrouped_axes(layout: OpLayout) -> bool:
 
     - X splits a dim in a tensor, Y and X in another (`[X]`, `[Y.X]`); or different axes
       do, and it is a batch dim, or one of them is in a group for another dim (`[X.Y,Z]`
-      by `[Z,Y]`, scattered to `[X.Y,Z]`).
+      by `[Z,Y]`, scattered to `[X.Y,Z]`), or a part of an axis that splits it.
     - Several axes split a dim of the result, but differently in an operand, while some
       axis splits different dims in different tensors (`[X,Z]` by `[X,_]` to `[Z.Y,X]`).
     - Several axes split a dim out of the mesh's order, not in all tensors that have it,
@@ -77,11 +77,15 @@ def _is_out_of_order(layout: OpLayout, factor: int) -> bool:
 
 
 def _is_of_group(layout: OpLayout, axes: Iterable[str], factor: int) -> bool:
-    """Whether one of these axes splits another dim, together with others."""
-    part = layout.mesh.part
+    """Whether one of these axes splits another dim, together with others.
+
+    A mesh axis of which these are a part is a group of its parts.
+    """
+    part, axes = layout.mesh.part, set(axes)
     names = {part(axis).axis for axis in axes}
     return any(
-        len(group) > 1 and not names.isdisjoint(part(axis).axis for axis in group)
+        (len(group) > 1 or not axes.issuperset(group))
+        and not names.isdisjoint(part(axis).axis for axis in group)
         for other_factor in range(len(layout.kinds))
         if other_factor != factor
         for group in layout.groups(other_factor)
