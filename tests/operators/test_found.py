@@ -29,6 +29,12 @@ FOUND = {
           y: float32 [4, 4], arrives [X,Y], annotated None
           result: [4, 4], annotated None, leaves [X.Y,_]
     """,
+    "gradient_scattered_beside_a_group_of_axes": """
+        shardy: einsum_contracting: tf.einsum('bsnd,ndm->bsm', x, y)  on mesh (X=2, Y=2, Z=2)
+          x: float32 [2, 6, 4, 4], arrives [Z,_,Y,_], annotated None
+          y: float32 [4, 4, 8], arrives [_,Z,X.Y], annotated None
+          result: [2, 6, 8], annotated None, leaves [X.Z,_,Y]
+    """,  # noqa: E501
     "a_window_of_padding_alone": """
         shardy: window_reduction: window_reduced(x, [1], [2], [1], [[1, 0]], 'product')  on mesh (X=4, Y=2)
           with eager=False, differentiable=False

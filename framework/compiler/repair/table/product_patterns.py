@@ -15,6 +15,9 @@ def regrouped_axes(layout: OpLayout) -> bool:
     - X splits a dim in a tensor, Y and X in another (`[X]`, `[Y.X]`); or different axes
       do, and it is a batch dim, or one of them is in a group for another dim (`[X.Y,Z]`
       by `[Z,Y]`, scattered to `[X.Y,Z]`), or a part of an axis that splits it.
+    - The sum is scattered along an axis, and one that is in a group for another dim
+      splits a dim of an operand that the result does not split (`[Z,X.Y]` by `[Z,Y,_]`,
+      summed along Z and scattered to `[X.Y,_,Z]`).
     - Several axes split a dim of the result, but differently in an operand, while some
       axis splits different dims in different tensors (`[X,Z]` by `[X,_]` to `[Z.Y,X]`).
     - Several axes split a dim out of the mesh's order, not in all tensors that have it,
@@ -29,6 +32,7 @@ def regrouped_axes(layout: OpLayout) -> bool:
     part = layout.mesh.part
     return (
         _sums_apart(layout)
+        or _scatters_beside_group(layout)
         or any(
             first[: len(second)] != second[: len(first)]
             and (
@@ -53,6 +57,23 @@ def _sums_apart(layout: OpLayout) -> bool:
     alike = any(lhs and lhs == rhs for lhs, rhs in pairs)
     apart = [(bool(lhs), bool(rhs)) for lhs, rhs in pairs if lhs != rhs]
     return alike and any(lhs for lhs, _ in apart) and any(rhs for _, rhs in apart)
+
+
+def _scatters_beside_group(layout: OpLayout) -> bool:
+    """Whether a sum is scattered, and an operand's dim is split by one of a group."""
+    result = layout.results[0]
+    summed = {axis for lhs, rhs in _summed(layout) if lhs == rhs for axis in lhs}
+    if not any(summed.intersection(axes) for axes in result.splitting()):
+        return False
+    return any(
+        operand.axes(dim)
+        and result.dim_of(factor) is not None
+        and not result.axes(result.dim_of(factor))
+        and _is_of_group(layout, operand.axes(dim), factor)
+        for operand in layout.operands
+        for factor in range(len(layout.kinds))
+        if (dim := operand.dim_of(factor)) is not None
+    )
 
 
 def _summed(layout: OpLayout) -> list[tuple[tuple[str, ...], ...]]:
