@@ -58,12 +58,6 @@ class ShardingPlan:
                     f"ShardingPlan.{name} is {getattr(self, name)!r}; it must be a "
                     "sequence with an entry for each mesh axis, such as (2, 4)"
                 )
-        axes, shape = tuple(self.mesh_axes), tuple(self.mesh_shape)
-        if len(axes) != len(shape):
-            raise ValueError(
-                f"ShardingPlan.mesh_shape is {shape}; it must be {len(axes)} numbers, "
-                f"one for each axis of ShardingPlan.mesh_axes = {axes}"
-            )
         for table_name in ("weights", "activations"):
             for dim, axes in getattr(self, table_name).items():
                 for axis in as_axes(axes):
@@ -83,8 +77,19 @@ class ShardingPlan:
 
     @property
     def mesh(self) -> DeviceMesh:
+        """The device mesh.
+
+        Raises:
+          ValueError: the plan's axes and shape do not fit each other.
+        """
+        axes, shape = tuple(self.mesh_axes), tuple(self.mesh_shape)
+        if len(axes) != len(shape):
+            raise ValueError(
+                f"ShardingPlan.mesh_shape is {shape}; it must be {len(axes)} numbers, "
+                f"one for each axis of ShardingPlan.mesh_axes = {axes}"
+            )
         ids = None if self.device_ids is None else tuple(self.device_ids)
-        return DeviceMesh(tuple(self.mesh_axes), tuple(self.mesh_shape), ids)
+        return DeviceMesh(axes, shape, ids)
 
     def weight_sharding(self, dims: Sequence[str], name: str = "weight") -> Sharding:
         """The sharding of a weight with the logical dims `dims`."""

@@ -98,8 +98,12 @@ def test_an_interrupt_in_a_call_loses_no_value(monkeypatch):
         return out
 
     monkeypatch.setattr(Program, "__call__", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        add()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            add()
+    finally:
+        signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
     add()
     np.testing.assert_array_equal(variable.numpy(), np.full(4, 3))

@@ -295,7 +295,7 @@ def run_on(shape, **kwargs):
         (lambda: run_on([1] * 5, window=-1), r"window is -1; .* at least 1"),
         (
             lambda: run_on([1] * 5, window=(3, 3, 3)),
-            r"UNet3D\.window is \(3, 3, 3\); it must be a whole number at lea",
+            r"UNet3D\.window is \(3, 3, 3\); it must be a whole number of at lea",
         ),
         (
             lambda: run_on([1] * 5, upsampling="nearest"),

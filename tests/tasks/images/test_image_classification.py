@@ -221,7 +221,7 @@ def test_planning_touches_no_file():
         ),
         (
             {"label_smoothing": 1.0},
-            r"ImageClassification\.label_smoothing is 1\.0; it must be a number at le",
+            r"ImageClassification\.label_smoothing is 1\.0; it must be a number of at",
         ),
         (
             {"mean": (1.0, 2.0)},

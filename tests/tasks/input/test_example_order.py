@@ -49,7 +49,7 @@ def test_an_input_bounds_the_seed_of_its_order(cls):
 @pytest.mark.parametrize("seed", [-1, 2**63])
 def test_a_seed_that_has_no_order_is_refused_by_name(seed):
     message = (
-        f"TextInput.seed is {seed}; it must be a whole number at least 0 and below"
+        f"TextInput.seed is {seed}; it must be a whole number of at least 0 and below"
     )
     with pytest.raises(ValueError, match=message):
         TextInput(sequence_length=8, seed=seed)

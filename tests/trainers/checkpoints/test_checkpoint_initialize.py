@@ -267,9 +267,9 @@ def test_an_index_may_have_several_dims(tmp_path):
         ({"rules": (r"(a) -> b\2",)}, r"has no group \\2: put parentheses"),
         ({"rules": "a -> b"}, "InitializeFrom.rules must be a list of lines"),
         ({"only": ("(",)}, r"InitializeFrom.only has '\(', no regular expression"),
-        ({"missing": "eror"}, "missing is 'eror', must be 'error' or 'initialize'"),
-        ({"unused": ""}, "unused is '', must be 'ignore' or 'error'"),
-        ({"part": "slots"}, "part is 'slots', must be 'theta' or 'ema'"),
+        ({"missing": "eror"}, "missing is 'eror'; it must be 'error' or 'initialize'"),
+        ({"unused": ""}, "unused is ''; it must be 'ignore' or 'error'"),
+        ({"part": "slots"}, "part is 'slots'; it must be 'theta' or 'ema'"),
     ],
 )
 def test_rules_and_fields_are_checked(fields, message):
