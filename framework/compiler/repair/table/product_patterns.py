@@ -15,9 +15,9 @@ def regrouped_axes(layout: OpLayout) -> bool:
     - X splits a dim in a tensor, Y and X in another (`[X]`, `[Y.X]`); or different axes
       do, and it is a batch dim, or one of them is in a group for another dim (`[X.Y,Z]`
       by `[Z,Y]`, scattered to `[X.Y,Z]`), or a part of an axis that splits it.
-    - The sum is scattered along an axis, and one that is in a group for another dim
-      splits a dim of an operand that the result does not split (`[Z,X.Y]` by `[Z,Y,_]`,
-      summed along Z and scattered to `[X.Y,_,Z]`).
+    - The sum is scattered to a dim of an operand of which an axis that is in a group
+      for another dim splits a dim that the result does not split (`[Z,X.Y]` by
+      `[Z,Y,_]`, summed along Z and scattered to `[X.Y,_,Z]`).
     - Several axes split a dim of the result, but differently in an operand, while some
       axis splits different dims in different tensors (`[X,Z]` by `[X,_]` to `[Z.Y,X]`).
     - Several axes split a dim out of the mesh's order, not in all tensors that have it,
@@ -60,19 +60,21 @@ def _sums_apart(layout: OpLayout) -> bool:
 
 
 def _scatters_beside_group(layout: OpLayout) -> bool:
-    """Whether a sum is scattered, and an operand's dim is split by one of a group."""
-    result = layout.results[0]
+    """Whether a sum is scattered to a dim of an operand, beside one of a group."""
+    result, factors = layout.results[0], range(len(layout.kinds))
     summed = {axis for lhs, rhs in _summed(layout) if lhs == rhs for axis in lhs}
-    if not any(summed.intersection(axes) for axes in result.splitting()):
-        return False
+
+    def axes(tensor, factor):
+        dim = tensor.dim_of(factor)
+        return None if dim is None else tensor.axes(dim)
+
     return any(
-        operand.axes(dim)
-        and result.dim_of(factor) is not None
-        and not result.axes(result.dim_of(factor))
-        and _is_of_group(layout, operand.axes(dim), factor)
-        for operand in layout.operands
-        for factor in range(len(layout.kinds))
-        if (dim := operand.dim_of(factor)) is not None
+        any(axes(o, f) == () and summed & set(axes(result, f) or ()) for f in factors)
+        and any(
+            axes(o, f) and axes(result, f) == () and _is_of_group(layout, axes(o, f), f)
+            for f in factors
+        )
+        for o in layout.operands
     )
 
 
