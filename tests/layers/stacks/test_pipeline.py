@@ -336,7 +336,7 @@ ROWS = {"memory": INPUTS.memory, "segment_ids": INPUTS.segment_ids}
             r"8 layers do not divide into 3 stages with 1 repeats: change Repeat.num_",
         ),
         (lambda: pipeline(4, 3, 4), r"into 4 stages with 4 repeats: .* multiple of 16"),
-        (lambda: pipeline(0, 3), r"num_stages is 0; it must be a whole number at"),
+        (lambda: pipeline(0, 3), r"num_stages is 0; it must be a whole number of at"),
         (lambda: pipeline(2, "2"), r"num_microbatches is '2'; it must be a whole n"),
         (
             lambda: Pipeline(stack=Body(), num_stages=2, num_microbatches=2),
