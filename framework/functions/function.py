@@ -63,14 +63,17 @@ class MeshFunction:
         mesh: DeviceMesh,
         *,
         layout: Layout,
+        is_own_table: bool,
         name: str,
         options: Mapping[str, Any],
     ):
+        """See `function`; `is_own_table`: each row of `layout` is for it."""
         functools.update_wrapper(self, fn, updated=())
         self.mesh = mesh
         self.name = name
         self._fn = fn
         self._layout = layout
+        self._is_own_table = is_own_table
         self._options = options
         self._compiled: dict[Hashable, _Compiled] = {}
 
@@ -153,7 +156,8 @@ class MeshFunction:
     def _compile(self, traced: Traced) -> _Compiled:
         variables = traced.variables
         _check_shapes(variables, self.name)
-        self._layout.check(variables, self.name)
+        if self._is_own_table:
+            self._layout.check(variables, self.name)
         note_readers(variables)
 
         def pure(state, read, constants, tensors):
@@ -284,14 +288,17 @@ def function(
             f"{name}: function has no option {option!r}; it has {', '.join(_OPTIONS)}"
         )
     check_mesh(mesh, name)
-    if layout is None or isinstance(layout, Mapping):
+    is_table = layout is None or isinstance(layout, Mapping)
+    if is_table:
         layout = LayoutTable(layout or {})
     if not hasattr(layout, "sharding_of"):
         raise TypeError(
             f"{name}: the layout is {layout!r}; pass a table from regular expressions "
             "to the mesh axes of each dim, such as {'kernel$': [None, 'model']}"
         )
-    return MeshFunction(fn, mesh, layout=layout, name=name, options=options)
+    return MeshFunction(
+        fn, mesh, layout=layout, is_own_table=is_table, name=name, options=options
+    )
 
 
 def check_mesh(mesh: Any, name: str) -> None:

@@ -83,7 +83,7 @@ class _Distributed:
 
         is_table = isinstance(self.layout, LayoutTable)
         if is_table and method == "train_step" and self.model.built:
-            self.layout.check_rows(_variables(self.model), self.model.name)
+            self.layout.check(_variables(self.model), self.model.name)
 
         def step(data, any_batch):
             leaves = map(self._split, tf.nest.flatten(data), any_batch)
@@ -229,7 +229,7 @@ def _layout(
         return TensorParallel(model, mesh.axis_names[-1])
     if isinstance(layout, Mapping):
         rows = {key: getattr(row, "axes", row) for key, row in layout.items()}
-        return LayoutTable(rows, is_shared=True)
+        return LayoutTable(rows)
     raise ValueError(
         f"the layout is {layout!r}; pass 'data', 'fsdp', 'tensor', or a table from "
         "regular expressions to the mesh axes of each dim, such as {'dense.*kernel': "

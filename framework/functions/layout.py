@@ -21,9 +21,6 @@ def path_of(variable: tf.Variable) -> str:
 class Layout(Protocol):
     """Which mesh axes split which variables."""
 
-    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Refuses a layout that does not fit the variables of the function `name`."""
-
     def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
         """The sharding of a variable; None where completion decides."""
 
@@ -35,12 +32,9 @@ class LayoutTable:
     Args:
       rows: regular expressions, and for each what `mesh_split` takes as its
         `dims_mapping`. The first that is in a variable's name applies.
-      is_shared: whether the table is for several functions, of which each may have
-        variables for some rows only.
     """
 
     rows: Mapping[str, Sequence[Any]]
-    is_shared: bool = False
 
     def __post_init__(self):
         """Raises ValueError for a row that no variable could have."""
@@ -59,11 +53,6 @@ class LayoutTable:
                 )
 
     def check(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Refuses rows that fit no variable, unless the table is shared."""
-        if not self.is_shared:
-            self.check_rows(variables, name)
-
-    def check_rows(self, variables: Sequence[tf.Variable], name: str) -> None:
         """Raises ValueError for a row that fits none of the variables of `name`."""
         paths = [path_of(variable) for variable in variables]
         for pattern in self.rows:
@@ -95,9 +84,6 @@ class LayoutTable:
 class Replicated:
     """Each device holds each variable."""
 
-    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Fits all variables."""
-
     def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding:
         """Splits no dim."""
         return Sharding.replicated(mesh, variable.shape.rank)
@@ -112,9 +98,6 @@ class FullySharded:
     """
 
     axes: Sequence[str]
-
-    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Fits all variables."""
 
     def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding:
         """Splits the largest dim that the axes divide, else the largest."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -35,9 +34,6 @@ class TensorParallel:
 
     model: Any
     axis: str
-
-    def check(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Fits the variables of each function of the model."""
 
     def sharding_of(self, variable: tf.Variable, mesh: DeviceMesh) -> Sharding | None:
         """The sharding of a variable; None where completion decides.
@@ -79,11 +75,15 @@ def _split_dim(layer: Any, weight: Any) -> int | None:
     equation = getattr(layer, "equation", "ab,bc->ac")
     inputs, rest = equation.replace("...", "").split(",")
     kernel, outputs = rest.split("->")
-    own = [i for i, dim in enumerate(kernel) if dim in outputs and dim not in inputs]
+    made = [i for i, dim in enumerate(kernel) if dim in outputs and dim not in inputs]
     summed = [i for i, dim in enumerate(kernel) if dim in inputs and dim not in outputs]
-    if (len(own), len(summed)) in ((2, 1), (1, 2)):
-        return (own if len(own) == 2 else summed)[0]
-    if (len(own), len(summed)) != (1, 1):
+    if (len(made), len(summed)) == (2, 1):
+        return made[0]
+    if (len(made), len(summed)) == (1, 2):
+        return summed[0]
+    if (len(made), len(summed)) != (1, 1):
         return None
-    units, fan_in = weight.shape[own[0]], weight.shape[summed[0]]
-    return own[0] if units > fan_in else summed[0] if units < fan_in else None
+    units, fan_in = weight.shape[made[0]], weight.shape[summed[0]]
+    if units == fan_in:
+        return None
+    return made[0] if units > fan_in else summed[0]
