@@ -105,3 +105,28 @@ def shuffled_examples(
         max_index=count - 1,
         rounds=8,
     )
+
+
+def group_turns(
+    index: tf.Tensor, *, shares: np.ndarray, seed: int
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Which group an order of several takes its example from, at some indices.
+
+    Args:
+      index: int64 [B].
+      shares: int64 [groups + 1], from 0: the indices of a cycle that each group gets,
+        added up.
+      seed: seed of the order.
+
+    Returns:
+      int64 or int32 [B], the group; int64 [B], how often it has come before; bool [B],
+      whether the index is padding, for which the first two are those of another.
+    """
+    length = int(shares[-1])
+    slot = shuffled_examples(index, count=length, seed=seed)
+    is_padding = slot == length
+    slot = tf.minimum(slot, length - 1)
+    group = tf.searchsorted(shares, slot, side="right") - 1
+    cycle = index // epoch_length(length)
+    turn = cycle * tf.gather(np.diff(shares), group) + slot - tf.gather(shares, group)
+    return group, turn, is_padding

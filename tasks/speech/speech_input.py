@@ -28,7 +28,7 @@ from meshwright.tasks.input.example_order import (
     SEEDS,
     BatchRows,
     Split,
-    epoch_length,
+    group_turns,
     shuffled_examples,
 )
 from meshwright.tasks.speech.speech_audio import (
@@ -253,13 +253,8 @@ class BucketOrder:
 
     def rows(self, step: tf.Tensor, within: tf.Tensor) -> tf.Tensor:
         """Numbers of the utterances at indices int64 of a step's batch; -1: padding."""
-        cycle_length = int(self.batches[-1])
-        slot = shuffled_examples(step[None], count=cycle_length, seed=self.seed)[0]
-        slot = tf.minimum(slot, cycle_length - 1)
-        bucket = tf.searchsorted(self.batches, slot[None], side="right")[0] - 1
-        each = tf.gather(np.diff(self.batches), bucket)
-        cycle = step // epoch_length(cycle_length)
-        turn = cycle * each + slot - tf.gather(self.batches, bucket)
+        buckets, turns, _ = group_turns(step[None], shares=self.batches, seed=self.seed)
+        bucket, turn = buckets[0], turns[0]
         count = tf.gather(np.diff(self.bounds), bucket)
         number = shuffled_examples(
             turn * self.global_batch + within,

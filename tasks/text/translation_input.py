@@ -28,7 +28,7 @@ from meshwright.tasks.input.example_order import (
     SEEDS,
     BatchRows,
     Split,
-    epoch_length,
+    group_turns,
     shuffled_examples,
 )
 from meshwright.tasks.text.parallel_text import Pair, ParallelFiles
@@ -208,14 +208,9 @@ class SampledOrder:
 
         Rows from N on are padding.
         """
-        cycle_length = int(self.shares[-1])
-        slot = shuffled_examples(index, count=cycle_length, seed=self.seed)
-        is_padding = slot == cycle_length
-        slot = tf.minimum(slot, cycle_length - 1)
-        direction = tf.searchsorted(self.shares, slot, side="right") - 1
-        share = tf.gather(np.diff(self.shares), direction)
-        cycle = index // epoch_length(cycle_length)
-        turn = cycle * share + slot - tf.gather(self.shares, direction)
+        direction, turn, is_padding = group_turns(
+            index, shares=self.shares, seed=self.seed
+        )
         count = tf.gather(np.diff(self.bounds), direction)
         within = shuffled_examples(turn, count=count, seed=self.seed + 1)
         is_padding |= within == count
