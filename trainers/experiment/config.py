@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import pathlib
@@ -187,20 +188,19 @@ def check_all_referred(root: str) -> None:
     Raises:
       ConfigError: as `check_all_operative`.
     """
-    pending, reached = {("", gin.config._REGISTRY.get_match(root).selector)}, set()
+    unreached = collections.defaultdict(list)
+    for bound in bindings():
+        unreached[_configures(bound)].append(bound)
+    pending = [_configured("", gin.config._REGISTRY.get_match(root).selector)]
     while pending:
-        name = _configured(*pending.pop())
-        if name not in reached:
-            reached.add(name)
-            for bound in bindings():
-                if _configured("/".join(bound.scope), bound.selector) == name:
-                    pending |= references(bound.value)
-    _refuse(
-        bound
-        for bound in bindings()
-        if _configured("/".join(bound.scope), bound.selector) not in reached
-        and bound.key not in _set_aside
-    )
+        for bound in unreached.pop(pending.pop(), ()):
+            pending += [_configured(*key) for key in references(bound.value)]
+    left = [bound for bound in bindings() if _configures(bound) in unreached]
+    _refuse(bound for bound in left if bound.key not in _set_aside)
+
+
+def _configures(bound: Binding) -> str:
+    return _configured("/".join(bound.scope), bound.selector)
 
 
 def _configured(scope: str, selector: str) -> str:
