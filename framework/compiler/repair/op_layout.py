@@ -122,6 +122,11 @@ class Tensor:
         """The dim that a factor is in this tensor, None if it is none."""
         return self.factors.index(factor) if factor in self.factors else None
 
+    def axes_of(self, factor: int) -> tuple[str, ...] | None:
+        """The axes that split a factor, None if it is no dim of this tensor."""
+        dim = self.dim_of(factor)
+        return None if dim is None else self.axes(dim)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpLayout:

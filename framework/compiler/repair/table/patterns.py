@@ -31,7 +31,6 @@ STEPPED = ("stablehlo.pad", SLICE)
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
 FOURIER, RESHAPE = "stablehlo.fft", "stablehlo.reshape"
-TRANSPOSE = "stablehlo.transpose"
 
 
 def stepped_dims(op) -> list[int]:
@@ -304,7 +303,7 @@ def reshaped(op):
 
 def _moves_ones(op) -> bool:
     """Whether an op is a transpose that keeps the order of all dims larger than 1."""
-    if op.name != TRANSPOSE:
+    if op.name != "stablehlo.transpose":
         return False
     shape = shape_of(op.operands[0])
     kept = [dim for dim in op.attributes["permutation"] if shape[dim] > 1]

@@ -61,21 +61,23 @@ def _sums_apart(layout: OpLayout) -> bool:
 
 def _scatters_beside_group(layout: OpLayout) -> bool:
     """Whether a sum is scattered to a dim of an operand, beside one of a group."""
-    result, factors = layout.results[0], range(len(layout.kinds))
+    result = layout.results[0]
     summed = {axis for lhs, rhs in _summed(layout) if lhs == rhs for axis in lhs}
-
-    def axes(tensor, factor):
-        dim = tensor.dim_of(factor)
-        return None if dim is None else tensor.axes(dim)
-
-    return any(
-        any(axes(o, f) == () and summed & set(axes(result, f) or ()) for f in factors)
-        and any(
-            axes(o, f) and axes(result, f) == () and _is_of_group(layout, axes(o, f), f)
-            for f in factors
+    for operand in layout.operands:
+        shared = [
+            (factor, operand.axes_of(factor), result.axes_of(factor))
+            for factor in range(len(layout.kinds))
+            if None not in (operand.axes_of(factor), result.axes_of(factor))
+        ]
+        scattered = any(
+            not before and summed & set(after) for _, before, after in shared
         )
-        for o in layout.operands
-    )
+        if scattered and any(
+            before and not after and _is_of_group(layout, before, factor)
+            for factor, before, after in shared
+        ):
+            return True
+    return False
 
 
 def _summed(layout: OpLayout) -> list[tuple[tuple[str, ...], ...]]:
