@@ -152,12 +152,13 @@ def lower(
 
 def _check_none_read(name: str, handles, variables: Sequence[tf.Variable]) -> None:
     """Refuses variables that the function reads before it assigns them."""
-    read = [v for v in variables if any(handle_of(v) is handle for handle in handles)]
-    if handles:
-        raise LoweringError(
-            f"{name} reads variable {read[0].name!r} before it assigns it: pass its "
-            "value as an argument and assign that first, or use meshwright.function"
-        )
+    for variable in variables:
+        if any(handle is handle_of(variable) for handle in handles):
+            raise LoweringError(
+                f"{name} reads variable {variable.name!r} before it assigns it: pass "
+                "its value as an argument and assign that first, or use "
+                "meshwright.function"
+            )
 
 
 def _hlo(ir: Callable[..., bytes]) -> bytes:

@@ -127,10 +127,10 @@ def refusal_text(text: str) -> str:
 
 def _without_calls(text: str) -> str:
     """`text` without gin's lines on what it was building, but for the class."""
-    said, *calls = re.split(r"\n +In call to configurable '(\S+)' .*", text)
-    if not calls or calls[0] in said:
-        return said
-    return f"{said}\n  @{calls[0]}() was being built."
+    refusal, *calls = re.split(r"\n +In call to configurable '(\S+)' .*", text)
+    if not calls or calls[0] in refusal:
+        return refusal
+    return f"{refusal}\n  @{calls[0]}() was being built."
 
 
 def misfits_on_the_way(error: BaseException) -> Iterator[Misfit]:
