@@ -91,7 +91,7 @@ def _kinds(cls: type) -> Mapping[str, tuple[type, ...]]:
             isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
         )
         parts = typing.get_args(kind) if union else (kind,)
-        plain = all(isinstance(part, type) for part in parts)
+        plain = all(isinstance(part, type) and part is not Any for part in parts)
         kinds[field.name] = parts if plain else ()
     return kinds
 

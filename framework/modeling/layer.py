@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -41,10 +41,12 @@ class WeightSpec(Checked):
         initializers and optimizers treat separately.
       initializer: makes the first value from a random key.
       dtype: storage dtype, float32 by default.
-      statistic_decay: None for a trained weight. A number in [0, 1) for a running
+      statistic_decay: None for a trained weight. A number in [0, 1] for a running
         statistic: what a layer returns as its gradient (`as_gradient`) is its newest
         value g, and an update makes it decay * statistic + (1 - decay) * g, whatever
-        the optimizer. It has no slots and no part in norms, clipping or averages.
+        the optimizer. It has no slots and no part in norms, clipping or averages. 1: a
+        weight that stays as it is.
+      constraint: what an optimizer makes of a new value before it is the weight's.
 
     Raises:
       ValueError: shape and dims do not match; the decay is out of range.
@@ -54,7 +56,8 @@ class WeightSpec(Checked):
     dims: tuple[str, ...]
     initializer: Initializer
     dtype: tf.DType = tf.float32
-    statistic_decay: float | None = bounded(None, at_least=0, below=1)
+    statistic_decay: float | None = bounded(None, at_least=0, at_most=1)
+    constraint: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -115,20 +115,32 @@ class Optimizer(Checked):
             limit = self.clip_global_norm
             factor = limit / tf.maximum(metrics.grad_norm, limit)
             grads = grads.map(lambda g, s: g if s.is_statistic else g * factor, specs)
+        new, new_slots = self.apply(step, rate, grads, values, slots, specs)
+        return OptimizerUpdate(
+            theta=new.map(_stored, theta, specs), slots=new_slots, metrics=metrics
+        )
+
+    def apply(
+        self,
+        step: tf.Tensor,
+        rate: tf.Tensor,
+        grads: NestedMap,
+        values: NestedMap,
+        slots: NestedMap,
+        specs: NestedMap,
+    ) -> tuple[NestedMap, NestedMap]:
+        """New values and slots of all weights; arguments as of `update`, in float32."""
         rule = self.rule(step, rate)
 
         def update_weight(path, value, grad, slot, spec):
             # The path names the ops, here and in the compiled program.
             with tf.name_scope("optimizer/" + path.replace(".", "/")):
-                weight_rule = _follow if spec.is_statistic else rule
-                return weight_rule(grad, value, slot, spec)
+                if spec.is_statistic:
+                    return WeightUpdate(weight=followed(grad, value, spec), slots=slot)
+                return rule(grad, value, slot, spec)
 
         updates = values.map_with_path(update_weight, grads, slots, specs)
-        return OptimizerUpdate(
-            theta=updates.map(lambda u, w: tf.cast(u.weight, w.dtype), theta),
-            slots=updates.map(lambda u: u.slots),
-            metrics=metrics,
-        )
+        return updates.map(lambda u: u.weight), updates.map(lambda u: u.slots)
 
     def slots_of(self, spec: WeightSpec) -> NestedMap:
         """Specs of the slots of a weight."""
@@ -249,10 +261,18 @@ def _trained(tensors: NestedMap, specs: NestedMap) -> list[tf.Tensor]:
     return [tensor for tensor, spec in pairs if not spec.is_statistic]
 
 
-def _follow(grad, weight, slots, spec) -> WeightUpdate:
-    """The rule of a running statistic: its gradient is its newest value."""
-    new = spec.statistic_decay * weight + (1.0 - spec.statistic_decay) * grad
-    return WeightUpdate(weight=new, slots=slots)
+def followed(grad: tf.Tensor, value: tf.Tensor, spec: WeightSpec) -> tf.Tensor:
+    """The new value of a running statistic, whose "gradient" is its newest value."""
+    if spec.statistic_decay in (0, 1):  # Such a product with infinity is not a number.
+        return value if spec.statistic_decay else grad
+    return spec.statistic_decay * value + (1.0 - spec.statistic_decay) * grad
+
+
+def _stored(value: tf.Tensor, weight: tf.Tensor, spec: WeightSpec) -> tf.Tensor:
+    """A new value as the weight has it."""
+    if spec.constraint is not None:
+        value = spec.constraint(value)
+    return tf.cast(value, weight.dtype)
 
 
 def _float32_gradient(path: str, grad: tf.Tensor | None) -> tf.Tensor:
