@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -94,3 +95,11 @@ class NestedMap(dict):
         for key in path.split("."):
             node = node[key]
         return node
+
+
+def as_key(name: Any) -> str:
+    """A name, such as that of a layer or a feature, as a nested map takes it."""
+    key = re.sub(r"\W", "_", str(name))
+    if not key.isidentifier() or hasattr(NestedMap, key):
+        key = f"_{key}"
+    return key

@@ -1,0 +1,239 @@
+"""Any `tf.data.Dataset` as a task's input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gin
+import tensorflow as tf
+
+from meshwright.framework.modeling.checks import bounded
+from meshwright.framework.nested_map import NestedMap, as_key
+from meshwright.tasks.input.batched_input import BatchedInput, read_ahead
+from meshwright.tasks.input.example_order import SEEDS, BatchRows
+
+ROW_WEIGHTS = "row_weights"
+"""The name of what tells examples, 1, from rows that fill up a batch, 0."""
+
+_READY_BATCHES = 2
+_NAMES = ("x", "y", "sample_weight")
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetInput(BatchedInput):
+    """Batches of the examples of a `tf.data.Dataset`.
+
+    A batch has the tensors of an example: by name if examples are dicts; if they are
+    tuples, as those for Keras's `fit`, `x`, `y` and `sample_weight`; else `x`. In
+    addition it has `row_weights`, float32 [rows]: 0 for rows that fill up the last
+    batch of held-out examples, else 1.
+
+    Training begins anew whenever the examples end. A run that resumes skips what it has
+    read, so that it goes on with the same examples: those must come in the same order
+    in each process. `tf.data` has them in order, and its random numbers follow `seed`
+    where they have no seed of their own; Python's are the function's to seed.
+
+    The functions are called when the input is made, and for each pass.
+
+    Args:
+      train: a function without arguments that returns the examples for training, as a
+        `tf.data.Dataset` that is not batched.
+      held_out: the same for evaluation; None for none.
+      seed: of random numbers of the datasets.
+
+    Raises:
+      ValueError: a function is none, or returns no dataset of examples of known shapes;
+        held-out examples are not like those for training.
+    """
+
+    train: Callable[[], tf.data.Dataset]
+    held_out: Callable[[], tf.data.Dataset] | None = None
+    seed: int = bounded(0, **SEEDS)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("train", "held_out"):
+            value = getattr(self, name)
+            if not callable(value) and (name == "train" or value is not None):
+                raise ValueError(
+                    f"DatasetInput.{name} is {value!r}; it must be a function that "
+                    "returns a tf.data.Dataset (in gin @function, without brackets)"
+                )
+        # Now, so that gin sees that the functions' bindings take effect.
+        train, held_out = self._examples("train"), self._examples("held_out")
+        if held_out is not None and held_out.element_spec != train.element_spec:
+            raise ValueError(
+                f"DatasetInput.held_out returns examples {held_out.element_spec}, but "
+                f"those of DatasetInput.train are {train.element_spec}: make them alike"
+            )
+        object.__setattr__(self, "_structure", train.element_spec)
+
+    def element_spec(self, batch: int | None) -> NestedMap:
+        spec = named(self.structure).map(
+            lambda leaf: tf.TensorSpec([batch, *leaf.shape], leaf.dtype)
+        )
+        spec[ROW_WEIGHTS] = tf.TensorSpec([batch], tf.float32)
+        return spec
+
+    @property
+    def structure(self) -> Any:
+        """An example as its function makes it: a `tf.TensorSpec` for each tensor."""
+        return self._structure
+
+    def _examples(self, field: str) -> tf.data.Dataset | None:
+        """What a function returns; None if there is no function.
+
+        Raises:
+          ValueError: it is no dataset of examples of known shapes.
+        """
+        if getattr(self, field) is None:
+            return None
+        tf.random.set_seed(self.seed)  # For ops of the dataset without seeds.
+        examples = getattr(self, field)()
+        name = f"DatasetInput.{field}"
+        if not isinstance(examples, tf.data.Dataset):
+            raise ValueError(
+                f"{name} returns {type(examples).__name__}; it must return a "
+                "tf.data.Dataset of examples"
+            )
+        if examples.cardinality() == 0:
+            raise ValueError(f"{name} returns an empty dataset: there is nothing in it")
+        for path, leaf in named(examples.element_spec).items_by_path():
+            if not isinstance(leaf, tf.TensorSpec) or leaf.dtype == tf.string:
+                raise ValueError(
+                    f"{name}: {path} of an example is {leaf}, which no device takes: "
+                    "map it to tensors of numbers"
+                )
+            if not leaf.shape.is_fully_defined():
+                raise ValueError(
+                    f"{name}: {path} of an example has shape {leaf.shape}: have the "
+                    "dataset return single examples (.unbatch() undoes .batch()), "
+                    "padded to a fixed shape (.map with tf.ensure_shape tells it)"
+                )
+        return examples
+
+    def _named(self, field: str) -> tf.data.Dataset:
+        # Made anew: each pass over one dataset may be in another order.
+        return self._examples(field).map(lambda *parts: named(_example(parts)))
+
+    def train_batches(
+        self, start_step: int, *, global_batch: int, rows: range
+    ) -> tf.data.Dataset:
+        given = BatchRows(global_batch, rows)
+        examples = self._named("train").repeat()
+        batches = examples.batch(global_batch, drop_remainder=True).skip(start_step)
+        return _of_rows(batches, given)
+
+    def held_out_batches(
+        self, *, global_batch: int, rows: range, max_batches: int | None = None
+    ) -> tf.data.Dataset:
+        """As of `BatchedInput`, but `max_batches` are the first ones.
+
+        Raises:
+          ValueError: the rows are not of a batch of that size, or there are no held-out
+            examples.
+        """
+        given = BatchRows(global_batch, rows)
+        if self.held_out is None:
+            raise ValueError(
+                "DatasetInput.held_out is not set, and there is no evaluation without "
+                "it: set it, or train with --mode=train"
+            )
+        examples = self._named("held_out")
+        batches = examples.batch(global_batch).map(lambda b: _filled(b, global_batch))
+        if max_batches is not None:
+            batches = batches.take(max_batches)
+        return _of_rows(batches, given)
+
+
+def named(example: Any) -> NestedMap:
+    """An example, or its specs, by name.
+
+    Raises:
+      ValueError: it is a tuple of more than three, or two names are alike.
+    """
+    if isinstance(example, Mapping):
+        return NestedMap(_by_name(example))
+    parts = example if isinstance(example, tuple) else (example,)
+    if len(parts) > len(_NAMES):
+        raise ValueError(
+            f"an example is a tuple of {len(parts)}: give the model's input, labels "
+            "and weights at most, or a dict"
+        )
+    return NestedMap(_by_name(dict(zip(_NAMES, parts, strict=False))))
+
+
+def unnamed(batch: NestedMap, structure: Any) -> tuple:
+    """The tensors of a batch as a tuple of parts that have an example's structure.
+
+    Args:
+      batch: named tensors.
+      structure: an example that `named` has named.
+    """
+    if isinstance(structure, Mapping):
+        return (_structured(batch, structure),)
+    parts = structure if isinstance(structure, tuple) else (structure,)
+    return tuple(
+        _structured(batch[name], part)
+        for name, part in zip(_NAMES, parts, strict=False)
+    )
+
+
+def _by_name(value: Any) -> Any:
+    parts = _parts(value)
+    if parts is None:
+        return value
+    out = {as_key(key): _by_name(part) for key, part in parts.items()}
+    if len(out) < len(parts):
+        raise ValueError(f"some of the names {list(parts)} of an example are alike")
+    return out
+
+
+def _structured(tensors: Any, structure: Any) -> Any:
+    parts = _parts(structure)
+    if parts is None:
+        return tensors
+    out = {key: _structured(tensors[as_key(key)], v) for key, v in parts.items()}
+    return out if isinstance(structure, Mapping) else list(out.values())
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    """The parts of a dict, tuple or list by name; None for a leaf."""
+    if isinstance(value, Mapping):
+        return value
+    return dict(enumerate(value)) if isinstance(value, (tuple, list)) else None
+
+
+def _example(parts: tuple) -> Any:
+    """What a dataset gave to the function of `map`, as an example."""
+    return parts[0] if len(parts) == 1 else parts
+
+
+def _filled(batch: NestedMap, rows: int) -> NestedMap:
+    """A batch filled up with rows of zeros, whose weights are 0."""
+    count = tf.shape(batch.leaves()[0])[0]
+
+    def fill(leaf: tf.Tensor) -> tf.Tensor:
+        rest = [[0, 0]] * (leaf.shape.rank - 1)
+        filled = tf.pad(leaf, [[0, rows - count], *rest])
+        return tf.ensure_shape(filled, [rows, *leaf.shape[1:]])
+
+    filled = batch.map(fill)
+    filled[ROW_WEIGHTS] = tf.cast(tf.range(rows) < count, tf.float32)
+    return filled
+
+
+def _of_rows(batches: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
+    """The rows of each batch that are read here."""
+
+    def pick(batch: NestedMap) -> NestedMap:
+        batch = NestedMap(batch)
+        batch.setdefault(ROW_WEIGHTS, tf.ones([rows.global_batch]))
+        if len(rows) == rows.global_batch:
+            return batch
+        return batch.map(lambda leaf: tf.gather(leaf, rows.within))
+
+    return read_ahead(batches.map(pick), _READY_BATCHES)
