@@ -37,6 +37,7 @@ setup(
         "gin-config",
         "google-crc32c",
         "jax>=0.10.2,<0.12",
+        "keras",
         "numpy",
         "orbax-checkpoint",
         "tensorboard",

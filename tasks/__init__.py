@@ -4,6 +4,9 @@ from meshwright.tasks.images.image_classification import ImageClassification
 from meshwright.tasks.images.image_files import ImageFiles
 from meshwright.tasks.images.image_input import ImageInput
 from meshwright.tasks.images.synthetic_images import SyntheticImages
+from meshwright.tasks.input.dataset_input import DatasetInput
+from meshwright.tasks.keras.keras_model import KerasCompile, KerasModel
+from meshwright.tasks.keras.keras_optimizer import KerasOptimizer
 from meshwright.tasks.recommendation.interactions import RatingsFile
 from meshwright.tasks.recommendation.recommendation import Recommendation
 from meshwright.tasks.recommendation.recommendation_input import RecommendationInput
@@ -37,12 +40,16 @@ from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
 __all__ = [
     "BeamSearch",
     "CharacterVocabulary",
+    "DatasetInput",
     "EspeakSpeech",
     "GettextCatalogues",
     "ImageClassification",
     "ImageFiles",
     "ImageInput",
     "Intensities",
+    "KerasCompile",
+    "KerasModel",
+    "KerasOptimizer",
     "LanguageModel",
     "LogMel",
     "Manifest",

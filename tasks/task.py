@@ -184,7 +184,7 @@ class Task(Checked):
         return {}
 
     def train_flops(self, global_batch: int) -> float:
-        """Model FLOPs of one training step: no recomputation counted."""
+        """Model FLOPs of one training step: no recomputation counted; 0: not known."""
         raise NotImplementedError(f"{type(self).__name__}.train_flops")
 
     def tokens(self, global_batch: int) -> int:

@@ -56,13 +56,19 @@ class TensorParallel:
     @functools.cached_property
     def _split_dims(self) -> dict[int, int]:
         """By `id` of a variable: the dim that is split."""
-        dims = {}
-        for layer in self.model._flatten_layers():
-            for weight in layer.weights if not layer._layers else ():
-                dim = _split_dim(layer, weight)
-                if dim is not None:
-                    dims[id(weight._value)] = dim
-        return dims
+        split = split_weights(self.model)
+        return {id(weight._value): dim for weight, dim in split}
+
+
+def split_weights(model: Any) -> list[tuple[Any, int]]:
+    """The weights of a Keras model to split, and the dim of each."""
+    pairs = []
+    for layer in model._flatten_layers():
+        for weight in layer.weights if not layer._layers else ():
+            dim = _split_dim(layer, weight)
+            if dim is not None:
+                pairs.append((weight, dim))
+    return pairs
 
 
 def _split_dim(layer: Any, weight: Any) -> int | None:

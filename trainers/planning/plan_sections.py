@@ -56,6 +56,11 @@ def _verdict(document: Document) -> str:
     return f"does not fit: {over} more than the {bytes_text(limit)} of a device"
 
 
+def _flops_text(document: Document) -> str:
+    flops = document["model_flops"]
+    return prefixed(flops, "FLOP") if flops else "unknown number of FLOP"
+
+
 def _summary(document: Document) -> Iterator[Section]:
     scalars = ("peak_bytes", "memory_limit", "step_seconds", "flops_utilization")
     peak, limit, step, utilization = (document[name] for name in scalars)
@@ -64,7 +69,7 @@ def _summary(document: Document) -> Iterator[Section]:
         "model": f"{document['model']}, {weights}",
         "devices": f"{document['devices']}, partitioned by {document['partitioner']}",
         "peak of a device": f"{bytes_text(peak)} ({share_text(peak, limit)})",
-        "model, a step": prefixed(document["model_flops"], "FLOP"),
+        "model, a step": _flops_text(document),
     }
     if step is not None:
         facts["step, estimated"] = seconds_text(step) + _error_bar(document)
@@ -154,7 +159,7 @@ def _time(document: Document) -> Iterator[Section]:
         title="Time of a step",
         notes=[
             f"{seconds_text(step)} by estimate: {_error_text(document)}.",
-            f"The model's {prefixed(document['model_flops'], 'FLOP')} use "
+            f"The model's {_flops_text(document)} use "
             f"{share_text(document['flops_utilization'])} of the devices' peak, "
             f"{prefixed(document['peak_flops'], 'FLOP')}/s.",
         ],

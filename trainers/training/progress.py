@@ -155,7 +155,7 @@ class Progress(contextlib.AbstractContextManager):
         scalars |= self._history.scalars(self._experiment.not_finite)
         scalars["speed/step_time_s"] = seconds
         scalars["speed/tokens_per_s"] = task.tokens(batch) / seconds
-        if self._peak_flops:
+        if self._peak_flops and task.train_flops(batch):
             rate = task.train_flops(batch) / seconds
             scalars["speed/model_flops_utilization"] = rate / self._peak_flops
         self._summaries.scalars(step, scalars)

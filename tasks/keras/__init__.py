@@ -1,0 +1,1 @@
+"""Keras models as tasks, and Keras's optimizers for any task."""
