@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from absl import app, flags, logging
 
 from meshwright.trainers.experiment import config
+from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.startup import gin_check, quiet
 from meshwright.trainers.startup.messages import printable
 
@@ -30,6 +31,12 @@ GIN_FILE = flags.DEFINE_multi_string(
 )
 GIN_PARAM = flags.DEFINE_multi_string(
     "gin_param", [], "A gin binding that overrides the files; may repeat."
+)
+IMPORT = flags.DEFINE_multi_string(
+    "import",
+    [],
+    "Python module whose functions and classes gin files can name, such as my_models "
+    "for @my_models.make_model; may repeat.",
 )
 STRICT = flags.DEFINE_bool(
     "strict",
@@ -182,15 +189,18 @@ def call(
     )
     logging.get_absl_handler().setFormatter(style)
     errors = ()
+    sys.path.append(os.getcwd())  # Last: the user's modules hide no others.
     try:
         if len(argv) > 1:
             raise ValueError(
                 f"unexpected argument {argv[1]!r}: give flags alone, as --NAME=VALUE"
             )
         check()
-        gin_check.check(GIN_FILE.value, gin_params())
+        if not IMPORT.value:  # Which may register anything.
+            gin_check.check(GIN_FILE.value, gin_params())
         with quiet.importing_tensorflow() as is_new:
             command = load()
+        import_modules(IMPORT.value)
         errors = command.errors
         started = command.start()
         if is_new:

@@ -28,6 +28,10 @@ from meshwright.trainers.experiment.bindings.gin_messages import (
     short_name,
     split_scope,
 )
+from meshwright.trainers.experiment.bindings.outside_names import (
+    KERAS,
+    register_keras,
+)
 
 PARAMS = pathlib.Path(__file__).parents[2] / "params"
 """The shipped gin files: beside this room in a checkout, and installed as well."""
@@ -325,6 +329,8 @@ def _checking_imports() -> Iterator[None]:
                 "@gin.register, which no standard module does: take it out"
             )
         process(context, statement)
+        if package in KERAS:
+            register_keras(package)
 
     with in_place(gin.config.ParseContext, "process_import", check_and_process):
         yield

@@ -28,6 +28,7 @@ from meshwright.framework.devices.topology import Topology
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.experiment import config
+from meshwright.trainers.experiment.bindings.outside_names import imported
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.search import plan_cache, search_worker
 from meshwright.trainers.search.plan_cache import PlanCache
@@ -372,6 +373,7 @@ class Compile:
             "gin_files": list(space.gin_files),
             "gin_params": list(params),
             "topology": space.torus.name,
+            "imports": list(imported()),
         }
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-search-")
         folder = pathlib.Path(self._folder.name)

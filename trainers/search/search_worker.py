@@ -22,6 +22,7 @@ import jax
 import meshwright.layers
 import meshwright.tasks  # noqa: F401 (both register what gin files name)
 from meshwright.framework.sizes import bytes_text
+from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.planning.planning import plan
 from meshwright.trainers.search import search_order
 from meshwright.trainers.search.search_result import Result
@@ -32,8 +33,9 @@ RESULT = "result.json"
 
 
 def price(request: dict[str, Any]) -> Result:
-    """Compiles and prices the program of `gin_files` and `gin_params` on `topology`."""
+    """Compiles and prices the program of a request, which `search.Compile` makes."""
     try:
+        import_modules(request["imports"])
         experiment = built(request["gin_files"], request["gin_params"])
         report = plan(experiment, topology=request["topology"])
     # The compiler may refuse a program with any of its errors.

@@ -1,0 +1,130 @@
+"""Keras's names and a user's module in gin files, through the binaries."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.trainers.experiment import config
+from meshwright.trainers.experiment.bindings.outside_names import import_modules
+from meshwright.trainers.experiment.experiment import Experiment
+from tests.trainers.small_run import points
+
+HERE = pathlib.Path(__file__).parent
+GIN_FILE = pathlib.Path(__file__).parents[2] / "data" / "keras_model.gin"
+
+
+def run(binary, *flags, module="my_models"):
+    """Runs a binary where the user's module is; returns the finished process."""
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            f"meshwright.trainers.{binary}",
+            f"--import={module}",
+            f"--gin_file={GIN_FILE}",
+            *flags,
+        ],
+        cwd=HERE,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_keras_model_is_trained_goes_on_and_is_exported(tmp_path):
+    """From 20 steps on a mesh to 40 on another, as 40 in one go."""
+    whole = run("train", f"--model_dir={tmp_path / 'whole'}")
+    assert whole.returncode == 0, whole.stderr
+    assert "sparse_top_k_categorical_accuracy" in whole.stdout
+    first = run(
+        "train",
+        f"--model_dir={tmp_path / 'parts'}",
+        "--gin_param=Experiment.num_steps=20",
+    )
+    assert first.returncode == 0, first.stderr
+    second = run("train", f"--model_dir={tmp_path / 'parts'}")
+    assert second.returncode == 0, second.stderr
+    want, got = (points(tmp_path / name, "train") for name in ("whole", "parts"))
+    assert want["loss"] == got["loss"] and len(want["loss"]) == 4
+
+    exported = run(
+        "export",
+        f"--model_dir={tmp_path / 'parts'}",
+        f"--output={tmp_path / 'exported'}",
+        "--what=saved_model",
+    )
+    assert exported.returncode == 0, exported.stderr
+    loaded = tf.saved_model.load(str(tmp_path / "exported" / "saved_model"))
+    x = np.random.default_rng(1).standard_normal([70, 16], np.float32)
+    logits = loaded.signatures["serving_default"](x=tf.constant(x))["output"]
+    right = np.mean(np.argmax(logits, -1) == np.argmax(x[:, :10], -1))
+    assert f"accuracy {right:.4f}" in second.stdout
+
+
+def test_a_keras_model_is_planned_by_keras_names(tmp_path):
+    out = tmp_path / "plan.json"
+    done = run("plan", "--topology=cpu", f"--json_out={out}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text())["model_flops"] == 6 * 32 * 64 * 26
+    done = run("plan", "--explain")
+    assert done.returncode == 0, done.stderr
+    assert "0.theta.sequential.dense.kernel" in done.stdout
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    import_modules(["my_models"])
+
+
+def built(*params):
+    return config.load_and_build(Experiment, [str(GIN_FILE)], params)[0]
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        ("KerasModel.model=@my_models.classifer", "Did you mean my_models.classifier"),
+        ("KerasModel.model=@my_models.classifier()", "without brackets"),
+        (
+            "DatasetInput.train=@my_models.classifier",
+            "returns Sequential; it must",
+        ),
+        ("DatasetInput.train=@my_models.train()", "in gin @function, without brackets"),
+        ("my_models.classifier.widht=3", "widht"),
+        ("keras.optimizers.AdamW.learning_rat=3", "learning_rat"),
+        (
+            "KerasOptimizer.optimizer=@keras.losses.MeanSquaredError()",
+            "a Keras opt",
+        ),
+        ("KerasModel.model=@keras.utils.get_file", "No configurable matching"),
+        ("KerasModel.model=@keras.models.load_model", "No configurable matching"),
+    ],
+)
+def test_a_wrong_binding_is_told(param, message, imported):
+    with pytest.raises(config.ConfigError, match=message):
+        built(param)
+
+
+def test_short_names_are_ours(imported):
+    experiment = built(
+        "Experiment.optimizer=@Adam()",
+        "Adam.learning_rate=0.1",
+    )
+    assert type(experiment.optimizer).__module__.startswith("meshwright")
+
+
+def test_a_module_that_is_not_there_is_told(tmp_path):
+    done = run("train", f"--model_dir={tmp_path}", module="nope")
+    assert done.returncode == 1
+    assert (
+        "--import=nope: No module named 'nope': it is looked for in the" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
