@@ -19,6 +19,7 @@ from meshwright.framework.compiler.lowering.captures import captured_as
 from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.program import Program, trace_program
 from meshwright.framework.compiler.xla.processes import to_host
+from meshwright.framework.functions.change_forms import change_forms
 from meshwright.framework.functions.layout import Layout, LayoutTable
 from meshwright.framework.functions.mesh_variable import (
     LOCK,
@@ -32,7 +33,6 @@ from meshwright.framework.functions.mesh_variable import (
 from meshwright.framework.functions.traced import TRACING, Traced, converted, trace
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from meshwright.framework.sharding.stored_form import StoredForm
 
 _OPTIONS = ("partitioner", "update_sharding", "strict", "devices", "in_child")
 
@@ -114,6 +114,7 @@ class MeshFunction:
         program, traced = compiled.program, compiled.traced
         with LOCK:
             values = [value_of(variable) for variable in traced.variables]
+            change_forms(values, program)
             taken = [value.take(program, i) for i, value in enumerate(values)]
             state, read = traced.by_path(taken)
             with interrupts_later():
@@ -195,12 +196,12 @@ class MeshFunction:
         ]
         return _Compiled(program, traced, placed)
 
-    def _form(self, variable: tf.Variable) -> Sharding | StoredForm | None:
+    def _form(self, variable: tf.Variable) -> Sharding | None:
         """How a program takes a variable; None where completion decides."""
         sharding = self._layout.sharding_of(variable, self.mesh)
         form = value_of(variable).form
         if sharding is None and form is not None and form.border.mesh == self.mesh:
-            return form
+            return form.sharding  # Before a program split its update.
         return sharding
 
 

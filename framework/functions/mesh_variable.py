@@ -66,19 +66,21 @@ class MeshValue:
         Raises:
           RuntimeError: see `to_host`.
         """
-        if self.on_mesh and self.array.is_deleted():  # By a program that failed.
-            self.on_mesh = False
-        if self.readers:  # They may have written since.
-            self.on_mesh = False
         form = program.arguments.forms[number]
         sharding = program.arguments.shardings[number]
-        if not self.on_mesh or _stored_as(self.form) != _stored_as(form):
+        if not self.stays_on_mesh or stored_as(self.form) != stored_as(form):
             self.array = program.arguments.put(number, self.host_value())
         elif not self.array.sharding.is_equivalent_to(sharding, self.array.ndim):
             with wide_elements():
                 self.array = jax.device_put(self.array, sharding)
         self.form, self.on_mesh = form, True
         return self.array
+
+    @property
+    def stays_on_mesh(self) -> bool:
+        """Whether a program may take the value from the mesh."""
+        # A program that failed may have taken it, or other readers written since.
+        return self.on_mesh and not self.array.is_deleted() and not self.readers
 
     def host_value(self) -> np.ndarray:
         """The value, of logical shape."""
@@ -148,7 +150,7 @@ class MeshValue:
         _assign(variable, _nothing(variable.dtype, _STALE_SHAPE))
 
 
-def _stored_as(form: StoredForm | None) -> tuple | None:
+def stored_as(form: StoredForm | None) -> tuple | None:
     """What tells apart arrays of one variable; None: of its logical shape."""
     if form is None or (form.is_logical and form.combined is None):
         return None

@@ -287,6 +287,39 @@ def test_weight_updates_are_sharded(partitioner):
     assert 2 * np.prod(shard_shape(ours.momenta[0])) == 60
 
 
+class Rounded(Model):
+    """Rounds its weights before it uses them, so that these too stay in shards."""
+
+    def loss(self, x, y):
+        w, v = (tf.cast(tf.cast(t, tf.bfloat16), t.dtype) for t in (self.w, self.v))
+        return tf.reduce_mean((tf.nn.relu(x @ w) @ v - y) ** 2)
+
+
+@over_partitioners
+def test_weights_in_shards_are_evaluated_on_the_mesh(partitioner, monkeypatch):
+    ours, theirs = Rounded(), Rounded()
+
+    def train(x, y):
+        return ours.train(mw.mesh_split(x, MESH, [MESH.axis_names, None]), y)
+
+    updates = mw.UpdateSharding(
+        mode=mw.WeightUpdateSharding.ALL, data_axes=MESH.axis_names
+    )
+    how = {"layout": {"w|v": [None, None]}, "partitioner": partitioner}
+    step = mw.function(train, MESH, update_sharding=updates, **how)
+    evaluate = mw.function(ours.loss, MESH, **how)
+    for number, rows in enumerate((8, 4, 8, 4)):
+        x, y = X[:rows], Y[:rows]
+        if number:  # Before, the values were put onto the mesh.
+            monkeypatch.setattr(mesh_variable.MeshValue, "host_value", None)
+        step(x, y), theirs.train(x, y)
+        assert value_of(ours.w).form.stored_shape == (60,)  # Its dims are combined.
+        np.testing.assert_allclose(evaluate(x, y), theirs.loss(x, y), rtol=1e-5)
+        assert shard_shape(ours.w) == W.shape
+    monkeypatch.undo()
+    assert_alike(ours.values(), theirs.values())
+
+
 def test_the_program_has_the_names_of_variables():
     model = Model()
     step = mw.function(model.train, MESH, layout={"^w$": ["data", None]})
