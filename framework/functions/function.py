@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.eager import record
 from tensorflow.python.framework.composite_tensor import CompositeTensor
 from tensorflow.python.util import nest
@@ -18,6 +19,9 @@ from tensorflow.python.util import nest
 from meshwright.framework.compiler.lowering.captures import captured_as
 from meshwright.framework.compiler.lowering.errors import LoweringError
 from meshwright.framework.compiler.program import Program, trace_program
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
 from meshwright.framework.compiler.xla.processes import to_host
 from meshwright.framework.functions.change_forms import change_forms
 from meshwright.framework.functions.layout import Layout, LayoutTable
@@ -176,8 +180,9 @@ class MeshFunction:
         state, read = traced.by_path(specs)
         state_forms, read_forms = traced.by_path([*map(self._form, variables)])
         constants = [tf.TensorSpec(c.shape, c.dtype) for c in traced.constants]
-        with host_shapes(variables):
-            program = trace_program(
+
+        def compiled(**options):
+            return trace_program(
                 pure,
                 [state, read, constants, traced.specs],
                 self.mesh,
@@ -187,14 +192,36 @@ class MeshFunction:
                 name=self.name,
                 carried=len(traced.written),
                 variables=variables,
-                **self._options,
+                **options,
             ).compile()
+
+        with host_shapes(variables):
+            program = self._sharding_updates(compiled)
         first = len(variables)
         placed = [
             program.arguments.put(first + i, constant.numpy())
             for i, constant in enumerate(traced.constants)
         ]
         return _Compiled(program, traced, placed)
+
+    def _sharding_updates(self, compiled: Callable[..., Program]) -> Program:
+        """The program, its weight updates sharded as the options say, if they do."""
+        updates = self._options.get("update_sharding")
+        try:
+            program = compiled(**self._options)
+        except LoweringError as error:
+            if getattr(updates, "mode", None) is not WeightUpdateSharding.AUTO:
+                raise
+            program = compiled(**{**self._options, "update_sharding": None})
+            logging.warning(
+                "%s: each device updates all weights, as the program does not compile "
+                "otherwise: %s",
+                self.name,
+                error,
+            )
+        if program.updates is not None:
+            logging.info("%s: %s", self.name, program.updates.summary())
+        return program
 
     def _form(self, variable: tf.Variable) -> Sharding | None:
         """How a program takes a variable; None where completion decides."""

@@ -14,6 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    WeightUpdateSharding,
+)
+from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.functions.function import check_mesh, function
 from meshwright.framework.functions.layout import (
     FullySharded,
@@ -35,6 +39,7 @@ class _Distributed:
       mesh: the device mesh.
       data_axes: the axes that split a batch.
       layout: of its variables.
+      updates: how the train step's weight updates are to be sharded; None: not at all.
       options: of `function`.
     """
 
@@ -42,6 +47,7 @@ class _Distributed:
     mesh: DeviceMesh
     data_axes: Sequence[str]
     layout: Layout
+    updates: UpdateSharding | None
     options: Mapping[str, Any]
 
     def steps(self, method: str) -> Callable[[Iterator[Any]], Any]:
@@ -91,7 +97,12 @@ class _Distributed:
             return getattr(self.model, method)(data)
 
         return function(
-            step, self.mesh, layout=self.layout, name=method, **self.options
+            step,
+            self.mesh,
+            layout=self.layout,
+            name=method,
+            update_sharding=self.updates if method == "train_step" else None,
+            **self.options,
         )
 
     def _split(self, leaf: Any, any_batch: bool) -> Any:
@@ -146,6 +157,7 @@ def distribute(
     layout: str | Mapping[str, Any] = "data",
     *,
     data_axes: Sequence[str] | None = None,
+    weight_update_sharding: WeightUpdateSharding | str = WeightUpdateSharding.AUTO,
     **options: Any,
 ) -> Any:
     """Has a Keras model train, evaluate and predict on a mesh.
@@ -165,16 +177,24 @@ def distribute(
         LayoutMap. Variables without a row are left to completion.
       data_axes: the mesh axes that split a batch; by default all for "data" and "fsdp",
         all but the last for "tensor", and the first for a table.
-      **options: of `meshwright.function`.
+      weight_update_sharding: "auto", "off" or "all": which weight updates, that the
+        data axes would repeat, are divided among the devices, with the optimizer state
+        that goes with them; see docs/weight_updates.md.
+      **options: of `meshwright.function`, but for `update_sharding`.
 
     Returns:
       The model.
 
     Raises:
-      TypeError: it is no Keras model of the TensorFlow backend.
+      TypeError: it is no Keras model of the TensorFlow backend; or an unknown option.
       ValueError: an unknown layout, or a row that is for no axis of the mesh.
     """
     _check_model(model)
+    if "update_sharding" in options:
+        raise TypeError(
+            f"{model.name}: distribute has no option 'update_sharding': it knows the "
+            "axes; pass weight_update_sharding='auto', 'all' or 'off'"
+        )
     check_mesh(mesh, model.name)
     axes = tuple(data_axes or _data_axes(layout, mesh))
     if isinstance(data_axes, str) or not set(axes) <= set(mesh.axis_names):
@@ -187,6 +207,7 @@ def distribute(
         mesh=mesh,
         data_axes=axes,
         layout=_layout(model, mesh, layout, axes),
+        updates=_updates(model, mesh, axes, weight_update_sharding),
         options=options,
     )
     for name, method in _FUNCTIONS.items():
@@ -216,6 +237,23 @@ def _data_axes(layout: str | Mapping[str, Any], mesh: DeviceMesh) -> Sequence[st
     if layout in ("data", "fsdp"):
         return mesh.axis_names
     return mesh.axis_names[:-1] if layout == "tensor" else mesh.axis_names[:1]
+
+
+def _updates(
+    model: Any, mesh: DeviceMesh, axes: Sequence[str], mode: WeightUpdateSharding | str
+) -> UpdateSharding | None:
+    try:
+        mode = WeightUpdateSharding(mode)
+    except ValueError:
+        known = ", ".join(repr(mode.value) for mode in WeightUpdateSharding)
+        raise ValueError(
+            f"{model.name}: weight_update_sharding is {mode!r}; it must be one of "
+            f"{known}"
+        ) from None
+    axes = [axis for axis in axes if mesh.axis_size(axis) > 1]
+    if mode is WeightUpdateSharding.OFF or not axes:
+        return None
+    return UpdateSharding(mode=mode, data_axes=axes)
 
 
 def _layout(

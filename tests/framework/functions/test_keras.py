@@ -6,16 +6,20 @@ import pytest
 import tensorflow as tf
 
 import meshwright.framework as mw
+from meshwright.framework.compiler.program import Program
+from meshwright.framework.functions import function
 from meshwright.framework.functions.mesh_variable import value_of
 
 distribute = mw.keras.distribute
 MESH = mw.DeviceMesh(("data", "model"), (2, 4))
+DATA = mw.DeviceMesh(("data",), (8,))
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((20, 6, 6, 2)).astype(np.float32)
 Y = np.arange(20) % 3
 FIT = {"batch_size": 8, "epochs": 2, "verbose": 0}
 TABLE = {"dense.*kernel": [None, "model"]}
 LAYERS = keras.layers
+MOMENTS = ("momentum", "velocity")
 
 
 def network():
@@ -57,6 +61,7 @@ def trained():
 @pytest.mark.parametrize(
     ("layout", "partitioner"),
     [
+        ("data", mw.Partitioner.SHARDY),
         ("data", mw.Partitioner.GSPMD),
         ("fsdp", mw.Partitioner.SHARDY),
         ("fsdp", mw.Partitioner.GSPMD),
@@ -67,7 +72,8 @@ def trained():
 )
 def test_fit_evaluate_and_predict(trained, layout, partitioner, tmp_path, caplog):
     theirs, history = trained
-    ours = distribute(network(), MESH, layout, partitioner=partitioner)
+    how = {"partitioner": partitioner, "weight_update_sharding": "all"}
+    ours = distribute(network(), MESH, layout, **how)
     fit = compiled(ours).fit(X, Y, **FIT, validation_data=(X[:12], Y[:12]))
     assert history.keys() == fit.history.keys()
     assert_alike(fit.history.values(), history.values())
@@ -95,6 +101,60 @@ def test_fsdp_splits_weights_and_slots():
     assert shard_shape(dense.kernel) == (2, 8)
     slots = [v for v in model.optimizer.variables if "dense" in v.path]
     assert {shard_shape(v) for v in slots if v.shape == dense.kernel.shape} == {(2, 8)}
+
+
+def wide(**how):
+    """Trained for a step of Adam, and the program of the step."""
+    model = keras.Sequential(
+        [LAYERS.Input((512,)), LAYERS.Dense(1024), LAYERS.Dense(4)]
+    )
+    distribute(model, DATA, **how)
+    model.compile("adam", "mse", jit_compile=True)
+    programs, run = {}, Program.__call__
+
+    def watched(program, *args):
+        programs[program.name] = program
+        return run(program, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "__call__", watched)
+        model.fit(np.ones((16, 512)), np.ones((16, 4)), verbose=0)
+    return model, programs["train_step"]
+
+
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_weight_updates_that_gain_by_it_are_sharded(partitioner):
+    model, program = wide(partitioner=partitioner)
+    kernel, bias = model.layers[0].variables
+    slots = {v.path.split("/")[-1]: v for v in model.optimizer.variables}
+    moments = [slots[f"{kernel.path.replace('/', '_')}_{name}"] for name in MOMENTS]
+    assert [shard_shape(v) for v in moments] == [(64, 1024)] * 2
+    assert shard_shape(kernel) == (512, 1024) and shard_shape(bias) == (1024,)
+    (update,) = program.updates.sharded
+    assert update.state_saved_bytes == 2 * kernel.value.shape.num_elements() * 4 * 7 / 8
+    assert "reduce-scatter" in {c.kind for c in program.collectives()}
+    _, unsharded = wide(partitioner=partitioner, weight_update_sharding="off")
+    assert unsharded.updates is None
+    saved = unsharded.memory().arguments - program.memory().arguments
+    assert saved == update.state_saved_bytes
+
+
+def test_an_update_that_does_not_compile_sharded_is_left_alone(monkeypatch, caplog):
+    trace = function.trace_program
+
+    def fails(*args, update_sharding=None, **how):
+        if update_sharding is not None:
+            raise mw.LoweringError("train_step: no way to split op 'mul'")
+        return trace(*args, **how)
+
+    monkeypatch.setattr(function, "trace_program", fails)
+    model, program = wide()
+    assert program.updates is None
+    assert shard_shape(model.optimizer.variables[2]) == (512, 1024)
+    assert "train_step: each device updates all weights" in caplog.text
+    assert "no way to split op 'mul'" in caplog.text
+    with pytest.raises(mw.LoweringError, match="no way to split op 'mul'"):
+        wide(weight_update_sharding="all")
 
 
 @pytest.mark.parametrize("partitioner", mw.Partitioner)
@@ -228,6 +288,10 @@ def test_refusals():
         distribute(network(), None)
     with pytest.raises(ValueError, match="data_axes is 'data'; pass some of the"):
         distribute(network(), MESH, data_axes="data")
+    with pytest.raises(ValueError, match="weight_update_sharding is 'some'; it must"):
+        distribute(network(), MESH, weight_update_sharding="some")
+    with pytest.raises(TypeError, match="no option 'update_sharding': it knows the"):
+        distribute(network(), MESH, update_sharding=None)
     with pytest.raises(ValueError, match="row 'kernel': Ellipsis of the layout is no"):
         distribute(network(), MESH, {"kernel": ...})
     unmatched = compiled(distribute(network(), MESH, {"dence": [None, "model"]}))

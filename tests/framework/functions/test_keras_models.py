@@ -44,12 +44,9 @@ def by_keras(make):
     return trained(make)
 
 
-def assert_alike(make, layout, partitioner):
+def assert_alike(make, layout, **how):
     want = by_keras(make)
-    got = trained(
-        make,
-        lambda model: mw.keras.distribute(model, MESH, layout, partitioner=partitioner),
-    )
+    got = trained(make, lambda model: mw.keras.distribute(model, MESH, layout, **how))
     assert got.keys() == want.keys()
     losses = want["loss"]
     assert len(losses) == STEPS and losses[-1] < losses[0]
@@ -62,11 +59,18 @@ def assert_alike(make, layout, partitioner):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("layout", "partitioner"),
-    [("data", SHARDY), ("fsdp", SHARDY), ("tensor", SHARDY), ("data", GSPMD)],
+    ("layout", "partitioner", "updates"),
+    [
+        ("data", SHARDY, "off"),
+        ("data", SHARDY, "all"),
+        ("fsdp", SHARDY, "auto"),
+        ("tensor", SHARDY, "all"),
+        ("data", GSPMD, "all"),
+    ],
 )
-def test_a_model(name, layout, partitioner):
-    assert_alike(MODELS[name], layout, partitioner)
+def test_a_model(name, layout, partitioner, updates):
+    how = {"partitioner": partitioner, "weight_update_sharding": updates}
+    assert_alike(MODELS[name], layout, **how)
 
 
 @pytest.mark.slow
@@ -77,4 +81,4 @@ def test_an_application(name, partitioner, doubles):
 
     In float32 the losses of MobileNetV3 differ by 4e-2 after five steps, here by 3e-11.
     """
-    assert_alike(APPLICATIONS[name], "data", partitioner)
+    assert_alike(APPLICATIONS[name], "data", partitioner=partitioner)
