@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,11 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
 from meshwright.framework.compiler.xla.processes import to_host
+from meshwright.framework.functions.agreement import (
+    check_before_call,
+    check_before_tracing,
+    check_constants,
+)
 from meshwright.framework.functions.change_forms import change_forms
 from meshwright.framework.functions.layout import Layout, LayoutTable
 from meshwright.framework.functions.mesh_variable import (
@@ -51,11 +57,13 @@ class _Compiled:
         dict of "state", the new values, and "values", the function's results.
       traced: the function.
       constants: its large constants, on the mesh.
+      calls: numbers the calls, from 1.
     """
 
     program: Program
     traced: Traced
     constants: list[jax.Array]
+    calls: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
 
 
 class MeshFunction:
@@ -102,7 +110,9 @@ class MeshFunction:
           LoweringError: see `compile_program`; the function reads a resource that is no
             variable; or a gradient tape is recording.
           TypeError: a variable of it cannot be kept on a mesh.
-          ValueError: a row of the layout fits no variable of it.
+          ValueError: a row of the layout fits no variable of it; or one of several
+            processes calls it with something else.
+          RuntimeError: one of several processes does not call it.
         """
         if not tf.executing_eagerly():
             return self._traced_in_place(args, kwargs)
@@ -118,6 +128,7 @@ class MeshFunction:
         program, traced = compiled.program, compiled.traced
         with LOCK:
             values = [value_of(variable) for variable in traced.variables]
+            check_before_call(self.name, next(compiled.calls), values, tensors)
             change_forms(values, program)
             taken = [value.take(program, i) for i, value in enumerate(values)]
             state, read = traced.by_path(taken)
@@ -153,6 +164,7 @@ class MeshFunction:
             with TRACING:
                 if key not in self._compiled:
                     specs = [_spec(leaf) or leaf for leaf in leaves]
+                    check_before_tracing(self.name, self.mesh, specs)
                     traced = trace(self._fn, (args, kwargs), specs, self.name)
                     with LOCK:
                         self._compiled[key] = self._compile(traced)
@@ -197,6 +209,7 @@ class MeshFunction:
 
         with host_shapes(variables):
             program = self._sharding_updates(compiled)
+        check_constants(self.name, traced.constants)
         first = len(variables)
         placed = [
             program.arguments.put(first + i, constant.numpy())

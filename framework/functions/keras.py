@@ -7,17 +7,24 @@ The model stays as it is. Only the functions that Keras makes of its `train_step
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import tensorflow as tf
 
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
+from meshwright.framework.compiler.xla.processes import (
+    check_same,
+    is_first_process,
+    wait_for_all,
+)
 from meshwright.framework.functions.function import check_mesh, function
 from meshwright.framework.functions.layout import (
     FullySharded,
@@ -212,6 +219,8 @@ def distribute(
     )
     for name, method in _FUNCTIONS.items():
         _replace(made, name, method)
+    for name in ("save", "save_weights"):
+        _save_once(model, name)
     return model
 
 
@@ -286,3 +295,24 @@ def _replace(made: _Distributed, name: str, method: str) -> None:
 
     setattr(made.model, attribute, None)  # Keras's own, of before.
     setattr(made.model, f"make_{attribute}", make)
+
+
+def _save_once(model: Any, name: str) -> None:
+    """Has the first of several processes write what all of them save."""
+    save = getattr(type(model), name)
+
+    @functools.wraps(save)
+    def saved(*args: Any, **kwargs: Any) -> None:
+        if jax.process_count() == 1:
+            save(model, *args, **kwargs)
+            return
+        check_same(f"{name} of {model.name}", {})
+        for variable in _variables(model):
+            variable.numpy()  # Of which each process may have a part only.
+        try:
+            if is_first_process():
+                save(model, *args, **kwargs)
+        finally:
+            wait_for_all(f"{name} of {model.name}")
+
+    setattr(model, name, saved)

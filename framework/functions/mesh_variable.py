@@ -22,7 +22,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from meshwright.framework.compiler.boundary.wide_elements import wide_elements
 from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.compiler.program import Program
-from meshwright.framework.compiler.xla.processes import to_host
+from meshwright.framework.compiler.xla.processes import check_same, to_host
 from meshwright.framework.sharding.stored_form import StoredForm
 
 LOCK = threading.RLock()
@@ -95,7 +95,8 @@ class MeshValue:
 
         Raises:
           RuntimeError: something wrote to the copy while the value was on the mesh; or
-            the value is lost.
+            the value is lost; or one of several processes does not read it.
+          ValueError: one of several processes does something else.
         """
         with LOCK:
             if not self.on_host:
@@ -130,6 +131,8 @@ class MeshValue:
                 self.on_host, self.on_mesh = True, False
 
     def _copy_to_host(self) -> None:
+        if not (self.array.is_fully_addressable or self.array.is_fully_replicated):
+            check_same(f"reading variable {self.variable().name!r}", {})
         value = to_host(self.array)
         value = value if self.form is None else self.form.unpad(value)
         _assign(self.variable(), value)

@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import socket
+from concurrent import futures
 
 import pytest
 
@@ -29,12 +31,27 @@ def commands(pattern):
                 yield pytest.param(line.split("  #")[0].strip(), id=line[:60])
 
 
+def processes_of(code):
+    """The code of each process that a snippet is for: two if it is for several."""
+    if "jax.distributed.initialize" not in code:
+        return [code]
+    with socket.create_server(("localhost", 0)) as free:
+        code = code.replace("localhost:9876", f"localhost:{free.getsockname()[1]}")
+    code += "jax.distributed.shutdown()"  # As at exit, which these processes skip.
+    return [f"import sys; sys.argv[1:] = ['{n}']\n{code}" for n in range(2)]
+
+
 @pytest.mark.parametrize("code", list(blocks()))
 def test_python_snippet_runs(code, tmp_path):
     # A process of its own: snippets choose their platform first thing.
-    status, out, errors = snippets.run(code, tmp_path)
-    assert status == 0, errors
-    assert out.strip(), "a snippet should show something"
+    codes = processes_of(code)
+    folders = [tmp_path / str(number) for number in range(len(codes))]
+    for folder in folders:
+        folder.mkdir()
+    with futures.ThreadPoolExecutor() as pool:
+        for status, out, errors in pool.map(snippets.run, codes, folders):
+            assert status == 0, errors
+            assert out.strip(), "a snippet should show something"
 
 
 def test_a_snippet_that_fails_or_says_nothing_is_seen(tmp_path):

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ import jax
 import jaxlib
 import tensorflow as tf
 from jax._src import compiler as jax_compiler
+from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import pxla
 from jax.extend.core import Primitive
@@ -37,6 +40,7 @@ from meshwright.framework.sharding.sharding import Sharding
 JAXLIB = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
 """The version of jaxlib."""
 _DETECTION_SECONDS = 60
+_EXCHANGES = itertools.count()
 # Whether the current compile is to be done in a child process.
 _IN_CHILD = contextvars.ContextVar("in_child", default=False)
 _NAMING = contextvars.ContextVar("naming", default=False)
@@ -54,6 +58,37 @@ def detected_cluster() -> tuple[str | None, int | None, int | None, list[int] | 
     return ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, _DETECTION_SECONDS
     )
+
+
+def exchange(text: str, *, seconds: float) -> list[str | None]:
+    """What each process passes here; all call it equally often, from one thread.
+
+    The texts go by way of process 0's service, so that no device has to wait.
+
+    Args:
+      text: this process's.
+      seconds: how long to wait for the others.
+
+    Returns:
+      By number of the process its text; None of one that did not come.
+    """
+    number, texts = next(_EXCHANGES), []
+    client, here = distributed.global_state.client, jax.process_index()
+    client.key_value_set(f"meshwright/{number}/{here}", text)
+    deadline = time.monotonic() + seconds
+    for process in range(jax.process_count()):
+        left = max(1, int(1000 * (deadline - time.monotonic())))
+        try:
+            texts.append(
+                client.blocking_key_value_get(f"meshwright/{number}/{process}", left)
+            )
+        except jax.errors.JaxRuntimeError as e:
+            if "DEADLINE_EXCEEDED" not in str(e):
+                raise
+            texts.append(None)
+    if number and None not in texts:  # All have read what was told before.
+        client.key_value_delete(f"meshwright/{number - 1}/{here}")
+    return texts
 
 
 # JAX keeps a primitive's parameters as long as the process lives: they hold no graphs.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -20,6 +21,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 
 # At the end the processes wait for each other for so long.
 _SHUTDOWN_SECONDS = 60
+# Before what they do together: they may read their data, or trace, at different speed.
+_MEETING_SECONDS = 300.0
 
 _tell_arrival: Callable[[], None] | None = None
 
@@ -143,6 +146,46 @@ def gather_from_processes(value: int) -> Sequence[int]:
     arrive()
     values = multihost_utils.process_allgather(np.asarray(value, np.int32))
     return [int(value) for value in values]
+
+
+def check_same(what: str, facts: Mapping[str, str]) -> None:
+    """Checks that all processes do the same; all of them call this.
+
+    Args:
+      what: they do, for messages.
+      facts: by name of a thing what is to be the same in all of them.
+
+    Raises:
+      ValueError: one of them does something else, or a fact differs.
+      RuntimeError: one of them does not come.
+    """
+    if jax.process_count() == 1:
+        return
+    arrive()
+    told = jax_bridge.exchange(
+        json.dumps([what, dict(facts)]), seconds=_MEETING_SECONDS
+    )
+    if None in told:
+        raise RuntimeError(
+            f"{what}: process {told.index(None)} of {len(told)} has not come within "
+            f"{_MEETING_SECONDS:g} s: all processes run the same script, with the same "
+            "calls in the same order"
+        )
+    (first, wanted), *others = map(json.loads, told)
+    for process, (other, given) in enumerate(others, start=1):
+        if other != first:
+            raise ValueError(
+                f"process {process} is at {other}, process 0 at {first}: all "
+                "processes run the same script, with the same calls in the same order"
+            )
+        for name in (*wanted, *given):
+            here, there = wanted.get(name, "not set"), given.get(name, "not set")
+            if here != there:
+                raise ValueError(
+                    f"{what}: {name} is {here} in process 0, and {there} in process "
+                    f"{process}: each process passes the same whole arrays, and seeds "
+                    "its random numbers alike (keras.utils.set_random_seed)"
+                )
 
 
 def to_host(array: jax.Array) -> np.ndarray:
