@@ -25,6 +25,7 @@ from meshwright.tasks.speech.speech_pretraining import (
     SpeechPretraining,
 )
 from meshwright.tasks.speech.speech_text import CharacterVocabulary
+from meshwright.tasks.task import BatchServing, Decoding, Serving, Task, TaskLoss
 from meshwright.tasks.text.decoding import BeamSearch, Sampling
 from meshwright.tasks.text.language_model import LanguageModel
 from meshwright.tasks.text.parallel_text import (
@@ -38,9 +39,11 @@ from meshwright.tasks.text.translation_input import TranslationInput
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
 
 __all__ = [
+    "BatchServing",
     "BeamSearch",
     "CharacterVocabulary",
     "DatasetInput",
+    "Decoding",
     "EspeakSpeech",
     "GettextCatalogues",
     "ImageClassification",
@@ -61,6 +64,7 @@ __all__ = [
     "Segmentation",
     "SegmentationInput",
     "SentencePieceVocabulary",
+    "Serving",
     "SpecAugment",
     "SpeechInput",
     "SpeechPretraining",
@@ -69,6 +73,8 @@ __all__ = [
     "SyntheticInteractions",
     "SyntheticVolumes",
     "TFRecordFiles",
+    "Task",
+    "TaskLoss",
     "TextFiles",
     "TextInput",
     "Translation",

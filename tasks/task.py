@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -97,6 +97,29 @@ class Serving:
         raise NotImplementedError(f"{type(self).__name__}.serve")
 
 
+@dataclasses.dataclass(frozen=True)
+class BatchServing(Serving):
+    """Answers requests that have some of the tensors of a task's batch.
+
+    Args:
+      task: the task.
+      names: of the tensors.
+      answer: as `serve`.
+    """
+
+    task: Task
+    names: Sequence[str]
+    answer: Callable[[Context, NestedMap, NestedMap], NestedMap]
+
+    def spec(self, batch: int | None) -> NestedMap:
+        """The tensors as a batch has them."""
+        spec = self.task.batch_spec(batch)
+        return NestedMap({name: spec[name] for name in self.names})
+
+    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        return self.answer(ctx, theta, batch)
+
+
 class Task(Checked):
     """Base of tasks: subclass as a frozen, keyword-only dataclass.
 
@@ -106,7 +129,7 @@ class Task(Checked):
 
     loss_unit: ClassVar[str] = "nats"
     """The loss's unit; "" for a sum of several."""
-    token_name: ClassVar[str] = "tokens"
+    token_name: ClassVar[str] = "examples"
     """What `tokens` counts."""
 
     def weights(self) -> NestedMap:
@@ -127,18 +150,21 @@ class Task(Checked):
         """Matrices to show as pictures: how much of a row falls on each column."""
         return {}
 
-    @property
-    def input(self) -> BatchedInput:
-        """Where batches come from."""
-        raise NotImplementedError(f"{type(self).__name__}.input")
+    input: BatchedInput
+    """Where batches come from: a field or a property of a subclass."""
 
     def batch_spec(self, global_batch: int | None) -> NestedMap:
         """Nested map of `tf.TensorSpec`: one batch over all devices."""
         return self.input.element_spec(global_batch)
 
     def batch_dims(self) -> NestedMap:
-        """For each leaf of a batch its logical dim names, for the sharding plan."""
-        raise NotImplementedError(f"{type(self).__name__}.batch_dims")
+        """For each leaf of a batch its logical dim names, for the sharding plan.
+
+        By default the first dim of each is "batch", and the others have no name.
+        """
+        return self.batch_spec(None).map(
+            lambda leaf: ("batch", *[None] * (leaf.shape.rank - 1))
+        )
 
     def train_batches(
         self, start_step: int, *, global_batch: int, rows: range
@@ -185,8 +211,8 @@ class Task(Checked):
 
     def train_flops(self, global_batch: int) -> float:
         """Model FLOPs of one training step: no recomputation counted; 0: not known."""
-        raise NotImplementedError(f"{type(self).__name__}.train_flops")
+        return 0.0
 
     def tokens(self, global_batch: int) -> int:
         """How many tokens, or other parts of examples, one step trains on."""
-        raise NotImplementedError(f"{type(self).__name__}.tokens")
+        return global_batch

@@ -13,8 +13,13 @@ import tensorflow as tf
 from meshwright.framework.modeling.checks import Checked, instance
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap, as_key
-from meshwright.tasks.input.dataset_input import ROW_WEIGHTS, DatasetInput, unnamed
-from meshwright.tasks.task import Serving, Task, TaskLoss
+from meshwright.tasks.input.dataset_input import (
+    ROW_WEIGHTS,
+    DatasetInput,
+    named,
+    unnamed,
+)
+from meshwright.tasks.task import BatchServing, Task, TaskLoss
 
 
 @gin.register
@@ -63,7 +68,6 @@ class KerasModel(Task):
         can train; a row of `weight_dims` fits no variable.
     """
 
-    token_name: ClassVar[str] = "examples"
     loss_unit: ClassVar[str] = ""
 
     model: Callable[[], Any]
@@ -98,10 +102,6 @@ class KerasModel(Task):
 
     def weights(self) -> NestedMap:
         return self._program.weights
-
-    def batch_dims(self) -> NestedMap:
-        spec = self.batch_spec(None)
-        return spec.map(lambda leaf: ("batch", *[None] * (leaf.shape.rank - 1)))
 
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
         """The loss of `fit`, regularization included.
@@ -163,8 +163,11 @@ class KerasModel(Task):
         return self._program.filled(theta)
 
     @property
-    def serving(self) -> KerasOutputs:
-        return KerasOutputs(self)
+    def serving(self) -> BatchServing:
+        structure = self.data.structure
+        is_dict = isinstance(structure, Mapping)
+        names = named(structure).keys() if is_dict else ("x",)
+        return BatchServing(self, tuple(names), self.predict)
 
     def predict(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """The model's outputs by name; `output` of a model with a single one."""
@@ -186,23 +189,3 @@ class KerasModel(Task):
     def train_flops(self, global_batch: int) -> float:
         """Three times the forward FLOPs of products; 0 if there are some in loops."""
         return 3.0 * global_batch * self._program.row_flops
-
-    def tokens(self, global_batch: int) -> int:
-        """Examples."""
-        return global_batch
-
-
-@dataclasses.dataclass(frozen=True)
-class KerasOutputs(Serving):
-    """Answers what the model makes of its input."""
-
-    task: KerasModel
-
-    def spec(self, batch: int | None) -> NestedMap:
-        """The input's tensors by name, [B, ...] each."""
-        spec = self.task.batch_spec(batch)
-        kept = spec.keys() & {"x"} or spec.keys() - {ROW_WEIGHTS}
-        return NestedMap({name: spec[name] for name in kept})
-
-    def serve(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        return self.task.predict(ctx, theta, batch)

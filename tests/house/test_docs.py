@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment import config
+from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from tests.house import snippets
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -61,9 +62,10 @@ def test_a_snippet_that_fails_or_says_nothing_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize("command", list(commands(r"(\.venv/bin/)?meshwright-\w+")))
-def test_command_builds(command):
+def test_command_builds(command, monkeypatch):
     words = re.findall(r"--(\w+)(?:=('[^']*'|\S+))?", command)
     flags = {"gin_file", "gin_param", "device_count", "strict", "compile_in_child"}
+    flags |= {"import"}
     if "meshwright-plan" in command:
         flags |= {
             "explain",
@@ -81,6 +83,10 @@ def test_command_builds(command):
         flags |= {"coordinator", "num_processes", "process_id"}
     assert {name for name, _ in words} <= flags
     values = [(name, value.strip("'")) for name, value in words]
+    if modules := [value for name, value in values if name == "import"]:
+        monkeypatch.chdir(ROOT / "docs" / "examples")
+        monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
+        import_modules(modules)
     build_experiment(
         [value for name, value in values if name == "gin_file"],
         [value for name, value in values if name == "gin_param"],

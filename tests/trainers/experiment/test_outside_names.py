@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,22 +16,21 @@ from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.experiment.experiment import Experiment
 from tests.trainers.small_run import points
 
-HERE = pathlib.Path(__file__).parent
-GIN_FILE = pathlib.Path(__file__).parents[2] / "data" / "keras_model.gin"
+EXAMPLES = pathlib.Path(__file__).parents[3] / "docs" / "examples"
 
 
-def run(binary, *flags, module="my_models"):
-    """Runs a binary where the user's module is; returns the finished process."""
+def run(binary, *flags, gin_file="my_models.gin", module="my_models"):
+    """Runs a binary in the folder of the user's module."""
     return subprocess.run(
         [
             sys.executable,
             "-m",
             f"meshwright.trainers.{binary}",
             f"--import={module}",
-            f"--gin_file={GIN_FILE}",
+            f"--gin_file={gin_file}",
             *flags,
         ],
-        cwd=HERE,
+        cwd=EXAMPLES,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
@@ -68,6 +68,27 @@ def test_a_keras_model_is_trained_goes_on_and_is_exported(tmp_path):
     assert f"accuracy {right:.4f}" in second.stdout
 
 
+def test_a_task_of_the_users_is_trained_and_exported(tmp_path):
+    how = {"gin_file": "my_task.gin", "module": "my_task"}
+    short = ("--gin_param=Experiment.num_steps=300", f"--model_dir={tmp_path}/run")
+    done = run("train", *short, **how)
+    assert done.returncode == 0, done.stderr
+    right = float(re.search(r"Held-out: .* right ([\d.]+)", done.stdout)[1])
+    assert right > 0.95
+    export = (f"--model_dir={tmp_path}/run", f"--output={tmp_path}/exported")
+    done = run("export", *export, "--what=saved_model", **how)
+    assert done.returncode == 0, done.stderr
+    loaded = tf.saved_model.load(f"{tmp_path}/exported/saved_model")
+    points = tf.constant([[1.0, 0.0], [-1.0, 0.0]])  # After half a turn, and none.
+    logits = loaded.signatures["serving_default"](point=points)["logit"].numpy()
+    assert logits[0] > 0 > logits[1]
+
+
+def test_a_task_of_the_users_takes_40_lines():
+    lines = (EXAMPLES / "my_task.py").read_text().split('"""')[2].splitlines()
+    assert len([line for line in lines if line.strip()]) <= 40
+
+
 def test_a_keras_model_is_planned_by_keras_names(tmp_path):
     out = tmp_path / "plan.json"
     done = run("plan", "--topology=cpu", f"--json_out={out}")
@@ -80,12 +101,12 @@ def test_a_keras_model_is_planned_by_keras_names(tmp_path):
 
 @pytest.fixture
 def imported(monkeypatch):
-    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.syspath_prepend(EXAMPLES)
     import_modules(["my_models"])
 
 
 def built(*params):
-    return config.load_and_build(Experiment, [str(GIN_FILE)], params)[0]
+    return config.load_and_build(Experiment, [EXAMPLES / "my_models.gin"], params)[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A user's module for `--import`: a Keras model and its examples."""
+"""A Keras model and its examples, for `--import=my_models`."""
 
 import keras
 import numpy as np
