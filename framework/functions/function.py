@@ -18,7 +18,7 @@ from tensorflow.python.framework.composite_tensor import CompositeTensor
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lowering.captures import captured_as
-from meshwright.framework.compiler.lowering.errors import LoweringError
+from meshwright.framework.compiler.lowering.errors import LoweringError, no_elements
 from meshwright.framework.compiler.program import Program, trace_program
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
@@ -40,7 +40,13 @@ from meshwright.framework.functions.mesh_variable import (
     note_readers,
     value_of,
 )
-from meshwright.framework.functions.traced import TRACING, Traced, converted, trace
+from meshwright.framework.functions.traced import (
+    TRACING,
+    Traced,
+    argument_paths,
+    converted,
+    trace,
+)
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
@@ -158,14 +164,22 @@ class MeshFunction:
 
     def _find(self, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> _Compiled:
         structure = nest.map_structure(lambda _: 0, (args, kwargs))
-        paths = tuple(path for path, _ in nest.flatten_with_tuple_paths(structure))
-        key = (str(structure), paths, *map(_key, leaves))
-        if key not in self._compiled:
+        places = tuple(path for path, _ in nest.flatten_with_tuple_paths(structure))
+        key = (str(structure), places, *map(_key, leaves))
+        try:
+            known = key in self._compiled
+        except TypeError:  # An argument cannot be part of a key.
+            known = False
+        if not known:
+            paths = argument_paths(self._fn, args, kwargs)
+            _check_arguments(self.name, paths, leaves)
             with TRACING:
                 if key not in self._compiled:
                     specs = [_spec(leaf) or leaf for leaf in leaves]
                     check_before_tracing(self.name, self.mesh, specs)
-                    traced = trace(self._fn, (args, kwargs), specs, self.name)
+                    traced = trace(
+                        self._fn, (args, kwargs), specs, paths=paths, name=self.name
+                    )
                     with LOCK:
                         self._compiled[key] = self._compile(traced)
         return self._compiled[key]
@@ -258,9 +272,12 @@ def _spec(leaf: Any) -> tf.TensorSpec | None:
     """Of a tensor or an array; None for what is a constant of the program."""
     if isinstance(leaf, tf.TensorSpec):
         return leaf
-    if isinstance(leaf, (tf.Tensor, np.ndarray, np.generic, jax.Array)):
+    if not isinstance(leaf, (tf.Tensor, np.ndarray, np.generic, jax.Array)):
+        return None
+    try:
         return tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype))
-    return None
+    except TypeError:  # Of times, and others that are no numbers.
+        return None
 
 
 def _key(leaf: Any) -> Hashable:
@@ -270,19 +287,37 @@ def _key(leaf: Any) -> Hashable:
         return spec.shape, spec.dtype
     if isinstance(leaf, tf.Variable):
         return leaf.ref()
-    if isinstance(leaf, CompositeTensor):
-        raise LoweringError(
-            f"an argument is a {type(leaf).__name__}: pass its components, which are "
-            "tensors, and put them together in the function"
-        )
-    try:
-        hash(leaf)
-    except TypeError:
-        raise LoweringError(
-            f"an argument of type {type(leaf).__name__} is neither a tensor nor "
-            "hashable: pass a tensor or an array, or have the function read it itself"
-        ) from None
     return type(leaf), leaf
+
+
+def _check_arguments(name: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Refuses arguments that are neither tensors that XLA has nor parts of a key."""
+    for path, leaf in zip(paths, leaves, strict=True):
+        spec, fault = _spec(leaf), ""
+        if isinstance(leaf, CompositeTensor) and not isinstance(leaf, tf.Variable):
+            fault = (
+                f"is a {type(leaf).__name__}: pass its components, which are tensors, "
+                "and put them together in the function"
+            )
+        elif spec is not None:
+            fault = no_elements(spec.dtype)
+        elif isinstance(leaf, (np.ndarray, np.generic)):
+            fault = f"is an array of {leaf.dtype}, which TF has not: pass numbers"
+        elif not isinstance(leaf, tf.Variable) and not _has_hash(leaf):
+            fault = (
+                f"of type {type(leaf).__name__} is neither a tensor nor hashable: pass "
+                "a tensor or an array, or have the function read it itself"
+            )
+        if fault:
+            raise LoweringError(f"{name}: argument {path} {fault}")
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def function(

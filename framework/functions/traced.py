@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +17,20 @@ from tensorflow.python.framework.auto_control_deps_utils import (
     get_read_only_resource_input_indices_graph,
 )
 from tensorflow.python.framework.composite_tensor import CompositeTensor
+from tensorflow.python.ops.op_selector import UnliftableError
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lowering.captures import (
     keep_small_tensors,
+    owners,
     refuse_captures,
 )
 from meshwright.framework.compiler.lowering.constant_sizes import fold_clamps
-from meshwright.framework.compiler.lowering.errors import LoweringError
+from meshwright.framework.compiler.lowering.errors import (
+    LoweringError,
+    first_line,
+    no_elements,
+)
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.functions.layout import path_of
@@ -33,6 +40,7 @@ from meshwright.framework.sharding.vectorize import rule_for_annotations
 TRACING = threading.RLock()
 """Held while a function is traced, and taken before the locks of `tf.function`s in it,
 before that of values too: a thread that traces such a function may wait for a value."""
+_SAME_VALUES = ("Identity", "PlaceholderWithDefault", "Reshape", "XlaSharding")
 _TRACES = itertools.count(-1, -1)  # No object's `id`, which TF puts in their place.
 
 
@@ -84,7 +92,12 @@ class Traced:
 
 
 def trace(
-    fn: Callable[..., Any], structure: tuple, leaves: Sequence[Any], name: str
+    fn: Callable[..., Any],
+    structure: tuple,
+    leaves: Sequence[Any],
+    *,
+    paths: Sequence[str],
+    name: str,
 ) -> Traced:
     """Traces a function as TF does: it may create variables when it is first called.
 
@@ -92,11 +105,13 @@ def trace(
       fn: the function; AutoGraph converts it.
       structure: its arguments: a tuple of a tuple and a dict by name.
       leaves: of the structure: a `tf.TensorSpec` for each tensor, Python values.
+      paths: of the leaves, for messages.
       name: for messages.
 
     Raises:
-      LoweringError: it reads a resource that is no variable, or returns something else
-        than tensors.
+      LoweringError: it reads a resource that is no variable, returns something else
+        than tensors of numbers, cuts the imaginary part off an argument, or makes a
+        variable whose initial value depends on arguments.
     """
     fn = converted(fn)
 
@@ -115,8 +130,20 @@ def trace(
     specs = [leaf for leaf in leaves if _is_spec(leaf)]
     # TF makes loops otherwise where XLA compiles them: sizes of lists are constants.
     traced = tf.function(of_tensors, autograph=False, jit_compile=True)
-    concrete = traced.get_concrete_function(*specs)
+    try:
+        concrete = traced.get_concrete_function(*specs)
+    except UnliftableError as error:
+        raise LoweringError(
+            f"{name}: the function makes a variable whose initial value depends on its "
+            f"arguments, or on tensors that it computes: {first_line(error)}. Give the "
+            "variable a value that is known outside, such as zeros, and assign it"
+        ) from error
     _check_results(name, concrete.structured_outputs)
+    _check_casts(
+        name,
+        concrete,
+        [p for p, leaf in zip(paths, leaves, strict=True) if _is_spec(leaf)],
+    )
     written, read = _variables_of(concrete.graph)
     captured = [outside for outside, _ in concrete.graph.captures]
     constants = [c for c in captured if c.dtype not in (tf.resource, tf.variant)]
@@ -124,7 +151,11 @@ def trace(
     allowed = [*constants, *map(handle_of, variables)]
     refuse_captures(name, concrete, Sources(concrete), allowed=allowed)
     return Traced(
-        concrete=concrete, specs=specs, written=written, read=read, constants=constants
+        concrete=concrete,
+        specs=specs,
+        written=written,
+        read=read,
+        constants=constants,
     )
 
 
@@ -135,19 +166,55 @@ def _check_results(name: str, results: Any) -> None:
                 f"{name}: the function returns a {type(leaf).__name__} as result "
                 f"{path or 0}; return its components, which are tensors"
             )
+        if tf.is_tensor(leaf) and (fault := no_elements(leaf.dtype)):
+            raise LoweringError(f"{name}: result {path or 0} {fault}")
+
+
+def _check_casts(name: str, concrete, paths: Sequence[str]) -> None:
+    """Refuses complex arguments that become real, of which TF only warns.
+
+    Keras casts inputs and targets to the types of a model's.
+    """
+    for path, tensor in zip(paths, concrete.inputs, strict=False):
+        pending = [tensor] if tensor.dtype.is_complex else []
+        while pending:
+            for op in pending.pop().consumers():
+                if op.type in _SAME_VALUES:
+                    pending.append(op.outputs[0])
+                elif op.type == "Cast" and not op.outputs[0].dtype.is_complex:
+                    raise LoweringError(
+                        f"{name}: argument {path} is {tensor.dtype.name}, and "
+                        f"{Sources(concrete).text(op.name)} makes it "
+                        f"{op.outputs[0].dtype.name} without its imaginary part: pass "
+                        "real numbers, or take tf.math.real of it in the function"
+                    )
 
 
 def _variables_of(graph) -> tuple[dict[str, tf.Variable], dict[str, tf.Variable]]:
-    """The variables that a graph writes, and those that it only reads."""
+    """The variables that a graph writes, and those that it only reads.
+
+    Of those that ops take by their handles alone, as Keras 2's optimizers give their
+    slots, TF's list of a graph's variables has none.
+    """
     by_handle = {id(handle_of(v)): v for v in graph.variables}
     read_only = {
         id(graph.inputs[i]) for i in get_read_only_resource_input_indices_graph(graph)
     }
     written, read = [], []
     for outside, inside in graph.captures:
-        if (variable := by_handle.get(id(outside))) is not None:
+        variable = by_handle.get(id(outside))
+        if variable is None:
+            variable = _owner(outside)
+        if variable is not None:
             (read if id(inside) in read_only else written).append(variable)
     return _by_path(written), _by_path(read)
+
+
+def _owner(handle: tf.Tensor) -> tf.Variable | None:
+    if handle.dtype != tf.resource:
+        return None
+    held = (owner for owner in owners(handle) if isinstance(owner, tf.Variable))
+    return next(held, None)
 
 
 def _by_path(variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
@@ -159,6 +226,21 @@ def _by_path(variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
         names = itertools.chain([path], numbered)
         named[next(name for name in names if name not in named)] = variable
     return dict(sorted(named.items()))
+
+
+def argument_paths(fn: Callable[..., Any], args: tuple, kwargs: dict) -> list[str]:
+    """For each leaf of a function's arguments its name and place, as `batch/x/0`."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # One made in C++.
+        parameters = []
+    names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    structure = nest.map_structure(lambda _: 0, (args, kwargs))
+    paths = []
+    for (in_kwargs, first, *rest), _ in nest.flatten_with_tuple_paths(structure):
+        is_named = not in_kwargs and first < len(names)
+        paths.append("/".join(map(str, (names[first] if is_named else first, *rest))))
+    return paths
 
 
 def converted(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -154,7 +154,7 @@ def _described(outside: tf.Tensor, concrete) -> tuple[str, str]:
             "pass it as an argument or compute it inside the function",
         )
     variables = [v for v in concrete.variables if v.handle is outside]
-    for owner in [*variables, *_owners(outside)]:
+    for owner in [*variables, *owners(outside)]:
         if isinstance(owner, tf.Variable):
             what = f"a variable {owner.name!r} of shape {owner.shape} from outside"
             return what, _BY_ARGUMENT
@@ -164,11 +164,19 @@ def _described(outside: tf.Tensor, concrete) -> tuple[str, str]:
                 "look up on the host, such as in the input pipeline, and pass the "
                 "results as an argument",
             )
+        return (
+            "an iterator of a tf.data.Dataset from outside",
+            "take its next element outside, and pass that as an argument",
+        )
     return f"a {outside.dtype.name} from outside", _BY_ARGUMENT
 
 
-def _owners(handle) -> Iterator:
-    """The Python objects that hold a resource, of which TF keeps no record."""
+def owners(handle) -> Iterator:
+    """What holds a resource in Python, of which TF keeps no record.
+
+    Returns:
+      Variables, tables and the like, and iterators of `tf.data`.
+    """
     for holder in gc.get_referrers(handle):
         if isinstance(holder, dict):  # Of an object's attributes, if Python has it.
             yield from (o for o in gc.get_referrers(holder) if _is_held(o, handle))
@@ -177,7 +185,7 @@ def _owners(handle) -> Iterator:
 
 
 def _is_held(owner, handle) -> bool:
-    kinds = tf.Variable, CapturableResource
+    kinds = tf.Variable, CapturableResource, tf.data.Iterator
     return isinstance(owner, kinds) and any(
         value is handle for value in getattr(owner, "__dict__", {}).values()
     )

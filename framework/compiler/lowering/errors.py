@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lowering.sources import Sources
@@ -21,7 +22,18 @@ _TF2XLA_PREFIX = re.compile(r"^Failed getting HLO text: '")
 _STATUS = re.compile(r"^[A-Z_]+: (?:\S+\.py:\d+:\d+: error: )?")
 _LENGTH = 300
 
+_PYTHON = (
+    "It runs Python on the host: write it in TF ops, or call it outside the program"
+)
 _INSTEAD = {
+    "EagerPyFunc": _PYTHON,
+    "PyFunc": _PYTHON,
+    "PyFuncStateless": _PYTHON,
+    "DebugNumericSummaryV2": (
+        "Leave out tf.debugging.enable_check_numerics, and put "
+        "tf.debugging.check_numerics on the tensors to be checked"
+    ),
+    "StringFormat": "Return what is to be printed as a result, and print it outside",
     "FakeParam": (
         "TF makes it for the gradient of a loop in a branch: put the tf.cond into the "
         "loop's body, or always run the loop and choose by tf.where"
@@ -32,6 +44,12 @@ _INSTEAD = {
     ),
 }
 
+_NO_LIST_SIZE = "requires a fixed tensor list size"
+_LIST_SIZE = (
+    "it keeps something of each step of a loop, such as for a gradient, and the number "
+    "of steps is not known: give tf.while_loop its maximum_iterations, or make the "
+    "bound of the `for` a Python number"
+)
 _MASK = (
     "Keep all of its elements and mask them, by tf.where(mask, x, 0) in place of "
     "tf.boolean_mask(x, mask), or x * (range < n) in place of x[:n]; give k of "
@@ -50,6 +68,21 @@ class LoweringError(ValueError):
 
     # So AutoGraph, which adds the user's lines to a message, keeps the class.
     __init__ = Exception.__init__
+
+
+def no_elements(dtype: tf.DType) -> str:
+    """What is wrong with elements that XLA has no type for; "" if it has one."""
+    if dtype == tf.string:
+        return (
+            "is a tensor of strings, of which XLA has none: make numbers of texts on "
+            "the host, such as in the input pipeline, and texts of numbers after a call"
+        )
+    if dtype in (tf.resource, tf.variant):
+        return (
+            f"is a tensor of {dtype.name}, which is no value that XLA has: pass and "
+            "return numbers"
+        )
+    return ""
 
 
 def needs_constant(error: Exception) -> bool:
@@ -72,13 +105,15 @@ def of_tf2xla(
     text = str(error)
     if match := _NOT_CONSTANT.search(text):
         return _of_no_constant(name, match, args, concrete, sources)
-    nodes = [match["op"] for match in _NODE.finditer(text)]
-    known = next((node for node in nodes if sources.find(node)), None)
+    nodes = (sources.full_name(match["op"]) for match in _NODE.finditer(text))
+    known = next(filter(None, nodes), None)
     where = f"{sources.text(known)}: " if known else ""
     if match := _NO_KERNEL.search(text):
         reason = f"it has no kernel for {match['type']}. {_instead(match['type'])}"
     else:
         reason = _TF2XLA_PREFIX.sub("", text).strip().split("\n")[0]
+        if _NO_LIST_SIZE in reason:
+            reason = _LIST_SIZE
     return LoweringError(f"{name}: TF2XLA cannot compile it: {where}{reason}")
 
 
@@ -94,7 +129,7 @@ def _instead(op_type: str) -> str:
 
 
 def _of_no_constant(name, match, args, concrete, sources) -> LoweringError:
-    where = sources.text(match["op"]) if sources.find(match["op"]) else match["op"]
+    where = sources.text(sources.full_name(match["op"]) or match["op"])
     paths = [path for path, _ in leaves_of(args)]
     read = _arguments_of(concrete, match["op"], int(match["input"]))
     given = " and ".join(paths[number] for number in read)

@@ -32,6 +32,7 @@ from meshwright.framework.compiler.lowering.errors import (
     LoweringError,
     leaves_of,
     needs_constant,
+    no_elements,
     of_tf2xla,
     unknown_size,
 )
@@ -123,6 +124,9 @@ def lower(
     # result is plain HLO, and later PJRT compiles it for its own target.
     compiled = tf.function(flat_fn, jit_compile=True, autograph=False)
     concrete = compiled.get_concrete_function(*flat_specs)
+    for (path, _), leaf in zip(leaves_of(outputs), concrete.outputs, strict=True):
+        if leaf.dtype == tf.string:
+            raise LoweringError(f"{name}: result {path or 0} {no_elements(tf.string)}")
     sources = Sources(concrete)
     handles = [handle_of(variable) for variable in variables]
     refuse_captures(name, concrete, sources, allowed=handles)
@@ -205,10 +209,11 @@ def argument_specs(name: str, args: Sequence[Any]) -> list[tf.TensorSpec]:
     """The leaves of a program's arguments.
 
     Raises:
-      LoweringError: a leaf is no `tf.TensorSpec`, or its shape is not static.
+      LoweringError: a leaf is no `tf.TensorSpec`, its shape is not static, or XLA has
+        no type for its elements.
     """
-    leaves = tf.nest.flatten(args)
-    for leaf in leaves:
+    paths = leaves_of(args)
+    for path, leaf in paths:
         is_spec = isinstance(leaf, tf.TensorSpec)
         if not is_spec or not leaf.shape.is_fully_defined():
             given = leaf if is_spec else f"of type {type(leaf).__name__}"
@@ -216,7 +221,9 @@ def argument_specs(name: str, args: Sequence[Any]) -> list[tf.TensorSpec]:
                 f"{name}: argument {given} must be a tf.TensorSpec of static shape; "
                 "values are given when the program is called"
             )
-    return leaves
+        if fault := no_elements(leaf.dtype):
+            raise LoweringError(f"{name}: argument {path} {fault}")
+    return [leaf for _, leaf in paths]
 
 
 def nodes_of(graph: graph_pb2.GraphDef) -> list[node_def_pb2.NodeDef]:

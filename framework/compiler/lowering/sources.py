@@ -137,6 +137,13 @@ class Sources:
                 return next(exact, sources[0])
         return None
 
+    def full_name(self, node: str) -> str | None:
+        """`Source.op_name` of an op that TF2XLA names without the calls around it."""
+        names = self._by_name
+        if node in names:
+            return node
+        return next((name for name in names if name.endswith(f"/{node}")), None)
+
     def text(self, op_name: str) -> str:
         """`op 'stack/attention/mul' (stack.attention, mine.py:12)`, for messages."""
         source = self.find(op_name)

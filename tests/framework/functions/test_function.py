@@ -436,6 +436,27 @@ def test_variables_of_the_same_name():
     assert [v.numpy() for v in variables] == [1, 2, 3]
 
 
+def test_variables_that_ops_take_by_their_handles():
+    """As the optimizers of Keras 2 give their slots."""
+
+    def trained(compiled):
+        w, slot = tf.Variable(W), tf.Variable(tf.zeros_like(W))
+
+        def step(x):
+            tf.raw_ops.ResourceApplyKerasMomentum(
+                var=w.handle, accum=slot.handle, lr=0.1, grad=x, momentum=0.9
+            )
+            return tf.raw_ops.ReadVariableOp(resource=slot.handle, dtype=tf.float32)
+
+        step = compiled(step)
+        return [step(W), step(W), w.numpy(), slot.numpy()]
+
+    got = trained(lambda step: mw.function(step, MESH))
+    want = trained(lambda step: tf.function(step, jit_compile=True))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
 def test_a_bound_of_a_size_in_a_function_is_seen():
     x = np.arange(8) % 7
     counts = mw.function(lambda x: tf.math.bincount(x, minlength=7, maxlength=7), MESH)

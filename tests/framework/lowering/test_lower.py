@@ -120,7 +120,7 @@ def test_what_tf_makes_has_a_remedy(fn, message):
         (
             lambda x: tf.py_function(lambda y: y, [x], tf.float32),
             "EagerPyFunc",
-            "Compute it on the host",
+            "It runs Python on the host: write it in TF ops, or call it outside",
         ),
         (
             lambda x: tf.math.segment_mean(x, tf.range(4)),
