@@ -60,7 +60,8 @@ class _Compiled:
     Args:
       program: takes the values of the variables that the function writes, those of the
         variables that it only reads, its large constants, and its tensors; returns a
-        dict of "state", the new values, and "values", the function's results.
+        dict of "state", the new values, "values", the function's results, and
+        "violated", the number of the first check that does not hold, if it makes any.
       traced: the function.
       constants: its large constants, on the mesh.
       calls: numbers the calls, from 1.
@@ -115,6 +116,8 @@ class MeshFunction:
         Raises:
           LoweringError: see `compile_program`; the function reads a resource that is no
             variable; or a gradient tape is recording.
+          tf.errors.InvalidArgumentError: an assertion of the function, or a check of
+            numerics, does not hold. What the call wrote to variables is there.
           TypeError: a variable of it cannot be kept on a mesh.
           ValueError: a row of the layout fits no variable of it; or one of several
             processes calls it with something else.
@@ -142,6 +145,8 @@ class MeshFunction:
                 out = program(state, read, compiled.constants, tensors)
                 for i, array in enumerate(out["state"].values()):
                     values[i].update(array, program.arguments.forms[i])
+        for number in out["violated"]:
+            traced.checks.tell(self.name, int(to_host(number)))
         return traced.packed([*map(to_host, out["values"])])
 
     def _traced_in_place(self, args: tuple, kwargs: dict) -> Any:
@@ -198,9 +203,11 @@ class MeshFunction:
             given = [*state.values(), *read.values()]
             for variable, value in zip(variables, given, strict=True):
                 variable.assign(value, read_value=False)
+            traced.checks.begin()
             values = traced.call(tensors)
             state, _ = traced.by_path([v.read_value() for v in variables])
-            return {"state": state, "values": values}
+            violated = traced.checks.first_violated()
+            return {"state": state, "values": values, "violated": violated}
 
         specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
         state, read = traced.by_path(specs)
@@ -213,11 +220,11 @@ class MeshFunction:
                 [state, read, constants, traced.specs],
                 self.mesh,
                 in_shardings=[state_forms, read_forms, None, None],
-                out_shardings={"state": state_forms, "values": None},
+                out_shardings={"state": state_forms, "values": None, "violated": None},
                 donate=[0],
                 name=self.name,
                 carried=len(traced.written),
-                variables=variables,
+                variables=[*variables, *traced.checks.variables],
                 **options,
             ).compile()
 

@@ -33,6 +33,7 @@ from meshwright.framework.compiler.lowering.errors import (
 )
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.lowering.variables import handle_of
+from meshwright.framework.functions.assertions import Checks
 from meshwright.framework.functions.layout import path_of
 from meshwright.framework.functions.mesh_variable import is_ours, mark_as_ours
 from meshwright.framework.sharding.vectorize import rule_for_annotations
@@ -54,6 +55,7 @@ class Traced:
       written: the variables that it writes, by path.
       read: the variables that it only reads, by path.
       constants: the tensors outside that are too large to be part of a program.
+      checks: its assertions and checks of numerics.
     """
 
     concrete: Any
@@ -61,6 +63,7 @@ class Traced:
     written: Mapping[str, tf.Variable]
     read: Mapping[str, tf.Variable]
     constants: Sequence[tf.Tensor]
+    checks: Checks
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -113,7 +116,7 @@ def trace(
         than tensors of numbers, cuts the imaginary part off an argument, or makes a
         variable whose initial value depends on arguments.
     """
-    fn = converted(fn)
+    fn, checks = converted(fn), Checks()
 
     def of_tensors(*tensors):
         graph = tf.compat.v1.get_default_graph()
@@ -122,7 +125,7 @@ def trace(
         given = iter(tensors)
         filled = [next(given) if _is_spec(leaf) else leaf for leaf in leaves]
         args, kwargs = tf.nest.pack_sequence_as(structure, filled)
-        with rule_for_annotations(), _traced_apart():
+        with rule_for_annotations(), _traced_apart(), checks.noted(graph):
             results = fn(*args, **kwargs)
         fold_clamps(graph)
         return results
@@ -147,7 +150,7 @@ def trace(
     written, read = _variables_of(concrete.graph)
     captured = [outside for outside, _ in concrete.graph.captures]
     constants = [c for c in captured if c.dtype not in (tf.resource, tf.variant)]
-    variables = [*written.values(), *read.values()]
+    variables = [*written.values(), *read.values(), *checks.variables]
     allowed = [*constants, *map(handle_of, variables)]
     refuse_captures(name, concrete, Sources(concrete), allowed=allowed)
     return Traced(
@@ -156,6 +159,7 @@ def trace(
         written=written,
         read=read,
         constants=constants,
+        checks=checks,
     )
 
 

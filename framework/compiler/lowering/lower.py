@@ -38,7 +38,7 @@ from meshwright.framework.compiler.lowering.errors import (
 )
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.lowering.unchecked import (
-    CHECKS,
+    is_unchecked,
     unchecked_assertions,
     unchecked_text,
 )
@@ -133,7 +133,7 @@ def lower(
     nodes = nodes_of(concrete.graph.as_graph_def())
     _check_no_attributes(name, nodes, sources)
     _check_no_growing_lists(name, nodes, sources)
-    if any(node.op in CHECKS for node in nodes):
+    if any(map(is_unchecked, nodes)):
         _tell_unchecked(name, concrete, sources, strict)
     try:
         hlo = _hlo(compiled.experimental_get_compiler_ir(*flat_specs))

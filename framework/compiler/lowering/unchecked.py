@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
+from tensorflow.core.framework import node_def_pb2
 
 from meshwright.framework.compiler.lowering.sources import (
     Sources,
@@ -19,6 +20,8 @@ from meshwright.framework.compiler.lowering.sources import (
 
 CHECKS = frozenset({"Assert", "CheckNumerics", "CheckNumericsV2"})
 """Types of the TF ops that only check."""
+MADE = "_meshwright_made"
+"""The attribute of such an op whose check the program makes by other ops."""
 _LOOPS = ("While", "StatelessWhile")
 _LISTED = 5
 
@@ -37,13 +40,18 @@ def unchecked_assertions(concrete, sources: Sources) -> list[str]:
     return [sources.text(name) for name in dict.fromkeys(names)]
 
 
+def is_unchecked(node: node_def_pb2.NodeDef) -> bool:
+    """Whether an op only checks, and no other op does so in its place."""
+    return node.op in CHECKS and MADE not in node.attr
+
+
 def unchecked_text(name: str, checks: Sequence[str]) -> str:
     """The text of a warning or an error about `checks`; `name` is the program's."""
     listed = ", ".join(checks[:_LISTED])
     more = f" and {len(checks) - _LISTED} more" if len(checks) > _LISTED else ""
     return (
         f"{name}: a compiled program makes no checks, so these of the function have no "
-        f"effect: {listed}{more}. Check arguments and results on the host, or return "
+        f"effect: {listed}{more}. Use meshwright.function, which makes them, or return "
         "the condition, such as tf.reduce_all(tf.math.is_finite(x)), as a result"
     )
 
@@ -60,7 +68,7 @@ class _Caller:
 def _checks(graph: tf.Graph, *, prefix: str, caller: _Caller | None) -> Iterator[str]:
     """The names of the checks in a graph and in the graphs that its ops call."""
     for op in graph.get_operations():
-        if op.type in CHECKS and not _always_holds(op, caller):
+        if is_unchecked(op.node_def) and not _always_holds(op, caller):
             yield prefix + op.name
         for inner, first in called_graphs(op):
             yield from _checks(
