@@ -14,7 +14,7 @@ from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.exporting.bundle import BundleOptions, export_bundle
 
 SCRIPT = (
-    pathlib.Path(__file__).parents[2]
+    pathlib.Path(__file__).parents[3]
     / "benchmarks"
     / "step_times"
     / "bundle_step_time.py"

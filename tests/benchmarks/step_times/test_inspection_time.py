@@ -12,7 +12,7 @@ from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.repair import check
 from tests.framework.compiler.programs import MESH
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks"
 SCRIPT = BENCHMARKS / "step_times" / "inspection_time.py"
 
 

@@ -12,7 +12,7 @@ from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
 SCRIPT = (
-    pathlib.Path(__file__).parents[2] / "benchmarks" / "step_times" / "step_time.py"
+    pathlib.Path(__file__).parents[3] / "benchmarks" / "step_times" / "step_time.py"
 )
 ON_ONE_DEVICE = ["Meshwright", "JAX, scan", "JAX, unrolled", "TF jit_compile"]
 

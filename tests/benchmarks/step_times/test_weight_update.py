@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks" / "step_times"
+FOLDER = pathlib.Path(__file__).parents[3] / "benchmarks" / "step_times"
 
 
 @pytest.fixture(scope="module")
