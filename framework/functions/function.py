@@ -145,6 +145,8 @@ class MeshFunction:
                 out = program(state, read, compiled.constants, tensors)
                 for i, array in enumerate(out["state"].values()):
                     values[i].update(array, program.arguments.forms[i])
+            for value in values[len(state) :]:
+                value.leave_host()
         for number in out["violated"]:
             traced.checks.tell(self.name, int(to_host(number)))
         return traced.packed([*map(to_host, out["values"])])

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.eager import record
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
@@ -45,6 +46,7 @@ class MeshValue:
       form: the stored form of `array`; None: its logical shape.
       on_host: whether TF's own copy is the value.
       on_mesh: whether `array` is the value.
+      was_read: whether `array` was copied to the host since a program made it.
       readers: graphs of other functions that captured the variable: they read and write
         TF's own copy whenever they run.
     """
@@ -54,6 +56,7 @@ class MeshValue:
     form: StoredForm | None = None
     on_host: bool = True
     on_mesh: bool = False
+    was_read: bool = False
     readers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
 
     def take(self, program: Program, number: int) -> jax.Array:
@@ -107,9 +110,9 @@ class MeshValue:
                         "program that writes it failed: assign it, load weights or "
                         "restore a checkpoint"
                     )
-                written = _host_shape(variable) != _STALE_SHAPE
+                was_written = self._was_written()
                 self._copy_to_host()
-                if written:
+                if was_written:
                     raise RuntimeError(
                         f"variable {variable.name!r} was written through a handle that "
                         "was taken before a program ran on a mesh, and that value is "
@@ -130,20 +133,41 @@ class MeshValue:
                 _assign(variable, _nothing(variable.dtype, variable.shape))
                 self.on_host, self.on_mesh = True, False
 
-    def _copy_to_host(self) -> None:
+    def first_read(self) -> np.ndarray | None:
+        """The value for the first who reads it since a program made it; else None.
+
+        That read leaves no copy behind, so that a model that is saved has one variable
+        after another on the host. What is read again gets TF's own copy, which stays.
+        """
+        if self.on_host or self.was_read or self.is_lost or self._was_written():
+            return None
+        self.was_read = True
+        return self._logical_value()
+
+    def _was_written(self) -> bool:
+        """Whether something wrote to TF's own copy while the value was elsewhere."""
+        return _host_shape(self.variable()) != _STALE_SHAPE
+
+    def _logical_value(self) -> np.ndarray:
         if not (self.array.is_fully_addressable or self.array.is_fully_replicated):
             check_same(f"reading variable {self.variable().name!r}", {})
         value = to_host(self.array)
-        value = value if self.form is None else self.form.unpad(value)
-        _assign(self.variable(), value)
-        self.on_host = True
+        return value if self.form is None else self.form.unpad(value)
+
+    def _copy_to_host(self) -> None:
+        _assign(self.variable(), self._logical_value())
+        self.on_host = self.was_read = True
 
     def update(self, array: jax.Array, form: StoredForm | None) -> None:
         """Takes a program's result as the value, on the mesh alone."""
-        self.array, self.form, self.on_mesh = array, form, True
+        self.array, self.form, self.on_mesh, self.was_read = array, form, True, False
         if self.readers:
             self._copy_to_host()
-        elif self.on_host:
+        self.leave_host()
+
+    def leave_host(self) -> None:
+        """Keeps the value on the mesh alone, unless other functions read TF's copy."""
+        if self.on_host and not self.readers:
             self.on_host = False
             self.drop_host_copy()
 
@@ -224,6 +248,10 @@ def _on_mesh_class(kind: type) -> type:
         if not tf.executing_eagerly():
             return kind._read_variable_op(self, *args, **kwargs)
         with LOCK:  # Another thread may run a program.
+            if not record.could_possibly_record():  # Else a tape watches the variable.
+                copy = value.first_read()
+                if copy is not None:
+                    return tf.convert_to_tensor(copy, self.dtype)
             value.to_host()
             before = value.on_mesh
             try:

@@ -1,0 +1,133 @@
+"""What `fit` copies between the host and the mesh, and what memory the host keeps."""
+
+import ctypes
+import gc
+import pathlib
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import meshwright.framework as mw
+from meshwright.framework.compiler.boundary.arguments import Arguments
+from meshwright.framework.functions import function as function_module
+from meshwright.framework.functions import mesh_variable
+from meshwright.framework.functions.mesh_variable import value_of
+
+MESH = mw.DeviceMesh(("data", "model"), (2, 4))
+X = np.random.default_rng(0).standard_normal((80, 6)).astype(np.float32)
+Y = np.arange(80) % 3
+
+
+def network(units, mesh, optimizer="adam"):
+    layers = [keras.layers.Input((units[0],)), *map(keras.layers.Dense, units[1:])]
+    model = mw.keras.distribute(keras.Sequential(layers), mesh, "fsdp")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=True)
+    return model
+
+
+def resident():
+    """Bytes of memory that this process holds."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
+
+
+def test_a_hundred_steps_move_batches_and_metrics_alone(monkeypatch):
+    model = network((6, 16, 3), MESH)
+    fit = {"batch_size": 8, "verbose": 0, "validation_data": (X[:16], Y[:16])}
+    model.fit(X, Y, **fit)
+    metrics = {v.shape for m in model.metrics for v in m.variables}
+    assert metrics == {()}
+    placed, fetched = [], []
+    put, to_host = Arguments.put, mesh_variable.to_host
+
+    def watched_put(self, index, value):
+        placed.append(np.shape(value))
+        return put(self, index, value)
+
+    def watched_to_host(array):
+        fetched.append(array.shape)
+        return to_host(array)
+
+    monkeypatch.setattr(Arguments, "put", watched_put)
+    for module in (mesh_variable, function_module):
+        monkeypatch.setattr(module, "to_host", watched_to_host)
+    before = resident()
+    model.fit(X, Y, **fit, epochs=10)
+    assert model.optimizer.iterations.numpy() == 110
+    assert set(placed) == {(8, 6), (8,), ()}
+    assert placed.count((8, 6)) == 10 * (10 + 2)
+    assert set(fetched) == {()}
+    assert resident() - before < 2**24
+    model.layers[0].kernel.numpy()  # The watch sees what moves.
+    assert (6, 16) in fetched
+
+
+def test_a_model_that_only_predicts_leaves_no_copy_on_the_host():
+    model = network((6, 16, 3), MESH)
+    want = model(X).numpy()
+    got = model.predict(X, verbose=0)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert not any(value_of(v._value).on_host for v in model.variables[:4])
+    np.testing.assert_allclose(model(X).numpy(), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), got)
+
+
+@pytest.fixture(scope="module")
+def large():
+    """A model of some 200 MB, on one device, after two steps."""
+    one = mw.DeviceMesh(("data",), (1,))
+    model = network((4096,) * 4, one, "sgd")
+    data = np.ones([4, 4096], np.float32), np.arange(4)
+    model.fit(*data, batch_size=2, verbose=0)
+    return model, data
+
+
+def test_copies_of_tf_are_freed(large):
+    model, data = large
+    weights = sum(v.value.numpy().nbytes for v in model.weights)
+    assert weights > 200e6
+    for variable in model.weights:
+        variable.numpy()  # The second read since a step: TF's copy stays.
+    read = resident()
+    model.fit(*data, batch_size=2, verbose=0)
+    assert read - resident() > 0.9 * weights
+
+
+def test_saving_has_one_variable_after_another_on_the_host(large, tmp_path):
+    model, data = large
+    model.fit(*data, batch_size=2, verbose=0)
+    before = resident()
+    model.save_weights(tmp_path / "large.weights.h5")
+    assert resident() - before < 20e6
+    kernels = [layer.kernel._value for layer in model.layers]
+    assert not any(value_of(kernel).on_host for kernel in kernels)
+    assert (tmp_path / "large.weights.h5").stat().st_size > 200e6
+
+
+def test_a_value_that_was_read_outlives_the_next_step():
+    """Though programs take over the memory that the first read may look at."""
+    variable = tf.Variable(tf.range(1000.0), name="kept")
+    one = mw.DeviceMesh(("data",), (1,))
+    add = mw.function(lambda: variable.assign_add(tf.ones([1000])), one)
+    for number in range(1, 4):
+        add()
+        first, second = variable.read_value(), variable.read_value()
+        add()
+        add()
+        want = np.arange(1000.0) + 3 * number - 2
+        np.testing.assert_array_equal(first, want)
+        np.testing.assert_array_equal(second, want)
+
+
+def test_a_tape_sees_the_first_read():
+    variable = tf.Variable(tf.ones([4]), name="watched")
+    mw.function(lambda: variable.assign_add(tf.ones([4])), MESH)()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable**2)
+    np.testing.assert_array_equal(tape.gradient(loss, variable), np.full(4, 4.0))
