@@ -15,11 +15,14 @@ from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.compiler.stablehlo.constraints import refuse_foreign
 from meshwright.framework.compiler.stablehlo.manual.divergence import divergent_ops
 from meshwright.framework.compiler.stablehlo.module import Module
-from meshwright.framework.compiler.stablehlo.precision import propagate_precision
 from meshwright.framework.compiler.stablehlo.rewrites.workarounds import (
     Stage,
     work_around,
 )
+from meshwright.framework.compiler.stablehlo.savings.precision import (
+    propagate_precision,
+)
+from meshwright.framework.compiler.stablehlo.savings.products import sum_in_products
 from meshwright.framework.compiler.stablehlo.settle import settle_state
 from meshwright.framework.compiler.stablehlo.tidy import tidy
 from meshwright.framework.compiler.stablehlo.written import write_for
@@ -77,6 +80,8 @@ def run_passes(
         tidy(module.write())
         # Conversions stand where they let fewer bits be moved.
         propagate_precision(module.write())
+        # Gradients of weights are a single product, not one for each row of a batch.
+        sum_in_products(module.write())
         # Sums that types call unreduced are computed in parts up to where they end.
         carry_partial_sums(module)
         # State that is left to completion leaves the program as it arrives.

@@ -11,7 +11,11 @@ from meshwright.framework.compiler.lowering.lower import lower
 from meshwright.framework.compiler.passes import run_passes
 from meshwright.framework.compiler.program import compile_program, trace_program
 from meshwright.framework.compiler.stablehlo.module import Module
-from meshwright.framework.compiler.stablehlo.stable_hlo import walk
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    dot_dims,
+    shape_of,
+    walk,
+)
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
@@ -172,6 +176,61 @@ def test_a_conversion_moves_past_a_transpose_of_its_own():
     with module.opened():
         names = [op.name for op in walk(module.operation)]
     assert names.count("stablehlo.transpose") == 1
+
+
+@over_partitioners
+def test_a_sum_of_products_of_rows_is_a_single_product(partitioner):
+    """As the gradient of a weight that `tf.matmul` broadcasts."""
+    rows = tf.TensorSpec([16, 6, 5]), tf.TensorSpec([5, 3])
+
+    def gradient(x, w):
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            y = tf.matmul(mesh_split(x, DATA, ["data", None, None]), w)
+            loss = tf.reduce_sum(y**2)
+        return tape.gradient(loss, w)
+
+    program = compile_program(gradient, rows, DATA, partitioner=partitioner)
+    assert "lhs_batch_dims" not in program.hlo_text()
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s.shape).astype(np.float32) for s in rows)
+    got = program.unshard(program(x, w))
+    want = 2 * np.einsum("bsm,bsh->mh", x, x @ w)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def whole(*tensors):
+    return [tf.cast(tensor, tf.int32) for tensor in tensors]
+
+
+def products(x, y):
+    return tf.matmul(x, y, transpose_a=True)
+
+
+@pytest.mark.parametrize(
+    ("fn", "batched"),
+    [
+        (lambda x, y: tf.reduce_sum(products(x, y), 0), 0),
+        (lambda x, y: tf.reduce_sum(products(*whole(x, y)), 0), 0),
+        (lambda x, y: tf.reduce_sum(products(x, y), 1), 1),
+        (lambda x, y: tf.reduce_sum(products(x, y), [0, 1]), 1),
+        (lambda x, y: tf.reduce_max(products(x, y), 0), 1),
+        (lambda x, y: [z := products(x, y), tf.reduce_sum(z, 0)], 1),
+        (lambda x, y: tf.reduce_sum(products(x[None], y[None]), 0), 1),
+    ],
+    ids=["sum", "integers", "other dim", "more", "maximum", "read twice", "some"],
+)
+def test_which_sums_of_products_are_single_products(fn, batched):
+    specs = [tf.TensorSpec([4, 6, 5]), tf.TensorSpec([4, 6, 3])]
+    lowered = lower(fn, specs)
+    out = len(tf.nest.flatten(lowered.signature.outputs))
+    module = Module(lowered, ONE, in_forms=[None] * 2, out_forms=[None] * out)
+    run_passes(module, Target(partitioner=Partitioner.SHARDY))
+    with module.opened():
+        dots = [op for op in walk(module.operation) if "dot" in op.name]
+        assert len(dots) == 1
+        (rows, _), _ = dot_dims(dots[0], len(shape_of(dots[0].operands[0])))
+        assert bool(rows) == bool(batched)
 
 
 def test_threads_compile_at_once():
