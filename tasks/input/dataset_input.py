@@ -113,7 +113,9 @@ class DatasetInput(BatchedInput):
                     "dataset return single examples (.unbatch() undoes .batch()), "
                     "padded to a fixed shape (.map with tf.ensure_shape tells it)"
                 )
-        return examples
+        options = tf.data.Options()
+        options.deterministic = True
+        return examples.with_options(options)
 
     def _named(self, field: str) -> tf.data.Dataset:
         # Made anew: each pass over one dataset may be in another order.

@@ -27,12 +27,12 @@ from meshwright.framework.modeling.layer import (
     as_gradient,
 )
 from meshwright.framework.nested_map import NestedMap, as_key
-from meshwright.framework.sharding.origins import note_layer
 from meshwright.tasks.input.dataset_input import ROW_WEIGHTS, named, unnamed
 from meshwright.tasks.keras.keras_flops import product_flops
 from meshwright.tasks.keras.keras_losses import PACKAGES, RowLosses, RowMetrics
 from meshwright.tasks.keras.keras_scope import (
     from_the_start,
+    noting_layers,
     with_values,
     without_values,
 )
@@ -210,12 +210,8 @@ class KerasProgram:
         training = {}
         if self.model._call_has_training_arg:
             training = {"training": mode is Mode.TRAIN}
-        scope = tf.compat.v1.get_default_graph().get_name_scope()
-        paths = [layer.path for layer in self.model._flatten_layers() if layer.path]
-        for path in paths:
-            name = f"{scope}/{path}" if scope else path
-            note_layer(f"{name}/", path.replace("/", "."))
-        return self.model(x, **training)
+        with noting_layers():
+            return self.model(x, **training)
 
     def _scope(self, ctx: Context, theta: NestedMap):
         """Values of the variables for ops of the model."""
