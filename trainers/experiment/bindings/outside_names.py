@@ -57,7 +57,8 @@ def import_modules(names: Iterable[str]) -> None:
     """
     for name in names:
         try:
-            module = importlib.import_module(name)
+            with gin.unlock_config():  # Another configuration may have been built.
+                module = importlib.import_module(name)
         except ImportError as error:
             raise ValueError(
                 f"--import={name}: {error}: it is looked for in the working directory, "
@@ -68,7 +69,8 @@ def import_modules(names: Iterable[str]) -> None:
             for key, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", None) == name
         }
-        _register(name, members)
+        with gin.unlock_config():
+            _register(name, members)
         if name not in _imported:
             _imported.append(name)
 
