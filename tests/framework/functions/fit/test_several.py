@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.framework.functions import several
+from tests.framework.functions.fit import several
 
 PATIENCE = 600
 
