@@ -137,9 +137,12 @@ class MeshValue:
         """The value for the first who reads it since a program made it; else None.
 
         That read leaves no copy behind, so that a model that is saved has one variable
-        after another on the host. What is read again gets TF's own copy, which stays.
+        after another on the host. What is read again gets TF's own copy, which stays;
+        so it does where several processes, of which some read once, have to read.
         """
         if self.on_host or self.was_read or self.is_lost or self._was_written():
+            return None
+        if not self._is_here:
             return None
         self.was_read = True
         return self._logical_value()
@@ -148,8 +151,13 @@ class MeshValue:
         """Whether something wrote to TF's own copy while the value was elsewhere."""
         return _host_shape(self.variable()) != _STALE_SHAPE
 
+    @property
+    def _is_here(self) -> bool:
+        """Whether this process has all parts of the value."""
+        return self.array.is_fully_addressable or self.array.is_fully_replicated
+
     def _logical_value(self) -> np.ndarray:
-        if not (self.array.is_fully_addressable or self.array.is_fully_replicated):
+        if not self._is_here:
             check_same(f"reading variable {self.variable().name!r}", {})
         value = to_host(self.array)
         return value if self.form is None else self.form.unpad(value)
