@@ -98,13 +98,6 @@ SETTINGS = {
     ),
 }
 
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each program.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", None, "Steps of a turn.", lower_bound=1)
-_SETTINGS = flags.DEFINE_list("settings", ["tiny", "large"], "Sizes of the model.")
-_MESHES = flags.DEFINE_list("meshes", ["1x1", "2x4"], "Meshes of CPU devices.")
-_LAYOUTS = flags.DEFINE_list("layouts", [*PLANS], "Layouts of the weights.")
-_WORKER = flags.DEFINE_enum("worker", None, [*LABELS], "For this program itself.")
-
 
 def worker(
     variant: str, setting: str, mesh: str, layout: str, steps: int
@@ -412,27 +405,34 @@ def main(argv: Sequence[str]) -> None:
     """Measures and prints."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    for values, known in ((_SETTINGS.value, SETTINGS), (_LAYOUTS.value, PLANS)):
+    for values, known in (
+        (flags.FLAGS.settings, SETTINGS),
+        (flags.FLAGS.layouts, PLANS),
+    ):
         for name in set(values) - set(known):
             raise app.UsageError(f"unknown {name!r}: one of {[*known]}")
     os.environ["KERAS_BACKEND"] = "tensorflow"
-    if _WORKER.value:
-        parts = [f.value[0] for f in (_SETTINGS, _MESHES, _LAYOUTS)]
-        interleave.serve(lambda: worker(_WORKER.value, *parts, _STEPS.value))
+    if flags.FLAGS.worker:
+        parts = [flags.FLAGS[f].value[0] for f in ("settings", "meshes", "layouts")]
+        interleave.serve(lambda: worker(flags.FLAGS.worker, *parts, flags.FLAGS.steps))
         return
     difference = None
-    for setting in _SETTINGS.value:
-        for mesh in _MESHES.value:
+    for setting in flags.FLAGS.settings:
+        for mesh in flags.FLAGS.meshes:
             try:
                 comparison = compare(
-                    setting, mesh, _LAYOUTS.value, _ROUNDS.value, _STEPS.value
+                    setting,
+                    mesh,
+                    flags.FLAGS.layouts,
+                    flags.FLAGS.rounds,
+                    flags.FLAGS.steps,
                 )
             except (RuntimeError, ValueError) as error:
                 sys.exit(f"keras_fit.py: {error}")
             if difference is None:
                 versions = {"Python": platform.python_version(), **comparison.versions}
                 names = ", ".join(f"{name} {v}" for name, v in versions.items())
-                print(f"{names}; {os.cpu_count()} cores; {_ROUNDS.value} rounds")
+                print(f"{names}; {os.cpu_count()} cores; {flags.FLAGS.rounds} rounds")
                 print(HEADER)
             difference = max(difference or 0.0, comparison.loss_difference)
             rows = table_rows(setting, mesh, comparison)
@@ -441,4 +441,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_integer("rounds", 3, "Turns of each program.", lower_bound=1)
+    flags.DEFINE_integer("steps", None, "Steps of a turn.", lower_bound=1)
+    flags.DEFINE_list("settings", ["tiny", "large"], "Sizes of the model.")
+    flags.DEFINE_list("meshes", ["1x1", "2x4"], "Meshes of CPU devices.")
+    flags.DEFINE_list("layouts", [*PLANS], "Layouts of the weights.")
+    flags.DEFINE_enum("worker", None, [*LABELS], "For this program itself.")
     app.run(main)

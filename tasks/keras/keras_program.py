@@ -27,6 +27,8 @@ from meshwright.framework.modeling.layer import (
     as_gradient,
 )
 from meshwright.framework.nested_map import NestedMap, as_key
+from meshwright.framework.sharding.annotations import annotate
+from meshwright.framework.sharding.plan import as_axes
 from meshwright.tasks.input.dataset_input import ROW_WEIGHTS, named, unnamed
 from meshwright.tasks.keras.keras_flops import product_flops
 from meshwright.tasks.keras.keras_losses import PACKAGES, RowLosses, RowMetrics
@@ -115,7 +117,7 @@ class KerasProgram:
 
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
         """The loss as `Task.loss`; assigned variables are gradients."""
-        loss, sums, assigned = self._traced(ctx, theta, batch)
+        loss, sums, assigned = self._traced(ctx, self._gathered(ctx, theta), batch)
         for path, kind in self._kinds.items():
             weight = theta.get_path(path)
             if kind is _Kind.FROZEN:
@@ -137,8 +139,25 @@ class KerasProgram:
 
     def outputs(self, ctx: Context, theta: NestedMap, x: Any) -> Any:
         """What the model makes of its input, in its own structure."""
-        with self._scope(ctx, theta):
+        with self._scope(ctx, self._gathered(ctx, theta)):
             return self._called(x, Mode.EVAL)
+
+    def _gathered(self, ctx: Context, theta: NestedMap) -> NestedMap:
+        """Weights as products read them: no longer split along "fsdp" dims.
+
+        Nothing in a Keras model says where activations are: products would sum over
+        such dims in parts, and reduce activations instead.
+        """
+        if not as_axes(ctx.plan.weights.get("fsdp")):
+            return theta
+
+        def read(path: str, weight: tf.Tensor) -> tf.Tensor:
+            dims = ["read" if dim == "fsdp" else dim for dim in self._dims[path]]
+            if "read" not in dims:
+                return weight
+            return annotate(weight, ctx.plan.weight_sharding(dims, path))
+
+        return theta.map_with_path(read)
 
     def filled(self, theta: NestedMap) -> keras.Model:
         """The model with values, given as host arrays; Keras compiles and saves it."""

@@ -55,8 +55,8 @@ def test_a_running_statistic_is_no_matrix_and_stays_one_in_a_stack():
     spec = weight(6, 8, dims=("model", "hidden"), statistic_decay=0.9)
     assert spec.is_statistic and not spec.is_matrix and spec.stacked(3).is_statistic
     assert not weight(6).is_statistic
-    with pytest.raises(ValueError, match=r"WeightSpec\.statistic_decay is 1"):
-        weight(6, statistic_decay=1)
+    with pytest.raises(ValueError, match=r"WeightSpec\.statistic_decay is 2"):
+        weight(6, statistic_decay=2)
 
 
 def test_a_value_comes_back_as_the_gradient_of_a_weight():

@@ -102,6 +102,24 @@ def test_training_is_that_of_keras(name, partitioner):
     assert_as_keras(programs, batches_of(arrays), sgd(), **compiled)
 
 
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_weights_are_gathered_along_fsdp_dims(partitioner):
+    """Parts of activations would be added up else, where nothing says how they lie."""
+    plan = mw.ShardingPlan(
+        mesh_shape=(2, 4),
+        weights={"fsdp": "X", "tensor": "Y"},
+        activations={"batch": "X"},
+    )
+    make, arrays, compiled = CASES["classifier"]
+    task = task_of(make, arrays, **compiled)
+    programs = programs_of(task, sgd(), plan=plan, partitioner=partitioner)
+    assert_as_keras(programs, batches_of(arrays), sgd(), **compiled)
+    kernel = programs.plan_layout.forms.theta.dense.kernel
+    assert str(kernel.border) == "[X,Y]"
+    along_x = [c for c in programs.main.collectives() if c.axes == ("X",)]
+    assert any(c.kind == "all-gather" for c in along_x)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_rows_that_fill_up_a_batch_do_not_count(name):
     make, arrays, compiled = CASES[name]

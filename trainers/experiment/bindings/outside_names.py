@@ -37,8 +37,18 @@ class _Names(SelectorMap):
 
     def matching_selectors(self, partial_selector):
         found = super().matching_selectors(partial_selector)
-        own = [name for name in found if name.partition(".")[0] not in KERAS]
-        return own or found
+        return [name for name in found if not _is_keras(name)] or found
+
+    def minimal_selector(self, complete_selector):
+        if _is_keras(complete_selector):
+            return complete_selector
+        parts = complete_selector.split(".")
+        names = (".".join(parts[i:]) for i in reversed(range(len(parts))))
+        return next(n for n in names if len(self.matching_selectors(n)) == 1)
+
+
+def _is_keras(name: str) -> bool:
+    return name.partition(".")[0] in KERAS
 
 
 def register_keras(package: str) -> None:
