@@ -36,7 +36,8 @@ class DatasetInput(BatchedInput):
     in each process. `tf.data` has them in order, and its random numbers follow `seed`
     where they have no seed of their own; Python's are the function's to seed.
 
-    The functions are called when the input is made, and for each pass.
+    The functions are called when the input is made, and for each pass; before them
+    TensorFlow's global seed is set.
 
     Args:
       train: a function without arguments that returns the examples for training, as a
@@ -99,6 +100,18 @@ class DatasetInput(BatchedInput):
                 f"{name} returns {type(examples).__name__}; it must return a "
                 "tf.data.Dataset of examples"
             )
+        if (
+            field == "held_out"
+            and examples.cardinality() == tf.data.INFINITE_CARDINALITY
+        ):
+            raise ValueError(
+                f"{name} returns a dataset without end: leave out .repeat()"
+            )
+        if ROW_WEIGHTS in named(examples.element_spec):
+            raise ValueError(
+                f"{name}: examples have a {ROW_WEIGHTS!r}, which is the name of what "
+                "tells examples from rows of padding: call it otherwise"
+            )
         if examples.cardinality() == 0:
             raise ValueError(f"{name} returns an empty dataset: there is nothing in it")
         for path, leaf in named(examples.element_spec).items_by_path():
@@ -119,7 +132,9 @@ class DatasetInput(BatchedInput):
 
     def _named(self, field: str) -> tf.data.Dataset:
         # Made anew: each pass over one dataset may be in another order.
-        return self._examples(field).map(lambda *parts: named(_example(parts)))
+        examples = self._examples(field)
+        is_tuple = isinstance(examples.element_spec, tuple)
+        return examples.map(lambda *parts: named(parts if is_tuple else parts[0]))
 
     def train_batches(
         self, start_step: int, *, global_batch: int, rows: range
@@ -207,11 +222,6 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, Mapping):
         return value
     return dict(enumerate(value)) if isinstance(value, (tuple, list)) else None
-
-
-def _example(parts: tuple) -> Any:
-    """What a dataset gave to the function of `map`, as an example."""
-    return parts[0] if len(parts) == 1 else parts
 
 
 def _filled(batch: NestedMap, rows: int) -> NestedMap:

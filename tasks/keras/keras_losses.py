@@ -28,30 +28,30 @@ class RowLoss(keras.losses.Loss):
 
     Args:
       loss: as `compile` takes it for an output.
+      values: gets the value of each call.
 
     Attributes:
       rows: float32 [B], 1 for an example; None if all are.
-      value: of the last call.
     """
 
-    def __init__(self, loss: Any):
+    def __init__(self, loss: Any, values: list[tf.Tensor]):
         super().__init__()
-        self._given = loss
+        self.given, self._values = loss, values
         self.rows: tf.Tensor | None = None
-        self.value: tf.Tensor | None = None
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        loss = get_loss(self._given, y_true, y_pred)
+        loss = get_loss(self.given, y_true, y_pred)
         if type(loss).__call__ is not keras.losses.Loss.__call__:
             raise ValueError(
                 f"the loss {type(loss).__name__} has a __call__ of its own: give it a "
                 "`call` that returns the loss of each row, or train by fit"
             )
         if self.rows is None:
-            self.value = loss(y_true, y_pred, sample_weight)
+            value = loss(y_true, y_pred, sample_weight)
         else:
-            self.value = self._of_rows(loss, y_true, y_pred, sample_weight)
-        return self.value
+            value = self._of_rows(loss, y_true, y_pred, sample_weight)
+        self._values.append(value)
+        return value
 
     def _of_rows(self, loss, y_true, y_pred, sample_weight) -> tf.Tensor:
         mask = backend.get_keras_mask(y_pred)
@@ -63,7 +63,7 @@ class RowLoss(keras.losses.Loss):
             raise ValueError(
                 f"the loss {loss.name!r} makes {values.shape} of predictions "
                 f"{y_pred.shape}: an evaluation needs the loss of each row, to leave "
-                "out those that fill up the last batch"
+                "out those that fill up the last batch (outputs are [batch, 1] or more)"
             )
         rows = _of_rank(self.rows > 0, values.shape.rank)
         if mask is not None:
@@ -140,7 +140,14 @@ class RowMetrics:
                     parts = {f"{name}_{i}": x for i, x in enumerate(value.flat)}
                 else:
                     parts = {name: value}
-                results |= {as_key(key): float(x) for key, x in parts.items()}
+                for key, x in parts.items():
+                    key = as_key(key)
+                    key = f"weighted_{key}" if key in results else key
+                    if key in (*results, "loss"):
+                        raise ValueError(
+                            f"several metrics are called {key!r}: name them"
+                        )
+                    results[key] = float(x)
         return results
 
 
@@ -154,8 +161,9 @@ class RowLosses:
     """
 
     def __init__(self, loss: Any, weights: Any, output_names: Any):
+        self._values: list[tf.Tensor] = []
         wrapped = keras.tree.map_structure(
-            lambda given: None if given is None else RowLoss(given),
+            lambda given: None if given is None else RowLoss(given, self._values),
             loss,
             none_is_leaf=True,
         )
@@ -164,6 +172,7 @@ class RowLosses:
 
     def total(self, y: Any, y_pred: Any, sample_weight: Any, rows: Any) -> tf.Tensor:
         """The loss of a batch; `rows` as of `RowLoss`."""
+        self._values.clear()
         for part in self._parts:
             part.rows = rows
         if not self._loss.built:
@@ -183,7 +192,15 @@ class RowLosses:
         named = self._loss._flat_losses
         if len(named) < 2:
             return NestedMap()
-        return NestedMap({as_key(f"{name}_loss"): x.value for _, x, _, name in named})
+        names = [as_key(f"{name}_loss") for *_, name in named]
+        return NestedMap(dict(zip(names, self._values, strict=True)))
+
+    @property
+    def compare_rows(self) -> bool:
+        """Whether rows of padding would take part in the loss of others."""
+        kinds = (keras.losses.Circle,)
+        losses = [x.given for x in self._parts]
+        return any(isinstance(x, kinds) or str(x).lower() == "circle" for x in losses)
 
 
 def _of_rank(mask: tf.Tensor, rank: int) -> tf.Tensor:

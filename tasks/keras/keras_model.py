@@ -129,19 +129,19 @@ class KerasModel(Task):
         """As of `Task`.
 
         The iterator raises ValueError at a batch that is filled up, if the model calls
-        `add_loss`: such losses may count rows of padding.
+        `add_loss` or its loss compares rows: rows of padding would count.
         """
         batches = super().eval_batches(
             global_batch=global_batch, rows=rows, max_batches=max_batches
         )
 
         def check(row_weights: np.ndarray) -> np.ndarray:
-            if self._program.adds_losses and not row_weights.all():
+            if self._program.wants_full_batches and not row_weights.all():
                 raise ValueError(
-                    "a batch of held-out examples is not full, and losses that the "
-                    "model adds by add_loss would count its rows of padding: have "
-                    "DatasetInput.held_out return a multiple of Experiment."
-                    f"global_batch, {global_batch}"
+                    "a batch of held-out examples is not full, and a loss that the "
+                    "model adds by add_loss, or that compares rows, would count its "
+                    "rows of padding: have DatasetInput.held_out return a multiple of "
+                    f"Experiment.global_batch, {global_batch}"
                 )
             return row_weights
 

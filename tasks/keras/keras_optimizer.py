@@ -50,9 +50,9 @@ class KerasOptimizer(Optimizer):
                 "such as keras.optimizers.AdamW(0.001), in gin "
                 "@keras.optimizers.AdamW() after `import keras`"
             )
-        for refused, remedy in _refusals(given):
+        for refused, text in _refusals(given):
             if refused:
-                raise ValueError(f"KerasOptimizer.optimizer {remedy}")
+                raise ValueError(f"KerasOptimizer.optimizer {text}")
         if self.learning_rate is None:
             object.__setattr__(self, "learning_rate", _own_rate(given))
         super().__post_init__()
@@ -122,6 +122,10 @@ def _refusals(optimizer: Any) -> Iterator[tuple[bool, str]]:
     yield (
         bool(getattr(optimizer, "gradient_accumulation_steps", None)),
         "accumulates gradients: set Experiment.gradient_accumulation_steps instead",
+    )
+    yield (
+        getattr(optimizer, "loss_scale_factor", None) is not None,
+        "has a loss_scale_factor, and nothing scales the loss here: leave it out",
     )
     yield (
         bool(getattr(optimizer, "use_ema", None)),

@@ -84,6 +84,7 @@ class KerasProgram:
             if not self.model.built:
                 self._call_symbolically()
             _check_unassigned(self.model)
+            _check_precision(self.model)
         names = getattr(self.model, "output_names", None)
         self._losses = RowLosses(*compiled_loss, names)
         self._metrics = RowMetrics(*compiled_metrics, names)
@@ -96,7 +97,8 @@ class KerasProgram:
         others = [v for v in self.model.variables if id(v) not in set(map(id, seeds))]
         self.variables = _by_path(others)
         self._dims = _dims(self.model, self.variables, weight_dims)
-        self.adds_losses = False  # By `add_loss`; known when the loss is traced.
+        # Whether a loss counts rows of padding; known when the loss is traced.
+        self.wants_full_batches = False
 
     @functools.cached_property
     def weights(self) -> NestedMap:
@@ -104,13 +106,14 @@ class KerasProgram:
         kinds = self._kinds
 
         def spec(path: str, variable: Any) -> WeightSpec:
+            is_trained = kinds[path] is _Kind.TRAINED
             return WeightSpec(
                 shape=tuple(variable.shape),
                 dims=self._dims[path],
                 initializer=_initializer(variable),
                 dtype=tf.as_dtype(variable._dtype),
                 statistic_decay=kinds[path].value,
-                constraint=variable.constraint,
+                constraint=variable.constraint if is_trained else None,
             )
 
         return self.variables.map_with_path(spec)
@@ -197,7 +200,7 @@ class KerasProgram:
         with self._scope(ctx, theta) as scope:
             y_pred = self._called(x, ctx.mode)
             losses = list(self.model.losses)
-            self.adds_losses = bool(scope.losses)
+            self.wants_full_batches = bool(scope.losses) or self._losses.compare_rows
             if y is not None:
                 valid = None if is_training else rows
                 losses.append(self._losses.total(y, y_pred, sample_weight, valid))
@@ -273,11 +276,16 @@ class KerasProgram:
             gradients = tape.gradient(loss, values)
             items = self.variables.items_by_path()
             for (path, variable), gradient in zip(items, gradients, strict=True):
-                kinds[path] = _Kind.FROZEN
+                is_trained = variable.trainable and gradient is not None
+                if is_trained and path in assigned:
+                    raise ValueError(
+                        f"variable {variable.path!r} is trained, and a layer assigns "
+                        "it too, as SpectralNormalization does: train the model by "
+                        "meshwright.framework.keras.distribute and fit"
+                    )
+                kinds[path] = _Kind.TRAINED if is_trained else _Kind.FROZEN
                 if path in assigned:
                     kinds[path] = _Kind.ASSIGNED
-                elif variable.trainable and gradient is not None:
-                    kinds[path] = _Kind.TRAINED
             return loss
 
         values = [
@@ -334,6 +342,15 @@ def _check_model(model: Any) -> None:
             raise ValueError(
                 f"{model.name} has its own {step}, which only fit calls: train it by "
                 "meshwright.framework.keras.distribute and fit, or write a Task"
+            )
+
+
+def _check_precision(model: Any) -> None:
+    for layer in model._flatten_layers():
+        if "float16" in (layer.compute_dtype, layer.variable_dtype):
+            raise ValueError(
+                f"layer {layer.path or layer.name!r} computes in float16, for which "
+                "nothing scales the loss here: use the policy mixed_bfloat16"
             )
 
 

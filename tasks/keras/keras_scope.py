@@ -86,8 +86,12 @@ def with_values(
 
 @contextlib.contextmanager
 def from_the_start() -> Iterator[None]:
-    """Has Keras give the same names and seeds whatever has been made before."""
+    """Has Keras give the same names and seeds whatever has been made before.
+
+    A dtype policy that is set in the context ends with it.
+    """
     names, state = global_state.get_global_attribute(_NAMES), random.getstate()
+    policy = keras.config.dtype_policy()
     global_state.set_global_attribute(_NAMES, collections.defaultdict(int))
     random.seed(0)  # Keras draws seeds from Python's generator.
     try:
@@ -95,6 +99,7 @@ def from_the_start() -> Iterator[None]:
     finally:
         global_state.set_global_attribute(_NAMES, names)
         random.setstate(state)
+        keras.config.set_dtype_policy(policy)
 
 
 @contextlib.contextmanager

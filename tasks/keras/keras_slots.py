@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,7 @@ def built(optimizer: Any, items: tuple) -> BuiltOptimizer:
                 "begins with the values of the weights, which there are not yet: give "
                 "another"
             )
+    _check_excluded(own, trained)
     dims = {id(v): item[2] for v, item in zip(trained, items, strict=True)}
     variables, slots = {}, {}
     # Its `variables` lack some, such as that of Nadam. Integers are those of Adafactor
@@ -122,6 +124,16 @@ def _initializer(variable: Any):
         return tf.cast(variable._initializer(shape, dtype=variable.dtype), dtype)
 
     return initializer
+
+
+def _check_excluded(optimizer: Any, trained: Sequence[Any]) -> None:
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    for name in pattern.pattern.split("|") if pattern else ():
+        if not any(re.search(name, variable.path) for variable in trained):
+            raise ValueError(
+                f"KerasOptimizer.optimizer excludes {name!r} from weight decay, which "
+                f"is in the path of none of the weights, such as {trained[0].path!r}"
+            )
 
 
 def _functional(optimizer: Any) -> Any:

@@ -35,6 +35,7 @@ class TextTask(Task):
         `softmax` disagree on whether the table is shared.
     """
 
+    token_name: ClassVar[str] = "tokens"
     stacks: ClassVar[tuple[str, ...]]
     """The fields that are stacks of layers; any may hold mixtures of experts."""
 

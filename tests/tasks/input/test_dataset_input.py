@@ -93,6 +93,7 @@ def test_names_are_those_of_the_features():
         (lambda: tf.data.Dataset.from_tensors((1, 2, 3, 4)), "is a tuple of 4"),
         (lambda: tf.data.Dataset.from_tensors({"a b": 1, "a-b": 1}), "names .* alike"),
         (lambda: numbers(0), "train returns an empty dataset"),
+        (lambda: numbers().map(lambda x: {"row_weights": x}), "call it otherwise"),
     ],
 )
 def test_what_is_no_dataset_of_examples_is_refused(train, message):
@@ -103,6 +104,17 @@ def test_what_is_no_dataset_of_examples_is_refused(train, message):
 def test_held_out_examples_are_like_those_for_training():
     with pytest.raises(ValueError, match="make them alike"):
         DatasetInput(train=numbers, held_out=lambda: numbers().map(lambda x: (x, x)))
+
+
+def test_held_out_examples_have_an_end():
+    with pytest.raises(ValueError, match=r"held_out returns a dataset without end"):
+        DatasetInput(train=numbers, held_out=lambda: numbers().repeat())
+
+
+def test_a_tuple_of_a_dict_is_the_input():
+    given = DatasetInput(train=lambda: numbers().map(lambda x: ({"a": x},)))
+    batch = next(iter(given.train_batches(0, global_batch=2, rows=range(2))))
+    assert batch["x"]["a"].numpy().tolist() == [0, 1]
 
 
 def test_an_evaluation_without_held_out_examples_is_refused():

@@ -73,7 +73,7 @@ def cases():
         "weighted": (
             classifier,
             (x, y, weights),
-            CROSS_ENTROPY | {"metrics": ["acc"], "weighted_metrics": ["accuracy"]},
+            CROSS_ENTROPY | {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]},
         ),
         "two outputs": (
             two_outputs,
@@ -83,6 +83,14 @@ def cases():
                 "loss_weights": {"kind": 0.5, "size": 2.0},
                 "metrics": {"kind": ["accuracy"], "size": ["mae"]},
             },
+        ),
+        "one loss": (
+            lambda: keras.Model(
+                x_in := keras.Input([16]),
+                [LAYERS.Dense(2)(x_in), LAYERS.Dense(3)(x_in)],
+            ),
+            (x, (x[:, :2], x[:, 3:6])),
+            {"loss": "mse"},
         ),
         "masked": (masked, (words, words % 10), CROSS_ENTROPY | {"metrics": ["acc"]}),
         "subclass": (Unbuilt, (x, y), CROSS_ENTROPY),
@@ -140,16 +148,18 @@ def test_rows_that_fill_up_a_batch_do_not_count(name):
     x, y, sample_weight = (*few, None)[:3]
     how = {"sample_weight": sample_weight, "verbose": 0, "return_dict": True}
     want = model.evaluate(x, y, batch_size=ROWS, **how)
-    if name == "two outputs":  # Of each, Keras has the mean of the batches' losses.
-        exact = model.evaluate(x, y, batch_size=count, **how)
-        want |= {key: exact[key] for key in ("kind_loss", "size_loss")}
+    # Of several outputs, Keras has the mean of the batches' losses.
+    exact = model.evaluate(x, y, batch_size=count, **how)
+    want |= {key: exact[key] for key in exact if key.endswith("_loss")}
     assert got.keys() == want.keys()
     for key in want:
         np.testing.assert_allclose(got[key], want[key], rtol=1e-5, err_msg=key)
 
 
-def test_losses_that_a_model_adds_want_full_batches():
-    task = task_of(Unbuilt, None, examples(37), **CROSS_ENTROPY)
+@pytest.mark.parametrize("make", [Unbuilt, classifier])
+def test_losses_of_rows_together_want_full_batches(make):
+    loss = CROSS_ENTROPY if make is Unbuilt else {"loss": keras.losses.Circle()}
+    task = task_of(make, None, examples(37), **loss)
     task.weights()
     batches = task.eval_batches(global_batch=ROWS, rows=range(ROWS))
     with pytest.raises(ValueError, match="multiple of Experiment.global_batch, 16"):
@@ -206,6 +216,17 @@ def test_metrics_of_parts_add_up(name):
     total = parts[0].map(lambda *both: np.add(*both), parts[1])
     got = list(rows.results(dict(total.items_by_path())).values())
     np.testing.assert_allclose(got, np.ravel(whole.result()), rtol=1e-5)
+
+
+def spectral():
+    dense = LAYERS.SpectralNormalization(LAYERS.Dense(10))
+    return keras.Sequential([keras.Input([16]), dense])
+
+
+def half():
+    return keras.Sequential(
+        [keras.Input([16]), LAYERS.Dense(10, dtype="mixed_float16")]
+    )
 
 
 class Largest(keras.metrics.Metric):
@@ -279,6 +300,8 @@ def weights_of(make=classifier, weight_dims=None, **compiled):
             lambda: weights_of(lambda: OwnStep([keras.Input([16]), LAYERS.Dense(10)])),
             "has its own train_step, which only fit calls",
         ),
+        (lambda: weights_of(spectral), "is trained, and a layer assigns it too"),
+        (lambda: weights_of(half), "computes in float16, for which nothing scales"),
         (lambda: weights_of(metrics=[Largest()]), "it is not known whether"),
         (
             lambda: weights_of(weight_dims={"nope": ("a",)}),
@@ -315,6 +338,27 @@ def test_activations_follow_the_policy_of_the_model():
     programs = programs_of(task, sgd(), activation_dtype=tf.bfloat16)
     with pytest.raises(ValueError, match="KerasModel.model set the policy"):
         programs.main  # noqa: B018 (traces it)
+
+
+def test_a_constraint_leaves_frozen_weights_alone():
+    def make():
+        how = {"kernel_constraint": "unit_norm", "trainable": False}
+        layers = [keras.Input([16]), LAYERS.Dense(8, **how), LAYERS.Dense(10)]
+        return keras.Sequential(layers)
+
+    programs = programs_of(task_of(make, **CROSS_ENTROPY), sgd())
+    assert_as_keras(programs, batches_of(examples()), sgd(), **CROSS_ENTROPY)
+
+
+def test_a_policy_of_one_model_is_not_that_of_the_next():
+    def make():
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        return classifier()
+
+    task = task_of(make, **CROSS_ENTROPY)
+    assert task._program.model.layers[-1].compute_dtype == "bfloat16"
+    task = task_of(classifier, **CROSS_ENTROPY)
+    assert task._program.model.layers[-1].compute_dtype == "float32"
 
 
 def test_what_nothing_trains_stays_as_it_is():

@@ -131,6 +131,13 @@ def test_weights_excluded_by_name_do_not_decay(task):
     assert_as_keras(programs, batches_of(examples()), make(), **CROSS_ENTROPY)
 
 
+def test_names_that_exclude_nothing_are_told(task):
+    optimizer = OPT.AdamW(0.01)
+    optimizer.exclude_from_weight_decay(var_names=["bias", "a.b-c/kernel"])
+    with pytest.raises(ValueError, match="excludes 'a.b-c/kernel' from weight decay"):
+        KerasOptimizer(optimizer=optimizer).slots(task.weights())
+
+
 def test_a_layer_of_ours_is_trained_by_an_optimizer_of_keras():
     """Any task's weights: stacks are a weight each, statistics are followed."""
     optimizer = KerasOptimizer(optimizer=OPT.SGD(0.5))
@@ -156,6 +163,7 @@ def test_a_layer_of_ours_is_trained_by_an_optimizer_of_keras():
         (mw.SGD(learning_rate=0.1), "it must be a Keras optimizer, such as keras"),
         (OPT.LossScaleOptimizer(OPT.SGD(0.1)), "give its inner optimizer, and compute"),
         (OPT.SGD(0.1, gradient_accumulation_steps=2), "set Experiment.gradient_acc"),
+        (OPT.SGD(0.1, loss_scale_factor=8.0), "has a loss_scale_factor, and nothing"),
         (OPT.SGD(0.1, use_ema=True), "set Experiment.ema = @ExponentialMovingAverage"),
     ],
 )

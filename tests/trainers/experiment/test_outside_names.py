@@ -127,6 +127,8 @@ def built(*params):
         ),
         ("KerasModel.model=@keras.utils.get_file", "No configurable matching"),
         ("KerasModel.model=@keras.models.load_model", "No configurable matching"),
+        ("KerasModel.model=@keras.layers.TFSMLayer", "No configurable matching"),
+        ("KerasModel.model=@keras.applications.ResNet50", "No configurable matching"),
     ],
 )
 def test_a_wrong_binding_is_told(param, message, imported):
@@ -140,6 +142,17 @@ def test_short_names_are_ours(imported):
         "Adam.learning_rate=0.1",
     )
     assert type(experiment.optimizer).__module__.startswith("meshwright")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [("x = (", "SyntaxError"), ("raise KeyError('x')", "KeyError")]
+)
+def test_a_module_that_fails_is_told(code, kind, tmp_path, monkeypatch):
+    (tmp_path / f"failing_{kind}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    message = f"--import=failing_{kind}: the module raises {kind}"
+    with pytest.raises(ValueError, match=message):
+        import_modules([f"failing_{kind}"])
 
 
 def test_a_module_that_is_not_there_is_told(tmp_path):

@@ -14,9 +14,8 @@ from gin.selector_map import SelectorMap
 KERAS = ("keras", "keras_hub", "keras_rs")
 """Packages whose classes a gin file can name in full after it has imported them."""
 
-# Those of a gin file's concern: not what reads, writes or downloads files.
+# No layers and models: some read files, or run what is in them.
 _BASES = (
-    "Layer",
     "Loss",
     "Metric",
     "Optimizer",
@@ -52,7 +51,10 @@ def _is_keras(name: str) -> bool:
 
 
 def register_keras(package: str) -> None:
-    """Registers the classes of one of `KERAS`, and the models of keras.applications."""
+    """Registers losses, metrics, optimizers and the like of one of `KERAS`.
+
+    From then on gin's registry, which the process shares, prefers our names.
+    """
     gin.config._REGISTRY.__class__ = _Names
     root = importlib.import_module(package)
     for module in _public_modules(root):
@@ -69,10 +71,14 @@ def import_modules(names: Iterable[str]) -> None:
         try:
             with gin.unlock_config():  # Another configuration may have been built.
                 module = importlib.import_module(name)
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             raise ValueError(
                 f"--import={name}: {error}: it is looked for in the working directory, "
                 "in the folders of PYTHONPATH, and among installed packages"
+            ) from error
+        except Exception as error:  # It may raise anything.
+            raise ValueError(
+                f"--import={name}: the module raises {type(error).__name__}: {error}"
             ) from error
         members = {
             key: value
@@ -112,10 +118,8 @@ def _of_keras(module: ModuleType) -> dict[str, object]:
     import keras
 
     bases = tuple(operator.attrgetter(path)(keras) for path in _BASES)
-    is_applications = module.__name__.startswith("keras.applications")
     return {
         name: value
         for name, value in vars(module).items()
-        if (inspect.isclass(value) and issubclass(value, bases))
-        or (is_applications and inspect.isfunction(value) and name[0].isupper())
+        if inspect.isclass(value) and issubclass(value, bases)
     }
