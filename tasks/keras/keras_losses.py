@@ -216,5 +216,5 @@ def _check_adds_up(metric: Any) -> None:
             raise ValueError(
                 f"the metric {metric.name!r}, a {own.__name__}, has its own {method}, "
                 "and it is not known whether its variables add up over batches: make "
-                "it a keras.metrics.MeanMetricWrapper of a function, or train by fit"
+                "it a function of labels and predictions, or train by fit"
             )

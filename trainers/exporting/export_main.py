@@ -13,6 +13,7 @@ import numpy as np
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.keras.keras_model import KerasModel
 from meshwright.trainers import cli
 from meshwright.trainers.checkpoints.checkpoints import (
     Access,
@@ -25,7 +26,7 @@ from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.exporting.bundle import BundleOptions, export_bundle
 from meshwright.trainers.exporting.saved_model import ExportError, export_saved_model
 from meshwright.trainers.startup import compile_cache, export_flags, files
-from meshwright.trainers.startup.export_flags import BUNDLE, SAVED_MODEL
+from meshwright.trainers.startup.export_flags import BUNDLE, KERAS, SAVED_MODEL
 from meshwright.trainers.training import loop
 
 
@@ -50,6 +51,9 @@ def _run(experiment: Experiment, config_text: str) -> None:
             start = time.time()
             export_saved_model(experiment, _weights(state), scratch / SAVED_MODEL)
             _tell(SAVED_MODEL, scratch, output, start)
+        if KERAS in wanted:
+            _save_keras(experiment, _weights(state), scratch)
+            print(output / "model.keras", flush=True)
         if BUNDLE in wanted:
             start = time.time()
             (scratch / BUNDLE).mkdir()
@@ -61,6 +65,23 @@ def _run(experiment: Experiment, config_text: str) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     if BUNDLE in wanted:
         print(f"  python {output / BUNDLE / 'run_bundle.py'} --steps=10")
+
+
+def _save_keras(
+    experiment: Experiment, weights: NestedMap, folder: pathlib.Path
+) -> None:
+    """Writes a KerasModel's model with its weights as `model.keras`.
+
+    Raises:
+      ExportError: the task is of another kind.
+    """
+    task = experiment.task
+    if not isinstance(task, KerasModel):
+        raise ExportError(
+            f"{type(task).__name__} is no KerasModel, so that --what=keras has nothing "
+            "to write: export a saved_model or a bundle"
+        )
+    task.filled(weights).save(folder / "model.keras")
 
 
 def _output() -> pathlib.Path:

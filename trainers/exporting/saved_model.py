@@ -95,7 +95,10 @@ def _signature(
     variables: NestedMap,
     batch: NestedMap,
 ):
-    """A concrete function of the batch's tensors by path, without XLA's ops."""
+    """A concrete function of the batch's tensors, without XLA's ops.
+
+    They are named by their paths, with `_` in place of dots.
+    """
     theta = variables.map(lambda v: tf.TensorSpec(v.shape, v.dtype))
     batch = NestedMap(batch)
 
@@ -113,7 +116,7 @@ def _signature(
 
     def call(**tensors):
         leaves = [v.read_value() for v in variables.leaves()]
-        leaves += [tensors[path] for path, _ in batch.items_by_path()]
+        leaves += [tensors[_argument(path)] for path, _ in batch.items_by_path()]
         results = tf.graph_util.import_graph_def(
             graph,
             input_map=dict(zip(inputs, leaves, strict=True)),
@@ -123,10 +126,14 @@ def _signature(
         return dict(zip(outputs, results, strict=True))
 
     arguments = {
-        path: tf.TensorSpec(spec.shape, spec.dtype, name=path)
+        _argument(path): tf.TensorSpec(spec.shape, spec.dtype, name=_argument(path))
         for path, spec in batch.items_by_path()
     }
     return tf.function(call, autograph=False).get_concrete_function(**arguments)
+
+
+def _argument(path: str) -> str:
+    return path.replace(".", "_")
 
 
 def plain_graph(graph: graph_pb2.GraphDef) -> graph_pb2.GraphDef:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
-SAVED_MODEL, BUNDLE = "saved_model", "bundle"
+SAVED_MODEL, BUNDLE, KERAS = "saved_model", "bundle", "keras"
 
 MODEL_DIR = flags.DEFINE_string(
     "model_dir",
@@ -15,7 +15,9 @@ MODEL_DIR = flags.DEFINE_string(
 STEP = flags.DEFINE_integer("step", None, "Checkpoint's step; default: the newest.")
 OUTPUT = flags.DEFINE_string("output", None, "Folder to make and to write to.")
 WHAT = flags.DEFINE_list(
-    "what", [SAVED_MODEL, BUNDLE], "What to export: saved_model, bundle or both."
+    "what",
+    [SAVED_MODEL, BUNDLE],
+    "What to export: saved_model, bundle and, of a KerasModel, keras.",
 )
 PLATFORMS = flags.DEFINE_list(
     "platforms",
@@ -38,19 +40,19 @@ def wanted() -> list[str]:
     Raises:
       ValueError: a name is unknown, or a SavedModel lacks weights.
     """
-    wanted, known = WHAT.value, (SAVED_MODEL, BUNDLE)
+    wanted, known = WHAT.value, (SAVED_MODEL, BUNDLE, KERAS)
     unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:
         raise ValueError(
-            f"--what={','.join(wanted)} must be {SAVED_MODEL}, {BUNDLE} or both"
+            f"--what={','.join(wanted)} must be some of {', '.join(known)}"
         )
     if MODEL_DIR.value == "":
         raise ValueError(
             "--model_dir is empty: name the training's folder, or leave it out"
         )
-    if SAVED_MODEL in wanted and MODEL_DIR.value is None:
+    if MODEL_DIR.value is None and {SAVED_MODEL, KERAS} & set(wanted):
         raise ValueError(
-            "a SavedModel has weights: give the training's --model_dir, or "
-            f"--what={BUNDLE}, which can initialise them where it runs"
+            "a SavedModel or Keras model has weights: give the training's --model_dir, "
+            f"or --what={BUNDLE}, which can initialise them where it runs"
         )
     return wanted

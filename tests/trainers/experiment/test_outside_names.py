@@ -7,13 +7,18 @@ import re
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import meshwright.framework as mw
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.exporting.saved_model import export_saved_model
+from tests.tasks.keras.keras_cases import programs_of, task_of
+from tests.tasks.keras.test_keras_model import CASES
 from tests.trainers.small_run import points
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "docs" / "examples"
@@ -58,7 +63,7 @@ def test_a_keras_model_is_trained_goes_on_and_is_exported(tmp_path):
         "export",
         f"--model_dir={tmp_path / 'parts'}",
         f"--output={tmp_path / 'exported'}",
-        "--what=saved_model",
+        "--what=saved_model,keras",
     )
     assert exported.returncode == 0, exported.stderr
     loaded = tf.saved_model.load(str(tmp_path / "exported" / "saved_model"))
@@ -66,6 +71,24 @@ def test_a_keras_model_is_trained_goes_on_and_is_exported(tmp_path):
     logits = loaded.signatures["serving_default"](x=tf.constant(x))["output"]
     right = np.mean(np.argmax(logits, -1) == np.argmax(x[:, :10], -1))
     assert f"accuracy {right:.4f}" in second.stdout
+    model = keras.models.load_model(tmp_path / "exported" / "model.keras")
+    np.testing.assert_allclose(
+        model.predict(x, verbose=0), logits, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_model_of_two_inputs_is_exported(tmp_path):
+    """Arguments of a SavedModel have no dots in their names."""
+    make, arrays, compiled = CASES["two outputs"]
+    programs = programs_of(task_of(make, arrays, **compiled), keras.optimizers.SGD(0.1))
+    weights = mw.NestedMap(programs.init(programs.seed()).theta).map(np.asarray)
+    export_saved_model(programs.experiment, weights, tmp_path / "saved")
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    x = arrays[0]["a"][:3]
+    got = loaded.signatures["serving_default"](x_a=tf.constant(x), x_b=tf.constant(-x))
+    want = programs.experiment.task.filled(weights)({"a": x, "b": -x})
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-5)
 
 
 def test_a_task_of_the_users_is_trained_and_exported(tmp_path):

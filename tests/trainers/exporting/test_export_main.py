@@ -71,8 +71,14 @@ def test_a_training_is_exported_whole(straight, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more_flags", "message"),
     [
-        ({"what": "weights"}, "--what=weights must be saved_model, bundle or both"),
-        ({}, "a SavedModel has weights: give the training's --model_dir, or --what=bu"),
+        (
+            {"what": "weights"},
+            "--what=weights must be some of saved_model, bundle, keras",
+        ),
+        (
+            {},
+            "a SavedModel or Keras model has weights: give the training's --model_dir",
+        ),
         (
             {"what": "bundle", "platforms": "gpu"},
             r"platforms \['gpu'\]: some of cpu",

@@ -72,6 +72,10 @@ def import_modules(names: Iterable[str]) -> None:
             with gin.unlock_config():  # Another configuration may have been built.
                 module = importlib.import_module(name)
         except ModuleNotFoundError as error:
+            if error.name != name:
+                raise ValueError(
+                    f"--import={name}: it imports {error.name}, which is not installed"
+                ) from error
             raise ValueError(
                 f"--import={name}: {error}: it is looked for in the working directory, "
                 "in the folders of PYTHONPATH, and among installed packages"
