@@ -73,11 +73,7 @@ class DatasetInput(BatchedInput):
         object.__setattr__(self, "_structure", train.element_spec)
 
     def element_spec(self, batch: int | None) -> NestedMap:
-        spec = named(self.structure).map(
-            lambda leaf: tf.TensorSpec([batch, *leaf.shape], leaf.dtype)
-        )
-        spec[ROW_WEIGHTS] = tf.TensorSpec([batch], tf.float32)
-        return spec
+        return batch_spec(self.structure, batch)
 
     @property
     def structure(self) -> Any:
@@ -181,6 +177,20 @@ def named(example: Any) -> NestedMap:
             "and weights at most, or a dict"
         )
     return NestedMap(_by_name(dict(zip(_NAMES, parts, strict=False))))
+
+
+def batch_spec(structure: Any, batch: int | None) -> NestedMap:
+    """The `tf.TensorSpec` of each tensor in a batch of examples.
+
+    Args:
+      structure: of an example, with a `tf.TensorSpec` for each tensor.
+      batch: the number of rows.
+    """
+    spec = named(structure).map(
+        lambda leaf: tf.TensorSpec([batch, *leaf.shape], leaf.dtype)
+    )
+    spec[ROW_WEIGHTS] = tf.TensorSpec([batch], tf.float32)
+    return spec
 
 
 def unnamed(batch: NestedMap, structure: Any) -> tuple:

@@ -19,8 +19,7 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, get_lo
 from meshwright.framework.nested_map import NestedMap, as_key
 from meshwright.tasks.keras.keras_scope import with_values, without_values
 
-PACKAGES = ("keras", "keras_hub", "keras_rs")
-"""Those whose own classes do as Keras's documentation says."""
+_PACKAGES = ("keras", "keras_hub", "keras_rs")
 
 
 class RowLoss(keras.losses.Loss):
@@ -133,8 +132,7 @@ class RowMetrics:
                 tf.cast(sums[f"{part}._{i:03}"], variable.dtype)
                 for i, variable in enumerate(metrics.variables)
             ]
-            found = metrics.stateless_result(values)
-            for name, value in found.items():
+            for name, value in metrics.stateless_result(values).items():
                 value = np.asarray(value)
                 if value.ndim:
                     parts = {f"{name}_{i}": x for i, x in enumerate(value.flat)}
@@ -208,13 +206,18 @@ def _of_rank(mask: tf.Tensor, rank: int) -> tf.Tensor:
     return mask[(..., *[None] * (rank - mask.shape.rank))]
 
 
+def is_of_keras(kind: type, method: str) -> bool:
+    """Whether a class has a method from Keras, and does as its documentation says."""
+    home = next(c for c in kind.__mro__ if method in vars(c)).__module__
+    return home.partition(".")[0] in _PACKAGES
+
+
 def _check_adds_up(metric: Any) -> None:
-    own = type(metric)
+    kind = type(metric)
     for method in ("update_state", "result"):
-        home = next(c for c in own.__mro__ if method in vars(c)).__module__
-        if home.partition(".")[0] not in PACKAGES:
+        if not is_of_keras(kind, method):
             raise ValueError(
-                f"the metric {metric.name!r}, a {own.__name__}, has its own {method}, "
+                f"the metric {metric.name!r}, a {kind.__name__}, has its own {method}, "
                 "and it is not known whether its variables add up over batches: make "
                 "it a function of labels and predictions, or train by fit"
             )

@@ -71,16 +71,13 @@ class KerasOptimizer(Optimizer):
     def apply(self, step, rate, grads, values, slots, specs):
         built = self._built(specs)
         paths = [path for path, spec in specs.items_by_path() if not spec.is_statistic]
-        given = {id(v): slots.get_path(".".join(p)) for p, v in built.variables.items()}
-        given |= {
-            id(variable): values.get_path(path)
-            for path, variable in zip(paths, built.trained, strict=True)
-        }
-        own = built.optimizer
-        given[id(own._iterations)] = tf.cast(step, own._iterations.dtype)
-        given[id(own._learning_rate)] = rate
-        new = built.applied(given, [grads.get_path(path) for path in paths])
         by_path = dict(zip(paths, built.trained, strict=True))
+        given = {id(v): slots.get_path(".".join(p)) for p, v in built.variables.items()}
+        given |= {id(v): values.get_path(path) for path, v in by_path.items()}
+        iterations, learning_rate = built.step_and_rate
+        given[id(iterations)] = tf.cast(step, iterations.dtype)
+        given[id(learning_rate)] = rate
+        new = built.applied(given, [grads.get_path(path) for path in paths])
 
         def weight(path, value, grad, spec):
             if spec.is_statistic:

@@ -29,9 +29,13 @@ from meshwright.framework.modeling.layer import (
 from meshwright.framework.nested_map import NestedMap, as_key
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.plan import as_axes
-from meshwright.tasks.input.dataset_input import ROW_WEIGHTS, named, unnamed
+from meshwright.tasks.input.dataset_input import ROW_WEIGHTS, batch_spec, unnamed
 from meshwright.tasks.keras.keras_flops import product_flops
-from meshwright.tasks.keras.keras_losses import PACKAGES, RowLosses, RowMetrics
+from meshwright.tasks.keras.keras_losses import (
+    RowLosses,
+    RowMetrics,
+    is_of_keras,
+)
 from meshwright.tasks.keras.keras_scope import (
     from_the_start,
     noting_layers,
@@ -121,23 +125,23 @@ class KerasProgram:
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
         """The loss as `Task.loss`; assigned variables are gradients."""
         loss, sums, assigned = self._traced(ctx, self._gathered(ctx, theta), batch)
-        for path, kind in self._kinds.items():
+        for path, kind in self._kinds.items() if ctx.mode is Mode.TRAIN else ():
             weight = theta.get_path(path)
             if kind is _Kind.FROZEN:
                 loss = as_gradient(loss, weight, tf.zeros_like(weight))
-            elif kind is _Kind.ASSIGNED and ctx.mode is Mode.TRAIN:
+            elif kind is _Kind.ASSIGNED:
                 loss = as_gradient(loss, weight, assigned[path])
         return TaskLoss(loss=loss, sums=sums)
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, float]:
         """The loss and the metrics, of sums over batches by path."""
         rows = max(float(sums["rows"]), 1.0)
-        found = {"loss": sums["loss"]} | {
+        losses = {"loss": sums["loss"]} | {
             path.removeprefix("losses."): value
             for path, value in sums.items()
             if path.startswith("losses.")
         }
-        means = {name: float(value) / rows for name, value in found.items()}
+        means = {name: float(value) / rows for name, value in losses.items()}
         return means | self._metrics.results(sums)
 
     def outputs(self, ctx: Context, theta: NestedMap, x: Any) -> Any:
@@ -167,28 +171,36 @@ class KerasProgram:
         with from_the_start(), tf.init_scope():
             model = self._make()
             if not model.built:
-                some = self._parts(self._some_batch())[0]
+                some = self._parts(batch_spec(self._structure, _ROWS))[0]
                 model(tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), some))
-        pairs = zip(self.variables.leaves(), theta.leaves(), strict=True)
-        values = {id(variable): value for variable, value in pairs}
-        for own, variable in zip(model.variables, self.model.variables, strict=True):
+        values = self._by_id(theta)
+        for new, variable in zip(model.variables, self.model.variables, strict=True):
             if id(variable) in values:
-                own.assign(values[id(variable)])
+                new.assign(values[id(variable)])
         return model
 
     @functools.cached_property
     def row_flops(self) -> float:
         """FLOPs of products in a forward pass for a row; 0 if not known."""
-        values = [tf.TensorSpec(v.shape, v._dtype) for v in self.variables.leaves()]
 
         def forward(values, batch):
             theta = self.variables.pack(values)
             x = self._parts(batch)[0]
             return tf.nest.flatten(self.outputs(Context(), theta, x))
 
-        traced = tf.function(forward, autograph=False)
-        graph = traced.get_concrete_function(values, self._some_batch()).graph
-        return product_flops(graph) / _ROWS
+        return product_flops(self._graph(forward)) / _ROWS
+
+    def _graph(self, fn: Callable[..., Any]) -> tf.Graph:
+        """The graph of a function of the variables' values, as a list, and a batch."""
+        values = [tf.TensorSpec(v.shape, v._dtype) for v in self.variables.leaves()]
+        traced = tf.function(fn, autograph=False)
+        batch = batch_spec(self._structure, _ROWS)
+        return traced.get_concrete_function(values, batch).graph
+
+    def _by_id(self, theta: NestedMap) -> dict[int, Any]:
+        """Values by `id` of the variables."""
+        pairs = zip(self.variables.leaves(), theta.leaves(), strict=True)
+        return {id(variable): value for variable, value in pairs}
 
     def _traced(
         self, ctx: Context, theta: NestedMap, batch: NestedMap
@@ -237,8 +249,7 @@ class KerasProgram:
 
     def _scope(self, ctx: Context, theta: NestedMap):
         """Values of the variables for ops of the model."""
-        pairs = zip(self.variables.leaves(), theta.leaves(), strict=True)
-        values = {id(variable): value for variable, value in pairs}
+        values = self._by_id(theta)
         for i, state in enumerate(self._seeds):
             seed = tf.zeros([2], tf.uint32)
             if ctx.key is not None:
@@ -248,19 +259,11 @@ class KerasProgram:
 
     def _call_symbolically(self) -> None:
         """Builds a model that waits for an input."""
-        x = self._parts(self._some_batch())[0]
+        x = self._parts(batch_spec(self._structure, _ROWS))[0]
         tensors = tf.nest.map_structure(
             lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x
         )
         backend.compute_output_spec(lambda x: self._called(x, Mode.EVAL), tensors)
-
-    def _some_batch(self) -> NestedMap:
-        """Nested map of `tf.TensorSpec`, for what does not depend on the rows."""
-        specs = named(self._structure).map(
-            lambda leaf: tf.TensorSpec([_ROWS, *leaf.shape], leaf.dtype)
-        )
-        specs[ROW_WEIGHTS] = tf.TensorSpec([_ROWS], tf.float32)
-        return specs
 
     @functools.cached_property
     def _kinds(self) -> dict[str, _Kind]:
@@ -288,12 +291,7 @@ class KerasProgram:
                     kinds[path] = _Kind.ASSIGNED
             return loss
 
-        values = [
-            tf.TensorSpec(variable.shape, variable._dtype)
-            for variable in self.variables.leaves()
-        ]
-        traced = tf.function(trace, autograph=False)
-        traced.get_concrete_function(values, self._some_batch())
+        self._graph(trace)
         return kinds
 
 
@@ -337,8 +335,7 @@ def _check_model(model: Any) -> None:
             "that returns a Keras model"
         )
     for step in _STEPS:
-        home = next(c for c in type(model).__mro__ if step in vars(c)).__module__
-        if home.partition(".")[0] not in PACKAGES:
+        if not is_of_keras(type(model), step):
             raise ValueError(
                 f"{model.name} has its own {step}, which only fit calls: train it by "
                 "meshwright.framework.keras.distribute and fit, or write a Task"
@@ -442,12 +439,12 @@ class _KeySeed(keras.random.SeedGenerator):
 
 def _initializer(variable: Any) -> Callable[..., tf.Tensor]:
     """Keras's initializer, which draws from the key unless it has a seed."""
-    own = variable._initializer
+    given = variable._initializer
 
     def initializer(key, shape, dtype, stack_rank=0):
-        made = own
-        if isinstance(own, RandomInitializer) and own._init_seed is None:
-            made = copy.copy(own)
+        made = given
+        if isinstance(given, RandomInitializer) and given._init_seed is None:
+            made = copy.copy(given)
             made.seed = _KeySeed(key)
         return tf.cast(made(tuple(shape), dtype=variable._dtype), dtype)
 

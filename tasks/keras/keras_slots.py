@@ -59,6 +59,11 @@ class BuiltOptimizer:
     variables: dict[tuple[str, ...], Any]
     slots: dict[tuple[str, ...], WeightSpec]
 
+    @property
+    def step_and_rate(self) -> tuple[Any, Any]:
+        """The variables of the step and the learning rate."""
+        return self.optimizer._iterations, self.optimizer._learning_rate
+
     def variables_in_order(self, slots: NestedMap) -> list[Any]:
         """The slots' variables in the order of a nested map's leaves."""
         return [self.variables[tuple(p.split("."))] for p, _ in slots.items_by_path()]
@@ -81,7 +86,7 @@ def built(optimizer: Any, items: tuple) -> BuiltOptimizer:
       items: of each weight its path, shape, dims and dtype.
     """
     with tf.init_scope():
-        own = _functional(optimizer)
+        copied = _functional(optimizer)
     trained = []
     with from_the_start(), without_values() as made:
         for path, shape, _, dtype in items:
@@ -90,14 +95,14 @@ def built(optimizer: Any, items: tuple) -> BuiltOptimizer:
                 for scope in scopes:
                     stack.enter_context(keras.name_scope(scope))
                 trained.append(keras.Variable("zeros", shape, dtype, name=name))
-        own.build(trained)
+        copied.build(trained)
         if get_stateless_scope().state_mapping:
             raise ValueError(
                 f"KerasOptimizer.optimizer, of class {type(optimizer).__name__}, "
                 "begins with the values of the weights, which there are not yet: give "
                 "another"
             )
-    _check_excluded(own, trained)
+    _check_excluded(copied, trained)
     dims = {id(v): item[2] for v, item in zip(trained, items, strict=True)}
     variables, slots = {}, {}
     # Its `variables` lack some, such as that of Nadam. Integers are those of Adafactor
@@ -109,14 +114,14 @@ def built(optimizer: Any, items: tuple) -> BuiltOptimizer:
         while path in variables:
             path = (*path[:-1], f"{path[-1]}_")
         variables[path] = variable
-        names = dims.get(own.references.get(id(variable)))
+        names = dims.get(copied.references.get(id(variable)))
         slots[path] = WeightSpec(
             shape=tuple(variable.shape),
             dims=names or ("slot",) * len(variable.shape),
             initializer=_initializer(variable),
             dtype=tf.as_dtype(variable.dtype),
         )
-    return BuiltOptimizer(own, trained, variables, slots)
+    return BuiltOptimizer(copied, trained, variables, slots)
 
 
 def _initializer(variable: Any):
