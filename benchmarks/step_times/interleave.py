@@ -12,12 +12,15 @@ import dataclasses
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+_CLOCKS = ("cpu", "wall")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +132,22 @@ def take_turns(
         for worker, own_turns in reversed(pairs) if number % 2 else pairs:
             own_turns.append(worker.turn(steps))
     return turns
+
+
+def medians(turns: Sequence[Turn]) -> list[float]:
+    """The median CPU and wall seconds of a step."""
+    return [
+        statistics.median(getattr(turn, clock) for turn in turns) for clock in _CLOCKS
+    ]
+
+
+def median_ratios(turns: Sequence[Turn], others: Sequence[Turn]) -> list[float]:
+    """The median ratios of two programs' turns of the same round, CPU and wall."""
+    pairs = [*zip(turns, others, strict=True)]
+    return [
+        statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs)
+        for clock in _CLOCKS
+    ]
 
 
 def loss_difference(losses: Mapping[str, Sequence[float]], tolerance: float) -> float:

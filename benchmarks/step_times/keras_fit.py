@@ -25,7 +25,6 @@ import dataclasses
 import math
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -357,8 +356,8 @@ def compare(
             command = [sys.executable, __file__, f"--worker={variant}"]
             command += [f"--settings={setting}", f"--meshes={mesh}"]
             command += [f"--layouts={layout}", f"--steps={steps}"]
-            one = interleave.Worker(f"{variant}, {setting}, {mesh}, {layout}", command)
-            workers.append(stack.enter_context(one))
+            name = f"{variant}, {setting}, {mesh}, {layout}"
+            workers.append(stack.enter_context(interleave.Worker(name, command)))
         facts = {p: w.facts() for p, w in zip(programs, workers, strict=True)}
         difference = interleave.loss_difference(
             {" ".join(p): fact["losses"] for p, fact in facts.items()}, LOSS_TOLERANCE
@@ -389,14 +388,10 @@ def table_rows(setting: str, mesh: str, comparison: Comparison) -> list[str]:
         start = [setting, mesh] if not rows else ["", ""]
         label = layout if variant == FIT else ""
         cells = [f"{start[0]:9}{start[1]:6}{label:8}{LABELS[variant]:15}"]
-        for clock in ("cpu", "wall"):
-            seconds = statistics.median(getattr(turn, clock) for turn in turns)
-            cells.append(f"{seconds:7.4f}")
-        fit = comparison.turns[FIT, layout]
-        for clock in () if variant == FIT else ("cpu", "wall"):
-            pairs = zip(fit, turns, strict=True)
-            ratios = [getattr(a, clock) / getattr(b, clock) for a, b in pairs]
-            cells.append(f"{statistics.median(ratios):7.2f}")
+        cells += [f"{seconds:7.4f}" for seconds in interleave.medians(turns)]
+        if variant != FIT:
+            ratios = interleave.median_ratios(comparison.turns[FIT, layout], turns)
+            cells += [f"{ratio:7.2f}" for ratio in ratios]
         rows.append("  ".join(cells))
     return rows
 

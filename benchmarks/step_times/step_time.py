@@ -22,12 +22,18 @@ import dataclasses
 import os
 import pathlib
 import platform
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 
 from absl import app, flags
-from interleave import Turn, Worker, loss_difference, take_turns
+from interleave import (
+    Turn,
+    Worker,
+    loss_difference,
+    median_ratios,
+    medians,
+    take_turns,
+)
 
 VARIANTS = pathlib.Path(__file__).with_name("variants.py")
 OURS = "meshwright"
@@ -152,13 +158,10 @@ def table_rows(
         is_ours = variant == OURS
         cells = [f"{setting if is_ours else '':9}{mesh if is_ours else '':6}"]
         cells[0] += f"{LABELS[variant]:15}"
-        for clock in ("cpu", "wall"):
-            seconds = statistics.median(getattr(turn, clock) for turn in theirs)
-            cells.append(f"{seconds:7.4f}")
-        for clock in () if is_ours else ("cpu", "wall"):
-            pairs = zip(turns[OURS], theirs, strict=True)
-            ratios = [getattr(a, clock) / getattr(b, clock) for a, b in pairs]
-            cells.append(f"{statistics.median(ratios):9.2f}")
+        cells += [f"{seconds:7.4f}" for seconds in medians(theirs)]
+        if not is_ours:
+            ratios = median_ratios(turns[OURS], theirs)
+            cells += [f"{ratio:9.2f}" for ratio in ratios]
         rows.append("  ".join(cells))
     return rows
 

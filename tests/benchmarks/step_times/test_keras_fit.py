@@ -21,12 +21,12 @@ def test_keras_layers_train_as_ours(benchmark, layout):
         benchmark.train(variant, programs, layout, steps=2)
         for variant in ("layers", "fit", "keras")
     ]
-    assert len({one.weights for one in trained}) == 1
-    losses = {str(number): one.losses for number, one in enumerate(trained)}
+    assert len({run.weights for run in trained}) == 1
+    losses = {str(number): run.losses for number, run in enumerate(trained)}
     assert len(losses["0"]) == benchmark.CHECKED_STEPS
     benchmark.interleave.loss_difference(losses, benchmark.LOSS_TOLERANCE)
-    for one in trained:
-        one.epoch()
+    for run in trained:
+        run.epoch()
 
 
 def test_the_table_has_medians_and_the_ratios_of_rounds(benchmark):

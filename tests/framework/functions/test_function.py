@@ -5,10 +5,10 @@ import pytest
 import tensorflow as tf
 
 import meshwright.framework as mw
-from meshwright.framework.compiler.boundary.arguments import Arguments
 from meshwright.framework.functions import function as function_module
 from meshwright.framework.functions import mesh_variable
 from meshwright.framework.functions.mesh_variable import value_of
+from tests.framework.functions.moves import watched
 
 MESH = mw.DeviceMesh(("data", "model"), (2, 4))
 RNG = np.random.default_rng(0)
@@ -103,19 +103,7 @@ def test_no_value_moves_between_calls(monkeypatch):
         raise AssertionError("a value moves")
 
     monkeypatch.setattr(mesh_variable, "to_host", refuse)
-    placed, fetched = [], []
-    put, to_host = Arguments.put, function_module.to_host
-
-    def watched_put(self, index, value):
-        placed.append(np.shape(value))
-        return put(self, index, value)
-
-    def watched_to_host(array):
-        fetched.append(array.shape)
-        return to_host(array)
-
-    monkeypatch.setattr(Arguments, "put", watched_put)
-    monkeypatch.setattr(function_module, "to_host", watched_to_host)
+    placed, fetched = watched(monkeypatch, function_module)
     for _ in range(3):
         step(X, Y)
         evaluate(X, Y)

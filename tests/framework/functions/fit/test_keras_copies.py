@@ -11,10 +11,10 @@ import pytest
 import tensorflow as tf
 
 import meshwright.framework as mw
-from meshwright.framework.compiler.boundary.arguments import Arguments
 from meshwright.framework.functions import function as function_module
 from meshwright.framework.functions import mesh_variable
 from meshwright.framework.functions.mesh_variable import value_of
+from tests.framework.functions.moves import watched
 
 MESH = mw.DeviceMesh(("data", "model"), (2, 4))
 X = np.random.default_rng(0).standard_normal((80, 6)).astype(np.float32)
@@ -43,20 +43,7 @@ def test_a_hundred_steps_move_batches_and_metrics_alone(monkeypatch):
     model.fit(X, Y, **fit)
     metrics = {v.shape for m in model.metrics for v in m.variables}
     assert metrics == {()}
-    placed, fetched = [], []
-    put, to_host = Arguments.put, mesh_variable.to_host
-
-    def watched_put(self, index, value):
-        placed.append(np.shape(value))
-        return put(self, index, value)
-
-    def watched_to_host(array):
-        fetched.append(array.shape)
-        return to_host(array)
-
-    monkeypatch.setattr(Arguments, "put", watched_put)
-    for module in (mesh_variable, function_module):
-        monkeypatch.setattr(module, "to_host", watched_to_host)
+    placed, fetched = watched(monkeypatch, mesh_variable, function_module)
     before = resident()
     model.fit(X, Y, **fit, epochs=10)
     assert model.optimizer.iterations.numpy() == 110
