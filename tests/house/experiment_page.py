@@ -20,8 +20,8 @@ def table() -> str:
     """A row for each field: its name, default and meaning."""
     text = inspect.cleandoc(Experiment.__doc__)
     text = text.partition("Args:\n")[2].partition("\nRaises:")[0]
-    found = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", text, re.MULTILINE)
-    meanings = {name: " ".join(meaning.split()) for name, meaning in found}
+    entries = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", text, re.MULTILINE)
+    meanings = {name: " ".join(meaning.split()) for name, meaning in entries}
     rows = ["| `Experiment.` | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(Experiment):
         default = field.default

@@ -162,16 +162,16 @@ def check_same(what: str, facts: Mapping[str, str]) -> None:
     if jax.process_count() == 1:
         return
     arrive()
-    told = jax_bridge.exchange(
+    texts = jax_bridge.exchange(
         json.dumps([what, dict(facts)]), seconds=_MEETING_SECONDS
     )
-    if None in told:
+    if None in texts:
         raise RuntimeError(
-            f"{what}: process {told.index(None)} of {len(told)} has not come within "
+            f"{what}: process {texts.index(None)} of {len(texts)} has not come within "
             f"{_MEETING_SECONDS:g} s: all processes run the same script, with the same "
             "calls in the same order"
         )
-    (first, wanted), *others = map(json.loads, told)
+    (first, wanted), *others = map(json.loads, texts)
     for process, (other, given) in enumerate(others, start=1):
         if other != first:
             raise ValueError(

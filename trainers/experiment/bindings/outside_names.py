@@ -35,8 +35,8 @@ class _Names(SelectorMap):
     """
 
     def matching_selectors(self, partial_selector):
-        found = super().matching_selectors(partial_selector)
-        return [name for name in found if not _is_keras(name)] or found
+        names = super().matching_selectors(partial_selector)
+        return [name for name in names if not _is_keras(name)] or names
 
     def minimal_selector(self, complete_selector):
         if _is_keras(complete_selector):
