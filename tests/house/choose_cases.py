@@ -10,13 +10,13 @@ import collections
 import json
 import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 
 import coverage
 import pytest
 from coverage.numbits import numbits_to_nums
+
+from tests.house import in_turn
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOME_CASES = ROOT / "tests" / "some_cases.txt"
@@ -140,12 +140,12 @@ def main() -> int:
         "[run]\nsource = framework, layers, tasks, trainers\n"
         f"data_file = {FOLDER / 'coverage'}\nparallel = true\n"
     )
-    command = [
-        *(sys.executable, "-m", "pytest", "-n2", "-mnot slow", "-p", __spec__.name),
+    arguments = [
+        *("-n2", "-mnot slow", "-p", __spec__.name),
         *("--cov", f"--cov-config={FOLDER / 'settings'}", "--cov-context=test"),
-        "--cov-report=",
+        *("--cov-report=", "--cov-append"),
     ]
-    if status := subprocess.call(command, cwd=ROOT):
+    if status := in_turn.run(arguments):
         return status
     seconds, lines, always = _measured()
     kept = chosen(seconds, lines, always)

@@ -1,11 +1,15 @@
-"""The cases that `make test` runs: they exist, and are chosen by lines and cost."""
+"""The cases that `make test` runs: they exist, and are chosen by lines and cost.
+
+What `make test-all` runs, group after group, is everything.
+"""
 
 import ast
 import functools
 import pathlib
+import re
 
 from tests.conftest import kept_cases
-from tests.house import choose_cases
+from tests.house import choose_cases, in_turn
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -50,3 +54,19 @@ def test_what_is_marked_always_is_kept_whatever_it_costs():
 def test_what_runs_in_all_cases_is_not_listed():
     text = choose_cases.text(SECONDS, {"a[0]", "a[1]", "c[x]"})
     assert [line for line in text.splitlines() if line[0] != "#"] == ["b", "c\tx"]
+
+
+def test_each_file_of_tests_is_in_one_group():
+    files = (ROOT / "tests").rglob("test_*.py")
+    paths = [ROOT / path for group in in_turn.groups() for path in group]
+    groups = [[p for p in paths if p == file or p in file.parents] for file in files]
+    assert {len(group) for group in groups} == {1}
+
+
+def test_groups_are_counted_together(monkeypatch, capsys):
+    folders = [["tests/data"], ["tests/framework/test_nested_map.py"]]
+    monkeypatch.setattr(in_turn, "groups", lambda: [*folders, folders[1]])
+    assert in_turn.run(["-q", "-p", "no:cacheprovider", "-k", "path"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"=+ (\d+) passed, \d+ deselected in .*, all groups =+", last)
+    assert int(last.split()[1]) % 2 == 0
