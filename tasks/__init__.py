@@ -4,6 +4,7 @@ from meshwright.tasks.images.image_classification import ImageClassification
 from meshwright.tasks.images.image_files import ImageFiles
 from meshwright.tasks.images.image_input import ImageInput
 from meshwright.tasks.images.synthetic_images import SyntheticImages
+from meshwright.tasks.input.batched_input import Resume
 from meshwright.tasks.input.dataset_input import DatasetInput
 from meshwright.tasks.keras.keras_model import KerasCompile, KerasModel
 from meshwright.tasks.keras.keras_optimizer import KerasOptimizer
@@ -60,6 +61,7 @@ __all__ = [
     "RatingsFile",
     "Recommendation",
     "RecommendationInput",
+    "Resume",
     "Sampling",
     "Segmentation",
     "SegmentationInput",

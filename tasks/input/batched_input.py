@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
+from typing import ClassVar
 
+import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling.checks import Checked
@@ -14,12 +17,30 @@ _PARALLEL_BATCHES = 4
 _READY_BATCHES = 8
 
 
+@gin.constants_from_enum
+class Resume(enum.Enum):
+    """Where a run that resumes goes on in the training batches."""
+
+    STEP = "step"
+    """At its step's batch: which batch that is depends on the step's number alone."""
+    STATE = "state"
+    """Where the iterator was, whose state is in the checkpoint."""
+    ANEW = "anew"
+    """At the first batch of a new pass."""
+
+
 class BatchedInput(Checked):
     """Base of inputs: subclass as a frozen, keyword-only dataclass.
 
-    The state of an input is the step number alone. A subclass describes its batches,
-    and reads those of given steps.
+    The state of an input is the step number alone, unless `resume` says otherwise. A
+    subclass describes its batches, and reads those of given steps.
     """
+
+    resume: ClassVar[Resume] = Resume.STEP
+    """Where a run that resumes goes on."""
+    is_by_number: ClassVar[bool] = True
+    """Whether the numbers of steps and rows say which examples they hold; else each
+    process has to read all rows, and to see the same ones."""
 
     def element_spec(self, batch: int | None) -> NestedMap:
         """The `tf.TensorSpec` of each tensor in a batch of `batch` rows."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.nested_map import NestedMap, as_key
-from meshwright.tasks.input.batched_input import BatchedInput, read_ahead
+from meshwright.tasks.input.batched_input import BatchedInput, Resume, read_ahead
 from meshwright.tasks.input.example_order import SEEDS, BatchRows
 
 ROW_WEIGHTS = "row_weights"
@@ -31,10 +31,10 @@ class DatasetInput(BatchedInput):
     addition it has `row_weights`, float32 [rows]: 0 for rows that fill up the last
     batch of held-out examples, else 1.
 
-    Training begins anew whenever the examples end. A run that resumes skips what it has
-    read, so that it goes on with the same examples: those must come in the same order
-    in each process. `tf.data` has them in order, and its random numbers follow `seed`
-    where they have no seed of their own; Python's are the function's to seed.
+    Training begins anew whenever the examples end. All processes have to read the same
+    examples in the same order. `tf.data` has them in order, and its random numbers
+    follow `seed` where they have no seed of their own, those of ops in a parallel `map`
+    too; Python's are the function's to seed.
 
     The functions are called when the input is made, and for each pass; before them
     TensorFlow's global seed is set.
@@ -44,15 +44,23 @@ class DatasetInput(BatchedInput):
         `tf.data.Dataset` that is not batched.
       held_out: the same for evaluation; None for none.
       seed: of random numbers of the datasets.
+      resume: where a run that resumes goes on in the examples for training.
+        `Resume.STEP` reads what comes before and skips it; `Resume.STATE` keeps the
+        state of `tf.data`'s iterator with each checkpoint, with all that is in buffers
+        of `shuffle`; `Resume.ANEW` begins a new pass.
 
     Raises:
       ValueError: a function is none, or returns no dataset of examples of known shapes;
-        held-out examples are not like those for training.
+        held-out examples are not like those for training; the examples for training
+        come from a `tf.data` service, which begins anew, and `resume` is another.
     """
+
+    is_by_number: ClassVar[bool] = False
 
     train: Callable[[], tf.data.Dataset]
     held_out: Callable[[], tf.data.Dataset] | None = None
     seed: int = bounded(0, **SEEDS)
+    resume: Resume = Resume.STEP
 
     def __post_init__(self):
         super().__post_init__()
@@ -122,9 +130,9 @@ class DatasetInput(BatchedInput):
                     "dataset return single examples (.unbatch() undoes .batch()), "
                     "padded to a fixed shape (.map with tf.ensure_shape tells it)"
                 )
-        options = tf.data.Options()
-        options.deterministic = True
-        return examples.with_options(options)
+        if field == "train" and self.resume is not Resume.ANEW:
+            _check_resumes(examples, self.resume)
+        return _in_order(examples)
 
     def _named(self, field: str) -> tf.data.Dataset:
         # Made anew: each pass over one dataset may be in another order.
@@ -135,9 +143,12 @@ class DatasetInput(BatchedInput):
     def train_batches(
         self, start_step: int, *, global_batch: int, rows: range
     ) -> tf.data.Dataset:
+        """As of `BatchedInput`, but from the first on unless `resume` is by step."""
         given = BatchRows(global_batch, rows)
         examples = self._named("train").repeat()
-        batches = examples.batch(global_batch, drop_remainder=True).skip(start_step)
+        batches = examples.batch(global_batch, drop_remainder=True)
+        if self.resume is Resume.STEP:
+            batches = batches.skip(start_step)
         return _of_rows(batches, given)
 
     def held_out_batches(
@@ -160,6 +171,42 @@ class DatasetInput(BatchedInput):
         if max_batches is not None:
             batches = batches.take(max_batches)
         return _of_rows(batches, given)
+
+
+def _check_resumes(examples: tf.data.Dataset, resume: Resume) -> None:
+    """Checks that a run can find its place again in the examples for training."""
+    graph = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(examples),
+        external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE.value,
+    )
+    nodes = tf.compat.v1.GraphDef.FromString(graph.numpy()).node
+    if any(node.op.startswith("DataServiceDataset") for node in nodes):
+        raise ValueError(
+            "DatasetInput.train reads from a tf.data service, which keeps no state and "
+            "no order from which a run could resume, and DatasetInput.resume is "
+            f"Resume.{resume.name}: set it to %Resume.ANEW, and a run that resumes "
+            "begins a new pass"
+        )
+
+
+def _in_order(examples: tf.data.Dataset) -> tf.data.Dataset:
+    """The examples in an order, and with random numbers, that are always the same."""
+    options = tf.data.Options()
+    options.deterministic = True
+    examples = examples.with_options(options)
+    # A parallel map keeps its examples in order, but its random ops, and other ops with
+    # a state, run in any. This rewrite has them run in turn, and the rest in parallel.
+    # By itself TF makes it only in a process all of whose ops are to be deterministic.
+    leaves = tf.nest.flatten(examples.element_spec)
+    rewritten = tf.raw_ops.OptimizeDatasetV2(
+        input_dataset=tf.data.experimental.to_variant(examples),
+        optimizations_enabled=["make_deterministic"],
+        optimizations_disabled=[],
+        optimizations_default=[],
+        output_types=[leaf.dtype for leaf in leaves],
+        output_shapes=[leaf.shape for leaf in leaves],
+    )
+    return tf.data.experimental.from_variant(rewritten, examples.element_spec)
 
 
 def named(example: Any) -> NestedMap:

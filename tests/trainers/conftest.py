@@ -32,15 +32,20 @@ def straight(tmp_path_factory):
 @pytest.fixture
 def change_batches(monkeypatch):
     """Calls a function with (first step, batches) before each call of main."""
-    original = loop.call_batches
+    original = loop.CallBatches
 
     def use(change):
-        def changed(experiment, start_step, rows):
-            steps = experiment.steps_per_loop
-            for i, batches in enumerate(original(experiment, start_step, rows)):
-                change(start_step + i * steps + 1, batches)
-                yield batches
+        class Changed(original):
+            def __init__(self, experiment, start_step, *args):
+                super().__init__(experiment, start_step, *args)
+                self.step, self.steps = start_step + 1, experiment.steps_per_loop
 
-        monkeypatch.setattr(loop, "call_batches", changed)
+            def __next__(self):
+                batches = super().__next__()
+                change(self.step, batches)
+                self.step += self.steps
+                return batches
+
+        monkeypatch.setattr(loop, "CallBatches", Changed)
 
     return use

@@ -1,4 +1,4 @@
-"""Changes to Orbax's defaults."""
+"""Changes to Orbax's defaults, and what it takes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
 from meshwright.framework.compiler.xla.processes import arrive
+from meshwright.framework.nested_map import NestedMap
 
 
 def barrier() -> ocp.multihost.BarrierSyncFn:
@@ -31,6 +33,14 @@ def barrier() -> ocp.multihost.BarrierSyncFn:
         wait(key=key, timeout_ms=timeout_ms)
 
     return wait_unless_failed
+
+
+def to_dict(tree: NestedMap) -> dict[str, Any]:
+    """Nested dicts, which Orbax knows."""
+    return {
+        key: to_dict(value) if isinstance(value, NestedMap) else value
+        for key, value in tree.items()
+    }
 
 
 class _Step(ocp.path.step.Metadata):

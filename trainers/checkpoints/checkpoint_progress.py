@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import tensorstore as ts
 
 from meshwright.framework.compiler.xla.processes import is_first_process
+from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.startup.messages import log_line
 
 
@@ -79,6 +81,17 @@ class Transfer:
     def _so_far(self) -> tuple[int, float]:
         done = self._done() - self._begin
         return done, done / (time.perf_counter() - self._clock)
+
+
+def bytes_here(state: NestedMap) -> int:
+    """Bytes of arrays, real or abstract, in the memory of this process."""
+    total = 0
+    for leaf in state.leaves():
+        places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        copies_aside = len({str(place) for place in places})
+        total += copies_aside * int(np.prod(shard)) * leaf.dtype.itemsize
+    return total
 
 
 def bytes_written() -> int:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import absl.logging
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -35,6 +34,7 @@ from meshwright.trainers.checkpoints.checkpoint_digests import (
 from meshwright.trainers.checkpoints.checkpoint_manifest import ArraySpec
 from meshwright.trainers.checkpoints.checkpoint_progress import (
     Transfer,
+    bytes_here,
     bytes_read,
     bytes_written,
 )
@@ -42,6 +42,8 @@ from meshwright.trainers.checkpoints.checkpoint_progress import (
 log = logging.getLogger("absl")
 
 _MAX_JSON = 64 << 20  # bytes; what describes a state of 100,000 leaves has 10 million
+
+_INPUT = "input"
 
 T = TypeVar("T")
 
@@ -133,7 +135,12 @@ class Checkpoints:
         return self._newest(skipped=())
 
     def save(
-        self, step: int, state: NestedMap, *, metadata: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        state: NestedMap,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        input_state: NestedMap | None = None,
     ) -> None:
         """Saves `state` as `step` in the background.
 
@@ -145,6 +152,8 @@ class Checkpoints:
           step: a number larger than every step saved so far.
           state: nested map of `jax.Array`, in logical shapes, sharded in any way.
           metadata: small and JSON-like; `metadata()` returns it.
+          input_state: nested map of NumPy arrays, the same in all processes;
+            `input_state()` returns it.
 
         Raises:
           CheckpointError: this save cannot start, or an earlier one failed.
@@ -162,17 +171,19 @@ class Checkpoints:
         self.check_space(step, sum(array.nbytes for array in state.leaves()))
         json.dumps(metadata)  # Fails here, not in the background.
         forms = manifests.to_json(manifests.forms(state))
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(_to_dict(state)),
-            manifest=ocp.args.JsonSave(forms),
-            metadata=ocp.args.JsonSave(dict(metadata or {})),
-        )
+        items = {
+            "state": ocp.args.StandardSave(checkpoint_orbax.to_dict(state)),
+            "manifest": ocp.args.JsonSave(forms),
+            "metadata": ocp.args.JsonSave(dict(metadata or {})),
+        }
+        if input_state is not None:
+            items[_INPUT] = ocp.args.StandardSave(checkpoint_orbax.to_dict(input_state))
         self._saving = step
-        size = _bytes_here(state)
+        size = bytes_here(state)
         self._writing = Transfer(f"saving step {step}", size, done=bytes_written)
         self._writing.start()
         with self._write_errors(), wide_elements():
-            self._manager.save(step, args=items, force=True)
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def check_space(self, step: int, needed: int) -> None:
         """Checks that `needed` bytes are free, for a later `save` of `step`.
@@ -224,6 +235,22 @@ class Checkpoints:
                 f"({_brief(error)})"
             ) from error
 
+    def input_state(self, step: int) -> NestedMap | None:
+        """The `input_state` that was saved with `step`, or None.
+
+        Raises:
+          CheckpointError: it cannot be read.
+        """
+        folder = self._folder(step) / _INPUT
+        try:
+            if not folder.exists():
+                return None
+            return NestedMap(ocp.StandardCheckpointHandler().restore(folder))
+        except Exception as error:
+            raise CheckpointError(
+                f"the state of the input in {folder} cannot be read ({_brief(error)})"
+            ) from error
+
     def restore(self, step: int | None, abstract: NestedMap) -> NestedMap:
         """The state saved as `step`, with the shardings of `abstract`.
 
@@ -249,7 +276,7 @@ class Checkpoints:
                     f"{manifests.bullet_list(lines)}\nuse the configuration that it "
                     "was saved with, or another directory"
                 )
-            args = ocp.args.StandardRestore(_to_dict(abstract))
+            args = ocp.args.StandardRestore(checkpoint_orbax.to_dict(abstract))
             handler = ocp.StandardCheckpointHandler()
             return self._read_state(step, handler, args, abstract)
 
@@ -274,7 +301,7 @@ class Checkpoints:
         def read(step: int) -> NestedMap:
             abstract = choose(self._forms(step))
             _check_shardings(abstract)
-            item = _to_dict(abstract)
+            item = checkpoint_orbax.to_dict(abstract)
             how = ocp.checkpoint_utils.construct_restore_args(item)
             args = ocp.args.PyTreeRestore(item, how, partial_restore=True)
             handler = ocp.PyTreeCheckpointHandler()
@@ -403,7 +430,7 @@ class Checkpoints:
         abstract: NestedMap,
     ) -> NestedMap:
         # Not with Orbax's manager: a process that fails would never reach its barrier.
-        what, size = f"restoring step {step}", _bytes_here(abstract)
+        what, size = f"restoring step {step}", bytes_here(abstract)
         with Transfer(what, size, done=bytes_read), wide_elements():
             state = NestedMap(handler.restore(self._folder(step) / "state", args=args))
         jax.block_until_ready(state.leaves())
@@ -450,28 +477,10 @@ class Checkpoints:
         return f"step {steps[-1]} is kept" if steps else "no earlier step is there"
 
 
-def _to_dict(tree: NestedMap) -> dict[str, Any]:
-    return {
-        key: _to_dict(value) if isinstance(value, NestedMap) else value
-        for key, value in tree.items()
-    }
-
-
 def _check_shardings(abstract: NestedMap) -> None:
     for path, spec in abstract.items_by_path():
         if spec.sharding is None:
             raise ValueError(f"restoring {path} needs a sharding for it")
-
-
-def _bytes_here(state: NestedMap) -> int:
-    """Bytes of arrays, real or abstract, in the memory of this process."""
-    total = 0
-    for leaf in state.leaves():
-        places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        shard = leaf.sharding.shard_shape(leaf.shape)
-        copies_aside = len({str(place) for place in places})
-        total += copies_aside * int(np.prod(shard)) * leaf.dtype.itemsize
-    return total
 
 
 def _brief(error: BaseException | None) -> str:

@@ -36,7 +36,7 @@ from meshwright.framework.compiler.program import TracedProgram
 from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.stored_form import StoredForm
-from meshwright.trainers.experiment.batches import arrays, call_batches
+from meshwright.trainers.experiment.batches import CallBatches, eval_batches
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
@@ -209,11 +209,9 @@ def _batches(
 ) -> tuple[list[NestedMap], list[NestedMap]]:
     """Batches for calls of the main program from the first step on; held-out ones."""
     B = experiment.global_batch
-    given = call_batches(experiment, 0, range(B))
-    held_out = experiment.task.eval_batches(
-        global_batch=B, rows=range(B), max_batches=calls
-    )
-    return list(itertools.islice(given, calls)), list(arrays(held_out))
+    given = CallBatches(experiment, 0, range(B))
+    held_out = eval_batches(experiment, range(B), calls)
+    return list(itertools.islice(given, calls)), list(held_out)
 
 
 def _stacked(name: str, batches: Sequence[NestedMap]) -> dict[str, np.ndarray]:

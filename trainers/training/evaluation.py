@@ -14,7 +14,7 @@ from etils import epath
 from meshwright.framework.compiler.xla.processes import is_first_process, to_host
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.task import DecodeResult
-from meshwright.trainers.experiment.batches import arrays, readable
+from meshwright.trainers.experiment.batches import eval_batches, readable
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training.stop_signals import StopRequest
@@ -46,14 +46,10 @@ def evaluate(
     experiment, task = programs.experiment, programs.experiment.task
     theta = state.weights()
     rows = programs.eval.arguments.local_rows(1, dim=0)
-    batches = task.eval_batches(
-        global_batch=experiment.global_batch,
-        rows=rows,
-        max_batches=experiment.eval_batches,
-    )
+    batches = eval_batches(experiment, rows, experiment.eval_batches)
     decoding = DecodeResult(metrics={})
     try:
-        totals = sums_over(programs, theta, _until_stopped(arrays(batches), stop), rows)
+        totals = sums_over(programs, theta, _until_stopped(batches, stop), rows)
         if experiment.decode_batches != 0:
             decoding = _decode(programs, theta, stop, folder)
     except _StoppedError:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 from meshwright.framework.compiler.explaining.explain import explain
 from meshwright.framework.compiler.explaining.explain_text import rematerialized_lines
@@ -23,13 +20,14 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 )
 from meshwright.framework.compiler.xla.processes import to_host
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.input.batched_input import Resume
 from meshwright.trainers.checkpoints.checkpoint_initialize import (
     weights_from,
     with_weights,
 )
 from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
 from meshwright.trainers.experiment import replication
-from meshwright.trainers.experiment.batches import call_batches
+from meshwright.trainers.experiment.batches import CallBatches
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
@@ -38,8 +36,8 @@ from meshwright.trainers.startup.messages import log_line
 from meshwright.trainers.training.evaluation import evaluate, format_metrics, summarize
 from meshwright.trainers.training.health import History
 from meshwright.trainers.training.progress import Progress
-from meshwright.trainers.training.saved_config import changes
-from meshwright.trainers.training.start_notes import start_notes
+from meshwright.trainers.training.saved_config import note_changes
+from meshwright.trainers.training.start_notes import start_notes, warn_of_unknown_dims
 from meshwright.trainers.training.step_histograms import write_histograms
 from meshwright.trainers.training.step_profile import StepProfile
 from meshwright.trainers.training.stop_signals import StopRequest, stop_on_signals
@@ -179,9 +177,11 @@ class _Loop:
         self.evaluated_step: int | None = None
         self.history = History()
         self.roll_backs_since_save = 0
+        self.calls: CallBatches | None = None
+        self.saved_input: NestedMap | None = None
 
     def run_to_end(self) -> TrainResult:
-        _warn_of_unknown_dims(self.programs)
+        warn_of_unknown_dims(self.programs)
         for line in start_notes(self.programs):
             log_line("%s", line)
         replicated = replication.report_text(self._replicated())
@@ -253,7 +253,7 @@ class _Loop:
     def _make_steps(self, main, state: TrainState, step: int, watchdog) -> int:
         """Trains from `step` on and saves; returns the last step."""
         experiment, steps = self.experiment, self.experiment.steps_per_loop
-        calls = _device_batches(self.programs, step + self.history.batches_passed)
+        self._find_batches(step)
         saved_step = step
         with Progress(
             experiment,
@@ -266,9 +266,11 @@ class _Loop:
             while step < experiment.num_steps:
                 # Read before this process's arrival, so that the others see who is
                 # late.
-                batches = next(calls)
+                batches = next(self.calls)
                 if self.stop.reached():
+                    self.calls.put_back()
                     break
+                batches = main.arguments.shard_rows(1, batches, self.rows, dim=1)
                 if experiment.is_due(step + steps, experiment.histogram_interval):
                     progress.wait()
                     with progress.pause("counting for histograms"):
@@ -302,6 +304,23 @@ class _Loop:
                 with progress.pause("saving"):
                     self._save(step, state)
         return step
+
+    def _find_batches(self, step: int) -> None:
+        """Finds the batches of the steps after `step`."""
+        keeps_state = self.experiment.task.input.resume is Resume.STATE
+        if keeps_state and self.calls is not None:
+            return  # After a roll back it goes on with what comes next.
+        self.rows = self.programs.main.arguments.local_rows(1, dim=1)
+        passed = step + self.history.batches_passed
+        saved = self.saved_input
+        if step and keeps_state and saved is None:
+            log.warning(
+                "checkpoint step %d has no state of the input: reads %d batches and "
+                "skips them",
+                step,
+                passed,
+            )
+        self.calls = CallBatches(self.experiment, passed, self.rows, saved)
 
     def _compiled_main(self):
         log_line("compiling for %d devices", self.experiment.plan.mesh.size)
@@ -348,9 +367,10 @@ class _Loop:
         restored = self.checkpoints.restore(None, abstract)
         state = TrainState(self.programs, restored)
         metadata = self.checkpoints.metadata(state.step)
-        self._warn_of_other_data(state.step, metadata)
-        self._note_other_configuration(state.step, metadata)
+        note_changes(state.step, metadata, self.fingerprint, self.run.config)
         self.history = History.of(metadata)
+        if self.experiment.task.input.resume is Resume.STATE:
+            self.saved_input = self.checkpoints.input_state(state.step)
         return state
 
     def _initial(self) -> TrainState:
@@ -362,34 +382,6 @@ class _Loop:
         log_line("initializing weights")
         state = TrainState.initial(self.programs)
         return TrainState(self.programs, with_weights(state.logical(), taken))
-
-    def _warn_of_other_data(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Warns if training batches are not those of the run that saved `step`."""
-        saved = metadata.get("batches")
-        saved = saved if isinstance(saved, Mapping) else {}
-        changed = [k for k, v in self.fingerprint.items() if saved.get(k) != v]
-        if changed:
-            log.warning(
-                "the training data is not what checkpoint step %d was trained on (%s "
-                "changed): examples now come in another order",
-                step,
-                ", ".join(changed),
-            )
-
-    def _note_other_configuration(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Logs the differences from the configuration that `step` was saved with."""
-        saved = metadata.get("config")
-        if not self.run.config or not saved:
-            return  # Not built by gin.
-        try:
-            changed = changes(saved, self.run.config)
-        except (ValueError, TypeError):
-            log.warning("the configuration in checkpoint step %d cannot be read", step)
-            return
-        if changed:
-            log_line(
-                "the configuration differs from checkpoint step %d's: %s", step, changed
-            )
 
     def _save(self, step: int, state: TrainState) -> None:
         """Saves the state in the background, or raises if it is not finite."""
@@ -404,7 +396,14 @@ class _Loop:
             )
         metadata = {"config": self.run.config, "batches": self.fingerprint}
         metadata |= self.history.metadata()
-        self.checkpoints.save(step, state.logical(), metadata=metadata)
+        saved_input = None
+        if self.calls is not None:
+            self.calls.check_same()
+            if self.experiment.task.input.resume is Resume.STATE:
+                saved_input = self.calls.state()
+        self.checkpoints.save(
+            step, state.logical(), metadata=metadata, input_state=saved_input
+        )
         self.roll_backs_since_save = 0
 
     def _rolled_back(self, state: TrainState, error: NotFiniteError) -> int:
@@ -470,31 +469,3 @@ class _Loop:
             f"{error}{when}; {kept}. Lower the learning rate,{clip} or check the "
             f"data{again}"
         )
-
-
-def _device_batches(programs: StepPrograms, start_step: int) -> Iterator[NestedMap]:
-    """Batches for successive calls of the main program, on its devices."""
-    arguments = programs.main.arguments
-    rows = arguments.local_rows(1, dim=1)
-    for batches in call_batches(programs.experiment, start_step, rows):
-        yield arguments.shard_rows(1, batches, rows, dim=1)
-
-
-def _warn_of_unknown_dims(programs: StepPrograms) -> None:
-    """Warns if the plan splits a dim that nothing has: a typo splits nothing."""
-    plan = programs.experiment.plan
-    weight_dims = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
-    tables = {
-        "weights": (plan.weights, weight_dims, "weight"),
-        "activations": (plan.activations, programs.activation_dims(), "activation"),
-    }
-    for name, (table, known, what) in tables.items():
-        for dim in sorted(set(table) - known):
-            near = difflib.get_close_matches(dim, known, n=1) or sorted(known)
-            log.warning(
-                "ShardingPlan.%s splits dim %r, which no %s has; do you mean %s?",
-                name,
-                dim,
-                what,
-                " or ".join(near),
-            )

@@ -1,12 +1,18 @@
-"""Reads the text of a configuration, to compare two texts, and for tables."""
+"""Reads the text of a configuration, for tables, and to note what has changed."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import tokenize
+from collections.abc import Mapping
 from typing import Any
 
 from gin import config_parser
+
+from meshwright.trainers.startup.messages import log_line
+
+log = logging.getLogger("absl")
 
 _MOST_SHOWN = 10
 
@@ -79,6 +85,39 @@ def changes(before: str, now: str) -> str:
     more = len(differ) - _MOST_SHOWN
     rest = [f"and {more} more"] if more > 0 else []
     return "; ".join([*differ[:_MOST_SHOWN], *rest])
+
+
+def note_changes(
+    step: int, saved: Mapping[str, Any], batches: Mapping[str, Any], config: str
+) -> None:
+    """Logs what has changed since a checkpoint was saved.
+
+    Args:
+      step: the checkpoint's.
+      saved: the metadata of the checkpoint.
+      batches: what the order of training batches depends on, now.
+      config: the operative configuration now; "" if it is not known.
+    """
+    known = saved.get("batches")
+    known = known if isinstance(known, Mapping) else {}
+    if changed := [k for k, v in batches.items() if known.get(k) != v]:
+        log.warning(
+            "the training data is not what checkpoint step %d was trained on (%s "
+            "changed): examples now come in another order",
+            step,
+            ", ".join(changed),
+        )
+    if not config or not saved.get("config"):
+        return  # Not built by gin.
+    try:
+        changed = changes(saved["config"], config)
+    except (ValueError, TypeError):
+        log.warning("the configuration in checkpoint step %d cannot be read", step)
+        return
+    if changed:
+        log_line(
+            "the configuration differs from checkpoint step %d's: %s", step, changed
+        )
 
 
 def _shown(parameters: dict[str, Any], name: str) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.tasks import DatasetInput
+from meshwright.tasks import DatasetInput, Resume
 from meshwright.tasks.input.dataset_input import named, unnamed
 
 
@@ -129,3 +129,52 @@ def test_arrays_stay_as_they_are():
     batch = next(iter(given.train_batches(1, global_batch=4, rows=range(4))))
     np.testing.assert_array_equal(batch["x"], x[4:])
     assert given.element_spec(None).x.shape.as_list() == [None, 3]
+
+
+def distorted():
+    """Random numbers that are drawn in parallel, by ops that take long or short."""
+
+    def draw(x):
+        count = tf.random.uniform([], 1, 20_000, tf.int32)
+        noise = tf.reduce_sum(tf.random.normal([count]))
+        return {"x": x, "noise": noise, "other": tf.random.uniform([])}
+
+    return numbers(400).shuffle(50).map(draw, num_parallel_calls=8)
+
+
+def test_random_numbers_of_a_parallel_map_are_the_same_in_each_run():
+    def noise(start, count):
+        given = DatasetInput(train=distorted)
+        batches = given.train_batches(start, global_batch=50, rows=range(50))
+        return [batch["noise"] for batch in read(batches, count)]
+
+    first = noise(0, 16)
+    assert noise(0, 16) == first and noise(10, 6) == first[10:]
+    assert first[0] != first[8]  # The second epoch draws others.
+
+
+@pytest.fixture
+def service():
+    dispatcher = tf.data.experimental.service.DispatchServer()
+    address = dispatcher.target.removeprefix("grpc://")
+    config = tf.data.experimental.service.WorkerConfig(dispatcher_address=address)
+    worker = tf.data.experimental.service.WorkerServer(config)
+    yield dispatcher.target
+    del worker
+
+
+def test_a_service_reads_for_a_run_and_begins_anew(service):
+    def served():
+        return numbers().apply(
+            tf.data.experimental.service.distribute("parallel_epochs", service)
+        )
+
+    given = DatasetInput(train=served, held_out=served, resume=Resume.ANEW)
+    for start in (0, 3):
+        batches = given.train_batches(start, global_batch=4, rows=range(4))
+        assert [b["x"] for b in read(batches, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    batches = read(given.held_out_batches(global_batch=4, rows=range(4)))
+    assert [b["x"] for b in batches][-1] == [8, 9, 0, 0]
+    for resume in (Resume.STEP, Resume.STATE):
+        with pytest.raises(ValueError, match=r"a tf.data service.* to %Resume.ANEW"):
+            DatasetInput(train=served, resume=resume)

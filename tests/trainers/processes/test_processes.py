@@ -27,6 +27,7 @@ from tests.trainers.runs import test_segmentation_run
 from tests.trainers.small_run import (
     GIN_FILES,
     GIN_PARAMS,
+    ROOT,
     at,
     points,
     saved_steps,
@@ -191,12 +192,37 @@ def test_all_roll_back_together(start, tmp_path):
     assert group.wait() == [0, 0], group.outputs
     assert "at step 8: rolled back to step 5" in group.outputs[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "call_batches", poisoned_train.poisoned_batches)
+        patch.setattr(loop, "CallBatches", poisoned_train.PoisonedBatches)
         policy = NotFinite.ROLL_BACK
         want = train(at(small_programs(), not_finite=policy), tmp_path / "one").losses
     # Steps 1 to 7 were there twice, with other batches from 6 on.
     losses = dict(points(tmp_path / "run", "train")["loss"])
     assert losses == pytest.approx(want, rel=1e-6)
+
+
+UNSEEDED = """
+import gin
+import numpy as np
+import tensorflow as tf
+
+def points():
+    rng = np.random.default_rng()
+    examples = {"point": rng.random([64, 2], "float32"), "arm": np.float32([0, 1] * 32)}
+    return tf.data.Dataset.from_tensor_slices(examples)
+"""
+
+
+def test_processes_that_read_different_examples_end(start, tmp_path, monkeypatch):
+    examples = ROOT / "docs" / "examples"
+    (tmp_path / "unseeded.py").write_text(UNSEEDED)
+    monkeypatch.setenv("PYTHONPATH", f"{examples}:{tmp_path}", prepend=os.pathsep)
+    files = [examples / "my_task.gin"]
+    job = (files, ["DatasetInput.train = @unseeded.points"])
+    flags = ["--import=my_task", "--import=unseeded", "--mode=train"]
+    group = start(2, tmp_path / "run", job=job, flags=flags)
+    assert 0 not in group.wait(), group.outputs
+    assert "processes read different examples" in group.outputs[0]
+    assert not saved_steps(tmp_path / "run")
 
 
 def translating(root):

@@ -5,18 +5,22 @@ import numpy as np
 from meshwright.trainers import train
 from meshwright.trainers.training import loop
 
-_original = loop.call_batches
 
+class PoisonedBatches(loop.CallBatches):
+    """Instead of `CallBatches`, for one step a loop."""
 
-def poisoned_batches(experiment, start_step, rows):
-    """Instead of `loop.call_batches`, for one step a loop."""
-    batches_of_steps = _original(experiment, start_step, rows)
-    for step, batches in enumerate(batches_of_steps, start_step + 1):
-        if step == 8:
+    def __init__(self, experiment, start_step, *args):
+        super().__init__(experiment, start_step, *args)
+        self.step = start_step
+
+    def __next__(self):
+        batches = super().__next__()
+        self.step += 1
+        if self.step == 8:
             batches.weights[0] = np.inf
-        yield batches
+        return batches
 
 
 if __name__ == "__main__":
-    loop.call_batches = poisoned_batches
+    loop.CallBatches = PoisonedBatches
     train.run()

@@ -106,10 +106,10 @@ def test_rolled_back_state_is_the_saved_one(change_batches, tmp_path):
     change_batches(poison(8))
     got = train(rolling_back(), tmp_path / "got", num_steps=10)
 
-    original = loop.call_batches
+    original = loop.CallBatches
     with pytest.MonkeyPatch.context() as patch:
-        later = lambda experiment, start, rows: original(experiment, start + 3, rows)  # noqa: E731
-        patch.setattr(loop, "call_batches", later)
+        later = lambda given, start, *args: original(given, start + 3, *args)  # noqa: E731
+        patch.setattr(loop, "CallBatches", later)
         want = train(rolling_back(), tmp_path / "other", num_steps=10)
     assert {step: got.losses[step] for step in range(6, 11)} == want.losses
 
