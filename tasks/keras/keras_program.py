@@ -9,7 +9,7 @@ import copy
 import enum
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -42,6 +42,7 @@ from meshwright.tasks.keras.keras_scope import (
     with_values,
     without_values,
 )
+from meshwright.tasks.keras.keras_weights import named_arrays
 from meshwright.tasks.task import TaskLoss
 
 _ROWS = 2  # Of a batch that is only traced.
@@ -178,6 +179,16 @@ class KerasProgram:
             if id(variable) in values:
                 new.assign(values[id(variable)])
         return model
+
+    def names_in_file(self, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+        """See `KerasModel.names_in_file`."""
+        found = named_arrays(self.model, names)
+        paths = {
+            found.names[id(variable)]: path
+            for path, variable in self.variables.items_by_path()
+            if id(variable) in found.names
+        }
+        return paths, found.problems
 
     @functools.cached_property
     def row_flops(self) -> float:

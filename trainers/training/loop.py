@@ -356,9 +356,9 @@ class _Loop:
     def _initial(self) -> TrainState:
         source, taken = self.experiment.initialize_from, {}
         if source is not None:
-            # This comes first: weights that do not fit raise before anything is
-            # compiled.
-            taken = weights_from(source, TrainState.abstract(self.programs).theta)
+            # First: weights that do not fit raise before anything is compiled.
+            theta = TrainState.abstract(self.programs).theta
+            taken = weights_from(source, theta, self.experiment.task)
         log_line("initializing weights")
         state = TrainState.initial(self.programs)
         return TrainState(self.programs, with_weights(state.logical(), taken))
