@@ -13,6 +13,7 @@ from etils import epath
 
 from meshwright.framework.compiler.xla.processes import is_first_process, to_host
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sizes import number_text
 from meshwright.tasks.task import DecodeResult
 from meshwright.trainers.experiment.batches import arrays, readable
 from meshwright.trainers.experiment.state import TrainState
@@ -137,4 +138,4 @@ def summarize(summaries: Summaries, step: int, evaluation: Evaluation) -> None:
 
 def format_metrics(metrics: dict[str, float]) -> str:
     """`name value` pairs on one line."""
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    return ", ".join(f"{name} {number_text(value)}" for name, value in metrics.items())
