@@ -16,6 +16,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sizes import number_text
 from meshwright.tasks.task import DecodeResult
 from meshwright.trainers.experiment.batches import arrays, readable
+from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training.stop_signals import StopRequest
@@ -35,6 +36,18 @@ class Evaluation:
     metrics: dict[str, float]
     heat_maps: dict[str, np.ndarray]
     decoding: DecodeResult
+
+
+def check_held_out(experiment: Experiment) -> None:
+    """Asks the task for held-out batches, and reads none.
+
+    Raises:
+      ValueError: there are no held-out examples.
+    """
+    rows = experiment.global_batch
+    experiment.task.eval_batches(
+        global_batch=rows, rows=range(rows), max_batches=experiment.eval_batches
+    )
 
 
 def evaluate(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import logging
 import os
 import time
@@ -35,11 +34,16 @@ from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.processes.peers import Peers
 from meshwright.trainers.startup.messages import log_line
-from meshwright.trainers.training.evaluation import evaluate, format_metrics, summarize
+from meshwright.trainers.training.evaluation import (
+    check_held_out,
+    evaluate,
+    format_metrics,
+    summarize,
+)
 from meshwright.trainers.training.health import History
 from meshwright.trainers.training.progress import Progress
 from meshwright.trainers.training.saved_config import changes
-from meshwright.trainers.training.start_notes import start_notes
+from meshwright.trainers.training.start_notes import start_notes, warn_of_unknown_dims
 from meshwright.trainers.training.step_histograms import write_histograms
 from meshwright.trainers.training.step_profile import StepProfile
 from meshwright.trainers.training.stop_signals import StopRequest, stop_on_signals
@@ -181,7 +185,9 @@ class _Loop:
         self.roll_backs_since_save = 0
 
     def run_to_end(self) -> TrainResult:
-        _warn_of_unknown_dims(self.programs)
+        if self.run.evaluate:
+            check_held_out(self.experiment)
+        warn_of_unknown_dims(self.programs)
         for line in start_notes(self.programs):
             log_line("%s", line)
         replicated = replication.report_text(self._replicated())
@@ -478,23 +484,3 @@ def _device_batches(programs: StepPrograms, start_step: int) -> Iterator[NestedM
     rows = arguments.local_rows(1, dim=1)
     for batches in call_batches(programs.experiment, start_step, rows):
         yield arguments.shard_rows(1, batches, rows, dim=1)
-
-
-def _warn_of_unknown_dims(programs: StepPrograms) -> None:
-    """Warns if the plan splits a dim that nothing has: a typo splits nothing."""
-    plan = programs.experiment.plan
-    weight_dims = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
-    tables = {
-        "weights": (plan.weights, weight_dims, "weight"),
-        "activations": (plan.activations, programs.activation_dims(), "activation"),
-    }
-    for name, (table, known, what) in tables.items():
-        for dim in sorted(set(table) - known):
-            near = difflib.get_close_matches(dim, known, n=1) or sorted(known)
-            log.warning(
-                "ShardingPlan.%s splits dim %r, which no %s has; do you mean %s?",
-                name,
-                dim,
-                what,
-                " or ".join(near),
-            )

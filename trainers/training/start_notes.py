@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import logging
 from collections.abc import Iterator
 
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.experiment.step_programs import StepPrograms
+
+log = logging.getLogger("absl")
 
 
 def start_notes(programs: StepPrograms) -> list[str]:
@@ -59,3 +63,23 @@ def _ends(config: object) -> Iterator[tuple[str, float]]:
             yield from _ends(value)
         elif field.name == "end_step" and value is not None:
             yield f"{type(config).__name__}.{field.name}", value
+
+
+def warn_of_unknown_dims(programs: StepPrograms) -> None:
+    """Warns if the plan splits a dim that nothing has: a typo splits nothing."""
+    plan = programs.experiment.plan
+    weight_dims = {dim for spec in programs.state_specs.leaves() for dim in spec.dims}
+    tables = {
+        "weights": (plan.weights, weight_dims, "weight"),
+        "activations": (plan.activations, programs.activation_dims(), "activation"),
+    }
+    for name, (table, known, what) in tables.items():
+        for dim in sorted(set(table) - known):
+            near = difflib.get_close_matches(dim, known, n=1) or sorted(known)
+            log.warning(
+                "ShardingPlan.%s splits dim %r, which no %s has; do you mean %s?",
+                name,
+                dim,
+                what,
+                " or ".join(near),
+            )
