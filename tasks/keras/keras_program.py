@@ -222,6 +222,7 @@ class KerasProgram:
         is_training = ctx.mode is Mode.TRAIN
         with self._scope(ctx, theta) as scope:
             y_pred = self._called(x, ctx.mode)
+            _check_weights(y_pred, sample_weight)
             losses = list(self.model.losses)
             self.wants_full_batches = bool(scope.losses) or self._losses.compare_rows
             if y is not None:
@@ -304,6 +305,26 @@ class KerasProgram:
 
         self._graph(trace)
         return kinds
+
+
+def _check_weights(y_pred: Any, sample_weight: Any) -> None:
+    if sample_weight is None or tf.is_tensor(sample_weight):
+        return
+    try:
+        tf.nest.assert_same_structure(y_pred, sample_weight)
+    except (ValueError, TypeError):
+        given, outputs = map(_names_of, (sample_weight, y_pred))
+        raise ValueError(
+            f"DatasetInput: examples have sample weights for {given}, and the model "
+            f"has the outputs {outputs}: give weights for each of them, 1 where all "
+            "examples count alike, or one weight for all"
+        ) from None
+
+
+def _names_of(parts: Any) -> str:
+    if tf.is_tensor(parts):
+        return "1 output"
+    return str(list(parts)) if isinstance(parts, Mapping) else f"{len(parts)} outputs"
 
 
 def _metric_weights(
