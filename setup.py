@@ -36,6 +36,7 @@ setup(
         "flatbuffers",
         "gin-config",
         "google-crc32c",
+        "h5py",
         "jax>=0.10.2,<0.12",
         "keras",
         "numpy",

@@ -96,6 +96,14 @@ class NestedMap(dict):
             node = node[key]
         return node
 
+    def set_path(self, path: str, leaf: Any) -> None:
+        """Sets the entry at a dotted path; makes the nested maps that lead to it."""
+        *folders, name = path.split(".")
+        node = self
+        for key in folders:
+            node = node.setdefault(key, NestedMap())
+        node[name] = leaf
+
 
 def as_key(name: Any) -> str:
     """A name, such as that of a layer or a feature, as a nested map takes it."""

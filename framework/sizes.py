@@ -1,4 +1,4 @@
-"""Sizes in words."""
+"""Sizes and other numbers in texts."""
 
 from __future__ import annotations
 
@@ -12,3 +12,11 @@ def bytes_text(size: float) -> str:
         value, unit = value / 1024, unit + 1
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits if unit else 0}f} {_UNITS[unit]}"
+
+
+def number_text(value: float) -> str:
+    """Four significant digits, but all of those before the point: `0.0003142`, `2.5`.
+
+    Numbers from 1000 on have commas: `12,345`.
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -148,6 +149,30 @@ def median_ratios(turns: Sequence[Turn], others: Sequence[Turn]) -> list[float]:
         statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs)
         for clock in _CLOCKS
     ]
+
+
+def table_row(
+    label: str, turns: Sequence[Turn], first: Sequence[Turn] | None = None, width=7
+) -> str:
+    """A program's row: its median seconds, and the first program's over its own.
+
+    Args:
+      label: what the row begins with.
+      turns: the program's.
+      first: those of the program that it is compared with; None for no ratios.
+      width: of the columns of ratios.
+    """
+    cells = [label, *(f"{seconds:7.4f}" for seconds in medians(turns))]
+    if first is not None:
+        cells += [f"{ratio:{width}.2f}" for ratio in median_ratios(first, turns)]
+    return "  ".join(cells)
+
+
+def conditions(versions: Mapping[str, str], rounds: int) -> str:
+    """A line with versions, cores and rounds, which stands above a table."""
+    versions = {"Python": platform.python_version(), **versions}
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{names}; {os.cpu_count()} cores; {rounds} rounds"
 
 
 def loss_difference(losses: Mapping[str, Sequence[float]], tolerance: float) -> float:

@@ -24,7 +24,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -386,13 +385,11 @@ def table_rows(setting: str, mesh: str, comparison: Comparison) -> list[str]:
     rows = []
     for (variant, layout), turns in comparison.turns.items():
         start = [setting, mesh] if not rows else ["", ""]
-        label = layout if variant == FIT else ""
-        cells = [f"{start[0]:9}{start[1]:6}{label:8}{LABELS[variant]:15}"]
-        cells += [f"{seconds:7.4f}" for seconds in interleave.medians(turns)]
-        if variant != FIT:
-            ratios = interleave.median_ratios(comparison.turns[FIT, layout], turns)
-            cells += [f"{ratio:7.2f}" for ratio in ratios]
-        rows.append("  ".join(cells))
+        is_fit = variant == FIT
+        label = f"{start[0]:9}{start[1]:6}{layout if is_fit else '':8}"
+        label += f"{LABELS[variant]:15}"
+        first = None if is_fit else comparison.turns[FIT, layout]
+        rows.append(interleave.table_row(label, turns, first))
     return rows
 
 
@@ -425,9 +422,8 @@ def main(argv: Sequence[str]) -> None:
             except (RuntimeError, ValueError) as error:
                 sys.exit(f"keras_fit.py: {error}")
             if difference is None:
-                versions = {"Python": platform.python_version(), **comparison.versions}
-                names = ", ".join(f"{name} {v}" for name, v in versions.items())
-                print(f"{names}; {os.cpu_count()} cores; {flags.FLAGS.rounds} rounds")
+                rounds = flags.FLAGS.rounds
+                print(interleave.conditions(comparison.versions, rounds))
                 print(HEADER)
             difference = max(difference or 0.0, comparison.loss_difference)
             rows = table_rows(setting, mesh, comparison)

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pathlib
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -29,9 +27,9 @@ from absl import app, flags
 from interleave import (
     Turn,
     Worker,
+    conditions,
     loss_difference,
-    median_ratios,
-    medians,
+    table_row,
     take_turns,
 )
 
@@ -156,13 +154,10 @@ def table_rows(
     rows = []
     for variant, theirs in turns.items():
         is_ours = variant == OURS
-        cells = [f"{setting if is_ours else '':9}{mesh if is_ours else '':6}"]
-        cells[0] += f"{LABELS[variant]:15}"
-        cells += [f"{seconds:7.4f}" for seconds in medians(theirs)]
-        if not is_ours:
-            ratios = median_ratios(turns[OURS], theirs)
-            cells += [f"{ratio:9.2f}" for ratio in ratios]
-        rows.append("  ".join(cells))
+        label = f"{setting if is_ours else '':9}{mesh if is_ours else '':6}"
+        label += f"{LABELS[variant]:15}"
+        first = None if is_ours else turns[OURS]
+        rows.append(table_row(label, theirs, first, width=9))
     return rows
 
 
@@ -181,9 +176,7 @@ def main(argv: Sequence[str]) -> None:
             except (RuntimeError, ValueError) as error:
                 sys.exit(f"step_time.py: {error}")
             if difference is None:
-                versions = {"Python": platform.python_version(), **comparison.versions}
-                names = ", ".join(f"{name} {v}" for name, v in versions.items())
-                print(f"{names}; {os.cpu_count()} cores; {_ROUNDS.value} rounds")
+                print(conditions(comparison.versions, _ROUNDS.value))
                 print(HEADER)
             difference = max(difference or 0.0, comparison.loss_difference)
             print(*table_rows(setting, mesh, comparison.turns), sep="\n", flush=True)

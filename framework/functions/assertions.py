@@ -148,8 +148,9 @@ def _message(op: tf.Operation) -> str:
         text = op.get_attr("message").decode()
         return f"{text}: a tensor {op.inputs[0].shape} has a NaN or an infinity"
     texts = []
-    for tensor in op.inputs[1:]:
-        tensor = _root(tensor)
+    for tensor in map(_root, op.inputs[1:]):
         if tensor.dtype == tf.string and tensor.op.type == "Const":
             texts.append(np.asarray(tf.get_static_value(tensor)).item().decode())
+        elif texts:  # Before a value comes its name, as `x (Mean:0) = `.
+            texts[-1] = texts[-1].rstrip(" =:")
     return " ".join(filter(None, texts)) or "its condition is false"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import re
 import signal
 import threading
 import weakref
@@ -49,6 +50,7 @@ class MeshValue:
       was_read: whether `array` was copied to the host since a program made it.
       readers: graphs of other functions that captured the variable: they read and write
         TF's own copy whenever they run.
+      told: names of readers that a warning has named.
     """
 
     variable: weakref.ref
@@ -58,6 +60,7 @@ class MeshValue:
     on_mesh: bool = False
     was_read: bool = False
     readers: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
+    told: set[str] = dataclasses.field(default_factory=set)
 
     def take(self, program: Program, number: int) -> jax.Array:
         """The value as a program takes it.
@@ -323,15 +326,19 @@ def note_readers(variables: Iterable[tf.Variable]) -> None:
 
 
 def _note_reader(value: MeshValue, graph) -> None:
-    if graph not in _TOLD:
-        _TOLD.add(graph)
+    name = getattr(graph, "name", "of a graph")
+    # Keras makes its functions anew for each `compile` and export.
+    kind = re.sub(r"_\d+$", "", name)
+    if graph not in _TOLD and kind not in value.told:
         logging.warning(
             "the function %r reads variable %r and perhaps others, and does not run on "
             "the mesh: their values are copied to the host after each call of a "
             "program. Make it a meshwright function too",
-            getattr(graph, "name", "of a graph"),
+            name,
             value.variable().name,
         )
+    _TOLD.add(graph)
+    value.told.add(kind)
     value.readers.add(graph)
     value.to_host()
 

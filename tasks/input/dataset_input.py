@@ -75,8 +75,9 @@ class DatasetInput(BatchedInput):
         train, held_out = self._examples("train"), self._examples("held_out")
         if held_out is not None and held_out.element_spec != train.element_spec:
             raise ValueError(
-                f"DatasetInput.held_out returns examples {held_out.element_spec}, but "
-                f"those of DatasetInput.train are {train.element_spec}: make them alike"
+                "DatasetInput.held_out and DatasetInput.train return examples that "
+                "differ: make them alike (.unbatch() undoes .batch())"
+                f"\nheld_out:{_lines(held_out)}\ntrain:{_lines(train)}"
             )
         object.__setattr__(self, "_structure", train.element_spec)
 
@@ -121,8 +122,8 @@ class DatasetInput(BatchedInput):
         for path, leaf in named(examples.element_spec).items_by_path():
             if not isinstance(leaf, tf.TensorSpec) or leaf.dtype == tf.string:
                 raise ValueError(
-                    f"{name}: {path} of an example is {leaf}, which no device takes: "
-                    "map it to tensors of numbers"
+                    f"{name}: {path} of an example is {_line(leaf)}, which no device "
+                    "takes: map it to tensors of numbers"
                 )
             if not leaf.shape.is_fully_defined():
                 raise ValueError(
@@ -254,6 +255,16 @@ def unnamed(batch: NestedMap, structure: Any) -> tuple:
         _structured(batch[name], part)
         for name, part in zip(_NAMES, parts, strict=False)
     )
+
+
+def _lines(examples: tf.data.Dataset) -> str:
+    leaves = named(examples.element_spec).items_by_path()
+    return "".join(f"\n  {path}: {_line(leaf)}" for path, leaf in leaves)
+
+
+def _line(leaf: Any) -> str:
+    is_tensor = isinstance(leaf, tf.TensorSpec)
+    return f"{leaf.dtype.name} {leaf.shape}" if is_tensor else str(leaf)
 
 
 def _by_name(value: Any) -> Any:

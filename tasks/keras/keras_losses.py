@@ -5,7 +5,8 @@ B batch rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -13,12 +14,15 @@ import numpy as np
 import tensorflow as tf
 from keras.src import backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.losses import ALL_OBJECTS_DICT as LOSSES
 from keras.src.losses.loss import reduce_weighted_values
+from keras.src.metrics import ALL_OBJECTS_DICT as METRICS
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, get_loss
 
 from meshwright.framework.nested_map import NestedMap, as_key
 from meshwright.tasks.keras.keras_scope import with_values, without_values
 
+_OF_LABELS = ("accuracy", "acc")  # Which metric these are, labels tell.
 _PACKAGES = ("keras", "keras_hub", "keras_rs")
 
 
@@ -86,6 +90,9 @@ class RowMetrics:
     """
 
     def __init__(self, metrics: Any, weighted: Any, output_names: Any):
+        known = (*METRICS, *_OF_LABELS)
+        _check_names("metrics", metrics, known)
+        _check_names("weighted_metrics", weighted, known)
         self._parts = {
             "metrics": CompileMetrics(None, metrics, output_names=output_names),
             "weighted": CompileMetrics(None, weighted, output_names=output_names),
@@ -159,6 +166,7 @@ class RowLosses:
     """
 
     def __init__(self, loss: Any, weights: Any, output_names: Any):
+        _check_names("loss", loss, LOSSES)
         self._values: list[tf.Tensor] = []
         wrapped = keras.tree.map_structure(
             lambda given: None if given is None else RowLoss(given, self._values),
@@ -210,6 +218,18 @@ def is_of_keras(kind: type, method: str) -> bool:
     """Whether a class has a method from Keras, and does as its documentation says."""
     home = next(c for c in kind.__mro__ if method in vars(c)).__module__
     return home.partition(".")[0] in _PACKAGES
+
+
+def _check_names(field: str, given: Any, known: Iterable[str]) -> None:
+    known = [*known, *keras.saving.get_custom_objects()]
+    for name in keras.tree.flatten(given):
+        if isinstance(name, str) and name not in known and name.lower() not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" do you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"KerasCompile.{field} has {name!r}, which is the name of nothing in "
+                f"Keras:{hint or ' see keras.losses and keras.metrics'}"
+            )
 
 
 def _check_adds_up(metric: Any) -> None:

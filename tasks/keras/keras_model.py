@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import gin
@@ -161,6 +161,21 @@ class KerasModel(Task):
           theta: nested map of host arrays, like `weights`.
         """
         return self._program.filled(theta)
+
+    def names_in_file(self, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+        """Which arrays of a file of Keras are which weights.
+
+        They are found as by Keras's `load_weights`, for which layers are in the same
+        places in the model that wrote the file.
+
+        Args:
+          names: of the arrays, such as `layers/dense/vars/0`.
+
+        Returns:
+          The paths of weights by the names of their arrays, and for layers that get
+          none, why.
+        """
+        return self._program.names_in_file(names)
 
     @property
     def serving(self) -> BatchServing:

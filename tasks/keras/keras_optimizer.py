@@ -61,11 +61,7 @@ class KerasOptimizer(Optimizer):
     def slots(self, specs):
         slots = NestedMap()
         for path, spec in self._built(specs).slots.items():
-            node = slots
-            *scopes, name = path
-            for scope in scopes:
-                node = node.setdefault(scope, NestedMap())
-            node[name] = spec
+            slots.set_path(".".join(path), spec)
         return slots
 
     def apply(self, step, rate, grads, values, slots, specs):

@@ -9,7 +9,7 @@ import copy
 import enum
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -42,6 +42,7 @@ from meshwright.tasks.keras.keras_scope import (
     with_values,
     without_values,
 )
+from meshwright.tasks.keras.keras_weights import named_arrays
 from meshwright.tasks.task import TaskLoss
 
 _ROWS = 2  # Of a batch that is only traced.
@@ -179,6 +180,16 @@ class KerasProgram:
                 new.assign(values[id(variable)])
         return model
 
+    def names_in_file(self, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+        """See `KerasModel.names_in_file`."""
+        found = named_arrays(self.model, names)
+        paths = {
+            found.names[id(variable)]: path
+            for path, variable in self.variables.items_by_path()
+            if id(variable) in found.names
+        }
+        return paths, found.problems
+
     @functools.cached_property
     def row_flops(self) -> float:
         """FLOPs of products in a forward pass for a row; 0 if not known."""
@@ -211,6 +222,7 @@ class KerasProgram:
         is_training = ctx.mode is Mode.TRAIN
         with self._scope(ctx, theta) as scope:
             y_pred = self._called(x, ctx.mode)
+            _check_weights(y_pred, sample_weight)
             losses = list(self.model.losses)
             self.wants_full_batches = bool(scope.losses) or self._losses.compare_rows
             if y is not None:
@@ -293,6 +305,26 @@ class KerasProgram:
 
         self._graph(trace)
         return kinds
+
+
+def _check_weights(y_pred: Any, sample_weight: Any) -> None:
+    if sample_weight is None or tf.is_tensor(sample_weight):
+        return
+    try:
+        tf.nest.assert_same_structure(y_pred, sample_weight)
+    except (ValueError, TypeError):
+        given, outputs = map(_names_of, (sample_weight, y_pred))
+        raise ValueError(
+            f"DatasetInput: examples have sample weights for {given}, and the model "
+            f"has the outputs {outputs}: give weights for each of them, 1 where all "
+            "examples count alike, or one weight for all"
+        ) from None
+
+
+def _names_of(parts: Any) -> str:
+    if tf.is_tensor(parts):
+        return "1 output"
+    return str(list(parts)) if isinstance(parts, Mapping) else f"{len(parts)} outputs"
 
 
 def _metric_weights(

@@ -14,6 +14,14 @@ def tree():
     return NestedMap(b=NestedMap(z=1, a={"w": 2}), a=3, c=NestedMap())
 
 
+def test_an_entry_is_set_by_its_path():
+    nested = NestedMap(a=NestedMap(b=1))
+    nested.set_path("a.c.d", 2)
+    nested.set_path("e", 3)
+    assert nested == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    assert nested.get_path("a.c.d") == 2
+
+
 def test_entries_are_attributes_and_mappings_become_nested_maps(tree):
     assert tree.b.a.w == tree["b"]["a"]["w"] == tree.get_path("b.a.w") == 2
     tree.b.a.w = 5

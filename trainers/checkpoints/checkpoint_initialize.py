@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -17,7 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.framework.compiler.boundary.wide_elements import wide_elements
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.keras.keras_model import KerasModel
+from meshwright.tasks.task import Task
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
+from meshwright.trainers.checkpoints.checkpoint_keras import (
+    FileArray,
+    is_keras_file,
+    opened_keras_file,
+)
 from meshwright.trainers.checkpoints.checkpoint_manifest import (
     ArraySpec,
     bullet_list,
@@ -38,7 +46,9 @@ from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
 from meshwright.trainers.startup.messages import log_line
 
 
-def weights_from(source: InitializeFrom, theta: NestedMap) -> dict[str, jax.Array]:
+def weights_from(
+    source: InitializeFrom, theta: NestedMap, task: Task | None = None
+) -> dict[str, jax.Array]:
     """Weights of another model, by the dotted paths that they have in this one.
 
     Logs which were taken, which are to be initialized, and which were not used.
@@ -47,14 +57,17 @@ def weights_from(source: InitializeFrom, theta: NestedMap) -> dict[str, jax.Arra
       source: the other model's checkpoint, and the names of its weights.
       theta: this model's weights, nested map of `jax.ShapeDtypeStruct` with shardings,
         in logical shapes.
+      task: what is trained; a `KerasModel` knows the names of its weights in files of
+        Keras.
 
     Raises:
       CheckpointError: there is no such checkpoint, none is intact, or it does not fit;
         the message lists where.
     """
     fitting = _Fitting(source, theta)
-    arrays = _read(source, fitting)
-    taken = {path: fitting.assembled(path, arrays) for path in fitting.pieces}
+    with contextlib.ExitStack() as files:
+        arrays = _read(source, fitting, task, files)
+        taken = {path: fitting.assembled(path, arrays) for path in fitting.pieces}
     fitting.report()
     return taken
 
@@ -87,6 +100,22 @@ class _Piece:
     place: Place
 
 
+_Array = jax.Array | np.ndarray | FileArray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Known:
+    """Where arrays go that no rule is for.
+
+    Args:
+      paths: of weights, by the name of the array.
+      problems: why some weights get nothing.
+    """
+
+    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    problems: Sequence[str] = ()
+
+
 class _Fitting:
     """Which arrays of a checkpoint make up which weights.
 
@@ -102,21 +131,24 @@ class _Fitting:
         self.pieces: dict[str, list[_Piece]] = {}
         self.unused: list[str] = []
 
-    def fit(self, saved: Mapping[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
+    def fit(
+        self, saved: Mapping[str, ArraySpec], known: _Known = _Known()
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays to read; an array that is a weight as it is gets its sharding.
 
         Raises:
           CheckpointError: the arrays do not make up the weights.
         """
-        problems = self._match(saved)
+        problems = self._match(saved, known.paths)
         for path, pieces in self.pieces.items():
             problems += self._misfits(path, pieces, saved)
         if self._source.missing is Missing.ERROR:
+            lacking = [path for path in self._initialized() if self._is_chosen(path)]
             problems += [
                 f"{path} {self._wanted[path]} gets nothing{_nearest(path, saved)}"
-                for path in self._initialized()
-                if self._is_chosen(path)
+                for path in lacking
             ]
+            problems += known.problems if lacking else ()
         if self._source.unused is Unused.ERROR:
             problems += [f"{name} {saved[name]} goes nowhere" for name in self.unused]
         if not (problems or self.pieces):
@@ -133,19 +165,19 @@ class _Fitting:
             for piece in pieces
         }
 
-    def assembled(
-        self, path: str, arrays: Mapping[str, jax.Array | np.ndarray]
-    ) -> jax.Array:
+    def assembled(self, path: str, arrays: Mapping[str, _Array]) -> jax.Array:
         """The weight at `path`, with the initial weight's sharding, from `arrays`."""
         weight, pieces = self._weights[path], self.pieces[path]
-        if _is_whole(pieces) and isinstance(arrays[pieces[0].name], jax.Array):
-            return arrays[pieces[0].name]
-        value = np.empty(weight.shape, weight.dtype)
-        for piece in pieces:
-            array = np.asarray(arrays[piece.name])
-            if Change.TRANSPOSE in piece.place.changes:
-                array = array.T
-            value[piece.place.index] = array.reshape(value[piece.place.index].shape)
+        value = arrays[pieces[0].name]
+        if _is_whole(pieces) and isinstance(value, jax.Array):
+            return value
+        if not _is_whole(pieces):
+            value = np.empty(weight.shape, weight.dtype)
+            for piece in pieces:
+                array = _on_host(arrays[piece.name])
+                if Change.TRANSPOSE in piece.place.changes:
+                    array = array.T
+                value[piece.place.index] = array.reshape(value[piece.place.index].shape)
         with wide_elements():
             return jax.make_array_from_callback(
                 weight.shape, weight.sharding, lambda index: value[index]
@@ -165,7 +197,9 @@ class _Fitting:
                 bullet_list(self.unused),
             )
 
-    def _match(self, saved: Mapping[str, ArraySpec]) -> list[str]:
+    def _match(
+        self, saved: Mapping[str, ArraySpec], paths: Mapping[str, str]
+    ) -> list[str]:
         """Fills `pieces` and `unused`; returns the errors of rules and patterns."""
         self.pieces, self.unused = {}, []
         rules, problems, matched = self._source.read_rules(), [], set()
@@ -173,7 +207,7 @@ class _Fitting:
             rule = next((rule for rule in rules if rule.source.fullmatch(name)), None)
             matched.add(rule)
             try:
-                place = rule.place(name) if rule else Place(path=name)
+                place = rule.place(name) if rule else Place(path=paths.get(name, name))
             except ValueError as error:
                 problems.append(str(error))
                 continue
@@ -259,18 +293,27 @@ def _is_whole(pieces: Sequence[_Piece]) -> bool:
     return not pieces[0].place.index and not pieces[0].place.changes
 
 
+def _on_host(array: _Array) -> np.ndarray:
+    return array[...] if isinstance(array, FileArray) else np.asarray(array)
+
+
 def _read(
-    source: InitializeFrom, fitting: _Fitting
-) -> Mapping[str, jax.Array | np.ndarray]:
-    """The arrays to use, by their names in the checkpoint."""
+    source: InitializeFrom,
+    fitting: _Fitting,
+    task: Task | None,
+    files: contextlib.ExitStack,
+) -> Mapping[str, _Array]:
+    """The arrays to use, by their names in the checkpoint; `files` stay open."""
     path = os.path.expanduser(source.checkpoint)
+    if is_keras_file(path):
+        _check_has_no_steps(source, f"{path} is a file of Keras: leave them out")
+        return _read_keras_file(source, path, fitting, task, files)
     if prefix := tf_checkpoint(path):
-        if (source.step, source.part) != (None, "theta"):
-            raise CheckpointError(
-                f"InitializeFrom.step and part are for a model_dir, but {prefix} is "
-                "TensorFlow's: leave them out, and name the checkpoint that you want "
-                "by its prefix"
-            )
+        _check_has_no_steps(
+            source,
+            f"{prefix} is TensorFlow's: leave them out, and name the checkpoint that "
+            "you want by its prefix",
+        )
         return read_tf_checkpoint(prefix, fitting.fit)
     folder = epath.Path(path)
     if (folder / "checkpoints").exists():
@@ -281,22 +324,44 @@ def _read(
         part = {
             p.removeprefix(prefix): f for p, f in saved.items() if p.startswith(prefix)
         }
-        return _nested({source.part + "." + p: a for p, a in fitting.fit(part).items()})
+        chosen = NestedMap()
+        for path, array in fitting.fit(part).items():
+            chosen.set_path(f"{prefix}{path}", array)
+        return chosen
 
     with Checkpoints(folder, access=Access.READ) as checkpoints:
         state = checkpoints.restore_part(source.step, choose)
     return dict(state[source.part].items_by_path())
 
 
-def _nested(leaves: Mapping[str, jax.ShapeDtypeStruct]) -> NestedMap:
-    out = NestedMap()
-    for path, leaf in leaves.items():
-        *folders, name = path.split(".")
-        node = out
-        for key in folders:
-            node = node.setdefault(key, NestedMap())
-        node[name] = leaf
-    return out
+def _check_has_no_steps(source: InitializeFrom, why: str) -> None:
+    if (source.step, source.part) != (None, "theta"):
+        raise CheckpointError(
+            f"InitializeFrom.step and part are for a model_dir, but {why}"
+        )
+
+
+def _read_keras_file(
+    source: InitializeFrom,
+    path: str,
+    fitting: _Fitting,
+    task: Task | None,
+    files: contextlib.ExitStack,
+) -> dict[str, FileArray]:
+    file = files.enter_context(opened_keras_file(path))
+    known = _Known()
+    if isinstance(task, KerasModel):
+        if file.is_old and not source.read_rules():
+            raise CheckpointError(
+                f"{path} is in the format of Keras 2's .h5 files, in which arrays have "
+                f"other names, such as {next(iter(file.arrays), 'none')}: load it by "
+                "Keras and save it by model.save_weights as .weights.h5, or set "
+                "InitializeFrom.rules"
+            )
+        paths, problems = task.names_in_file(file.arrays)
+        known = _Known(paths=paths, problems=problems)
+    forms_of = {name: array.form for name, array in file.arrays.items()}
+    return {name: file.arrays[name] for name in fitting.fit(forms_of, known)}
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

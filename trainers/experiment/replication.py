@@ -18,6 +18,7 @@ from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.experiment.step_programs import StepPrograms
 
 _LARGEST = 3
+_WIDTH = 80
 
 
 class ReplicationError(ValueError):
@@ -43,9 +44,11 @@ class ReplicatedTensor:
     why: str
 
     def __str__(self) -> str:
+        """One line, or two if one is too wide; both are indented."""
         shape = ",".join(map(str, self.shape))
-        size = bytes_text(self.bytes)
-        return f"{size} {self.dtype}[{shape}] {self.name}: {self.why}"
+        what = f"  {bytes_text(self.bytes)} {self.dtype}[{shape}] {self.name}:"
+        line = f"{what} {self.why}"
+        return line if len(line) <= _WIDTH else f"{what}\n    {self.why}"
 
 
 def replicated_state(programs: StepPrograms) -> list[ReplicatedTensor]:
@@ -113,7 +116,7 @@ def report_lines(
         f"replicated on each of {mesh.size} devices: {len(tensors)} tensors of state "
         f"and batch, {total}"
     )
-    return [first, *(f"  {tensor}" for tensor in tensors[:_LARGEST])]
+    return [first, *"\n".join(map(str, tensors[:_LARGEST])).splitlines()]
 
 
 def report_text(tensors: Sequence[ReplicatedTensor]) -> str:
@@ -136,7 +139,7 @@ def check_budget(tensors: Sequence[ReplicatedTensor], budget: int | None) -> Non
     total = sum(tensor.bytes for tensor in tensors)
     if budget is None or total <= budget:
         return
-    largest = "".join(f"\n  {tensor}" for tensor in _sorted(tensors)[:_LARGEST])
+    largest = "".join(f"\n{tensor}" for tensor in _sorted(tensors)[:_LARGEST])
     raise ReplicationError(
         f"what is left replicated takes {bytes_text(total)} ({total} bytes) on each "
         f"device, more than Experiment.replicated_budget = {budget}; the largest of "

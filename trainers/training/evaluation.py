@@ -13,8 +13,10 @@ from etils import epath
 
 from meshwright.framework.compiler.xla.processes import is_first_process, to_host
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sizes import number_text
 from meshwright.tasks.task import DecodeResult
 from meshwright.trainers.experiment.batches import eval_batches, readable
+from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.training.stop_signals import StopRequest
@@ -34,6 +36,18 @@ class Evaluation:
     metrics: dict[str, float]
     heat_maps: dict[str, np.ndarray]
     decoding: DecodeResult
+
+
+def check_held_out(experiment: Experiment) -> None:
+    """Asks the task for held-out batches, and reads none.
+
+    Raises:
+      ValueError: there are no held-out examples.
+    """
+    rows = experiment.global_batch
+    experiment.task.eval_batches(
+        global_batch=rows, rows=range(rows), max_batches=experiment.eval_batches
+    )
 
 
 def evaluate(
@@ -133,4 +147,4 @@ def summarize(summaries: Summaries, step: int, evaluation: Evaluation) -> None:
 
 def format_metrics(metrics: dict[str, float]) -> str:
     """`name value` pairs on one line."""
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    return ", ".join(f"{name} {number_text(value)}" for name, value in metrics.items())

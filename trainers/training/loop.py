@@ -33,7 +33,12 @@ from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.processes.peers import Peers
 from meshwright.trainers.startup.messages import log_line
-from meshwright.trainers.training.evaluation import evaluate, format_metrics, summarize
+from meshwright.trainers.training.evaluation import (
+    check_held_out,
+    evaluate,
+    format_metrics,
+    summarize,
+)
 from meshwright.trainers.training.health import History
 from meshwright.trainers.training.progress import Progress
 from meshwright.trainers.training.saved_config import note_changes
@@ -181,6 +186,8 @@ class _Loop:
         self.saved_input: NestedMap | None = None
 
     def run_to_end(self) -> TrainResult:
+        if self.run.evaluate:
+            check_held_out(self.experiment)
         warn_of_unknown_dims(self.programs)
         for line in start_notes(self.programs):
             log_line("%s", line)
@@ -376,9 +383,9 @@ class _Loop:
     def _initial(self) -> TrainState:
         source, taken = self.experiment.initialize_from, {}
         if source is not None:
-            # This comes first: weights that do not fit raise before anything is
-            # compiled.
-            taken = weights_from(source, TrainState.abstract(self.programs).theta)
+            # First: weights that do not fit raise before anything is compiled.
+            theta = TrainState.abstract(self.programs).theta
+            taken = weights_from(source, theta, self.experiment.task)
         log_line("initializing weights")
         state = TrainState.initial(self.programs)
         return TrainState(self.programs, with_weights(state.logical(), taken))

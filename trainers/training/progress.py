@@ -15,6 +15,7 @@ import tqdm
 from meshwright.framework.compiler.xla.processes import is_first_process, to_host
 from meshwright.framework.devices.hardware import peak_flops
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sizes import number_text
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
 from meshwright.trainers.training.health import History
@@ -121,7 +122,8 @@ class Progress(contextlib.AbstractContextManager):
         seconds = self._seconds / self._steps
         rate = experiment.task.tokens(experiment.global_batch) / seconds
         self._bar.set_postfix_str(
-            f"loss={metrics.loss[-1]:.3f}, {experiment.task.token_name}/s={rate:,.0f}",
+            f"loss={number_text(metrics.loss[-1])}, "
+            f"{experiment.task.token_name}/s={rate:,.0f}",
             refresh=False,
         )
         self._bar.update(steps)

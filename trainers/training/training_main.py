@@ -15,6 +15,7 @@ from meshwright.framework.compiler.xla.processes import (
     is_first_process,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sizes import number_text
 from meshwright.tasks.task import Task
 from meshwright.trainers import cli
 from meshwright.trainers.checkpoints.checkpoints import CheckpointError
@@ -86,8 +87,7 @@ def _train_or_evaluate(
         mesh = experiment.plan.mesh
         print(f"Mesh: {mesh} ({experiment.partitioner.value}). Logs: {run.model_dir}")
         for name, value in experiment.task.describe_data().items():
-            number = f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
-            print(f"  {name}: {number}")
+            print(f"  {name}: {number_text(value)}")
         sys.stdout.flush()
         if train_flags.MODE.value == "eval":
             metrics = loop.evaluate_latest(programs, run, peers)
@@ -108,9 +108,8 @@ def _train_or_evaluate(
 def _print_result(task: Task, result: loop.TrainResult, seconds: float) -> None:
     print(_how_it_ended(result, seconds))
     if result.step in result.losses:
-        print(
-            f"Training loss: {result.losses[result.step]:.4f} {task.loss_unit}".rstrip()
-        )
+        loss = number_text(result.losses[result.step])
+        print(f"Training loss: {loss} {task.loss_unit}".rstrip())
     if result.evaluation and result.stop is None:
         print("Held-out:", evaluation.format_metrics(result.evaluation))
     model_dir = train_flags.MODEL_DIR.value

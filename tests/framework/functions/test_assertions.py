@@ -1,6 +1,7 @@
 """Assertions and checks of numerics: programs make them, and calls tell of them."""
 
 import pathlib
+import re
 
 import keras
 import numpy as np
@@ -124,6 +125,18 @@ def test_the_first_that_does_not_hold_is_told():
         step(BAD)
     with pytest.raises(tf.errors.InvalidArgumentError, match="failed: x must be"):
         step(-GOOD)
+
+
+def test_a_message_has_no_blanks_for_values():
+    def fn(x):
+        tf.debugging.assert_less(tf.reduce_sum(x), tf.reduce_max(x), "sums")
+        return x
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        mw.function(fn, MESH)(GOOD)
+    assert "=" not in error.value.message.replace("x < y", "")
+    assert re.search(r"sums Condition x < y .* x \(\S+\) y \(\S+\)\. The call has",
+                     error.value.message)  # fmt: skip
 
 
 def test_a_program_without_checks_has_nothing_for_them():

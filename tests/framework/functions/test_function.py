@@ -172,6 +172,21 @@ def test_other_functions_read_and_write_what_is_on_the_mesh(is_traced_before, ca
     assert "Make it a meshwright function too" in caplog.text
 
 
+def test_a_reader_that_is_made_anew_is_told_once(caplog):
+    ours, _, _ = trained(steps=1)
+    made = []
+    for _ in range(3):
+
+        @tf.function
+        def made_anew(model):
+            return model.loss(X, Y)
+
+        made.append(made_anew)
+        made_anew(ours)
+        mesh_variable.note_readers([ours.w])
+    assert caplog.text.count("the function 'made_anew' reads variable") == 1
+
+
 def test_a_function_called_on_the_mesh_and_off_it_has_a_trace_for_each():
     ours, theirs, step = trained(steps=0)
 

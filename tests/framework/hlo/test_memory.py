@@ -13,7 +13,7 @@ from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from meshwright.framework.sizes import bytes_text
+from meshwright.framework.sizes import bytes_text, number_text
 from tests import needs
 
 KIB, GIB = 2**10, 2**30
@@ -345,6 +345,22 @@ def test_the_peak_is_what_the_cpu_backend_allocates(donate):
 )
 def test_sizes_are_read_at_a_glance(size, text):
     assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.000314159, "0.0003142"),
+        (2.5, "2.5"),
+        (-12.3456, "-12.35"),
+        (999.96, "1000"),
+        (-12345.6, "-12,346"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_numbers_have_four_digits(value, text):
+    assert number_text(value) == text
 
 
 @needs.libtpu

@@ -304,6 +304,15 @@ def weights_of(make=classifier, weight_dims=None, **compiled):
         (lambda: weights_of(half), "computes in float16, for which nothing scales"),
         (lambda: weights_of(metrics=[Largest()]), "it is not known whether"),
         (
+            lambda: weights_of(loss="sparse_categorial_crossentropy"),
+            "loss has .* do you mean 'sparse_categorical_crossentropy'",
+        ),
+        (
+            lambda: weights_of(metrics={"a": ["acuracy"]}),
+            r"metrics has 'acuracy'.* do you mean 'accuracy'",
+        ),
+        (lambda: weights_of(weighted_metrics=["qqq"]), "Keras: see keras.losses and"),
+        (
             lambda: weights_of(weight_dims={"nope": ("a",)}),
             r"dims\['nope'\] is in",
         ),
@@ -324,6 +333,19 @@ def weights_of(make=classifier, weight_dims=None, **compiled):
 def test_what_cannot_be_a_task_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("given", ["kind", "several"])
+def test_sample_weights_of_some_outputs_are_refused(given):
+    _, (x, y), compiled = CASES["two outputs"]
+    weights = np.ones(len(y["kind"]), np.float32)
+    weights = {"kind": weights} if given == "kind" else (weights,) * 3
+    task = task_of(two_outputs, (x, y, weights), **compiled)
+    told = r"\['kind'\]" if given == "kind" else "3 outputs"
+    with pytest.raises(
+        ValueError, match=rf"weights for {told}, .* outputs \['kind', 'size'\]: give"
+    ):
+        task.weights()
 
 
 def test_a_loss_of_all_rows_together_is_refused_in_evaluations():

@@ -70,7 +70,7 @@ def test_a_keras_model_is_trained_goes_on_and_is_exported(tmp_path):
     x = np.random.default_rng(1).standard_normal([70, 16], np.float32)
     logits = loaded.signatures["serving_default"](x=tf.constant(x))["output"]
     right = np.mean(np.argmax(logits, -1) == np.argmax(x[:, :10], -1))
-    assert f"accuracy {right:.4f}" in second.stdout
+    assert f"accuracy {right:.4g}" in second.stdout
     model = keras.models.load_model(tmp_path / "exported" / "model.keras")
     np.testing.assert_allclose(
         model.predict(x, verbose=0), logits, rtol=1e-4, atol=1e-5

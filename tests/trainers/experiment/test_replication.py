@@ -70,8 +70,9 @@ def test_report_lines_are_few():
         f"replicated on each of 8 devices: {len(tensors)} tensors of state and batch, "
         f"{total} B"
     )
-    assert len(rest) == 3
-    assert rest[0].startswith("  64 B float32[") and "names no axis" in rest[0]
+    assert sum(line.startswith("  64 B float32[") for line in rest) == 3
+    assert 3 < len(rest) <= 6 and max(map(len, rest)) <= 80
+    assert "names no axis" in " ".join(rest[:2])
 
 
 def test_budget():

@@ -7,11 +7,18 @@ import shutil
 import signal
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
 from meshwright.trainers.checkpoints.checkpoints import CheckpointError
 from meshwright.trainers.training import loop
+from tests.tasks.keras.keras_cases import (
+    CROSS_ENTROPY,
+    classifier,
+    programs_of,
+    task_of,
+)
 from tests.trainers.small_run import (
     at,
     five_steps_a_loop,
@@ -343,3 +350,11 @@ def test_evaluation_without_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint in .*none"):
         loop.evaluate_latest(at(small_programs()), run)
     assert not list(tmp_path.iterdir())
+
+
+def test_that_nothing_is_held_out_is_told_before_training(tmp_path):
+    task = task_of(classifier, **CROSS_ENTROPY)
+    programs = programs_of(task, keras.optimizers.SGD(0.05))
+    with pytest.raises(ValueError, match="held_out is not set, .* train with --mode="):
+        loop.train_and_evaluate(programs, loop.Run(model_dir=str(tmp_path)))
+    assert not {"main", "init", "traced_main"} & vars(programs).keys()
