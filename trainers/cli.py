@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from absl import app, flags, logging
 
 from meshwright.trainers.experiment import config
+from meshwright.trainers.experiment.bindings import gin_check
 from meshwright.trainers.experiment.bindings.outside_names import import_modules
-from meshwright.trainers.startup import gin_check, quiet
+from meshwright.trainers.startup import quiet
 from meshwright.trainers.startup.messages import printable
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import gin
 import pytest
 
 from meshwright.trainers.experiment import config
-from meshwright.trainers.startup import stand_ins
+from meshwright.trainers.experiment.bindings import stand_ins
 
 # Calls a binary, and says what it has imported when it ends.
 CALL = """
@@ -98,7 +98,7 @@ def test_help_needs_no_tensorflow(name):
         ("plan", [TINY, "--gin_param=Adam.beta1 = %B"], "no macro or constant %B"),
         ("plan", [TINY, "--json_out=x"], "--json_out needs --topology"),
         ("plan", [TINY, "--search_batch=8"], "--search_batch needs --search"),
-        ("export", [TINY, "--output=x", "--what=y"], "--what=y must be saved_model, b"),
+        ("export", [TINY, "--output=x", "--what=y"], "--what=y must be some of sav"),
     ],
 )
 def test_what_is_mistyped_is_said_without_tensorflow(name, arguments, message):

@@ -18,7 +18,7 @@ import gin
 from meshwright.trainers.experiment import config
 
 _PACKAGE = "meshwright"
-_ROOT = pathlib.Path(__file__).parents[2]
+_ROOT = pathlib.Path(__file__).parents[3]
 _ROOMS = ("framework", "layers", "tasks", "trainers")
 
 

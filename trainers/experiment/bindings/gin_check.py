@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import gin
 
 from meshwright.trainers.experiment import config
-from meshwright.trainers.startup import stand_ins
+from meshwright.trainers.experiment.bindings import stand_ins
 
 
 class _ImportMet(BaseException):  # noqa: N818 (no error, and none to catch as such)
