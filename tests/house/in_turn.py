@@ -21,29 +21,27 @@ import pytest
 
 TESTS = pathlib.Path(__file__).parents[1]
 _FIRST = (
-    ("framework/functions",),
+    ("framework/functions/fit",),
     ("framework/compiler", "framework/repair", "framework/updates"),
     ("layers", "operators"),
     ("trainers",),
 )
-"""Groups; what they leave is one group of framework, and one of the rest."""
+_ROOMS = ("framework/functions", "framework", ".")
+"""The first groups; what they leave of each room is one more group."""
 _COUNTS = re.compile(r"(\d+) ([a-z]+)")
 _CLOSING = re.compile(r"(=+ )?(\d+ [a-z]+|no tests ran)\b.* in [\d.]+s\b")
 
 
 def groups() -> list[list[str]]:
     """Paths of the tests, by group."""
-    parts = ["framework", *(p for group in _FIRST for p in group)]
-    left = {
-        room: [
-            path.relative_to(TESTS.parent).as_posix()
-            for path in sorted((TESTS / room).iterdir())
-            if path.relative_to(TESTS).as_posix() not in parts and _has_tests(path)
-        ]
-        for room in (".", "framework")
-    }
-    first = [[f"tests/{part}" for part in group] for group in _FIRST]
-    return [*first, left["framework"], left["."]]
+    apart = {*_ROOMS, *(part for group in _FIRST for part in group)}
+    rest = [
+        [path for path in sorted((TESTS / room).iterdir()) if _has_tests(path)]
+        for room in _ROOMS
+    ]
+    named = [[path.relative_to(TESTS).as_posix() for path in group] for group in rest]
+    left = [[part for part in group if part not in apart] for group in named]
+    return [[f"tests/{part}" for part in group] for group in (*_FIRST, *left)]
 
 
 def _has_tests(path: pathlib.Path) -> bool:
