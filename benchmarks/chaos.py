@@ -1,15 +1,17 @@
 """Kills a training again and again, and checks whether anything is lost.
 
-    python benchmarks/chaos.py [--kills=50] [--processes=1] [--steps=60] [--seed=0]
+    python benchmarks/chaos.py [--training=lm] [--kills=50] [--processes=1] [--steps=60]
+        [--seed=0]
 
-A small language model is trained once undisturbed, by the command that users run. Then
-it is killed (SIGKILL) at random moments: while it starts, between steps, or in the
-middle of a save, and started again by the same command, as often as requested; a
-training that gets to its end makes room for another. Of several processes one is
-killed, and the others have to end by themselves and name it.
+A small language model, or a Keras model with batch normalization and dropout, is
+trained once undisturbed, by the command that users run. Then it is killed (SIGKILL) at
+random moments: while it starts, between steps, or in the middle of a save, and started
+again by the same command, as often as requested; a training that gets to its end makes
+room for another. Of several processes one is killed, and the others have to end by
+themselves and name it.
 
 Each restart has to go on from the newest checkpoint, and each end has to have the
-undisturbed run's weights, bit by bit. The exit status is 1 if anything differs.
+undisturbed run's state, bit by bit. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -33,22 +35,19 @@ import numpy as np
 from absl import app, flags
 
 from meshwright.trainers import cli
+from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.startup import quiet
 
+_TRAINING = flags.DEFINE_enum(
+    "training", "lm", ["lm", "keras"], "The language model, or the Keras model."
+)
 _KILLS = flags.DEFINE_integer("kills", 50, "Number of kills.", lower_bound=1)
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Of a training.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 60, "Of a training.", lower_bound=10)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
 
 _INTERVAL = 3
-GIN_FILES = ("lm/stdlib_tiny.gin",)
-PARAMS = (
-    "MESH_SHAPE = (2, 2)",
-    "MODEL_DIMS = 32",
-    "HIDDEN_DIMS = 64",
-    "HEAD_DIM = 8",
-    "NUM_LAYERS = 1",
-    "SEQUENCE_LENGTH = 16",
+_PARAMS = (
     "Experiment.global_batch = 8",
     "Experiment.steps_per_loop = 1",
     "Experiment.eval_interval = 0",
@@ -60,6 +59,42 @@ PHASES = ("starting", "in steps", "in a save")
 _SHARES = (1, 2, 4)
 _PATIENCE = 900.0
 _TMP = "orbax-checkpoint-tmp"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, on four devices.
+
+    Args:
+      gin_file: its configuration.
+      params: bindings that make it small.
+      modules: that the gin file names.
+    """
+
+    gin_file: str
+    params: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+
+
+_EXAMPLES = pathlib.Path(__file__).parents[1] / "docs" / "examples"
+TRAININGS = {
+    "lm": Training(
+        gin_file="lm/stdlib_tiny.gin",
+        params=(
+            "MESH_SHAPE = (2, 2)",
+            "MODEL_DIMS = 32",
+            "HIDDEN_DIMS = 64",
+            "HEAD_DIM = 8",
+            "NUM_LAYERS = 1",
+            "SEQUENCE_LENGTH = 16",
+        ),
+    ),
+    "keras": Training(
+        gin_file=str(_EXAMPLES / "my_models.gin"),
+        params=("ShardingPlan.mesh_shape = (2, 2)",),
+        modules=("my_models",),
+    ),
+}
 
 
 class ChaosError(RuntimeError):
@@ -209,6 +244,8 @@ def main(argv: list[str]) -> int:
         from meshwright import framework as mw
 
     mw.set_platform("cpu", 4)
+    sys.path.append(str(_EXAMPLES))
+    import_modules(_training().modules)
     rng = random.Random(_SEED.value)
     with tempfile.TemporaryDirectory(prefix="chaos") as name:
         scratch = pathlib.Path(name)
@@ -322,12 +359,11 @@ def _newest(folder: pathlib.Path) -> int:
 
 
 def _weights(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    params = [*PARAMS, f"Experiment.num_steps = {_STEPS.value}"]
     from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
     from meshwright.trainers.experiment.state import TrainState
     from meshwright.trainers.experiment.step_programs import StepPrograms
 
-    experiment, _ = cli.build_experiment(list(GIN_FILES), params)
+    experiment, _ = cli.build_experiment([_training().gin_file], _params())
     abstract = TrainState.abstract(StepPrograms(experiment))
     with Checkpoints(folder / "checkpoints", access=Access.READ) as checkpoints:
         state = checkpoints.restore(_STEPS.value, abstract)
@@ -343,19 +379,31 @@ def _compare(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
         )
 
 
+def _training() -> Training:
+    return TRAININGS[_TRAINING.value]
+
+
+def _params() -> list[str]:
+    return [*_PARAMS, *_training().params, f"Experiment.num_steps = {_STEPS.value}"]
+
+
 def _start(group: list[str], folder, log) -> subprocess.Popen:
-    params = [*PARAMS, f"Experiment.num_steps = {_STEPS.value}"]
     command = [
         pathlib.Path(sys.executable).parent / "meshwright-train",
-        *(f"--gin_file={file}" for file in GIN_FILES),
-        *(f"--gin_param={param}" for param in params),
+        *(f"--import={module}" for module in _training().modules),
+        f"--gin_file={_training().gin_file}",
+        *(f"--gin_param={param}" for param in _params()),
         f"--model_dir={folder}",
         "--mode=train",
         *group,
     ]
     with open(log, "w") as out:
         return subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=_EXAMPLES,
         )
 
 

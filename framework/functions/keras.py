@@ -7,25 +7,23 @@ The model stays as it is. Only the functions that Keras makes of its `train_step
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import tensorflow as tf
 
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
-from meshwright.framework.compiler.xla.processes import (
-    check_same,
-    is_first_process,
-    wait_for_all,
-)
 from meshwright.framework.functions.function import check_mesh, function
+from meshwright.framework.functions.keras_files import (
+    backup,
+    share_files,
+    variables_of,
+)
 from meshwright.framework.functions.layout import (
     FullySharded,
     Layout,
@@ -35,6 +33,8 @@ from meshwright.framework.functions.layout import (
 from meshwright.framework.functions.tensor_parallel import TensorParallel
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
+
+__all__ = ["backup", "distribute"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,7 +96,7 @@ class _Distributed:
 
         is_table = isinstance(self.layout, LayoutTable)
         if is_table and method == "train_step" and self.model.built:
-            self.layout.check(_variables(self.model), self.model.name)
+            self.layout.check(variables_of(self.model), self.model.name)
 
         def step(data, any_batch):
             leaves = map(self._split, tf.nest.flatten(data), any_batch)
@@ -127,11 +127,6 @@ class _Distributed:
         if any_batch:
             return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
         return leaf
-
-
-def _variables(model: Any) -> list[tf.Variable]:
-    variables = [*model.variables, *getattr(model.optimizer, "variables", ())]
-    return [variable._value for variable in variables]  # `value` may be a cast.
 
 
 def _batch(data: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
@@ -219,8 +214,7 @@ def distribute(
     )
     for name, method in _FUNCTIONS.items():
         _replace(made, name, method)
-    for name in ("save", "save_weights"):
-        _save_once(model, name)
+    share_files(model)
     return model
 
 
@@ -295,24 +289,3 @@ def _replace(made: _Distributed, name: str, method: str) -> None:
 
     setattr(made.model, attribute, None)  # Keras's own, of before.
     setattr(made.model, f"make_{attribute}", make)
-
-
-def _save_once(model: Any, name: str) -> None:
-    """Has the first of several processes write what all of them save."""
-    save = getattr(type(model), name)
-
-    @functools.wraps(save)
-    def saved(*args: Any, **kwargs: Any) -> None:
-        if jax.process_count() == 1:
-            save(model, *args, **kwargs)
-            return
-        check_same(f"{name} of {model.name}", {})
-        for variable in _variables(model):
-            variable.numpy()  # Of which each process may have a part only.
-        try:
-            if is_first_process():
-                save(model, *args, **kwargs)
-        finally:
-            wait_for_all(f"{name} of {model.name}")
-
-    setattr(model, name, saved)

@@ -10,14 +10,18 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 
 
 @pytest.mark.parametrize(
-    ("processes", "kills"), [(1, 3), pytest.param(2, 4, marks=pytest.mark.slow)]
+    ("training", "processes", "kills"),
+    [
+        ("lm", 1, 3),
+        ("keras", 1, 2),
+        pytest.param("lm", 2, 4, marks=pytest.mark.slow),
+        pytest.param("keras", 2, 4, marks=pytest.mark.slow),
+    ],
 )
-def test_nothing_is_lost(processes, kills):
-    process = subprocess.run(
-        [sys.executable, SCRIPT, f"--kills={kills}", f"--processes={processes}"],
-        capture_output=True,
-        text=True,
-    )
+def test_nothing_is_lost(training, processes, kills):
+    how = [f"--training={training}", f"--kills={kills}", f"--processes={processes}"]
+    call = [sys.executable, SCRIPT, *how]
+    process = subprocess.run(call, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
     assert f"\n{kills} kills, " in process.stdout
     assert "all final states are bit-equal to the undisturbed run's" in process.stdout

@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +24,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 _SHUTDOWN_SECONDS = 60
 # Before what they do together: they may read their data, or trace, at different speed.
 _MEETING_SECONDS = 300.0
+# While a file is read or written; JAX ends this process if another one dies.
+_WORK_SECONDS = 7 * 24 * 3600.0
 
 _tell_arrival: Callable[[], None] | None = None
 
@@ -186,6 +189,32 @@ def check_same(what: str, facts: Mapping[str, str]) -> None:
                     f"{process}: each process passes the same whole arrays, and seeds "
                     "its random numbers alike (keras.utils.set_random_seed)"
                 )
+
+
+def do_together(what: str, do: Callable[[], Any], *, by_first: bool) -> None:
+    """Does something that fails in all processes if it does in one; all call this.
+
+    Args:
+      what: it is, for messages.
+      do: is called, and does nothing together with other processes.
+      by_first: whether process 0 does it alone, while the others wait.
+
+    Raises:
+      RuntimeError: it failed in another process. Where it failed the error is its own.
+    """
+    failure = ""
+    try:
+        if not by_first or is_first_process():
+            do()
+    except BaseException as error:
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        arrive()
+        failures = jax_bridge.exchange(failure, seconds=_WORK_SECONDS)
+    for process, text in enumerate(failures):
+        if text:
+            raise RuntimeError(f"{what} failed in process {process}: {text}")
 
 
 def to_host(array: jax.Array) -> np.ndarray:

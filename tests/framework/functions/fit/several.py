@@ -1,6 +1,6 @@
 """What one of several processes does with Keras models and functions on a mesh.
 
-python several.py NUMBER COUNT PORT WHAT FOLDER
+python -m tests.framework.functions.fit.several NUMBER COUNT PORT WHAT FOLDER
 """
 
 import os
@@ -15,7 +15,9 @@ import tensorflow as tf
 
 import meshwright.framework as mw
 from meshwright.framework.compiler.xla import processes
+from tests.framework.functions.fit import restarted
 
+HEARTBEAT = 20
 LAYERS = keras.layers
 MESH = mw.DeviceMesh(("data", "model"), (2, 4))
 X = np.random.default_rng(0).standard_normal((20, 6)).astype(np.float32)
@@ -73,9 +75,44 @@ def moved():
 def error_of(call, *args):
     try:
         call(*args)
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, tf.errors.OpError) as error:
         return str(error)
     raise AssertionError("nothing was told")
+
+
+def files(folder, change=lambda model: model):
+    """The states of two models that were written, read and trained in turns."""
+    keras.utils.set_random_seed(1)
+    model = change(network())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-2), loss, jit_compile=True)
+    each = keras.callbacks.ModelCheckpoint(folder / "new" / "{epoch}.keras")
+    fit = {"batch_size": 8, "verbose": 0, "shuffle": False}
+    model.fit(X, Y, **fit, epochs=2, callbacks=[each])
+    model.export(folder / "exported", verbose=False)
+    model.fit(X, Y, **fit)
+    model.save_weights(folder / "new" / "three.weights.h5")
+    model.fit(X, Y, **fit)
+    model.load_weights(folder / "new" / "three.weights.h5")
+    model.fit(X, Y, **fit)
+    loaded = change(keras.models.load_model(folder / "new" / "2.keras"))
+    loaded.fit(X, Y, **fit)
+    return [
+        v.numpy() for m in (model, loaded) for v in (*m.weights, m.optimizer.iterations)
+    ]
+
+
+def refused(number, folder):
+    """The messages of files that cannot be written or read, in two processes."""
+    model = mw.keras.distribute(restarted.network(), MESH, "fsdp")
+    (folder / "a_file").write_text("")
+    yield error_of(model.save, folder / "a_file" / "saved.keras")
+    yield error_of(model.export, folder / "a_file" / "exported")
+    model.save_weights(folder / "of_0.weights.h5")
+    yield error_of(model.load_weights, folder / f"of_{number}.weights.h5")
+    yield error_of(keras.saving.save_model, model, folder / f"{number}.keras")
+    theirs = keras.callbacks.BackupAndRestore(folder / "theirs")
+    yield error_of(lambda: model.fit(X, Y, callbacks=[theirs]))
 
 
 def misuses(number):
@@ -96,13 +133,29 @@ def misuses(number):
         yield error_of(mw.function(lambda: x, MESH, name="alone"))
 
 
+def restarts(number, folder):
+    """Trains by a backup; process 1 kills itself once, as long as it has not before."""
+    callbacks = []
+    if number == 1 and not (folder / "killed").exists():
+        (folder / "killed").write_text("")
+        callbacks = [restarted.kills_itself(epoch=2, seconds=0.02)]
+    epochs, state = restarted.trained(folder, *callbacks)
+    np.savez(folder / f"{number}.npz", np.array(epochs), *state)
+
+
 def main():
     number, count, port = map(int, sys.argv[1:4])
     what, folder = sys.argv[4], pathlib.Path(sys.argv[5])
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, number)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", count, number, heartbeat_timeout_seconds=HEARTBEAT
+    )
     mw.set_platform("cpu", 8 // count)
-    if what == "misuses":
-        (folder / f"{number}.txt").write_text("\n".join(misuses(number)))
+    if what == "restarts":
+        restarts(number, folder)
+        return
+    if what in ("misuses", "refused"):
+        told = misuses(number) if what == "misuses" else refused(number, folder)
+        (folder / f"{number}.txt").write_text("\n".join(told))
         return
     how = {"layout": what, "weight_update_sharding": "all"}
     if what == "data":
@@ -112,6 +165,10 @@ def main():
         mw.keras.distribute(model, MESH)
         return mw.keras.distribute(model, MESH, **how)  # In place of that.
 
+    if what == "files":
+        how["layout"] = "fsdp"
+        np.savez(folder / f"{number}.npz", *files(folder, change))
+        return
     values = {str(name): value for name, value in trained(folder, change).items()}
     np.savez(folder / f"{number}.npz", **values, moved=moved())
 

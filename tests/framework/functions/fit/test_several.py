@@ -2,6 +2,10 @@
 
 import contextlib
 import functools
+import os
+import pathlib
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -9,25 +13,41 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.framework.functions.fit import several
 
+ROOT = pathlib.Path(__file__).parents[4]
 PATIENCE = 600
+# As in docs/keras.md, around the command of one process.
+LOOP = ["sh", "-c", 'until "$@"; do sleep 1; done', "loop"]
+# By JAX: a process that is silent, or that was started anew.
+NAMED = r"unhealthy \(stopped sending heartbeats\):\n1|: 1 unexpectedly tried"
 
 
-def run(count, what, folder):
+def end(process):
+    """Ends a process, and those that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(count, what, folder, wrapper=()):
     """Starts the processes, and waits for them; what they said is in the folder."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+        port = free.getsockname()[1]
     with contextlib.ExitStack() as stack:
         started = []
         for number in range(count):
             log = stack.enter_context(open(folder / f"{number}.log", "w"))
-            words = [several.__file__, str(number), str(count), port, what, folder]
+            words = ["-m", several.__name__, *map(str, (number, count, port))]
             process = subprocess.Popen(
-                [sys.executable, *words], stdout=log, stderr=subprocess.STDOUT
+                [*wrapper, sys.executable, *words, what, folder],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                start_new_session=True,
             )
-            stack.callback(process.kill)
+            stack.callback(end, process)
             started.append(process)
         statuses = [process.wait(PATIENCE) for process in started]
     logs = [(folder / f"{number}.log").read_text() for number in range(count)]
@@ -84,3 +104,54 @@ def test_what_processes_do_not_do_alike_is_told(tmp_path):
     assert read.startswith(f"reading variable 'split:0': {missing}")
     assert save.startswith(f"save of sequential: {missing}")
     assert call.startswith(f"the first call of alone with such arguments: {missing}")
+
+
+def test_files_are_written_once_and_trainings_go_on(tmp_path, tmp_path_factory):
+    one = tmp_path_factory.mktemp("one")
+    want = several.files(one)
+    run(2, "files", tmp_path)
+    for number in range(2):
+        got = [*np.load(tmp_path / f"{number}.npz").values()]
+        for ours, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    served = [
+        tf.saved_model.load(str(folder / "exported")) for folder in (one, tmp_path)
+    ]
+    ours, theirs = (model.serve(several.X).numpy() for model in served)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_where_one_process_fails_the_others_say_so(tmp_path):
+    run(2, "refused", tmp_path)
+    first, second = ((tmp_path / f"{n}.txt").read_text().splitlines() for n in (0, 1))
+    saved, exported, loaded, *refused = second
+    assert "Not a directory" in first[0] and "is not a directory" in first[1]
+    assert saved == (
+        "save of sequential failed in process 0: NotADirectoryError: [Errno 20] Not a "
+        f"directory: '{tmp_path}/a_file/saved.keras'"
+    )
+    assert exported.startswith("export of sequential failed in process 0: Failed")
+    assert "of_1.weights.h5" in loaded
+    assert first[2].startswith("load_weights of sequential failed in process 1: File")
+    assert refused == first[3:]
+    save_model, callback = refused
+    assert "as model.save(path), not keras.saving.save_model" in save_model
+    assert "pass mw.keras.backup(folder)" in callback
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_and_started_again_by_a_loop(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in whole, killed:
+        folder.mkdir()
+    (whole / "killed").write_text("")  # Nobody kills itself.
+    run(2, "restarts", whole)
+    run(2, "restarts", killed, wrapper=LOOP)
+    for number in range(2):
+        epochs, *state = np.load(killed / f"{number}.npz").values()
+        assert list(epochs) in ([2, 3, 4, 5], [3, 4, 5])  # Whether the save was whole.
+        begun, *want = np.load(whole / f"{number}.npz").values()
+        assert list(begun) == [*range(6)]
+        for ours, theirs in zip(state, want, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert re.search(NAMED, (killed / "0.log").read_text())

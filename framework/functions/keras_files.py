@@ -1,0 +1,223 @@
+"""The files of Keras models on a mesh, written by one process for several."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import os
+from typing import Any
+
+import jax
+import tensorflow as tf
+from absl import logging
+
+from meshwright.framework.compiler.xla.processes import check_same, do_together
+
+_WRITTEN_ONCE = ("save", "save_weights", "export")
+_REFUSED = ("BackupAndRestore", "OrbaxCheckpoint")
+
+
+def variables_of(model: Any) -> list[tf.Variable]:
+    """TF's variables of a Keras model and its optimizer."""
+    variables = [*model.variables, *getattr(model.optimizer, "variables", ())]
+    return [variable._value for variable in variables]  # `value` may be a cast.
+
+
+def share_files(model: Any) -> None:
+    """Has several processes write a model's files once, and fail together.
+
+    What would have each of them write a file is refused.
+    """
+    for name in (*_WRITTEN_ONCE, "load_weights"):
+        _do_together(model, name)
+    _refuse_lone_writers(model)
+    _check_callbacks(model)
+
+
+def _do_together(model: Any, name: str) -> None:
+    method = getattr(type(model), name)
+
+    @functools.wraps(method)
+    def together(*args: Any, **kwargs: Any) -> None:
+        if jax.process_count() == 1:
+            method(model, *args, **kwargs)
+            return
+        _together(
+            model,
+            f"{name} of {model.name}",
+            functools.partial(method, model, *args, **kwargs),
+            by_first=name in _WRITTEN_ONCE,
+        )
+
+    setattr(model, name, together)
+
+
+def _together(model: Any, what: str, do: Any, *, by_first: bool) -> None:
+    """Reads or writes a file of a model's variables in several processes."""
+    check_same(what, {})
+    variables = variables_of(model)
+    for variable in variables:
+        variable.numpy()  # Of which each process may have a part only.
+    model._meshwright_writes = True
+    try:
+        do_together(what, do, by_first=by_first)
+    finally:
+        model._meshwright_writes = False
+        gc.collect()  # Functions that were exported would read the variables.
+        for variable in variables:
+            # TF may have taken the handle where the file was written: then that process
+            # alone would put the value onto the mesh anew.
+            _ = variable.handle
+
+
+def _refuse_lone_writers(model: Any) -> None:
+    """Refuses Keras's functions that write a model's file in each process."""
+    method = type(model).save_own_variables
+
+    @functools.wraps(method)
+    def save_own_variables(store: Any) -> None:
+        if jax.process_count() > 1 and not getattr(model, "_meshwright_writes", False):
+            raise RuntimeError(
+                f"{model.name}: each of {jax.process_count()} processes would write "
+                "the same file: call save, save_weights or export of the model that "
+                "was distributed, as model.save(path), not keras.saving.save_model"
+            )
+        method(model, store)
+
+    model.save_own_variables = save_own_variables
+
+
+def _check_callbacks(model: Any) -> None:
+    """Has `fit` look at the callbacks before several processes train."""
+    method = type(model).fit
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def fit(*args: Any, **kwargs: Any) -> Any:
+        if jax.process_count() > 1:
+            given = signature.bind(model, *args, **kwargs).arguments.get("callbacks")
+            for callback in tf.nest.flatten(getattr(given, "callbacks", given)):
+                _check_callback(callback)
+        return method(model, *args, **kwargs)
+
+    model.fit = fit
+
+
+def _check_callback(callback: Any) -> None:
+    import keras
+
+    for name in _REFUSED:
+        if isinstance(callback, getattr(keras.callbacks, name)):
+            raise ValueError(
+                f"keras.callbacks.{name} in {jax.process_count()} processes: each "
+                "would write and delete the same files: pass mw.keras.backup(folder)"
+            )
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        folder = os.path.dirname(callback.filepath)
+        if folder and "{" not in folder:
+            # Keras fails where another process makes it in the same moment.
+            tf.io.gfile.makedirs(folder)
+
+
+def backup(folder: str | os.PathLike) -> Any:
+    """A callback for `fit` that saves after each epoch, and goes on from there.
+
+    In place of Keras's BackupAndRestore: the training may be killed at any moment, in
+    the middle of a save too, and be one of several processes, which all see the folder.
+    All variables of the model and its optimizer are saved, those of dropout's random
+    numbers too; not what other callbacks keep. A backup stays when the training has
+    ended: `fit` then has nothing to do, unless it is asked for more epochs.
+
+    Args:
+      folder: of this training alone; on a shared file system, or as "gs://...".
+
+    Returns:
+      The callback.
+
+    Raises:
+      ValueError: in `fit`: the model is not built; or the backup is of another one.
+    """
+    import keras
+
+    class Backup(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self._backup = _Backup(self.model, os.fspath(folder))
+            epoch = self._backup.restore()
+            if epoch:
+                self.model._initial_epoch = epoch  # As by BackupAndRestore.
+            if epoch >= self.params["epochs"]:
+                logging.warning(
+                    "%s has a training of %d epochs, and fit is to end after %d: "
+                    "nothing is left to train; for a new training pass another folder",
+                    folder,
+                    epoch,
+                    self.params["epochs"],
+                )
+
+        def on_epoch_end(self, epoch, logs=None):
+            self._backup.save(epoch + 1)
+
+    return Backup()
+
+
+class _Backup:
+    """The state of a training, in a folder.
+
+    Args:
+      model: the Keras model, built.
+      folder: see `backup`.
+    """
+
+    def __init__(self, model: Any, folder: str):
+        if not model.built:
+            raise ValueError(
+                f"{model.name} has no variables yet, which {folder} may have: begin it "
+                "with a keras.Input, or call model.build(shape) before fit"
+            )
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        metrics = {id(variable._value) for variable in model.metrics_variables}
+        variables = [v for v in variables_of(model) if id(v) not in metrics]
+        self._model = model
+        self._folder = folder
+        self._epoch = tf.Variable(0, dtype=tf.int64)
+        self._checkpoint = tf.train.Checkpoint(epoch=self._epoch, variables=variables)
+        self._manager = tf.train.CheckpointManager(
+            self._checkpoint, folder, max_to_keep=1
+        )
+
+    def restore(self) -> int:
+        """Restores the newest backup; returns its epoch, 0 if there is none."""
+        newest = self._manager.latest_checkpoint
+        if newest is not None:
+            self._together("restoring", lambda: self._restore(newest), by_first=False)
+        epoch = int(self._epoch.numpy())
+        check_same(f"the backup in {self._folder}", {"its epoch": str(epoch)})
+        return epoch
+
+    def _restore(self, newest: str) -> None:
+        try:
+            self._checkpoint.restore(newest).assert_consumed()
+        except (AssertionError, ValueError, tf.errors.OpError) as error:
+            raise ValueError(
+                f"{newest} is no backup of {self._model.name} and its optimizer as "
+                "they are now: pass another folder to mw.keras.backup, or restore what "
+                f"was changed ({error})"
+            ) from error
+
+    def save(self, epoch: int) -> None:
+        """Saves the state after `epoch` epochs, in place of the backup before."""
+        self._epoch.assign(epoch)
+        self._together(
+            f"saving epoch {epoch}",
+            lambda: self._manager.save(checkpoint_number=epoch),
+            by_first=True,
+        )
+
+    def _together(self, what: str, do: Any, *, by_first: bool) -> None:
+        if jax.process_count() == 1:
+            do()
+        else:
+            what = f"{what} of {self._model.name}, {self._folder}"
+            _together(self._model, what, do, by_first=by_first)
