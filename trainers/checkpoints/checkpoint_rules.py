@@ -141,8 +141,8 @@ class InitializeFrom:
 
     Args:
       checkpoint: a model_dir, its folder of checkpoints, the prefix or folder of a
-        TensorFlow checkpoint, or a file of Keras: `.keras`, `.weights.h5`, or
-        `.weights.json` with its parts beside it.
+        TensorFlow checkpoint, the folder of a SavedModel, or a file of Keras: `.keras`,
+        `.weights.h5`, or `.weights.json` with its parts beside it.
       step: the step of a model_dir's checkpoint; None for the newest.
       part: the part of the state to take, "theta" or "ema".
       rules: lines as above.

@@ -1,7 +1,8 @@
-"""Reads checkpoints of `tf.train`: TF 2's of objects, and TF 1's of names."""
+"""Reads checkpoints of `tf.train`: TF 2's of objects, TF 1's of names, SavedModels'."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -15,11 +16,12 @@ _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 def tf_checkpoint(path: str) -> str | None:
-    """The prefix of TensorFlow's checkpoint at `path`: a prefix, or a folder of some.
+    """The prefix of TensorFlow's checkpoint at `path`; None if there is none.
 
-    None if there is none.
+    The path is a prefix, a folder of some, or a SavedModel, whose variables are one.
     """
-    for prefix in (path, tf.train.latest_checkpoint(path)):
+    variables = os.path.join(path, "variables", "variables")
+    for prefix in (path, tf.train.latest_checkpoint(path), variables):
         # Format V1, written by old savers, is a single file of that name.
         if prefix and (
             tf.io.gfile.exists(f"{prefix}.index")

@@ -49,7 +49,12 @@ def _run(experiment: Experiment, config_text: str) -> None:
     try:
         if SAVED_MODEL in wanted:
             start = time.time()
-            export_saved_model(experiment, _weights(state), scratch / SAVED_MODEL)
+            export_saved_model(
+                experiment,
+                _weights(state),
+                scratch / SAVED_MODEL,
+                file_bytes=export_flags.FILE_MEGABYTES.value * 10**6,
+            )
             _tell(SAVED_MODEL, scratch, output, start)
         if KERAS in wanted:
             _save_keras(experiment, _weights(state), scratch)

@@ -35,7 +35,11 @@ class ExportError(RuntimeError):
 
 
 def export_saved_model(
-    experiment: Experiment, weights: NestedMap, folder: str | os.PathLike
+    experiment: Experiment,
+    weights: NestedMap,
+    folder: str | os.PathLike,
+    *,
+    file_bytes: int = 2 * 10**9,
 ) -> None:
     """Writes a SavedModel with two signatures, for batches of any size B.
 
@@ -48,6 +52,7 @@ def export_saved_model(
       experiment: the experiment, whose model is exported.
       weights: nested map of host arrays in logical shapes.
       folder: the folder to write; it must not exist.
+      file_bytes: the largest file of variables; those that take more are split.
 
     Raises:
       ExportError: the task serves nothing, or an op has no kernel in plain TF.
@@ -67,7 +72,9 @@ def export_saved_model(
         SERVE: _signature(programs.serve_step, variables, serving.spec(None)),
         EVALUATE: _signature(programs.eval_step, variables, task.batch_spec(None)),
     }
-    tf.saved_model.save(module, os.fspath(folder), signatures)
+    split = tf.train.experimental.MaxShardSizePolicy(max_shard_size=file_bytes)
+    options = tf.saved_model.SaveOptions(experimental_sharding_callback=split)
+    tf.saved_model.save(module, os.fspath(folder), signatures, options)
 
 
 def _on_one_device(experiment: Experiment) -> StepPrograms:

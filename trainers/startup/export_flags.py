@@ -24,6 +24,13 @@ PLATFORMS = flags.DEFINE_list(
     ["cpu", "cuda", "tpu"],
     "Platforms that the bundle's programs are lowered for.",
 )
+FILE_MEGABYTES = flags.DEFINE_integer(
+    "file_megabytes",
+    2000,
+    "Largest file of a SavedModel's variables: those that take more are split over "
+    "several.",
+    lower_bound=1,
+)
 CALLS = flags.DEFINE_integer(
     "calls", 2, "How many calls of the main program the bundle has batches for."
 )

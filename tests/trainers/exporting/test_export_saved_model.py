@@ -158,7 +158,8 @@ def client(tmp_path_factory):
         model = folder / case
         if not model.exists():
             programs, theta, _ = trainer(case)
-            export_saved_model(programs.experiment, theta, model)
+            # Split over files as those of large models are.
+            export_saved_model(programs.experiment, theta, model, file_bytes=20_000)
         number = next(numbers)
         given, output = folder / f"{number}.npz", folder / f"{number}.out.npz"
         np.savez(given, **arguments)
@@ -250,7 +251,9 @@ def test_answers_are_what_the_trainer_decodes(client, case):
 def test_weights_are_variables_of_logical_shapes(client, tmp_path):
     programs, theta, _ = trainer("pipeline")
     client("pipeline", SERVE, {"ids": np.ones([1, 8], np.int32)})
-    export_saved_model(programs.experiment, theta, tmp_path / "model")
+    export_saved_model(programs.experiment, theta, tmp_path / "model", file_bytes=5000)
+    files = [path.stat().st_size for path in (tmp_path / "model").rglob("*.data-*")]
+    assert len(files) > 3 and max(files) <= 5000
     loaded = tf.saved_model.load(str(tmp_path / "model")).weights
     for path, value in theta.items_by_path():
         entry = functools.reduce(lambda tree, name: tree[name], path.split("."), loaded)
