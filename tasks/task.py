@@ -207,7 +207,7 @@ class Task(Checked):
 
     def data_fingerprint(self) -> dict[str, str | int]:
         """What determines training batches, by name; a resumed run compares it."""
-        return {}
+        return self.input.fingerprint()
 
     def train_flops(self, global_batch: int) -> float:
         """Model FLOPs of one training step: no recomputation counted; 0: not known."""

@@ -30,19 +30,17 @@ def share_files(model: Any) -> None:
     What would have each of them write a file is refused.
     """
     for name in (*_WRITTEN_ONCE, "load_weights"):
-        _do_together(model, name)
+        _replace(model, name)
     _refuse_lone_writers(model)
     _check_callbacks(model)
 
 
-def _do_together(model: Any, name: str) -> None:
+def _replace(model: Any, name: str) -> None:
+    """Has a method read or write in all processes together."""
     method = getattr(type(model), name)
 
     @functools.wraps(method)
     def together(*args: Any, **kwargs: Any) -> None:
-        if jax.process_count() == 1:
-            method(model, *args, **kwargs)
-            return
         _together(
             model,
             f"{name} of {model.name}",
@@ -54,7 +52,10 @@ def _do_together(model: Any, name: str) -> None:
 
 
 def _together(model: Any, what: str, do: Any, *, by_first: bool) -> None:
-    """Reads or writes a file of a model's variables in several processes."""
+    """Reads or writes a file of a model's variables, in one process or several."""
+    if jax.process_count() == 1:
+        do()
+        return
     check_same(what, {})
     variables = variables_of(model)
     for variable in variables:
@@ -126,8 +127,9 @@ def backup(folder: str | os.PathLike) -> Any:
     In place of Keras's BackupAndRestore: the training may be killed at any moment, in
     the middle of a save too, and be one of several processes, which all see the folder.
     All variables of the model and its optimizer are saved, those of dropout's random
-    numbers too; not what other callbacks keep. A backup stays when the training has
-    ended: `fit` then has nothing to do, unless it is asked for more epochs.
+    numbers and the learning rate too; not what other callbacks keep. A backup stays
+    when the training has ended: `fit` then has nothing to do, unless it is asked for
+    more epochs.
 
     Args:
       folder: of this training alone; on a shared file system, or as "gs://...".
@@ -136,7 +138,8 @@ def backup(folder: str | os.PathLike) -> Any:
       The callback.
 
     Raises:
-      ValueError: in `fit`: the model is not built; or the backup is of another one.
+      ValueError: in `fit`: the model is not built; the backup is of other variables, by
+        their number or shapes; or it is damaged.
     """
     import keras
 
@@ -144,8 +147,7 @@ def backup(folder: str | os.PathLike) -> Any:
         def on_train_begin(self, logs=None):
             self._backup = _Backup(self.model, os.fspath(folder))
             epoch = self._backup.restore()
-            if epoch:
-                self.model._initial_epoch = epoch  # As by BackupAndRestore.
+            self.model._initial_epoch = epoch or None  # As by BackupAndRestore.
             if epoch >= self.params["epochs"]:
                 logging.warning(
                     "%s has a training of %d epochs, and fit is to end after %d: "
@@ -154,6 +156,12 @@ def backup(folder: str | os.PathLike) -> Any:
                     epoch,
                     self.params["epochs"],
                 )
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model._initial_epoch = None  # Keras would keep it for the next `fit`.
+
+        def on_train_end(self, logs=None):
+            self.model._initial_epoch = None
 
         def on_epoch_end(self, epoch, logs=None):
             self._backup.save(epoch + 1)
@@ -190,16 +198,50 @@ class _Backup:
     def restore(self) -> int:
         """Restores the newest backup; returns its epoch, 0 if there is none."""
         newest = self._manager.latest_checkpoint
-        if newest is not None:
-            self._together("restoring", lambda: self._restore(newest), by_first=False)
-        epoch = int(self._epoch.numpy())
-        check_same(f"the backup in {self._folder}", {"its epoch": str(epoch)})
-        return epoch
+        check_same(
+            f"going on from the backup in {self._folder}",
+            {"the newest": newest or "none"},
+            remedy="all processes see the same files of one folder",
+        )
+        if newest is None:
+            self._check_is_empty()
+            return 0
+        before = self._learning_rate()
+        self._together("restoring", lambda: self._restore(newest), by_first=False)
+        if before != (now := self._learning_rate()):
+            logging.warning(
+                "the learning rate is %g, that of the backup in %s, not %g",
+                now,
+                self._folder,
+                before,
+            )
+        return int(self._epoch.numpy())
+
+    def _check_is_empty(self) -> None:
+        lost = tf.io.gfile.glob(os.path.join(self._folder, "ckpt-*.index"))
+        if lost:
+            raise ValueError(
+                f"{self._folder} has backups, such as {os.path.basename(lost[0])}, but "
+                "lacks the file 'checkpoint', which names the newest: bring it back "
+                "from a copy, or pass another folder to mw.keras.backup"
+            )
+
+    def _learning_rate(self) -> float | None:
+        """What is to be the learning rate; None if a schedule says so."""
+        rate = self._model.optimizer._learning_rate
+        return float(rate) if hasattr(rate, "assign") else None
 
     def _restore(self, newest: str) -> None:
         try:
-            self._checkpoint.restore(newest).assert_consumed()
-        except (AssertionError, ValueError, tf.errors.OpError) as error:
+            status = self._checkpoint.restore(newest)
+            status.expect_partial().assert_existing_objects_matched()
+            status.assert_consumed()
+        except (IndexError, tf.errors.OpError) as error:
+            raise ValueError(
+                f"the backup {newest} is damaged: remove it to begin anew, or bring it "
+                f"back from a copy ({error})"
+            ) from error
+        except (AssertionError, ValueError) as error:
             raise ValueError(
                 f"{newest} is no backup of {self._model.name} and its optimizer as "
                 "they are now: pass another folder to mw.keras.backup, or restore what "
@@ -216,8 +258,5 @@ class _Backup:
         )
 
     def _together(self, what: str, do: Any, *, by_first: bool) -> None:
-        if jax.process_count() == 1:
-            do()
-        else:
-            what = f"{what} of {self._model.name}, {self._folder}"
-            _together(self._model, what, do, by_first=by_first)
+        what = f"{what} of {self._model.name}, {self._folder}"
+        _together(self._model, what, do, by_first=by_first)

@@ -26,7 +26,7 @@ class Resume(enum.Enum):
     STATE = "state"
     """Where the iterator was, whose state is in the checkpoint."""
     ANEW = "anew"
-    """At the first batch of a new pass."""
+    """At the first batch of a new pass, in an order of its own."""
 
 
 class BatchedInput(Checked):
@@ -41,6 +41,10 @@ class BatchedInput(Checked):
     is_by_number: ClassVar[bool] = True
     """Whether the numbers of steps and rows say which examples they hold; else each
     process has to read all rows, and to see the same ones."""
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What the order of training batches depends on, by name, as far as known."""
+        return {}
 
     def element_spec(self, batch: int | None) -> NestedMap:
         """The `tf.TensorSpec` of each tensor in a batch of `batch` rows."""

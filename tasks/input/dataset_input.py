@@ -47,7 +47,7 @@ class DatasetInput(BatchedInput):
       resume: where a run that resumes goes on in the examples for training.
         `Resume.STEP` reads what comes before and skips it; `Resume.STATE` keeps the
         state of `tf.data`'s iterator with each checkpoint, with all that is in buffers
-        of `shuffle`; `Resume.ANEW` begins a new pass.
+        of `shuffle`; `Resume.ANEW` begins a new pass, with other random numbers.
 
     Raises:
       ValueError: a function is none, or returns no dataset of examples of known shapes;
@@ -80,6 +80,7 @@ class DatasetInput(BatchedInput):
                 f"\nheld_out:{_lines(held_out)}\ntrain:{_lines(train)}"
             )
         object.__setattr__(self, "_structure", train.element_spec)
+        object.__setattr__(self, "_description", _description(train))
 
     def element_spec(self, batch: int | None) -> NestedMap:
         return batch_spec(self.structure, batch)
@@ -89,7 +90,14 @@ class DatasetInput(BatchedInput):
         """An example as its function makes it: a `tf.TensorSpec` for each tensor."""
         return self._structure
 
-    def _examples(self, field: str) -> tf.data.Dataset | None:
+    def fingerprint(self) -> dict[str, str | int]:
+        return {
+            "DatasetInput.train": getattr(self.train, "__name__", "a function"),
+            "DatasetInput.seed": self.seed,
+            "the dataset of DatasetInput.train": self._description,
+        }
+
+    def _examples(self, field: str, seed: int | None = None) -> tf.data.Dataset | None:
         """What a function returns; None if there is no function.
 
         Raises:
@@ -97,7 +105,8 @@ class DatasetInput(BatchedInput):
         """
         if getattr(self, field) is None:
             return None
-        tf.random.set_seed(self.seed)  # For ops of the dataset without seeds.
+        # For ops of the dataset without seeds.
+        tf.random.set_seed(self.seed if seed is None else seed)
         examples = getattr(self, field)()
         name = f"DatasetInput.{field}"
         if not isinstance(examples, tf.data.Dataset):
@@ -135,9 +144,9 @@ class DatasetInput(BatchedInput):
             _check_resumes(examples, self.resume)
         return _in_order(examples)
 
-    def _named(self, field: str) -> tf.data.Dataset:
+    def _named(self, field: str, seed: int | None = None) -> tf.data.Dataset:
         # Made anew: each pass over one dataset may be in another order.
-        examples = self._examples(field)
+        examples = self._examples(field, seed)
         is_tuple = isinstance(examples.element_spec, tuple)
         return examples.map(lambda *parts: named(parts if is_tuple else parts[0]))
 
@@ -146,7 +155,10 @@ class DatasetInput(BatchedInput):
     ) -> tf.data.Dataset:
         """As of `BatchedInput`, but from the first on unless `resume` is by step."""
         given = BatchRows(global_batch, rows)
-        examples = self._named("train").repeat()
+        # A new pass has an order of its own: after many restarts too, all is read.
+        is_anew = self.resume is Resume.ANEW
+        seed = (self.seed + start_step) % SEEDS["below"] if is_anew else None
+        examples = self._named("train", seed).repeat()
         batches = examples.batch(global_batch, drop_remainder=True)
         if self.resume is Resume.STEP:
             batches = batches.skip(start_step)
@@ -176,18 +188,26 @@ class DatasetInput(BatchedInput):
 
 def _check_resumes(examples: tf.data.Dataset, resume: Resume) -> None:
     """Checks that a run can find its place again in the examples for training."""
-    graph = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(examples),
-        external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE.value,
-    )
-    nodes = tf.compat.v1.GraphDef.FromString(graph.numpy()).node
-    if any(node.op.startswith("DataServiceDataset") for node in nodes):
+    if any(kind.startswith("_DataService") for kind in _kinds(examples)):
         raise ValueError(
             "DatasetInput.train reads from a tf.data service, which keeps no state and "
             "no order from which a run could resume, and DatasetInput.resume is "
             f"Resume.{resume.name}: set it to %Resume.ANEW, and a run that resumes "
             "begins a new pass"
         )
+
+
+def _kinds(examples: tf.data.Dataset) -> list[str]:
+    """The class of a dataset, and of those that it is made of."""
+    # The graph would say so too, but a copy of what is in memory is in it.
+    inner = [kind for dataset in examples._inputs() for kind in _kinds(dataset)]
+    return [type(examples).__name__, *inner]
+
+
+def _description(examples: tf.data.Dataset) -> str:
+    """What can be said of a dataset without reading it."""
+    count = int(examples.cardinality())
+    return f"{count} x {examples.element_spec}: {', '.join(_kinds(examples))}"
 
 
 def _in_order(examples: tf.data.Dataset) -> tf.data.Dataset:

@@ -195,12 +195,6 @@ class KerasModel(Task):
             outputs = dict(enumerate(outputs))
         return NestedMap({as_key(name): value for name, value in outputs.items()})
 
-    def data_fingerprint(self) -> dict[str, str | int]:
-        return {
-            "DatasetInput.train": getattr(self.data.train, "__name__", "a function"),
-            "DatasetInput.seed": self.data.seed,
-        }
-
     def train_flops(self, global_batch: int) -> float:
         """Three times the forward FLOPs of products; 0 if there are some in loops."""
         return 3.0 * global_batch * self._program.row_flops

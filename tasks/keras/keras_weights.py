@@ -77,6 +77,11 @@ def named_arrays(model: Any, names: Iterable[str]) -> NamedArrays:
             failed_saveables=set(),
             error_msgs=errors,
         )
+    for layer, _ in errors.values():
+        # Half of a layer's variables would be another layer.
+        for name in ("_trainable_variables", "_non_trainable_variables"):
+            for variable in getattr(layer, name, ()):
+                assigned.pop(id(variable), None)
     problems = [
         f"{getattr(layer, 'path', None) or getattr(layer, 'name', layer)}: "
         f"{' '.join(str(error).split())[:200]}"

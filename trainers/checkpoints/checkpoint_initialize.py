@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import logging
 import math
 import os
 import re
@@ -44,6 +45,8 @@ from meshwright.trainers.checkpoints.checkpoint_tf import (
 )
 from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
 from meshwright.trainers.startup.messages import log_line
+
+log = logging.getLogger("absl")
 
 
 def weights_from(
@@ -130,6 +133,7 @@ class _Fitting:
         self._wanted = forms(theta)
         self.pieces: dict[str, list[_Piece]] = {}
         self.unused: list[str] = []
+        self._unknown: Sequence[str] = ()
 
     def fit(
         self, saved: Mapping[str, ArraySpec], known: _Known = _Known()
@@ -140,6 +144,7 @@ class _Fitting:
           CheckpointError: the arrays do not make up the weights.
         """
         problems = self._match(saved, known.paths)
+        self._unknown = known.problems
         for path, pieces in self.pieces.items():
             problems += self._misfits(path, pieces, saved)
         if self._source.missing is Missing.ERROR:
@@ -186,6 +191,8 @@ class _Fitting:
     def report(self) -> None:
         """Logs which weights were taken, and which were not."""
         log_line("took %d weights from %s", len(self.pieces), self._source.checkpoint)
+        for problem in self._unknown:
+            log.warning("not taken, as Keras would not load it: %s", problem)
         if initialized := self._initialized():
             log_line(
                 "initialized %d others:%s", len(initialized), bullet_list(initialized)

@@ -72,7 +72,7 @@ class KerasFile:
 
 def is_keras_file(path: str) -> bool:
     """Whether a path is, by its name, that of a file of Keras."""
-    return path.endswith(_ENDINGS)
+    return path.lower().endswith(_ENDINGS)
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def _opened(path: epath.Path, stack: contextlib.ExitStack) -> Iterator[Any]:
         raise CheckpointError(
             f"{path} is a folder: name a file in it, such as {path / _WEIGHTS}"
         )
-    if path.name.endswith(".json"):
+    if path.name.lower().endswith(".json"):
         parts = json.loads(path.read_text())["weight_map"].values()
         lists = [[part] if isinstance(part, str) else part for part in parts]
         for name in sorted({name for names in lists for name in names}):
@@ -116,7 +116,7 @@ def _opened(path: epath.Path, stack: contextlib.ExitStack) -> Iterator[Any]:
             yield from _opened(path.parent / name, stack)
         return
     local = str(path)
-    if path.name.endswith(".keras"):
+    if path.name.lower().endswith(".keras"):
         local = _unpacked(path, stack)
     elif "://" in local:
         with path.open("rb") as file:

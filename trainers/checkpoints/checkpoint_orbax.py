@@ -72,5 +72,10 @@ class StepNames(ocp.path.step.NameFormat[_Step]):
 
 
 def is_not_chatter(record: logging.LogRecord) -> bool:
-    """A filter: whether a record is of more interest than Orbax's messages at INFO."""
-    return record.levelno >= logging.WARNING or "/orbax/" not in record.pathname
+    """A filter: whether a record is of more interest than messages at INFO of savers.
+
+    Those are Orbax's, and TF's of how long it took to save the input's state.
+    """
+    savers = ("/orbax/", "/tensorflow/python/checkpoint/")
+    chatter = any(saver in record.pathname for saver in savers)
+    return record.levelno >= logging.WARNING or not chatter

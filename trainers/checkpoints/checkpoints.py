@@ -168,7 +168,8 @@ class Checkpoints:
                 f"{self._directory}: restore that step, or use another directory"
             )
         self._check_writable()
-        self.check_space(step, sum(array.nbytes for array in state.leaves()))
+        arrays = [*state.leaves(), *(input_state or NestedMap()).leaves()]
+        self.check_space(step, sum(array.nbytes for array in arrays))
         json.dumps(metadata)  # Fails here, not in the background.
         forms = manifests.to_json(manifests.forms(state))
         items = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import re
 import tempfile
@@ -26,6 +27,7 @@ _RAISED = re.compile(
     re.DOTALL,
 )
 _RAISED_AGAIN = (ValueError, OSError, ImportError)
+_CANNOT_BE_SAVED = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError)
 # The files of a checkpoint of TF.
 _FILES = {"index": ".index", "data": ".data-00000-of-00001"}
 
@@ -39,7 +41,7 @@ class CallBatches:
     Args:
       experiment: the experiment.
       start_step: number of batches that come before.
-      rows: the rows of the global batch to give.
+      rows: the rows of the global batch to give; `give` may name others.
       saved: the input's `state` when they had been read, if its `resume` has one.
 
     Raises:
@@ -62,6 +64,7 @@ class CallBatches:
             )
         )
         self._batches = arrays(self._iterator)
+        self._spec = str(self._iterator.element_spec)
         self._taken: list[NestedMap] = []
         self._unused: list[NestedMap] = []
         self._has_read = False
@@ -87,6 +90,10 @@ class CallBatches:
     def _next(self) -> NestedMap:
         return self._unused.pop(0) if self._unused else next(self._batches)
 
+    def give(self, rows: range) -> None:
+        """Gives these rows of what is read, where all rows are."""
+        self._reading.give(rows)
+
     def put_back(self) -> None:
         """Takes back the batches of the last call, which was not made."""
         self._unused, self._taken = self._taken + self._unused, []
@@ -111,7 +118,7 @@ class CallBatches:
             prefix = os.path.join(folder, "iterator")
             try:
                 tf.train.Checkpoint(iterator=self._iterator).write(prefix)
-            except tf.errors.OpError as error:
+            except _CANNOT_BE_SAVED as error:
                 raise ValueError(
                     "the state of the dataset that DatasetInput.train returns cannot "
                     f"be saved ({error.message.partition('}} ')[2] or error.message}): "
@@ -123,7 +130,11 @@ class CallBatches:
                 name: np.fromfile(prefix + suffix, np.uint8)
                 for name, suffix in _FILES.items()
             }
-        state = NestedMap(iterator=NestedMap(files), global_batch=np.array(self._batch))
+        state = NestedMap(
+            iterator=NestedMap(files),
+            global_batch=np.array(self._batch),
+            spec=np.frombuffer(self._spec.encode(), np.uint8),
+        )
         unused = {f"batch_{n}": batch for n, batch in enumerate(self._unused)}
         return NestedMap(state | {"unused": NestedMap(unused)}) if unused else state
 
@@ -135,21 +146,34 @@ class CallBatches:
                 f"{self._batch} now. Set it back, or DatasetInput.resume to "
                 "%Resume.STEP or %Resume.ANEW"
             )
+        if (spec := bytes(np.asarray(saved.spec)).decode()) != self._spec:
+            # TF would hand on what is in its buffers.
+            raise self._another_dataset(f"of {spec}, now {self._spec}")
         with tempfile.TemporaryDirectory() as folder:
             prefix = os.path.join(folder, "iterator")
             for name, suffix in _FILES.items():
                 np.asarray(saved.iterator[name]).tofile(prefix + suffix)
-            try:
+            with self._of_another_dataset():
                 reader = tf.train.Checkpoint(iterator=self._iterator)
                 reader.read(prefix).assert_consumed()
-            except tf.errors.OpError as error:
-                raise ValueError(
-                    "the state of the input was saved for another dataset than "
-                    f"DatasetInput.train returns now ({error.message}): set back what "
-                    "was changed, or DatasetInput.resume to %Resume.STEP or "
-                    "%Resume.ANEW"
-                ) from error
-        self._unused = list(saved.get("unused", NestedMap()).values())
+        unused = saved.get("unused", NestedMap())
+        self._unused = [unused[f"batch_{n}"] for n in range(len(unused))]
+        with self._of_another_dataset():
+            self._unused.append(next(self._batches))  # It may fail only here.
+
+    @contextlib.contextmanager
+    def _of_another_dataset(self) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.OpError as error:
+            raise self._another_dataset(error.message) from error
+
+    def _another_dataset(self, why: str) -> ValueError:
+        return ValueError(
+            "the state of the input was saved for another dataset than "
+            f"DatasetInput.train returns now ({why}): set back what was changed, or "
+            "DatasetInput.resume to %Resume.STEP or %Resume.ANEW"
+        )
 
 
 def eval_batches(
@@ -182,8 +206,14 @@ class _Reading:
         self._field = field
         is_by_number = experiment.task.input.is_by_number
         self.rows = rows if is_by_number else range(experiment.global_batch)
-        self._chosen = None if is_by_number else slice(rows.start, rows.stop, rows.step)
+        self._chosen = None
         self._digest = 0
+        if not is_by_number:
+            self.give(rows)
+
+    def give(self, rows: range) -> None:
+        """Gives other rows of those that are read."""
+        self._chosen = slice(rows.start, rows.stop, rows.step)
 
     def given(self, batch: NestedMap) -> NestedMap:
         """The rows to give, of a batch that was read."""

@@ -242,6 +242,8 @@ class _Loop:
         specs = self.programs.state_specs.leaves()
         size = sum(spec.size * spec.dtype.size for spec in specs)
         self.checkpoints.check_space(experiment.num_steps, size)
+        if experiment.task.input.resume is Resume.STATE:
+            self._restore_input(step)  # It may refuse to, which compiling would delay.
         main = self._compiled_main()
         if self.stop.reached():
             return step
@@ -312,22 +314,27 @@ class _Loop:
                     self._save(step, state)
         return step
 
-    def _find_batches(self, step: int) -> None:
-        """Finds the batches of the steps after `step`."""
-        keeps_state = self.experiment.task.input.resume is Resume.STATE
-        if keeps_state and self.calls is not None:
-            return  # After a roll back it goes on with what comes next.
-        self.rows = self.programs.main.arguments.local_rows(1, dim=1)
+    def _restore_input(self, step: int) -> None:
+        """Brings the input to where it was after `step`, for all rows."""
         passed = step + self.history.batches_passed
-        saved = self.saved_input
-        if step and keeps_state and saved is None:
+        if step and self.saved_input is None:
             log.warning(
                 "checkpoint step %d has no state of the input: reads %d batches and "
                 "skips them",
                 step,
                 passed,
             )
-        self.calls = CallBatches(self.experiment, passed, self.rows, saved)
+        rows = range(self.experiment.global_batch)
+        self.calls = CallBatches(self.experiment, passed, rows, self.saved_input)
+
+    def _find_batches(self, step: int) -> None:
+        """Finds the batches of the steps after `step`."""
+        self.rows = self.programs.main.arguments.local_rows(1, dim=1)
+        if self.experiment.task.input.resume is Resume.STATE:
+            self.calls.give(self.rows)  # After a roll back too: what comes next.
+        else:
+            passed = step + self.history.batches_passed
+            self.calls = CallBatches(self.experiment, passed, self.rows)
 
     def _compiled_main(self):
         log_line("compiling for %d devices", self.experiment.plan.mesh.size)

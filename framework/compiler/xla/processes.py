@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -151,12 +152,19 @@ def gather_from_processes(value: int) -> Sequence[int]:
     return [int(value) for value in values]
 
 
-def check_same(what: str, facts: Mapping[str, str]) -> None:
+def check_same(
+    what: str,
+    facts: Mapping[str, str],
+    *,
+    remedy: str = "each process passes the same whole arrays, and seeds its random "
+    "numbers alike (keras.utils.set_random_seed)",
+) -> None:
     """Checks that all processes do the same; all of them call this.
 
     Args:
       what: they do, for messages.
       facts: by name of a thing what is to be the same in all of them.
+      remedy: what to do if a fact differs.
 
     Raises:
       ValueError: one of them does something else, or a fact differs.
@@ -186,8 +194,7 @@ def check_same(what: str, facts: Mapping[str, str]) -> None:
             if here != there:
                 raise ValueError(
                     f"{what}: {name} is {here} in process 0, and {there} in process "
-                    f"{process}: each process passes the same whole arrays, and seeds "
-                    "its random numbers alike (keras.utils.set_random_seed)"
+                    f"{process}: {remedy}"
                 )
 
 
@@ -206,12 +213,14 @@ def do_together(what: str, do: Callable[[], Any], *, by_first: bool) -> None:
     try:
         if not by_first or is_first_process():
             do()
-    except BaseException as error:
+    except Exception as error:
         failure = f"{type(error).__name__}: {error}"
         raise
     finally:
-        arrive()
-        failures = jax_bridge.exchange(failure, seconds=_WORK_SECONDS)
+        # A process that is interrupted ends, and JAX ends the others.
+        if not isinstance(sys.exception(), (KeyboardInterrupt, SystemExit)):
+            arrive()
+            failures = jax_bridge.exchange(failure, seconds=_WORK_SECONDS)
     for process, text in enumerate(failures):
         if text:
             raise RuntimeError(f"{what} failed in process {process}: {text}")

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import zipfile
 
 import h5py
@@ -20,7 +21,7 @@ from meshwright.trainers.checkpoints.checkpoint_initialize import (
     weights_from,
     with_weights,
 )
-from meshwright.trainers.checkpoints.checkpoint_rules import InitializeFrom
+from meshwright.trainers.checkpoints.checkpoint_rules import InitializeFrom, Missing
 from meshwright.trainers.checkpoints.checkpoints import CheckpointError
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.training import loop
@@ -213,13 +214,28 @@ class Computed(LAYERS.Dense):
     ("layer", "message"),
     [(Scaled, "unsupported operand"), (Computed, "only/bias' is computed from")],
 )
-def test_what_a_layer_computes_when_it_is_loaded_is_refused(tmp_path, layer, message):
+def test_what_a_layer_computes_when_it_is_loaded_is_refused(
+    tmp_path, caplog, layer, message
+):
     def make():
         return keras.Sequential([keras.Input([16]), layer(10, name="only")])
 
     path = saved(make(), tmp_path, ".weights.h5")
     with pytest.raises(CheckpointError, match=f"only: .*{message}"):
         begun(programs_for(make), path)
+    # Nor does it get half of what is in the file.
+    with pytest.raises(CheckpointError, match="nothing in it for this model"):
+        begun(programs_for(make), path, missing=Missing.INITIALIZE)
+
+    def longer():
+        layers = [LAYERS.Dense(16, name="other"), layer(10, name="only")]
+        return keras.Sequential([keras.Input([16]), *layers])
+
+    path = saved(longer(), tmp_path, ".weights.h5")
+    caplog.set_level(logging.INFO, logger="absl")
+    begun(programs_for(longer), path, missing=Missing.INITIALIZE)
+    assert re.search(f"not taken, as Keras would not load it: .*{message}", caplog.text)
+    assert "initialized 2 others" in caplog.text
 
 
 def abstract(**shapes):

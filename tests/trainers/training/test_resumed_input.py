@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
 from meshwright.framework.modeling.optimizers import SGD
+from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks import DatasetInput, Resume, Task, TaskLoss
+from meshwright.trainers.checkpoints.checkpoints import Checkpoints
 from meshwright.trainers.experiment.batches import CallBatches
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.not_finite import NotFinite
@@ -84,7 +87,8 @@ def test_by_default_a_run_skips_what_it_has_read_and_anew_it_begins_at_the_start
     by_step, anew = (given(resume, seed=1) for resume in (Resume.STEP, Resume.ANEW))
     assert losses(tmp_path, by_step) == want[:8]
     assert losses(tmp_path, by_step, num_steps=12) == want[8:12]
-    assert losses(tmp_path, anew, num_steps=16) == want[:4]
+    # The new pass draws other numbers than the one before.
+    assert losses(tmp_path, anew, num_steps=16) == means(given(seed=1 + 12), 4)
 
 
 def test_a_checkpoint_without_a_state_is_skipped_to(tmp_path, caplog):
@@ -127,6 +131,26 @@ def test_batches_that_were_put_back_are_read_again():
     assert read(rest, 2) == [[row] for row in third]
 
 
+def test_many_batches_come_back_in_their_order(tmp_path):
+    """Names of more than ten sort as `batch_1, batch_10, batch_2`."""
+    every = dict.fromkeys(["checkpoint_interval", "summary_interval"], 12)
+    of = experiment(given(), steps_per_loop=12, num_steps=24, **every)
+    calls = CallBatches(of, 0, range(ROWS))
+    (wanted,) = read(calls, 1)
+    calls.put_back()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, NestedMap(w=jnp.ones([2])), input_state=calls.state())
+    with Checkpoints(tmp_path) as checkpoints:
+        state = checkpoints.input_state(1)
+    assert read(CallBatches(of, 1, range(ROWS), state), 1) == [wanted]
+
+
+def test_a_changed_dataset_is_warned_of(tmp_path, caplog):
+    losses(tmp_path, given())
+    losses(tmp_path, given(train=lambda: numbers(300)), num_steps=12)
+    assert "the dataset of DatasetInput.train changed" in caplog.text
+
+
 def drawn():
     return numbers().map(lambda x: x + tf.random.uniform([]))
 
@@ -150,6 +174,9 @@ def test_a_state_of_other_batches_is_refused():
     larger = experiment(given(), global_batch=8)
     with pytest.raises(ValueError, match="global_batch = 4, and .* cannot be 8 now"):
         CallBatches(larger, 0, range(8), state)
-    other = experiment(given(train=lambda: numbers().take(20).cache()))
-    with pytest.raises(ValueError, match="for another dataset than DatasetInput.train"):
-        CallBatches(other, 0, range(ROWS), state)
+    reshaped = [lambda x: tf.reshape(x, [1]), lambda x: tf.cast(x, tf.int32)]
+    shapes = [lambda f=f: numbers().map(f) for f in reshaped]
+    for train in (lambda: numbers().take(20).cache(), *shapes):
+        other = experiment(given(train=train))
+        with pytest.raises(ValueError, match="for another dataset than DatasetInput"):
+            CallBatches(other, 0, range(ROWS), state)

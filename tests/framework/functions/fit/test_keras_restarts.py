@@ -1,5 +1,6 @@
 """A training by `fit` that is killed goes on, bit by bit, when it is started again."""
 
+import os
 import pathlib
 
 import numpy as np
@@ -57,6 +58,43 @@ def test_what_ended_has_nothing_left_to_train(tmp_path, caplog):
     assert "has a training of 6 epochs, and fit is to end after 6: noth" in caplog.text
     for ours, theirs in zip(again, state, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_later_fit_begins_where_it_is_asked_to(tmp_path):
+    model = restarted.network()
+    backups = [restarted.mw.keras.backup(tmp_path / name) for name in ("a", "b")]
+
+    def epochs(count, *callbacks):
+        how = {"batch_size": 8, "verbose": 0, "epochs": count}
+        return model.fit(restarted.X, restarted.Y, **how, callbacks=callbacks).epoch
+
+    assert epochs(2, backups[0]) == [0, 1]
+    assert epochs(3, backups[0]) == [2]
+    assert epochs(2) == [0, 1]
+    assert epochs(1, backups[1]) == [0]
+
+
+def test_the_learning_rate_is_the_backups(tmp_path, caplog):
+    restarted.trained(tmp_path)
+    model = restarted.network()
+    model.optimizer.learning_rate = 1e-4
+    backup = restarted.mw.keras.backup(tmp_path / "backup")
+    model.fit(restarted.X, restarted.Y, verbose=0, epochs=6, callbacks=[backup])
+    assert "the learning rate is 0.01, that of the backup" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: os.truncate(next(folder.glob("*.data*")), 100), "is damaged"),
+        (lambda folder: (folder / "checkpoint").unlink(), "has backups, .* lacks the"),
+    ],
+)
+def test_a_damaged_backup_is_refused(tmp_path, damage, message):
+    restarted.trained(tmp_path)
+    damage(tmp_path / "backup")
+    with pytest.raises(ValueError, match=message):
+        restarted.trained(tmp_path)
 
 
 def test_a_backup_of_another_model_is_refused(tmp_path, monkeypatch):
