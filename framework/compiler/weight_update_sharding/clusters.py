@@ -205,7 +205,8 @@ def _can_shard(op, redundancy: Redundancy) -> bool:
     values = [*op.operands, *op.results]
     ranked = any(shape_of(value) for value in values)
     alike = ranked and all(redundancy.alike.get(value) for value in values)
-    summed = any(result in redundancy.reduced for result in op.results)
+    summed = op in redundancy.added
+    summed |= any(result in redundancy.reduced for result in op.results)
     # A product's dims are put in order before it is reduced.
     summed |= op.name == "stablehlo.transpose" and op.operands[0] in redundancy.reduced
     return alike and not summed and dim_map(op) is not None

@@ -27,8 +27,8 @@ from meshwright.framework.compiler.weight_update_sharding.clusters import (
     how_often,
     uses_of,
 )
+from meshwright.framework.compiler.weight_update_sharding.gradient import find_sum
 from meshwright.framework.compiler.weight_update_sharding.redundancy import Redundancy
-from meshwright.framework.compiler.weight_update_sharding.scatter import find_sum
 from meshwright.framework.compiler.weight_update_sharding.shardable import dim_map
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
     Tiles,

@@ -23,7 +23,9 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     has_side_effect,
     placeholder_of,
     reduced_dims,
+    walk,
 )
+from meshwright.framework.compiler.weight_update_sharding.gradient import added_sums
 
 _NEVER_ALIKE = (
     "stablehlo.rng",
@@ -53,11 +55,13 @@ class Redundancy:
       reduced: by value the data axes over which the op that makes it sums: the value is
         the result of a gradient reduction, or of a similar one.
       updates: values that depend on a reduction.
+      added: ops that add up such results; their total is reduced, not they.
     """
 
     alike: dict[ir.Value, frozenset[str]]
     reduced: dict[ir.Value, frozenset[str]]
     updates: set[ir.Value]
+    added: set[ir.Operation]
 
 
 def analyze(completed: CompletedModule, data_axes: Sequence[str]) -> Redundancy:
@@ -78,7 +82,8 @@ class _Analysis:
         for argument in block.arguments:
             self.alike[argument] = self.unsplit(argument)
         self.visit(block)
-        return Redundancy(self.alike, self.reduced, self.updates)
+        added = added_sums(self.completed, self.reduced, walk(self.completed.main))
+        return Redundancy(self.alike, self.reduced, self.updates, added)
 
     def unsplit(self, value: ir.Value) -> frozenset[str]:
         return self.data_axes - self.completed.axes(value)

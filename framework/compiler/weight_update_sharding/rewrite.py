@@ -35,10 +35,10 @@ from meshwright.framework.compiler.weight_update_sharding.clusters import (
     uses_of,
 )
 from meshwright.framework.compiler.weight_update_sharding.decide import Decision
+from meshwright.framework.compiler.weight_update_sharding.gradient import find_sum
 from meshwright.framework.compiler.weight_update_sharding.redundancy import Redundancy
 from meshwright.framework.compiler.weight_update_sharding.scatter import (
     cut_end,
-    find_sum,
     pad_end,
     reduce_scattered,
 )

@@ -2,7 +2,7 @@
 
 By default XLA all-reduces a gradient and slices the result; the CPU compiler keeps
 that, and the TPU compiler makes a reduce-scatter of it only where it recognizes one.
-Here the op that sums over the batch is put into a region that is manual along the data
+Here the ops that sum over the batch are put into a region that is manual along the data
 axes: each device sums up its own part, and a reduce-scatter follows, one axis after the
 other, as rings are. Over axes that do not split the update the shards are then
 all-reduced.
@@ -10,19 +10,12 @@ all-reduced.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.partial.linear import choices, converts_exactly
-from meshwright.framework.compiler.partial.partial_sums import (
-    Summed,
-    local_sum,
-    scattered_along,
-    sum_of,
-)
+from meshwright.framework.compiler.partial.partial_sums import scattered_along
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,
@@ -32,46 +25,15 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     tensor_type,
     zeros,
 )
+from meshwright.framework.compiler.weight_update_sharding.gradient import Gradient
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
     UpdateLayout,
 )
 from meshwright.framework.sharding.placeholders import mesh_text
 
-_CONVERT = "stablehlo.convert"
-_AFTER = (_CONVERT, "stablehlo.reshape", "stablehlo.transpose")
-
-
-def find_sum(completed: CompletedModule, reduced, value: ir.Value) -> Summed | None:
-    """How a value is summed over the batch; None if not by an op that is known here.
-
-    Args:
-      completed: the module.
-      reduced: by value the axes that its maker sums over.
-      value: a gradient.
-    """
-    after: list[ir.Operation] = []
-    while not isinstance(value.owner, ir.Block):
-        op = value.owner.operation
-        if value in reduced:
-            axes = frozenset(reduced[value])
-            summed = sum_of(completed, op, axes)
-            return summed and dataclasses.replace(summed, after=after)
-        if not _keeps_sums(op) or len(list(op.operands[0].uses)) > 1:
-            return None
-        after.insert(0, op)
-        value = op.operands[0]
-    return None
-
-
-def _keeps_sums(op) -> bool:
-    """Whether an op of a sum gives the sum of the op's results."""
-    if op.name not in _AFTER or not choices(op):
-        return False
-    return op.name != _CONVERT or converts_exactly(op)
-
 
 def reduce_scattered(
-    completed: CompletedModule, summed: Summed, value: ir.Value, layout: UpdateLayout
+    completed: CompletedModule, summed: Gradient, value: ir.Value, layout: UpdateLayout
 ) -> ir.Value | None:
     """The shards of a gradient, at the current insertion point; None if not possible.
 
@@ -88,7 +50,7 @@ def reduce_scattered(
     shape = layout.shape(value)
     padded_size = layout.sharding(value).padded_shape(shape)[first]
     padded = (*shape[:first], padded_size, *shape[first + 1 :])
-    local = local_sum(completed, summed)
+    local = summed.local(completed)
     if layout.count > 1:
         local = stablehlo.reshape(tensor_type(value.type, shape), local)
     if padded != shape and not _grow(local, padded):
@@ -108,7 +70,7 @@ def reduce_scattered(
 def _grow(local: ir.Value, shape: Sequence[int]) -> bool:
     """Makes a scatter pad its sum with zeros at the ends, so that it is not copied."""
     made = [local.owner.operation]
-    while made[-1].name == _CONVERT:
+    while made[-1].name == "stablehlo.convert":
         made.append(made[-1].operands[0].owner.operation)
     if made[-1].name != "stablehlo.scatter":
         return False

@@ -14,7 +14,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     walk,
 )
 from meshwright.framework.compiler.weight_update_sharding.decide import Machine
-from meshwright.framework.compiler.weight_update_sharding.scatter import find_sum
+from meshwright.framework.compiler.weight_update_sharding.gradient import find_sum
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.sharding import Sharding
 from tests.framework.updates.updates import (
