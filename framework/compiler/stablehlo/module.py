@@ -89,6 +89,11 @@ class Module:
         self._completed = None
         return self.operation
 
+    def restore(self, operation: ir.Operation) -> None:
+        """Takes back what was written since `operation` was cloned from the module."""
+        self._completed = None
+        self.operation = operation
+
     def completed(self) -> CompletedModule:
         """The module with the sharding of each value, whichever partitioner follows.
 

@@ -68,20 +68,18 @@ class Cluster:
     """One weight update.
 
     Args:
-      links: the state that it updates, and the links of loops that carry it.
+      links: the state that is kept in shards, and the links of loops that carry it.
       ops: the ops to compute on shards.
       values: tensors that the ops read or make, and those of the links.
+      state: numbers of the program's arguments that it updates.
       steps: the loops over steps, which carry the state.
     """
 
     links: list[Carried]
     ops: set[ir.Operation]
     values: list[ir.Value]
+    state: Sequence[int] = ()
     steps: set[ir.Operation] = dataclasses.field(default_factory=set)
-
-    def arguments(self) -> list[int]:
-        """Numbers of the program's arguments that it updates."""
-        return [link.argument for link in self.links if link.argument is not None]
 
     def made_inside(self, value: ir.Value) -> bool:
         """Whether one of its ops or links makes a value."""
@@ -241,10 +239,11 @@ def _grouped(ops, links, dims: Dims) -> list[Cluster]:
             clusters[root].ops.add(op)
     for value in seen:
         clusters[dims.values.find(value)].values.append(value)
-    updates = [cluster for cluster in clusters.values() if cluster.arguments()]
-    for cluster in updates:
+    for cluster in clusters.values():
+        arguments = [link.argument for link in cluster.links]
+        cluster.state = [number for number in arguments if number is not None]
         cluster.steps.update(_steps(cluster.links))
-    return updates
+    return [cluster for cluster in clusters.values() if cluster.state]
 
 
 def _steps(links: Sequence[Carried]) -> Iterator[ir.Operation]:
@@ -270,6 +269,11 @@ def _runs(op, steps) -> float:
             often *= trips(outer)
         op = outer
     return often
+
+
+def gathered_bytes(cluster: Cluster, value: ir.Value, uses: Sequence[Use]) -> float:
+    """Bytes a step to gather a value for some uses."""
+    return bytes_of(value) * how_often(cluster, [op for op, _ in uses]) if uses else 0.0
 
 
 def block_of(value: ir.Value):

@@ -16,20 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
-from meshwright.framework.compiler.weight_update_sharding.carried_state import (
-    Use,
-    joined,
-)
+from meshwright.framework.compiler.weight_update_sharding.carried_state import Use
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     Dims,
     bytes_of,
-    how_often,
+    gathered_bytes,
     uses_of,
 )
 from meshwright.framework.compiler.weight_update_sharding.gradient import find_sum
 from meshwright.framework.compiler.weight_update_sharding.redundancy import Redundancy
-from meshwright.framework.compiler.weight_update_sharding.shardable import dim_map
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
     Tiles,
     UpdateLayout,
@@ -68,7 +64,6 @@ class Decision:
 
     Args:
       cluster: the update.
-      state: numbers of the program's arguments that it updates.
       layout: how it is divided, None if it is left alone.
       why: the reason if it is left alone, else "".
       gathered_bytes: the bytes a step that are gathered for ops outside.
@@ -79,7 +74,6 @@ class Decision:
     """
 
     cluster: Cluster
-    state: Sequence[int]
     layout: UpdateLayout | None = None
     why: str = ""
     gathered_bytes: int = 0
@@ -113,11 +107,9 @@ class _CostModel:
         self.machine: Machine = machine
 
     def decide(self, cluster: Cluster, mode: WeightUpdateSharding) -> Decision:
-        state = cluster.arguments()
         if mode is WeightUpdateSharding.OFF:
-            return Decision(cluster=cluster, state=state, why="switched off")
-        self.place_gathers(cluster)
-        reach = self.reach(cluster, state)
+            return Decision(cluster=cluster, why="switched off")
+        reach = self.reach(cluster)
         options = [
             self.evaluate(cluster, reach, layout)
             for axes in self.choices_of_axes(cluster)
@@ -128,7 +120,7 @@ class _CostModel:
             why = "its tensors are too small to be split, or are split already"
         options = [option for option in options if option.traffic_saved_bytes > 0]
         if not options:
-            return Decision(cluster=cluster, state=state, why=why)
+            return Decision(cluster=cluster, why=why)
         best = max(options, key=lambda option: (option.gain, -option.layout.count))
         if mode is WeightUpdateSharding.AUTO and best.gain <= 0:
             why = f"it would cost {-best.gain * 1e6:.1f} us a step"
@@ -152,51 +144,6 @@ class _CostModel:
         for count in range(len(axes), 0, -1):
             yield from itertools.combinations(axes, count)
 
-    def place_gathers(self, cluster: Cluster) -> None:
-        """Keeps weights unsharded between steps where that gathers no more (4.2).
-
-        Elsewhere ops that read them, such as a conversion to bfloat16, compute on
-        shards as long as that makes tensors smaller, and the results are gathered.
-        """
-        for links in joined(cluster.links):
-            values = [value for link in links for value in link.values]
-            reads = {v: uses for v, uses in cluster.exits().items() if v in values}
-            if not reads:
-                continue
-            costs = [self.reads(cluster, *read) for read in reads.items()]
-            unsharded = max(self.gathered(cluster, *read) for read in reads.items())
-            if sum(cost.bytes for cost in costs) < unsharded:
-                for op in (op for cost in costs for op in cost.ops):
-                    self.dims.add(op)
-                    cluster.grow(op)
-            else:
-                cluster.links = [link for link in cluster.links if link not in links]
-
-    def gathered(self, cluster: Cluster, value: ir.Value, uses) -> float:
-        """Bytes a step to gather a value for some uses."""
-        return bytes_of(value) * how_often(cluster, [op for op, _ in uses])
-
-    def reads(self, cluster: Cluster, value: ir.Value, uses) -> _GatherCost:
-        """The fewest bytes to gather for some uses of a value."""
-        total, ops = 0.0, []
-        direct = self.gathered(cluster, value, uses) if uses else 0.0
-        for op, _ in uses:
-            if not self.narrows(op):
-                return _GatherCost(direct)
-            result = op.results[0]
-            after = self.reads(cluster, result, uses_of(result))
-            total += after.bytes
-            ops += [op, *after.ops]
-        return _GatherCost(total, ops) if total < direct else _GatherCost(direct)
-
-    def narrows(self, op) -> bool:
-        """Whether an op makes a tensor of no more bytes than its operand, on shards."""
-        if len(op.operands) != 1 or len(op.results) != 1 or dim_map(op) is None:
-            return False
-        alike = self.redundancy.alike.get(op.results[0])
-        smaller = bytes_of(op.results[0]) <= bytes_of(op.operands[0])
-        return bool(alike) and smaller
-
     def evaluate(
         self, cluster: Cluster, reach: _ClusterInterface, layout: UpdateLayout
     ) -> Decision:
@@ -206,12 +153,12 @@ class _CostModel:
         saved = sum(map(layout.spared_bytes, reach.entries))
         saved += 2 * sum(map(layout.spared_bytes, stored))
         gathers = [
-            self.gathered(cluster, value, uses)
+            gathered_bytes(cluster, value, uses)
             for value, uses in reach.exits.items()
             if layout.first(value) is not None
         ]
         sizes = {
-            v: self.gathered(cluster, v, uses_of(v))
+            v: gathered_bytes(cluster, v, uses_of(v))
             for v in reach.gradients
             if layout.first(v) is not None
         }
@@ -228,7 +175,6 @@ class _CostModel:
         gain -= 2 * copied / machine.memory_bandwidth
         return Decision(
             cluster=cluster,
-            state=reach.state,
             layout=layout,
             gathered_bytes=int(sum(gathers)),
             reduced_bytes=int(sum(sizes.values())),
@@ -240,7 +186,7 @@ class _CostModel:
             gain=gain,
         )
 
-    def reach(self, cluster: Cluster, state: Sequence[int]) -> _ClusterInterface:
+    def reach(self, cluster: Cluster) -> _ClusterInterface:
         entries = cluster.entries()
         gradients = [v for v in entries if v in self.redundancy.updates]
         sums = [find_sum(self.completed, self.redundancy.reduced, v) for v in gradients]
@@ -250,7 +196,7 @@ class _CostModel:
             else ()
             for value, summed in zip(gradients, sums, strict=True)
         }
-        return _ClusterInterface(state, entries, cluster.exits(), gradients)
+        return _ClusterInterface(entries, cluster.exits(), gradients)
 
     def is_scattered(
         self, value, reach: _ClusterInterface, layout: UpdateLayout
@@ -274,20 +220,12 @@ class _ClusterInterface:
     """What a cluster exchanges with ops outside.
 
     Args:
-      state: numbers of the program's arguments that it updates.
       entries: tensors that it reads from outside.
       exits: its tensors that ops outside read, with these uses.
       gradients: entries that are sums over the batch, with the axes along which they
         may be reduce-scattered.
     """
 
-    state: Sequence[int]
     entries: Sequence[ir.Value]
     exits: Mapping[ir.Value, Sequence[Use]]
     gradients: Mapping[ir.Value, Sequence[str]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _GatherCost:
-    bytes: float
-    ops: Sequence = ()

@@ -48,11 +48,13 @@ class UpdateReport:
       mode: the requested mode: auto, off or all.
       data_axes: the mesh axes that split the batch.
       lines: a line for each update, those that save most memory first.
+      failed: why nothing was sharded, where the pass itself failed; else "".
     """
 
     mode: str
     data_axes: tuple[str, ...]
-    lines: tuple[UpdateLine, ...]
+    lines: tuple[UpdateLine, ...] = ()
+    failed: str = ""
 
     @property
     def sharded(self) -> list[UpdateLine]:
@@ -64,6 +66,8 @@ class UpdateReport:
         axes = ", ".join(self.data_axes)
         kept = bytes_text(sum(line.state_saved_bytes for line in self.sharded))
         what = f"weight updates ({self.mode}):"
+        if self.failed:
+            return f"{what} none is sharded, as that failed: {self.failed}"
         if not self.lines:
             return f"{what} none is repeated along {axes}"
         return (
@@ -117,7 +121,7 @@ def _line(
     decision: Decision, names: Mapping[int, str], completed: CompletedModule
 ) -> UpdateLine:
     arguments = completed.main.regions[0].blocks[0].arguments
-    state = decision.state
+    state = decision.cluster.state
     weight_first = sorted(state, key=lambda i: (not names[i].startswith("theta"), i))
     return UpdateLine(
         names=tuple(names[i] for i in weight_first),

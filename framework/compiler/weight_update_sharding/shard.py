@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.boundary.borders import stored_spec
@@ -25,6 +26,7 @@ from meshwright.framework.compiler.weight_update_sharding.decisions import (
     UpdateReport,
     update_report,
 )
+from meshwright.framework.compiler.weight_update_sharding.gathers import place_gathers
 from meshwright.framework.compiler.weight_update_sharding.redundancy import analyze
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import Tiles
@@ -64,18 +66,51 @@ def shard_weight_updates(
       devices: those of a topology, or None.
 
     Returns:
-      What was decided on each update.
+      What was decided on each update. `WeightUpdateSharding.AUTO` leaves a program that
+      the pass cannot handle as it is, with a warning: it is only to make it faster.
 
     Raises:
-      LoweringError: as when the program is compiled.
+      LoweringError: as when the program is compiled, unless the mode is AUTO.
       ValueError: `requested` does not fit the program or the mesh.
     """
     _check(module, requested)
+    if requested.mode is not WeightUpdateSharding.AUTO:
+        return _shard(module, requested, devices)
+    before = module.operation.clone()
+    try:
+        report = _shard(module, requested, devices)
+        module.operation.verify()
+        return report
+    except Exception as error:  # Of Shardy, of MLIR, or a fault of the pass.
+        module.restore(before)
+        reason = f"{type(error).__name__}: {error}"
+        logging.warning(
+            "%s: weight updates are not sharded, as that failed (report this, please): "
+            "%s",
+            module.signature.name,
+            reason,
+            exc_info=error,
+        )
+        return UpdateReport(
+            mode=requested.mode.value,
+            data_axes=tuple(requested.data_axes),
+            failed=reason,
+        )
+
+
+def _shard(
+    module: Module,
+    requested: UpdateSharding,
+    devices: Sequence[jax.Device] | None,
+) -> UpdateReport:
     carried = _carried(module.signature, requested)
     completed = module.completed()
     redundancy = analyze(completed, requested.data_axes)
     links = carried_of(completed, [(c.argument, c.result) for c in carried])
     clusters, dims = find_clusters(completed.main, redundancy, links)
+    if requested.mode is not WeightUpdateSharding.OFF:
+        for cluster in clusters:
+            place_gathers(cluster, dims, redundancy)
     decisions = decide(
         clusters,
         dims,

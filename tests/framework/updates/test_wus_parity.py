@@ -12,6 +12,8 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from meshwright.framework.compiler.program import TracedProgram, trace_program
+from meshwright.framework.compiler.weight_update_sharding import shard
+from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.adafactor import Adafactor
@@ -23,7 +25,14 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-from tests.framework.updates.updates import ALL, OFF, gradients, mean_square
+from tests.framework.updates.updates import (
+    ALL,
+    AUTO,
+    NO_LATENCY,
+    OFF,
+    gradients,
+    mean_square,
+)
 
 # Of a tensor's largest element, after ten steps: float32 sums in another order.
 TOLERANCE = 5e-6
@@ -241,6 +250,24 @@ def test_off_changes_nothing():
     assert off.updates is None or not off.updates.sharded
     assert off.written.in_forms == never.written.in_forms
     assert program_text(off.written) == program_text(never.written)
+
+
+def test_auto_leaves_a_program_as_it_was_where_the_pass_fails(monkeypatch, caplog):
+    def half(completed, redundancy, decisions, forms):
+        rewrite(completed, redundancy, decisions[:1], forms)
+        raise RuntimeError("no rule for this op")
+
+    monkeypatch.setattr(shard, "rewrite", half)
+    monkeypatch.setattr(shard, "machine_of", lambda devices: NO_LATENCY)
+    auto = Training("sgd", "data").trace(SHARDY, AUTO)
+    assert auto.updates.failed == "RuntimeError: no rule for this op"
+    assert "failed: RuntimeError" in auto.updates.summary()
+    assert "train: weight updates are not sharded, as that failed" in caplog.text
+    off = Training("sgd", "data").trace(SHARDY, OFF)
+    assert auto.written.in_forms == off.written.in_forms
+    assert program_text(auto.written) == program_text(off.written)
+    with pytest.raises(RuntimeError, match="no rule"):
+        Training("sgd", "data").trace(SHARDY, ALL)
 
 
 _GATHERS_STACKS = pytest.mark.xfail(

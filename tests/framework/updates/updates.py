@@ -26,6 +26,7 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
     decide,
 )
+from meshwright.framework.compiler.weight_update_sharding.gathers import place_gathers
 from meshwright.framework.compiler.weight_update_sharding.redundancy import (
     Redundancy,
     analyze,
@@ -66,14 +67,16 @@ class Analysed:
     def state(self, update: Cluster | Decision) -> list[str]:
         """Names of the arguments of an update."""
         cluster = getattr(update, "cluster", update)
-        numbers = update.state if isinstance(update, Decision) else cluster.arguments()
-        return [list(self.arguments)[number] for number in numbers]
+        return [list(self.arguments)[number] for number in cluster.state]
 
     def updated(self) -> list[list[str]]:
         return [self.state(cluster) for cluster in self.clusters]
 
     def decide(self, machine=NO_LATENCY, mode=ALL) -> dict[str, Decision]:
         """By the names of the state, in a row."""
+        if mode is not OFF:
+            for cluster in self.clusters:
+                place_gathers(cluster, self.dims, self.redundancy)
         decisions = decide(
             self.clusters,
             self.dims,
