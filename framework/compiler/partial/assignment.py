@@ -1,42 +1,63 @@
 """The tensors that are unreduced in a program, determined before it is changed.
 
 Forward: tensors that typed annotations call unreduced, and all that is linear in them,
-are unreduced wherever they are read (`flow`). Backward: tensors that these need in
-parts, such as the sum that is annotated, are made so (`search`), and stay as they are
-for other ops that read them. A loop carries a tensor in parts for either reason.
+are unreduced wherever they are read (`PartialTypes`). Backward: tensors that these need
+in parts, such as the sum that is annotated, are made so, and stay as they are for other
+ops that read them. A loop carries a tensor in parts for either reason.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.partial.carried import Carried
-from meshwright.framework.compiler.partial.flow import (
+from meshwright.framework.compiler.partial.partial_types import (
     Axes,
-    Flow,
-    PartialUse,
-    RefusedError,
+    PartialTypes,
 )
-from meshwright.framework.compiler.partial.search import Derivation, Search
+from meshwright.framework.compiler.sharding_types.carried import (
+    Carried,
+    carried_of,
+    carried_of_op,
+)
+from meshwright.framework.compiler.sharding_types.linear import choices
+from meshwright.framework.compiler.sharding_types.partial_sums import Summed, sum_of
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
-from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    BRANCHES,
+    WHILE,
+    Blame,
+    walk,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Derivation:
+    """How a value is made in parts; zeros, if by none of these.
+
+    Args:
+      numbers: the operands of its op that are in parts too, if it is linear in them.
+      summed: the sum that the value is.
+      tie: the tensor of a loop or a conditional that the value belongs to.
+    """
+
+    numbers: Sequence[int] = ()
+    summed: Summed | None = None
+    tie: Carried | None = None
 
 
 class PartialAssignment:
     """Which tensors are unreduced, and where.
-
-    A lenient annotation (see `Flow`) is reduced if its tensor is no sum, or if an op
-    that is not linear reads it.
 
     Args:
       completed: the module, which is only read.
       blame: names ops in messages.
 
     Attributes:
-      flow: what is unreduced wherever it is read.
+      types: the types of all values, and annotations' conversions.
+      operands: by unreduced result of a linear op, which operands are in parts.
       carried: the axes along which loops and conditionals hold other tensors in parts.
       ways: how values are made in parts, by value and axes.
 
@@ -47,94 +68,93 @@ class PartialAssignment:
 
     def __init__(self, completed: CompletedModule, blame: Blame):
         self._completed = completed
-        decided: dict[ir.Value, Axes] = {}
+        reducing: set[ir.Operation] = set()
         while True:
-            self.flow = Flow(completed, blame, decided)
+            self.types = PartialTypes(completed, blame, reducing)
+            self.operands: dict[ir.Value, Sequence[int]] = {}
             self.carried: dict[Carried, Axes] = {}
             self.ways: dict[tuple[ir.Value, Axes], Derivation] = {}
-            self._searches: dict[Axes, Search] = {}
-            try:
-                self.flow.run()
-                lenient_sums = dict(self._lenient_sums())
-                if not lenient_sums:
-                    self._grant_all()
-                    return
-                decided.update(lenient_sums)
-            except RefusedError as e:
-                if not e.lenient:
-                    raise self._first(e).error from None
-                decided.update(dict.fromkeys(e.lenient, ()))
+            self.types.run()
+            if not self.types.errors:
+                for op in walk(completed.main):
+                    self._read(op)
+            if not self.types.errors:
+                return
+            if not self.types.yielding:
+                raise next(iter(self.types.errors.values()))[0]
+            reducing |= self.types.yielding
 
     def axes_of(self, tie: Carried) -> Axes:
         """The axes along which a loop or a conditional holds a tensor in parts."""
-        return self.flow.unreduced.get(tie.result) or self.carried.get(tie, ())
+        return self.types.unreduced(tie.result) or self.carried.get(tie, ())
 
-    def _search(self, axes: Axes) -> Search:
-        if axes not in self._searches:
-            self._searches[axes] = Search(
-                self._completed,
-                axes,
-                unreduced=self.flow.unreduced,
-                carried=self.carried,
-            )
-        return self._searches[axes]
+    def _read(self, op) -> None:
+        """Notes how the values that an op reads in parts are made so."""
+        result = op.results[0] if len(op.results) else None
+        if result in self.types.conversions:
+            before = self.types.conversions[result].before
+            self._grant(op, op.operands[0], before.unreduced)
+        elif op.name in (WHILE, *BRANCHES):
+            for tie in carried_of_op(op):
+                for value in tie.entering():
+                    self._grant(op, value, self.types.unreduced(tie.result))
+        elif result is not None and (axes := self.types.unreduced(result)):
+            numbers = self._numbers(op, axes)
+            self.operands[result] = numbers
+            for number in numbers:
+                self._grant(op, op.operands[number], axes)
 
-    def _lenient_sums(self) -> Iterator[tuple[ir.Value, Axes]]:
-        """Lenient annotations whose tensors are known to be sums by now."""
-        for result, annotated in self.flow.undecided.items():
-            value = result.owner.operands[0]
-            for count in range(len(annotated), 0, -1):
-                tried = itertools.combinations(annotated, count)
-                axes = next((a for a in tried if self._search(a).way(value)), None)
-                if axes is not None:
-                    yield result, axes
-                    break
+    def _grant(self, op, value: ir.Value, axes: Axes) -> None:
+        """Notes how a value and what it needs are made in parts for an op."""
+        left = [value] if axes else []
+        while left:
+            value = left.pop()
+            if self.types.unreduced(value) or (value, axes) in self.ways:
+                continue
+            way = self.ways[value, axes] = self._way(value, axes)
+            if way.tie is not None:
+                before = self.carried.setdefault(way.tie, axes)
+                if before != axes:
+                    self._refuse(op, value, axes, way.tie)
+                    return
+            left += self._needs(value, way)
 
-    def _first(self, error: RefusedError) -> RefusedError:
-        """The first of two mistakes in a program."""
-        for want in self.flow.wants.values():
-            if self._search(want.axes).way(want.value) is None:
-                return self._lacks(want)
-        return error
+    def _way(self, value: ir.Value, axes: Axes) -> Derivation:
+        if self.types.types[value].zero:
+            return Derivation()
+        tie = carried_of(value)
+        if tie is not None:
+            return Derivation(tie=tie)
+        op = value.owner.operation
+        if summed := sum_of(self._completed, op, axes):
+            return Derivation(summed=summed)
+        return Derivation(numbers=self._numbers(op, axes))
 
-    def _lacks(self, want: PartialUse) -> RefusedError:
-        return self.flow.lacks(want, self._tied_otherwise(want))
-
-    def _tied_otherwise(self, want: PartialUse) -> tuple[Carried, Axes] | None:
-        """What a value could be made of, were that not in parts along other axes."""
-        free = Search(
-            self._completed, want.axes, unreduced=self.flow.unreduced, carried={}
+    def _numbers(self, op, axes: Axes) -> Sequence[int]:
+        """The operands of a linear op that are in parts, if its result is."""
+        held = {i for i, v in enumerate(op.operands) if self.types.unreduced(v)}
+        return next(
+            group
+            for group in choices(op)
+            if held <= {*group}
+            and all(self.types.can_be(op.operands[i], axes) for i in group)
         )
-        left, seen = [want.value], set()
-        while left:
-            value = left.pop()
-            way = free.way(value)
-            if way is None or value in seen:
-                continue
-            axes = self.carried.get(way.tie, want.axes)
-            if axes != want.axes:
-                return way.tie, axes
-            seen.add(value)
-            left += way.needs
-        return None
 
-    def _grant_all(self) -> None:
-        for want in self.flow.wants.values():
-            self._grant(want)
+    def _needs(self, value: ir.Value, way: Derivation) -> Iterator[ir.Value]:
+        if way.tie is not None:
+            yield from way.tie.entering()
+        for number in way.numbers:
+            yield value.owner.operands[number]
 
-    def _grant(self, want: PartialUse) -> None:
-        """Notes how a value and what it needs are made in parts."""
-        axes = want.axes
-        search = self._search(axes)
-        if search.way(want.value) is None:
-            raise self._lacks(want)
-        left = [want.value]
-        while left:
-            value = left.pop()
-            if value in self.flow.unreduced or (value, axes) in self.ways:
-                continue
-            way = self.ways[value, axes] = search.way(value)
-            if way.tie is not None and way.tie not in self.carried:
-                self.carried[way.tie] = axes
-                self._searches = {axes: search}  # Others may have counted on it.
-            left += way.needs
+    def _refuse(self, op, value: ir.Value, axes: Axes, tie: Carried) -> None:
+        """Refuses a tensor that is carried in parts along other axes already."""
+        types = self.types
+        place = types.place(tie.op)
+        types.refuse(
+            op,
+            f"takes {types.types[value]} unreduced along {', '.join(axes)}, which "
+            f"{place} has unreduced along {', '.join(self.carried[tie])} for another "
+            "op: a loop or a conditional has a tensor in parts along the same axes for "
+            "all that read it; annotate these alike and reshard them",
+            [types.types[v] for v in (*op.operands, *op.results)],
+        )

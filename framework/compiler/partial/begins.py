@@ -14,7 +14,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.partial.ends import with_sharding
-from meshwright.framework.compiler.partial.partial_sums import Summed, local_sum
+from meshwright.framework.compiler.sharding_types.partial_sums import Summed, local_sum
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,

@@ -11,7 +11,6 @@ backwards").
 from __future__ import annotations
 
 from meshwright.framework.compiler.partial.assignment import PartialAssignment
-from meshwright.framework.compiler.partial.regions import refuse_in_regions
 from meshwright.framework.compiler.partial.write_parts import write_parts
 from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.compiler.stablehlo.stable_hlo import placeholder_of, walk
@@ -31,7 +30,6 @@ def carry_partial_sums(module: Module) -> None:
     if not any(p is not None and p.kind in (TYPED, RESHARD) for p in placeholders):
         return
     completed = module.completed()
-    refuse_in_regions(completed.main, module.mesh, module.blame)
     assignment = PartialAssignment(completed, module.blame)
     module.write()
     write_parts(completed, assignment)

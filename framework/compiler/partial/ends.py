@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.partial.partial_sums import scattered_along
+from meshwright.framework.compiler.sharding_types.partial_sums import scattered_along
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,

@@ -6,14 +6,14 @@ from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.partial.assignment import PartialAssignment
 from meshwright.framework.compiler.partial.begins import sum_in_parts
-from meshwright.framework.compiler.partial.carried import Carried, carried_of_op
 from meshwright.framework.compiler.partial.ends import (
     add_up,
     convert_parts,
     with_leading,
 )
-from meshwright.framework.compiler.partial.flow import Axes
 from meshwright.framework.compiler.partial.part_by_part import part_by_part
+from meshwright.framework.compiler.partial.partial_types import Axes
+from meshwright.framework.compiler.sharding_types.carried import Carried, carried_of_op
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
@@ -48,14 +48,14 @@ class _Writer:
     def visit(self, block) -> None:
         for op in [op.operation for op in block.operations]:
             result = op.results[0] if len(op.results) else None
-            if result in self.plan.flow.conversions:
+            if result in self.plan.types.conversions:
                 self.convert(op)
             elif op.name in (WHILE, *BRANCHES):
                 self.tied(op)
-            elif result in self.plan.flow.operands:
-                axes = self.plan.flow.unreduced[result]
+            elif result in self.plan.operands:
+                axes = self.plan.types.unreduced(result)
                 with ir.InsertionPoint(op), op.location:
-                    value = self.linear(op, self.plan.flow.operands[result], axes)
+                    value = self.linear(op, self.plan.operands[result], axes)
                     self.parts[result, axes] = self.led(value, axes)
                 self.replaced.append(op)
 
@@ -91,7 +91,7 @@ class _Writer:
     def convert(self, op) -> None:
         """Writes an annotation, or a conversion of an annotated tensor."""
         (value,), (result,) = op.operands, op.results
-        known = self.plan.flow.conversions[result]
+        known = self.plan.types.conversions[result]
         if known.before.unreduced:
             value = self.in_parts(value, known.before.unreduced)
         with ir.InsertionPoint(op), op.location:
@@ -130,7 +130,7 @@ class _Writer:
     def open(self, value: ir.Value, axes: Axes) -> None:
         """Gives the readers of a carried tensor its parts, or their sum."""
         parts = self.parts[value, axes] = self.led(value, axes)
-        if value in self.plan.flow.unreduced:
+        if self.plan.types.unreduced(value):
             return
         total = add_up(parts, self.mesh, axes, axes)
         value.replace_all_uses_except(total, parts.owner.operation)

@@ -105,17 +105,26 @@ def typed(
                 f"reshard converts it, {before.sharding} to {requested}",
             )
     if sums is not None and not or_reduced:
-        _check_left(before, type_, sums)
+        check_left(before, type_.sharding, sums)
     partial = tuple(p for p in type_.partial if p.axis not in missing)
     return dataclasses.replace(type_, partial=partial)
 
 
-def _check_left(before: TensorType, after: TensorType, sums: IsSum) -> None:
-    """Refuses to leave a sum unreduced of which devices do not each have a part."""
+def check_left(before: TensorType, after: Sharding, sums: IsSum) -> None:
+    """Refuses to leave a sum unreduced of which devices do not each have a part.
+
+    Args:
+      before: the type of the sum.
+      after: the sharding to leave it in.
+      sums: see `typed`.
+
+    Raises:
+      IllTypedError: some devices have no part.
+    """
     new = [part for part in before.undecided if part.axis in after.unreduced]
     named = ", ".join(part.axis for part in new)
     left = tuple(axis for axis in after.unreduced if axis in before.unreduced)
-    plain = dataclasses.replace(after.sharding, unreduced=left)
+    plain = dataclasses.replace(after, unreduced=left)
     if new and left:
         raise IllTypedError(
             f"the sum along {named} is one of sums unreduced along {', '.join(left)}",

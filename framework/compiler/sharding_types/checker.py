@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.lowering.lower import LoweringError
-from meshwright.framework.compiler.partial.partial_sums import sum_of
-from meshwright.framework.compiler.partial.regions import (
-    REMEDY,
-    RULE,
-    needs_partial_sum,
-)
 from meshwright.framework.compiler.sharding_types.annotated import (
     annotated,
     check_given,
     resharded,
     typed,
 )
+from meshwright.framework.compiler.sharding_types.carried import (
+    Carried,
+    carried_of_op,
+)
 from meshwright.framework.compiler.sharding_types.combine import combine, how_to_combine
 from meshwright.framework.compiler.sharding_types.op_dims import op_dims
+from meshwright.framework.compiler.sharding_types.partial_sums import sum_of
 from meshwright.framework.compiler.sharding_types.reshape import reshaped
 from meshwright.framework.compiler.sharding_types.tensor_type import (
     IllTypedError,
+    PartialValue,
     TensorType,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
@@ -37,6 +37,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,
     WHILE,
     Blame,
+    Placeholder,
     end_of,
     is_annotation,
     is_constant_zero,
@@ -69,6 +70,13 @@ _VERBS = {
     "subtract": "subtracts",
 }
 _MANY = 4
+
+
+_RULE = "no sum is unreduced in a manual region, which types do not reach into"
+_REMEDY = (
+    "along the region's own axes add it up by all_reduce or reduce_scatter, along "
+    "others leave that to the partitioner"
+)
 
 
 class ShardingTypeError(LoweringError):
@@ -120,7 +128,7 @@ class Checker:
             return check_given(value, before, requested)
         except IllTypedError as e:
             text = f"gives {before} as a result of the program: {e}"
-            self._blame(value.owner, text, [before])
+            self.refuse(value.owner, text, [before])
             return before
 
     def _visit_op(self, op) -> None:
@@ -135,7 +143,7 @@ class Checker:
     def _plain(self, op) -> None:
         before = [self.types[value] for value in op.operands]
         try:
-            types = self._inferred(op, before)
+            types = self.inferred(op, before)
         except IllTypedError as e:
             self._refuse(op, before, e)
             types = [Unknown.REFUSED] * len(op.results)
@@ -147,14 +155,14 @@ class Checker:
         shown = [type_ for type_ in types if type_.shape or not type_.free][:_MANY]
         listed = " and ".join(map(str, shown or types)) or "a tensor"
         if placeholder_of(op) or is_annotation(op):
-            self._blame(op, f"takes {listed}: {error}", types)
+            self.refuse(op, f"takes {listed}: {error}", types)
         else:
             verb = _VERBS.get(name, f"computes {name} of")
-            self._blame(op, f"{verb} {listed}: {error}", types)
+            self.refuse(op, f"{verb} {listed}: {error}", types)
 
-    def _blame(self, op, what: str, before: Sequence[TensorType]) -> None:
+    def refuse(self, op, what: str, before: Sequence[TensorType]) -> None:
         made = "".join(
-            f". The {part.kind} along {part.axis} is of {self._place(part.origins[0])}"
+            f". The {part.kind} along {part.axis} is of {self.place(part.origins[0])}"
             for part in {
                 p.axis: p for type_ in before for p in type_.undecided
             }.values()
@@ -170,12 +178,12 @@ class Checker:
         """Whether both were lowered from the same TF op."""
         return not isinstance(op, ir.Block) and op_name(op) == op_name(origin)
 
-    def _place(self, op) -> str:
+    def place(self, op) -> str:
         """`op 'einsum/Einsum' (mine.py:12)`."""
         text = str(self.blame.error(op, ""))
         return text.removeprefix(f"{self.blame.program}: ").strip()
 
-    def _inferred(self, op, before: Sequence[Typed]) -> Sequence[Typed]:
+    def inferred(self, op, before: Sequence[Typed]) -> Sequence[Typed]:
         placeholder = placeholder_of(op)
         if placeholder is not None and placeholder.mesh != mesh_text(self.mesh):
             raise IllTypedError(
@@ -187,20 +195,20 @@ class Checker:
             return [TensorType.of(op.results[0], self.mesh, placeholder.config["dims"])]
         is_typed = placeholder is not None and placeholder.kind in (TYPED, RESHARD)
         if Unknown.MANUAL in before:
-            if is_typed and needs_partial_sum(placeholder, self.mesh):
-                raise IllTypedError(RULE, REMEDY)
+            if is_typed and _needs_partial_sum(placeholder, self.mesh):
+                raise IllTypedError(_RULE, _REMEDY)
             return [Unknown.MANUAL] * len(op.results)
         if is_annotation(op) or is_typed:
-            return [self._annotation(op, before[0])]
+            return [self.annotation(op, before[0])]
         if Unknown.REFUSED in before:
             return [Unknown.REFUSED] * len(op.results)
         if placeholder is not None:
             for value, type_ in zip(op.operands, before, strict=True):
                 annotated(value, type_, type_.sharding.untyped())
             return [Unknown.MANUAL]
-        return self._computed(op, before)
+        return self.computed(op, before)
 
-    def _annotation(self, op, before: Typed) -> TensorType:
+    def annotation(self, op, before: Typed) -> TensorType:
         value = op.results[0]
         placeholder = placeholder_of(op)
         if placeholder is None:
@@ -216,7 +224,7 @@ class Checker:
         if placeholder.kind == TYPED:
             lenient = placeholder.config["on_conflict"] == OnConflict.REDUCE.value
             return typed(
-                value, before, requested, or_reduced=lenient, sums=self._can_be_left
+                value, before, requested, or_reduced=lenient, sums=self.can_be_left
             )
         text = placeholder.config["before"]
         expected = Sharding.parse(self.mesh, text) if text else None
@@ -229,11 +237,11 @@ class Checker:
             return type_.sharding.untyped()
         return Sharding.replicated(self.mesh, len(shape_of(value)))
 
-    def _can_be_left(self, op, axes: Sequence[str]) -> bool:
+    def can_be_left(self, op, axes: Sequence[str]) -> bool:
         """Whether each device of the compiled program has its own part of a sum."""
         return sum_of(self, op, axes) is not None
 
-    def _computed(self, op, before: Sequence[TensorType]) -> Sequence[TensorType]:
+    def computed(self, op, before: Sequence[TensorType]) -> Sequence[TensorType]:
         name = short_name(op)
         if name == "constant":
             return [
@@ -244,7 +252,7 @@ class Checker:
         if name == "iota":
             return [TensorType.of(op.results[0], self.mesh, free=True)]
         if name == "optimization_barrier":
-            if any(type_.partial for type_ in before):
+            if any(map(self.combined_later, before)):
                 raise IllTypedError(
                     "a barrier takes tensors without a partial sum",
                     "mesh_split or reshard them before",
@@ -262,37 +270,49 @@ class Checker:
             return [TensorType.of(value, self.mesh) for value in op.results]
         return combine(op, op_dims(op), before)
 
+    def combined_later(self, type_: TensorType) -> Sequence[PartialValue]:
+        """What devices have only parts of, when an op reads a tensor of this type."""
+        return type_.partial
+
     def _loop(self, op) -> None:
         """A loop; constants that it starts with take the type that its body makes."""
         condition, body = (region.blocks[0] for region in op.regions)
         before: list[Typed] = []
-        after = [self.types[value] for value in op.operands]
+        ties = list(carried_of_op(op))
+        after = [self.carries(tie, self.types[tie.entering()[0]]) for tie in ties]
         while after != before:
             before = after
             for block in (condition, body):
                 self.types.update(zip(block.arguments, before, strict=True))
                 self.visit(block)
             ends = [self.types[value] for value in end_of(body).operands]
-            after = [_widened(*pair) for pair in zip(before, ends, strict=True)]
+            after = [
+                self.carries(tie, self._widened(*pair))
+                for tie, *pair in zip(ties, before, ends, strict=True)
+            ]
         self._check_predicate(op, end_of(condition).operands[0])
         for number, result in enumerate(op.results):
             self.types[result] = self._carried(op, number, after[number], ends[number])
+
+    def carries(self, tie: Carried, type_: Typed) -> Typed:
+        """The type with which a loop carries a tensor that it begins with."""
+        return type_
 
     def _carried(self, op, number: int, before: Typed, after: Typed) -> Typed:
         """The type of a loop's result, by its operand's and its body's."""
         unknown = [type_ for type_ in (before, after) if isinstance(type_, Unknown)]
         if unknown:
             return unknown[0]
-        if _meet([before, after]) is not None:
+        if self.meet([before, after]) is not None:
             return before
         made = end_of(op.regions[1].blocks[0]).operands[number].owner
-        of = "" if isinstance(made, ir.Block) else f", by {self._place(made)}"
+        of = "" if isinstance(made, ir.Block) else f", by {self.place(made)}"
         what = (
             f"makes {after} of {before}{of}: a loop's tensor keeps its type; "
             f"mesh_split or reshard the initial value to {after.sharding}, or what the "
             f"loop makes of it to {before.sharding}"
         )
-        self._blame(op, what, [after])
+        self.refuse(op, what, [after])
         return Unknown.REFUSED
 
     def _branches(self, op) -> None:
@@ -302,9 +322,9 @@ class Checker:
         ends = [end_of(region.blocks[0]).operands for region in op.regions]
         for number, result in enumerate(op.results):
             given = [self.types[end[number]] for end in ends]
-            joined = _meet(given)
+            joined = self.meet(given)
             if joined is None:
-                self._blame(
+                self.refuse(
                     op,
                     f"gives {' or '.join(map(str, given))}, its result {number}: "
                     "branches of a conditional give one type; mesh_split or reshard "
@@ -316,34 +336,41 @@ class Checker:
 
     def _check_predicate(self, op, value: ir.Value) -> None:
         chooses = self.types[value]
-        if isinstance(chooses, TensorType) and chooses.partial:
-            part = chooses.partial[0]
-            self._blame(
+        if isinstance(chooses, TensorType) and self.combined_later(chooses):
+            part = self.combined_later(chooses)[0]
+            self.refuse(
                 op,
                 f"is decided by {chooses}: devices would not agree; "
                 f"{how_to_combine(chooses, part)} before",
                 [chooses],
             )
 
+    def meet(self, types: Sequence[Typed]) -> Typed | None:
+        """The type that values of these types may share; None if there is none.
 
-def _meet(types: Sequence[Typed]) -> Typed | None:
-    """The type that values of these types may share; None if there is none.
+        A value made from constants fits any type without a partial sum, and zeros fit
+        all.
+        """
+        for type_ in types:
+            if isinstance(type_, Unknown):
+                return type_
+        bound = [type_ for type_ in types if not type_.free]
+        zero = all(type_.zero for type_ in types if type_.free)
+        if not bound:
+            return dataclasses.replace(types[0], zero=zero)
+        same = all(type_ == bound[0] for type_ in bound)
+        return bound[0] if same and (zero or not bound[0].partial) else None
 
-    A value made from constants fits any type without a partial sum, and zeros fit all.
-    """
-    for type_ in types:
-        if isinstance(type_, Unknown):
-            return type_
-    bound = [type_ for type_ in types if not type_.free]
-    zero = all(type_.zero for type_ in types if type_.free)
-    if not bound:
-        return dataclasses.replace(types[0], zero=zero)
-    same = all(type_ == bound[0] for type_ in bound)
-    return bound[0] if same and (zero or not bound[0].partial) else None
+    def _widened(self, before: Typed, after: Typed) -> Typed:
+        """The type that a loop carries if it starts with one and makes the other."""
+        if isinstance(after, Unknown):
+            return before
+        return self.meet([before, after]) or before
 
 
-def _widened(before: Typed, after: Typed) -> Typed:
-    """The type that a loop carries if it starts with `before` and makes `after`."""
-    if isinstance(after, Unknown):
-        return before
-    return _meet([before, after]) or before
+def _needs_partial_sum(placeholder: Placeholder, mesh: DeviceMesh) -> bool:
+    """Whether a typed annotation requires a partial sum."""
+    if placeholder.config.get("on_conflict") == OnConflict.REDUCE.value:
+        return False
+    written = [placeholder.config.get("before"), placeholder.config["sharding"]]
+    return any(Sharding.parse(mesh, text).unreduced for text in written if text)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshwright.framework.compiler.partial.linear import why_not
+from meshwright.framework.compiler.sharding_types.annotated import IsSum, check_left
+from meshwright.framework.compiler.sharding_types.linear import why_not
 from meshwright.framework.compiler.sharding_types.tensor_type import (
     SUM,
     IllTypedError,
@@ -23,6 +24,9 @@ from meshwright.framework.compiler.sharding_types.tensor_type import (
 Labels = tuple[int | None, ...]
 Axes = Mapping[int, tuple[str, ...]]
 """By label the axes that split the dims with that label."""
+
+HALO = "halo"
+"""How elements are combined where a window reaches into the neighbours' shards."""
 
 _ORDINALS = ("first", "second", "third", "fourth")
 
@@ -82,7 +86,7 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
     reduced = tuple(_reduced(rule, types, axes, partial))
     names = _names(rule, types)
     free = all(type_.free for type_ in types)
-    zero = free and _is_zero(rule, types)
+    zero = free and makes_zero(rule, types)
     mesh = types[0].mesh
     results = []
     for labels, value in zip(rule.results, op.results, strict=True):
@@ -98,6 +102,77 @@ def combine(op, rule: OpDims, types: Sequence[TensorType]) -> list[TensorType]:
         kept = reduced if result.is_float else ()
         results.append(dataclasses.replace(result, reduced=kept))
     return results
+
+
+def unreduced_after(
+    op, rule: OpDims, types: Sequence[TensorType], sums: IsSum
+) -> list[PartialValue]:
+    """What is unreduced in the results of an op of a completed program.
+
+    Sums that no annotation decides on are added up wherever an op needs that.
+
+    Args:
+      op: the op.
+      rule: its dims.
+      types: of its operands.
+      sums: tells whether an op can leave its sum along axes partial, split evenly.
+
+    Raises:
+      IllTypedError: the op does not go with what annotations call unreduced.
+    """
+    decided = [type_.only_decided() for type_ in types]
+    for type_, linear in zip(decided, rule.linear, strict=True):
+        _check_linear(op, type_, linear, rule)
+    held = [type_ for type_ in decided if type_.partial]
+    if held and not rule.alike:
+        return _of_factors(op, rule, decided, {})
+    numbers = [i for i, linear in enumerate(rule.linear) if linear]
+    terms = [(i, types[i], types[i].partial) for i in numbers if not types[i].zero]
+    if held:
+        check_alike(terms, sums)
+    shared = common([type_ for _, type_, _ in terms]) if rule.alike else []
+    if shared:
+        return shared
+    others = [] if rule.alike else [p for *_, partial in terms for p in partial]
+    own = _summed(op, rule, types)
+    return list({part.axis: part for part in [*reversed(others), *own]}.values())
+
+
+def _summed(op, rule: OpDims, types: Sequence[TensorType]) -> Iterator[PartialValue]:
+    """The sums of an op over dims that are split in some of its operands."""
+    combined = rule.all_combined()
+    for type_, labels in zip(types, rule.operands, strict=True):
+        axes = dict(zip(labels, type_.dims, strict=True))
+        parts = _combined(op, rule, [i for i in combined if i in axes], axes)
+        yield from (part for part in parts if part.kind == SUM)
+
+
+def common(types: Sequence[TensorType]) -> list[PartialValue]:
+    """What is unreduced in all of these types; if some of it is decided, only that."""
+    merged = {part.axis: part for part in types[0].partial} if types else {}
+    for type_ in types[1:]:
+        pairs = [(merged.get(part.axis), part) for part in type_.partial]
+        merged = {part.axis: had.merged(part) for had, part in pairs if had is not None}
+    decided = [part for part in merged.values() if part.decided]
+    return decided or list(merged.values())
+
+
+def check_alike(terms: Sequence[tuple], sums: IsSum) -> None:
+    """Checks that terms can all be unreduced along the axes along which some are.
+
+    Args:
+      terms: for each its number, its type, and what is partial in it.
+      sums: see `unreduced_after`.
+    """
+    parts = {p.axis: p for _, _, partial in terms for p in partial if p.decided}
+    for part in parts.values():
+        without = [t for t in terms if all(part.axis != p.axis for p in t[2])]
+        if without:
+            _refuse_terms(part, [t for t in terms if part in t[2]], without[0])
+    for _, type_, _ in terms:
+        check_left(
+            type_, dataclasses.replace(type_.sharding, unreduced=(*parts,)), sums
+        )
 
 
 def _axes(rule: OpDims, types: Sequence[TensorType]) -> Axes:
@@ -222,11 +297,7 @@ def _of_terms(
                     f"{part.axis}",
                     f"{how_to_combine(type_, part)} before",
                 )
-            origins = dict.fromkeys(
-                (*(before.origins if before else ()), *part.origins)
-            )
-            kept = part if before is None or part.decided else before
-            by_axis[part.axis] = dataclasses.replace(kept, origins=tuple(origins))
+            by_axis[part.axis] = before.merged(part) if before else part
     for part in by_axis.values():
         without = [t for t in terms if all(part.axis != p.axis for p in t[2])]
         if without:
@@ -324,6 +395,7 @@ def _names(rule: OpDims, types: Sequence[TensorType]) -> dict[int, str]:
     return names
 
 
-def _is_zero(rule: OpDims, types: Sequence[TensorType]) -> bool:
+def makes_zero(rule: OpDims, types: Sequence[TensorType]) -> bool:
+    """Whether an op's results are zero, as operands are in which it is linear."""
     zeros = [t.zero for t, linear in zip(types, rule.linear, strict=True) if linear]
     return bool(zeros) and (all if rule.alike else any)(zeros)

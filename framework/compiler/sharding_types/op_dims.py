@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.partial.linear import choices
 from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
     convolution_of,
 )
-from meshwright.framework.compiler.sharding_types.combine import Labels, OpDims
+from meshwright.framework.compiler.sharding_types.combine import HALO, Labels, OpDims
+from meshwright.framework.compiler.sharding_types.linear import choices
 from meshwright.framework.compiler.sharding_types.op_windows import (
     WINDOW_RULES,
     whole_dims,
@@ -33,13 +33,13 @@ _NAMES = """
     rsqrt select set_dimension_size shift_left shift_right_arithmetic
     shift_right_logical sign sine sqrt subtract tan tanh xor
 """
-_ELEMENTWISE = frozenset(_NAMES.split())
+ELEMENTWISE = frozenset(_NAMES.split())
 
 
 def op_dims(op) -> OpDims:
     """The dims of any op; an unknown op needs unsharded operands."""
     name = short_name(op)
-    rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name, whole_dims)
+    rule = _elementwise if name in ELEMENTWISE else _RULES.get(name, whole_dims)
     return dataclasses.replace(rule(op), linear_in=choices(op))
 
 
@@ -139,7 +139,7 @@ def _convolution(op) -> OpDims:
     for label, (image, kernel, out, moves) in enumerate(windows, 3):
         left[image] = label
         if moves:
-            kinds[label] = "halo"
+            kinds[label] = HALO
         if moves or what.lhs[image] == what.rhs[kernel]:
             right[kernel] = label
         else:

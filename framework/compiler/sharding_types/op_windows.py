@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.sharding_types.combine import Labels, OpDims
+from meshwright.framework.compiler.sharding_types.combine import HALO, Labels, OpDims
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     adds,
     integers,
@@ -165,7 +165,7 @@ def _windows(op) -> OpDims:
     return OpDims(
         operands=[labels] * tensors + [()] * (len(op.operands) - tensors),
         results=[_but(op.results[0], moved)] * count,
-        kinds=dict.fromkeys(moved, "halo"),
+        kinds=dict.fromkeys(moved, HALO),
     )
 
 

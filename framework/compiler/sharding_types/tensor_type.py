@@ -39,12 +39,23 @@ class PartialValue:
       decided: whether the program annotates the tensor as unreduced; otherwise it still
         has to annotate the tensor's sharding.
       origins: the ops that left the value partial.
+      lenient: annotations that decided so, and may reduce it instead.
     """
 
     axis: str
     kind: str = SUM
     decided: bool = False
     origins: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
+    lenient: frozenset[Any] = dataclasses.field(default=frozenset(), compare=False)
+
+    def merged(self, other: PartialValue) -> PartialValue:
+        """Of two tensors that are partial along the axis, as of the terms of a sum."""
+        kept = self if self.decided or not other.decided else other
+        return dataclasses.replace(
+            kept,
+            origins=tuple(dict.fromkeys((*self.origins, *other.origins))),
+            lenient=self.lenient | other.lenient,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,9 +170,17 @@ class TensorType:
             self.mesh, self.dims, unreduced=self.unreduced, reduced=self.reduced
         )
 
+    def only_decided(self) -> TensorType:
+        """The same type, once undecided parts are combined."""
+        partial = tuple(part for part in self.partial if part.decided)
+        return dataclasses.replace(self, partial=partial)
+
     def without_origins(self) -> TensorType:
         """The same type, without references to ops of a module."""
-        partial = [dataclasses.replace(p, origins=()) for p in self.partial]
+        partial = [
+            dataclasses.replace(p, origins=(), lenient=frozenset())
+            for p in self.partial
+        ]
         return dataclasses.replace(self, partial=tuple(partial))
 
     def sharding_text(self, dims: Sequence[tuple[str, ...]]) -> str:

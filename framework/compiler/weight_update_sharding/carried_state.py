@@ -7,10 +7,11 @@ it, the results of a conditional's branches (weight-update sharding 3.2).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
+from meshwright.framework.compiler.sharding_types import carried as loops
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
@@ -64,26 +65,10 @@ def carried_of(
         for argument, result in carried
     ]
     for op in walk(completed.main):
-        if op.name == WHILE:
-            links += _of_loop(op)
-        elif op.name in BRANCHES:
-            links += _of_branches(op)
+        if op.name in (WHILE, *BRANCHES):
+            tensors = filter(loops.Carried.changes, loops.carried_of_op(op))
+            links += [Carried(t.values, tuple(t.uses)) for t in tensors]
     return [link for link in links if shape_of(link.values[0])]
-
-
-def _of_loop(op) -> Iterator[Carried]:
-    """The values that a loop changes; others it only uses, as any op does."""
-    condition, body = (region.blocks[0] for region in op.regions)
-    for i, result in enumerate(op.results):
-        if end_of(body).operands[i] != body.arguments[i]:
-            values = (condition.arguments[i], body.arguments[i], result)
-            yield Carried(values, ((op, i), (end_of(body), i)))
-
-
-def _of_branches(op) -> Iterator[Carried]:
-    ends = [end_of(region.blocks[0]) for region in op.regions]
-    for i, result in enumerate(op.results):
-        yield Carried((result,), tuple((end, i) for end in ends))
 
 
 def frequency(op, region: int) -> float:

@@ -11,8 +11,11 @@ from collections.abc import Iterable, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.partial.linear import choices, converts_exactly
-from meshwright.framework.compiler.partial.partial_sums import (
+from meshwright.framework.compiler.sharding_types.linear import (
+    choices,
+    converts_exactly,
+)
+from meshwright.framework.compiler.sharding_types.partial_sums import (
     Summed,
     local_sum,
     sum_of,

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
+from meshwright.framework.compiler.sharding_types.combine import HALO
+from meshwright.framework.compiler.sharding_types.op_dims import op_dims
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     INTO_MANUAL,
     WHILE,
-    dot_dims,
     end_of,
     has_side_effect,
     placeholder_of,
-    reduced_dims,
     walk,
 )
 from meshwright.framework.compiler.weight_update_sharding.gradient import added_sums
@@ -39,11 +39,6 @@ _NEVER_ALIKE = (
 )
 # Collectives of manual regions whose results differ between devices.
 _DEVICE_DEPENDENT = ("axis_index", "reduce_scatter", "all_to_all", "collective_permute")
-_SUMS_ALL = (
-    "stablehlo.convolution",
-    "stablehlo.scatter",
-    "stablehlo.select_and_scatter",
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,19 +177,12 @@ class _Analysis:
     def summed(self, op, value: ir.Value) -> frozenset[str]:
         """The axes that split dims of an operand which the op sums over."""
         axes: frozenset[str] = frozenset()
-        for number, operand in enumerate(op.operands):
+        rule = op_dims(op)
+        halos = {label for label, kind in rule.kinds.items() if kind == HALO}
+        summed = set(rule.all_combined()) - halos
+        for operand, labels in zip(op.operands, rule.operands, strict=True):
             if operand == value:
-                dims = _summed_dims(op, number, ir.RankedTensorType(value.type).rank)
+                dims = [dim for dim, label in enumerate(labels) if label in summed]
                 split = [self.completed.dim_axes(value, dim) for dim in dims]
                 axes = axes.union(*split)
         return axes
-
-
-def _summed_dims(op, number: int, rank: int) -> list[int]:
-    if op.name in ("stablehlo.dot_general", "stablehlo.dot"):
-        _, contracting = dot_dims(op, ir.RankedTensorType(op.operands[0].type).rank)
-        return contracting[number]
-    if op.name == "stablehlo.reduce":
-        return reduced_dims(op)
-    # These sum over the batch, or have it in the result.
-    return list(range(rank)) if op.name in _SUMS_ALL else []

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.partial.partial_sums import scattered_along
+from meshwright.framework.compiler.sharding_types.partial_sums import scattered_along
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     OUT_OF_MANUAL,

@@ -32,6 +32,17 @@ class Carried:
     def is_loop(self) -> bool:
         return self.op.name == WHILE
 
+    @property
+    def values(self) -> tuple[ir.Value, ...]:
+        """The values that are the tensor."""
+        return (*self.arguments(), self.result)
+
+    @property
+    def uses(self) -> list[tuple[ir.Operation, int]]:
+        """The operands that become the tensor: of which op, and its number."""
+        first = [(self.op, self.number)] if self.is_loop else []
+        return first + [(end, self.number) for end in self.ends()]
+
     def ends(self) -> list[ir.Operation]:
         """The ops that return the tensor from a loop's body, or from each branch."""
         regions = self.op.regions
@@ -40,13 +51,16 @@ class Carried:
 
     def entering(self) -> list[ir.Value]:
         """The values that become the tensor."""
-        first = [self.op.operands[self.number]] if self.is_loop else []
-        return first + [end.operands[self.number] for end in self.ends()]
+        return [op.operands[number] for op, number in self.uses]
 
     def arguments(self) -> list[ir.BlockArgument]:
         """The arguments by which a loop's condition and its body read the tensor."""
         regions = self.op.regions if self.is_loop else ()
         return [region.blocks[0].arguments[self.number] for region in regions]
+
+    def changes(self) -> bool:
+        """Whether it is not a tensor that a loop only reads."""
+        return not self.is_loop or self.entering()[1] != self.arguments()[1]
 
     def decides(self) -> bool:
         """Whether the loop's condition reads the tensor."""

@@ -1,0 +1,147 @@
+"""The partial sum of each device, before the partial sums are added up.
+
+An op that sums over a dim which mesh axes split is put into a region that is manual
+along them: there it sums up a device's own part, and the ops that follow decide when
+and how the parts are added up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from meshwright.framework.compiler.sharding_types.linear import choices, is_zero
+from meshwright.framework.compiler.sharding_types.op_dims import op_dims
+from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    INTO_MANUAL,
+    border_config,
+    placeholder_call,
+    reduced_dims,
+    shape_of,
+    tensor_type,
+)
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import mesh_text
+from meshwright.framework.sharding.sharding import Sharding
+
+_SUMS = (
+    "stablehlo.convolution",
+    "stablehlo.dot",
+    "stablehlo.dot_general",
+    "stablehlo.reduce",
+    "stablehlo.scatter",
+)
+DimAxes = list[tuple[str, ...]]
+"""For each dim of a tensor the manual axes that split it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Summed:
+    """A sum, from the op that computes it on.
+
+    Args:
+      op: that op.
+      dims: the dims of its operands; None for operands that are made of constants.
+      axes: the mesh axes that it sums over.
+    """
+
+    op: ir.Operation
+    dims: Sequence[DimAxes | None]
+    axes: tuple[str, ...]
+
+
+class HasShardings(Protocol):
+    """The shardings of the tensors of a module."""
+
+    mesh: DeviceMesh
+
+    def sharding(self, value: ir.Value) -> Sharding:
+        """The sharding of a value on the mesh."""
+
+
+def sum_of(
+    completed: HasShardings, op: ir.Operation, axes: Collection[str]
+) -> Summed | None:
+    """How an op sums over these mesh axes; None unless it is known to, evenly."""
+    ordered = tuple(a for a in completed.mesh.axis_names if a in axes)
+    if op.name not in _SUMS or not choices(op):
+        return None
+    if op.name == "stablehlo.scatter" and not is_zero(op.operands[0]):
+        return None
+    rule = op_dims(op)
+    summed = set(rule.all_combined()) - {*rule.kinds}
+    by_label: dict[int, tuple[str, ...]] = {}
+    for value, labels in zip(op.operands, rule.operands, strict=True):
+        for label, split in zip(labels, completed.sharding(value).dims, strict=True):
+            among = tuple(axis for axis in split if axis in axes)
+            if not among:
+                continue
+            if label not in summed or by_label.setdefault(label, among) != among:
+                return None
+    if {axis for split in by_label.values() for axis in split} != {*axes}:
+        return None
+    dims = [
+        None if is_zero(value) else [by_label.get(label, ()) for label in labels]
+        for value, labels in zip(op.operands, rule.operands, strict=True)
+    ]
+    if all(map(functools.partial(_is_even, completed.mesh), op.operands, dims)):
+        return Summed(op, dims, ordered)
+    return None
+
+
+def _is_even(mesh: DeviceMesh, value: ir.Value, dims: DimAxes | None) -> bool:
+    sizes = zip(shape_of(value), dims, strict=True) if dims else ()
+    return all(size % mesh.axes_size(axes) == 0 for size, axes in sizes)
+
+
+def local_sum(completed: CompletedModule, summed: Summed) -> ir.Value:
+    """Each device's partial sum, in the manual region; at the insertion point."""
+    mesh, op = completed.mesh, summed.op
+    copy = op.clone(ir.InsertionPoint.current)
+    with ir.InsertionPoint(copy):
+        for number, dims in enumerate(summed.dims):
+            if dims is not None:
+                operand = op.operands[number]
+                sizes = [
+                    size // mesh.axes_size(axes)
+                    for size, axes in zip(shape_of(operand), dims, strict=True)
+                ]
+                copy.operands[number] = placeholder_call(
+                    INTO_MANUAL,
+                    operand,
+                    tensor_type(operand.type, sizes),
+                    border_config(mesh, summed.axes, dims),
+                )
+    local = copy.results[0]
+    if op.name == "stablehlo.reduce" and _sums_one(copy):
+        reshaped = stablehlo.reshape(local.type, copy.operands[0])
+        copy.erase()
+        local = reshaped
+    return local
+
+
+def _sums_one(op) -> bool:
+    """Whether a reduction is over dims of size 1, as where parts are added up."""
+    return all(shape_of(op.operands[0])[dim] == 1 for dim in reduced_dims(op))
+
+
+def scattered_along(
+    local: ir.Value, mesh: DeviceMesh, axes: Sequence[str], dim: int
+) -> ir.Value:
+    """The sum of the devices' parts, reduce-scattered, in a manual region.
+
+    Scatters along one axis after the other, as rings do; at the insertion point.
+    """
+    for axis in axes:
+        shape = list(shape_of(local))
+        shape[dim] //= mesh.axis_size(axis)
+        config = {"mesh": mesh_text(mesh), "axes": [axis], "dim": dim}
+        type_ = tensor_type(local.type, shape)
+        local = placeholder_call("reduce_scatter", local, type_, config)
+    return local
