@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import tensorflow as tf
+from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.boundary.arguments import Arguments, check_structure
 from meshwright.framework.compiler.boundary.borders import (
@@ -22,6 +23,9 @@ from meshwright.framework.compiler.hlo.report import Collective, collectives_of
 from meshwright.framework.compiler.lowering.lower import argument_specs, lower
 from meshwright.framework.compiler.lowering.sources import Sources
 from meshwright.framework.compiler.passes import PassResults, run_passes
+from meshwright.framework.compiler.sharding_types.explain_types import (
+    check_types as check_sharding_types,
+)
 from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.compiler.weight_update_sharding.decisions import UpdateReport
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
@@ -294,6 +298,7 @@ def trace_program(
     variables: Sequence[tf.Variable] = (),
     update_sharding: UpdateSharding | None = None,
     strict: bool = False,
+    check_types: bool = False,
     in_child: bool = False,
 ) -> TracedProgram:
     """Lowers a pure TF function for a mesh, and runs the compiler's passes.
@@ -321,11 +326,14 @@ def trace_program(
       strict: refuse a program in which an op that XLA's partitioner would get wrong is
         laid out otherwise at a cost in communication, or assertions are left
         unchecked; otherwise these are warnings.
+      check_types: refuse a program that communicates where no annotation says so; see
+        `check_types`. An argument without a sharding counts as replicated.
       in_child: have XLA compile in a child process: if XLA's C++ ends that process,
         this one lives on and gets an error. For the CPU devices of one process.
 
     Raises:
       LoweringError: see `lower`; or an annotation would be dropped on this mesh.
+      ShardingTypeError: the first mistake that `check_types` finds.
       ValueError: structures, ranks or meshes do not agree; an argument to donate is not
         there; `in_child` cannot compile for the devices.
     """
@@ -340,6 +348,16 @@ def trace_program(
     stored_args = tf.nest.pack_sequence_as(
         args, [stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
+    if check_types:
+        check_sharding_types(
+            fn,
+            args,
+            mesh,
+            in_shardings=_logical(in_shardings),
+            out_shardings=_logical(out_shardings),
+            name=name,
+            variables=variables,
+        )
     out_forms: list[StoredForm | None] = []
 
     def stored_fn(*stored):
@@ -378,3 +396,10 @@ def trace_program(
         strict=strict,
     )
     return TracedProgram(results, target)
+
+
+def _logical(shardings: Any) -> Any:
+    """The shardings of logical tensors, where a nest has stored forms."""
+    return nest.map_structure(
+        lambda leaf: leaf.sharding if isinstance(leaf, StoredForm) else leaf, shardings
+    )

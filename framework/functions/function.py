@@ -50,7 +50,14 @@ from meshwright.framework.functions.traced import (
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
-_OPTIONS = ("partitioner", "update_sharding", "strict", "devices", "in_child")
+_OPTIONS = (
+    "partitioner",
+    "update_sharding",
+    "strict",
+    "check_types",
+    "devices",
+    "in_child",
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -352,7 +359,7 @@ def function(
         another `Layout`.
       name: for messages and profiles.
       **options: of `trace_program`: `partitioner`, `update_sharding`, `strict`,
-        `devices`, `in_child`.
+        `check_types`, `devices`, `in_child`.
 
     Returns:
       A `MeshFunction`.

@@ -68,10 +68,9 @@ class LanguageModel(TextTask):
         """
         logits, aux = self.logits(ctx, theta, batch)
         with ctx.scope("loss"):
-            total = tf.reduce_sum(
-                cross_entropy(logits, batch.labels, weights=batch.weights)
-            )
-            count = tf.reduce_sum(batch.weights)
+            losses = cross_entropy(logits, batch.labels, weights=batch.weights)
+            total = ctx.split(tf.reduce_sum(losses), ())
+            count = ctx.split(tf.reduce_sum(batch.weights), ())
             loss = total / tf.maximum(count, 1.0)
         return self.total_loss(loss, NestedMap(nats=total, tokens=count), aux)
 

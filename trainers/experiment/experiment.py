@@ -66,6 +66,9 @@ class Experiment(Checked):
       strict: stop when an op that XLA's partitioner would get wrong can only be laid
         out otherwise at a cost in communication, or assertions of the model are left
         unchecked; else these are warnings.
+      check_types: stop where a program communicates and no annotation says so: each
+        contraction over a split dim, and each other op that needs other shards than it
+        is given, has its result or its operands annotated.
       compile_in_child: have XLA compile in a child process, so that the run can report
         it if XLA ends that process. For the CPU devices of one process; the planner
         compiles for topologies in its own process.
@@ -103,6 +106,7 @@ class Experiment(Checked):
     not_finite_limit: int = bounded(10, at_least=0)
     slow_step_factor: int | None = bounded(20, at_least=2)
     strict: bool = False
+    check_types: bool = False
     compile_in_child: bool = False
     replicated_budget: int | None = bounded(None, at_least=0)
 

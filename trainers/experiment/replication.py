@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from meshwright.framework.compiler.explaining.explain import (
     Explanation,
-    Kind,
     TensorReport,
 )
 from meshwright.framework.compiler.explaining.explain_text import tensor_name
+from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sizes import bytes_text

@@ -450,6 +450,7 @@ class StepPrograms:
             partitioner=self.experiment.partitioner,
             devices=self.devices,
             strict=self.experiment.strict,
+            check_types=self.experiment.check_types,
             # Programs for a topology are not for the devices of a child.
             in_child=self.experiment.compile_in_child and self.devices is None,
             **how,

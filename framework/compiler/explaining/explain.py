@@ -15,6 +15,7 @@ from meshwright.framework.compiler.hlo.hlo_text import HloModule, Instruction, i
 from meshwright.framework.compiler.hlo.rematerialization import Rematerialization
 from meshwright.framework.compiler.hlo.report import collectives_of
 from meshwright.framework.compiler.lowering.sources import (
+    Kind,
     Source,
     Sources,
     program_name,
@@ -42,14 +43,6 @@ _HLO_DTYPES = {
     "complex128": "c128",
     "bool": "pred",
 }
-
-
-class Kind(enum.Enum):
-    """What a tensor is to its program."""
-
-    ARGUMENT = "argument"
-    RESULT = "result"
-    INSIDE = "inside"
 
 
 class Why(enum.Enum):

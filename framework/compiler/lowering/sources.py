@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import importlib.util
 import os
@@ -28,6 +29,15 @@ ANNOTATION = "XlaSharding"
 """Type of the TF op that carries an annotation."""
 PLACEHOLDER = "XlaCustomCallV2"
 """Type of the TF op that stands for an op that TF lacks, in a scope of its name."""
+
+
+class Kind(enum.Enum):
+    """What a tensor is to its program."""
+
+    ARGUMENT = "argument"
+    RESULT = "result"
+    INSIDE = "inside"
+
 
 _FRAMEWORK = pathlib.Path(__file__).parents[2]
 _LAYERS = _FRAMEWORK.with_name("layers")

@@ -35,7 +35,7 @@ def annotated(value: ir.Value, before: Any, requested: Sharding) -> TensorType:
         return TensorType.from_annotation(value, requested)
     type_ = TensorType.from_annotation(value, _closed(before, requested), before.names)
     _check_kept(before, type_)
-    return type_
+    return dataclasses.replace(type_, zero=before.zero)
 
 
 def _check_kept(before: TensorType, after: TensorType) -> None:
@@ -134,7 +134,7 @@ def check_left(before: TensorType, after: Sharding, sums: IsSum) -> None:
         if not sums(op, [part.axis for part in new]):
             raise IllTypedError(
                 f"it is not a sum over dims that {named} splits evenly, or it is a "
-                "convolution's on a mesh of several axes",
+                "convolution's that other axes split too",
                 f"mesh_split it to {plain}, which adds it up",
             )
 

@@ -349,17 +349,22 @@ class Checker:
         """The type that values of these types may share; None if there is none.
 
         A value made from constants fits any type without a partial sum, and zeros fit
-        all.
+        those with one too.
         """
         for type_ in types:
             if isinstance(type_, Unknown):
                 return type_
-        bound = [type_ for type_ in types if not type_.free]
-        zero = all(type_.zero for type_ in types if type_.free)
-        if not bound:
-            return dataclasses.replace(types[0], zero=zero)
-        same = all(type_ == bound[0] for type_ in bound)
-        return bound[0] if same and (zero or not bound[0].partial) else None
+        bound = [type_ for type_ in types if not (type_.free or type_.zero)]
+        bound = bound or [type_ for type_ in types if not type_.free] or types
+        first = dataclasses.replace(bound[0], zero=all(type_.zero for type_ in types))
+        for type_ in types:
+            partial = first.partial if type_.zero else type_.partial
+            like = first if type_.free else type_
+            if dataclasses.replace(like, partial=partial, zero=first.zero) != first:
+                return None
+            if type_.free and not type_.zero and first.partial:
+                return None
+        return first
 
     def _widened(self, before: Typed, after: Typed) -> Typed:
         """The type that a loop carries if it starts with one and makes the other."""

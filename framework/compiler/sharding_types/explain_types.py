@@ -12,7 +12,6 @@ from jax.extend.mlir import ir
 from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.boundary.borders import filled
-from meshwright.framework.compiler.explaining.explain import Kind
 from meshwright.framework.compiler.lowering.lower import (
     LoweringError,
     Signature,
@@ -20,6 +19,7 @@ from meshwright.framework.compiler.lowering.lower import (
 )
 from meshwright.framework.compiler.lowering.sources import (
     PLACEHOLDER,
+    Kind,
     Source,
     program_name,
 )
@@ -143,6 +143,7 @@ def explain_types(
     out_shardings: Any = None,
     dim_names: Sequence[Any] | None = None,
     name: str | None = None,
+    variables: Sequence[tf.Variable] = (),
 ) -> TypedProgram:
     """The sharding types of a TF function's tensors, and the errors in them.
 
@@ -156,6 +157,7 @@ def explain_types(
       dim_names: for each argument None, or a nest of its structure with a tuple of
         names for each leaf's dims, which types then show.
       name: for messages.
+      variables: as for `trace_program`.
 
     Raises:
       LoweringError: see `lower`.
@@ -169,7 +171,7 @@ def explain_types(
             raise LoweringError(f"{name}: the function returns None, or a nest with it")
         return nest.map_structure(tf.convert_to_tensor, out)
 
-    lowered = lower(of_tensors, args, name=name)
+    lowered = lower(of_tensors, args, name=name, variables=variables)
     signature = lowered.signature
     arguments = _arguments(fn, signature)
     shardings = _leaves(signature.inputs, in_shardings)

@@ -74,6 +74,11 @@ def sum_of(
         return None
     if op.name == "stablehlo.scatter" and not is_zero(op.operands[0]):
         return None
+    if op.name == "stablehlo.convolution":
+        dims = [completed.sharding(v).dims for v in (*op.operands, *op.results)]
+        splitting = {axis for of_value in dims for split in of_value for axis in split}
+        if splitting - {*axes}:
+            return None  # Along other axes it may need a layout of its own.
     rule = op_dims(op)
     summed = set(rule.all_combined()) - {*rule.kinds}
     by_label: dict[int, tuple[str, ...]] = {}

@@ -12,7 +12,6 @@ import tensorflow as tf
 from meshwright import framework as mw
 from meshwright.framework.compiler.explaining.explain import (
     InsertedCollective,
-    Kind,
     TensorReport,
     Why,
 )
@@ -20,6 +19,7 @@ from meshwright.framework.compiler.explaining.explain_text import (
     collective_text,
     tensor_name,
 )
+from meshwright.framework.compiler.lowering.sources import Kind
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.sharding.collectives import all_gather, all_reduce
 from tests.framework.hlo import reshards

@@ -1,5 +1,6 @@
 """Programs that are refused, as no device could compute them on its parts of a sum."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
@@ -356,3 +357,29 @@ def test_annotations_that_no_tensor_can_have_are_refused(write):
     ]:
         with pytest.raises(ValueError, match=f"{name}: tensor has shape .*{message}"):
             write(x, *dims, **types)
+
+
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+def test_a_program_may_be_checked_before_it_is_compiled(partitioner):
+    rows = mw.Sharding.parse(MESH, "[dp,tp]"), mw.Sharding.parse(MESH, "[tp,_]")
+    specs = [tf.TensorSpec([4, 8]), tf.TensorSpec([8, 6])]
+    how = {"in_shardings": rows, "partitioner": partitioner, "check_types": True}
+
+    def left_to_the_partitioner(x, w):
+        return tf.nn.relu(x @ w)
+
+    with pytest.raises(
+        mw.ShardingTypeError, match="computes maximum of .*sum.:tp"
+    ) as e:
+        mw.compile_program(left_to_the_partitioner, specs, MESH, **how)
+    with pytest.raises(mw.ShardingTypeError) as same:
+        mw.check_types(left_to_the_partitioner, specs, MESH, in_shardings=rows)
+    assert str(e.value) == str(same.value)
+    program = mw.compile_program(
+        lambda x, w: tf.nn.relu(split(x @ w, "dp", None)), specs, MESH, **how
+    )
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=spec.shape).astype(np.float32) for spec in specs)
+    np.testing.assert_allclose(
+        program(x, w), np.maximum(x @ w, 0), rtol=1e-5, atol=1e-5
+    )

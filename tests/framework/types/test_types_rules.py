@@ -321,7 +321,7 @@ ILLEGAL = {
         lambda x: split(tf.reduce_sum(x, 0), -1, unreduced=["tp"]),
         ["f32[7@tp, 8]"],
         "takes f32[8]{sum?:tp}: it is not a sum over dims that tp splits evenly, or "
-        "it is a convolution's on a mesh of several axes; mesh_split it to [_]",
+        "it is a convolution's that other axes split too; mesh_split it to [_]",
     ),
     "one of two terms is uneven": (
         lambda x, y: split(

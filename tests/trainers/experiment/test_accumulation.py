@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
+from meshwright.framework.compiler.sharding_types.checker import ShardingTypeError
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.parity import (
     initial_state,
@@ -168,3 +169,17 @@ def test_steps_in_a_loop_and_a_moving_average():
     for path, value in want.state.items():
         scale = np.abs(value).max() or 1
         np.testing.assert_allclose(got.state[path], value, rtol=0, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_data_parallel_step_communicates_where_annotations_say_so(steps):
+    strict = experiment("Experiment.check_types = True", steps=steps)
+    assert StepPrograms(strict).traced_main.written
+
+
+def test_a_step_that_leaves_it_to_the_partitioner_is_refused():
+    mesh = {"plan": "data_tensor", "mesh": "(4, 2)"}
+    strict = experiment("Experiment.check_types = True", **mesh)
+    message = "train: op .* partial values along tensor"
+    with pytest.raises(ShardingTypeError, match=message):
+        _ = StepPrograms(strict).traced_main
