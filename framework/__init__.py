@@ -51,6 +51,7 @@ from meshwright.framework.sharding.annotations import (
     replicate,
     shard,
     split,
+    unreduced_gradients,
 )
 from meshwright.framework.sharding.manual import (
     auto_to_manual,
@@ -106,4 +107,5 @@ __all__ = [
     "set_platform",
     "shard",
     "split",
+    "unreduced_gradients",
 ]

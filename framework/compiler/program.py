@@ -38,6 +38,7 @@ from meshwright.framework.compiler.xla.mesh_program import (
 )
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child, to_host
+from meshwright.framework.sharding.annotations import unreduced_gradients
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
@@ -299,6 +300,7 @@ def trace_program(
     update_sharding: UpdateSharding | None = None,
     strict: bool = False,
     check_types: bool = False,
+    unreduced_gradient_axes: Sequence[str] = (),
     in_child: bool = False,
 ) -> TracedProgram:
     """Lowers a pure TF function for a mesh, and runs the compiler's passes.
@@ -328,6 +330,7 @@ def trace_program(
         unchecked; otherwise these are warnings.
       check_types: refuse a program that communicates where no annotation says so; see
         `check_types`. An argument without a sharding counts as replicated.
+      unreduced_gradient_axes: the axes of a scope of `unreduced_gradients` around `fn`.
       in_child: have XLA compile in a child process: if XLA's C++ ends that process,
         this one lives on and gets an error. For the CPU devices of one process.
 
@@ -348,6 +351,8 @@ def trace_program(
     stored_args = tf.nest.pack_sequence_as(
         args, [stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
+    if unreduced_gradient_axes:
+        fn = unreduced_gradients(*unreduced_gradient_axes)(fn)
     if check_types:
         check_sharding_types(
             fn,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +20,7 @@ from meshwright.framework.sharding.sharding import Sharding
 TYPED = "typed"
 """The placeholder of an annotation with unreduced or reduced axes."""
 _NOTED = "_meshwright_shardings"
+_UNREDUCED_GRADIENTS = contextvars.ContextVar("unreduced_gradients", default=())
 
 
 class OnConflict(enum.Enum):
@@ -140,6 +143,9 @@ def mesh_split(
     Returns:
       `tensor`, annotated; so is its gradient. In eager execution just `tensor`.
 
+    Within `unreduced_gradients` a tensor of floats without either is reduced along the
+    axes given there that do not split it.
+
     Raises:
       ValueError: the mapping's length is not the rank, an axis is unknown or used
         twice.
@@ -154,7 +160,47 @@ def mesh_split(
         unreduced=unreduced,
         reduced=reduced,
     )
-    return annotate(tensor, sharding)
+    is_open = sharding.is_typed or sharding.unspecified or not tensor.dtype.is_floating
+    axes = () if is_open else _not_splitting(sharding, _UNREDUCED_GRADIENTS.get())
+    if not axes:
+        return annotate(tensor, sharding)
+    sharding = dataclasses.replace(sharding, reduced=axes)
+    return annotate(tensor, sharding, on_conflict=OnConflict.REDUCE)
+
+
+def _not_splitting(sharding: Sharding, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of the axes that are the mesh's, and split no dim."""
+    mesh = sharding.mesh
+    used = {mesh.part(axis).axis for split in sharding.dims for axis in split}
+    return tuple(a for a in mesh.axis_names if a in axes and a not in used)
+
+
+@contextlib.contextmanager
+def unreduced_gradients(*axes: str) -> Iterator[None]:
+    """Within it `mesh_split` replicates forwards, and leaves gradients partial.
+
+    What it says is replicated along `axes` is reduced along them, so the gradient is
+    unreduced: it is added up where `reshard` or another annotation says how it is
+    split, by a reduce-scatter where that splits a dim, and at once where an op that
+    reads it is not linear in it. ("Replicate forwards, partial backwards".)
+
+    Args:
+      *axes: names of mesh axes; those that a mesh does not have are ignored.
+
+    Raises:
+      TypeError: an axis is no name.
+    """
+    for axis in axes:
+        if not isinstance(axis, str):
+            raise TypeError(
+                "unreduced_gradients takes names of mesh axes, such as 'data'; this "
+                f"is {axis!r}"
+            )
+    token = _UNREDUCED_GRADIENTS.set((*_UNREDUCED_GRADIENTS.get(), *axes))
+    try:
+        yield
+    finally:
+        _UNREDUCED_GRADIENTS.reset(token)
 
 
 def checked_sharding(

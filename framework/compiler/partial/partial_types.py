@@ -150,7 +150,15 @@ class PartialTypes(Checker):
         placeholder = placeholder_of(op)
         if placeholder is None:
             if before.unreduced:
-                annotated(result, before, requested_sharding(op, self.mesh))
+                after = requested_sharding(op, self.mesh)
+                annotated(result, before, after)
+                if after.unspecified:
+                    raise IllTypedError(
+                        "it leaves dims of a partial sum to propagation",
+                        "reshard it, which says where it is added up",
+                    )
+                start = self._before(value, before)
+                self.conversions[result] = Conversion(before=start, after=after)
             return self._type(result, free=before.free, zero=before.zero)
         after = self._requested(placeholder.config["sharding"], before)
         start, lenient = after, set()

@@ -40,7 +40,11 @@ def annotated(value: ir.Value, before: Any, requested: Sharding) -> TensorType:
 
 def _check_kept(before: TensorType, after: TensorType) -> None:
     """Refuses an annotation that drops axes that only `reshard` may drop."""
-    lost = [axis for axis in before.unreduced if axis not in after.unreduced]
+    lost = [
+        part.axis
+        for part in before.partial
+        if part.decided and not part.lenient and part.axis not in after.unreduced
+    ]
     if lost:
         raise IllTypedError(
             f"it would drop the sum unreduced along {', '.join(lost)}",
@@ -106,7 +110,12 @@ def typed(
             )
     if sums is not None and not or_reduced:
         check_left(before, type_.sharding, sums)
-    partial = tuple(p for p in type_.partial if p.axis not in missing)
+    lenient = frozenset({value}) if or_reduced else frozenset()
+    partial = tuple(
+        dataclasses.replace(part, lenient=lenient)
+        for part in type_.partial
+        if part.axis not in missing
+    )
     return dataclasses.replace(type_, partial=partial)
 
 
