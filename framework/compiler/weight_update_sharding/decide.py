@@ -152,19 +152,18 @@ class _CostModel:
         stored = [link.values[0] for link in links]
         saved = sum(map(layout.spared_bytes, reach.entries))
         saved += 2 * sum(map(layout.spared_bytes, stored))
-        gathers = [
-            gathered_bytes(cluster, value, uses)
+        gathers = {
+            value: gathered_bytes(cluster, value, uses)
             for value, uses in reach.exits.items()
             if layout.first(value) is not None
-        ]
+        }
         sizes = {
             v: gathered_bytes(cluster, v, uses_of(v))
             for v in reach.gradients
             if layout.first(v) is not None
         }
-        sent = sum(gathers) - sum(
-            size for v, size in sizes.items() if self.is_scattered(v, reach, layout)
-        )
+        sent = sum(size * layout.moved_share(v) for v, size in gathers.items())
+        sent += sum(size * self.reduced(v, reach, layout) for v, size in sizes.items())
         share = (layout.shards - 1) / layout.shards
         gain = saved / machine.memory_bandwidth
         gain -= sent * share / machine.link_bandwidth
@@ -176,7 +175,7 @@ class _CostModel:
         return Decision(
             cluster=cluster,
             layout=layout,
-            gathered_bytes=int(sum(gathers)),
+            gathered_bytes=int(sum(gathers.values())),
             reduced_bytes=int(sum(sizes.values())),
             traffic_saved_bytes=saved,
             # As the compiler counts arguments; tiles matter for what is moved.
@@ -205,6 +204,14 @@ class _CostModel:
         known = set(layout.axes) <= set(reach.gradients[value])
         taken = self.completed.sharding(value).dims[layout.first(value)]
         return known and not taken and layout.can_scatter(value)
+
+    def reduced(self, value, reach: _ClusterInterface, layout: UpdateLayout) -> float:
+        """The share of a gradient that is sent beyond its all-reduce, which sends 2."""
+        if not self.is_scattered(value, reach, layout):
+            return 0.0
+        # Over axes that the layout leaves out its shards are all-reduced.
+        left = set(reach.gradients[value]) - set(layout.axes)
+        return layout.moved_share(value) + 2 * bool(left) / layout.shards - 2
 
     def copied(self, passing: Sequence[ir.Value], layout: UpdateLayout) -> int:
         """Bytes of full tensors that are copied on the way into shards or back."""
