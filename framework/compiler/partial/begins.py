@@ -26,6 +26,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     shape_of,
     tensor_type,
 )
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 Axes = tuple[str, ...]
@@ -37,20 +38,18 @@ def sum_in_parts(completed: CompletedModule, summed: Summed) -> ir.Value:
     split = _split(completed, summed) if divided else []
     if split:
         return divided(completed, summed, split)
-    mesh, value = completed.mesh, summed.op.results[0]
-    lead = [mesh.axis_size(axis) for axis in summed.axes]
-    shape = shape_of(value)
-    local = local_sum(completed, summed)
+    return as_parts(local_sum(completed, summed), completed.mesh, summed.axes)
+
+
+def as_parts(local: ir.Value, mesh: DeviceMesh, axes: Axes) -> ir.Value:
+    """What each device has in a region, with a leading dim for each manual axis."""
+    lead, shape = [mesh.axis_size(axis) for axis in axes], shape_of(local)
     local = stablehlo.reshape(
-        tensor_type(value.type, (*[1] * len(lead), *shape)), local
+        tensor_type(local.type, [*[1] * len(lead), *shape]), local
     )
-    dims = [*[(axis,) for axis in summed.axes], *[()] * len(shape)]
-    return placeholder_call(
-        OUT_OF_MANUAL,
-        local,
-        tensor_type(value.type, (*lead, *shape)),
-        border_config(mesh, summed.axes, dims),
-    )
+    dims = [*[(axis,) for axis in axes], *[()] * len(shape)]
+    full = tensor_type(local.type, (*lead, *shape))
+    return placeholder_call(OUT_OF_MANUAL, local, full, border_config(mesh, axes, dims))
 
 
 def _split(completed: CompletedModule, summed: Summed) -> list[Mapping[int, Axes]]:

@@ -44,7 +44,7 @@ def convert_parts(value: ir.Value, before: Sharding, after: Sharding) -> ir.Valu
     if ends:
         scattered = _scattered_dim(value, before, after, ends)
         if scattered is not None:
-            value = _scatter(value, before, after, ends, scattered)
+            value = scatter(value, before, after, scattered)
         else:
             value = add_up(value, after.mesh, before.unreduced, ends)
     if begins:
@@ -125,16 +125,22 @@ def _scattered_dim(value, before: Sharding, after: Sharding, ends: Axes) -> int 
     return dim if even and set(after.dims[dim]) == set(ends) else None
 
 
-def _scatter(
-    value: ir.Value, before: Sharding, after: Sharding, ends: Axes, dim: int
-) -> ir.Value:
+def scatter(value: ir.Value, before: Sharding, after: Sharding, dim: int) -> ir.Value:
     """Adds up by a reduce-scatter along one axis after the other.
 
     The CPU's compiler would make an all-reduce of a sum and a slice of it. All axes
     that split the tensor are manual here: XLA gathers dims that others split before.
+
+    Args:
+      value: the tensor, with a leading dim for each unreduced axis of `before`.
+      before, after: its types; shards of both are even.
+      dim: the dim that the axes of the sum split after it, and none before.
+
+    Returns:
+      The tensor with a leading dim for each axis that is left unreduced.
     """
     mesh, axes = after.mesh, before.unreduced
-    kept = [axis for axis in axes if axis not in ends]
+    kept = after.unreduced
     into = [*[(axis,) for axis in axes], *before.dims]
     out = [*[(axis,) for axis in kept], *after.dims]
     used = {axis for dim_axes in into for axis in dim_axes}

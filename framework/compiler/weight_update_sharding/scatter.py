@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.sharding_types.partial_sums import scattered_along
+from meshwright.framework.compiler.partial.begins import as_parts
+from meshwright.framework.compiler.partial.ends import add_up, scatter
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    OUT_OF_MANUAL,
-    border_config,
-    placeholder_call,
     shape_of,
     tensor_type,
     zeros,
@@ -29,7 +27,7 @@ from meshwright.framework.compiler.weight_update_sharding.gradient import Gradie
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
     UpdateLayout,
 )
-from meshwright.framework.sharding.placeholders import mesh_text
+from meshwright.framework.sharding.sharding import Sharding
 
 
 def reduce_scattered(
@@ -44,8 +42,8 @@ def reduce_scattered(
       layout: how it is divided.
     """
     mesh, first = completed.mesh, layout.first(value)
-    taken = completed.sharding(value).dims[first]
-    if taken or not set(layout.axes) <= set(summed.axes):
+    unsplit = layout.sharding(value, split=False)
+    if unsplit.dims[first] or not set(layout.axes) <= set(summed.axes):
         return None
     shape = layout.shape(value)
     padded_size = layout.sharding(value).padded_shape(shape)[first]
@@ -55,16 +53,23 @@ def reduce_scattered(
         local = stablehlo.reshape(tensor_type(value.type, shape), local)
     if padded != shape and not _grow(local, padded):
         local = pad_end(local, padded)
-    local = scattered_along(local, mesh, layout.axes, first)
-    if left := [axis for axis in summed.axes if axis not in layout.axes]:
-        config = {"mesh": mesh_text(mesh), "axes": left, "reduction": "add"}
-        local = placeholder_call("all_reduce", local, local.type, config)
-    split = [layout.axes if dim == first else () for dim in range(len(shape))]
-    border = border_config(mesh, summed.axes, split)
-    padded_value = placeholder_call(
-        OUT_OF_MANUAL, local, tensor_type(value.type, padded), border
+    parts = as_parts(local, mesh, summed.axes)
+    # Dims that other axes split unevenly are gathered before.
+    before = [
+        axes if size % mesh.axes_size(axes) == 0 else ()
+        for size, axes in zip(padded, unsplit.dims, strict=True)
+    ]
+    after = [layout.axes if dim == first else axes for dim, axes in enumerate(before)]
+    left = tuple(axis for axis in summed.axes if axis not in layout.axes)
+    total = scatter(
+        parts,
+        Sharding(mesh, tuple(before), unreduced=summed.axes),
+        Sharding(mesh, tuple(after), unreduced=left),
+        first,
     )
-    return cut_end(padded_value, shape)
+    if left:
+        total = add_up(total, mesh, left, left)
+    return cut_end(total, shape)
 
 
 def _grow(local: ir.Value, shape: Sequence[int]) -> bool:
