@@ -80,7 +80,7 @@ class PartialAssignment:
                     self._read(op)
             if not self.types.errors:
                 return
-            if not self.types.yielding:
+            if self.types.yielding <= reducing:
                 raise next(iter(self.types.errors.values()))[0]
             reducing |= self.types.yielding
 
