@@ -249,12 +249,13 @@ class PartialTypes(Checker):
             return None
         axes = {part.axis for part in partial}
         dims = [tuple(a for a in split if a not in axes) for split in bound[0].dims]
-        return dataclasses.replace(
+        made = dataclasses.replace(
             bound[0],
             dims=tuple(dims),
             partial=tuple(partial),
             free=all(type_.free for type_ in bound),
         )
+        return types[0] if made.is_as(types[0]) else made
 
     def carries(self, tie: Carried, type_: Typed) -> Typed:
         """Without sums that are undecided where the condition reads the tensor."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Sequence
 
 from jax.extend.mlir import ir
@@ -112,6 +113,7 @@ class Checker:
         self.mesh = mesh
         self.blame = blame
         self.types: dict[ir.Value, Typed] = {}
+        self._read: dict[ir.Operation, Sequence[Typed]] = {}
         self.errors: dict[ir.Operation, list[ShardingTypeError]] = {}
 
     def visit(self, block) -> None:
@@ -132,7 +134,8 @@ class Checker:
             return before
 
     def _visit_op(self, op) -> None:
-        self.errors.pop(op, None)
+        if self.errors.pop(op, None):
+            self._read.pop(op, None)
         if op.name == WHILE:
             self._loop(op)
         elif op.name in BRANCHES:
@@ -142,12 +145,20 @@ class Checker:
 
     def _plain(self, op) -> None:
         before = [self.types[value] for value in op.operands]
+        # Loops are visited until nothing changes, and little of them changes.
+        if op in self._read and all(map(operator.is_, before, self._read[op])):
+            return
+        self._read[op] = before
         try:
             types = self.inferred(op, before)
         except IllTypedError as e:
             self._refuse(op, before, e)
             types = [Unknown.REFUSED] * len(op.results)
-        self.types.update(zip(op.results, types, strict=True))
+        for value, type_ in zip(op.results, types, strict=True):
+            if not (
+                isinstance(type_, TensorType) and type_.is_as(self.types.get(value))
+            ):
+                self.types[value] = type_
 
     def _refuse(self, op, before: Sequence[Typed], error: IllTypedError) -> None:
         name = short_name(op)

@@ -169,7 +169,7 @@ def check_alike(terms: Sequence[tuple], sums: IsSum) -> None:
         without = [t for t in terms if all(part.axis != p.axis for p in t[2])]
         if without:
             _refuse_terms(part, [t for t in terms if part in t[2]], without[0])
-    for _, type_, _ in terms:
+    for _, type_, _ in terms if parts else ():
         check_left(
             type_, dataclasses.replace(type_.sharding, unreduced=(*parts,)), sums
         )

@@ -51,11 +51,11 @@ class PartialValue:
     def merged(self, other: PartialValue) -> PartialValue:
         """Of two tensors that are partial along the axis, as of the terms of a sum."""
         kept = self if self.decided or not other.decided else other
-        return dataclasses.replace(
-            kept,
-            origins=tuple(dict.fromkeys((*self.origins, *other.origins))),
-            lenient=self.lenient | other.lenient,
-        )
+        origins = tuple(dict.fromkeys((*self.origins, *other.origins)))
+        lenient = self.lenient | other.lenient
+        if (origins, lenient) == (kept.origins, kept.lenient):
+            return kept
+        return dataclasses.replace(kept, origins=origins, lenient=lenient)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,9 +170,20 @@ class TensorType:
             self.mesh, self.dims, unreduced=self.unreduced, reduced=self.reduced
         )
 
+    def is_as(self, other: Any) -> bool:
+        """Whether another type is equal, where its partial values come from too."""
+        if self is other:
+            return True
+        pairs = zip(self.partial, getattr(other, "partial", ()), strict=False)
+        return self == other and all(
+            (a.origins, a.lenient) == (b.origins, b.lenient) for a, b in pairs
+        )
+
     def only_decided(self) -> TensorType:
         """The same type, once undecided parts are combined."""
         partial = tuple(part for part in self.partial if part.decided)
+        if len(partial) == len(self.partial):
+            return self
         return dataclasses.replace(self, partial=partial)
 
     def without_origins(self) -> TensorType:
