@@ -7,6 +7,7 @@ import tensorflow as tf
 from meshwright import framework as mw
 from tests.framework.partial.partial_programs import (
     LINEAR,
+    MESH,
     PARTIAL,
     REDUCED,
     argument,
@@ -327,19 +328,33 @@ def test_devices_in_another_order():
     check(fn, *PARTIAL, "[4,6]", mesh=mesh, sends=sends)
 
 
-def test_the_gradient_of_a_convolution_by_its_weights():
-    mesh = mw.DeviceMesh(("dp",), (4,))
+def convolved(mesh, *dims, stride=1):
+    """The gradient by a kernel, added up once it is unreduced."""
 
     def fn(x, w):
         def loss(w):
-            w = split(w, *[None] * 4, mesh=mesh, reduced=["dp"])
-            return tf.reduce_sum(tf.nn.conv2d(x, w, 1, "SAME") ** 2)
+            w = split(w, *dims, mesh=mesh, reduced=["dp"])
+            return tf.reduce_sum(tf.nn.conv2d(x, w, stride, "SAME") ** 2)
 
         (g,) = gradients(loss, w)
-        return to(g, *[None] * 4, mesh=mesh)
+        return to(g, *dims, mesh=mesh)
 
+    return fn
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("mesh", [mw.DeviceMesh(("dp",), (4,)), MESH], ids=str)
+def test_the_gradient_of_a_convolution_by_its_weights(mesh, stride):
+    """On a mesh with another axis too, where that does not split it."""
+    fn = convolved(mesh, *[None] * 4, stride=stride)
     sends = ["all-reduce dp [3,3,3,2]"]
     check(fn, "[4@dp,5,5,3]", "[3,3,3,2]", mesh=mesh, sends=sends)
+
+
+def test_a_convolution_that_another_axis_splits_is_reduced_at_once():
+    fn = convolved(MESH, None, None, None, "tp")
+    with pytest.raises(mw.LoweringError, match="convolution's that other axes split"):
+        traced(fn, "[4@dp,5,5,3]", "[3,3,3,2@tp]")
 
 
 def test_a_partial_sum_that_is_read_twice():
