@@ -74,7 +74,9 @@ class TokenEmbedding(Layer):
 
     def fprop(self, ctx: Context, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
         """The vectors [B, S, M], in the activation dtype, of `ids` [B, S] in [0, V)."""
-        table, dims = ctx.cast(theta.table), self.weights().table.dims
+        table, dims = theta.table, self.weights().table.dims
+        if not ctx.widens_gradients:  # First: then the rows of a smaller table move.
+            table = ctx.cast(table)
         x = pick_rows(ctx, table, ids, dims=dims, lookup=self.lookup)
         x = to_stream(ctx, x)
         return x * self.model_dims**0.5 if self.softmax is SoftmaxKind.SHARED else x
@@ -149,10 +151,27 @@ def pick_rows(
         splits = ctx.plan.weight_sharding(dims, ctx.path).splits()
         lookup = Lookup.ONE_HOT if splits[0] > 1 else Lookup.GATHER
     if lookup is Lookup.GATHER:
-        # The reshape keeps the shape; its gradient makes the gather's dense.
-        return ctx.cast(tf.gather(tf.reshape(table, table.shape), ids))
+        return _gathered(ctx, table, ids)
     one_hot = tf.one_hot(ids, table.shape[0], dtype=ctx.activation_dtype)
     return contract(ctx, one_hot, table)
+
+
+def _gathered(ctx: Context, table: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+    if not ctx.widens_gradients:
+        # The reshape keeps the shape; its gradient makes the gather's dense.
+        return ctx.cast(tf.gather(tf.reshape(table, table.shape), ids))
+
+    @tf.custom_gradient
+    def gathered(table):
+        def gradient(dy):
+            rows = tf.reshape(tf.cast(dy, ctx.gradient_dtype), [-1, table.shape[1]])
+            number = tf.reshape(ids, [-1])
+            summed = tf.math.unsorted_segment_sum(rows, number, table.shape[0])
+            return tf.cast(summed, table.dtype)
+
+        return tf.gather(ctx.cast(table), ids), gradient
+
+    return gathered(table)
 
 
 def cross_entropy(

@@ -52,7 +52,7 @@ class LanguageModel(TextTask):
             ctx,
             theta,
             "stack",
-            self.embed(ctx, theta, batch.ids),
+            self.embed(ctx, theta, batch.ids, batch.segment_positions),
             token_ids=batch.ids,
             segment_ids=batch.segment_ids,
             segment_positions=batch.segment_positions,

@@ -66,7 +66,7 @@ class Translation(TextTask):
             ctx,
             theta,
             "encoder",
-            self.embed(ctx, theta, batch.source_ids),
+            self.embed(ctx, theta, batch.source_ids, batch.source_positions),
             token_ids=batch.source_ids,
             segment_ids=batch.source_segment_ids,
             segment_positions=batch.source_positions,
@@ -83,7 +83,7 @@ class Translation(TextTask):
             ctx,
             theta,
             "decoder",
-            self.embed(ctx, theta, batch.target_ids),
+            self.embed(ctx, theta, batch.target_ids, batch.target_positions),
             token_ids=batch.target_ids,
             segment_ids=batch.target_segment_ids,
             segment_positions=batch.target_positions,
@@ -122,7 +122,7 @@ class Translation(TextTask):
 
         def step(ids, cache, position):
             ids = tf.reshape(ids, [-1, 1])
-            x = self.embed(ctx, theta, ids)
+            x = self.embed(ctx, theta, ids, tf.reshape(position, [1, 1]))
             with ctx.scope("decoder") as c:
                 x, cache = self.decoder.step(
                     c,
