@@ -308,7 +308,7 @@ class MultiHeadAttention(Layer):
         probs = ctx.cast(tf.nn.softmax(logits))
         with ctx.scope("dropout") as c:
             probs = Dropout(rate=self.dropout_rate).fprop(
-                c, NestedMap(), probs, read_by_products=True
+                c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
             )
         context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
         context = save_name(context, "context")

@@ -157,7 +157,7 @@ class RelativeAttention(Layer):
         probs = ctx.cast(tf.nn.softmax(logits))
         with ctx.scope("dropout") as c:
             probs = Dropout(rate=self.dropout_rate).fprop(
-                c, NestedMap(), probs, read_by_products=True
+                c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
             )
         context = tf.einsum("bnuwc,bucnd->buwnd", probs, v)
         context = tf.reshape(context, [shape_of(x)[0], -1, *context.shape[3:]])

@@ -38,6 +38,7 @@ class Dropout(Layer):
         x: tf.Tensor,
         *,
         read_by_products: bool = False,
+        dead_at_zero: bool = False,
     ) -> tf.Tensor:
         """`x` of any static shape and float dtype, with some elements dropped.
 
@@ -51,6 +52,9 @@ class Dropout(Layer):
           read_by_products: whether products read the result; otherwise they read its
             gradient, as those of `x` are that made it. Either is computed once, and
             not again in each of them.
+          dead_at_zero: whether what made `x` has no gradient where `x` is 0, as a ReLU
+            or a softmax. Then the result tells what was dropped, and the backward
+            pass draws no numbers.
 
         Raises:
           ValueError: dropout is to happen but the context has no key.
@@ -60,8 +64,16 @@ class Dropout(Layer):
             return x
         if not read_by_products:
             x = gradient_computed_once(x)
-        keep = random.keep_mask(ctx.random_key(), self.rate, x.shape)
+
+        def dropped(x):
+            keep = random.keep_mask(ctx.random_key(), self.rate, x.shape)
+            y = self._scaled(x, keep)
+            y = computed_once(y)[0] if read_by_products else y
+            return y, lambda dy: self._scaled(dy, y != 0)
+
+        return tf.custom_gradient(dropped)(x) if dead_at_zero else dropped(x)[0]
+
+    def _scaled(self, x: tf.Tensor, keep: tf.Tensor) -> tf.Tensor:
         # In float32: rounded to 16 bits, the scale would shift the mean.
         scaled = tf.cast(tf.cast(x, tf.float32) * (1 / (1 - self.rate)), x.dtype)
-        y = tf.where(keep, scaled, tf.zeros([], x.dtype))
-        return computed_once(y)[0] if read_by_products else y
+        return tf.where(keep, scaled, tf.zeros([], x.dtype))

@@ -121,7 +121,11 @@ class FeedForward(Layer):
             hidden = self.activation(hidden)
         with ctx.scope("dropout") as c:
             hidden = Dropout(rate=self.dropout_rate).fprop(
-                c, NestedMap(), hidden, read_by_products=True
+                c,
+                NestedMap(),
+                hidden,
+                read_by_products=True,
+                dead_at_zero=self.activation is Activation.RELU,
             )
         out = contract(ctx, hidden, theta.w_out)
         out = to_stream(ctx, out, name="feed_forward_out")

@@ -114,7 +114,13 @@ class ExpertFeedForward(Layer):
         else:
             hidden = self.activation(hidden)
         with ctx.scope("dropout") as c:
-            hidden = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), hidden)
+            hidden = Dropout(rate=self.dropout_rate).fprop(
+                c,
+                NestedMap(),
+                hidden,
+                read_by_products=True,
+                dead_at_zero=self.activation is Activation.RELU,
+            )
         return product(hidden, "w_out", "model")
 
 

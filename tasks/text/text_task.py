@@ -72,15 +72,20 @@ class TextTask(Task):
             )
 
     def embed(
-        self, ctx: Context, theta: NestedMap, ids: tf.Tensor, positions: tf.Tensor
-    ) -> tf.Tensor:
-        """Embeddings [B, S, M] of `ids` [B, S] at `positions` [B or 1, S]."""
+        self, ctx: Context, theta: NestedMap, *tokens: tuple[tf.Tensor, tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Embeddings [B, S, M] of each pair of ids [B, S] and positions [B or 1, S]."""
         with ctx.scope("embedding") as c:
-            x = self.embedding.fprop(c, theta.embedding, ids)
+            ids = [each for each, _ in tokens]
+            embedded = self.embedding.fprop_each(c, theta.embedding, ids)
             if self.input_positions is InputPositions.NONE:
-                return x
-            waves = c.cast(sinusoids(positions, self.embedding.model_dims))
-            return c.split(x + waves, BSM)
+                return embedded
+            waves = [
+                c.cast(sinusoids(positions, self.embedding.model_dims))
+                for _, positions in tokens
+            ]
+            pairs = zip(embedded, waves, strict=True)
+            return [c.split(x + wave, BSM) for x, wave in pairs]
 
     def run_stack(
         self, ctx: Context, theta: NestedMap, name: str, x: tf.Tensor, **inputs
