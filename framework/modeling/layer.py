@@ -52,7 +52,8 @@ class WeightSpec(Checked):
         stack layers, its rows are; the rest are its columns. See `as_matrix`.
 
     Raises:
-      ValueError: shape and dims do not match; the decay is out of range.
+      ValueError: shape and dims do not match; the decay is out of range; no dim is
+        left for columns.
     """
 
     shape: tuple[int, ...]
@@ -68,6 +69,12 @@ class WeightSpec(Checked):
         if len(self.shape) != len(self.dims):
             raise ValueError(
                 f"weight spec has shape {self.shape} but names dims {self.dims}"
+            )
+        in_layer = len(self.shape) - self.stack_rank
+        if self.rows is not None and self.rows >= in_layer:
+            raise ValueError(
+                f"WeightSpec.rows is {self.rows}, but the weight {self.dims} has "
+                f"{in_layer} dims in a layer: leave one or more for the columns"
             )
 
     @property

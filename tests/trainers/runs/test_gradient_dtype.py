@@ -154,6 +154,8 @@ def test_a_tpu_adds_gradients_up_in_that_dtype(dtype, updates):
         name
         for collective in programs.main.collectives()
         if collective.kind in ("all-reduce", "reduce-scatter")
+        # Weights that a loop reads, which XLA gathers by adding zeros.
+        and not collective.op_name.endswith("/while")
         for name, shape in zip(collective.dtypes, collective.shapes, strict=True)
         # Without scales of norms, which are float32 anyway, and scalars.
         if np.prod(shape) > 64
