@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.initializers import FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
-from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.linear import contract, read_stream, to_stream
 
@@ -88,7 +87,8 @@ class TokenEmbedding(Layer):
         if not ctx.widens_gradients:  # First: then the rows of a smaller table move.
             table = ctx.cast(table)
         lookup = _resolved(ctx, self.lookup, dims)
-        alike = len({tuple(shape_of(each)) for each in ids}) == 1
+        first, *others = (each.shape.as_list() for each in ids)
+        alike = all(shape == first for shape in others)
         if len(ids) > 1 and alike and lookup is Lookup.GATHER:
             together = tf.stack(ids, axis=1)
             rows = pick_rows(ctx, table, together, dims=dims, lookup=lookup)
