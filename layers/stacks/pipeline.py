@@ -27,13 +27,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.checks import instance
-from meshwright.framework.modeling.layer import (
-    STAGE_DIM,
-    Context,
-    Layer,
-    Mode,
-    WeightSpec,
-)
+from meshwright.framework.modeling.layer import STAGE_DIM, Context, Layer, Mode
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.layers.stacks.microbatches import Microbatches
@@ -115,7 +109,7 @@ class Pipeline(Layer):
     def weights(self) -> NestedMap:
         return self.stack.body.weights().map(self.stacked)
 
-    def stacked(self, spec: WeightSpec) -> WeightSpec:
+    def stacked(self, spec):
         """The spec of a layer's weight, stacked by stage and layer."""
         return spec.stacked(self.layers_of_stage).stacked(self.num_stages, STAGE_DIM)
 
