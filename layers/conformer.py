@@ -20,6 +20,7 @@ from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import BSH, Activation, FeedForward
 from meshwright.layers.basic.linear import (
     BSM,
+    add_bias,
     contract,
     contract_each,
     per_feature,
@@ -100,15 +101,15 @@ class ConvolutionModule(Layer):
         x = read_stream(ctx, x)
         products = contract_each(ctx, x, [theta.w_in, theta.w_gate])
         hidden, gate = (ctx.split(product, BSH) for product in products)
-        hidden = save_name(hidden, "convolution_hidden") + ctx.cast(theta.b_in)
-        gate = save_name(gate, "convolution_gate") + ctx.cast(theta.b_gate)
+        hidden = add_bias(ctx, save_name(hidden, "convolution_hidden"), theta.b_in)
+        gate = add_bias(ctx, save_name(gate, "convolution_gate"), theta.b_gate)
         y = hidden * tf.sigmoid(gate)
         for name in ("depthwise", "norm"):
             with ctx.scope(name) as c:
                 y = getattr(self, name).fprop(c, theta[name], y, mask=mask)
         out = contract(ctx, ctx.split(tf.nn.silu(y), BSH), theta.w_out)
         out = to_stream(ctx, out, name="convolution_out")
-        return out + ctx.cast(theta.b_out)
+        return add_bias(ctx, out, theta.b_out)
 
 
 # The parts that add to the stream, in order: name, field, factor.

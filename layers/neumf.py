@@ -16,7 +16,7 @@ from meshwright.framework.modeling.initializers import FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.embedding import Lookup, pick_rows
-from meshwright.layers.basic.linear import contract, per_feature
+from meshwright.layers.basic.linear import add_bias, contract, per_feature
 
 BM = ("batch", "model")
 BH = ("batch", "hidden")
@@ -115,7 +115,7 @@ class NeuMF(Layer):
             score += contract(
                 c, self._hidden(c, theta.mlp, user_vector, item_vector), theta.mlp.score
             )
-        score = tf.squeeze(score + ctx.cast(theta.bias), -1)
+        score = tf.squeeze(add_bias(ctx, score, theta.bias), -1)
         return ctx.split(score, ("batch",))
 
     def flops(self) -> int:
@@ -155,11 +155,11 @@ class NeuMF(Layer):
         first = theta.layer_1
         x = contract(ctx, user_vector, first.user_kernel)
         x = ctx.split(x + contract(ctx, item_vector, first.item_kernel), BH)
-        x = tf.nn.relu(x + ctx.cast(first.bias))
+        x = tf.nn.relu(add_bias(ctx, x, first.bias))
         for i in range(2, len(self.mlp_dims)):
             layer = theta[f"layer_{i}"]
             x = ctx.split(contract(ctx, x, layer.kernel), BH)
-            x = tf.nn.relu(x + ctx.cast(layer.bias))
+            x = tf.nn.relu(add_bias(ctx, x, layer.bias))
         return x
 
 

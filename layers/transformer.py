@@ -227,6 +227,7 @@ def transformer_layer(
     dropout_rate: float = 0.0,
     norm: Callable[..., Layer] = RMSNorm,
     has_memory: bool = False,
+    logits_dtype: tf.DType | None = tf.float32,
 ) -> TransformerLayer:
     """The usual layer, given its sizes.
 
@@ -244,6 +245,7 @@ def transformer_layer(
         what is added to the residual stream.
       norm: makes a normalization layer from `model_dims`.
       has_memory: adds cross-attention, for a decoder.
+      logits_dtype: of attention, see `MultiHeadAttention`.
 
     Raises:
       ValueError: both `hidden_dims` and `feed_forward` are given, or neither.
@@ -270,6 +272,7 @@ def transformer_layer(
             mask=mask,
             positions=positions,
             dropout_rate=dropout_rate,
+            logits_dtype=logits_dtype,
         )
 
     cross_attention = cross_attention_norm = None

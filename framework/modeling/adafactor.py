@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import gin
 import tensorflow as tf
@@ -70,6 +71,8 @@ class Adafactor(Optimizer):
     Raises:
       ValueError: a field is out of range.
     """
+
+    reads_dims: ClassVar[bool] = True
 
     beta1: float = bounded(0.0, at_least=0, below=1)
     beta2: float | None = bounded(None, above=0, below=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,9 +48,12 @@ class WeightSpec(Checked):
         the optimizer. It has no slots and no part in norms, clipping or averages. 1: a
         weight that stays as it is.
       constraint: what an optimizer makes of a new value before it is the weight's.
+      rows: for a weight that is used as a matrix only: how many dims, after those that
+        stack layers, its rows are; the rest are its columns. See `as_matrix`.
 
     Raises:
-      ValueError: shape and dims do not match; the decay is out of range.
+      ValueError: shape and dims do not match; the decay is out of range; no dim is
+        left for columns.
     """
 
     shape: tuple[int, ...]
@@ -58,12 +62,19 @@ class WeightSpec(Checked):
     dtype: tf.DType = tf.float32
     statistic_decay: float | None = bounded(None, at_least=0, at_most=1)
     constraint: Callable[[tf.Tensor], tf.Tensor] | None = None
+    rows: int | None = bounded(None, at_least=1)
 
     def __post_init__(self):
         super().__post_init__()
         if len(self.shape) != len(self.dims):
             raise ValueError(
                 f"weight spec has shape {self.shape} but names dims {self.dims}"
+            )
+        in_layer = len(self.shape) - self.stack_rank
+        if self.rows is not None and self.rows >= in_layer:
+            raise ValueError(
+                f"WeightSpec.rows is {self.rows}, but the weight {self.dims} has "
+                f"{in_layer} dims in a layer: leave one or more for the columns"
             )
 
     @property
@@ -97,6 +108,42 @@ class WeightSpec(Checked):
         """The sharding that `plan` gives this weight."""
         return plan.weight_sharding(self.dims, name)
 
+    def as_matrix(self, plan: ShardingPlan) -> WeightSpec:
+        """The spec of this weight as a matrix, after dims that stack layers.
+
+        A TPU pads the last dim of a [M, N, D] weight to 128 columns, and moves all its
+        elements where a matrix is made of it. The spec itself if it has no `rows`, or
+        if the plan splits merged dims otherwise than in whole parts of the first.
+        """
+        if self.rows is None:
+            return self
+        ends = (self.stack_rank, self.stack_rank + self.rows, len(self.shape))
+        groups = [slice(*pair) for pair in itertools.pairwise(ends)]
+        splits = self.sharding(plan).splits()
+        for group in groups:
+            (first, *others), (size, *_) = splits[group], self.shape[group]
+            if size % first or any(count > 1 for count in others):
+                return self
+        return dataclasses.replace(
+            self,
+            shape=(
+                *self.shape[: ends[0]],
+                *(math.prod(self.shape[group]) for group in groups),
+            ),
+            dims=(*self.dims[: ends[0]], *(self.dims[group][0] for group in groups)),
+            rows=None,
+        )
+
+    def like(self, weight: tf.Tensor, plan: ShardingPlan) -> WeightSpec:
+        """The spec of a `weight` of one layer or more, which may come as a matrix.
+
+        It has the dims of this spec, with or without more that stack layers.
+        """
+        matrix = self.as_matrix(plan)
+        rank = len(matrix.shape)
+        is_matrix = list(weight.shape)[-rank:] == list(matrix.shape)
+        return matrix if is_matrix else self
+
     def shard_bytes(self, sharding: Sharding) -> int:
         """Bytes of the part that a device holds, in this sharding."""
         return math.prod(sharding.shard_shape(self.shape)) * self.dtype.size
@@ -125,6 +172,8 @@ class Context:
       key: uint32 [2] random key of the model, or None where nothing random may happen.
         Layers draw from `random_key`, which differs by path.
       activation_dtype: dtype of activations; weights keep theirs and are cast on use.
+      gradient_dtype: dtype in which gradients of weights are computed, and added up
+        over devices; None: that of activations.
       path: dotted path of the layer, for names and messages.
     """
 
@@ -132,6 +181,7 @@ class Context:
     mode: Mode = Mode.EVAL
     key: tf.Tensor | None = None
     activation_dtype: tf.DType = tf.float32
+    gradient_dtype: tf.DType | None = None
     path: str = ""
 
     @contextlib.contextmanager
@@ -148,6 +198,11 @@ class Context:
     def cast(self, tensor: tf.Tensor) -> tf.Tensor:
         """`tensor` in the activation dtype."""
         return tf.cast(tensor, self.activation_dtype)
+
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether gradients of weights have another dtype than activations."""
+        return self.gradient_dtype not in (None, self.activation_dtype)
 
     def split(
         self, tensor: tf.Tensor, dims: Sequence[str], *, name: str | None = None

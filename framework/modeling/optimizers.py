@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import gin
 import tensorflow as tf
@@ -68,6 +69,9 @@ class Optimizer(Checked):
       ValueError: `learning_rate` is no schedule or number, or `clip_global_norm` is
         not positive.
     """
+
+    reads_dims: ClassVar[bool] = False
+    """Whether an update depends on how a weight's elements are divided into dims."""
 
     learning_rate: Schedule | float
     clip_global_norm: float | None = bounded(None, above=0)

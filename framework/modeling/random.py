@@ -16,7 +16,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from meshwright.framework.modeling.recompute import computed_once
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_MASK_ROUNDS = 6
 
 
 def key_from_seed(seed: int) -> tf.Tensor:
@@ -66,6 +69,29 @@ def bernoulli(key: tf.Tensor, probability: float, shape: Sequence[int]) -> tf.Te
     return uniform(key, shape) < probability
 
 
+def keep_mask(key: tf.Tensor, rate: float, shape: Sequence[int]) -> tf.Tensor:
+    """bool of static `shape`, False with the probability `rate`: for dropout.
+
+    Cheaper than `bernoulli`, which takes twenty rounds of Threefry for an element. Here
+    each row, an index into all dims but the last, and each column has two words of
+    `bits`, and an element the sums of its row's and its column's, which six rounds mix:
+    after three, elements at the corners of rectangles still depend on each other, after
+    four no more (tests/framework/modeling/test_random.py). Crush, which Threefry
+    passes, was not run on it.
+    """
+    shape = [int(n) for n in shape]
+    if not shape:
+        return keep_mask(key, rate, [1])[0]
+    rows = bits(fold_in(key, "rows"), [2, *shape[:-1], 1])
+    columns = bits(fold_in(key, "columns"), [2, shape[-1]])
+    rows, columns = computed_once(rows, columns)
+    x0, x1 = rows[0] + columns[0], rows[1] + columns[1]
+    for by in sum(_ROTATIONS, ())[:_MASK_ROUNDS]:
+        x0, x1 = _mixed(x0, x1, by)
+    # Signed comparisons are cheaper.
+    return tf.bitcast(x1, tf.int32) >= tf.constant(round(rate * 2**32) - 2**31)
+
+
 def _keyed_counters(
     key: tf.Tensor, shape: Sequence[int]
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -108,6 +134,12 @@ def _rotate(x: tf.Tensor, by: int) -> tf.Tensor:
     return tf.bitwise.bitwise_or(left, tf.bitwise.right_shift(x, _u32(32 - by)))
 
 
+def _mixed(x0: tf.Tensor, x1: tf.Tensor, by: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """A round of Threefry."""
+    x0 = x0 + x1
+    return x0, tf.bitwise.bitwise_xor(_rotate(x1, by), x0)
+
+
 def _threefry(
     key: tf.Tensor, x0: tf.Tensor, x1: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -126,8 +158,7 @@ def _rounds(
     schedule = (k0, k1, k2)
     for group in range(5):
         for by in _ROTATIONS[group % 2]:
-            x0 = x0 + x1
-            x1 = tf.bitwise.bitwise_xor(_rotate(x1, by), x0)
+            x0, x1 = _mixed(x0, x1, by)
         x0 = x0 + schedule[(group + 1) % 3]
         x1 = x1 + schedule[(group + 2) % 3] + _u32(group + 1)
     return x0, x1

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import gin
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright.framework.sharding.annotations import annotate_serialized, stacked
 from meshwright.framework.sharding.origins import note_original
@@ -47,6 +48,32 @@ def save_name(tensor: tf.Tensor, name: str) -> tf.Tensor:
         raise ValueError(f"name {name!r} of a tensor to save is not an identifier")
     # The dot at the end divides the name from the number by which TF makes it unique.
     return tf.identity(tensor, name=f"saved.{name}.")
+
+
+def computed_once(*tensors: tf.Tensor) -> Sequence[tf.Tensor]:
+    """Keeps XLA from computing tensors again in each fusion that reads them.
+
+    XLA fuses elementwise ops with what reads them, products on TPUs too, and counts
+    their cost little. Its CPU compiler drops the barrier. Gradients pass as they are.
+    """
+    if tf.executing_eagerly():
+        return tensors
+
+    @tf.custom_gradient
+    def barred(*tensors):
+        return xla.optimization_barrier(*tensors), lambda *dy: dy
+
+    return barred(*tensors)
+
+
+def gradient_computed_once(x: tf.Tensor) -> tf.Tensor:
+    """`x`, of which the gradient is `computed_once`."""
+
+    @tf.custom_gradient
+    def barred(x):
+        return tf.identity(x), lambda dy: computed_once(dy)[0]
+
+    return barred(x)
 
 
 @dataclasses.dataclass(frozen=True)

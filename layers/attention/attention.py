@@ -11,7 +11,7 @@ import gin
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
-from meshwright.framework.modeling.checks import bounded
+from meshwright.framework.modeling.checks import bounded, instance
 from meshwright.framework.modeling.initializers import Constant, FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
@@ -24,6 +24,7 @@ from meshwright.layers.attention.positions import (
 )
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
+    add_bias,
     contract,
     contract_each,
     per_feature,
@@ -57,6 +58,7 @@ class MultiHeadAttention(Layer):
       max_distance: for relative positions, see `relative_bucket`.
       dropout_rate: the dropout rate of attention probabilities.
       use_bias: adds a bias to each of the four projections.
+      logits_dtype: dtype of logits and their softmax; None: that of activations.
 
     Raises:
       ValueError: rotary positions with an odd head size; a rate out of range.
@@ -72,6 +74,7 @@ class MultiHeadAttention(Layer):
     max_distance: int = 128
     dropout_rate: float = bounded(0.0, at_least=0, below=1)
     use_bias: bool = False
+    logits_dtype: tf.DType | None = instance(tf.float32, example="%bfloat16")
 
     def __post_init__(self):
         super().__post_init__()
@@ -84,12 +87,16 @@ class MultiHeadAttention(Layer):
     def weights(self) -> NestedMap:
         M, N, D = self.model_dims, self.num_heads, self.head_dim
         w_in = WeightSpec(
-            shape=(M, N, D), dims=("model", "heads", "head_dim"), initializer=FanIn()
+            shape=(M, N, D),
+            dims=("model", "heads", "head_dim"),
+            initializer=FanIn(),
+            rows=1,
         )
         w_o = WeightSpec(
             shape=(N, D, M),
             dims=("heads", "head_dim", "model"),
             initializer=FanIn(in_dims=2),
+            rows=2,
         )
         specs = NestedMap(w_q=w_in, w_k=w_in, w_v=w_in, w_o=w_o)
         if self.use_bias:
@@ -268,12 +275,14 @@ class MultiHeadAttention(Layer):
         """Those of queries, keys and values whose first letters are in `which`."""
         names = {"q": "query", "k": "key", "v": "value"}
         x = read_stream(ctx, x)
-        projected = contract_each(ctx, x, [theta[f"w_{letter}"] for letter in which])
+        weights = [theta[f"w_{letter}"] for letter in which]
+        shape = (self.model_dims, self.num_heads, self.head_dim)
+        projected = contract_each(ctx, x, weights, shape=shape)
         projected = [ctx.split(heads, BSND) for heads in projected]
         if self.use_bias:
             pairs = zip(projected, which, strict=True)
             projected = [
-                heads + ctx.cast(theta[f"b_{letter}"]) for heads, letter in pairs
+                add_bias(ctx, heads, theta[f"b_{letter}"]) for heads, letter in pairs
             ]
         pairs = zip(projected, which, strict=True)
         return [save_name(heads, names[letter]) for heads, letter in pairs]
@@ -290,19 +299,23 @@ class MultiHeadAttention(Layer):
     def _attend(self, ctx, theta, q, k, v, visible, bias) -> tf.Tensor:
         """The output [B, S, M] of queries [B, S, N, D] for keys and values."""
         logits = tf.einsum("bsnd,btnd->bnst", q * self.head_dim**-0.5, k)
-        logits = tf.cast(logits, tf.float32)
+        logits = tf.cast(logits, self.logits_dtype or ctx.activation_dtype)
         if bias is not None:
-            logits += bias
+            logits += tf.cast(bias, logits.dtype)
         if visible is not None:
-            logits += tf.where(visible, 0.0, _NEVER)[:, None, :, :]
+            hidden = tf.where(visible, 0.0, _NEVER)[:, None, :, :]
+            logits += tf.cast(hidden, logits.dtype)
         probs = ctx.cast(tf.nn.softmax(logits))
         with ctx.scope("dropout") as c:
-            probs = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), probs)
+            probs = Dropout(rate=self.dropout_rate).fprop(
+                c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
+            )
         context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
         context = save_name(context, "context")
-        out = contract(ctx, context, theta.w_o, dims=2)
+        shape = (self.num_heads, self.head_dim, self.model_dims)
+        out = contract(ctx, context, theta.w_o, dims=2, shape=shape)
         out = to_stream(ctx, out, name="attention_out")
-        return out + ctx.cast(theta.b_o) if self.use_bias else out
+        return add_bias(ctx, out, theta.b_o) if self.use_bias else out
 
 
 def visibility(

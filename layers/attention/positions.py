@@ -29,6 +29,14 @@ class PositionKind(enum.Enum):
     RELATIVE = "relative"
 
 
+@gin.constants_from_enum
+class InputPositions(enum.Enum):
+    """What is added to embeddings, to tell positions apart."""
+
+    NONE = "none"
+    SINUSOIDS = "sinusoids"
+
+
 def rotate(x: tf.Tensor, positions: tf.Tensor, *, base: float = 10000.0) -> tf.Tensor:
     """Rotary positions (Su et al. 2021): feature pairs turned by angles of position.
 
@@ -51,6 +59,26 @@ def rotate(x: tf.Tensor, positions: tf.Tensor, *, base: float = 10000.0) -> tf.T
     first, second = tf.split(tf.cast(x, tf.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return tf.cast(tf.concat(turned, axis=-1), x.dtype)
+
+
+def sinusoids(
+    positions: tf.Tensor, dims: int, *, max_timescale: float = 10000.0
+) -> tf.Tensor:
+    """Sines and then cosines of positions (Vaswani et al. 2017, section 3.5).
+
+    Args:
+      positions: numbers of any shape.
+      dims: M, even.
+      max_timescale: wave lengths go from 2 pi up to near 2 pi times this.
+
+    Returns:
+      float32 [..., M].
+    """
+    half = dims // 2
+    slowing = -math.log(max_timescale) / half
+    frequency = tf.exp(tf.range(half, dtype=tf.float32) * slowing)
+    angle = tf.cast(positions, tf.float32)[..., None] * frequency
+    return tf.concat([tf.sin(angle), tf.cos(angle)], axis=-1)
 
 
 def relative_bucket(

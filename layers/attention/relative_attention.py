@@ -11,7 +11,6 @@ Dims: B batch, S sequence, U blocks, W frames of a block, C frames it attends to
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import gin
 import tensorflow as tf
@@ -23,8 +22,10 @@ from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.attention import BSND
+from meshwright.layers.attention.positions import sinusoids
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
+    add_bias,
     contract,
     contract_each,
     per_feature,
@@ -145,7 +146,7 @@ class RelativeAttention(Layer):
         q = _cut(q, blocks)
         k, v = _neighbourhoods(k, blocks), _neighbourhoods(v, blocks)
         by_key, by_distance = (
-            (q + ctx.cast(theta[name])) * self.head_dim**-0.5 for name in "uv"
+            add_bias(ctx, q, theta[name]) * self.head_dim**-0.5 for name in "uv"
         )
         logits = tf.einsum("buwnd,bucnd->bnuwc", by_key, k)
         r = self._distances(ctx, theta, blocks)
@@ -155,13 +156,15 @@ class RelativeAttention(Layer):
         logits = tf.cast(logits, tf.float32) + hidden[:, None]
         probs = ctx.cast(tf.nn.softmax(logits))
         with ctx.scope("dropout") as c:
-            probs = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), probs)
+            probs = Dropout(rate=self.dropout_rate).fprop(
+                c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
+            )
         context = tf.einsum("bnuwc,bucnd->buwnd", probs, v)
         context = tf.reshape(context, [shape_of(x)[0], -1, *context.shape[3:]])
         context = ctx.split(context[:, : x.shape[1]], BSND, name="context")
         out = contract(ctx, context, theta.w_o, dims=2)
         out = to_stream(ctx, out, name="attention_out")
-        return out + ctx.cast(theta.b_o) if self.use_bias else out
+        return add_bias(ctx, out, theta.b_o) if self.use_bias else out
 
     def extra_flops(self, sequence_length: int) -> float:
         """FLOPs of products with keys, values and distances; masked ones count too."""
@@ -176,9 +179,8 @@ class RelativeAttention(Layer):
         heads = [ctx.split(tensor, BSND) for tensor in products]
         if self.use_bias:
             biases = [theta.b_q, theta.b_k, theta.b_v]
-            heads = [
-                tensor + ctx.cast(b) for tensor, b in zip(heads, biases, strict=True)
-            ]
+            pairs = zip(heads, biases, strict=True)
+            heads = [add_bias(ctx, tensor, b) for tensor, b in pairs]
         names = ("query", "key", "value")
         return [
             save_name(tensor, name) for tensor, name in zip(heads, names, strict=True)
@@ -198,11 +200,7 @@ class RelativeAttention(Layer):
         """r [P, N, D] of query index minus key index, the largest first."""
         largest = blocks.left + blocks.size - 1
         distance = largest - tf.range(blocks.size + blocks.seen)
-        half = self.model_dims // 2
-        slowing = -math.log(self.max_timescale) / half
-        frequency = tf.exp(tf.range(half, dtype=tf.float32) * slowing)
-        angle = tf.cast(distance, tf.float32)[:, None] * frequency
-        waves = tf.concat([tf.sin(angle), tf.cos(angle)], axis=-1)
+        waves = sinusoids(distance, self.model_dims, max_timescale=self.max_timescale)
         return ctx.split(contract(ctx, waves, theta.w_r), PND)
 
     def _visible(self, length: int, blocks: _Blocks, mask) -> tf.Tensor:

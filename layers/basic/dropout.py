@@ -10,6 +10,10 @@ import tensorflow as tf
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context, Layer, Mode
+from meshwright.framework.modeling.recompute import (
+    computed_once,
+    gradient_computed_once,
+)
 from meshwright.framework.nested_map import NestedMap
 
 
@@ -27,11 +31,30 @@ class Dropout(Layer):
 
     rate: float = bounded(0.0, at_least=0, below=1)
 
-    def fprop(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+    def fprop(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        read_by_products: bool = False,
+        dead_at_zero: bool = False,
+    ) -> tf.Tensor:
         """`x` of any static shape and float dtype, with some elements dropped.
 
         Which elements are dropped depends only on the context's key. In `Mode.EVAL`, or
         at rate 0, the result is `x` itself and no key is needed.
+
+        Args:
+          ctx: context.
+          theta: no weights.
+          x: the tensor.
+          read_by_products: whether products read the result; otherwise they read its
+            gradient, as those of `x` are that made it. Either is computed once, and
+            not again in each of them.
+          dead_at_zero: whether what made `x` has no gradient where `x` is 0, as a ReLU
+            or a softmax. Then the result tells what was dropped, and the backward
+            pass draws no numbers.
 
         Raises:
           ValueError: dropout is to happen but the context has no key.
@@ -39,7 +62,18 @@ class Dropout(Layer):
         del theta
         if ctx.mode is Mode.EVAL or self.rate == 0:
             return x
-        keep = random.bernoulli(ctx.random_key(), 1 - self.rate, x.shape)
+        if not read_by_products:
+            x = gradient_computed_once(x)
+
+        def dropped(x):
+            keep = random.keep_mask(ctx.random_key(), self.rate, x.shape)
+            y = self._scaled(x, keep)
+            y = computed_once(y)[0] if read_by_products else y
+            return y, lambda dy: self._scaled(dy, y != 0)
+
+        return tf.custom_gradient(dropped)(x) if dead_at_zero else dropped(x)[0]
+
+    def _scaled(self, x: tf.Tensor, keep: tf.Tensor) -> tf.Tensor:
         # In float32: rounded to 16 bits, the scale would shift the mean.
-        scale = tf.cast(keep, tf.float32) / (1 - self.rate)
-        return tf.cast(tf.cast(x, tf.float32) * scale, x.dtype)
+        scaled = tf.cast(tf.cast(x, tf.float32) * (1 / (1 - self.rate)), x.dtype)
+        return tf.where(keep, scaled, tf.zeros([], x.dtype))

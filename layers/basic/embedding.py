@@ -74,10 +74,32 @@ class TokenEmbedding(Layer):
 
     def fprop(self, ctx: Context, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
         """The vectors [B, S, M], in the activation dtype, of `ids` [B, S] in [0, V)."""
-        table, dims = ctx.cast(theta.table), self.weights().table.dims
-        x = pick_rows(ctx, table, ids, dims=dims, lookup=self.lookup)
-        x = to_stream(ctx, x)
-        return x * self.model_dims**0.5 if self.softmax is SoftmaxKind.SHARED else x
+        return self.fprop_each(ctx, theta, [ids])[0]
+
+    def fprop_each(
+        self, ctx: Context, theta: NestedMap, ids: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """`fprop` of several `ids`, in one lookup where they are gathered and alike.
+
+        The gradient of a lookup has the table's size: that of one is written once.
+        """
+        table, dims = theta.table, self.weights().table.dims
+        if not ctx.widens_gradients:  # First: then the rows of a smaller table move.
+            table = ctx.cast(table)
+        lookup = _resolved(ctx, self.lookup, dims)
+        first, *others = (each.shape.as_list() for each in ids)
+        alike = all(shape == first for shape in others)
+        if len(ids) > 1 and alike and lookup is Lookup.GATHER:
+            together = tf.stack(ids, axis=1)
+            rows = pick_rows(ctx, table, together, dims=dims, lookup=lookup)
+            picked = tf.unstack(rows, axis=1)
+        else:
+            picked = [
+                pick_rows(ctx, table, each, dims=dims, lookup=lookup) for each in ids
+            ]
+        scale = self.model_dims**0.5 if self.softmax is SoftmaxKind.SHARED else 1
+        picked = [to_stream(ctx, x) for x in picked]
+        return picked if scale == 1 else [x * scale for x in picked]
 
     def attend(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits [B, S, V] of `x` [B, S, M] by the shared table, activation dtype.
@@ -145,14 +167,36 @@ def pick_rows(
     Returns:
       [..., M] in the activation dtype.
     """
-    if lookup is Lookup.AUTO:
-        splits = ctx.plan.weight_sharding(dims, ctx.path).splits()
-        lookup = Lookup.ONE_HOT if splits[0] > 1 else Lookup.GATHER
-    if lookup is Lookup.GATHER:
-        # The reshape keeps the shape; its gradient makes the gather's dense.
-        return ctx.cast(tf.gather(tf.reshape(table, table.shape), ids))
+    if _resolved(ctx, lookup, dims) is Lookup.GATHER:
+        return _gathered(ctx, table, ids)
     one_hot = tf.one_hot(ids, table.shape[0], dtype=ctx.activation_dtype)
     return contract(ctx, one_hot, table)
+
+
+def _resolved(ctx: Context, lookup: Lookup, dims: Sequence[str]) -> Lookup:
+    """What AUTO stands for."""
+    if lookup is not Lookup.AUTO:
+        return lookup
+    splits = ctx.plan.weight_sharding(dims, ctx.path).splits()
+    return Lookup.ONE_HOT if splits[0] > 1 else Lookup.GATHER
+
+
+def _gathered(ctx: Context, table: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+    if not ctx.widens_gradients:
+        # The reshape keeps the shape; its gradient makes the gather's dense.
+        return ctx.cast(tf.gather(tf.reshape(table, table.shape), ids))
+
+    @tf.custom_gradient
+    def gathered(table):
+        def gradient(dy):
+            rows = tf.reshape(tf.cast(dy, ctx.gradient_dtype), [-1, table.shape[1]])
+            number = tf.reshape(ids, [-1])
+            summed = tf.math.unsorted_segment_sum(rows, number, table.shape[0])
+            return tf.cast(summed, table.dtype)
+
+        return tf.gather(ctx.cast(table), ids), gradient
+
+    return gathered(table)
 
 
 def cross_entropy(

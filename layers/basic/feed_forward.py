@@ -18,6 +18,7 @@ from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
+    add_bias,
     contract,
     contract_each,
     per_feature,
@@ -111,7 +112,7 @@ class FeedForward(Layer):
         if self.use_bias:
             pairs = zip(products, names, strict=True)
             products = [
-                product + ctx.cast(theta[f"b_{name}"]) for product, name in pairs
+                add_bias(ctx, product, theta[f"b_{name}"]) for product, name in pairs
             ]
         hidden = save_name(products[0], "hidden")
         if self.activation.is_gated:
@@ -119,7 +120,13 @@ class FeedForward(Layer):
         else:
             hidden = self.activation(hidden)
         with ctx.scope("dropout") as c:
-            hidden = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), hidden)
+            hidden = Dropout(rate=self.dropout_rate).fprop(
+                c,
+                NestedMap(),
+                hidden,
+                read_by_products=True,
+                dead_at_zero=self.activation is Activation.RELU,
+            )
         out = contract(ctx, hidden, theta.w_out)
         out = to_stream(ctx, out, name="feed_forward_out")
-        return out + ctx.cast(theta.b_out) if self.use_bias else out
+        return add_bias(ctx, out, theta.b_out) if self.use_bias else out

@@ -6,9 +6,11 @@ Dims: B batch, S sequence, K contracted, F produced.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+from tensorflow.compiler.xla import xla_data_pb2
 
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import Context, WeightSpec
@@ -70,7 +72,12 @@ def _shardings(ctx: Context) -> tuple[Sharding, Sharding]:
 
 
 def contract(
-    ctx: Context, x: tf.Tensor, weight: tf.Tensor, *, dims: int = 1
+    ctx: Context,
+    x: tf.Tensor,
+    weight: tf.Tensor,
+    *,
+    dims: int = 1,
+    shape: Sequence[int] | None = None,
 ) -> tf.Tensor:
     """Contracts the last `dims` dims of `x` with the first `dims` of `weight`.
 
@@ -81,8 +88,9 @@ def contract(
     Args:
       ctx: gives the activation dtype, in which the product is computed.
       x: [..., K...].
-      weight: [K..., F...].
+      weight: [K..., F...], or the matrix of it.
       dims: how many dims K stands for.
+      shape: [K..., F...]; by default the shape of `weight`.
 
     Returns:
       [..., F...] in the activation dtype.
@@ -90,25 +98,100 @@ def contract(
     Raises:
       ValueError: the contracted dims of `x` and `weight` differ.
     """
-    return contract_each(ctx, x, [weight], dims=dims)[0]
+    return contract_each(ctx, x, [weight], dims=dims, shape=shape)[0]
 
 
 def contract_each(
-    ctx: Context, x: tf.Tensor, weights: Sequence[tf.Tensor], *, dims: int = 1
+    ctx: Context,
+    x: tf.Tensor,
+    weights: Sequence[tf.Tensor],
+    *,
+    dims: int = 1,
+    shape: Sequence[int] | None = None,
 ) -> list[tf.Tensor]:
-    """`contract` of `x` with each of several weights.
+    """`contract` of `x` with each of several weights, of one `shape` if it is given.
 
     The products share the flattened `x`, so that a mesh gathers it once for all.
     """
-    lead, contracted = shape_of(x)[:-dims], weights[0].shape[:dims]
+    lead, contracted = shape_of(x)[:-dims], (shape or weights[0].shape)[:dims]
     check_trailing_dims(ctx, x, contracted)
     size = math.prod(contracted)
     rows = tf.reshape(ctx.cast(x), [-1, size])
     products = []
     for weight in weights:
-        product = rows @ tf.reshape(ctx.cast(weight), [size, -1])
-        products.append(tf.reshape(product, [*lead, *weight.shape[dims:]]))
+        product = _product(ctx, rows, tf.reshape(weight, [size, -1]))
+        products.append(tf.reshape(product, [*lead, *(shape or weight.shape)[dims:]]))
     return products
+
+
+def _product(ctx: Context, rows: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    """[R, K] times [K, F] in the activation dtype."""
+    if not ctx.widens_gradients:
+        return rows @ ctx.cast(weight)
+
+    @tf.custom_gradient
+    def product(rows, weight):
+        matrix = ctx.cast(weight)
+
+        def gradient(dy):
+            wide = summed_products(rows, dy, ctx.gradient_dtype)
+            return tf.matmul(dy, matrix, transpose_b=True), tf.cast(wide, weight.dtype)
+
+        return rows @ matrix, gradient
+
+    return product(rows, weight)
+
+
+def summed_products(x: tf.Tensor, y: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """[R, K] and [R, F] to [K, F], summed over R in a wider dtype than theirs."""
+    if tf.executing_eagerly():
+        return tf.matmul(tf.cast(x, dtype), tf.cast(y, dtype), transpose_a=True)
+    dims = xla_data_pb2.DotDimensionNumbers(
+        lhs_contracting_dimensions=[0], rhs_contracting_dimensions=[0]
+    )
+    return xla.dot_general(x, y, dims, preferred_element_type=dtype)
+
+
+def add_bias(ctx: Context, x: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
+    """`x` [..., F...] plus `bias` [F...], in the activation dtype."""
+    return x + spread(ctx, bias, x)
+
+
+def spread(ctx: Context, weight: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """A weight in the activation dtype, to be broadcast to the shape of `x`."""
+    if ctx.widens_gradients:
+        # Broadcast in its own dtype, so that its gradient is summed in it.
+        weight = tf.broadcast_to(weight, shape_of(x))
+    return ctx.cast(weight)
+
+
+def apply_weight(
+    ctx: Context,
+    linear: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    x: tf.Tensor,
+    weight: tf.Tensor,
+) -> tf.Tensor:
+    """`linear(x, weight)` in the activation dtype; it is linear in each of the two."""
+    x = ctx.cast(x)
+    if not ctx.widens_gradients:
+        return linear(x, ctx.cast(weight))
+
+    @tf.custom_gradient
+    def applied(x, weight):
+        low = ctx.cast(weight)
+
+        def gradient(dy):
+            wide_x, wide = (tf.cast(t, ctx.gradient_dtype) for t in (x, low))
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch([x, wide])
+                y, wide_y = linear(x, low), linear(wide_x, wide)
+            dx = tape.gradient(y, x, dy)
+            dweight = tape.gradient(wide_y, wide, tf.cast(dy, ctx.gradient_dtype))
+            return dx, tf.cast(dweight, weight.dtype)
+
+        return linear(x, low), gradient
+
+    return applied(x, weight)
 
 
 def check_trailing_dims(ctx: Context, x: tf.Tensor, dims: Sequence[int]) -> None:

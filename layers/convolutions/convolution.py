@@ -21,6 +21,8 @@ from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.linear import (
     BSM,
+    add_bias,
+    apply_weight,
     check_trailing_dims,
     contract,
     per_feature,
@@ -107,12 +109,11 @@ class Convolution(Layer):
         sizes = [tensor.shape[-1] for tensor in beside]
         channels = self.in_channels - sum(sizes)
         check_window_dims(ctx, x, self.window, channels)
-        kernels = tf.split(ctx.cast(theta.kernel), [channels, *sizes], axis=-2)
+        kernel = theta.kernel if ctx.widens_gradients else ctx.cast(theta.kernel)
+        kernels = tf.split(kernel, [channels, *sizes], axis=-2)
         pairs = zip((x, *beside), kernels, strict=True)
-        y = tf.add_n(
-            [self._convolved(ctx.cast(tensor), kernel) for tensor, kernel in pairs]
-        )
-        return y + ctx.cast(theta.bias) if self.use_bias else y
+        y = tf.add_n([apply_weight(ctx, self._convolved, *pair) for pair in pairs])
+        return add_bias(ctx, y, theta.bias) if self.use_bias else y
 
     def _convolved(self, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
         padding = self.padding.name
@@ -184,17 +185,20 @@ class TransposedConvolution(Layer):
         check_window_dims(ctx, x, self.window, self.in_channels)
         rank = len(self.window)
         order = [*range(1, rank + 1), rank + 1, 0]
-        kernel = tf.transpose(ctx.cast(theta.kernel), order)
         sizes = [n * k for n, k in zip(x.shape[1:-1], self.window, strict=True)]
-        y = tf.nn.conv_transpose(
-            ctx.cast(x),
-            kernel,
-            [shape_of(x)[0], *sizes, self.channels],
-            strides=list(self.window),
-            padding="VALID",
-            data_format=_FORMATS[rank],
-        )
-        return y + ctx.cast(theta.bias)
+
+        def convolved(x, kernel):
+            return tf.nn.conv_transpose(
+                x,
+                tf.transpose(kernel, order),
+                [shape_of(x)[0], *sizes, self.channels],
+                strides=list(self.window),
+                padding="VALID",
+                data_format=_FORMATS[rank],
+            )
+
+        y = apply_weight(ctx, convolved, x, theta.kernel)
+        return add_bias(ctx, y, theta.bias)
 
     def flops(self, size: Sequence[int]) -> float:
         """FLOPs of the kernel, forward, for a result of that size."""
@@ -266,7 +270,7 @@ class ConvSubsampling(Layer):
             y = ctx.split(y, BTFC)
             mask = None if mask is None else mask[:, ::2]
         y = contract(ctx, y, theta.w_out, dims=2)
-        y = ctx.split(y + ctx.cast(theta.b_out), BSM)
+        y = ctx.split(add_bias(ctx, y, theta.b_out), BSM)
         return NestedMap(x=y) if mask is None else NestedMap(x=y, mask=mask)
 
     def extra_flops(self, sequence_length: int) -> float:

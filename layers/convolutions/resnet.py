@@ -18,7 +18,7 @@ from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.initializers import Constant, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.basic.linear import contract, per_feature
+from meshwright.layers.basic.linear import add_bias, contract, per_feature
 from meshwright.layers.basic.normalization import BatchNorm
 from meshwright.layers.convolutions.convolution import Convolution, check_window_dims
 
@@ -204,7 +204,7 @@ class ResNet(Layer):
         with ctx.scope("head") as c:
             x = tf.reduce_mean(tf.cast(x, tf.float32), [1, 2])
             x = c.split(c.cast(x), ("batch", "channels"), name="mean")
-            return contract(c, x, theta.head.kernel) + c.cast(theta.head.bias)
+            return add_bias(c, contract(c, x, theta.head.kernel), theta.head.bias)
 
     @property
     def channels(self) -> int:

@@ -37,7 +37,7 @@ from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation
-from meshwright.layers.basic.linear import BSM, WHOLE
+from meshwright.layers.basic.linear import BSM, WHOLE, apply_weight
 from meshwright.layers.experts.gating import Gating, Routing
 
 GECM = ("batch", "gate_experts", "capacity", "model")
@@ -100,8 +100,11 @@ class ExpertFeedForward(Layer):
             )
         x = ctx.cast(x)
 
+        def experts_product(x, weight):
+            return tf.einsum("egca,eab->egcb", x, weight)
+
         def product(x, name, dim):
-            y = tf.einsum("egca,eab->egcb", x, ctx.cast(theta[name]))
+            y = apply_weight(ctx, experts_product, x, theta[name])
             return split_by_expert(ctx, y, dim)
 
         hidden = save_name(product(x, "w_in", "hidden"), "hidden")
@@ -111,7 +114,13 @@ class ExpertFeedForward(Layer):
         else:
             hidden = self.activation(hidden)
         with ctx.scope("dropout") as c:
-            hidden = Dropout(rate=self.dropout_rate).fprop(c, NestedMap(), hidden)
+            hidden = Dropout(rate=self.dropout_rate).fprop(
+                c,
+                NestedMap(),
+                hidden,
+                read_by_products=True,
+                dead_at_zero=self.activation is Activation.RELU,
+            )
         return product(hidden, "w_out", "model")
 
 

@@ -107,12 +107,11 @@ class Pipeline(Layer):
         return self.stack.count // self.num_stages
 
     def weights(self) -> NestedMap:
-        def stacked(spec):
-            return spec.stacked(self.layers_of_stage).stacked(
-                self.num_stages, STAGE_DIM
-            )
+        return self.stack.body.weights().map(self.stacked)
 
-        return self.stack.body.weights().map(stacked)
+    def stacked(self, spec):
+        """The spec of a layer's weight, stacked by stage and layer."""
+        return spec.stacked(self.layers_of_stage).stacked(self.num_stages, STAGE_DIM)
 
     def extra_flops(self, sequence_length: int) -> float:
         return self.stack.extra_flops(sequence_length)
@@ -139,7 +138,7 @@ class Pipeline(Layer):
         if tf.nest.flatten(x)[0].shape[0] is None:  # Of any size: not to be divided.
             return self.stack.fprop(ctx, self.plain_weights(theta), x, **constants)
         check_stacked(ctx, self.weights(), theta)
-        run = _Run(self, ctx, x, constants)
+        run = _Run(self, ctx, x, constants, theta)
         run.microbatches.check_split()
         inputs = run.microbatches.divide(tf.nest.flatten(x))
         flat = [*inputs, *theta.leaves(), *run.shared]
@@ -203,7 +202,7 @@ class _Run:
     are [*x, by microbatch, *aux, by stage and layer].
     """
 
-    def __init__(self, pipeline: Pipeline, ctx: Context, x, constants):
+    def __init__(self, pipeline: Pipeline, ctx: Context, x, constants, theta=None):
         self.pipeline, self.ctx, self.schedule = pipeline, ctx, pipeline.schedule
         self.stages = Stages(
             mesh=ctx.plan.mesh,
@@ -234,11 +233,12 @@ class _Run:
             constants=constants,
             recompute=pipeline.stack.recompute,
             saved_names=pipeline.stack.saved_names,
+            stacks=theta,
         )
         self.split = self.body.split
+        self.weights = self.body.specs.map(pipeline.stacked)
         self.shardings = [
-            spec.sharding(ctx.plan, path)
-            for path, spec in pipeline.weights().items_by_path()
+            spec.sharding(ctx.plan, path) for path, spec in self.weights.items_by_path()
         ]
 
     def aux_by_layer(self, aux: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -486,7 +486,7 @@ class _Run:
         ]
 
     def _zero_stacks(self) -> list[tf.Tensor]:
-        specs = self.pipeline.weights().leaves()
+        specs = self.weights.leaves()
         return [
             annotate(tf.zeros(spec.shape, spec.dtype), sharding)
             for spec, sharding in zip(specs, self.shardings, strict=True)

@@ -117,7 +117,7 @@ class Repeat(Layer):
             input.
         """
         check_stacked(ctx, self.weights(), theta)
-        stack = _Stack(self, ctx, x, constants)
+        stack = _Stack(self, ctx, x, constants, theta)
         flat = [*tf.nest.flatten(x), *theta.leaves(), *stack.shared]
         if ctx.mode is Mode.EVAL:
             outputs = stack.evaluate(flat)
@@ -229,7 +229,7 @@ class _Stack:
     [*x leaves, *aux leaves of all layers, stacked].
     """
 
-    def __init__(self, repeat: Repeat, ctx: Context, x, constants):
+    def __init__(self, repeat: Repeat, ctx: Context, x, constants, theta=None):
         self.repeat = repeat
         self.ctx = ctx
         self.count = repeat.count
@@ -244,6 +244,7 @@ class _Stack:
             constants=constants,
             recompute=repeat.recompute,
             saved_names=repeat.saved_names,
+            stacks=theta,
         )
         self.split = self.body.split
 
@@ -363,7 +364,8 @@ class _Stack:
 
     def _zero_stacks(self) -> list[tf.Tensor]:
         stores = []
-        for path, spec in self.repeat.weights().items_by_path():
+        for path, spec in self.body.specs.items_by_path():
+            spec = spec.stacked(self.count)
             sharding = spec.sharding(self.ctx.plan, path)
             zeros = tf.zeros(spec.shape, spec.dtype)
             stores.append(annotate(zeros, sharding))

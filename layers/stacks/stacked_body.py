@@ -87,6 +87,8 @@ class StackedBody:
     Args:
       body: the layer. It returns a nest like its input, or a nested map of such an `x`
         and of side results `aux`.
+      stacks: nested map of the stacked weights, which may come as matrices; None: as
+        `body.weights()` says.
       ctx: the stack's context.
       x: nest of specs of the body's input.
       shared: specs of `Constants.shared`, as the body gets them.
@@ -110,9 +112,14 @@ class StackedBody:
         constants: Constants,
         recompute: Recompute,
         saved_names: Sequence[str],
+        stacks: NestedMap | None = None,
     ):
         self._body, self._ctx, self._constants = body, ctx, constants
         self.specs = body.weights()
+        if stacks is not None:
+            self.specs = self.specs.map(
+                lambda spec, stack: spec.like(stack, ctx.plan), stacks
+            )
         self.x = x
         self.counts = [
             len(tf.nest.flatten(x)),
@@ -234,7 +241,7 @@ def check_stacked(ctx: Context, specs: NestedMap, theta: NestedMap) -> None:
     """Raises ValueError if the shape of a weight in `theta` is not that in `specs`."""
 
     def check(path, spec, stack):
-        if stack.shape != spec.shape:
+        if stack.shape not in (spec.shape, spec.as_matrix(ctx.plan).shape):
             raise ValueError(
                 f"layer {ctx.path!r}: weight {path!r} has shape {stack.shape}, but the "
                 f"stack's layers need {spec.shape}"

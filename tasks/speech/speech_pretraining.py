@@ -20,7 +20,7 @@ from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.initializers import FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, Mode, WeightSpec
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.basic.linear import BSM, contract
+from meshwright.layers.basic.linear import BSM, contract, spread
 from meshwright.tasks.speech.speech_task import SpeechTask
 from meshwright.tasks.task import TaskLoss
 
@@ -76,7 +76,7 @@ class MaskedPrediction(Layer):
         self, ctx: Context, theta: NestedMap, x: tf.Tensor, spans: tf.Tensor
     ) -> tf.Tensor:
         """`x` [B, S, M], with the learned vector where `spans` is True."""
-        return tf.where(spans[:, :, None], ctx.cast(theta.mask_vector), x)
+        return tf.where(spans[:, :, None], spread(ctx, theta.mask_vector, x), x)
 
     def fprop(
         self,

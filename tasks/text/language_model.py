@@ -48,11 +48,12 @@ class LanguageModel(TextTask):
         self, ctx: Context, theta: NestedMap, batch: NestedMap
     ) -> tuple[tf.Tensor, NestedMap]:
         """Logits [B, S, V] of the next token, in the activation dtype; `aux`."""
+        (x,) = self.embed(ctx, theta, (batch.ids, batch.segment_positions))
         x, aux = self.run_stack(
             ctx,
             theta,
             "stack",
-            self.embed(ctx, theta, batch.ids),
+            x,
             token_ids=batch.ids,
             segment_ids=batch.segment_ids,
             segment_positions=batch.segment_positions,

@@ -14,7 +14,9 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.attention.positions import InputPositions, sinusoids
 from meshwright.layers.basic.embedding import Softmax, SoftmaxKind, TokenEmbedding
+from meshwright.layers.basic.linear import BSM
 from meshwright.layers.experts.moe import merge_aux, x_and_aux
 from meshwright.tasks.input.batched_input import TokenInput
 from meshwright.tasks.task import Task, TaskLoss
@@ -29,6 +31,7 @@ class TextTask(Task):
       text: the input; all its tensors are [B, S].
       embedding: the embedding of tokens, V x M.
       softmax: output layer, or None if it shares the embedding's table.
+      input_positions: what is added to embeddings.
 
     Raises:
       ValueError: the vocabulary is smaller than the input's; the embedding and
@@ -42,6 +45,7 @@ class TextTask(Task):
     text: TokenInput
     embedding: TokenEmbedding
     softmax: Softmax | None = None
+    input_positions: InputPositions = InputPositions.NONE
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,6 +55,14 @@ class TextTask(Task):
                 f"TokenEmbedding.vocab_size {size} is smaller than the {needed} of "
                 f"{type(self.text).__name__}'s tokens: raise it to that"
             )
+        if self.input_positions is not InputPositions.NONE and (
+            self.embedding.model_dims % 2
+        ):
+            raise ValueError(
+                f"{type(self).__name__}.input_positions come in pairs of a sine and a "
+                f"cosine, but TokenEmbedding.model_dims is "
+                f"{self.embedding.model_dims}: make it even"
+            )
         shared = self.embedding.softmax is SoftmaxKind.SHARED
         if shared == (self.softmax is not None):
             raise ValueError(
@@ -59,10 +71,21 @@ class TextTask(Task):
                 "layer, if and only if the table is SEPARATE"
             )
 
-    def embed(self, ctx: Context, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
-        """Embeddings [B, S, M] of `ids` [B, S]."""
+    def embed(
+        self, ctx: Context, theta: NestedMap, *tokens: tuple[tf.Tensor, tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Embeddings [B, S, M] of each pair of ids [B, S] and positions [B or 1, S]."""
         with ctx.scope("embedding") as c:
-            return self.embedding.fprop(c, theta.embedding, ids)
+            ids = [each for each, _ in tokens]
+            embedded = self.embedding.fprop_each(c, theta.embedding, ids)
+            if self.input_positions is InputPositions.NONE:
+                return embedded
+            waves = [
+                c.cast(sinusoids(positions, self.embedding.model_dims))
+                for _, positions in tokens
+            ]
+            pairs = zip(embedded, waves, strict=True)
+            return [c.split(x + wave, BSM) for x, wave in pairs]
 
     def run_stack(
         self, ctx: Context, theta: NestedMap, name: str, x: tf.Tensor, **inputs

@@ -59,14 +59,17 @@ class Translation(TextTask):
     search: Decoder = BeamSearch()
 
     def encode(
-        self, ctx: Context, theta: NestedMap, batch: NestedMap
+        self, ctx: Context, theta: NestedMap, batch: NestedMap, x: tf.Tensor
     ) -> tuple[tf.Tensor, NestedMap]:
-        """The memory of the decoder, [B, S, M], and `aux` of mixtures of experts."""
+        """The memory of the decoder, [B, S, M], and `aux` of mixtures of experts.
+
+        `x` are the embedded sources.
+        """
         x, aux = self.run_stack(
             ctx,
             theta,
             "encoder",
-            self.embed(ctx, theta, batch.source_ids),
+            x,
             token_ids=batch.source_ids,
             segment_ids=batch.source_segment_ids,
             segment_positions=batch.source_positions,
@@ -78,12 +81,18 @@ class Translation(TextTask):
         self, ctx: Context, theta: NestedMap, batch: NestedMap
     ) -> tuple[tf.Tensor, NestedMap]:
         """Logits [B, T, V] of translations, in the activation dtype; `aux` by stack."""
-        memory, encoder_aux = self.encode(ctx, theta, batch)
+        source, target = self.embed(
+            ctx,
+            theta,
+            (batch.source_ids, batch.source_positions),
+            (batch.target_ids, batch.target_positions),
+        )
+        memory, encoder_aux = self.encode(ctx, theta, batch, source)
         x, decoder_aux = self.run_stack(
             ctx,
             theta,
             "decoder",
-            self.embed(ctx, theta, batch.target_ids),
+            target,
             token_ids=batch.target_ids,
             segment_ids=batch.target_segment_ids,
             segment_positions=batch.target_positions,
@@ -113,7 +122,8 @@ class Translation(TextTask):
 
     def translate(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> Decoded:
         """The best translations of sources, a source per row."""
-        memory, _ = self.encode(ctx, theta, batch)
+        (x,) = self.embed(ctx, theta, (batch.source_ids, batch.source_positions))
+        memory, _ = self.encode(ctx, theta, batch, x)
         paddings = tf.cast(batch.source_segment_ids == 0, tf.int32)
         with ctx.scope("decoder") as c:
             encoded = self.decoder.encode_memory(c, theta.decoder, memory)
@@ -122,7 +132,7 @@ class Translation(TextTask):
 
         def step(ids, cache, position):
             ids = tf.reshape(ids, [-1, 1])
-            x = self.embed(ctx, theta, ids)
+            (x,) = self.embed(ctx, theta, (ids, tf.reshape(position, [1, 1])))
             with ctx.scope("decoder") as c:
                 x, cache = self.decoder.step(
                     c,

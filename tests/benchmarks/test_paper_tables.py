@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
 
 # Where a script finds its neighbours.
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks" / "papers"))
@@ -26,6 +27,7 @@ from meshwright.framework.compiler.hlo import step_time  # noqa: E402
 from meshwright.framework.compiler.hlo.hlo_text import HloModule  # noqa: E402
 from meshwright.framework.compiler.hlo.step_time import OpTime, TimePart  # noqa: E402
 from meshwright.framework.devices.topology import topology  # noqa: E402
+from meshwright.layers.stacks.repeat import Unroll  # noqa: E402
 from meshwright.trainers.cli import build_experiment  # noqa: E402
 from meshwright.trainers.experiment.step_programs import StepPrograms  # noqa: E402
 from meshwright.trainers.search.plan_cache import PlanCache  # noqa: E402
@@ -234,9 +236,10 @@ BATCHES = {
 
 @pytest.mark.parametrize("row", paper_updates.ROWS, ids=lambda row: row.name)
 def test_each_row_of_weight_updates_is_table_1s(row):
-    experiment, _ = build_experiment([row.gin_file], [])
+    experiment, _ = build_experiment([row.gin_file], row.gin_params)
     optimizer = type(experiment.optimizer).__name__
-    assert (optimizer, experiment.global_batch) == BATCHES[row.name]
+    batch = BATCHES[row.model or row.name]
+    assert (optimizer, experiment.global_batch) == batch
     assert experiment.plan.mesh.size == topology(row.topology).size
     assert StepPrograms(experiment).data_axes == ("rows", "columns")
 
@@ -244,9 +247,60 @@ def test_each_row_of_weight_updates_is_table_1s(row):
 def test_chosen_rows_of_weight_updates():
     (row,) = paper_tables.chosen_rows(["2", "wus"], ["ncf_32"])
     assert row.gin_file == "paper/wus_ncf_32.gin"
-    assert len(paper_tables.chosen_rows(["wus"], [])) == len(BATCHES)
-    with pytest.raises(ValueError, match="'ncf_2048' is none of resnet_32, .*ncf_32$"):
+    assert len(paper_tables.chosen_rows(["wus"], [])) == len(BATCHES) + 1
+    with pytest.raises(ValueError, match="'ncf_2048' is none of resnet_32, .*ncf_32,"):
         paper_tables.chosen_rows(["wus"], ["ncf_2048"])
+
+
+def test_a_variant_of_the_transformer_has_its_layers_in_a_loop():
+    wus = {row.name: row for row in paper_updates.ROWS}
+    for name, unroll in (("transformer_2048", "UNROLLED"), ("loop", "LOOP")):
+        row = wus[name]
+        task = build_experiment([row.gin_file], row.gin_params)[0].task
+        assert task.tokens(2048) == 2048 * 512
+        assert task.encoder.unroll is task.decoder.unroll is Unroll[unroll]
+
+
+def test_gradients_of_the_transformer_are_reduced_as_its_scripts_say():
+    wus = {row.name: row.gin_file for row in paper_updates.ROWS}
+    for name, dtype in (("transformer_32", None), ("transformer_2048", tf.float32)):
+        experiment, _ = build_experiment([wus[name]], [])
+        assert experiment.gradient_dtype == dtype
+        assert experiment.activation_dtype == tf.bfloat16
+
+
+def update_rows_of_docs():
+    """(name, step off, on, speedup, further numbers), as docs/weight_updates.md has."""
+    text = (SCRIPT.parents[2] / "docs" / "weight_updates.md").read_text()
+    text = text[text.index("--table=wus") :]
+    rows = []
+    for line in text[: text.index("step_times/weight_update.py")].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and set(line) != set("|-") and cells[0]:
+            rows.append(cells[1:])
+    # Off and on; without the paper's own.
+    rows = [cells for cells in rows if len(cells) > 2 and cells[0] != "46.5"]
+    for row, cells in zip(paper_updates.ROWS, rows, strict=True):
+        yield row.name, cells
+
+
+def test_the_docs_have_the_kept_rows_of_weight_updates():
+    kept = {name: row for (table, name), row in kept_rows().items() if table == "wus"}
+    assert {"transformer_32", "transformer_2048", "loop"} <= kept.keys()
+    for name, cells in update_rows_of_docs():
+        if name not in kept:
+            continue
+        ours = kept[name]["ours"]
+        off, on = ours["off"], ours["on"]
+        step = [f"{1e3 * mode['step_s']:.1f}" for mode in (off, on)]
+        assert cells[:3] == [*step, f"{off['step_s'] / on['step_s']:.2f}"], name
+        if len(cells) == 3:
+            continue
+        assert cells[4:] == [
+            *(f"{mode['peak_gb']:.2f}" for mode in (off, on)),
+            *(f"{1e3 * mode['optimizer_s']:.2f}" for mode in (off, on)),
+            *(f"{1e3 * mode['collective_s']:.2f}" for mode in (off, on)),
+        ], name
 
 
 def update_row(name):

@@ -46,9 +46,14 @@ class Experiment(Checked):
       seed: of weights and dropout, below 2**64. Input order has another, such as
         `TextInput.seed`.
       activation_dtype: dtype of activations; weights are float32.
+      gradient_dtype: dtype in which layers compute gradients of weights, and devices
+        add them up; None: that of activations, but float32 across microbatches. A Keras
+        model computes them in its own.
       partitioner: Shardy or GSPMD.
       weight_update_sharding: "auto", "off" or "all": which weight updates that data
         parallelism repeats on every device are computed on shards instead.
+      weights_as_matrices: steps hold the weights of attention as matrices
+        (`WeightSpec.as_matrix`); checkpoints and exports have them as they are.
       eval_interval: steps between evaluations; also evaluated at the end. 0: end only.
       eval_batches: held-out batches of an evaluation; None for all.
       decode_batches: held-out batches that an evaluation lets the model translate or
@@ -93,8 +98,10 @@ class Experiment(Checked):
     initialize_from: InitializeFrom | None = instance(None, example="@InitializeFrom()")
     seed: int = bounded(0, at_least=0, below=2**64)
     activation_dtype: tf.DType = instance(tf.float32, example="%bfloat16")
+    gradient_dtype: tf.DType | None = instance(None, example="%float32")
     partitioner: Partitioner = Partitioner.SHARDY
     weight_update_sharding: WeightUpdateSharding | str = WeightUpdateSharding.AUTO
+    weights_as_matrices: bool = False
     eval_interval: int = bounded(0, at_least=0)
     eval_batches: int | None = bounded(None, at_least=1)
     decode_batches: int | None = bounded(0, at_least=0)
@@ -113,6 +120,13 @@ class Experiment(Checked):
     def __post_init__(self):
         super().__post_init__()
         self._check_weight_update_sharding()
+        self._check_gradient_dtype()
+        if self.weights_as_matrices and self.optimizer.reads_dims:
+            raise ValueError(
+                f"Experiment.weights_as_matrices is True, but "
+                f"{type(self.optimizer).__name__} updates a weight by its dims: set it "
+                "to False, or use another optimizer"
+            )
         if self.decode_batches != 0 and self.task.decoding is None:
             raise ValueError(
                 f"Experiment.decode_batches is {self.decode_batches}, but "
@@ -126,6 +140,16 @@ class Experiment(Checked):
                     f"steps_per_loop = {self.steps_per_loop}: a compiled loop cannot "
                     "stop in the middle"
                 )
+
+    def _check_gradient_dtype(self) -> None:
+        dtype, activations = self.gradient_dtype, self.activation_dtype
+        if dtype is None or (dtype.is_floating and dtype.size >= activations.size):
+            return
+        raise ValueError(
+            f"Experiment.gradient_dtype is {dtype.name}, which has fewer bits than "
+            f"the activations' {activations.name}: set it to None, for gradients in "
+            f"{activations.name}, or to %float32"
+        )
 
     def _check_weight_update_sharding(self) -> None:
         try:

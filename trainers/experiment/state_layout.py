@@ -44,10 +44,17 @@ class StateLayout:
         """The layout of logical shapes, split only by axes that divide their dim."""
         return StateLayout("initial", self.forms.map(_even))
 
-    def saved(self) -> StateLayout:
-        """A layout of logical shapes: leaves that have them stay, the rest is even."""
-        forms = self.forms.map(lambda f: _plain(f) if f.is_logical else _even(f))
-        return StateLayout("saved", forms)
+    def saved(self, initial: StateLayout) -> StateLayout:
+        """A layout of logical shapes: leaves that have them stay, the rest is even.
+
+        Args:
+          initial: the even layout of the logical shapes.
+        """
+
+        def form(held: StoredForm, even: StoredForm) -> StoredForm:
+            return _plain(held) if held.stored_shape == even.shape else even
+
+        return StateLayout("saved", self.forms.map(form, initial.forms))
 
     def part(self, name: str) -> StateLayout:
         """The layout of a part of the state, such as "theta"."""

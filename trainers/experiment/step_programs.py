@@ -94,11 +94,22 @@ class StepPrograms:
     @functools.cached_property
     def state_specs(self) -> NestedMap:
         """Nested map of `WeightSpec`: step, theta, slots and, if requested, ema."""
+        return self._state_specs(self.weights)
+
+    @functools.cached_property
+    def step_weights(self) -> NestedMap:
+        """The specs of the weights in a step: matrices, if the experiment says so."""
+        plan = self.experiment.plan
+        if not self.experiment.weights_as_matrices:
+            return self.weights
+        return self.weights.map(lambda spec: spec.as_matrix(plan))
+
+    def _state_specs(self, weights: NestedMap) -> NestedMap:
         step = WeightSpec(shape=(), dims=(), initializer=Constant(0), dtype=tf.int32)
-        state = NestedMap(step=step, theta=self.weights)
-        state.slots = self.experiment.optimizer.slots(self.weights)
+        state = NestedMap(step=step, theta=weights)
+        state.slots = self.experiment.optimizer.slots(weights)
         if self.experiment.ema is not None:
-            state.ema = self.weights
+            state.ema = weights
         return state
 
     @functools.cached_property
@@ -119,7 +130,7 @@ class StepPrograms:
     @functools.cached_property
     def saved_layout(self) -> StateLayout:
         """The layout in which the state is saved after steps; traces `main`."""
-        return self.step_layout.saved()
+        return self.step_layout.saved(self.initial_layout)
 
     def abstract_state(self) -> NestedMap:
         """Nested map of `tf.TensorSpec` of the state, logical shapes."""
@@ -190,12 +201,16 @@ class StepPrograms:
         result = self.step_gradients(state, batch)
         with tf.name_scope("optimizer"):
             update = experiment.optimizer.update(
-                state.step, result.gradients, state.theta, state.slots, self.weights
+                state.step,
+                result.gradients,
+                state.theta,
+                state.slots,
+                self.step_weights,
             )
         new = NestedMap(step=state.step + 1, theta=update.theta, slots=update.slots)
         if experiment.ema is not None:
             new.ema = experiment.ema.update(
-                state.step, state.ema, update.theta, self.weights
+                state.step, state.ema, update.theta, self.step_weights
             )
         metrics = NestedMap(loss=result.loss, sums=result.sums, **update.metrics)
         if experiment.not_finite is NotFinite.SKIP:
@@ -216,8 +231,9 @@ class StepPrograms:
             mode=Mode.TRAIN,
             key=random.fold_in(random.fold_in(seed, "train"), state.step),
             activation_dtype=experiment.activation_dtype,
+            gradient_dtype=experiment.gradient_dtype,
         )
-        args = experiment.task, ctx, self.weights, state.theta, batch
+        args = experiment.task, ctx, self.step_weights, state.theta, batch
         steps = experiment.gradient_accumulation_steps
         if steps == 1:
             return batch_gradients(*args)
@@ -332,11 +348,13 @@ class StepPrograms:
         updates = None
         if mode is not WeightUpdateSharding.OFF and self.data_axes:
             updates = UpdateSharding(mode=mode, data_axes=self.data_axes)
+        specs = self._state_specs(self.step_weights)
+        layout = StateLayout.of_plan(specs, self.experiment.plan)
         return self._trace(
             lambda state, batches: dict(self.train_loop(state, batches)),
-            [self.abstract_state(), self.abstract_batches()],
-            [self.plan_layout.forms, self._stacked_batch_shardings()],
-            {"state": self.plan_layout.forms, "metrics": None},
+            [layout.logical_specs, self.abstract_batches()],
+            [layout.forms, self._stacked_batch_shardings()],
+            {"state": layout.forms, "metrics": None},
             donate=(0,),
             update_sharding=updates,
             name="train",
@@ -429,7 +447,9 @@ class StepPrograms:
         name = f"{before.name}_to_{after.name}"
         if name not in self._conversions:
             self._conversions[name] = self._compile(
-                lambda state: state.map(tf.identity),
+                lambda state: state.map(
+                    lambda x, form: tf.reshape(x, form.shape), after.forms
+                ),
                 [before.logical_specs],
                 [before.onto(after)],
                 after.forms,

@@ -183,3 +183,37 @@ def test_constant_first_values():
 def test_an_initializer_without_call_says_so():
     with pytest.raises(NotImplementedError):
         initialize(NestedMap(w=weight(2, initializer=Initializer())), KEY)
+
+
+def test_a_weight_as_a_matrix():
+    """Of each layer of a stack; dims that are merged are split by the first alone."""
+    spec = WeightSpec(
+        shape=(6, 4, 8),
+        dims=("model", "heads", "head_dim"),
+        initializer=Constant(0.0),
+        rows=1,
+    ).stacked(3)
+    plan = ShardingPlan(mesh_shape=(2, 4), weights={"model": "X", "heads": "Y"})
+    matrix = spec.as_matrix(plan)
+    assert (matrix.shape, matrix.dims) == ((3, 6, 32), ("layers", "model", "heads"))
+    assert matrix.sharding(plan).splits() == (1, 2, 4)
+    assert matrix.as_matrix(plan) == matrix
+    for stack, like in ((spec, spec), (matrix, matrix)):
+        assert spec.like(tf.TensorSpec(stack.shape), plan) == like
+    plan = ShardingPlan(mesh_shape=(2, 4), weights={"model": "X"})
+    two = dataclasses.replace(spec, rows=2).as_matrix(plan)
+    assert (two.shape, two.dims) == ((3, 24, 8), ("layers", "model", "head_dim"))
+
+
+@pytest.mark.parametrize("weights", [{"head_dim": "Y"}, {"heads": ("X", "Y")}])
+def test_a_weight_whose_merged_dims_are_split_otherwise_is_no_matrix(weights):
+    spec = WeightSpec(
+        shape=(6, 4, 8),
+        dims=("model", "heads", "head_dim"),
+        initializer=Constant(0.0),
+        rows=1,
+    )
+    assert spec.as_matrix(ShardingPlan(mesh_shape=(2, 4), weights=weights)) is spec
+    assert dataclasses.replace(spec, rows=None).as_matrix(ShardingPlan()).rows is None
+    with pytest.raises(ValueError, match="rows is 3, but .* has 3 dims in a layer"):
+        dataclasses.replace(spec, rows=3)

@@ -135,6 +135,63 @@ def test_bernoulli_has_its_probability(probability):
     assert abs(x.mean() - probability) <= 5 * sigma
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
+def test_masks_drop_at_their_rate(rate):
+    x = random.keep_mask(KEY, rate, [3, 64, 1024]).numpy()
+    assert x.dtype == bool
+    sigma = math.sqrt(rate * (1 - rate) / x.size)
+    assert abs((1 - x.mean()) - rate) <= 5 * sigma
+    # Of no row or column either, more than at random.
+    for axis in ((0, 1), 2):
+        counted = x.mean(axis).size
+        row = math.sqrt(rate * (1 - rate) * counted / x.size)
+        assert np.all(abs((1 - x.mean(axis)) - rate) <= 6 * row)
+
+
+def rectangles(mask, rate):
+    """The sum over rectangles of products of their corners, in standard errors."""
+    x = (mask - (1 - rate)) / math.sqrt(rate * (1 - rate))
+    rows, columns = x.shape
+    pairs = x @ x.T
+    pairs = pairs[np.triu_indices(rows, 1)]
+    # The variance of a sum of products of `columns` pairs of independent numbers.
+    return (np.mean(pairs**2) / columns - 1) / math.sqrt(2 / pairs.size)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_elements_of_masks_do_not_depend_on_each_other(monkeypatch, rate):
+    """An element follows from its row and column: so rectangles would tell."""
+
+    def seen():
+        masks = [
+            random.keep_mask(random.fold_in(KEY, i), rate, [512, 512]).numpy()
+            for i in range(8)
+        ]
+        x = np.concatenate(masks)
+        for lag in (1, 2, 128):
+            both = (x[lag:] - (1 - rate)) * (x[:-lag] - (1 - rate))
+            across = (x[:, lag:] - (1 - rate)) * (x[:, :-lag] - (1 - rate))
+            for product in (both, across):
+                error = rate * (1 - rate) / math.sqrt(product.size)
+                assert abs(product.mean()) < 5 * error
+        return np.mean([rectangles(mask, rate) for mask in masks]) * math.sqrt(8)
+
+    assert abs(seen()) < 5
+    # With half as many rounds it can be seen.
+    monkeypatch.setattr(random, "_MASK_ROUNDS", 2)
+    assert abs(seen()) > 50
+
+
+def test_masks_of_other_keys_and_places_differ():
+    mask = random.keep_mask(KEY, 0.5, [4, 1000]).numpy()
+    other = random.keep_mask(random.fold_in(KEY, 1), 0.5, [4, 1000]).numpy()
+    for x in (other, mask[[1, 2, 3, 0]]):
+        assert abs(np.mean(mask == x) - 0.5) < 0.05
+    assert random.keep_mask(KEY, 0.5, []).shape == ()
+    assert random.keep_mask(KEY, 0.5, [7]).shape == (7,)
+    assert random.keep_mask(KEY, 0.5, [0, 3]).shape == (0, 3)
+
+
 def test_keys_from_seeds_and_folds_all_differ():
     keys = [random.key_from_seed(seed) for seed in (0, 1, -1, 2**32, 2**63)]
     names = ["", "a", "b", 0, 1, 2**31, tf.constant(2), tf.constant(7, tf.uint32)]
@@ -157,6 +214,7 @@ def draw(key):
         "uniform": random.uniform(key, [16, 8]),
         "normal": random.normal(random.fold_in(key, "normal"), [1024, 1024]),
         "mask": random.bernoulli(key, 0.3, [4, 2, 16]),
+        "kept": random.keep_mask(key, 0.3, [4, 6, 16]),
         "long": random.bits(key, [2**16, 16]),
     }
 
@@ -166,6 +224,7 @@ DIMS = {
     "uniform": [("Y", "X"), None],
     "normal": ["X", "Y"],
     "mask": ["Y", None, "X"],
+    "kept": ["Y", None, "X"],
     "long": [("Y", "X"), None],
 }
 

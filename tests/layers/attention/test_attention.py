@@ -165,3 +165,29 @@ def test_an_odd_head_dim_is_refused_for_rotary_positions():
 def test_a_dropout_rate_out_of_range_is_refused():
     with pytest.raises(ValueError, match=r"Attention\.dropout_rate is -1"):
         attention(dropout_rate=-1)
+
+
+@pytest.mark.parametrize("positions", [PositionKind.NONE, PositionKind.RELATIVE])
+def test_logits_may_have_the_activations_dtype(positions):
+    x, ids = inputs(), np.repeat([[1, 2]], S // 2, axis=1).repeat(B, 0).astype(np.int32)
+    theta = attention(positions=positions)[1]
+    outputs = {}
+    for dtype in (tf.float32, None, tf.bfloat16):
+        layer, _ = attention(positions=positions, logits_dtype=dtype)
+        ctx = Context(activation_dtype=tf.bfloat16)
+        y = layer.fprop(ctx, theta, tf.constant(x), segment_ids=tf.constant(ids))
+        outputs[dtype] = tf.cast(y, tf.float32).numpy()
+    np.testing.assert_array_equal(outputs[None], outputs[tf.bfloat16])
+    error = np.abs(outputs[None] - outputs[tf.float32]).max()
+    assert 0 < error < 0.05 * np.abs(outputs[tf.float32]).max()
+    # In float32 the two are one.
+    alike = [
+        run(attention(positions=positions, logits_dtype=dtype)[0], theta, x)
+        for dtype in (None, tf.float32)
+    ]
+    np.testing.assert_array_equal(*alike)
+
+
+def test_a_dtype_of_logits_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="MultiHeadAttention.logits_dtype is 16"):
+        attention(logits_dtype=16)

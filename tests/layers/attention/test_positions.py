@@ -12,6 +12,7 @@ from meshwright.layers.attention.positions import (
     relative_bias,
     relative_bucket,
     rotate,
+    sinusoids,
 )
 
 DATA = pathlib.Path(__file__).parents[2] / "data"
@@ -96,3 +97,12 @@ def test_buckets_that_cannot_be_are_refused(num_buckets, max_distance, mask):
         relative_bucket(
             tf.range(3), mask=mask, num_buckets=num_buckets, max_distance=max_distance
         )
+
+
+def test_sinusoids_are_vaswanis():
+    positions = np.array([[0, 1, 7], [3, 500, 2]])
+    got = sinusoids(tf.constant(positions), 8, max_timescale=100.0).numpy()
+    angle = positions[..., None] * 100.0 ** (-np.arange(4) / 4)
+    expected = np.concatenate([np.sin(angle), np.cos(angle)], -1)
+    assert got.shape == (2, 3, 8) and got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, atol=1e-4)

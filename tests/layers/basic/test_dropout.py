@@ -60,3 +60,53 @@ def test_a_rate_out_of_range_is_refused(rate):
 def test_training_without_a_key_is_refused():
     with pytest.raises(ValueError, match="the context has no key"):
         Dropout(rate=0.5).fprop(Context(mode=Mode.TRAIN), NestedMap(), tf.ones([2]))
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_what_is_dead_at_zero_has_the_same_gradient(jit_compile, dtype):
+    """A ReLU's and a softmax's, without the mask."""
+    x = tf.cast(tf.random.stateless_normal([64, 32], [0, 0]), dtype)
+    far = tf.where(x > 1, tf.constant(-1e4, dtype), x)  # Some probabilities are 0.
+
+    def gradient(before, x, **how):
+        ctx = Context(mode=Mode.TRAIN, key=key_from_seed(0))
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = Dropout(rate=0.25).fprop(ctx, NestedMap(), before(x), **how)
+            loss = tf.reduce_sum(y * tf.cast(tf.range(32), dtype))
+        return tape.gradient(loss, x)
+
+    for before, at in ((tf.nn.relu, x), (tf.nn.softmax, far)):
+        got = tf.function(
+            lambda x, before=before: gradient(
+                before, x, read_by_products=True, dead_at_zero=True
+            ),
+            jit_compile=jit_compile,
+        )(at)
+        want = gradient(before, at)
+        tolerance = 1e-6 if dtype == tf.float32 else 2**-7
+        np.testing.assert_allclose(
+            tf.cast(got, tf.float32),
+            tf.cast(want, tf.float32),
+            rtol=tolerance,
+            atol=tolerance * float(tf.reduce_max(tf.abs(tf.cast(want, tf.float32)))),
+        )
+
+
+def test_results_and_gradients_for_products_are_behind_barriers(hlo_text):
+    """Else a TPU draws the numbers again in each product that reads them."""
+    x, key = tf.TensorSpec([8, 8]), tf.TensorSpec([2], tf.uint32)
+
+    def barriers(**how):
+        def fn(x, key):
+            ctx = Context(mode=Mode.TRAIN, key=key)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = Dropout(rate=0.25).fprop(ctx, NestedMap(), x, **how)
+            return y, tape.gradient(y, x)
+
+        return hlo_text(fn, x, key).count(" opt-barrier(")
+
+    # One is of the numbers of rows and columns.
+    assert barriers() == barriers(read_by_products=True) == 2

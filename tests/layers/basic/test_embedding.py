@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context, initialize
 from meshwright.framework.modeling.random import key_from_seed
+from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.basic.embedding import (
     Lookup,
@@ -38,6 +39,44 @@ def test_lookup_picks_rows(lookup, softmax, scale):
     counts = np.bincount(ids.ravel(), minlength=V)
     expected = np.tile(scale * counts[:, None], [1, M])
     np.testing.assert_allclose(tape.gradient(x, theta.table), expected)
+
+
+@pytest.mark.parametrize("lookup", Lookup)
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 3)])
+def test_several_lookups_are_those_of_each(lengths, lookup):
+    layer, theta = embedding(lookup, SoftmaxKind.SHARED)
+    ids = [tf.constant(RNG.integers(0, V, [2, n]), tf.int32) for n in lengths]
+
+    def summed(*vectors):
+        return tf.add_n([tf.reduce_sum(tf.square(x)) for x in vectors])
+
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(theta)
+        each = [layer.fprop(Context(), theta, i) for i in ids]
+        together = layer.fprop_each(Context(), theta, ids)
+        losses = summed(*each), summed(*together)
+    for x, y in zip(together, each, strict=True):
+        np.testing.assert_array_equal(x, y)
+    want, got = (tf.convert_to_tensor(tape.gradient(y, theta.table)) for y in losses)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("lengths,count", [((5, 5), 1), ((5, 3), 2)])
+def test_the_gradient_of_lookups_that_are_alike_is_written_once(
+    lengths, count, hlo_text
+):
+    layer, theta = embedding(Lookup.GATHER)
+    ids = [tf.TensorSpec([2, n], tf.int32) for n in lengths]
+
+    def gradient(table, *ids):
+        with tf.GradientTape() as tape:
+            tape.watch(table)
+            vectors = layer.fprop_each(Context(), NestedMap(table=table), ids)
+            loss = tf.add_n([tf.reduce_sum(tf.square(x)) for x in vectors])
+        return tape.gradient(loss, table)
+
+    table = tf.TensorSpec(theta.table.shape)
+    assert hlo_text(gradient, table, *ids).count(" scatter(") == count
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,18 @@ def test_contract(x, weight, dims):
     np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("x", "weight", "dims"), [([2, 3, 4], [4, 5, 6], 1), ([2, 4, 5], [4, 5, 6], 2)]
+)
+def test_a_weight_may_come_as_a_matrix(x, weight, dims):
+    x, w = (RNG.standard_normal(s).astype(np.float32) for s in (x, weight))
+    matrix = w.reshape([np.prod(weight[:dims]), -1])
+    x, w, matrix = map(tf.constant, (x, w, matrix))
+    want = contract(Context(), x, w, dims=dims)
+    got = contract(Context(), x, matrix, dims=dims, shape=weight)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_contract_each_flattens_its_input_once(hlo_text):
     """Two flattened copies would be gathered one by one on a mesh."""
     x, weight = tf.TensorSpec([2, 3, 4]), tf.TensorSpec([4, 5])

@@ -12,6 +12,7 @@ import tensorflow as tf
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.attention.positions import InputPositions
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.text.decoding import BeamSearch, Sampling
 from meshwright.trainers.experiment import config
@@ -99,10 +100,16 @@ def decoded(root, plan, search, change=on_one_device, see=None) -> NestedMap:
     return programs.decode(initial_theta(root, plan), sources(job)).map(np.asarray)
 
 
-def test_step_by_step_is_the_whole_at_once(root):
+@pytest.mark.parametrize("positions", InputPositions)
+def test_step_by_step_is_the_whole_at_once(root, positions):
     """What greedy search says is the likeliest by the logits of a full forward pass."""
-    job = on_one_device(experiment(root, "sparse"))
-    result = decoded(root, "sparse", Sampling(temperature=0))
+
+    def change(job):
+        task = dataclasses.replace(job.task, input_positions=positions)
+        return on_one_device(dataclasses.replace(job, task=task))
+
+    job = change(experiment(root, "sparse"))
+    result = decoded(root, "sparse", Sampling(temperature=0), change)
     ids, batch = result.ids[:, 0], sources(job)
     start = np.ones_like(ids[:, :1])
     length = np.cumsum(np.cumsum(ids == 2, axis=1) > 0, axis=1) <= 1
@@ -258,6 +265,13 @@ def test_references_said_word_for_word_score_100(root, tmp_path):
             "vocab_size 300 is smaller than",
         ),
         (["TokenEmbedding.softmax = %SoftmaxKind.SEPARATE"], "give a softmax layer"),
+        (
+            [
+                "Translation.input_positions = %InputPositions.SINUSOIDS",
+                "MODEL_DIMS = 15",
+            ],
+            "a sine and a cosine, but TokenEmbedding.model_dims is 15: make it even",
+        ),
         (
             ["decoder/transformer_layer.has_memory = False"],
             "a memory, and has no",
