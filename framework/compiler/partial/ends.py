@@ -155,12 +155,12 @@ def scatter(value: ir.Value, before: Sharding, after: Sharding, dim: int) -> ir.
         tensor_type(value.type, sizes),
         border_config(mesh, manual, into),
     )
-    smaller = [*[1] * len(kept), *sizes[len(axes) :]]
+    # Without leading dims: along its first dim the TPU compiler scatters a tensor.
+    part = tensor_type(value.type, sizes[len(axes) :])
+    local = stablehlo.reshape(part, local)
+    local = scattered_along(local, mesh, after.dims[dim], dim)
+    smaller = [*[1] * len(kept), *shape_of(local)]
     local = stablehlo.reshape(tensor_type(value.type, smaller), local)
-    place = len(kept) + dim
-    axes = after.dims[dim]
-    local = scattered_along(local, mesh, axes, place)
-    smaller[place] //= mesh.axes_size(axes)
     full_shape = [
         size * mesh.axes_size(dim_axes)
         for size, dim_axes in zip(smaller, out, strict=True)

@@ -7,7 +7,7 @@ them, and the total is reduced once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jax.extend.mlir import ir
 
@@ -87,16 +87,21 @@ def added_sums(
     """The ops that are to compute on parts, so that a sum of sums is reduced once.
 
     They add up sums over the same axes, or lead from these sums to such an addition.
+    Sums that are converted on the way are reduced in their own dtype.
     """
     found: set[ir.Operation] = set()
     for op in ops:
         if op.name in _TERMS and (total := find_sum(completed, reduced, op.results[0])):
-            left = [total]
-            while left:
-                part = left.pop()
-                found.add(part.op)
-                left += part.operands
+            made_by = set(_ops_of(total))
+            if all(each.name != _CONVERT for each in made_by):
+                found |= made_by
     return found
+
+
+def _ops_of(total: Gradient) -> Iterator[ir.Operation]:
+    yield total.op
+    for operand in total.operands:
+        yield from _ops_of(operand)
 
 
 def _reads_alone(op, value: ir.Value) -> bool:
