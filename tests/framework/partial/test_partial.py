@@ -109,7 +109,7 @@ CONVERSIONS = [
             type_("dp", None),
         ),
         BOTH,
-        ["reduce-scatter dp [1,2,6]", "all-reduce tp [2,6]"],
+        ["reduce-scatter dp [2,6]", "all-reduce tp [2,6]"],
         id="one_axis_scattered_after_the_other",
     ),
     pytest.param(
