@@ -14,9 +14,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.partial.ends import with_sharding
-from meshwright.framework.compiler.sharding_types.partial_sums import Summed, local_sum
+from meshwright.framework.compiler.sharding_types.partial_sums import Summed
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    INTO_MANUAL,
     OUT_OF_MANUAL,
     border_config,
     dot_dims,
@@ -39,6 +40,37 @@ def sum_in_parts(completed: CompletedModule, summed: Summed) -> ir.Value:
     if split:
         return divided(completed, summed, split)
     return as_parts(local_sum(completed, summed), completed.mesh, summed.axes)
+
+
+def local_sum(completed: CompletedModule, summed: Summed) -> ir.Value:
+    """Each device's partial sum, in the manual region; at the insertion point."""
+    mesh, op = completed.mesh, summed.op
+    copy = op.clone(ir.InsertionPoint.current)
+    with ir.InsertionPoint(copy):
+        for number, dims in enumerate(summed.dims):
+            if dims is not None:
+                operand = op.operands[number]
+                sizes = [
+                    size // mesh.axes_size(axes)
+                    for size, axes in zip(shape_of(operand), dims, strict=True)
+                ]
+                copy.operands[number] = placeholder_call(
+                    INTO_MANUAL,
+                    operand,
+                    tensor_type(operand.type, sizes),
+                    border_config(mesh, summed.axes, dims),
+                )
+    local = copy.results[0]
+    if op.name == "stablehlo.reduce" and _sums_one(copy):
+        reshaped = stablehlo.reshape(local.type, copy.operands[0])
+        copy.erase()
+        local = reshaped
+    return local
+
+
+def _sums_one(op) -> bool:
+    """Whether a reduction is over dims of size 1, as where parts are added up."""
+    return all(shape_of(op.operands[0])[dim] == 1 for dim in reduced_dims(op))
 
 
 def as_parts(local: ir.Value, mesh: DeviceMesh, axes: Axes) -> ir.Value:

@@ -12,7 +12,6 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.sharding_types.partial_sums import scattered_along
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,
@@ -24,6 +23,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     zeros,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import mesh_text
 from meshwright.framework.sharding.sharding import Sharding
 
 Axes = tuple[str, ...]
@@ -158,7 +158,7 @@ def scatter(value: ir.Value, before: Sharding, after: Sharding, dim: int) -> ir.
     # Without leading dims: along its first dim the TPU compiler scatters a tensor.
     part = tensor_type(value.type, sizes[len(axes) :])
     local = stablehlo.reshape(part, local)
-    local = scattered_along(local, mesh, after.dims[dim], dim)
+    local = _scattered_along(local, mesh, after.dims[dim], dim)
     smaller = [*[1] * len(kept), *shape_of(local)]
     local = stablehlo.reshape(tensor_type(value.type, smaller), local)
     full_shape = [
@@ -169,6 +169,22 @@ def scatter(value: ir.Value, before: Sharding, after: Sharding, dim: int) -> ir.
     return placeholder_call(
         OUT_OF_MANUAL, local, tensor_type(value.type, full_shape), config
     )
+
+
+def _scattered_along(
+    local: ir.Value, mesh: DeviceMesh, axes: Sequence[str], dim: int
+) -> ir.Value:
+    """The sum of the devices' parts, reduce-scattered, in a manual region.
+
+    Scatters along one axis after the other, as rings do; at the insertion point.
+    """
+    for axis in axes:
+        shape = list(shape_of(local))
+        shape[dim] //= mesh.axis_size(axis)
+        config = {"mesh": mesh_text(mesh), "axes": [axis], "dim": dim}
+        type_ = tensor_type(local.type, shape)
+        local = placeholder_call("reduce_scatter", local, type_, config)
+    return local
 
 
 def _masked(value: ir.Value, kept: Axes, begins: Axes, after: Sharding) -> ir.Value:

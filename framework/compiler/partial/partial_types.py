@@ -125,11 +125,7 @@ class PartialTypes(Checker):
     def _type(
         self, value: ir.Value, partial: Sequence[PartialValue] = (), **how
     ) -> TensorType:
-        axes = {part.axis for part in partial}
-        dims = [
-            tuple(axis for axis in split if axis not in axes)
-            for split in self.completed.sharding(value).dims
-        ]
+        dims = _without_partial(self.completed.sharding(value).dims, partial)
         return TensorType.of(value, self.mesh, dims, partial=tuple(partial), **how)
 
     def _leavable(self, type_: TensorType, axes: Axes) -> bool:
@@ -247,11 +243,9 @@ class PartialTypes(Checker):
             )
         except IllTypedError:
             return None
-        axes = {part.axis for part in partial}
-        dims = [tuple(a for a in split if a not in axes) for split in bound[0].dims]
         made = dataclasses.replace(
             bound[0],
-            dims=tuple(dims),
+            dims=_without_partial(bound[0].dims, partial),
             partial=tuple(partial),
             free=all(type_.free for type_ in bound),
         )
@@ -262,3 +256,11 @@ class PartialTypes(Checker):
         if isinstance(type_, TensorType) and tie.decides():
             return type_.only_decided()
         return type_
+
+
+def _without_partial(
+    dims: Sequence[Axes], partial: Sequence[PartialValue]
+) -> tuple[Axes, ...]:
+    """The axes that split each dim, but for those along which there are parts."""
+    along = {part.axis for part in partial}
+    return tuple(tuple(axis for axis in split if axis not in along) for split in dims)

@@ -290,7 +290,8 @@ class Checker:
         condition, body = (region.blocks[0] for region in op.regions)
         before: list[Typed] = []
         ties = list(carried_of_op(op))
-        after = [self.carries(tie, self.types[tie.entering()[0]]) for tie in ties]
+        first = [self.types[value] for value in op.operands]
+        after = [self.carries(*pair) for pair in zip(ties, first, strict=True)]
         while after != before:
             before = after
             for block in (condition, body):

@@ -1,9 +1,4 @@
-"""The partial sum of each device, before the partial sums are added up.
-
-An op that sums over a dim which mesh axes split is put into a region that is manual
-along them: there it sums up a device's own part, and the ops that follow decide when
-and how the parts are added up.
-"""
+"""Which ops sum over mesh axes, so that each device can have a part of the sum."""
 
 from __future__ import annotations
 
@@ -13,21 +8,11 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.sharding_types.linear import choices, is_zero
 from meshwright.framework.compiler.sharding_types.op_dims import op_dims
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
-from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    INTO_MANUAL,
-    border_config,
-    placeholder_call,
-    reduced_dims,
-    shape_of,
-    tensor_type,
-)
+from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.placeholders import mesh_text
 from meshwright.framework.sharding.sharding import Sharding
 
 _SUMS = (
@@ -103,50 +88,3 @@ def sum_of(
 def _is_even(mesh: DeviceMesh, value: ir.Value, dims: DimAxes | None) -> bool:
     sizes = zip(shape_of(value), dims, strict=True) if dims else ()
     return all(size % mesh.axes_size(axes) == 0 for size, axes in sizes)
-
-
-def local_sum(completed: CompletedModule, summed: Summed) -> ir.Value:
-    """Each device's partial sum, in the manual region; at the insertion point."""
-    mesh, op = completed.mesh, summed.op
-    copy = op.clone(ir.InsertionPoint.current)
-    with ir.InsertionPoint(copy):
-        for number, dims in enumerate(summed.dims):
-            if dims is not None:
-                operand = op.operands[number]
-                sizes = [
-                    size // mesh.axes_size(axes)
-                    for size, axes in zip(shape_of(operand), dims, strict=True)
-                ]
-                copy.operands[number] = placeholder_call(
-                    INTO_MANUAL,
-                    operand,
-                    tensor_type(operand.type, sizes),
-                    border_config(mesh, summed.axes, dims),
-                )
-    local = copy.results[0]
-    if op.name == "stablehlo.reduce" and _sums_one(copy):
-        reshaped = stablehlo.reshape(local.type, copy.operands[0])
-        copy.erase()
-        local = reshaped
-    return local
-
-
-def _sums_one(op) -> bool:
-    """Whether a reduction is over dims of size 1, as where parts are added up."""
-    return all(shape_of(op.operands[0])[dim] == 1 for dim in reduced_dims(op))
-
-
-def scattered_along(
-    local: ir.Value, mesh: DeviceMesh, axes: Sequence[str], dim: int
-) -> ir.Value:
-    """The sum of the devices' parts, reduce-scattered, in a manual region.
-
-    Scatters along one axis after the other, as rings do; at the insertion point.
-    """
-    for axis in axes:
-        shape = list(shape_of(local))
-        shape[dim] //= mesh.axis_size(axis)
-        config = {"mesh": mesh_text(mesh), "axes": [axis], "dim": dim}
-        type_ = tensor_type(local.type, shape)
-        local = placeholder_call("reduce_scatter", local, type_, config)
-    return local

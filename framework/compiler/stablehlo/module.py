@@ -89,10 +89,20 @@ class Module:
         self._completed = None
         return self.operation
 
-    def restore(self, operation: ir.Operation) -> None:
-        """Takes back what was written since `operation` was cloned from the module."""
-        self._completed = None
-        self.operation = operation
+    @contextlib.contextmanager
+    def rolled_back_on_error(self) -> Iterator[ir.Operation]:
+        """Gives the module to be changed, and takes the changes back on an error.
+
+        Raises:
+          ir.MLIRError: what was written is no valid module.
+        """
+        before = self.operation.clone()
+        try:
+            yield self.write()
+            self.operation.verify()
+        except Exception:
+            self._completed, self.operation = None, before
+            raise
 
     def completed(self) -> CompletedModule:
         """The module with the sharding of each value, whichever partitioner follows.

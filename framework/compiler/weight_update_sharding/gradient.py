@@ -11,15 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jax.extend.mlir import ir
 
+from meshwright.framework.compiler.partial.begins import local_sum
 from meshwright.framework.compiler.sharding_types.linear import (
     choices,
     converts_exactly,
 )
-from meshwright.framework.compiler.sharding_types.partial_sums import (
-    Summed,
-    local_sum,
-    sum_of,
-)
+from meshwright.framework.compiler.sharding_types.partial_sums import Summed, sum_of
 from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 
 _CONVERT = "stablehlo.convert"

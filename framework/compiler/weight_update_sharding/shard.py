@@ -74,15 +74,11 @@ def shard_weight_updates(
       ValueError: `requested` does not fit the program or the mesh.
     """
     _check(module, requested)
-    if requested.mode is not WeightUpdateSharding.AUTO:
-        return _shard(module, requested, devices)
-    before = module.operation.clone()
     try:
-        report = _shard(module, requested, devices)
-        module.operation.verify()
-        return report
+        return _shard(module, requested, devices)
     except Exception as error:  # Of Shardy, of MLIR, or a fault of the pass.
-        module.restore(before)
+        if requested.mode is not WeightUpdateSharding.AUTO:
+            raise
         reason = f"{type(error).__name__}: {error}"
         logging.warning(
             "%s: weight updates are not sharded, as that failed (report this, please): "
@@ -123,8 +119,8 @@ def _shard(
     report = update_report(decisions, names, completed, requested)
     if all(decision.layout is None for decision in decisions):
         return report
-    module.write()
-    forms = rewrite(completed, redundancy, decisions, module.in_forms)
+    with module.rolled_back_on_error():
+        forms = rewrite(completed, redundancy, decisions, module.in_forms)
     for leaf in carried:
         if leaf.argument in forms:
             module.in_forms[leaf.argument] = forms[leaf.argument]
