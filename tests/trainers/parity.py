@@ -73,10 +73,10 @@ def random_batches(experiment: Experiment, calls: int) -> list[NestedMap]:
     ]
 
 
-def initial_state(experiment: Experiment) -> NestedMap:
-    """The state before step 0 as host arrays, made eagerly."""
+def initial_state(experiment: Experiment, draw: int = 0) -> NestedMap:
+    """The state before step 0 as host arrays, made eagerly; another for each draw."""
     programs = StepPrograms(experiment)
-    seed = tf.constant(programs.seed())
+    seed = tf.constant(programs.seed()) + draw
     return programs.initial_state(seed).map(lambda leaf: leaf.numpy())
 
 
@@ -85,9 +85,13 @@ def train(
     start: NestedMap,
     calls: int = 5,
     batches_of: Callable[[Experiment, int], list[NestedMap]] = random_batches,
+    programs: StepPrograms | None = None,
 ) -> Trained:
-    """Trains from `start` (host arrays) for `calls` calls of the main program."""
-    programs = StepPrograms(experiment)
+    """Trains from `start` (host arrays) for `calls` calls of the main program.
+
+    `programs` are the experiment's, for trainings that share the compiled ones.
+    """
+    programs = programs or StepPrograms(experiment)
     state = TrainState(programs, start)
     losses, norms = [], []
     for batches in batches_of(experiment, calls):

@@ -20,16 +20,11 @@ from tests.trainers.parity import (
     train,
 )
 
-EPS = 2.0**-8
-"""A bfloat16 has 8 bits: this is how far apart neighbours are, for their size."""
-# A loss is a sum over tens of tokens whose errors have either sign: 0.11 EPS measured.
-LOSS_TOLERANCE = EPS / 4
-# Sums over devices are of rounded parts, in another order, and an activation is rounded
-# some tens of times on its way through the layers and back. Measured are 0.5 EPS of the
-# gradients' norm, and 2.3 EPS of what five steps change in a weight. Between bfloat16
-# and float32 on one device it is as much; a gradient counted twice would be 256.
-NORM_TOLERANCE = EPS
-WEIGHT_TOLERANCE = 4 * EPS
+# Sums over devices are of rounded parts, in another order. Each of two roundings of the
+# same numbers is as far from the exact ones as the other, so of independent errors the
+# difference is 1.4 times the error of either. Measured with eight draws are 0.2 to 1.5.
+MOST = 2.0
+DRAWS = 5
 # Of the largest change of any weight: a bias of attention's keys has no gradient.
 LEAST_SCALE = 0.1
 STEPS = 5
@@ -91,43 +86,78 @@ MODELS = {
 }
 
 
-@functools.cache
-def one_device(model: str, *params: str) -> tuple[NestedMap, Trained]:
-    """The first state, and what five steps make of it."""
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Trained by one device from a first state."""
+
+    start: NestedMap
+    exact: Trained
+    rounded: Trained
+
+
+def trainings(
+    model: str, starts: list[NestedMap], params: tuple[str, ...]
+) -> list[Trained]:
+    """Five steps from each of the states, by programs that are compiled once."""
     make, batches_of = MODELS[model]
-    job = make("MESH_SHAPE = (1, 1)", *params)
-    start = initial_state(job)
+    job = make(*params)
+    programs = StepPrograms(job)
+    return [train(job, start, STEPS, batches_of, programs) for start in starts]
+
+
+@functools.cache
+def one_device(model: str) -> list[Draw]:
+    """What five steps make of some first states, in float32 and in bfloat16."""
+    params = ("MESH_SHAPE = (1, 1)",)
+    starts = [first_state(model, params, draw) for draw in range(DRAWS)]
+    exact = trainings(model, starts, params)
+    rounded = trainings(model, starts, (*params, BFLOAT16))
+    return list(map(Draw, starts, exact, rounded))
+
+
+def first_state(model: str, params: tuple[str, ...], draw: int) -> NestedMap:
+    make, _ = MODELS[model]
+    start = initial_state(make(*params), draw)
     if model == "conformer":
         # Padding comes out of the subsampling as zeros else: a norm divides them by
         # its epsilon, and their gradients with them.
         bias = start.theta.subsampling.b_out
-        rng = np.random.default_rng(1)
+        rng = np.random.default_rng(draw)
         start.theta.subsampling.b_out = rng.standard_normal(bias.shape).astype("f")
-    return start, train(job, start, STEPS, batches_of)
+    return start
 
 
 def differences(got: Trained, want: Trained, start: NestedMap) -> dict[str, float]:
-    """By what is compared the difference, in units of its tolerance."""
+    """By what is compared the relative difference; a weight's of what it moved."""
     first = {path: x for path, x in start.items_by_path() if path.startswith("theta.")}
     moved = {p: np.linalg.norm(want.state[p] - x) for p, x in first.items()}
     least = LEAST_SCALE * max(moved.values())
-    deviations = {
+    return {
+        "loss": np.abs(got.losses / want.losses - 1).max(),
+        "gradients' norm": np.abs(got.norms / want.norms - 1).max(),
+    } | {
         f"weight {path}": np.linalg.norm(got.state[path] - want.state[path])
-        / (WEIGHT_TOLERANCE * max(moved[path], least))
+        / max(moved[path], least)
         for path in first
     }
-    for name, mine, other, tolerance in (
-        ("loss", got.losses, want.losses, LOSS_TOLERANCE),
-        ("gradients' norm", got.norms, want.norms, NORM_TOLERANCE),
-    ):
-        deviations[name] = np.abs(mine / other - 1).max() / tolerance
-    return deviations
 
 
-def assert_within_the_format(got: Trained, want: Trained, start: NestedMap) -> None:
-    assert got.losses[-1] < got.losses[0], "five steps must learn something"
-    wrong = {k: v for k, v in differences(got, want, start).items() if not v <= 1}
-    assert not wrong, "in units of the tolerance: " + str(wrong)
+def assert_within_the_format(got: list[Trained], draws: list[Draw]) -> None:
+    """Asserts that the median difference is no more than the format's own error."""
+    for training in got:
+        assert training.losses[-1] < training.losses[0], "it must learn something"
+    ours = _medians(
+        [(g, draw.rounded, draw.start) for g, draw in zip(got, draws, strict=True)]
+    )
+    formats = _medians([(draw.rounded, draw.exact, draw.start) for draw in draws])
+    ratios = {name: ours[name] / formats[name] for name in ours}
+    wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= MOST}
+    assert not wrong, "in units of the format's error: " + str(wrong)
+
+
+def _medians(compared: list[tuple[Trained, Trained, NestedMap]]) -> dict[str, float]:
+    found = [differences(*each) for each in compared]
+    return {name: np.median([each[name] for each in found]) for name in found[0]}
 
 
 @pytest.mark.parametrize(
@@ -140,14 +170,14 @@ def assert_within_the_format(got: Trained, want: Trained, start: NestedMap) -> N
     ],
 )
 def test_eight_devices_train_as_one(model, partitioner):
-    make, batches_of = MODELS[model]
-    start, want = one_device(model, BFLOAT16)
-    split = make(
+    draws = one_device(model)
+    split = (
         "MESH_SHAPE = (2, 4)",
         BFLOAT16,
         f"Experiment.partitioner = %Partitioner.{partitioner}",
     )
-    assert_within_the_format(train(split, start, STEPS, batches_of), want, start)
+    got = trainings(model, [draw.start for draw in draws], split)
+    assert_within_the_format(got, draws)
 
 
 @pytest.mark.parametrize("path", ["embedding.table", "stack.attention.w_k"])
@@ -160,8 +190,9 @@ def test_a_gradient_a_twentieth_too_large_is_noticed(path, monkeypatch):
         )
         return dataclasses.replace(result, gradients=gradients)
 
-    start, want = one_device("language_model", BFLOAT16)
+    draws = one_device("language_model")
     monkeypatch.setattr(step_programs, "batch_gradients", wrong)
-    got = train(language_model("MESH_SHAPE = (2, 4)", BFLOAT16), start, STEPS)
+    starts = [draw.start for draw in draws]
+    got = trainings("language_model", starts, ("MESH_SHAPE = (2, 4)", BFLOAT16))
     with pytest.raises(AssertionError, match=f"weight theta.{path}"):
-        assert_within_the_format(got, want, start)
+        assert_within_the_format(got, draws)
