@@ -22,7 +22,7 @@ def doubles():
     keras.config.set_floatx("float32")
 
 
-def trained(make, change=lambda model: model):
+def trained(make, change=lambda model: model, rate=1e-2):
     """Losses, metrics and all variables, by name, after some steps.
 
     By SGD: where a gradient is zero but for rounding, Adam makes a step of full size.
@@ -32,7 +32,7 @@ def trained(make, change=lambda model: model):
     model, x, y = make()
     change(model)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    sgd = keras.optimizers.SGD(1e-2, momentum=0.9)
+    sgd = keras.optimizers.SGD(rate, momentum=0.9)
     model.compile(sgd, loss, metrics=["accuracy"], jit_compile=True)
     fit = model.fit(x, y, batch_size=ROWS, epochs=STEPS, shuffle=False, verbose=0)
     variables = [*model.variables, *model.optimizer.variables]
@@ -40,13 +40,16 @@ def trained(make, change=lambda model: model):
 
 
 @functools.cache
-def by_keras(make):
-    return trained(make)
+def by_keras(make, rate):
+    return trained(make, rate=rate)
 
 
-def assert_alike(make, layout, **how):
-    want = by_keras(make)
-    got = trained(make, lambda model: mw.keras.distribute(model, MESH, layout, **how))
+def assert_alike(make, layout, rate=1e-2, **how):
+    def distributed(model):
+        mw.keras.distribute(model, MESH, layout, **how)
+
+    want = by_keras(make, rate)
+    got = trained(make, distributed, rate)
     assert got.keys() == want.keys()
     losses = want["loss"]
     assert len(losses) == STEPS and losses[-1] < losses[0]
@@ -74,11 +77,20 @@ def test_a_model(name, layout, partitioner, updates):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", APPLICATIONS)
+@pytest.mark.parametrize(
+    "name,rate",
+    [
+        ("MobileNetV3Small", 1e-2),
+        ("ResNet50V2", 1e-2),
+        # Five faster steps, from random weights, do not lower their loss.
+        ("EfficientNetV2", 1e-3),
+        ("ConvNeXt", 1e-3),
+    ],
+)
 @pytest.mark.parametrize("partitioner", mw.Partitioner)
-def test_an_application(name, partitioner, doubles):
+def test_an_application(name, rate, partitioner, doubles):
     """In float64: batch normalization of a few small pictures magnifies rounding.
 
     In float32 the losses of MobileNetV3 differ by 4e-2 after five steps, here by 3e-11.
     """
-    assert_alike(APPLICATIONS[name], "data", partitioner=partitioner)
+    assert_alike(APPLICATIONS[name], "data", rate, partitioner=partitioner)
