@@ -42,6 +42,7 @@ from meshwright.framework.modeling.optimizers import schedules
 from meshwright.framework.modeling.optimizers.adafactor import Adafactor
 from meshwright.framework.modeling.optimizers.ema import ExponentialMovingAverage
 from meshwright.framework.modeling.optimizers.lars import LARS
+from meshwright.framework.modeling.optimizers.muon import Muon
 from meshwright.framework.modeling.optimizers.optimizer import SGD, Adam
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
@@ -77,6 +78,7 @@ __all__ = [
     "LoweringError",
     "MeshFunction",
     "Mode",
+    "Muon",
     "NestedMap",
     "Normal",
     "Partitioner",
