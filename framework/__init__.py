@@ -27,22 +27,23 @@ from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.functions import keras
 from meshwright.framework.functions.function import MeshFunction, function
-from meshwright.framework.modeling import schedules
-from meshwright.framework.modeling.adafactor import Adafactor
-from meshwright.framework.modeling.ema import ExponentialMovingAverage
 from meshwright.framework.modeling.initializers import (
     Constant,
     FanIn,
     Normal,
 )
-from meshwright.framework.modeling.lars import LARS
 from meshwright.framework.modeling.layer import (
     Context,
     Layer,
     Mode,
     WeightSpec,
 )
-from meshwright.framework.modeling.optimizers import SGD, Adam
+from meshwright.framework.modeling.optimizers import schedules
+from meshwright.framework.modeling.optimizers.adafactor import Adafactor
+from meshwright.framework.modeling.optimizers.ema import ExponentialMovingAverage
+from meshwright.framework.modeling.optimizers.lars import LARS
+from meshwright.framework.modeling.optimizers.muon import Muon
+from meshwright.framework.modeling.optimizers.optimizer import SGD, Adam
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding import collectives
@@ -77,6 +78,7 @@ __all__ = [
     "LoweringError",
     "MeshFunction",
     "Mode",
+    "Muon",
     "NestedMap",
     "Normal",
     "Partitioner",

@@ -1,4 +1,4 @@
-"""Embeddings of tokens, logits of vectors, and the loss of logits.
+"""Embeddings of tokens, and logits of vectors.
 
 Dims: B batch, S sequence, M model, V vocabulary.
 """
@@ -197,26 +197,3 @@ def _gathered(ctx: Context, table: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
         return tf.gather(ctx.cast(table), ids), gradient
 
     return gathered(table)
-
-
-def cross_entropy(
-    logits: tf.Tensor, labels: tf.Tensor, *, weights: tf.Tensor | None = None
-) -> tf.Tensor:
-    """The loss of each token, in nats.
-
-    Written as a logsumexp minus the label's logit, picked by a one-hot sum: it
-    partitions over a split vocabulary, and is faster on CPU than TF's fused op.
-
-    Args:
-      logits: [B, S, V].
-      labels: int32 [B, S], in [0, V).
-      weights: [B, S] factors of the losses, such as 0 for padding.
-
-    Returns:
-      float32 [B, S].
-    """
-    logits = tf.cast(logits, tf.float32)
-    one_hot = tf.one_hot(labels, logits.shape[-1], dtype=tf.float32)
-    picked = tf.reduce_sum(logits * one_hot, axis=-1)
-    losses = tf.reduce_logsumexp(logits, axis=-1) - picked
-    return losses if weights is None else losses * tf.cast(weights, tf.float32)

@@ -10,8 +10,8 @@ import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling.checks import bounded, instance
-from meshwright.framework.modeling.optimizers import Optimizer, followed
-from meshwright.framework.modeling.schedules import Schedule, set_schedule
+from meshwright.framework.modeling.optimizers.optimizer import Optimizer, followed
+from meshwright.framework.modeling.optimizers.schedules import Schedule, set_schedule
 from meshwright.framework.nested_map import NestedMap
 
 if TYPE_CHECKING:

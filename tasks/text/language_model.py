@@ -16,7 +16,6 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.basic.embedding import cross_entropy
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import Serving, TaskLoss
 from meshwright.tasks.text.text_input import TextInput
@@ -44,10 +43,10 @@ class LanguageModel(TextTask):
     stack: Layer
     final_norm: Layer
 
-    def logits(
+    def hidden(
         self, ctx: Context, theta: NestedMap, batch: NestedMap
     ) -> tuple[tf.Tensor, NestedMap]:
-        """Logits [B, S, V] of the next token, in the activation dtype; `aux`."""
+        """What logits are computed of, [B, S, M] in the activation dtype; `aux`."""
         (x,) = self.embed(ctx, theta, (batch.ids, batch.segment_positions))
         x, aux = self.run_stack(
             ctx,
@@ -59,21 +58,25 @@ class LanguageModel(TextTask):
             segment_positions=batch.segment_positions,
         )
         with ctx.scope("final_norm") as c:
-            x = self.final_norm.fprop(c, theta.final_norm, x)
-        return self.to_logits(ctx, theta, x), aux
+            return self.final_norm.fprop(c, theta.final_norm, x), aux
+
+    def logits(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> tf.Tensor:
+        """Logits [B, S, V] of the next token, in the activation dtype."""
+        x, _ = self.hidden(ctx, theta, batch)
+        return self.to_logits(ctx, theta, x)
 
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
-        """Mean negative log likelihood in nats over tokens of weight 1.
+        """Mean loss in nats over tokens of weight 1, smoothed and with the z-loss.
 
-        The losses of mixtures of experts are added; `sums.nats` is without them.
+        The losses of mixtures of experts are added; `sums.nats` is without any of them.
         """
-        logits, aux = self.logits(ctx, theta, batch)
+        x, aux = self.hidden(ctx, theta, batch)
+        sums = self.token_loss(ctx, theta, x, batch.labels, batch.weights)
         with ctx.scope("loss"):
-            losses = cross_entropy(logits, batch.labels, weights=batch.weights)
-            total = ctx.split(tf.reduce_sum(losses), ())
+            nats, total = ctx.split(sums.nats, ()), ctx.split(sums.total, ())
             count = ctx.split(tf.reduce_sum(batch.weights), ())
             loss = total / tf.maximum(count, 1.0)
-        return self.total_loss(loss, NestedMap(nats=total, tokens=count), aux)
+        return self.total_loss(loss, NestedMap(nats=nats, tokens=count), aux)
 
     @property
     def serving(self) -> NextTokens:
@@ -129,5 +132,5 @@ class NextTokens(Serving):
             segment_ids=tf.cast(batch.ids != 0, tf.int32),
             segment_positions=tf.broadcast_to(positions, shape_of(batch.ids)),
         )
-        logits, _ = self.task.logits(ctx, theta, rows)
+        logits = self.task.logits(ctx, theta, rows)
         return NestedMap(log_probs=tf.nn.log_softmax(tf.cast(logits, tf.float32)))

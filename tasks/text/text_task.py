@@ -12,12 +12,15 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.positions import InputPositions, sinusoids
 from meshwright.layers.basic.embedding import Softmax, SoftmaxKind, TokenEmbedding
 from meshwright.layers.basic.linear import BSM
+from meshwright.layers.basic.token_loss import TokenLoss, token_loss
 from meshwright.layers.experts.moe import merge_aux, x_and_aux
+from meshwright.layers.stacks.loss_by_parts import check_parts, loss_by_parts
 from meshwright.tasks.input.batched_input import TokenInput
 from meshwright.tasks.task import Task, TaskLoss
 from meshwright.tasks.text.expert_metrics import expert_heat_maps, expert_metrics
@@ -32,10 +35,17 @@ class TextTask(Task):
       embedding: the embedding of tokens, V x M.
       softmax: output layer, or None if it shares the embedding's table.
       input_positions: what is added to embeddings.
+      logit_cap: logits are cap * tanh(logits / cap), as in Gemma 2 with a cap of 30.
+      label_smoothing: the share of the loss in which all tokens are equally right.
+      z_loss: the factor of the squared logarithm of the softmax's denominator in the
+        loss, as in PaLM with 1e-4.
+      loss_parts: into how many parts the predicted sequence is divided, of which
+        logits and loss are computed one after another; above 1 no tensor has all
+        logits [B, S, V], and the backward pass computes them again.
 
     Raises:
       ValueError: the vocabulary is smaller than the input's; the embedding and
-        `softmax` disagree on whether the table is shared.
+        `softmax` disagree on whether the table is shared; a field is out of range.
     """
 
     token_name: ClassVar[str] = "tokens"
@@ -46,6 +56,10 @@ class TextTask(Task):
     embedding: TokenEmbedding
     softmax: Softmax | None = None
     input_positions: InputPositions = InputPositions.NONE
+    logit_cap: float | None = bounded(None, above=0)
+    label_smoothing: float = bounded(0.0, at_least=0, below=1)
+    z_loss: float = bounded(0.0, at_least=0)
+    loss_parts: int = bounded(1, at_least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,8 +117,57 @@ class TextTask(Task):
         """Logits [B, S, V] of normalized `x` [B, S, M], in the activation dtype."""
         with ctx.scope("softmax") as c:
             if self.softmax is None:
-                return self.embedding.attend(c, theta.embedding, x)
-            return self.softmax.fprop(c, theta.softmax, x)
+                logits = self.embedding.attend(c, theta.embedding, x)
+            else:
+                logits = self.softmax.fprop(c, theta.softmax, x)
+            if self.logit_cap is None:
+                return logits
+            return self.logit_cap * tf.tanh(logits / self.logit_cap)
+
+    def token_loss(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        labels: tf.Tensor,
+        weights: tf.Tensor,
+    ) -> TokenLoss:
+        """Sums of the loss of normalized `x` [B, S, M], over tokens by their weights.
+
+        Args:
+          ctx: the task's context.
+          theta: the task's weights.
+          x: what the last stack says, normalized.
+          labels: int32 [B, S].
+          weights: float32 [B, S].
+
+        Raises:
+          ValueError: `loss_parts` do not divide the sequence that a device has.
+        """
+
+        def of(ctx, theta, inputs):
+            x, labels, weights = inputs
+            logits = self.to_logits(ctx, theta, x)
+            with ctx.scope("loss"):
+                return token_loss(
+                    logits,
+                    labels,
+                    weights,
+                    label_smoothing=self.label_smoothing,
+                    z_loss=self.z_loss,
+                )
+
+        if self.loss_parts == 1:
+            return of(ctx, theta, [x, labels, weights])
+        field = f"{type(self).__name__}.loss_parts"
+        check_parts(ctx, field, self.loss_parts, x.shape[1])
+        name = "embedding" if self.softmax is None else "softmax"
+        read, specs = (
+            NestedMap({name: tree[name]}) for tree in (theta, self.weights())
+        )
+        return loss_by_parts(
+            ctx, of, read, specs, x, [labels, weights], parts=self.loss_parts
+        )
 
     def total_loss(self, loss: tf.Tensor, sums: NestedMap, aux: NestedMap) -> TaskLoss:
         """`loss` and `sums`, with those of mixtures of experts by stack."""

@@ -19,7 +19,6 @@ from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.basic.embedding import cross_entropy
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import DecodeResult, Decoding, Serving, TaskLoss
 from meshwright.tasks.text.decoding import BeamSearch, Decoded, Decoder, TokenModel
@@ -41,7 +40,6 @@ class Translation(TextTask):
       decoder: a stack of layers from [B, T, M] to [B, T, M], which see earlier tokens
         and attend to a memory.
       decoder_norm: normalization before the softmax.
-      label_smoothing: share of the loss in which all tokens are equally right.
       search: the search for translations.
 
     Raises:
@@ -77,10 +75,10 @@ class Translation(TextTask):
         with ctx.scope("encoder_norm") as c:
             return self.encoder_norm.fprop(c, theta.encoder_norm, x), aux
 
-    def logits(
+    def hidden(
         self, ctx: Context, theta: NestedMap, batch: NestedMap
     ) -> tuple[tf.Tensor, NestedMap]:
-        """Logits [B, T, V] of translations, in the activation dtype; `aux` by stack."""
+        """What logits are computed of, [B, T, M] in the activation dtype; `aux`."""
         source, target = self.embed(
             ctx,
             theta,
@@ -99,26 +97,21 @@ class Translation(TextTask):
             memory=memory,
             memory_segment_ids=batch.source_segment_ids,
         )
-        return self._logits(ctx, theta, x), NestedMap({**encoder_aux, **decoder_aux})
+        aux = NestedMap({**encoder_aux, **decoder_aux})
+        return self._normalized(ctx, theta, x), aux
 
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
-        """Mean smoothed loss in nats per token, plus the losses of mixtures of experts.
+        """Mean loss in nats per token, smoothed and with the z-loss.
 
-        `sums.nats` is without either.
+        The losses of mixtures of experts are added; `sums.nats` is without any of them.
         """
-        logits, aux = self.logits(ctx, theta, batch)
+        x, aux = self.hidden(ctx, theta, batch)
+        weights = batch.target_weights
+        sums = self.token_loss(ctx, theta, x, batch.target_labels, weights)
         with ctx.scope("loss"):
-            weights = batch.target_weights
             count = tf.reduce_sum(weights)
-            exact = cross_entropy(logits, batch.target_labels, weights=weights)
-            nats = total = tf.reduce_sum(exact)
-            if self.label_smoothing:
-                logits = tf.cast(logits, tf.float32)
-                even = tf.reduce_logsumexp(logits, -1) - tf.reduce_mean(logits, -1)
-                total = (1 - self.label_smoothing) * total
-                total += self.label_smoothing * tf.reduce_sum(even * weights)
-            loss = total / tf.maximum(count, 1.0)
-        return self.total_loss(loss, NestedMap(nats=nats, tokens=count), aux)
+            loss = sums.total / tf.maximum(count, 1.0)
+        return self.total_loss(loss, NestedMap(nats=sums.nats, tokens=count), aux)
 
     def translate(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> Decoded:
         """The best translations of sources, a source per row."""
@@ -144,7 +137,7 @@ class Translation(TextTask):
                     memory=encoded,
                     memory_paddings=paddings,
                 )
-            logits = self._logits(ctx, theta, x)
+            logits = self.to_logits(ctx, theta, self._normalized(ctx, theta, x))
             return tf.reshape(logits, [-1, beams, logits.shape[-1]]), cache
 
         with ctx.scope("decoder") as c:
@@ -165,10 +158,9 @@ class Translation(TextTask):
             )
             return self.search.decode(c, model)
 
-    def _logits(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+    def _normalized(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         with ctx.scope("decoder_norm") as c:
-            x = self.decoder_norm.fprop(c, theta.decoder_norm, x)
-        return self.to_logits(ctx, theta, x)
+            return self.decoder_norm.fprop(c, theta.decoder_norm, x)
 
     @property
     def decoding(self) -> TranslationDecoding:

@@ -12,8 +12,8 @@ from meshwright.framework.compiler.weight_update_sharding.decide import (
 )
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.modeling.checks import Checked, bounded, instance
-from meshwright.framework.modeling.ema import ExponentialMovingAverage
-from meshwright.framework.modeling.optimizers import Optimizer
+from meshwright.framework.modeling.optimizers.ema import ExponentialMovingAverage
+from meshwright.framework.modeling.optimizers.optimizer import Optimizer
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.tasks.task import Task
 from meshwright.trainers.checkpoints.checkpoint_rules import InitializeFrom

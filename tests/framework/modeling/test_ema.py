@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.modeling.ema import ExponentialMovingAverage
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import WeightSpec
+from meshwright.framework.modeling.optimizers.ema import ExponentialMovingAverage
 from meshwright.framework.nested_map import NestedMap
 
 SPEC = WeightSpec(shape=(2,), dims=("features",), initializer=Constant(0.0))

@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.modeling.initializers import Constant
-from meshwright.framework.modeling.lars import LARS, MomentumOf
 from meshwright.framework.modeling.layer import EXPERT_DIM, STACK_DIM, WeightSpec
-from meshwright.framework.modeling.schedules import (
+from meshwright.framework.modeling.optimizers.lars import LARS, MomentumOf
+from meshwright.framework.modeling.optimizers.schedules import (
     ConstantSchedule,
     LinearWarmup,
     PolynomialSchedule,

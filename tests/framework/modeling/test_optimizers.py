@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.modeling.adafactor import Adafactor
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import EXPERT_DIM, STACK_DIM, WeightSpec
-from meshwright.framework.modeling.optimizers import SGD, Adam, Optimizer
-from meshwright.framework.modeling.schedules import (
+from meshwright.framework.modeling.optimizers.adafactor import Adafactor
+from meshwright.framework.modeling.optimizers.optimizer import SGD, Adam, Optimizer
+from meshwright.framework.modeling.optimizers.schedules import (
     ConstantSchedule,
     PolynomialSchedule,
 )

@@ -10,16 +10,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.framework.modeling.optimizers import SGD
-from meshwright.framework.modeling.schedules import (
+from meshwright.framework.modeling.optimizers.optimizer import SGD
+from meshwright.framework.modeling.optimizers.schedules import (
     ConstantSchedule,
     CosineSchedule,
+    CyclicSchedule,
     ExponentialSchedule,
+    LeastSchedule,
     LinearWarmup,
     PiecewiseConstantSchedule,
     PolynomialSchedule,
+    PowerSchedule,
+    ProductSchedule,
     RsqrtDecay,
     Schedule,
+    SequentialSchedule,
     StaircaseSchedule,
 )
 
@@ -222,6 +227,41 @@ def test_composes_in_gin():
     assert built == LinearWarmup(steps=10, schedule=RsqrtDecay(peak=0.5, start_step=10))
 
 
+def test_schedules_after_one_another_count_their_own_steps():
+    line = PolynomialSchedule(start_value=1.0, end_value=0.0, end_step=4)
+    schedule = SequentialSchedule(schedules=[0.5, line, 0.25], boundaries=[2, 5])
+    expected = [0.5, 0.5, 1.0, 0.75, 0.5, 0.25, 0.25]
+    np.testing.assert_allclose(values(schedule, range(7)), expected, rtol=1e-6)
+
+
+def test_the_least_and_the_product_of_schedules():
+    up = PolynomialSchedule(start_value=0.0, end_value=4.0, end_step=4)
+    power = PowerSchedule(value=2.0, power=-1.0, at_step=2)
+    np.testing.assert_allclose(values(power, range(4)), [4.0, 2.0, 4 / 3, 1.0])
+    least = LeastSchedule(schedules=[up, power, 1.25])
+    np.testing.assert_allclose(values(least, range(4)), [0.0, 1.0, 1.25, 1.0])
+    product = ProductSchedule(schedules=[up, power, 0.5])
+    np.testing.assert_allclose(values(product, range(4)), [0.0, 1.0, 4 / 3, 1.5])
+
+
+@pytest.mark.parametrize("growth", [1, 2, 3])
+def test_warm_restarts(growth):
+    cosine = CosineSchedule(start_value=1.0, end_value=0.0, end_step=4)
+    schedule = CyclicSchedule(schedule=cosine, period=4, growth=growth)
+    starts, lengths = [0], [4]
+    while starts[-1] < 10**6:
+        starts.append(starts[-1] + lengths[-1])
+        lengths.append(lengths[-1] * growth if growth > 1 else 10**6)
+    cycles = zip(starts[:3], lengths[:3], strict=True) if growth > 1 else [(400, 4)]
+    for start, length in cycles:
+        steps = [start, start + length // 2, start + length - 1]
+        last = 0.5 * (1 + math.cos(math.pi * (1 - 1 / length)))
+        np.testing.assert_allclose(
+            values(schedule, steps), [1.0, 0.5, last], rtol=1e-5, atol=1e-6
+        )
+    assert 0 <= values(schedule, [2**31 - 1])[0] <= 1
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -285,6 +325,42 @@ def test_composes_in_gin():
         (
             lambda: PiecewiseConstantSchedule(boundaries=[2, 2], values=[1, 1, 1]),
             r"PiecewiseConstantSchedule\.boundaries is \[2, 2\]; it must increase",
+        ),
+        (
+            lambda: SequentialSchedule(boundaries=[1], schedules=[1.0]),
+            r"SequentialSchedule\.schedules has 1 entries for 1 boundaries",
+        ),
+        (
+            lambda: SequentialSchedule(boundaries=[2, 2], schedules=[1, 1, 1]),
+            r"SequentialSchedule\.boundaries is \[2, 2\]; it must increase",
+        ),
+        (
+            lambda: LeastSchedule(schedules=[1.0, -1]),
+            r"LeastSchedule\.schedules\[1\] is -1",
+        ),
+        (
+            lambda: LeastSchedule(schedules=["cosine"]),
+            r"LeastSchedule\.schedules\[0\] is 'cosine'; it must be a number or a Sch",
+        ),
+        (
+            lambda: ProductSchedule(schedules=[]),
+            r"ProductSchedule\.schedules is \[\]; it must be a list of schedules",
+        ),
+        (
+            lambda: ProductSchedule(schedules=0.1),
+            r"ProductSchedule\.schedules is 0\.1; it must be a list of schedules",
+        ),
+        (
+            lambda: CyclicSchedule(schedule=1.0, period=0),
+            r"CyclicSchedule\.period is 0",
+        ),
+        (
+            lambda: CyclicSchedule(schedule=1.0, period=1, growth=1.5),
+            r"CyclicSchedule\.growth is 1\.5",
+        ),
+        (
+            lambda: PowerSchedule(value=1.0, power=-0.5, at_step=0),
+            r"PowerSchedule\.at_step is 0",
         ),
         (
             lambda: PiecewiseConstantSchedule(boundaries=[2], values=[1, -1]),

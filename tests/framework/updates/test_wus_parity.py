@@ -16,11 +16,11 @@ from meshwright.framework.compiler.weight_update_sharding import shard
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.compiler.xla.partitioner import Partitioner
-from meshwright.framework.modeling.adafactor import Adafactor
-from meshwright.framework.modeling.lars import LARS
 from meshwright.framework.modeling.layer import STACK_DIM, WeightSpec
-from meshwright.framework.modeling.optimizers import SGD, Adam
-from meshwright.framework.modeling.schedules import LinearWarmup, RsqrtDecay
+from meshwright.framework.modeling.optimizers.adafactor import Adafactor
+from meshwright.framework.modeling.optimizers.lars import LARS
+from meshwright.framework.modeling.optimizers.optimizer import SGD, Adam
+from meshwright.framework.modeling.optimizers.schedules import LinearWarmup, RsqrtDecay
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh

@@ -1,4 +1,4 @@
-"""Embedding, output layers and cross-entropy against numpy."""
+"""Embedding and output layers against numpy."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from meshwright.layers.basic.embedding import (
     Softmax,
     SoftmaxKind,
     TokenEmbedding,
-    cross_entropy,
 )
 
 RNG = np.random.default_rng(0)
@@ -114,26 +113,3 @@ def test_logits_of_a_table_that_is_not_shared_are_refused():
     layer, theta = embedding()
     with pytest.raises(ValueError, match="'emb' cannot compute logits.*softmax=SHARED"):
         layer.attend(Context(path="emb"), theta, tf.zeros([1, 1, M]))
-
-
-@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
-def test_cross_entropy(dtype):
-    logits = tf.cast(RNG.standard_normal([3, 4, V]) * 30, dtype)
-    labels = RNG.integers(0, V, [3, 4])
-    weights = RNG.integers(0, 2, [3, 4])
-    with tf.GradientTape() as tape:
-        tape.watch(logits)
-        losses = cross_entropy(
-            logits, tf.constant(labels), weights=tf.constant(weights)
-        )
-    assert losses.dtype == tf.float32
-    exact = tf.cast(logits, tf.float64).numpy()
-    probs = np.exp(exact - exact.max(-1, keepdims=True))
-    probs /= probs.sum(-1, keepdims=True)
-    one_hot = np.eye(V)[labels]
-    expected = -np.log((probs * one_hot).sum(-1)) * weights
-    np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-5)
-    gradient = tf.cast(tape.gradient(losses, logits), tf.float32)
-    expected = (probs - one_hot) * weights[..., None]
-    tolerance = 1e-5 if dtype == tf.float32 else 5e-3
-    np.testing.assert_allclose(gradient, expected, atol=tolerance)

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
-from meshwright.framework.modeling.adafactor import Adafactor
 from meshwright.framework.modeling.layer import (
     Context,
     Layer,
@@ -16,10 +15,11 @@ from meshwright.framework.modeling.layer import (
     annotate_weights,
     initialize,
 )
-from meshwright.framework.modeling.optimizers import SGD, Adam
+from meshwright.framework.modeling.optimizers.adafactor import Adafactor
+from meshwright.framework.modeling.optimizers.optimizer import SGD, Adam
+from meshwright.framework.modeling.optimizers.schedules import ConstantSchedule
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.modeling.recompute import Recompute
-from meshwright.framework.modeling.schedules import ConstantSchedule
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.basic.normalization import (

@@ -19,10 +19,10 @@ from meshwright.framework.modeling.layer import (
     annotate_weights,
     initialize,
 )
-from meshwright.framework.modeling.optimizers import SGD
+from meshwright.framework.modeling.optimizers.optimizer import SGD
+from meshwright.framework.modeling.optimizers.schedules import ConstantSchedule
 from meshwright.framework.modeling.random import fold_in, key_from_seed
 from meshwright.framework.modeling.recompute import Recompute
-from meshwright.framework.modeling.schedules import ConstantSchedule
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.positions import PositionKind

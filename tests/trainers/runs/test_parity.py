@@ -103,6 +103,26 @@ def test_axes_that_divide_no_dim(optimizer, partitioner):
     )
 
 
+@pytest.mark.parametrize(
+    "plan,mesh,partitioner,updates",
+    [
+        ("finalized", "(2, 4)", "SHARDY", "off"),
+        ("attempt1", "(4, 2)", "GSPMD", "off"),
+        ("data", "(8,)", "SHARDY", "all"),
+        ("data_tensor", "(2, 4)", "GSPMD", "all"),
+    ],
+)
+def test_muon_trains_as_on_one_device(plan, mesh, partitioner, updates):
+    experiment = small_experiment(
+        f"MESH_SHAPE = {mesh}",
+        f"Experiment.partitioner = %Partitioner.{partitioner}",
+        f"Experiment.weight_update_sharding = '{updates}'",
+        plan=plan,
+        optimizer="muon",
+    )
+    assert_equal_training(train(experiment, start("muon")), one_device("muon"))
+
+
 OPTIONS = (
     "transformer_layer.dropout_rate = 0.1",
     "transformer_layer.activation = %Activation.GATED_GELU",

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.modeling.optimizers import SGD
+from meshwright.framework.modeling.optimizers.optimizer import SGD
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks import DatasetInput, Resume, Task, TaskLoss
 from meshwright.trainers.checkpoints.checkpoints import Checkpoints

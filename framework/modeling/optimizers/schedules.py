@@ -7,11 +7,15 @@ Wherever a schedule is expected a number stands for a constant schedule.
     LinearWarmup(steps=400, schedule=RsqrtDecay(peak=0.002, start_step=400))
     LinearWarmup(steps=100, schedule=CosineSchedule(
         start_value=3e-4, start_step=100, end_value=3e-5, end_step=1000))
+    SequentialSchedule(boundaries=[900], schedules=[
+        LinearWarmup(steps=100, schedule=3e-4),
+        PolynomialSchedule(start_value=3e-4, end_value=0, end_step=100)])
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Sequence
@@ -48,15 +52,42 @@ def set_schedule(config: object, field: str) -> None:
     Raises:
       ValueError: it is neither, or a negative number.
     """
-    value = getattr(config, field)
+    name = f"{type(config).__name__}.{field}"
+    object.__setattr__(config, field, as_schedule(name, getattr(config, field)))
+
+
+def as_schedule(name: str, value: object) -> Schedule:
+    """`value` if it is a schedule; of a number a constant schedule.
+
+    Raises:
+      ValueError: it is neither, or a negative number; `name` says whose value it is.
+    """
+    if isinstance(value, Schedule):
+        return value
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        check_number(config, field, at_least=0)
-        object.__setattr__(config, field, ConstantSchedule(value=value))
-    elif not isinstance(value, Schedule):
+        check_value(name, value, at_least=0)
+        return ConstantSchedule(value=value)
+    raise ValueError(
+        f"{name} is {value!r}; it must be a number or a Schedule, such as 0.001 or "
+        "CosineSchedule(...), in gin @CosineSchedule()"
+    )
+
+
+def check_boundaries(config: Schedule, field: str) -> None:
+    """Raises unless `config.boundaries` increase, one less than entries of a field.
+
+    Raises:
+      ValueError: they do not.
+    """
+    kind, boundaries = type(config).__name__, config.boundaries
+    entries = len(getattr(config, field))
+    if entries != len(boundaries) + 1:
         raise ValueError(
-            f"{type(config).__name__}.{field} is {value!r}; it must be a number or a "
-            "Schedule, such as 0.001 or CosineSchedule(...), in gin @CosineSchedule()"
+            f"{kind}.{field} has {entries} entries for {len(boundaries)} boundaries; "
+            "give one more than boundaries"
         )
+    if list(boundaries) != sorted(set(boundaries)):
+        raise ValueError(f"{kind}.boundaries is {boundaries!r}; it must increase")
 
 
 @gin.register
@@ -283,16 +314,7 @@ class PiecewiseConstantSchedule(Schedule):
 
     def __post_init__(self):
         super().__post_init__()
-        if len(self.values) != len(self.boundaries) + 1:
-            raise ValueError(
-                f"PiecewiseConstantSchedule.values has {len(self.values)} entries for "
-                f"{len(self.boundaries)} boundaries; give one more than boundaries"
-            )
-        if list(self.boundaries) != sorted(set(self.boundaries)):
-            raise ValueError(
-                f"PiecewiseConstantSchedule.boundaries is {self.boundaries!r}; it must "
-                "increase"
-            )
+        check_boundaries(self, "values")
         for i, value in enumerate(self.values):
             check_value(f"PiecewiseConstantSchedule.values[{i}]", value, at_least=0)
 
@@ -302,3 +324,149 @@ class PiecewiseConstantSchedule(Schedule):
         for boundary, later in zip(self.boundaries, self.values[1:], strict=True):
             value = tf.where(step >= boundary, tf.constant(later, tf.float32), value)
         return value
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PowerSchedule(Schedule):
+    """`value * (n / at_step) ** power` for update number n.
+
+    Args:
+      value: the value at update number `at_step`.
+      power: negative for a fall: -0.5 is that of `RsqrtDecay`.
+      at_step: see `value`.
+      first_step: the number of the first update.
+
+    Raises:
+      ValueError: `value` is negative, or `at_step` or `first_step` not positive.
+    """
+
+    value: float = bounded(at_least=0)
+    power: float = bounded()
+    at_step: int = bounded(1, above=0)
+    first_step: int = bounded(1, above=0)
+
+    def __call__(self, step):
+        count = tf.cast(step, tf.float32) + self.first_step
+        return self.value * tf.pow(count / self.at_step, self.power)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OfSeveral(Schedule):
+    """Base of schedules made of several."""
+
+    schedules: Sequence[Schedule | float]
+
+    def __post_init__(self):
+        super().__post_init__()
+        name = f"{type(self).__name__}.schedules"
+        if isinstance(self.schedules, Schedule | numbers.Real) or not self.schedules:
+            raise ValueError(
+                f"{name} is {self.schedules!r}; it must be a list of schedules or "
+                "numbers, in gin [@CosineSchedule(), 0.001]"
+            )
+        made = (
+            as_schedule(f"{name}[{i}]", value) for i, value in enumerate(self.schedules)
+        )
+        object.__setattr__(self, "schedules", tuple(made))
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequentialSchedule(_OfSeveral):
+    """Schedules one after another; each counts its steps from its own beginning.
+
+    Args:
+      schedules: one more than there are boundaries.
+      boundaries: the steps where the next schedule begins, increasing.
+
+    Raises:
+      ValueError: the numbers do not match, boundaries do not increase, or an entry is
+        no schedule or number.
+    """
+
+    boundaries: Sequence[int]
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_boundaries(self, "schedules")
+
+    def __call__(self, step):
+        step = tf.cast(step, tf.int32)
+        first, *others = self.schedules
+        value = first(step)
+        for boundary, schedule in zip(self.boundaries, others, strict=True):
+            # Before its beginning a schedule is not asked for negative steps.
+            later = schedule(tf.maximum(step - boundary, 0))
+            value = tf.where(step >= boundary, later, value)
+        return value
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeastSchedule(_OfSeveral):
+    """The smallest of the values of several schedules, at each step.
+
+    Args:
+      schedules: one or more.
+
+    Raises:
+      ValueError: an entry is no schedule or number.
+    """
+
+    def __call__(self, step):
+        return functools.reduce(tf.minimum, [each(step) for each in self.schedules])
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductSchedule(_OfSeveral):
+    """The product of the values of several schedules, at each step.
+
+    Args:
+      schedules: one or more.
+
+    Raises:
+      ValueError: an entry is no schedule or number.
+    """
+
+    def __call__(self, step):
+        return functools.reduce(tf.multiply, [each(step) for each in self.schedules])
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CyclicSchedule(Schedule):
+    """`schedule`, begun again after each cycle (SGDR, section 3: warm restarts).
+
+    Args:
+      schedule: a cycle, from its step 0 to `period`.
+      period: the steps of the first cycle.
+      growth: each cycle has so many times the steps of the one before, and runs
+        through `schedule` so much slower, in fractions of steps.
+
+    Raises:
+      ValueError: `period` is not positive, `growth` is no whole number of 1 or more, or
+        `schedule` is no schedule or number.
+    """
+
+    schedule: Schedule | float
+    period: int = bounded(above=0)
+    growth: int = bounded(1, at_least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        set_schedule(self, "schedule")
+
+    def __call__(self, step):
+        step = tf.cast(step, tf.int32)
+        if self.growth == 1:
+            return self.schedule(step % self.period)
+        starts, length = [0], self.period
+        while starts[-1] + length <= tf.int32.max:
+            starts.append(starts[-1] + length)
+            length *= self.growth
+        cycle = tf.reduce_sum(tf.cast(step >= tf.constant(starts), tf.int32)) - 1
+        passed = tf.cast(step - tf.gather(starts, cycle), tf.float32)
+        slower = tf.pow(float(self.growth), tf.cast(cycle, tf.float32))
+        return self.schedule(passed / slower)

@@ -20,7 +20,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.checks import Checked, bounded
 from meshwright.framework.modeling.initializers import Constant
 from meshwright.framework.modeling.layer import WeightSpec
-from meshwright.framework.modeling.schedules import Schedule, set_schedule
+from meshwright.framework.modeling.optimizers.schedules import Schedule, set_schedule
 from meshwright.framework.nested_map import NestedMap
 
 

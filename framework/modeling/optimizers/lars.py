@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.layer import WeightSpec
-from meshwright.framework.modeling.optimizers import (
+from meshwright.framework.modeling.optimizers.optimizer import (
     Optimizer,
     WeightUpdate,
     slot_spec,

@@ -1,0 +1,1 @@
+"""Optimizers, schedules of their rates, and averages of weights."""
