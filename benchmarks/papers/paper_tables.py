@@ -41,7 +41,7 @@ from absl import app, flags
 from paper_rows import RowKind
 from paper_updates import UpdateRow
 
-from meshwright.framework.compiler.hlo.step_time import LINK_EFFICIENCY
+from meshwright.framework.devices.network import LINK_EFFICIENCY
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.planning.planning import plan
