@@ -55,14 +55,9 @@ class Phase:
         """Whether latency bounds it, not bandwidth."""
         return self.waiting > self.moving
 
-    def times(self, count: int) -> Phase:
+    def times(self, count: float) -> Phase:
         """The phase `count` times, with as many bytes each time."""
         return Phase(moving=count * self.moving, waiting=count * self.waiting)
-
-
-def seconds(phases: Sequence[Phase]) -> float:
-    """How long phases take, one after the other."""
-    return sum(phase.seconds for phase in phases)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,12 +76,21 @@ class Network:
         """Reduce-scattering or all-gathering a tensor along mesh axes.
 
         Args:
-          axes: mesh axes, or parts of them, the last first.
+          axes: mesh axes, or parts of them, in the order of the phases.
           size: bytes of one group's full tensor.
         """
+        if not axes:
+            return []
         share = 1 - 1 / self.mesh.axes_size(axes)
         moving = size * share / self.hardware.link_bandwidth
         return [Phase(moving=moving, waiting=self.hardware.latency)]
+
+    def all_reduce(self, axes: Sequence[str], size: float) -> list[Phase]:
+        """All-reducing a tensor along mesh axes: it is sent twice; see `along`."""
+        return [
+            Phase(moving=2 * phase.moving, waiting=phase.waiting)
+            for phase in self.along(axes, size)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -102,10 +106,14 @@ class TorusNetwork(Network):
     def along(self, axes: Sequence[str], size: float) -> list[Phase]:
         """In rings along one axis after the other, for the part of it that is left."""
         phases = []
-        for axis in reversed(axes):
+        for axis in axes:
             phases.append(self.around(axis_groups(self.mesh, (axis,)), size))
             size /= self.mesh.axis_size(axis)
         return phases
+
+    def all_reduce(self, axes: Sequence[str], size: float) -> list[Phase]:
+        """Scattered in these rings, and gathered in them."""
+        return [phase.times(2) for phase in self.along(axes, size)]
 
     def around(self, rings: Groups, size: float) -> Phase:
         """Reduce-scattering or all-gathering `size` bytes in each of these rings."""

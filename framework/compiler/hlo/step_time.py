@@ -323,7 +323,7 @@ def _phases(
     if kind == "all-to-all":
         return [network.all_to_all(groups, size)]
     if axes and len(axes) > 1 and set(axes) <= set(network.mesh.axis_names):
-        phases = network.along(axes, size)
+        phases = network.along(axes[::-1], size)
     else:
         phases = [network.around(groups, size)]
     return [phase.times(2) for phase in phases] if kind == "all-reduce" else phases

@@ -1,9 +1,13 @@
 """Whether a weight update is worth sharding, and how (weight-update sharding 3.2).
 
 The cost model is small: the bytes that a device need not read and write, at the speed
-of its memory, against the bytes that it has to send in addition, at the speed of its
-links, and the latency of another collective. An all-reduce sends a tensor twice, once
-to reduce and once to gather; sharded, the second time gathers the result of the update.
+of its memory, against what collectives take in addition on its network (`network.py`).
+An all-reduce sends a tensor twice, once to reduce and once to gather; sharded, the
+second time gathers the result of the update.
+
+Small shards are bound by latency (5.2). Against that gradients may be scattered along
+some of the axes only, partial sharding, and their shards all-reduced along the others:
+XLA for TPUs batches small all-reduces and all-gathers, so that many of them wait once.
 """
 
 from __future__ import annotations
@@ -31,6 +35,11 @@ from meshwright.framework.compiler.weight_update_sharding.update_layouts import 
     UpdateLayout,
     layouts_of,
 )
+from meshwright.framework.devices.device_order import order_of
+from meshwright.framework.devices.hardware import Hardware, TpuKind
+from meshwright.framework.devices.network import Network, Phase, TorusNetwork
+from meshwright.framework.devices.topology import Topology
+from meshwright.framework.sharding.mesh import DeviceMesh
 
 
 class WeightUpdateSharding(enum.Enum):
@@ -46,16 +55,26 @@ class Machine:
     """What the cost model knows about a device.
 
     Args:
-      memory_bandwidth: bytes a second.
-      link_bandwidth: bytes a second that it sends to others.
-      latency: the least seconds that a collective takes.
-      tiles: the tiles of its memory's layout.
+      hardware: the kind of the devices.
+      torus: the TPUs' topology, if they fill one.
+      tiles: the tiles of their memory's layout.
     """
 
-    memory_bandwidth: float
-    link_bandwidth: float
-    latency: float
+    hardware: Hardware
+    torus: Topology | None = None
     tiles: Tiles = Tiles()
+
+    def network(self, mesh: DeviceMesh) -> Network:
+        """What joins the devices, as `mesh` orders them."""
+        if self.torus is None or self.torus.size != mesh.size:
+            return Network(hardware=self.hardware, mesh=mesh)
+        order = order_of(mesh, self.torus)
+        return TorusNetwork(hardware=self.hardware, mesh=mesh, order=order)
+
+    @property
+    def batches(self) -> bool:
+        """Whether its compiler batches small all-reduces and small all-gathers."""
+        return isinstance(self.hardware, TpuKind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +124,7 @@ class _CostModel:
         self.completed: CompletedModule = completed
         self.redundancy: Redundancy = redundancy
         self.machine: Machine = machine
+        self.network = machine.network(completed.mesh)
 
     def decide(self, cluster: Cluster, mode: WeightUpdateSharding) -> Decision:
         if mode is WeightUpdateSharding.OFF:
@@ -147,7 +167,7 @@ class _CostModel:
     def evaluate(
         self, cluster: Cluster, reach: _ClusterInterface, layout: UpdateLayout
     ) -> Decision:
-        machine = self.machine
+        memory_bandwidth = self.machine.hardware.memory_bandwidth
         links = [link for link in cluster.links if link.argument is not None]
         stored = [link.values[0] for link in links]
         saved = sum(map(layout.spared_bytes, reach.entries))
@@ -162,16 +182,11 @@ class _CostModel:
             for v in reach.gradients
             if layout.first(v) is not None
         }
-        sent = sum(size * layout.moved_share(v) for v, size in gathers.items())
-        sent += sum(size * self.reduced(v, reach, layout) for v, size in sizes.items())
-        share = (layout.shards - 1) / layout.shards
-        gain = saved / machine.memory_bandwidth
-        gain -= sent * share / machine.link_bandwidth
-        # They replace one all-reduce, and a backend may combine fewer of them.
-        started = len(gathers) + len(sizes) - bool(sizes)
-        gain -= started * machine.latency
+        gain = saved / memory_bandwidth
+        gain -= sum(self.gathering(v, size, layout) for v, size in gathers.items())
+        gain -= sum(self.reducing(v, size, reach, layout) for v, size in sizes.items())
         copied = self.copied([*sizes, *reach.exits], layout)
-        gain -= 2 * copied / machine.memory_bandwidth
+        gain -= 2 * copied / memory_bandwidth
         return Decision(
             cluster=cluster,
             layout=layout,
@@ -205,13 +220,33 @@ class _CostModel:
         taken = self.completed.sharding(value).dims[layout.first(value)]
         return known and not taken and layout.can_scatter(value)
 
-    def reduced(self, value, reach: _ClusterInterface, layout: UpdateLayout) -> float:
-        """The share of a gradient that is sent beyond its all-reduce, which sends 2."""
+    def gathering(self, value, size: float, layout: UpdateLayout) -> float:
+        """Seconds a step to gather a tensor of which ops outside read `size` bytes."""
+        full = bytes_of(value)
+        phases = self.network.along(layout.axes, full * layout.moved_share(value))
+        return size / full * self.seconds(phases, batched=True)
+
+    def reducing(
+        self, value, size: float, reach: _ClusterInterface, layout: UpdateLayout
+    ) -> float:
+        """Seconds a step to reduce a gradient onto shards, beyond its all-reduce."""
         if not self.is_scattered(value, reach, layout):
             return 0.0
+        axes, full = reach.gradients[value], bytes_of(value)
+        in_tiles = full * layout.moved_share(value)
+        scattered = self.seconds(self.network.along(layout.axes, in_tiles))
         # Over axes that the layout leaves out its shards are all-reduced.
-        left = set(reach.gradients[value]) - set(layout.axes)
-        return layout.moved_share(value) + 2 * bool(left) / layout.shards - 2
+        left = [axis for axis in axes if axis not in layout.axes]
+        added, whole = (
+            self.seconds(self.network.all_reduce(along, size), batched=True)
+            for along, size in ((left, in_tiles / layout.shards), (axes, full))
+        )
+        return size / full * (scattered + added - whole)
+
+    def seconds(self, phases: Sequence[Phase], *, batched: bool = False) -> float:
+        """How long a collective takes; one that is batched shares its latency."""
+        batched &= self.machine.batches
+        return sum(phase.moving if batched else phase.seconds for phase in phases)
 
     def copied(self, passing: Sequence[ir.Value], layout: UpdateLayout) -> int:
         """Bytes of full tensors that are copied on the way into shards or back."""

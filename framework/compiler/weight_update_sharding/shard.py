@@ -31,6 +31,7 @@ from meshwright.framework.compiler.weight_update_sharding.redundancy import anal
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import Tiles
 from meshwright.framework.devices.hardware import TpuKind, hardware_of
+from meshwright.framework.devices.topology import topology_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,11 +237,11 @@ def _stored(structure, forms):
 
 def machine_of(devices: Sequence[jax.Device] | None) -> Machine:
     """The cost model's figures for devices, by default for those of this process."""
-    hardware = hardware_of((devices or jax.devices())[0])
+    devices = devices or jax.devices()
+    hardware = hardware_of(devices[0])
     is_tpu = isinstance(hardware, TpuKind)
     return Machine(
-        memory_bandwidth=hardware.memory_bandwidth,
-        link_bandwidth=hardware.link_bandwidth,
-        latency=hardware.latency,
+        hardware=hardware,
+        torus=topology_of(devices),
         tiles=Tiles(rows=8, columns=128) if is_tpu else Tiles(),
     )

@@ -17,6 +17,8 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
 from meshwright.framework.compiler.weight_update_sharding.decide import Machine
 from meshwright.framework.compiler.weight_update_sharding.gradient import find_sum
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import Tiles
+from meshwright.framework.devices.hardware import TPU_KINDS
+from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -26,6 +28,7 @@ from tests.framework.updates.updates import (
     BOTH,
     DATA,
     DENSE,
+    MADE_UP,
     NO_LATENCY,
     B,
     H,
@@ -38,8 +41,13 @@ from tests.framework.updates.updates import (
     momentum,
 )
 
-SLOW_START = Machine(memory_bandwidth=1e9, link_bandwidth=1e9, latency=1e-4)
+SLOW_START = Machine(hardware=dataclasses.replace(MADE_UP, latency=1e-4))
 STEP = tf.TensorSpec([], tf.int32)
+POD = Machine(
+    hardware=TPU_KINDS["v3"],
+    torus=topology("v3:32x32"),
+    tiles=Tiles(rows=8, columns=128),
+)
 SUMMARIES = {**DENSE, "step": STEP}
 
 
@@ -234,12 +242,7 @@ def test_a_stack_that_is_read_layer_by_layer_in_less_precision():
 def test_shards_are_no_less_than_a_tile_where_others_cost_less():
     """2048 shards of a Transformer's table would be 17 rows each, and moved as 24."""
     mesh = DeviceMesh(("rows", "columns"), (32, 64))
-    v3 = dataclasses.replace(
-        NO_LATENCY,
-        memory_bandwidth=4.5e11,
-        link_bandwidth=7e10,
-        tiles=Tiles(rows=8, columns=128),
-    )
+    v3 = dataclasses.replace(POD, torus=None)
 
     def fn(w, m, x, ids):
         (g,) = gradients(lambda w: mean_square(tf.gather(w, ids) * x), w)
