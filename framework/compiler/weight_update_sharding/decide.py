@@ -39,7 +39,7 @@ from meshwright.framework.devices.device_order import order_of
 from meshwright.framework.devices.hardware import Hardware, TpuKind
 from meshwright.framework.devices.network import Network, Phase, TorusNetwork
 from meshwright.framework.devices.topology import Topology
-from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.mesh import DeviceMesh, SubAxis
 
 
 class WeightUpdateSharding(enum.Enum):
@@ -154,7 +154,10 @@ class _CostModel:
         return layouts_of(cluster, self.dims, self.completed, axes, tiles)
 
     def choices_of_axes(self, cluster: Cluster) -> Iterator[tuple[str, ...]]:
-        """The data axes along which the update is repeated, and parts of them."""
+        """The data axes along which the update is repeated, and some of them.
+
+        On a torus a single axis is divided, into groups of neighbours.
+        """
         alike = frozenset(self.completed.mesh.axis_names)
         for value in cluster.values:
             alike &= self.redundancy.alike.get(value, frozenset())
@@ -163,6 +166,11 @@ class _CostModel:
         axes = [axis for axis in names if axis in alike]
         for count in range(len(axes), 0, -1):
             yield from itertools.combinations(axes, count)
+        if len(axes) == 1 and self.machine.torus is not None:
+            size = self.completed.mesh.axis_size(*axes)
+            for group in range(size // 2, 1, -1):
+                if size % group == 0:
+                    yield (str(SubAxis(*axes, size // group, group)),)
 
     def evaluate(
         self, cluster: Cluster, reach: _ClusterInterface, layout: UpdateLayout
@@ -216,7 +224,8 @@ class _CostModel:
         self, value, reach: _ClusterInterface, layout: UpdateLayout
     ) -> bool:
         """Whether a gradient is reduced right onto its shards, not in full first."""
-        known = set(layout.axes) <= set(reach.gradients[value])
+        mesh = self.completed.mesh
+        known = mesh.entire(layout.axes) <= set(reach.gradients[value])
         taken = self.completed.sharding(value).dims[layout.first(value)]
         return known and not taken and layout.can_scatter(value)
 
@@ -236,7 +245,7 @@ class _CostModel:
         in_tiles = full * layout.moved_share(value)
         scattered = self.seconds(self.network.along(layout.axes, in_tiles))
         # Over axes that the layout leaves out its shards are all-reduced.
-        left = [axis for axis in axes if axis not in layout.axes]
+        left = self.completed.mesh.left_of(axes, layout.axes)
         added, whole = (
             self.seconds(self.network.all_reduce(along, size), batched=True)
             for along, size in ((left, in_tiles / layout.shards), (axes, full))
