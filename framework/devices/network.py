@@ -107,8 +107,10 @@ class TorusNetwork(Network):
         """In rings along one axis after the other, for the part of it that is left."""
         phases = []
         for axis in axes:
-            phases.append(self.around(axis_groups(self.mesh, (axis,)), size))
-            size /= self.mesh.axis_size(axis)
+            count = self.mesh.axis_size(axis)
+            load, hops = _axis_cost(self.order, self.mesh, axis)
+            phases.append(self._phase(size * (count - 1) / count / 2 * load, hops))
+            size /= count
         return phases
 
     def all_reduce(self, axes: Sequence[str], size: float) -> list[Phase]:
@@ -137,6 +139,11 @@ class TorusNetwork(Network):
 
 
 # Of groups: the load of the busiest link, and the links passed one after the other.
+
+
+@functools.lru_cache(maxsize=256)
+def _axis_cost(order: DeviceOrder, mesh: DeviceMesh, axis: str) -> tuple[int, int]:
+    return _ring_cost(order, axis_groups(mesh, (axis,)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -116,6 +116,29 @@ def decide(
     return [model.decide(cluster, mode) for cluster in clusters]
 
 
+# Of a batch of gathers latency is this share at most.
+_WAITING = 0.1
+
+
+def batch_bytes(
+    decisions: Sequence[Decision], machine: Machine, mesh: DeviceMesh
+) -> int:
+    """The bytes up to which results are gathered in one batch (5.2).
+
+    They are as many as make latency short beside their own time; 0 if the compiler
+    batches none.
+    """
+    if not machine.batches:
+        return 0
+    network, most = machine.network(mesh), 0.0
+    for axes in {d.layout.axes for d in decisions if d.layout is not None}:
+        of_a_byte = network.along(axes, 1.0)
+        waiting = sum(phase.waiting for phase in of_a_byte)
+        moving = sum(phase.moving for phase in of_a_byte)
+        most = max(most, waiting / _WAITING / moving)
+    return round(most)
+
+
 class _CostModel:
     """What the layouts of an update cost and save on a machine."""
 

@@ -20,6 +20,7 @@ from meshwright.framework.compiler.weight_update_sharding.clusters import find_c
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     Machine,
     WeightUpdateSharding,
+    batch_bytes,
     decide,
 )
 from meshwright.framework.compiler.weight_update_sharding.decisions import (
@@ -108,16 +109,18 @@ def _shard(
     if requested.mode is not WeightUpdateSharding.OFF:
         for cluster in clusters:
             place_gathers(cluster, dims, redundancy)
+    machine = machine_of(devices)
     decisions = decide(
         clusters,
         dims,
         completed,
         redundancy,
-        machine=machine_of(devices),
+        machine=machine,
         mode=requested.mode,
     )
     names = {leaf.argument: leaf.name for leaf in carried}
-    report = update_report(decisions, names, completed, requested)
+    batched = batch_bytes(decisions, machine, module.mesh)
+    report = update_report(decisions, names, completed, requested, batched)
     if all(decision.layout is None for decision in decisions):
         return report
     with module.rolled_back_on_error():
