@@ -85,6 +85,10 @@ class Network:
         moving = size * share / self.hardware.link_bandwidth
         return [Phase(moving=moving, waiting=self.hardware.latency)]
 
+    def scatters(self, axis: str) -> bool:
+        """Whether it reduce-scatters along a mesh axis, or a part of one."""
+        return True
+
     def all_reduce(self, axes: Sequence[str], size: float) -> list[Phase]:
         """All-reducing a tensor along mesh axes: it is sent twice; see `along`."""
         return [
@@ -112,6 +116,10 @@ class TorusNetwork(Network):
             phases.append(self._phase(size * (count - 1) / count / 2 * load, hops))
             size /= count
         return phases
+
+    def scatters(self, axis: str) -> bool:
+        """Not along one axis that is the whole slice: TPU v3 all-reduces there."""
+        return self.mesh.axis_size(axis) < self.order.topology.size
 
     def all_reduce(self, axes: Sequence[str], size: float) -> list[Phase]:
         """Scattered in these rings, and gathered in them."""

@@ -164,10 +164,11 @@ def scatter(
         border_config(mesh, manual, into),
     )
     # Without leading dims: along its first dim the TPU compiler scatters a tensor.
-    part = tensor_type(value.type, sizes[len(axes) :])
-    local = stablehlo.reshape(part, local)
-    local = _scattered_along(local, mesh, after.dims[dim], dim)
-    smaller = [*[1] * len(kept), *shape_of(local)]
+    part = sizes[len(axes) :]
+    ones = dim if set(part[:dim]) == {1} else 0
+    local = stablehlo.reshape(tensor_type(value.type, part[ones:]), local)
+    local = _scattered_along(local, mesh, after.dims[dim], dim - ones)
+    smaller = [*[1] * (len(kept) + ones), *shape_of(local)]
     local = stablehlo.reshape(tensor_type(value.type, smaller), local)
     full_shape = [
         size * mesh.axes_size(dim_axes)

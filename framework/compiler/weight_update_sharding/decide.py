@@ -249,6 +249,7 @@ class _CostModel:
         """Whether a gradient is reduced right onto its shards, not in full first."""
         mesh = self.completed.mesh
         known = mesh.entire(layout.axes) <= set(reach.gradients[value])
+        known &= all(map(self.network.scatters, layout.axes))
         taken = self.completed.sharding(value).dims[layout.first(value)]
         return known and not taken and layout.can_scatter(value)
 
