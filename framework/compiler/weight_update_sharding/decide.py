@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
@@ -112,8 +112,49 @@ def decide(
     mode: WeightUpdateSharding,
 ) -> list[Decision]:
     """The best layout for each update, or why it has none."""
+    if mode is WeightUpdateSharding.OFF:
+        return [Decision(cluster=cluster, why="switched off") for cluster in clusters]
     model = _CostModel(dims, completed, redundancy, machine)
-    return [model.decide(cluster, mode) for cluster in clusters]
+    options = {cluster: model.options(cluster) for cluster in clusters}
+    if mode is WeightUpdateSharding.ALL:
+        return [_best(*update) for update in options.items()]
+    refused: set[tuple[str, ...]] = set()
+    while True:
+        decisions = [_gainful(*update, refused) for update in options.items()]
+        poor = model.poorest(decisions)
+        if poor is None:
+            return decisions
+        refused.add(poor)
+
+
+def _best(cluster: Cluster, options: Sequence[Decision]) -> Decision:
+    """The option with the largest gain, the simplest of equals; else why there is none.
+
+    Args:
+      cluster: the update.
+      options: all its layouts.
+    """
+    why = "no dim of it can be split in all that its update computes"
+    if options:
+        why = "its tensors are too small to be split, or are split already"
+    options = [option for option in options if option.traffic_saved_bytes > 0]
+    if not options:
+        return Decision(cluster=cluster, why=why)
+    return max(options, key=lambda option: (option.gain, -option.layout.count))
+
+
+def _gainful(
+    cluster: Cluster, options: Sequence[Decision], refused: Container[tuple[str, ...]]
+) -> Decision:
+    """The best option along axes that are not refused, if it gains anything."""
+    kept = [option for option in options if option.layout.axes not in refused]
+    best = _best(cluster, kept or options)
+    if best.layout is None or (kept and best.gain > 0):
+        return best
+    why = f"it would cost {-best.gain * 1e6:.1f} us a step"
+    if not kept:
+        why = "the few updates that gain by it gain less than a gather waits"
+    return dataclasses.replace(best, layout=None, why=why, state_saved_bytes=0)
 
 
 # Of a batch of gathers latency is this share at most.
@@ -149,26 +190,31 @@ class _CostModel:
         self.machine: Machine = machine
         self.network = machine.network(completed.mesh)
 
-    def decide(self, cluster: Cluster, mode: WeightUpdateSharding) -> Decision:
-        if mode is WeightUpdateSharding.OFF:
-            return Decision(cluster=cluster, why="switched off")
+    def options(self, cluster: Cluster) -> list[Decision]:
+        """What each layout of an update saves and costs."""
         reach = self.reach(cluster)
-        options = [
+        return [
             self.evaluate(cluster, reach, layout)
             for axes in self.choices_of_axes(cluster)
             for layout in self.layouts(cluster, axes)
         ]
-        why = "no dim of it can be split in all that its update computes"
-        if options:
-            why = "its tensors are too small to be split, or are split already"
-        options = [option for option in options if option.traffic_saved_bytes > 0]
-        if not options:
-            return Decision(cluster=cluster, why=why)
-        best = max(options, key=lambda option: (option.gain, -option.layout.count))
-        if mode is WeightUpdateSharding.AUTO and best.gain <= 0:
-            why = f"it would cost {-best.gain * 1e6:.1f} us a step"
-            return dataclasses.replace(best, layout=None, why=why, state_saved_bytes=0)
-        return best
+
+    def poorest(self, decisions: Sequence[Decision]) -> tuple[str, ...] | None:
+        """The axes along which all updates gain less than their batch of gathers waits.
+
+        None if there are none.
+        """
+        if not self.machine.batches:
+            return None
+        gains: dict[tuple[str, ...], float] = {}
+        for decision in decisions:
+            if decision.layout is not None:
+                axes = decision.layout.axes
+                gains[axes] = gains.get(axes, 0.0) + decision.gain
+        for axes in gains:
+            gains[axes] -= sum(p.waiting for p in self.network.along(axes, 0.0))
+        poorest = min(gains, key=gains.get, default=None)
+        return poorest if poorest and gains[poorest] <= 0 else None
 
     def layouts(
         self, cluster: Cluster, axes: tuple[str, ...]
