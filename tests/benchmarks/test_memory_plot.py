@@ -47,3 +47,16 @@ def test_the_figure_of_the_docs_is_of_the_kept_rows(tmp_path):
 def test_no_rows_no_figure():
     with pytest.raises(ValueError, match="no model of Table 1"):
         memory_plot.figure([])
+
+
+def test_the_table_of_the_docs_has_the_kept_peaks():
+    text = (ROOT / "docs" / "weight_updates.md").read_text()
+    table = text.partition("| | peak GB off | on | less |\n")[2].partition("\n\n")[0]
+    cells = [line.strip("| ").split(" | ")[1:] for line in table.splitlines()[1:]]
+    assert cells[: len(models())] == [
+        [
+            *(f"{row['ours'][mode]['peak_gb']:.2f}" for mode in ("off", "on")),
+            f"{memory_plot.saved(row['ours']):.0%}",
+        ]
+        for row in models()
+    ]
