@@ -26,6 +26,7 @@ from benchmarks.papers.paper_tables import (  # noqa: E402
 from meshwright.framework.compiler.hlo import step_time  # noqa: E402
 from meshwright.framework.compiler.hlo.hlo_text import HloModule  # noqa: E402
 from meshwright.framework.compiler.hlo.step_time import OpTime, TimePart  # noqa: E402
+from meshwright.framework.devices.network import LINK_EFFICIENCY  # noqa: E402
 from meshwright.framework.devices.topology import topology  # noqa: E402
 from meshwright.layers.stacks.repeat import Unroll  # noqa: E402
 from meshwright.trainers.cli import build_experiment  # noqa: E402
@@ -215,7 +216,7 @@ def test_the_error_bar_is_that_of_rows_left_out():
     rows = [row for row in ROWS if row.table in CALIBRATED]
     pairs = [(row, kept[row.table, row.name]["ours"]) for row in rows]
     fit = paper_tables.calibrate(pairs)
-    assert fit.efficiency == pytest.approx(step_time.LINK_EFFICIENCY, abs=0.005)
+    assert fit.efficiency == pytest.approx(LINK_EFFICIENCY, abs=0.005)
     errors = [abs(error) for error in fit.left_out]
     assert sum(errors) / len(errors) == pytest.approx(step_time.MEAN_ERROR, abs=5e-4)
     assert max(errors) == pytest.approx(step_time.WORST_ERROR, abs=5e-4)
@@ -457,7 +458,7 @@ def test_a_kept_row_is_of_its_file(table, name):
     flops = experiment.task.train_flops(experiment.global_batch)
     peak_flops = topology(row.topology).kind.peak_flops * experiment.plan.mesh.size
     assert ours["full_speed_s"] == pytest.approx(flops / peak_flops)
-    links_s = ours["link_s"] / step_time.LINK_EFFICIENCY
+    links_s = ours["link_s"] / LINK_EFFICIENCY
     assert ours["step_s"] == pytest.approx(ours["ops_s"] + links_s)
     # Of each tensor of the state a device has a shard, and nothing fits without them.
     programs = StepPrograms(experiment)
