@@ -41,7 +41,7 @@ from absl import app, flags
 from paper_rows import RowKind
 from paper_updates import UpdateRow
 
-from meshwright.framework.compiler.hlo.step_time import LINK_EFFICIENCY
+from meshwright.framework.devices.network import LINK_EFFICIENCY
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.planning.planning import plan
@@ -239,7 +239,8 @@ def ours(row: Row, cache: plan_cache.PlanCache) -> dict[str, Any]:
     Returns:
       fits, peak_gb, limit_gb, compile_s; weights, their number; and if it fits step_s,
       util, the parts of step_s, how much of them is in bubbles or recomputed
-      (of_which), and the seconds of ops and of links at full bandwidth: ops_s, link_s.
+      (of_which), the seconds of links at full bandwidth, link_s, and those of all else,
+      ops_s: of ops, and of collectives that are bound by latency.
     """
     experiment, config = build_experiment([row.gin_file], row.gin_params)
     key = {"what": "paper table", **plan_cache.key_parts(config, row.topology)}
@@ -263,9 +264,9 @@ def _planned(experiment: Experiment, topology: str) -> dict[str, Any]:
     }
     if not report.fits:
         return result
-    link_s = (
-        sum(collective.exposed for collective in report.time.collectives)
-        * LINK_EFFICIENCY
+    link_s = LINK_EFFICIENCY * sum(
+        max(0.0, collective.exposed - collective.waiting)
+        for collective in report.time.collectives
     )
     return {
         **result,

@@ -9,35 +9,18 @@ of 128^3 are one line, those of 256^3 two points, of (4, 16) and (2, 32) devices
 
 from __future__ import annotations
 
-import json
-import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
-from absl import app, flags
+from absl import app
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
-
-
-def define_flags() -> None:
-    """Called only by this program: the flags are required."""
-    flags.DEFINE_string("rows", None, "JSON of paper_tables.py.", required=True)
-    flags.DEFINE_string("plot_out", None, "File, .svg or .png.", required=True)
-
+from plots import BLUE, ORANGE, define_flags, draw
 
 _PANELS = {"step_s": "seconds a step", "peak_gb": "peak memory of a core, GB"}
-# Okabe and Ito's colours; the paper's marks are hollow.
-_WHOSE = {"paper": ("#E69F00", "white", "--"), "ours": ("#0072B2", "#0072B2", "-")}
-_STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "table8",
-}
+# The paper's marks are hollow.
+_WHOSE = {"paper": (ORANGE, "white", "--"), "ours": (BLUE, BLUE, "-")}
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -93,18 +76,7 @@ def _draw(axes: Axes, rows, whose: str, what: str) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Draws the figure."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    try:
-        rows = json.loads(pathlib.Path(flags.FLAGS.rows).read_text())
-        with matplotlib.rc_context(_STYLE):
-            drawn = figure(rows)
-            is_svg = flags.FLAGS.plot_out.endswith(".svg")
-            # No date: the same rows make the same file.
-            metadata = {"Date": None} if is_svg else None
-            drawn.savefig(flags.FLAGS.plot_out, metadata=metadata)
-    except (ValueError, OSError) as error:
-        sys.exit(f"spatial_plot.py: {error}")
+    draw(__file__, figure, argv)
 
 
 if __name__ == "__main__":

@@ -245,11 +245,15 @@ class TracedProgram:
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Program:
         """Partitions and compiles; see `compile_program`."""
         unpartitioned = put_on_mesh(self.written, self.target)
+        options = {
+            **(self.updates.xla_options if self.updates else {}),
+            **(compiler_options or {}),
+        }
         return Program(
             results=self.results,
             target=self.target,
             unpartitioned=unpartitioned,
-            compiled=unpartitioned.compile(compiler_options),
+            compiled=unpartitioned.compile(options or None),
         )
 
     def export(self, platforms: Sequence[str]) -> bytes:

@@ -27,7 +27,8 @@ class Hardware:
       memory_bandwidth: bytes a second of a device.
       link_bandwidth: bytes a second that it sends to others; for a TPU, through one
         link in each direction.
-      latency: seconds that a collective takes at least.
+      latency: seconds that a collective takes at least; for a TPU, those of each link
+        that its data passes, one after the other.
       source: where the figures are published.
     """
 
@@ -76,7 +77,10 @@ class TpuKind(Hardware):
     wraps_from: int
     cubes: bool = False
     is_merged: bool = False
-    latency: float = 2e-6  # A guess: no TPU was measured.
+    # "Typically around 1us" a link, of no kind in particular, by "How To Scale Your
+    # Model" (jax-ml.github.io/scaling-book), part 3. That v2 and v3 are as fast, and
+    # that the way to a chip's other core takes nothing, are guesses.
+    latency: float = 1e-6
 
     @property
     def peak_flops(self) -> float:

@@ -48,12 +48,33 @@ def _steps(source, target, dim: int, size: int, wraps: bool) -> np.ndarray:
     return np.where(turn, -steps, steps)
 
 
+def longest_way(torus: Topology, source: np.ndarray, target: np.ndarray) -> int:
+    """The most links that a message passes; for the arguments see `link_load`."""
+    return int(_ways(torus, source, target).max(initial=0))
+
+
+def _ways(torus: Topology, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The number of links that each message passes."""
+    dims = enumerate(zip(torus.chips, torus.wraps, strict=True))
+    return sum(abs(_steps(source, target, d, *dim)) for d, dim in dims)
+
+
 def longest_step(torus: Topology, rings: np.ndarray) -> int:
     """The most links between neighbours of a ring; for `rings` see `ring_load`."""
-    ends = (rings, np.roll(rings, -1, axis=1))
-    source, target = (e.reshape(-1, rings.shape[-1]) for e in ends)
-    dims = enumerate(zip(torus.chips, torus.wraps, strict=True))
-    return int(sum(abs(_steps(source, target, d, *dim)) for d, dim in dims).max())
+    return longest_way(torus, *_neighbours(rings))
+
+
+def ring_hops(torus: Topology, rings: np.ndarray) -> int:
+    """The links that data passes one after the other until all of a ring have it.
+
+    They lie half way round, as data goes both ways at once; where rings share links, it
+    goes one way, and on to the last device; for `rings` see `ring_load`.
+    """
+    links = _ways(torus, *_neighbours(rings)).reshape(rings.shape[:2])
+    around = links.sum(axis=1)
+    if _share_links(torus, rings):
+        return int((around - links.min(axis=1)).max())
+    return int((-(-around // 2)).max())
 
 
 def ring_load(torus: Topology, rings: np.ndarray) -> int:
@@ -73,28 +94,36 @@ def ring_load(torus: Topology, rings: np.ndarray) -> int:
       Multiples of half the bytes that one device passes on; 1 where every link carries
       one ring, each way.
     """
-    ends = (rings, np.roll(rings, -1, axis=1))
-    source, target = (e.reshape(-1, rings.shape[-1]) for e in ends)
-    one_way = link_load(torus, source, target)
-    if one_way > link_load(torus, ends[0][0], ends[1][0]):
-        return 2 * one_way
+    source, target = _neighbours(rings)
+    if _share_links(torus, rings):
+        return 2 * link_load(torus, source, target)
     return link_load(
         torus, np.concatenate([source, target]), np.concatenate([target, source])
     )
 
 
-def all_to_all_load(torus: Topology, groups: np.ndarray) -> int:
-    """The load of the busiest link in an all-to-all of each group.
+def _neighbours(rings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each device of all rings, and the device that comes after it."""
+    ends = (rings, np.roll(rings, -1, axis=1))
+    return tuple(end.reshape(-1, rings.shape[-1]) for end in ends)
+
+
+def _share_links(torus: Topology, rings: np.ndarray) -> bool:
+    """Whether all rings together load a link more than one of them does."""
+    alone = link_load(torus, *_neighbours(rings[:1]))
+    return link_load(torus, *_neighbours(rings)) > alone
+
+
+def all_pairs(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sources and targets of messages from each device of a group to each of it.
+
+    They are those of an all-to-all.
 
     Args:
-      torus: the topology.
       groups: int [groups, devices, dims + 1], positions.
-
-    Returns:
-      Multiples of the bytes that a device sends to each other device.
     """
     count = groups.shape[1]
     shape = (len(groups), count, count, groups.shape[-1])
-    source = np.broadcast_to(groups[:, :, None], shape).reshape(-1, shape[-1])
-    target = np.broadcast_to(groups[:, None], shape).reshape(-1, shape[-1])
-    return link_load(torus, source, target)
+    source = np.broadcast_to(groups[:, :, None], shape)
+    target = np.broadcast_to(groups[:, None], shape)
+    return source.reshape(-1, shape[-1]), target.reshape(-1, shape[-1])

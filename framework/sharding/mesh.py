@@ -7,7 +7,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -112,6 +112,24 @@ class DeviceMesh:
     def name(self, part: SubAxis) -> str:
         """The name of `part`: `Y:(2)4`, or just `Y` for an entire axis."""
         return part.axis if part.size == self.axis_size(part.axis) else str(part)
+
+    def entire(self, axes: Iterable[str]) -> set[str]:
+        """The entire axes that axes, or parts of them, belong to."""
+        return {self.part(axis).axis for axis in axes}
+
+    def left_of(self, axes: Sequence[str], taken: Sequence[str]) -> tuple[str, ...]:
+        """What is left of entire axes without others, or without a part of each."""
+        parts = {part.axis: part for part in map(self.part, taken)}
+        left = []
+        for axis in axes:
+            size = self.axis_size(axis)
+            part = parts.get(axis, SubAxis(axis, size, 1))
+            rest = (
+                SubAxis(axis, 1, part.before),
+                SubAxis(axis, part.end, size // part.end),
+            )
+            left += [self.name(digit) for digit in rest if digit.size > 1]
+        return tuple(left)
 
     def stride(self, axis: str) -> int:
         """The distance of neighbours along `axis` in the mesh's row-major order."""

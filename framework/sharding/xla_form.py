@@ -51,6 +51,17 @@ def place_along(mesh: DeviceMesh, axes: Sequence[str]) -> np.ndarray:
     return place
 
 
+def axis_groups(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The device groups of a collective along `axes`, counted by place in the mesh.
+
+    In a group devices come in the order of their places along `axes`, major first.
+    """
+    # Devices of the same place along the axes come in the order of their groups.
+    order = np.argsort(place_along(mesh, axes), axis=None, kind="stable")
+    groups = order.reshape(mesh.axes_size(axes), -1).T
+    return tuple(map(tuple, groups.tolist()))
+
+
 def logical(sharding: Sharding, mesh: DeviceMesh) -> Sharding:
     """`sharding` with devices numbered by their index in `mesh`, as programs do."""
     devices = sharding.mesh

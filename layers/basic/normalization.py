@@ -179,20 +179,23 @@ class BatchNorm(Layer):
     however many devices; in evaluation, running averages of them. These are weights
     that no optimizer trains, see `WeightSpec.statistic_decay`; so a layer is used once
     a step. In a pipeline each microbatch has its own mean and variance, and the
-    averages take the microbatches' mean.
+    averages take the microbatches' mean; so they do with groups of rows.
 
     Args:
       model_dims: M.
       decay: the decay of the running averages, in [0, 1).
       epsilon: added to the variance.
+      group_size: how many rows in a row have statistics of their own; None for all.
+        Groups that lie on one device each need no communication.
 
     Raises:
-      ValueError: the decay is out of range.
+      ValueError: the decay or the group size is out of range.
     """
 
     model_dims: int
     decay: float = bounded(0.99, at_least=0, below=1)
     epsilon: float = 1e-5
+    group_size: int | None = bounded(None, at_least=1)
 
     def weights(self) -> NestedMap:
         def running(value):
@@ -221,23 +224,47 @@ class BatchNorm(Layer):
 
         Raises:
           ValueError: the last dim of `x` is not M; the mask is not bool or does not
-            fit.
+            fit; in training, groups do not divide B.
         """
         check_trailing_dims(ctx, x, [self.model_dims])
         x = zero_padding(ctx, tf.cast(x, tf.float32), mask)
         mean, variance = theta.mean, theta.variance
         if ctx.mode is Mode.TRAIN:
-            places = list(range(x.shape.rank - 1))
-            count = _count(x, mask, places)
-            mean = tf.reduce_sum(x, places) / count
+            mean = self._means(ctx, x, mask)
             square = tf.square(zero_padding(ctx, x - mean, mask))
-            variance = tf.reduce_sum(square, places) / count
+            variance = self._means(ctx, square, mask)
         y = (x - mean) * tf.math.rsqrt(variance + self.epsilon)
         y = y * theta.scale + theta.bias
         if ctx.mode is Mode.TRAIN:
-            y = as_gradient(y, theta.mean, mean)
-            y = as_gradient(y, theta.variance, variance)
+            y = as_gradient(y, theta.mean, self._over_groups(mean))
+            y = as_gradient(y, theta.variance, self._over_groups(variance))
         return ctx.cast(y)
+
+    def _means(self, ctx: Context, x: tf.Tensor, mask) -> tf.Tensor:
+        """Of each feature: of all rows, [M], or of each row's group, [B, 1, ..., M]."""
+        places = list(range(x.shape.rank - 1))
+        if self.group_size is None:
+            return tf.reduce_sum(x, places) / _count(x, mask, places)
+        rows, size = x.shape[0], self.group_size
+        if rows % size:
+            raise ValueError(
+                f"{ctx.path}: groups of {size} rows do not divide the {rows} of the "
+                "batch; choose a group_size that does, or None for one group"
+            )
+        x = tf.reshape(x, [rows // size, size, *x.shape[1:]])
+        if mask is not None:
+            mask = tf.reshape(mask, [rows // size, size, *mask.shape[1:]])
+        places = list(range(1, x.shape.rank - 1))
+        means = tf.reduce_sum(x, places) / _count(x, mask, places)
+        wide = [rows // size, size, self.model_dims]
+        means = tf.broadcast_to(means[:, None], wide)
+        return tf.reshape(means, [rows, *[1] * (len(places) - 1), self.model_dims])
+
+    def _over_groups(self, means: tf.Tensor) -> tf.Tensor:
+        """The mean of what `_means` gives: groups are of one size."""
+        if self.group_size is None:
+            return means
+        return tf.reduce_mean(tf.reshape(means, [-1, self.model_dims]), 0)
 
 
 def _over_rms(x: tf.Tensor, epsilon: float) -> tf.Tensor:

@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
-from benchmarks.papers import spatial_plot
+# Where a script finds its neighbours.
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks" / "papers"))
+
+from benchmarks.papers import spatial_plot  # noqa: E402
 
 FOLDER = pathlib.Path(spatial_plot.__file__).parent
 KEPT = FOLDER.parents[1] / "tests" / "data" / "paper_rows.json"

@@ -12,8 +12,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from meshwright.framework.compiler.hlo.step_time import LINK_EFFICIENCY
 from meshwright.framework.devices.device_order import device_orders
+from meshwright.framework.devices.network import LINK_EFFICIENCY
 from meshwright.framework.devices.topology import Topology
 from meshwright.framework.modeling.layer import STACK_DIM, STAGE_DIM, WeightSpec
 from meshwright.framework.nested_map import NestedMap

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from meshwright.framework.compiler.hlo.hlo_text import (
     itemsize,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh, SubAxis
-from meshwright.framework.sharding.xla_form import ints, iota, place_along
+from meshwright.framework.sharding.xla_form import axis_groups, ints, iota
 
 PERMUTE = "collective-permute"
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", PERMUTE)
@@ -185,16 +184,6 @@ def _axes_between(pairs, mesh: DeviceMesh) -> tuple[str, ...]:
 
 def _partition(groups) -> frozenset:
     return frozenset(frozenset(group) for group in groups)
-
-
-def axis_groups(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The device groups of a collective along `axes`, counted by place in the mesh.
-
-    In a group devices come in the order of their places along `axes`, major first.
-    """
-    # Devices of the same place along the axes come in the order of their groups.
-    order = np.argsort(place_along(mesh, axes), axis=None, kind="stable")
-    return _rows(order.reshape(mesh.axes_size(axes), -1).T)
 
 
 def _rows(array: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -2,21 +2,19 @@
 
 Ops take the cycles that the compiler itself estimated for them, times the trips of the
 loops around them. For collectives it gives no estimate: they take the bytes that the
-busiest link has to carry (`torus.py`) over the bandwidth that a link reaches. XLA for
-TPU v3 and before runs ops one after the other; where a collective has a start and an
-end, the ops between them hide it.
+busiest link has to carry (`torus.py`) over the bandwidth that a link reaches, and no
+less than the latency of the links on the way (`network.py`). XLA for TPU v3 and before
+runs ops one after the other; where a collective has a start and an end, the ops between
+them hide it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
 
 from meshwright.framework.compiler.hlo.hlo_text import (
     HloModule,
@@ -26,17 +24,9 @@ from meshwright.framework.compiler.hlo.hlo_text import (
 )
 from meshwright.framework.compiler.hlo.report import Collective, collectives_of
 from meshwright.framework.devices.device_order import DeviceOrder
-from meshwright.framework.devices.torus import (
-    all_to_all_load,
-    link_load,
-    ring_load,
-)
+from meshwright.framework.devices.network import Phase, TorusNetwork
 from meshwright.framework.sharding.mesh import DeviceMesh
 
-LINK_EFFICIENCY = 0.80
-"""The share of a link's bandwidth that collectives reach: the only calibrated constant,
-the least-squares fit to the 13 step times of GSPMD's Tables 2 and 3 (docs/planning.md).
-"""
 CALIBRATED_KIND = "v3"
 """The only kind of TPU on which these step times were measured."""
 MEAN_ERROR = 0.045
@@ -107,6 +97,7 @@ class CollectiveTime:
       count: trips.
       seconds: the seconds of all trips.
       exposed: the part of `seconds` that ops between its start and end do not hide.
+      waiting: the part of `seconds` in phases that latency bounds, not bandwidth.
     """
 
     name: str
@@ -117,6 +108,7 @@ class CollectiveTime:
     count: int
     seconds: float
     exposed: float
+    waiting: float
 
     @property
     def op_name(self) -> str:
@@ -178,7 +170,8 @@ class _Walk:
     def __init__(self, module: HloModule, mesh: DeviceMesh, order: DeviceOrder):
         self.module = module
         self.kind = order.topology.kind
-        self.price = functools.partial(_seconds, mesh=mesh, order=order)
+        hardware = order.topology.kind
+        self.network = TorusNetwork(hardware=hardware, mesh=mesh, order=order)
         self.sent = {c.name: c for c in collectives_of(module, mesh)}
         self.ops: list[OpTime] = []
         self.collectives: list[CollectiveTime] = []
@@ -259,7 +252,9 @@ class _Walk:
         if collective.kind == "reduce-scatter":
             size *= len(collective.groups[0])
         trips = math.prod(loop.trips for loop in loops)
-        seconds = trips * self.price(collective, kind=kind, size=size)
+        phases = _phases(collective, kind=kind, size=size, network=self.network)
+        seconds = trips * sum(phase.seconds for phase in phases)
+        waiting = sum(phase.seconds for phase in phases if phase.is_waiting)
         return CollectiveTime(
             name=op.name,
             collective=dataclasses.replace(
@@ -271,6 +266,7 @@ class _Walk:
             count=trips,
             seconds=seconds,
             exposed=seconds,
+            waiting=trips * waiting,
         )
 
     def scattered(self, fusion: Instruction) -> Instruction | None:
@@ -313,60 +309,21 @@ def _moved(type_: str, trips: int) -> int:
     )
 
 
-def _seconds(
-    collective: Collective,
-    *,
-    kind: str,
-    size: int,
-    mesh: DeviceMesh,
-    order: DeviceOrder,
-) -> float:
-    """How long a collective takes if it has the links to itself."""
-    torus = order.topology
-    speed = torus.kind.link_bandwidth * LINK_EFFICIENCY
-    if kind == "collective-permute":
-        return size * _permute_load(order, collective.groups) / speed
-    if kind == "all-to-all":
-        sent = size / len(collective.groups[0])
-        return sent * _all_to_all_load(order, collective.groups) / speed
-    seconds = 0.0
-    for share, load in _rings(collective, mesh, order):
-        passes = 2 if kind == "all-reduce" else 1
-        seconds += passes * size * share / 2 * load / speed
-    return seconds
+def _phases(
+    collective: Collective, *, kind: str, size: int, network: TorusNetwork
+) -> list[Phase]:
+    """The phases of a collective that has the links to itself.
 
-
-def _rings(
-    collective: Collective, mesh: DeviceMesh, order: DeviceOrder
-) -> Iterator[tuple[float, int]]:
-    """The share of the bytes that goes through rings, and the rings' load.
-
-    Over several axes the rings are along the last axis first, then along the next for
+    Over several axes they are rings along the last axis first, then along the next for
     the part of the result that each device has.
     """
-    axes = collective.axes
-    if axes and len(axes) > 1 and set(axes) <= set(mesh.axis_names):
-        done = 1
-        for axis in reversed(axes):
-            size = mesh.axis_size(axis)
-            yield (size - 1) / size / done, order.loads[mesh.axis_names.index(axis)]
-            done *= size
-        return
-    count = len(collective.groups[0])
-    yield (count - 1) / count, _ring_load(order, collective.groups)
-
-
-@functools.lru_cache(maxsize=256)
-def _ring_load(order: DeviceOrder, groups: Sequence[Sequence[int]]) -> int:
-    return ring_load(order.topology, order.positions[np.array(groups)])
-
-
-@functools.lru_cache(maxsize=256)
-def _all_to_all_load(order: DeviceOrder, groups: Sequence[Sequence[int]]) -> int:
-    return all_to_all_load(order.topology, order.positions[np.array(groups)])
-
-
-@functools.lru_cache(maxsize=256)
-def _permute_load(order: DeviceOrder, pairs: Sequence[Sequence[int]]) -> int:
-    ends = order.positions[np.array(pairs)]
-    return link_load(order.topology, ends[:, 0], ends[:, 1])
+    groups, axes = collective.groups, collective.axes
+    if kind == "collective-permute":
+        return [network.between(groups, size)]
+    if kind == "all-to-all":
+        return [network.all_to_all(groups, size)]
+    if axes and len(axes) > 1 and set(axes) <= set(network.mesh.axis_names):
+        phases = network.along(axes[::-1], size)
+    else:
+        phases = [network.around(groups, size)]
+    return [phase.times(2) for phase in phases] if kind == "all-reduce" else phases

@@ -125,7 +125,13 @@ def _scattered_dim(value, before: Sharding, after: Sharding, ends: Axes) -> int 
     return dim if even and set(after.dims[dim]) == set(ends) else None
 
 
-def scatter(value: ir.Value, before: Sharding, after: Sharding, dim: int) -> ir.Value:
+def scatter(
+    value: ir.Value,
+    before: Sharding,
+    after: Sharding,
+    dim: int,
+    kept: Axes | None = None,
+) -> ir.Value:
     """Adds up by a reduce-scatter along one axis after the other.
 
     The CPU's compiler would make an all-reduce of a sum and a slice of it. All axes
@@ -135,15 +141,17 @@ def scatter(value: ir.Value, before: Sharding, after: Sharding, dim: int) -> ir.
       value: the tensor, with a leading dim for each unreduced axis of `before`.
       before, after: its types; shards of both are even.
       dim: the dim that the axes of the sum split after it, and none before.
+      kept: the axes, or parts of axes, along which it stays unreduced; those of `after`
+        by default.
 
     Returns:
       The tensor with a leading dim for each axis that is left unreduced.
     """
     mesh, axes = after.mesh, before.unreduced
-    kept = after.unreduced
+    kept = after.unreduced if kept is None else kept
     into = [*[(axis,) for axis in axes], *before.dims]
     out = [*[(axis,) for axis in kept], *after.dims]
-    used = {axis for dim_axes in into for axis in dim_axes}
+    used = mesh.entire(axis for dim_axes in into for axis in dim_axes)
     manual = [axis for axis in mesh.axis_names if axis in used]
     sizes = [
         size // mesh.axes_size(dim_axes)
@@ -156,10 +164,11 @@ def scatter(value: ir.Value, before: Sharding, after: Sharding, dim: int) -> ir.
         border_config(mesh, manual, into),
     )
     # Without leading dims: along its first dim the TPU compiler scatters a tensor.
-    part = tensor_type(value.type, sizes[len(axes) :])
-    local = stablehlo.reshape(part, local)
-    local = _scattered_along(local, mesh, after.dims[dim], dim)
-    smaller = [*[1] * len(kept), *shape_of(local)]
+    part = sizes[len(axes) :]
+    ones = dim if set(part[:dim]) == {1} else 0
+    local = stablehlo.reshape(tensor_type(value.type, part[ones:]), local)
+    local = _scattered_along(local, mesh, after.dims[dim], dim - ones)
+    smaller = [*[1] * (len(kept) + ones), *shape_of(local)]
     local = stablehlo.reshape(tensor_type(value.type, smaller), local)
     full_shape = [
         size * mesh.axes_size(dim_axes)

@@ -161,14 +161,18 @@ def placeholder_of(op) -> Placeholder | None:
 
 
 def check_axes(
-    blame: Blame, op, placeholder: Placeholder | None, manual: Sequence[str]
+    blame: Blame,
+    op,
+    placeholder: Placeholder | None,
+    manual: Sequence[str],
+    mesh: DeviceMesh,
 ) -> None:
     """Refuses a collective along an axis that is not manual in its region.
 
     Raises:
       LoweringError: the op is such a collective.
     """
-    if placeholder is not None and not set(placeholder.axes) <= set(manual):
+    if placeholder is not None and not mesh.entire(placeholder.axes) <= set(manual):
         raise blame.error(
             op,
             f"is a collective along {', '.join(placeholder.axes)} in a region manual "

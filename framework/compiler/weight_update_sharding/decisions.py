@@ -48,18 +48,27 @@ class UpdateReport:
       mode: the requested mode: auto, off or all.
       data_axes: the mesh axes that split the batch.
       lines: a line for each update, those that save most memory first.
+      batch_bytes: the bytes up to which results are gathered in one batch; 0 for none.
       failed: why nothing was sharded, where the pass itself failed; else "".
     """
 
     mode: str
     data_axes: tuple[str, ...]
     lines: tuple[UpdateLine, ...] = ()
+    batch_bytes: int = 0
     failed: str = ""
 
     @property
     def sharded(self) -> list[UpdateLine]:
         """The lines of the updates that are sharded."""
         return [line for line in self.lines if not line.why]
+
+    @property
+    def xla_options(self) -> dict[str, int]:
+        """Those by which XLA for TPUs batches gathers, as it does all-reduces."""
+        if not self.batch_bytes:
+            return {}
+        return {"xla_all_gather_latency_bound_threshold_in_bytes": self.batch_bytes}
 
     def summary(self) -> str:
         """The report in one line."""
@@ -105,6 +114,7 @@ def update_report(
     names: Mapping[int, str],
     completed: CompletedModule,
     requested,
+    batch_bytes: int,
 ) -> UpdateReport:
     """The report on decisions, made before the module is changed."""
     lines = [_line(decision, names, completed) for decision in decisions]
@@ -114,6 +124,7 @@ def update_report(
         lines=tuple(
             sorted(lines, key=lambda line: (-line.state_saved_bytes, line.names))
         ),
+        batch_bytes=batch_bytes,
     )
 
 

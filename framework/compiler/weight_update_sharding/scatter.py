@@ -43,7 +43,7 @@ def reduce_scattered(
     """
     mesh, first = completed.mesh, layout.first(value)
     unsplit = layout.sharding(value, split=False)
-    if unsplit.dims[first] or not set(layout.axes) <= set(summed.axes):
+    if unsplit.dims[first] or not mesh.entire(layout.axes) <= set(summed.axes):
         return None
     shape = layout.shape(value)
     padded_size = layout.sharding(value).padded_shape(shape)[first]
@@ -60,12 +60,13 @@ def reduce_scattered(
         for size, axes in zip(padded, unsplit.dims, strict=True)
     ]
     after = [layout.axes if dim == first else axes for dim, axes in enumerate(before)]
-    left = tuple(axis for axis in summed.axes if axis not in layout.axes)
+    left = mesh.left_of(summed.axes, layout.axes)
     total = scatter(
         parts,
         Sharding(mesh, tuple(before), unreduced=summed.axes),
-        Sharding(mesh, tuple(after), unreduced=left),
+        Sharding(mesh, tuple(after)),
         first,
+        left,
     )
     if left:
         total = add_up(total, mesh, left, left)

@@ -20,6 +20,7 @@ from meshwright.framework.compiler.weight_update_sharding.clusters import find_c
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     Machine,
     WeightUpdateSharding,
+    batch_bytes,
     decide,
 )
 from meshwright.framework.compiler.weight_update_sharding.decisions import (
@@ -31,6 +32,7 @@ from meshwright.framework.compiler.weight_update_sharding.redundancy import anal
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import Tiles
 from meshwright.framework.devices.hardware import TpuKind, hardware_of
+from meshwright.framework.devices.topology import topology_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,16 +109,18 @@ def _shard(
     if requested.mode is not WeightUpdateSharding.OFF:
         for cluster in clusters:
             place_gathers(cluster, dims, redundancy)
+    machine = machine_of(devices)
     decisions = decide(
         clusters,
         dims,
         completed,
         redundancy,
-        machine=machine_of(devices),
+        machine=machine,
         mode=requested.mode,
     )
     names = {leaf.argument: leaf.name for leaf in carried}
-    report = update_report(decisions, names, completed, requested)
+    batched = batch_bytes(decisions, machine, module.mesh)
+    report = update_report(decisions, names, completed, requested, batched)
     if all(decision.layout is None for decision in decisions):
         return report
     with module.rolled_back_on_error():
@@ -236,11 +240,11 @@ def _stored(structure, forms):
 
 def machine_of(devices: Sequence[jax.Device] | None) -> Machine:
     """The cost model's figures for devices, by default for those of this process."""
-    hardware = hardware_of((devices or jax.devices())[0])
+    devices = devices or jax.devices()
+    hardware = hardware_of(devices[0])
     is_tpu = isinstance(hardware, TpuKind)
     return Machine(
-        memory_bandwidth=hardware.memory_bandwidth,
-        link_bandwidth=hardware.link_bandwidth,
-        latency=hardware.latency,
+        hardware=hardware,
+        torus=topology_of(devices),
         tiles=Tiles(rows=8, columns=128) if is_tpu else Tiles(),
     )

@@ -55,9 +55,12 @@ class Tiles:
         tiled = min(self._tiled(rows, columns, size), self._tiled(columns, rows, size))
         return math.prod(major) * tiled * size
 
+    def packed_rows(self, size: int) -> int:
+        """The rows of a tile, for elements of `size` bytes."""
+        return self.rows * (4 // size if self.rows > 1 and size < 4 else 1)
+
     def _tiled(self, rows: int, columns: int, size: int) -> int:
-        packed = self.rows * (4 // size if self.rows > 1 and size < 4 else 1)
-        high = min(packed, 1 << (rows - 1).bit_length())
+        high = min(self.packed_rows(size), 1 << (rows - 1).bit_length())
         return -(-rows // high) * high * -(-columns // self.columns) * self.columns
 
 
@@ -119,10 +122,15 @@ class UpdateLayout:
     def can_scatter(self, value: ir.Value) -> bool:
         """Whether devices have a reduce-scatter that gives a tensor's shards.
 
-        TPU compilers have no reduce-scatter along a tensor's last dim.
+        TPU compilers have one along the first dim with more than one entry; along
+        another in full tiles; and none along the last.
         """
-        last = 0 < self.first(value) == len(self.shape(value)) - 1
-        return self.tiles.columns == 1 or not last
+        shape, first = self.shape(value), self.first(value)
+        if self.tiles.columns == 1 or math.prod(shape[:first]) == 1:
+            return True
+        rows = self.sharding(value).shard_shape(shape)[first]
+        tile = self.tiles.packed_rows(itemsize(dtype_of(value)))
+        return first < len(shape) - 1 and rows % tile == 0
 
     def moved_share(self, value: ir.Value) -> float:
         """The bytes of all shards, in full tiles, as a share of the full tensor's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from meshwright.framework.devices.device_order import device_order
 from meshwright.framework.devices.topology import place_on_torus, topology_of
-from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.mesh import DeviceMesh, SubAxis
 from meshwright.framework.sharding.sharding import Sharding
 
 
@@ -53,9 +54,45 @@ def jax_mesh(
 def named_sharding(
     sharding: Sharding, mesh: jax.sharding.Mesh | None = None
 ) -> jax.sharding.NamedSharding:
-    """`sharding` over real devices."""
-    spec = jax.sharding.PartitionSpec(*(axes or None for axes in sharding.dims))
-    return jax.sharding.NamedSharding(mesh or jax_mesh(sharding.mesh), spec)
+    """`sharding` over real devices.
+
+    JAX has no parts of axes: where there are some, it gets a mesh of them.
+    """
+    mesh, devices = mesh or jax_mesh(sharding.mesh), sharding.mesh
+    digits = _digits(sharding)
+    names = [devices.name(digit) for digit in digits]
+    if names != list(devices.axis_names):
+        grid = mesh.devices.reshape([digit.size for digit in digits])
+        auto = (jax.sharding.AxisType.Auto,) * len(names)
+        mesh = jax.sharding.Mesh(grid, names, axis_types=auto)
+
+    def named(axis: str) -> list[str]:
+        part = devices.part(axis)
+        return [
+            name
+            for name, digit in zip(names, digits, strict=True)
+            if digit.axis == part.axis and part.before <= digit.before < part.end
+        ]
+
+    spec = jax.sharding.PartitionSpec(
+        *(
+            tuple(name for axis in axes for name in named(axis))
+            for axes in sharding.dims
+        )
+    )
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
+def _digits(sharding: Sharding) -> list[SubAxis]:
+    """The mesh's axes, each divided where a part begins or ends that splits a dim."""
+    mesh, digits = sharding.mesh, []
+    parts = [mesh.part(axis) for axes in sharding.dims for axis in axes]
+    for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
+        own = [part for part in parts if part.axis == axis]
+        cuts = {1, size, *(p.before for p in own), *(p.end for p in own)}
+        pairs = list(itertools.pairwise(sorted(cuts))) or [(1, 1)]
+        digits += [SubAxis(axis, start, end // start) for start, end in pairs]
+    return digits
 
 
 def abstract_array(

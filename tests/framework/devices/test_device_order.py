@@ -7,8 +7,10 @@ from meshwright.framework.devices.device_order import device_order, order_of
 from meshwright.framework.devices.hardware import TPU_KINDS
 from meshwright.framework.devices.topology import of_size, topology, topology_of
 from meshwright.framework.devices.torus import (
-    all_to_all_load,
+    all_pairs,
     link_load,
+    longest_way,
+    ring_hops,
     ring_load,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -80,11 +82,36 @@ def test_a_ring_uses_both_directions_and_a_line_comes_back():
     assert ring_load(open_, pair[:, :8]) == 4
 
 
+def test_data_is_passed_half_way_round_or_all_the_way_where_rings_share_links():
+    closed, open_ = topology("v3:32x2"), topology("v3:8x2")
+    ring = np.array([[(x, 0, 0) for x in range(32)]])
+    assert ring_hops(closed, ring) == 16
+    # A line comes back by itself; there and back over both cores it has as many links.
+    assert ring_hops(open_, ring[:, :8]) == 7
+    back = np.concatenate([ring[:, :8], ring[:, 7::-1] + [0, 0, 1]], axis=1)
+    assert ring_hops(open_, back) == 7
+    pair = np.concatenate([ring, ring + [0, 0, 1]])
+    assert ring_hops(closed, pair) == 31
+    assert ring_hops(open_, pair[:, :8]) == 13
+    # The cores of a chip need no link, and one device no other.
+    chip = np.array([[(0, 0, 0), (0, 0, 1)]])
+    assert ring_hops(open_, chip) == ring_hops(open_, chip[:, :1]) == 0
+
+
+def test_the_longest_way():
+    closed, open_ = topology("v3:32x2"), topology("v3:8x2")
+    corners = position(0, 0, 0), position(7, 1, 1)
+    assert longest_way(open_, *corners) == longest_way(closed, *corners) == 8
+    assert longest_way(closed, position(0, 0, 0), position(31, 0, 0)) == 1
+    row = np.array([[(x, 0, 0) for x in range(8)]])
+    assert longest_way(open_, *all_pairs(row)) == 7
+
+
 def test_all_to_all_fills_the_middle():
     torus = topology("v3:8x1")
     row = np.array([[(x, 0, 0) for x in range(8)]])
-    assert all_to_all_load(torus, row) == 16  # Each of 4 to each of 4.
-    assert all_to_all_load(topology("v5e:16x1"), np.repeat(row, 1, 0)) == 16
+    assert link_load(torus, *all_pairs(row)) == 16  # Each of 4 to each of 4.
+    assert link_load(topology("v5e:16x1"), *all_pairs(row)) == 16
 
 
 # How the authors of GSPMD order the devices of slices, and whole pods: rings over rows

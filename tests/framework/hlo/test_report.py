@@ -5,12 +5,9 @@ import itertools
 import pytest
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
-from meshwright.framework.compiler.hlo.report import (
-    Collective,
-    axis_groups,
-    collectives_of,
-)
+from meshwright.framework.compiler.hlo.report import Collective, collectives_of
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.xla_form import axis_groups
 
 MESH = DeviceMesh(("X", "Y"), (2, 4))
 CUBE = DeviceMesh(("A", "B", "C"), (2, 2, 2))

@@ -5,8 +5,9 @@
 import pytest
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
-from meshwright.framework.compiler.hlo.step_time import LINK_EFFICIENCY, step_time
+from meshwright.framework.compiler.hlo.step_time import step_time
 from meshwright.framework.devices.device_order import order_of
+from meshwright.framework.devices.network import LINK_EFFICIENCY
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.mesh import DeviceMesh
 
@@ -64,6 +65,14 @@ ENTRY %main (argument: bf16[64,64], big: f32[4096,4096]) -> bf16[64,64] {
 """
 
 
+# As many columns as keep links busy for longer than a message is on its way.
+WIDE = 16384
+
+
+def wide(text):
+    return text.replace(",64]", f",{WIDE}]")
+
+
 def estimate(text, mesh=MESH, torus=TORUS):
     for cycles in (300000, 940, 94):
         text = text.replace(f"CYCLES_{cycles}", CYCLES.format(cycles))
@@ -78,9 +87,9 @@ def test_ops_take_their_cycles_times_trips():
 
 
 def test_collectives_take_what_rings_pass_on():
-    time = estimate(PROGRAM)
+    time = estimate(wide(PROGRAM))
     gather, scatter = time.collectives
-    size = 1024 * 64 * 2
+    size = 1024 * WIDE * 2
     # A row of 8 chips, there and back: twice what a closed ring would take.
     seconds = 32 * size * 15 / 16 * 2 / LINK
     assert (gather.kind, gather.count, gather.bytes) == ("all-gather", 32, size)
@@ -89,26 +98,62 @@ def test_collectives_take_what_rings_pass_on():
     assert scatter.seconds == pytest.approx(seconds)
     assert scatter.collective.op_name == "layer/sum"
     assert scatter.collective.axes == ("Y",)
+    assert gather.waiting == scatter.waiting == 0
     assert time.seconds == pytest.approx(sum(time.parts().values()))
 
 
 def test_an_axis_over_columns_shares_its_links():
     groups = "replica_groups=[8,16]<=[128]"
-    along_x = PROGRAM.replace(groups, "replica_groups=[16,8]<=[8,16]T(1,0)")
-    y, x = estimate(PROGRAM).collectives[0], estimate(along_x).collectives[0]
+    along_y = wide(PROGRAM)
+    along_x = along_y.replace(groups, "replica_groups=[16,8]<=[8,16]T(1,0)")
+    y, x = estimate(along_y).collectives[0], estimate(along_x).collectives[0]
     assert x.collective.axes == ("X",)
     # Twice as much on a link, of 7/8 instead of 15/16.
     assert x.seconds / y.seconds == pytest.approx(2 * (7 / 8) / (15 / 16))
 
 
+BOTH = PROGRAM.replace("replica_groups=[8,16]<=[128]", "replica_groups=[1,128]<=[128]")
+
+
 def test_over_both_axes_the_second_ring_has_a_share():
-    both = PROGRAM.replace(
-        "replica_groups=[8,16]<=[128]", "replica_groups=[1,128]<=[128]"
-    )
-    gather = estimate(both).collectives[0]
-    size = 1024 * 64 * 2
+    gather = estimate(wide(BOTH)).collectives[0]
+    size = 1024 * WIDE * 2
     rings = 15 / 16 * 2 + 7 / 8 / 16 * 4
     assert gather.seconds == pytest.approx(32 * size * rings / LINK)
+
+
+def test_a_small_collective_takes_as_long_as_its_way():
+    """It is bound by latency: of half the way round, or of all where links are shared.
+
+    A row of 8 chips there and back has 14 links; a column in zigzag has 14, of which
+    its rings over both cores share each.
+    """
+    hop = TORUS.kind.latency
+    in_row = estimate(PROGRAM)
+    for timed in in_row.collectives:
+        assert timed.seconds == timed.waiting == pytest.approx(32 * 7 * hop)
+    for timed in estimate(BOTH).collectives:
+        assert timed.seconds == timed.waiting == pytest.approx(32 * (7 + 13) * hop)
+    # Nothing else is part of the step's time on account of it.
+    assert in_row.seconds == pytest.approx(
+        sum(op.seconds for op in in_row.ops) + 2 * 32 * 7 * hop
+    )
+
+
+def test_an_all_reduce_goes_round_twice():
+    reduced = ASYNC.replace(
+        "collective-permute-start(%argument), source_target_pairs={{0,16},{16,32}}",
+        "all-reduce-start(%argument), replica_groups=[8,16]<=[128]",
+    )
+    (sent,) = estimate(reduced).collectives
+    assert sent.seconds == sent.waiting == pytest.approx(2 * 7 * TORUS.kind.latency)
+    assert sent.exposed == pytest.approx(sent.seconds - 1e-6)
+
+
+def test_a_message_waits_for_each_link():
+    """From a column's first chip to its third: two links."""
+    (sent,) = estimate(ASYNC.replace("1024,64", "8,64")).collectives
+    assert sent.seconds == sent.waiting == pytest.approx(2 * TORUS.kind.latency)
 
 
 ASYNC = """
@@ -125,10 +170,10 @@ ENTRY %main (argument: bf16[1024,64]) -> bf16[1024,64] {
 
 
 def test_what_runs_between_start_and_end_hides_a_collective():
-    time = estimate(ASYNC)
+    time = estimate(wide(ASYNC))
     (sent,) = time.collectives
     # The first cores of a column, in zigzag: two links up, through one at a time.
-    seconds = 1024 * 64 * 2 / (LINK / 2)
+    seconds = 1024 * WIDE * 2 / (LINK / 2)
     assert sent.seconds == pytest.approx(seconds)
     assert sent.exposed == pytest.approx(seconds - 1e-6)
     assert time.seconds == pytest.approx(seconds + 0.1e-6)

@@ -1,11 +1,13 @@
 """How many collectives reduce the gradients of sharded updates, and of which kind."""
 
+import collections
 import functools
 
 import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
+from meshwright.framework.compiler.weight_update_sharding import decide
 from meshwright.framework.devices.topology import topology_devices
 from tests import needs
 from tests.framework.updates.updates import gradients, mean_square
@@ -106,3 +108,74 @@ def test_a_gradient_is_reduced_once_onto_its_shards(loss, partitioner):
 def test_on_a_tpu_too(loss):
     """Its shards are reduced further along the other axis."""
     assert reductions(compiled(loss, mesh=TORUS), loss, "columns") == ["reduce-scatter"]
+
+
+def many(mesh, mode):
+    """A step with six weights of 256 KiB, compiled for a TPU."""
+
+    def step(state, x):
+        def loss(*weights):
+            h = x
+            for w in weights:
+                h = tf.tanh(h @ tf.cast(w, x.dtype))
+            return mean_square(tf.cast(h, tf.float32))
+
+        grads = gradients(loss, *state["w"])
+        slots = [0.9 * m + g for m, g in zip(state["m"], grads, strict=True)]
+        weights = [w - m for w, m in zip(state["w"], slots, strict=True)]
+        return {"state": {"w": weights, "m": slots}}
+
+    data, weights = mesh.axis_names, 6 * [tf.TensorSpec([256, 256])]
+    whole = 6 * [mw.Sharding.replicated(mesh, 2)]
+    return mw.compile_program(
+        step,
+        [{"w": weights, "m": weights}, tf.TensorSpec([B, 256], tf.bfloat16)],
+        mesh,
+        in_shardings=[{"w": whole, "m": whole}, mw.Sharding(mesh, (data, ()))],
+        out_shardings={"state": {"w": whole, "m": whole}},
+        devices=topology_devices("v3:4x4"),
+        update_sharding=mw.UpdateSharding(
+            mode=mw.WeightUpdateSharding(mode), data_axes=data
+        ),
+    )
+
+
+def counted(program) -> collections.Counter:
+    """How many collectives there are by kind, axes and the number of tensors."""
+    return collections.Counter(
+        (collective.kind, collective.axes, len(collective.shapes))
+        for collective in program.collectives()
+    )
+
+
+@needs.libtpu
+def test_small_collectives_are_batched_on_a_tpu():
+    """Partial sharding: the shards' all-reduce is one, and so is the gather (5.2)."""
+    auto = many(TORUS, "auto")
+    assert {line.format for line in auto.updates.sharded} == {"[256:columns,256]"}
+    assert counted(auto) == {
+        ("reduce-scatter", ("columns",), 1): 6,
+        ("all-reduce", ("rows",), 6): 1,
+        ("all-gather", ("columns",), 6): 1,
+    }
+    off = many(TORUS, "off")
+    assert counted(off) == {("all-reduce", ("rows", "columns"), 6): 1}
+
+
+@needs.libtpu
+def test_one_axis_is_divided_on_a_tpu(monkeypatch):
+    """Into neighbours, who scatter where the whole slice would not.
+
+    A slice this small is divided only if told to.
+    """
+    part = "data:(8)4"
+    monkeypatch.setattr(
+        decide._CostModel, "choices_of_axes", lambda self, cluster: [(part,)]
+    )
+    program = many(mw.DeviceMesh(("data",), (32,)), "all")
+    assert all(part in line.format for line in program.updates.sharded)
+    assert counted(program) == {
+        ("reduce-scatter", (part,), 1): 6,
+        ("all-reduce", ("data:(1)8",), 6): 1,
+        ("all-gather", (part,), 6): 1,
+    }

@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies
 
-from meshwright.framework.compiler.weight_update_sharding.decide import Machine
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
     Tiles,
     UpdateLayout,
@@ -18,7 +17,7 @@ from meshwright.framework.compiler.weight_update_sharding.update_layouts import 
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
-from tests.framework.updates.updates import BOTH, Analysed, analysed
+from tests.framework.updates.updates import BOTH, NO_LATENCY, Analysed, analysed
 
 CPU, TPU = Tiles(), Tiles(rows=8, columns=128)
 B = 8
@@ -104,9 +103,7 @@ def stored(layout: UpdateLayout, value) -> str:
 )
 def test_the_format_with_the_fewest_bytes(tiles, devices, shape, want):
     step, shapes, split = momentum_of(shape)
-    machine = Machine(
-        memory_bandwidth=1e9, link_bandwidth=1e9, latency=0.0, tiles=tiles
-    )
+    machine = dataclasses.replace(NO_LATENCY, tiles=tiles)
     with analysed(step, shapes, split) as analysis:
         analysis = on_mesh(analysis, devices)
         decision = analysis.decide(machine)["m w"]

@@ -14,9 +14,14 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     shape_of,
     walk,
 )
-from meshwright.framework.compiler.weight_update_sharding.decide import Machine
+from meshwright.framework.compiler.weight_update_sharding.decide import (
+    Machine,
+    batch_bytes,
+)
 from meshwright.framework.compiler.weight_update_sharding.gradient import find_sum
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import Tiles
+from meshwright.framework.devices.hardware import TPU_KINDS
+from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -26,6 +31,7 @@ from tests.framework.updates.updates import (
     BOTH,
     DATA,
     DENSE,
+    MADE_UP,
     NO_LATENCY,
     B,
     H,
@@ -38,8 +44,13 @@ from tests.framework.updates.updates import (
     momentum,
 )
 
-SLOW_START = Machine(memory_bandwidth=1e9, link_bandwidth=1e9, latency=1e-4)
+SLOW_START = Machine(hardware=dataclasses.replace(MADE_UP, latency=1e-4))
 STEP = tf.TensorSpec([], tf.int32)
+POD = Machine(
+    hardware=TPU_KINDS["v3"],
+    torus=topology("v3:32x32"),
+    tiles=Tiles(rows=8, columns=128),
+)
 SUMMARIES = {**DENSE, "step": STEP}
 
 
@@ -234,12 +245,7 @@ def test_a_stack_that_is_read_layer_by_layer_in_less_precision():
 def test_shards_are_no_less_than_a_tile_where_others_cost_less():
     """2048 shards of a Transformer's table would be 17 rows each, and moved as 24."""
     mesh = DeviceMesh(("rows", "columns"), (32, 64))
-    v3 = dataclasses.replace(
-        NO_LATENCY,
-        memory_bandwidth=4.5e11,
-        link_bandwidth=7e10,
-        tiles=Tiles(rows=8, columns=128),
-    )
+    v3 = dataclasses.replace(POD, torus=None)
 
     def fn(w, m, x, ids):
         (g,) = gradients(lambda w: mean_square(tf.gather(w, ids) * x), w)
@@ -254,3 +260,58 @@ def test_shards_are_no_less_than_a_tile_where_others_cost_less():
         with analysed(fn, shapes, split, **how) as analysis:
             (decision,) = analysis.decide(v3).values()
             assert decision.layout.axes == axes
+
+
+def chosen(mesh, shape, machine):
+    """The axes by which a weight is split whose gradient is a sum over the batch."""
+
+    def fn(w, m, x):
+        m = 0.9 * m + tf.reduce_sum(x, 0)
+        return {"w": w - m, "m": m}
+
+    axes, shapes = mesh.axis_names, {"w": shape, "m": shape, "x": [2048, *shape]}
+    split = {"x": (list(axes), *[None] * len(shape))}
+    with analysed(fn, shapes, split, mesh=mesh, data_axes=axes) as analysis:
+        (decision,) = analysis.decide(machine, AUTO).values()
+        return decision.layout and decision.layout.axes
+
+
+def without_latency(machine):
+    hardware = dataclasses.replace(machine.hardware, latency=0.0)
+    return dataclasses.replace(machine, hardware=hardware)
+
+
+@pytest.mark.parametrize(
+    "mesh,partial,full",
+    [
+        (
+            DeviceMesh(("rows", "columns"), (32, 64)),
+            ("columns",),
+            ("columns", "rows"),
+        ),
+        (DeviceMesh(("data",), (2048,)), ("data:(32)64",), ("data:(2)1024",)),
+    ],
+    ids=["rows and columns", "one axis"],
+)
+def test_latency_makes_sharding_partial(mesh, partial, full):
+    """4 MB among groups of 64 of a pod's 2048 cores, as in section 5.2."""
+    shape = [8192, 128]
+    assert chosen(mesh, shape, POD) == partial
+    assert chosen(mesh, shape, without_latency(POD)) == full
+    # What is small is not worth the latency of a scatter.
+    assert chosen(mesh, [1024], POD) is None
+
+
+def test_results_are_batched_until_latency_is_a_tenth():
+    mesh = DeviceMesh(("rows", "columns"), (32, 64))
+    with analysed(momentum, DENSE, X) as analysis:
+        (decision,) = analysis.decide().values()
+        layout = dataclasses.replace(decision.layout, axes=("columns",))
+        decisions = [dataclasses.replace(decision, layout=layout)]
+    batched = batch_bytes(decisions, POD, mesh)
+    (phase,) = POD.network(mesh).along(("columns",), batched)
+    assert phase.waiting == pytest.approx(0.1 * phase.moving)
+    assert batch_bytes(decisions, NO_LATENCY, mesh) == 0
+    assert batch_bytes(decisions, without_latency(POD), mesh) == 0
+    unsharded = [dataclasses.replace(decision, layout=None)]
+    assert batch_bytes(unsharded, POD, mesh) == 0

@@ -12,7 +12,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from meshwright.framework.compiler.program import TracedProgram, trace_program
-from meshwright.framework.compiler.weight_update_sharding import shard
+from meshwright.framework.compiler.weight_update_sharding import decide, shard
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
 from meshwright.framework.compiler.weight_update_sharding.shard import UpdateSharding
 from meshwright.framework.compiler.xla.partitioner import Partitioner
@@ -186,8 +186,11 @@ def program(optimizer, mesh, partitioner, mode, **how):
 @functools.cache
 def trained(optimizer, mesh, partitioner, mode, **how):
     """(state by path after ten steps, loss and gradient norm of each call)."""
-    training = Training(optimizer, mesh, **how)
     run = program(optimizer, mesh, partitioner, mode, **how)
+    return train(Training(optimizer, mesh, **how), run)
+
+
+def train(training: Training, run) -> tuple[dict, np.ndarray]:
     state, metrics = training.start(), []
     for batches in training.batches():
         out = run(state, batches)
@@ -236,6 +239,28 @@ def test_sharded_updates_are_the_same_updates(optimizer, mesh, partitioner):
     start = dict(Training(optimizer, mesh).start().items_by_path())
     for path, value in want[0].items():
         assert not np.array_equal(value, start[path]), path
+
+
+@pytest.mark.parametrize("partitioner", [SHARDY, GSPMD])
+@pytest.mark.parametrize(
+    "optimizer", ["adam", pytest.param("lars", marks=pytest.mark.slow)]
+)
+def test_updates_are_the_same_in_groups_of_one_axis(
+    optimizer, partitioner, monkeypatch
+):
+    """Each of four pairs of devices shards all updates: partial sharding (5.2)."""
+    part = "data:(4)2"
+    monkeypatch.setattr(
+        decide._CostModel, "choices_of_axes", lambda self, cluster: [(part,)]
+    )
+    training = Training(optimizer, "data")
+    run = training.trace(partitioner, ALL).compile()
+    assert all(part in line.format for line in run.updates.sharded)
+    assert run.updates.sharded and ("reduce-scatter", (part,)) in {
+        (collective.kind, collective.axes) for collective in run.collectives()
+    }
+    got = train(training, run)
+    assert_same(got, trained(optimizer, "data", SHARDY, None))
 
 
 def program_text(written) -> str:

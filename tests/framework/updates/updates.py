@@ -32,6 +32,7 @@ from meshwright.framework.compiler.weight_update_sharding.redundancy import (
     analyze,
 )
 from meshwright.framework.compiler.weight_update_sharding.rewrite import rewrite
+from meshwright.framework.devices.hardware import Hardware
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
@@ -39,7 +40,14 @@ from meshwright.framework.sharding.stored_form import StoredForm
 B, M, H, L = 8, 16, 32, 4  # Batch, model and hidden units, layers.
 DATA = DeviceMesh(("data",), (8,))
 BOTH = DeviceMesh(("data", "model"), (4, 2))
-NO_LATENCY = Machine(memory_bandwidth=1e9, link_bandwidth=1e9, latency=0.0)
+MADE_UP = Hardware(
+    jax_name="made up",
+    memory_bandwidth=1e9,
+    link_bandwidth=1e9,
+    latency=0.0,
+    source="none",
+)
+NO_LATENCY = Machine(hardware=MADE_UP)
 ALL, AUTO, OFF = (WeightUpdateSharding(mode) for mode in ("all", "auto", "off"))
 # How the batch is split, and the shapes of what `momentum` takes.
 X = {"x": ("data", None)}

@@ -22,6 +22,7 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.basic.normalization import (
     BatchNorm,
     GroupNorm,
@@ -120,6 +121,63 @@ def test_batch_norm_in_training_and_in_evaluation():
     y = layer.fprop(Context(), theta, x, mask=mask)
     expected = batch_norm(real, theta, theta.mean, theta.variance)
     np.testing.assert_allclose(y[MASK], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_groups_of_rows_have_statistics_of_their_own():
+    """As if each were a batch; running statistics take the mean of the groups."""
+    layer, alone = BatchNorm(model_dims=8, group_size=2), BatchNorm(model_dims=8)
+    theta, ctx = weights_of(layer), Context(mode=Mode.TRAIN)
+    x, mask = tf.constant(batches()[0][0]), tf.constant([*MASK, *~MASK])
+
+    def run(layer, rows):
+        with tf.GradientTape() as tape:
+            tape.watch(theta)
+            y = layer.fprop(ctx, theta, x[rows], mask=mask[rows])
+        grads = tape.gradient(y, theta)
+        return y, grads.mean, grads.variance
+
+    groups = [run(alone, slice(0, 2)), run(alone, slice(2, 4))]
+    y, *statistics = run(layer, slice(None))
+    np.testing.assert_allclose(y, tf.concat([g[0] for g in groups], 0), rtol=1e-5)
+    for number, got in enumerate(statistics, 1):
+        mean = (groups[0][number] + groups[1][number]) / 2
+        np.testing.assert_allclose(got, mean, rtol=1e-5)
+    # In evaluation there are no groups.
+    plain = layer.fprop(Context(), theta, x[:3], mask=mask[:3])
+    np.testing.assert_array_equal(
+        plain, alone.fprop(Context(), theta, x[:3], mask=mask[:3])
+    )
+    with pytest.raises(ValueError, match="groups of 2 rows do not divide the 3 of the"):
+        layer.fprop(ctx, theta, x[:3])
+
+
+@pytest.mark.parametrize("partitioner", Partitioner)
+def test_groups_on_one_device_each_need_no_communication(partitioner):
+    plan = ShardingPlan(
+        mesh_axes=("data",), mesh_shape=(8,), activations={"batch": "data"}
+    )
+    layer = Residual(norm=BatchNorm(model_dims=8, group_size=2))
+    x = 3 * RNG.standard_normal([16, 3, 8]).astype(np.float32)
+    mask = np.tile(MASK, (8, 1))
+    assert_layer_parity(layer, x, plan=plan, partitioner=partitioner, mask=mask)
+    specs = layer.weights()
+
+    def forward(theta, x, mask):
+        ctx = Context(plan=plan, mode=Mode.TRAIN)
+        x = plan.annotate_activation(x, ("batch", "sequence", "model"))
+        return layer.fprop(ctx, annotate_weights(plan, specs, theta), x, mask=mask)
+
+    program = compile_program(
+        forward,
+        [
+            specs.map(lambda s: tf.TensorSpec(s.shape, s.dtype)),
+            tf.TensorSpec(x.shape),
+            tf.TensorSpec(mask.shape, tf.bool),
+        ],
+        plan.mesh,
+        partitioner=partitioner,
+    )
+    assert not program.collectives()
 
 
 def test_a_batch_without_anything_real_stays_finite():

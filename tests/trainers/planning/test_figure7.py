@@ -11,8 +11,9 @@ import re
 import pytest
 
 from meshwright.framework.compiler.hlo.hlo_text import HloModule, arrays_of
-from meshwright.framework.compiler.hlo.report import axis_groups, collectives_of
+from meshwright.framework.compiler.hlo.report import collectives_of
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.xla_form import axis_groups
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.parity import small_experiment
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.framework.compiler.hlo.step_time import LINK_EFFICIENCY
 from meshwright.framework.devices.device_order import (
     device_order,
     device_orders,
     order_of,
 )
+from meshwright.framework.devices.network import LINK_EFFICIENCY
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import ShardingPlan

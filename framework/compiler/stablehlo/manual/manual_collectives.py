@@ -8,9 +8,9 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.hlo.report import axis_groups
 from meshwright.framework.compiler.stablehlo.stable_hlo import Placeholder, tensor_type
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.xla_form import axis_groups
 
 _DEVICE_TO_DEVICE = 1
 _COMBINE = {

@@ -88,7 +88,7 @@ class _Region:
     def finish(self, op) -> list[ir.Value]:
         """Rewrites an op of the region and returns its final results."""
         placeholder = placeholder_of(op)
-        check_axes(self.blame, op, placeholder, self.axes)
+        check_axes(self.blame, op, placeholder, self.axes, self.mesh)
         if placeholder is None:
             return self._mark_op(op)
         with ir.InsertionPoint(op), op.location:

@@ -199,6 +199,7 @@ def _placeholder_kind(
         return _Kind(axes=placeholder.axes)
     if all(kind.floating for kind in inputs):
         return _Kind(floating=True, per_device=True)
-    if not all(set(placeholder.axes) <= set(kind.axes or ()) for kind in inputs):
+    axes = shared.mesh.entire(placeholder.axes)
+    if not all(axes <= set(kind.axes or ()) for kind in inputs):
         raise shared.error(op, f"takes a tensor that is not manual along {named}")
     return inputs[0]

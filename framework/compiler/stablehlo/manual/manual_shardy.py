@@ -241,7 +241,7 @@ class _Region:
         results = list(op.results)
         for inner in [*walk(op), op]:
             placeholder = placeholder_of(inner)
-            check_axes(self.blame, inner, placeholder, self.axes)
+            check_axes(self.blame, inner, placeholder, self.axes, self.mesh)
             with ir.InsertionPoint(inner), inner.location:
                 if placeholder is None:
                     new = None

@@ -1,0 +1,175 @@
+"""How long collectives take on a network: what its links carry, and their latency.
+
+A collective is a phase, or several one after the other. A phase takes as long as its
+busiest link needs for the bytes, or as its longest way needs to be passed, whichever is
+more: "How To Scale Your Model" (jax-ml.github.io/scaling-book), part 3. So small
+collectives are bound by latency, which grows with the group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshwright.framework.devices.device_order import DeviceOrder
+from meshwright.framework.devices.hardware import Hardware
+from meshwright.framework.devices.torus import (
+    all_pairs,
+    link_load,
+    longest_way,
+    ring_hops,
+    ring_load,
+)
+from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.xla_form import axis_groups
+
+LINK_EFFICIENCY = 0.80
+"""The share of a link's bandwidth that collectives reach: the only calibrated constant,
+the least-squares fit to the 13 step times of GSPMD's Tables 2 and 3 (docs/planning.md).
+"""
+
+Groups = Sequence[Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A phase of a collective.
+
+    Args:
+      moving: seconds that the busiest link needs for the bytes.
+      waiting: seconds that the longest way takes, however little is sent.
+    """
+
+    moving: float
+    waiting: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.moving, self.waiting)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether latency bounds it, not bandwidth."""
+        return self.waiting > self.moving
+
+    def times(self, count: float) -> Phase:
+        """The phase `count` times, with as many bytes each time."""
+        return Phase(moving=count * self.moving, waiting=count * self.waiting)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Network:
+    """A network on which any two devices are as near: of GPUs, or of one machine.
+
+    Args:
+      hardware: the kind of its devices.
+      mesh: the device mesh.
+    """
+
+    hardware: Hardware
+    mesh: DeviceMesh
+
+    def along(self, axes: Sequence[str], size: float) -> list[Phase]:
+        """Reduce-scattering or all-gathering a tensor along mesh axes.
+
+        Args:
+          axes: mesh axes, or parts of them, in the order of the phases.
+          size: bytes of one group's full tensor.
+        """
+        if not axes:
+            return []
+        share = 1 - 1 / self.mesh.axes_size(axes)
+        moving = size * share / self.hardware.link_bandwidth
+        return [Phase(moving=moving, waiting=self.hardware.latency)]
+
+    def scatters(self, axis: str) -> bool:
+        """Whether it reduce-scatters along a mesh axis, or a part of one."""
+        return True
+
+    def all_reduce(self, axes: Sequence[str], size: float) -> list[Phase]:
+        """All-reducing a tensor along mesh axes: it is sent twice; see `along`."""
+        return [
+            Phase(moving=2 * phase.moving, waiting=phase.waiting)
+            for phase in self.along(axes, size)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TorusNetwork(Network):
+    """The links of a torus of TPUs.
+
+    Args:
+      order: where the mesh's devices are.
+    """
+
+    order: DeviceOrder
+
+    def along(self, axes: Sequence[str], size: float) -> list[Phase]:
+        """In rings along one axis after the other, for the part of it that is left."""
+        phases = []
+        for axis in axes:
+            count = self.mesh.axis_size(axis)
+            load, hops = _axis_cost(self.order, self.mesh, axis)
+            phases.append(self._phase(size * (count - 1) / count / 2 * load, hops))
+            size /= count
+        return phases
+
+    def scatters(self, axis: str) -> bool:
+        """Not along one axis that is the whole slice: TPU v3 all-reduces there."""
+        return self.mesh.axis_size(axis) < self.order.topology.size
+
+    def all_reduce(self, axes: Sequence[str], size: float) -> list[Phase]:
+        """Scattered in these rings, and gathered in them."""
+        return [phase.times(2) for phase in self.along(axes, size)]
+
+    def around(self, rings: Groups, size: float) -> Phase:
+        """Reduce-scattering or all-gathering `size` bytes in each of these rings."""
+        load, hops = _ring_cost(self.order, rings)
+        count = len(rings[0])
+        return self._phase(size * (count - 1) / count / 2 * load, hops)
+
+    def between(self, pairs: Groups, size: float) -> Phase:
+        """Sending `size` bytes from the first device of each pair to the second."""
+        load, hops = _pairs_cost(self.order, pairs)
+        return self._phase(size * load, hops)
+
+    def all_to_all(self, groups: Groups, size: float) -> Phase:
+        """Sending `size` bytes from each device of a group, a part to each of it."""
+        load, hops = _all_to_all_cost(self.order, groups)
+        return self._phase(size / len(groups[0]) * load, hops)
+
+    def _phase(self, link_bytes: float, hops: int) -> Phase:
+        speed = self.hardware.link_bandwidth * LINK_EFFICIENCY
+        return Phase(moving=link_bytes / speed, waiting=hops * self.hardware.latency)
+
+
+# Of groups: the load of the busiest link, and the links passed one after the other.
+
+
+@functools.lru_cache(maxsize=256)
+def _axis_cost(order: DeviceOrder, mesh: DeviceMesh, axis: str) -> tuple[int, int]:
+    return _ring_cost(order, axis_groups(mesh, (axis,)))
+
+
+@functools.lru_cache(maxsize=256)
+def _ring_cost(order: DeviceOrder, rings: Groups) -> tuple[int, int]:
+    positions = order.positions[np.array(rings)]
+    torus = order.topology
+    return ring_load(torus, positions), ring_hops(torus, positions)
+
+
+@functools.lru_cache(maxsize=256)
+def _all_to_all_cost(order: DeviceOrder, groups: Groups) -> tuple[int, int]:
+    ends = all_pairs(order.positions[np.array(groups)])
+    return link_load(order.topology, *ends), longest_way(order.topology, *ends)
+
+
+@functools.lru_cache(maxsize=256)
+def _pairs_cost(order: DeviceOrder, pairs: Groups) -> tuple[int, int]:
+    ends = order.positions[np.array(pairs)]
+    source, target = ends[:, 0], ends[:, 1]
+    torus = order.topology
+    return link_load(torus, source, target), longest_way(torus, source, target)
