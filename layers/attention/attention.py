@@ -6,6 +6,7 @@ Dims: B batch, S sequence (query), T sequence (key), M model, N heads, D head si
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 import gin
 import tensorflow as tf
@@ -16,12 +17,10 @@ from meshwright.framework.modeling.initializers import Constant, FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.attention.positions import (
-    MaskKind,
-    PositionKind,
-    relative_bias,
-    rotate,
-)
+from meshwright.layers.attention.blockwise import attend_in_blocks
+from meshwright.layers.attention.logits import Logits
+from meshwright.layers.attention.masks import MaskKind, MaskRule, Tokens
+from meshwright.layers.attention.positions import PositionKind, rotate
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,
@@ -34,8 +33,22 @@ from meshwright.layers.basic.linear import (
 
 BSND = ("batch", "sequence", "heads", "head_dim")
 
-# Finite: a row that sees no key must still give numbers, and so must its gradient.
-_NEVER = -1e30
+
+@gin.constants_from_enum
+class Blocks(enum.Enum):
+    """Whether attention is computed in blocks, where no size of them is given.
+
+    AUTO: in long sequences, in blocks of a size that was fast. NONE: never, all pairs
+    of tokens at once.
+    """
+
+    AUTO = "auto"
+    NONE = "none"
+
+
+# TODO measured
+_AUTO_TOKENS = 1024
+_AUTO_SIZE = 512
 
 
 @gin.register
@@ -51,7 +64,8 @@ class MultiHeadAttention(Layer):
       model_dims: M.
       num_heads: N.
       head_dim: D, even for rotary positions.
-      mask: whether queries see later keys; index order counts. FULL for a memory.
+      mask: which keys a query sees by position: a kind, or a rule such as `NearMask`.
+        FULL for a memory.
       positions: how positions enter. NONE for a memory.
       rotary_base: for rotary positions, see `rotate`.
       num_buckets: for relative positions, see `relative_bucket`.
@@ -59,15 +73,18 @@ class MultiHeadAttention(Layer):
       dropout_rate: the dropout rate of attention probabilities.
       use_bias: adds a bias to each of the four projections.
       logits_dtype: dtype of logits and their softmax; None: that of activations.
+      block_size: the most tokens of a block, for attention in blocks, in memory that
+        grows with the length and not its square; or `Blocks`. The softmax's sums are
+        float32 there.
 
     Raises:
-      ValueError: rotary positions with an odd head size; a rate out of range.
+      ValueError: rotary positions with an odd head size; a rate or a size out of range.
     """
 
     model_dims: int
     num_heads: int
     head_dim: int
-    mask: MaskKind = MaskKind.CAUSAL
+    mask: MaskKind | MaskRule = instance(MaskKind.CAUSAL, example="@NearMask()")
     positions: PositionKind = PositionKind.NONE
     rotary_base: float = 10000.0
     num_buckets: int = 32
@@ -75,6 +92,7 @@ class MultiHeadAttention(Layer):
     dropout_rate: float = bounded(0.0, at_least=0, below=1)
     use_bias: bool = False
     logits_dtype: tf.DType | None = instance(tf.float32, example="%bfloat16")
+    block_size: int | Blocks = bounded(Blocks.AUTO, at_least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -161,10 +179,14 @@ class MultiHeadAttention(Layer):
                 segment_positions = tf.range(x.shape[1])[None, :]
             q = rotate(q, segment_positions, base=self.rotary_base)
             k = rotate(k, segment_positions, base=self.rotary_base)
-        visible = visibility(
-            q.shape[1], k.shape[1], self.mask, paddings, segment_ids, memory_segment_ids
+        positions = None if memory is not None else segment_positions
+        logits = self._logits(
+            ctx,
+            _tokens(q, segment_ids, positions),
+            _tokens(k, memory_segment_ids, positions),
+            paddings=paddings,
         )
-        return self._attend(ctx, theta, q, k, v, visible, self._bias(theta, q.shape[1]))
+        return self._attend(ctx, theta, q, k, v, logits)
 
     def extra_flops(self, sequence_length: int) -> float:
         """FLOPs of two S x S products; masked elements count too, as is usual."""
@@ -223,14 +245,15 @@ class MultiHeadAttention(Layer):
             key=ctx.split(xla.dynamic_update_slice(cache.key, k, start), BSND),
             value=ctx.split(xla.dynamic_update_slice(cache.value, v, start), BSND),
         )
-        length = cache.key.shape[1]
-        visible = (tf.range(length) <= position)[None, None, :]
-        bias = self._bias(theta, length)
-        if bias is not None:  # The query's row of [N, T, T].
-            size = [self.num_heads, 1, length]
-            bias = xla.dynamic_slice(bias, tf.stack([0, position, 0]), size)
-        y = self._attend(ctx, theta, q, cache.key, cache.value, visible, bias)
-        return y, cache
+        keys = _tokens(cache.key)
+        logits = self._logits(
+            ctx,
+            Tokens(index=tf.reshape(position, [1, 1])),
+            keys,
+            paddings=tf.cast(keys.index > position, tf.int32),
+            offset=-position,
+        )
+        return self._attend(ctx, theta, q, cache.key, cache.value, logits), cache
 
     def attend_memory(
         self,
@@ -253,11 +276,13 @@ class MultiHeadAttention(Layer):
           [B, S, M] in the activation dtype.
         """
         (q,) = self._heads(ctx, theta, x, "q")
-        visible = (memory_paddings == 0)[:, None, :]
-        return self._attend(ctx, theta, q, cache.key, cache.value, visible, None)
+        logits = self._logits(
+            ctx, _tokens(q), _tokens(cache.key), paddings=memory_paddings
+        )
+        return self._attend(ctx, theta, q, cache.key, cache.value, logits)
 
     def _check_crosses(self, ctx: Context) -> None:
-        if self.mask is MaskKind.CAUSAL or self.positions is not PositionKind.NONE:
+        if self.mask is not MaskKind.FULL or self.positions is not PositionKind.NONE:
             raise ValueError(
                 f"layer {ctx.path!r} attends to a memory, whose positions are not the "
                 f"queries': give it mask=FULL and positions=NONE, not {self.mask} and "
@@ -287,66 +312,57 @@ class MultiHeadAttention(Layer):
         pairs = zip(projected, which, strict=True)
         return [save_name(heads, names[letter]) for heads, letter in pairs]
 
-    def _bias(self, theta, size: int) -> tf.Tensor | None:
-        """float32 [N, S, S] of relative positions, None if there are none."""
-        if self.positions is not PositionKind.RELATIVE:
-            return None
-        weight = tf.cast(theta.relative_bias, tf.float32)
-        return relative_bias(
-            weight, size, mask=self.mask, max_distance=self.max_distance
+    def _logits(self, ctx, queries: Tokens, keys: Tokens, **more) -> Logits:
+        """See `Logits`, which also takes `more`."""
+        return Logits(
+            mask=self.mask,
+            queries=queries,
+            keys=keys,
+            dtype=self.logits_dtype or ctx.activation_dtype,
+            max_distance=self.max_distance,
+            **more,
         )
 
-    def _attend(self, ctx, theta, q, k, v, visible, bias) -> tf.Tensor:
+    def _attend(self, ctx, theta, q, k, v, logits: Logits) -> tf.Tensor:
         """The output [B, S, M] of queries [B, S, N, D] for keys and values."""
-        logits = tf.einsum("bsnd,btnd->bnst", q * self.head_dim**-0.5, k)
-        logits = tf.cast(logits, self.logits_dtype or ctx.activation_dtype)
-        if bias is not None:
-            logits += tf.cast(bias, logits.dtype)
-        if visible is not None:
-            hidden = tf.where(visible, 0.0, _NEVER)[:, None, :, :]
-            logits += tf.cast(hidden, logits.dtype)
-        probs = ctx.cast(tf.nn.softmax(logits))
-        with ctx.scope("dropout") as c:
-            probs = Dropout(rate=self.dropout_rate).fprop(
-                c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
+        q = q * self.head_dim**-0.5
+        bias = None
+        if self.positions is PositionKind.RELATIVE:
+            bias = tf.cast(theta.relative_bias, tf.float32)
+        dropout = Dropout(rate=self.dropout_rate)
+        size = self._block_size(q.shape[1], k.shape[1])
+        if size is None:
+            probs = ctx.cast(tf.nn.softmax(logits.of_all(q, k, bias)))
+            with ctx.scope("dropout") as c:
+                probs = dropout.fprop(
+                    c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
+                )
+            context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
+            context = save_name(context, "context")
+        else:
+            context = attend_in_blocks(
+                ctx, logits, q, k, v, bias, dropout=dropout, block_size=size
             )
-        context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
-        context = save_name(context, "context")
+            context = ctx.split(context, BSND)
         shape = (self.num_heads, self.head_dim, self.model_dims)
         out = contract(ctx, context, theta.w_o, dims=2, shape=shape)
         out = to_stream(ctx, out, name="attention_out")
         return add_bias(ctx, out, theta.b_o) if self.use_bias else out
 
+    def _block_size(self, queries: int, keys: int) -> int | None:
+        """The size of blocks for so many queries and keys, None for no blocks."""
+        if self.block_size is Blocks.NONE:
+            return None
+        if self.block_size is not Blocks.AUTO:
+            return self.block_size
+        return _AUTO_SIZE if queries * keys >= _AUTO_TOKENS**2 else None
 
-def visibility(
-    queries: int,
-    keys: int,
-    mask: MaskKind,
-    paddings: tf.Tensor | None = None,
+
+def _tokens(
+    heads: tf.Tensor,
     segment_ids: tf.Tensor | None = None,
-    key_segment_ids: tf.Tensor | None = None,
-) -> tf.Tensor | None:
-    """Which keys each query sees.
-
-    Args:
-      queries: S.
-      keys: T.
-      mask: which keys a query sees by position.
-      paddings: [B, T], 1 at keys that no query sees.
-      segment_ids: int32 [B, S], of queries; they see keys of the same segment.
-      key_segment_ids: int32 [B, T]; given if `segment_ids` is.
-
-    Returns:
-      bool [B or 1, S or 1, T], query before key, or None where every key is seen.
-    """
-    parts = []
-    if mask is MaskKind.CAUSAL:
-        parts.append((tf.range(queries)[:, None] >= tf.range(keys)[None, :])[None])
-    if segment_ids is not None:
-        parts.append(segment_ids[:, :, None] == key_segment_ids[:, None, :])
-    if paddings is not None:
-        parts.append((paddings == 0)[:, None, :])
-    visible = None
-    for part in parts:
-        visible = part if visible is None else visible & part
-    return visible
+    positions: tf.Tensor | None = None,
+) -> Tokens:
+    """Where the tokens of queries or keys [B, S, N, D] are."""
+    index = tf.range(heads.shape[1])[None]
+    return Tokens(index=index, segment=segment_ids, position=positions)
