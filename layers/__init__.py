@@ -1,7 +1,7 @@
 """The layer library; importing it registers every layer with gin."""
 
 from meshwright.layers.attention.attention import MultiHeadAttention
-from meshwright.layers.attention.masks import NearMask, PrefixMask
+from meshwright.layers.attention.mask_rules import NearMask, PrefixMask
 from meshwright.layers.attention.relative_attention import RelativeAttention
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.embedding import Softmax, TokenEmbedding

@@ -15,7 +15,7 @@ from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.attention import Blocks, MultiHeadAttention
-from meshwright.layers.attention.masks import MaskKind, MaskRule
+from meshwright.layers.attention.mask_rules import MaskKind, MaskRule
 from meshwright.layers.attention.positions import PositionKind
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation, FeedForward

@@ -19,7 +19,7 @@ from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.blockwise import attend_in_blocks
 from meshwright.layers.attention.logits import Logits
-from meshwright.layers.attention.masks import MaskKind, MaskRule, Tokens
+from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
 from meshwright.layers.attention.positions import PositionKind, rotate
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
@@ -330,7 +330,7 @@ class MultiHeadAttention(Layer):
         if self.positions is PositionKind.RELATIVE:
             bias = tf.cast(theta.relative_bias, tf.float32)
         dropout = Dropout(rate=self.dropout_rate)
-        size = self._block_size(q.shape[1], k.shape[1])
+        size = self._block_size(ctx, q.shape[1], k.shape[1])
         if size is None:
             probs = ctx.cast(tf.nn.softmax(logits.of_all(q, k, bias)))
             with ctx.scope("dropout") as c:
@@ -349,13 +349,21 @@ class MultiHeadAttention(Layer):
         out = to_stream(ctx, out, name="attention_out")
         return add_bias(ctx, out, theta.b_o) if self.use_bias else out
 
-    def _block_size(self, queries: int, keys: int) -> int | None:
+    def _block_size(self, ctx, queries: int, keys: int) -> int | None:
         """The size of blocks for so many queries and keys, None for no blocks."""
-        if self.block_size is Blocks.NONE:
+        if self.block_size is Blocks.NONE or queries == 1:
             return None
-        if self.block_size is not Blocks.AUTO:
-            return self.block_size
-        return _AUTO_SIZE if queries * keys >= _AUTO_TOKENS**2 else None
+        is_split = ctx.plan.activation_sharding(BSND, ctx.path).splits()[1] > 1
+        if self.block_size is Blocks.AUTO:
+            is_long = queries * keys >= _AUTO_TOKENS**2
+            return _AUTO_SIZE if is_long and not is_split else None
+        if is_split:
+            raise ValueError(
+                f"layer {ctx.path!r} has blocks of {self.block_size} tokens, but the "
+                "plan splits 'sequence', so that each block would be gathered: set "
+                "block_size to Blocks.AUTO or Blocks.NONE, or split 'stream' instead"
+            )
+        return self.block_size
 
 
 def _tokens(

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.recompute import computed_once
 from meshwright.framework.modeling.shapes import shape_of
-from meshwright.layers.attention.masks import MaskRule
+from meshwright.layers.attention.mask_rules import MaskRule
 from meshwright.layers.stacks.stacked_body import read, write
 
 

@@ -23,7 +23,7 @@ from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.layers.attention.blocks import Cut, Pairs, add_at
 from meshwright.layers.attention.logits import Logits
-from meshwright.layers.attention.masks import rule_of
+from meshwright.layers.attention.mask_rules import rule_of
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.stacks.stacked_body import read, write
 

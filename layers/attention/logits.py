@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from meshwright.layers.attention.blocks import Cut, Pairs
-from meshwright.layers.attention.masks import (
+from meshwright.layers.attention.mask_rules import (
     MaskKind,
     MaskRule,
     Tokens,

@@ -11,7 +11,7 @@ import math
 import gin
 import tensorflow as tf
 
-from meshwright.layers.attention.masks import MaskKind
+from meshwright.layers.attention.mask_rules import MaskKind
 
 
 @gin.constants_from_enum

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from meshwright.layers.attention.masks import MaskKind
+from meshwright.layers.attention.mask_rules import MaskKind
 from meshwright.layers.attention.positions import (
     relative_bias,
     relative_bucket,
