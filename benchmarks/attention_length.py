@@ -1,13 +1,17 @@
 """Attention in blocks beside attention of all pairs at once, by sequence length.
 
     python benchmarks/attention_length.py [--lengths=1024,4096] [--sizes=0,512]
-        [--timed_to=8192] [--rounds=5]
+        [--timed_to=8192] [--rounds=5] [--topology=v5e:2x2]
 
 Compiles, for one CPU device, a causal attention layer with rotary positions and its
 gradients by weights and input, in float32. Memory is the program's by XLA's account:
 arguments, results and temporaries. Seconds are CPU seconds of all threads and seconds
 by the clock, for a step of the layer: medians of rounds in which the forms take turns
 in one process. A size of 0 is all pairs at once.
+
+With a topology it compiles for that TPU in bfloat16, `--batch` rows to a device, and
+estimates seconds from the compiler's own cycles, as `meshwright-plan` does. That wants
+libtpu, and no TPU.
 """
 
 from __future__ import annotations
@@ -19,13 +23,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
 from meshwright import framework as mw
+from meshwright.framework.compiler.hlo.hlo_text import HloModule
+from meshwright.framework.compiler.hlo.step_time import step_time
 from meshwright.framework.compiler.program import Program
-from meshwright.framework.modeling.layer import initialize
-from meshwright.framework.modeling.random import key_from_seed
+from meshwright.framework.devices import topology as topologies
+from meshwright.framework.devices.device_order import order_of
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.attention import Blocks, MultiHeadAttention
 from meshwright.layers.attention.positions import PositionKind
@@ -39,6 +46,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("heads", 8, "Heads of 64 features.", lower_bound=1)
     flags.DEFINE_integer("timed_to", 8192, "Longer rows are compiled, but not run.")
     flags.DEFINE_integer("plain_to", 8192, "Longer rows have blocks.")
+    flags.DEFINE_string("topology", None, "A TPU topology, such as v5e:2x2.")
     flags.DEFINE_integer("rounds", 5, "Turns of each form.", lower_bound=1)
 
 
@@ -59,8 +67,8 @@ class Sizes:
     block: int
 
 
-def step_program(sizes: Sizes) -> tuple[Program, Any]:
-    """The program of a layer and its gradients, and its arguments on the device."""
+def step_program(sizes: Sizes, devices: Sequence[jax.Device] | None) -> Program:
+    """The program of a layer and its gradients, for these devices or a CPU."""
     layer = MultiHeadAttention(
         model_dims=64 * sizes.heads,
         num_heads=sizes.heads,
@@ -68,12 +76,12 @@ def step_program(sizes: Sizes) -> tuple[Program, Any]:
         positions=PositionKind.ROTARY,
         block_size=sizes.block or Blocks.NONE,
     )
-    plan = ShardingPlan(mesh_axes=("X",), mesh_shape=(1,))
-    ctx = mw.Context(plan=plan, mode=mw.Mode.TRAIN)
-    theta = initialize(layer.weights(), key_from_seed(0))
-    x = tf.random.stateless_normal(
-        [sizes.batch, sizes.length, layer.model_dims], [0, 0]
+    count = len(devices or [None])
+    plan = ShardingPlan(
+        mesh_axes=("X",), mesh_shape=(count,), activations={"batch": "X"}
     )
+    dtype = tf.bfloat16 if devices else tf.float32
+    ctx = mw.Context(plan=plan, mode=mw.Mode.TRAIN, activation_dtype=dtype)
 
     def step(theta, x):
         with tf.GradientTape() as tape:
@@ -81,10 +89,36 @@ def step_program(sizes: Sizes) -> tuple[Program, Any]:
             y = layer.fprop(ctx, theta, x)
         return tape.gradient(y, (theta, x), output_gradients=y)
 
-    args = (theta, x)
-    specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, args)
-    program = mw.compile_program(step, specs, plan.mesh)
-    return program, program.shard(*tf.nest.map_structure(lambda t: t.numpy(), args))
+    shape = [count * sizes.batch, sizes.length, layer.model_dims]
+    stream = plan.activation_sharding(("batch", "sequence", "model"))
+    return mw.compile_program(
+        step,
+        [
+            layer.weights().map(lambda s: tf.TensorSpec(s.shape)),
+            tf.TensorSpec(shape, dtype),
+        ],
+        plan.mesh,
+        in_shardings=[None, stream],
+        out_shardings=(None, stream),
+        devices=devices,
+    )
+
+
+def arguments(program: Program) -> Any:
+    """Random arguments of a program, on its device."""
+    rng = np.random.default_rng(0)
+    return program.shard(
+        *tf.nest.map_structure(
+            lambda s: 0.05 * rng.standard_normal(s.shape, np.float32), program.inputs
+        )
+    )
+
+
+def estimated(program: Program, topology: str) -> float:
+    """Seconds of a step on a TPU."""
+    order = order_of(program.mesh, topologies.topology(topology))
+    times = step_time(HloModule(program.hlo_text()), program.mesh, order)
+    return times.seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +139,9 @@ def timed(program: Program, args: Any) -> Seconds:
 HEADER = """\
  tokens  block  memory MiB   CPU s  wall s
 ------------------------------------------"""
+ESTIMATED = """\
+ tokens  block  memory MiB  estimated s
+---------------------------------------"""
 
 
 def table_row(sizes: Sizes, memory: int, turns: Sequence[Seconds]) -> str:
@@ -116,8 +153,29 @@ def table_row(sizes: Sizes, memory: int, turns: Sequence[Seconds]) -> str:
             for field in ("cpu", "wall")
         )
         times = f"{cpu:8.3f}{wall:8.3f}"
+    return f"{_start(sizes, memory)}{times}"
+
+
+def estimated_row(sizes: Sizes, memory: int, seconds: float) -> str:
+    """The line below `ESTIMATED`."""
+    return f"{_start(sizes, memory)}{seconds:13.6f}"
+
+
+def _start(sizes: Sizes, memory: int) -> str:
     block = sizes.block or "none"
-    return f"{sizes.length:7}{block:>7}{memory / 2**20:12.1f}{times}"
+    return f"{sizes.length:7}{block:>7}{memory / 2**20:12.1f}"
+
+
+def in_turns(programs: Sequence[Program], rounds: int) -> list[list[Seconds]]:
+    """The seconds of each program in each round."""
+    arguments_of = [arguments(program) for program in programs]
+    for pair in zip(programs, arguments_of, strict=True):
+        timed(*pair)  # The first call of a program costs more.
+    turns = [[] for _ in programs]
+    for _ in range(rounds):
+        for i, pair in enumerate(zip(programs, arguments_of, strict=True)):
+            turns[i].append(timed(*pair))
+    return turns
 
 
 def main(argv: Sequence[str]) -> None:
@@ -126,25 +184,25 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     given = flags.FLAGS
     mw.set_platform("cpu", 1)
-    print(HEADER)
+    topology = given.topology
+    devices = topologies.topology_devices(topology) if topology else None
+    print(ESTIMATED if topology else HEADER)
     for length in map(int, given.lengths):
-        forms = {}
-        for block in map(int, given.sizes):
-            if block or length <= given.plain_to:
-                sizes = Sizes(
-                    batch=given.batch, length=length, heads=given.heads, block=block
-                )
-                forms[sizes] = step_program(sizes)
-        turns = {sizes: [] for sizes in forms}
-        if length <= given.timed_to:
-            for args in forms.values():
-                timed(*args)  # The first call of a program costs more.
-            for _ in range(given.rounds):
-                for sizes, args in forms.items():
-                    turns[sizes].append(timed(*args))
-        for sizes, (program, _) in forms.items():
-            memory = program.memory().peak
-            print(table_row(sizes, memory, turns[sizes]), flush=True)
+        forms = [
+            Sizes(batch=given.batch, length=length, heads=given.heads, block=block)
+            for block in map(int, given.sizes)
+            if block or length <= given.plain_to
+        ]
+        programs = [step_program(sizes, devices) for sizes in forms]
+        memory = [program.memory().peak for program in programs]
+        if topology:
+            seconds = [estimated(program, topology) for program in programs]
+            rows = map(estimated_row, forms, memory, seconds)
+        else:
+            runs = length <= given.timed_to
+            turns = in_turns(programs, given.rounds) if runs else [()] * len(forms)
+            rows = map(table_row, forms, memory, turns)
+        print(*rows, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

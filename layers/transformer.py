@@ -229,6 +229,9 @@ def transformer_layer(
     norm: Callable[..., Layer] = RMSNorm,
     has_memory: bool = False,
     logits_dtype: tf.DType | None = tf.float32,
+    num_kv_heads: int | None = None,
+    logit_cap: float | None = None,
+    qk_norm: bool = False,
     block_size: int | Blocks = Blocks.AUTO,
 ) -> TransformerLayer:
     """The usual layer, given its sizes.
@@ -248,6 +251,9 @@ def transformer_layer(
       norm: makes a normalization layer from `model_dims`.
       has_memory: adds cross-attention, for a decoder.
       logits_dtype: of attention, see `MultiHeadAttention`.
+      num_kv_heads: likewise.
+      logit_cap: likewise.
+      qk_norm: likewise.
       block_size: likewise.
 
     Raises:
@@ -276,6 +282,9 @@ def transformer_layer(
             positions=positions,
             dropout_rate=dropout_rate,
             logits_dtype=logits_dtype,
+            num_kv_heads=num_kv_heads,
+            logit_cap=logit_cap,
+            qk_norm=qk_norm,
             block_size=block_size,
         )
 

@@ -1,6 +1,7 @@
 """Multi-head attention, to the sequence itself or to another sequence.
 
-Dims: B batch, S sequence (query), T sequence (key), M model, N heads, D head size.
+Dims: B batch, S sequence (query), T sequence (key), M model, N heads, K heads of keys
+and values, D head size.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from meshwright.framework.modeling.checks import bounded, instance
 from meshwright.framework.modeling.initializers import Constant, FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.blockwise import attend_in_blocks
 from meshwright.layers.attention.logits import Logits
@@ -30,8 +32,10 @@ from meshwright.layers.basic.linear import (
     read_stream,
     to_stream,
 )
+from meshwright.layers.basic.normalization import RMSNorm
 
 BSND = ("batch", "sequence", "heads", "head_dim")
+_BTKD = ("batch", "sequence", "kv_heads", "head_dim")
 
 
 @gin.constants_from_enum
@@ -51,6 +55,14 @@ _AUTO_TOKENS = 1024
 _AUTO_SIZE = 512
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Heads:
+    """How many heads there are, and the names of the dims of such tensors."""
+
+    count: int
+    dims: tuple[str, ...]
+
+
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiHeadAttention(Layer):
@@ -64,6 +76,9 @@ class MultiHeadAttention(Layer):
       model_dims: M.
       num_heads: N.
       head_dim: D, even for rotary positions.
+      num_kv_heads: K, which divides N; None: N. Below N, each head of keys and values
+        is read by N / K heads of queries in a row (grouped-query attention, Ainslie et
+        al. 2023; 1 is multi-query, Shazeer 2019), and plans name their dim "kv_heads".
       mask: which keys a query sees by position: a kind, or a rule such as `NearMask`.
         FULL for a memory.
       positions: how positions enter. NONE for a memory.
@@ -73,17 +88,23 @@ class MultiHeadAttention(Layer):
       dropout_rate: the dropout rate of attention probabilities.
       use_bias: adds a bias to each of the four projections.
       logits_dtype: dtype of logits and their softmax; None: that of activations.
+      logit_cap: c of c * tanh(logits / c), before masks and relative positions (Gemma
+        Team 2024, section 2); None: no cap.
+      qk_norm: normalizes each head's queries and keys by `RMSNorm`, before rotary
+        positions (Dehghani et al. 2023, section 2).
       block_size: the most tokens of a block, for attention in blocks, in memory that
         grows with the length and not its square; or `Blocks`. The softmax's sums are
         float32 there.
 
     Raises:
-      ValueError: rotary positions with an odd head size; a rate or a size out of range.
+      ValueError: rotary positions with an odd head size; heads that those of keys do
+        not divide; a rate or a size out of range.
     """
 
     model_dims: int
     num_heads: int
     head_dim: int
+    num_kv_heads: int | None = bounded(None, at_least=1)
     mask: MaskKind | MaskRule = instance(MaskKind.CAUSAL, example="@NearMask()")
     positions: PositionKind = PositionKind.NONE
     rotary_base: float = 10000.0
@@ -92,6 +113,8 @@ class MultiHeadAttention(Layer):
     dropout_rate: float = bounded(0.0, at_least=0, below=1)
     use_bias: bool = False
     logits_dtype: tf.DType | None = instance(tf.float32, example="%bfloat16")
+    logit_cap: float | None = bounded(None, above=0)
+    qk_norm: bool = False
     block_size: int | Blocks = bounded(Blocks.AUTO, at_least=1)
 
     def __post_init__(self):
@@ -101,29 +124,48 @@ class MultiHeadAttention(Layer):
                 f"rotary positions turn pairs of features, but head_dim is "
                 f"{self.head_dim}: make it even"
             )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"MultiHeadAttention.num_kv_heads is {self.num_kv_heads}, which does "
+                f"not divide the {self.num_heads} heads of queries that read keys: "
+                "make num_heads a multiple of it"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """K."""
+        return self.num_kv_heads or self.num_heads
 
     def weights(self) -> NestedMap:
         M, N, D = self.model_dims, self.num_heads, self.head_dim
-        w_in = WeightSpec(
-            shape=(M, N, D),
-            dims=("model", "heads", "head_dim"),
-            initializer=FanIn(),
-            rows=1,
-        )
+
+        def w_in(letter):
+            heads = self._heads_of(letter)
+            return WeightSpec(
+                shape=(M, heads.count, D),
+                dims=("model", *heads.dims[2:]),
+                initializer=FanIn(),
+                rows=1,
+            )
+
         w_o = WeightSpec(
             shape=(N, D, M),
             dims=("heads", "head_dim", "model"),
             initializer=FanIn(in_dims=2),
             rows=2,
         )
-        specs = NestedMap(w_q=w_in, w_k=w_in, w_v=w_in, w_o=w_o)
+        specs = NestedMap({f"w_{letter}": w_in(letter) for letter in "qkv"}, w_o=w_o)
         if self.use_bias:
-            zero = Constant(0.0)
-            b_in = WeightSpec(
-                shape=(N, D), dims=("heads", "head_dim"), initializer=zero
-            )
-            b_o = per_feature(M)
-            specs.update(b_q=b_in, b_k=b_in, b_v=b_in, b_o=b_o)
+            for letter in "qkv":
+                heads = self._heads_of(letter)
+                specs[f"b_{letter}"] = WeightSpec(
+                    shape=(heads.count, D),
+                    dims=heads.dims[2:],
+                    initializer=Constant(0.0),
+                )
+            specs.b_o = per_feature(M)
+        if self.qk_norm:
+            specs.query_norm = specs.key_norm = self._norm.weights()
         if self.positions is PositionKind.RELATIVE:
             specs.relative_bias = WeightSpec(
                 shape=(self.num_buckets, N),
@@ -201,16 +243,17 @@ class MultiHeadAttention(Layer):
           length: T, the most tokens.
 
         Returns:
-          `key` and `value`: zeros [B, T, N, D] in the activation dtype.
+          `key` and `value`: zeros [B, T, K, D] in the activation dtype.
         """
-        shape = [batch, length, self.num_heads, self.head_dim]
-        zeros = ctx.split(tf.zeros(shape, ctx.activation_dtype), BSND)
+        heads = self._heads_of("k")
+        shape = [batch, length, heads.count, self.head_dim]
+        zeros = ctx.split(tf.zeros(shape, ctx.activation_dtype), heads.dims)
         return NestedMap(key=zeros, value=zeros)
 
     def encode_memory(
         self, ctx: Context, theta: NestedMap, memory: tf.Tensor
     ) -> NestedMap:
-        """The cache of a `memory` [B, T, M]: keys and values, each [B, T, N, D]."""
+        """The cache of a `memory` [B, T, M]: keys and values, each [B, T, K, D]."""
         self._check_crosses(ctx)
         _, key, value = self._project(ctx, theta, memory[:, :1], memory)
         return NestedMap(key=key, value=value)
@@ -241,9 +284,11 @@ class MultiHeadAttention(Layer):
             q = rotate(q, at, base=self.rotary_base)
             k = rotate(k, at, base=self.rotary_base)
         start = tf.stack([0, position, 0, 0])
-        cache = NestedMap(
-            key=ctx.split(xla.dynamic_update_slice(cache.key, k, start), BSND),
-            value=ctx.split(xla.dynamic_update_slice(cache.value, v, start), BSND),
+        cache = cache.map(
+            lambda kept, new: ctx.split(
+                xla.dynamic_update_slice(kept, new, start), self._heads_of("k").dims
+            ),
+            NestedMap(key=k, value=v),
         )
         keys = _tokens(cache.key)
         logits = self._logits(
@@ -289,8 +334,21 @@ class MultiHeadAttention(Layer):
                 f"{self.positions}"
             )
 
+    @property
+    def _norm(self) -> RMSNorm:
+        return RMSNorm(model_dims=self.head_dim)
+
+    def _heads_of(self, letter: str) -> _Heads:
+        """The heads of queries, keys or values, by the first letter."""
+        if letter == "q" or self.kv_heads == self.num_heads:
+            return _Heads(count=self.num_heads, dims=BSND)
+        return _Heads(count=self.kv_heads, dims=_BTKD)
+
     def _project(self, ctx, theta, x, memory) -> list[tf.Tensor]:
-        """Queries of `x`, keys and values of `memory` or `x`: [B, S or T, N, D]."""
+        """Queries of `x`, keys and values of `memory` or `x`.
+
+        Queries are [B, S, N, D], keys and values [B, S or T, K, D].
+        """
         if memory is None:
             return self._heads(ctx, theta, x, "qkv")
         queries = self._heads(ctx, theta, x, "q")
@@ -298,19 +356,39 @@ class MultiHeadAttention(Layer):
 
     def _heads(self, ctx, theta, x, which: str) -> list[tf.Tensor]:
         """Those of queries, keys and values whose first letters are in `which`."""
-        names = {"q": "query", "k": "key", "v": "value"}
         x = read_stream(ctx, x)
-        weights = [theta[f"w_{letter}"] for letter in which]
-        shape = (self.model_dims, self.num_heads, self.head_dim)
-        projected = contract_each(ctx, x, weights, shape=shape)
-        projected = [ctx.split(heads, BSND) for heads in projected]
+        found = {}
+        # Products with weights of one shape share the rows of `x`.
+        for heads in {self._heads_of(letter): None for letter in which}:
+            letters = [letter for letter in which if self._heads_of(letter) == heads]
+            shape = (self.model_dims, heads.count, self.head_dim)
+            weights = [theta[f"w_{letter}"] for letter in letters]
+            products = contract_each(ctx, x, weights, shape=shape)
+            products = [ctx.split(product, heads.dims) for product in products]
+            found |= zip(letters, products, strict=True)
         if self.use_bias:
-            pairs = zip(projected, which, strict=True)
-            projected = [
-                add_bias(ctx, heads, theta[f"b_{letter}"]) for heads, letter in pairs
-            ]
-        pairs = zip(projected, which, strict=True)
-        return [save_name(heads, names[letter]) for heads, letter in pairs]
+            found = {
+                letter: add_bias(ctx, heads, theta[f"b_{letter}"])
+                for letter, heads in found.items()
+            }
+        names = {"q": "query", "k": "key", "v": "value"}
+        found = {k: save_name(heads, names[k]) for k, heads in found.items()}
+        if self.qk_norm:
+            for letter in (letter for letter in "qk" if letter in found):
+                name = f"{names[letter]}_norm"
+                with ctx.scope(name) as c:
+                    found[letter] = self._norm.fprop(c, theta[name], found[letter])
+        return [found[letter] for letter in which]
+
+    def _for_each_head(self, ctx, heads) -> tf.Tensor:
+        """Keys or values [B, T, K, D] for the heads of queries: [B, T, N, D]."""
+        if self.kv_heads == self.num_heads:
+            return heads
+        shape = shape_of(heads)
+        copies = [*shape[:3], self.num_heads // self.kv_heads, self.head_dim]
+        copies = tf.broadcast_to(heads[:, :, :, None], copies)
+        shape[2] = self.num_heads
+        return ctx.split(tf.reshape(copies, shape), BSND)
 
     def _logits(self, ctx, queries: Tokens, keys: Tokens, **more) -> Logits:
         """See `Logits`, which also takes `more`."""
@@ -320,12 +398,14 @@ class MultiHeadAttention(Layer):
             keys=keys,
             dtype=self.logits_dtype or ctx.activation_dtype,
             max_distance=self.max_distance,
+            cap=self.logit_cap,
             **more,
         )
 
     def _attend(self, ctx, theta, q, k, v, logits: Logits) -> tf.Tensor:
         """The output [B, S, M] of queries [B, S, N, D] for keys and values."""
         q = q * self.head_dim**-0.5
+        k, v = (self._for_each_head(ctx, heads) for heads in (k, v))
         bias = None
         if self.positions is PositionKind.RELATIVE:
             bias = tf.cast(theta.relative_bias, tf.float32)

@@ -39,6 +39,7 @@ class Logits:
       paddings: [B or 1, T], 1 at keys that no query sees.
       offset: the index of the first key minus that of the first query.
       max_distance: of relative positions.
+      cap: c of c * tanh(products / c), or None.
     """
 
     mask: MaskKind | MaskRule
@@ -48,6 +49,7 @@ class Logits:
     paddings: tf.Tensor | None = None
     offset: int | tf.Tensor = 0
     max_distance: int = 128
+    cap: float | None = None
 
     def of_all(self, q: tf.Tensor, k: tf.Tensor, bias: tf.Tensor | None) -> tf.Tensor:
         """The logits of all pairs of tokens.
@@ -99,6 +101,8 @@ class Logits:
     def _finished(self, products, queries, keys, paddings, bias, offset) -> tf.Tensor:
         """Logits, of the products [B, N, ...] of some queries and keys."""
         logits = tf.cast(products, self.dtype)
+        if self.cap is not None:
+            logits = self.cap * tf.tanh(logits / self.cap)
         if bias is not None:
             bias = relative_bias(
                 bias,

@@ -47,7 +47,10 @@ class EveryOther(MaskRule):
         return ((query.index - key.index) % 2 == 0) | (query.segment % 2 == 0)
 
 
-# By name: mask, positions, tokens of a block, inputs.
+GROUPED = {"num_kv_heads": 1}
+CAPPED = {"logit_cap": 2.0}
+NORMED = {"qk_norm": True}
+# By name: mask, positions, tokens of a block, inputs, further settings.
 CASES = {
     "causal": (MaskKind.CAUSAL, "NONE", 8, {}),
     "full": (MaskKind.FULL, "NONE", 37, {}),
@@ -68,6 +71,10 @@ CASES = {
     "memory": (MaskKind.FULL, "NONE", 8, {"memory": MEMORY}),
     "memory_by_segment": (MaskKind.FULL, "NONE", 8, CROSS),
     "nothing_seen": (MaskKind.FULL, "NONE", 10, NOTHING_SEEN),
+    "grouped": (MaskKind.CAUSAL, "RELATIVE", 8, PACKED, {**GROUPED, "use_bias": True}),
+    "capped": (NearMask(left=9, right=1), "RELATIVE", 8, {}, CAPPED),
+    "normed": (MaskKind.CAUSAL, "ROTARY", 8, {}, NORMED),
+    "grouped_memory": (MaskKind.FULL, "NONE", 8, CROSS, GROUPED | CAPPED | NORMED),
 }
 
 
@@ -119,9 +126,10 @@ def assert_close(got, want, tolerance=1e-5):
 
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_all_pairs(name):
-    mask, positions, size, inputs = CASES[name]
-    got = gradients(*attention(mask, positions, size), X, inputs)
-    want = gradients(*attention(mask, positions), X, inputs)
+    mask, positions, size, inputs, *kwargs = CASES[name]
+    kwargs = kwargs[0] if kwargs else {}
+    got = gradients(*attention(mask, positions, size, **kwargs), X, inputs)
+    want = gradients(*attention(mask, positions, **kwargs), X, inputs)
     assert_close(got, want)
 
 
@@ -216,9 +224,17 @@ def test_pairs_come_once_each():
     np.testing.assert_array_equal(count(), expected)
 
 
-@pytest.mark.parametrize("mask", [NearMask(left=3, right=0), PrefixMask(length=4)])
-def test_token_by_token_equals_the_whole_sequence(mask):
-    layer, theta = attention(mask, "RELATIVE", dropout_rate=0.0)
+@pytest.mark.parametrize(
+    ("mask", "kwargs"),
+    [
+        (NearMask(left=3, right=0), {}),
+        (PrefixMask(length=4), {}),
+        (MaskKind.CAUSAL, GROUPED | CAPPED | NORMED | {"positions": "ROTARY"}),
+    ],
+)
+def test_token_by_token_equals_the_whole_sequence(mask, kwargs):
+    kwargs = {"positions": "RELATIVE", "dropout_rate": 0.0, **kwargs}
+    layer, theta = attention(mask, **kwargs)
 
     @tf.function(jit_compile=True, autograph=False)
     def steps():

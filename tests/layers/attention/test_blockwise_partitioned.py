@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -60,16 +61,46 @@ LAYERS = {
         PACKED,
     ),
     "memory": ({"has_memory": True}, {"memory": np.tanh(X[:, :T])}),
+    "grouped": ({"num_kv_heads": 2, "logit_cap": 3.0, "qk_norm": True}, PACKED),
 }
 
 
-@pytest.mark.parametrize("partitioner", mw.Partitioner)
-@pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PARALLEL], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("name", LAYERS)
+PLANS = {"tensor": PLAN, "sequence": SEQUENCE_PARALLEL}
+# Any two of the settings meet in one of these; the others are slow.
+SOME = (
+    ("causal", "tensor", "SHARDY"),
+    ("causal", "sequence", "GSPMD"),
+    ("relative", "sequence", "SHARDY"),
+    ("relative", "tensor", "GSPMD"),
+    ("window_of_heads_that_do_not_divide", "tensor", "GSPMD"),
+    ("window_of_heads_that_do_not_divide", "sequence", "SHARDY"),
+    ("memory", "tensor", "SHARDY"),
+    ("memory", "sequence", "GSPMD"),
+    ("grouped", "tensor", "GSPMD"),
+    ("grouped", "sequence", "SHARDY"),
+)
+
+
+def some_of(all_cases, some):
+    """All cases, of which those that are not among `some` are slow."""
+    return [
+        case if case in some else pytest.param(*case, marks=pytest.mark.slow)
+        for case in all_cases
+    ]
+
+
+@pytest.mark.parametrize(
+    "name,plan,partitioner",
+    some_of(itertools.product(LAYERS, PLANS, ("SHARDY", "GSPMD")), SOME),
+)
 def test_eight_devices_compute_what_one_does(name, plan, partitioner):
     kwargs, inputs = LAYERS[name]
     assert_layer_parity(
-        layer_of(**kwargs), X, plan=plan, partitioner=partitioner, **inputs
+        layer_of(**kwargs),
+        X,
+        plan=PLANS[plan],
+        partitioner=mw.Partitioner[partitioner],
+        **inputs,
     )
 
 
@@ -113,25 +144,36 @@ def test_devices_send_no_more_than_without_blocks(partitioner):
     def sent(block_size):
         counts = collections.Counter()
         for collective in compiled(block_size, partitioner).collectives():
+            assert "while" not in collective.op_name
             counts[collective.kind, collective.axes] += collective.bytes
         return counts
 
     in_blocks, at_once = sent(4), sent(Blocks.NONE)
-    assert in_blocks == at_once
+    assert in_blocks.keys() == at_once.keys()
+    assert all(size <= at_once[kind] for kind, size in in_blocks.items())
 
 
 @pytest.mark.parametrize("recompute", Recompute)
 def test_memory_grows_with_the_length(recompute):
-    """Eight times the length takes about eight times the memory, in a stack too."""
+    """In a stack too: eight times the length, not 64 times the memory."""
 
     def memory(length):
         return compiled(16, mw.Partitioner.SHARDY, recompute, length).memory()
 
-    assert memory(1024).temporaries < 9 * memory(128).temporaries
+    assert memory(8192).temporaries < 9 * memory(1024).temporaries
 
 
-@pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize("unroll", Unroll)
+@pytest.mark.parametrize(
+    "recompute,unroll",
+    some_of(
+        itertools.product(Recompute, Unroll),
+        (
+            (Recompute.EVERYTHING, Unroll.UNROLLED),
+            (Recompute.ALL_BUT_NAMED, Unroll.LOOP),
+            (Recompute.NOTHING, Unroll.LOOP),
+        ),
+    ),
+)
 def test_a_stack_computes_what_it_does_without_blocks(recompute, unroll):
     names = ("query", "context") if recompute is Recompute.ALL_BUT_NAMED else ()
 
@@ -173,12 +215,13 @@ def test_a_stack_that_saves_the_context_does_not_compute_it_again():
 
 @pytest.mark.parametrize(
     "mode,partitioner",
-    [
-        (StageMode.VECTORIZED, mw.Partitioner.SHARDY),
-        (StageMode.MANUAL, mw.Partitioner.SHARDY),
-        (StageMode.VECTORIZED, mw.Partitioner.GSPMD),
-        (StageMode.MANUAL, mw.Partitioner.GSPMD),
-    ],
+    some_of(
+        itertools.product(StageMode, mw.Partitioner),
+        (
+            (StageMode.VECTORIZED, mw.Partitioner.GSPMD),
+            (StageMode.MANUAL, mw.Partitioner.SHARDY),
+        ),
+    ),
 )
 def test_in_a_pipeline(mode, partitioner):
     layer = Pipeline(
