@@ -223,20 +223,43 @@ def test_a_stack_that_saves_the_context_does_not_compute_it_again():
         ),
     ),
 )
-def test_in_a_pipeline(mode, partitioner):
-    layer = Pipeline(
-        stack=Repeat(body=layer_of(**RELATIVE), num_layers=2),
-        num_stages=2,
-        num_microbatches=2,
-        stage_mode=mode,
-    )
+def test_a_pipeline_computes_what_it_does_without_blocks(mode, partitioner):
     plan = dataclasses.replace(
         PLAN,
         mesh_axes=("stage", "data", "tensor"),
         mesh_shape=(2, 2, 2),
         weights={**SPLIT, "stages": "stage"},
     )
-    assert_layer_parity(layer, X, plan=plan, partitioner=partitioner, **PACKED)
+
+    def gradients(block_size):
+        layer = Pipeline(
+            stack=Repeat(body=layer_of(block_size, **RELATIVE), num_layers=2),
+            num_stages=2,
+            num_microbatches=2,
+            stage_mode=mode,
+        )
+
+        def step(theta, x, segment_ids):
+            ctx = Context(plan=plan, mode=Mode.TRAIN, key=key_from_seed(1))
+            with tf.GradientTape() as tape:
+                tape.watch((theta, x))
+                read = annotate_weights(plan, layer.weights(), theta)
+                y = layer.fprop(ctx, read, x, segment_ids=segment_ids)
+            return y, tape.gradient(y, (theta, x), output_gradients=tf.sin(y))
+
+        theta = initialize(layer.weights(), key_from_seed(0)).map(lambda t: t.numpy())
+        args = (theta, X, PACKED["segment_ids"])
+        program = mw.compile_program(
+            step,
+            tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), args),
+            plan.mesh,
+            partitioner=partitioner,
+        )
+        return tf.nest.flatten(program.unshard(program(*args)))
+
+    for got, want in zip(gradients(4), gradients(Blocks.NONE), strict=True):
+        scale = max(1.0, np.abs(want).max())
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * scale)
 
 
 OPTIONS = (
