@@ -1,6 +1,7 @@
 """The layer library; importing it registers every layer with gin."""
 
 from meshwright.layers.attention.attention import MultiHeadAttention
+from meshwright.layers.attention.mask_rules import NearMask, PrefixMask
 from meshwright.layers.attention.relative_attention import RelativeAttention
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.embedding import Softmax, TokenEmbedding
@@ -53,8 +54,10 @@ __all__ = [
     "LayerNorm",
     "MoE",
     "MultiHeadAttention",
+    "NearMask",
     "NeuMF",
     "Pipeline",
+    "PrefixMask",
     "RMSNorm",
     "RelativeAttention",
     "Repeat",

@@ -14,8 +14,9 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.attention.attention import MultiHeadAttention
-from meshwright.layers.attention.positions import MaskKind, PositionKind
+from meshwright.layers.attention.attention import Blocks, MultiHeadAttention
+from meshwright.layers.attention.mask_rules import MaskKind, MaskRule
+from meshwright.layers.attention.positions import PositionKind
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation, FeedForward
 from meshwright.layers.basic.linear import BSM
@@ -221,13 +222,17 @@ def transformer_layer(
     head_dim: int,
     hidden_dims: int | None = None,
     feed_forward: Layer | None = None,
-    mask: MaskKind = MaskKind.CAUSAL,
+    mask: MaskKind | MaskRule = MaskKind.CAUSAL,
     positions: PositionKind = PositionKind.ROTARY,
     activation: Activation = Activation.RELU,
     dropout_rate: float = 0.0,
     norm: Callable[..., Layer] = RMSNorm,
     has_memory: bool = False,
     logits_dtype: tf.DType | None = tf.float32,
+    num_kv_heads: int | None = None,
+    logit_cap: float | None = None,
+    qk_norm: bool = False,
+    block_size: int | Blocks = Blocks.AUTO,
 ) -> TransformerLayer:
     """The usual layer, given its sizes.
 
@@ -238,7 +243,7 @@ def transformer_layer(
       hidden_dims: H of a dense feed-forward layer.
       feed_forward: a layer, such as `MoE`, in place of a dense layer, which then
         defines `hidden_dims` and `activation` itself.
-      mask: whether tokens see later ones.
+      mask: which tokens see which, see `MultiHeadAttention`.
       positions: how positions enter attention.
       activation: the non-linearity of the dense layer.
       dropout_rate: the dropout rate of attention probabilities, hidden activations and
@@ -246,6 +251,10 @@ def transformer_layer(
       norm: makes a normalization layer from `model_dims`.
       has_memory: adds cross-attention, for a decoder.
       logits_dtype: of attention, see `MultiHeadAttention`.
+      num_kv_heads: likewise.
+      logit_cap: likewise.
+      qk_norm: likewise.
+      block_size: likewise.
 
     Raises:
       ValueError: both `hidden_dims` and `feed_forward` are given, or neither.
@@ -273,6 +282,10 @@ def transformer_layer(
             positions=positions,
             dropout_rate=dropout_rate,
             logits_dtype=logits_dtype,
+            num_kv_heads=num_kv_heads,
+            logit_cap=logit_cap,
+            qk_norm=qk_norm,
+            block_size=block_size,
         )
 
     cross_attention = cross_attention_norm = None

@@ -112,6 +112,8 @@ def _refuse(
     kind, *more = (kind for kind in kinds if kind is not types.NoneType)
     if issubclass(kind, enum.Enum):
         wanted = f"one of {', '.join(map(str, kind))}"
+        if example:
+            wanted += f" or another, such as {example}"
     elif kind is bool:
         wanted = "True or False"
     else:

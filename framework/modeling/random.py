@@ -82,9 +82,17 @@ def keep_mask(key: tf.Tensor, rate: float, shape: Sequence[int]) -> tf.Tensor:
     shape = [int(n) for n in shape]
     if not shape:
         return keep_mask(key, rate, [1])[0]
+    return kept(*computed_once(*keep_words(key, shape)), rate)
+
+
+def keep_words(key: tf.Tensor, shape: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
+    """The words of rows, uint32 [2, ..., 1], and columns, [2, n], of a `keep_mask`."""
     rows = bits(fold_in(key, "rows"), [2, *shape[:-1], 1])
-    columns = bits(fold_in(key, "columns"), [2, shape[-1]])
-    rows, columns = computed_once(rows, columns)
+    return rows, bits(fold_in(key, "columns"), [2, shape[-1]])
+
+
+def kept(rows: tf.Tensor, columns: tf.Tensor, rate: float) -> tf.Tensor:
+    """The part of a `keep_mask` that some of its rows and columns make."""
     x0, x1 = rows[0] + columns[0], rows[1] + columns[1]
     for by in sum(_ROTATIONS, ())[:_MASK_ROUNDS]:
         x0, x1 = _mixed(x0, x1, by)

@@ -2,7 +2,8 @@
 
 TF's rule for XlaSharding keeps the annotation unchanged, for a tensor that has one more
 dim: XLA refuses the program. Ours leaves the new dim to propagation (GSPMD 3.5), which
-follows the caller's annotations.
+follows the caller's annotations. And there are rules here for ops that layers have in
+their loops, for which TF has none.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.python.ops.parallel_for import pfor
 
 from meshwright.framework.sharding.annotations import annotate_serialized, stacked
@@ -85,6 +88,72 @@ def _convert_sharding(pfor_input):
         ),
         True,
     )
+
+
+def _convert_dynamic_slice(pfor_input):
+    x = pfor_input.stacked_input(0)
+    start, sizes = (_unstacked(pfor_input, i) for i in (1, 2))
+    start = tf.concat([tf.zeros([1], start.dtype), start], 0)
+    shape = [x.shape[0], *tf.get_static_value(sizes)]
+    sizes = tf.concat([pfor_input.pfor.loop_len_vector, sizes], 0)
+    return pfor.wrap(tf.ensure_shape(xla.dynamic_slice(x, start, sizes), shape), True)
+
+
+def _convert_dynamic_update_slice(pfor_input):
+    pfor_input.stack_inputs([0, 1])
+    x, update = (pfor_input.stacked_input(i) for i in (0, 1))
+    start = _unstacked(pfor_input, 2)
+    start = tf.concat([tf.zeros([1], start.dtype), start], 0)
+    return pfor.wrap(xla.dynamic_update_slice(x, update, start), True)
+
+
+def _unstacked(pfor_input, i: int) -> tf.Tensor:
+    """An input that must be the same for every entry."""
+    tensor, is_stacked, _ = pfor_input.input(i)
+    if is_stacked:
+        raise NoRuleError(
+            f"TF cannot vectorize {pfor_input.op_type} (op {pfor_input.op.name!r}) at "
+            "places that are not the same for every entry"
+        )
+    return tensor
+
+
+def _convert_dot(pfor_input):
+    pfor_input.stack_inputs([0, 1])
+    text = pfor_input.get_attr("dimension_numbers")
+    before = xla_data_pb2.DotDimensionNumbers.FromString(text)
+    after = xla_data_pb2.DotDimensionNumbers()
+    for field, dims in before.ListFields():
+        getattr(after, field.name).extend(dim + 1 for dim in dims)
+    after.lhs_batch_dimensions.insert(0, 0)
+    after.rhs_batch_dimensions.insert(0, 0)
+    product = xla.dot_general(
+        *(pfor_input.stacked_input(i) for i in (0, 1)),
+        after,
+        preferred_element_type=pfor_input.get_attr("preferred_element_type"),
+    )
+    return pfor.wrap(product, True)
+
+
+def _convert_bitcast(pfor_input):
+    dtype = pfor_input.get_attr("type")
+    return pfor.wrap(tf.bitcast(pfor_input.stacked_input(0), dtype), True)
+
+
+def _convert_barrier(pfor_input):
+    pfor_input.stack_inputs()
+    stacked = [pfor_input.stacked_input(i) for i in range(pfor_input.num_inputs)]
+    return [pfor.wrap(t, True) for t in xla.optimization_barrier(*stacked)]
+
+
+for _type, _rule in {
+    "Bitcast": _convert_bitcast,
+    "XlaDynamicSlice": _convert_dynamic_slice,
+    "XlaDynamicUpdateSlice": _convert_dynamic_update_slice,
+    "XlaDotV2": _convert_dot,
+    "XlaOptimizationBarrier": _convert_barrier,
+}.items():
+    _RULES.setdefault(_type, _rule)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,13 @@
 """Multi-head attention, to the sequence itself or to another sequence.
 
-Dims: B batch, S sequence (query), T sequence (key), M model, N heads, D head size.
+Dims: B batch, S sequence (query), T sequence (key), M model, N heads, K heads of keys
+and values, D head size.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 import gin
 import tensorflow as tf
@@ -15,13 +17,12 @@ from meshwright.framework.modeling.checks import bounded, instance
 from meshwright.framework.modeling.initializers import Constant, FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.attention.positions import (
-    MaskKind,
-    PositionKind,
-    relative_bias,
-    rotate,
-)
+from meshwright.layers.attention.blockwise import attend_in_blocks
+from meshwright.layers.attention.logits import Logits
+from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
+from meshwright.layers.attention.positions import PositionKind, rotate
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,
@@ -31,11 +32,38 @@ from meshwright.layers.basic.linear import (
     read_stream,
     to_stream,
 )
+from meshwright.layers.basic.normalization import RMSNorm
 
 BSND = ("batch", "sequence", "heads", "head_dim")
+_BTKD = ("batch", "sequence", "kv_heads", "head_dim")
 
-# Finite: a row that sees no key must still give numbers, and so must its gradient.
-_NEVER = -1e30
+
+@gin.constants_from_enum
+class Blocks(enum.Enum):
+    """Whether attention is computed in blocks, where no size of them is given.
+
+    AUTO: in long sequences, in blocks of a size that was fast. NONE: never, all pairs
+    of tokens at once.
+    """
+
+    AUTO = "auto"
+    NONE = "none"
+
+
+# Measured on two CPU cores (benchmarks/attention_length.py: 8 heads of 64, one row): of
+# 2048 tokens, blocks of 512 took 0.46 of the CPU time that all pairs at once took, and
+# 0.24 of the memory; of 256 tokens the same. Blocks of 128 were a little faster there;
+# larger ones suit matrix units better, but no TPU compiler's estimate is in this yet.
+_AUTO_TOKENS = 2048
+_AUTO_SIZE = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Heads:
+    """How many heads there are, and the names of the dims of such tensors."""
+
+    count: int
+    dims: tuple[str, ...]
 
 
 @gin.register
@@ -51,7 +79,11 @@ class MultiHeadAttention(Layer):
       model_dims: M.
       num_heads: N.
       head_dim: D, even for rotary positions.
-      mask: whether queries see later keys; index order counts. FULL for a memory.
+      num_kv_heads: K, which divides N; None: N. Below N, each head of keys and values
+        is read by N / K heads of queries in a row (grouped-query attention, Ainslie et
+        al. 2023; 1 is multi-query, Shazeer 2019), and plans name their dim "kv_heads".
+      mask: which keys a query sees by position: a kind, or a rule such as `NearMask`.
+        FULL for a memory.
       positions: how positions enter. NONE for a memory.
       rotary_base: for rotary positions, see `rotate`.
       num_buckets: for relative positions, see `relative_bucket`.
@@ -59,15 +91,24 @@ class MultiHeadAttention(Layer):
       dropout_rate: the dropout rate of attention probabilities.
       use_bias: adds a bias to each of the four projections.
       logits_dtype: dtype of logits and their softmax; None: that of activations.
+      logit_cap: c of c * tanh(logits / c), before masks and relative positions (Gemma
+        Team 2024, section 2); None: no cap.
+      qk_norm: normalizes each head's queries and keys by `RMSNorm`, before rotary
+        positions (Dehghani et al. 2023, section 2).
+      block_size: the most tokens of a block, for attention in blocks, in memory that
+        grows with the length and not its square; or `Blocks`. The softmax's sums are
+        float32 there.
 
     Raises:
-      ValueError: rotary positions with an odd head size; a rate out of range.
+      ValueError: rotary positions with an odd head size; heads that those of keys do
+        not divide; a rate or a size out of range.
     """
 
     model_dims: int
     num_heads: int
     head_dim: int
-    mask: MaskKind = MaskKind.CAUSAL
+    num_kv_heads: int | None = bounded(None, at_least=1)
+    mask: MaskKind | MaskRule = instance(MaskKind.CAUSAL, example="@NearMask()")
     positions: PositionKind = PositionKind.NONE
     rotary_base: float = 10000.0
     num_buckets: int = 32
@@ -75,6 +116,9 @@ class MultiHeadAttention(Layer):
     dropout_rate: float = bounded(0.0, at_least=0, below=1)
     use_bias: bool = False
     logits_dtype: tf.DType | None = instance(tf.float32, example="%bfloat16")
+    logit_cap: float | None = bounded(None, above=0)
+    qk_norm: bool = False
+    block_size: int | Blocks = bounded(Blocks.AUTO, at_least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,29 +127,48 @@ class MultiHeadAttention(Layer):
                 f"rotary positions turn pairs of features, but head_dim is "
                 f"{self.head_dim}: make it even"
             )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"MultiHeadAttention.num_kv_heads is {self.num_kv_heads}, which does "
+                f"not divide the {self.num_heads} heads of queries that read keys: "
+                "make num_heads a multiple of it"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """K."""
+        return self.num_kv_heads or self.num_heads
 
     def weights(self) -> NestedMap:
         M, N, D = self.model_dims, self.num_heads, self.head_dim
-        w_in = WeightSpec(
-            shape=(M, N, D),
-            dims=("model", "heads", "head_dim"),
-            initializer=FanIn(),
-            rows=1,
-        )
+
+        def w_in(letter):
+            heads = self._heads_of(letter)
+            return WeightSpec(
+                shape=(M, heads.count, D),
+                dims=("model", *heads.dims[2:]),
+                initializer=FanIn(),
+                rows=1,
+            )
+
         w_o = WeightSpec(
             shape=(N, D, M),
             dims=("heads", "head_dim", "model"),
             initializer=FanIn(in_dims=2),
             rows=2,
         )
-        specs = NestedMap(w_q=w_in, w_k=w_in, w_v=w_in, w_o=w_o)
+        specs = NestedMap({f"w_{letter}": w_in(letter) for letter in "qkv"}, w_o=w_o)
         if self.use_bias:
-            zero = Constant(0.0)
-            b_in = WeightSpec(
-                shape=(N, D), dims=("heads", "head_dim"), initializer=zero
-            )
-            b_o = per_feature(M)
-            specs.update(b_q=b_in, b_k=b_in, b_v=b_in, b_o=b_o)
+            for letter in "qkv":
+                heads = self._heads_of(letter)
+                specs[f"b_{letter}"] = WeightSpec(
+                    shape=(heads.count, D),
+                    dims=heads.dims[2:],
+                    initializer=Constant(0.0),
+                )
+            specs.b_o = per_feature(M)
+        if self.qk_norm:
+            specs.query_norm = specs.key_norm = self._norm.weights()
         if self.positions is PositionKind.RELATIVE:
             specs.relative_bias = WeightSpec(
                 shape=(self.num_buckets, N),
@@ -161,10 +224,14 @@ class MultiHeadAttention(Layer):
                 segment_positions = tf.range(x.shape[1])[None, :]
             q = rotate(q, segment_positions, base=self.rotary_base)
             k = rotate(k, segment_positions, base=self.rotary_base)
-        visible = visibility(
-            q.shape[1], k.shape[1], self.mask, paddings, segment_ids, memory_segment_ids
+        positions = None if memory is not None else segment_positions
+        logits = self._logits(
+            ctx,
+            _tokens(q, segment_ids, positions),
+            _tokens(k, memory_segment_ids, positions),
+            paddings=paddings,
         )
-        return self._attend(ctx, theta, q, k, v, visible, self._bias(theta, q.shape[1]))
+        return self._attend(ctx, theta, q, k, v, logits)
 
     def extra_flops(self, sequence_length: int) -> float:
         """FLOPs of two S x S products; masked elements count too, as is usual."""
@@ -179,16 +246,17 @@ class MultiHeadAttention(Layer):
           length: T, the most tokens.
 
         Returns:
-          `key` and `value`: zeros [B, T, N, D] in the activation dtype.
+          `key` and `value`: zeros [B, T, K, D] in the activation dtype.
         """
-        shape = [batch, length, self.num_heads, self.head_dim]
-        zeros = ctx.split(tf.zeros(shape, ctx.activation_dtype), BSND)
+        heads = self._heads_of("k")
+        shape = [batch, length, heads.count, self.head_dim]
+        zeros = ctx.split(tf.zeros(shape, ctx.activation_dtype), heads.dims)
         return NestedMap(key=zeros, value=zeros)
 
     def encode_memory(
         self, ctx: Context, theta: NestedMap, memory: tf.Tensor
     ) -> NestedMap:
-        """The cache of a `memory` [B, T, M]: keys and values, each [B, T, N, D]."""
+        """The cache of a `memory` [B, T, M]: keys and values, each [B, T, K, D]."""
         self._check_crosses(ctx)
         _, key, value = self._project(ctx, theta, memory[:, :1], memory)
         return NestedMap(key=key, value=value)
@@ -219,18 +287,21 @@ class MultiHeadAttention(Layer):
             q = rotate(q, at, base=self.rotary_base)
             k = rotate(k, at, base=self.rotary_base)
         start = tf.stack([0, position, 0, 0])
-        cache = NestedMap(
-            key=ctx.split(xla.dynamic_update_slice(cache.key, k, start), BSND),
-            value=ctx.split(xla.dynamic_update_slice(cache.value, v, start), BSND),
+        cache = cache.map(
+            lambda kept, new: ctx.split(
+                xla.dynamic_update_slice(kept, new, start), self._heads_of("k").dims
+            ),
+            NestedMap(key=k, value=v),
         )
-        length = cache.key.shape[1]
-        visible = (tf.range(length) <= position)[None, None, :]
-        bias = self._bias(theta, length)
-        if bias is not None:  # The query's row of [N, T, T].
-            size = [self.num_heads, 1, length]
-            bias = xla.dynamic_slice(bias, tf.stack([0, position, 0]), size)
-        y = self._attend(ctx, theta, q, cache.key, cache.value, visible, bias)
-        return y, cache
+        keys = _tokens(cache.key)
+        logits = self._logits(
+            ctx,
+            Tokens(index=tf.reshape(position, [1, 1])),
+            keys,
+            paddings=tf.cast(keys.index > position, tf.int32),
+            offset=-position,
+        )
+        return self._attend(ctx, theta, q, cache.key, cache.value, logits), cache
 
     def attend_memory(
         self,
@@ -253,19 +324,34 @@ class MultiHeadAttention(Layer):
           [B, S, M] in the activation dtype.
         """
         (q,) = self._heads(ctx, theta, x, "q")
-        visible = (memory_paddings == 0)[:, None, :]
-        return self._attend(ctx, theta, q, cache.key, cache.value, visible, None)
+        logits = self._logits(
+            ctx, _tokens(q), _tokens(cache.key), paddings=memory_paddings
+        )
+        return self._attend(ctx, theta, q, cache.key, cache.value, logits)
 
     def _check_crosses(self, ctx: Context) -> None:
-        if self.mask is MaskKind.CAUSAL or self.positions is not PositionKind.NONE:
+        if self.mask is not MaskKind.FULL or self.positions is not PositionKind.NONE:
             raise ValueError(
                 f"layer {ctx.path!r} attends to a memory, whose positions are not the "
                 f"queries': give it mask=FULL and positions=NONE, not {self.mask} and "
                 f"{self.positions}"
             )
 
+    @property
+    def _norm(self) -> RMSNorm:
+        return RMSNorm(model_dims=self.head_dim)
+
+    def _heads_of(self, letter: str) -> _Heads:
+        """The heads of queries, keys or values, by the first letter."""
+        if letter == "q" or self.kv_heads == self.num_heads:
+            return _Heads(count=self.num_heads, dims=BSND)
+        return _Heads(count=self.kv_heads, dims=_BTKD)
+
     def _project(self, ctx, theta, x, memory) -> list[tf.Tensor]:
-        """Queries of `x`, keys and values of `memory` or `x`: [B, S or T, N, D]."""
+        """Queries of `x`, keys and values of `memory` or `x`.
+
+        Queries are [B, S, N, D], keys and values [B, S or T, K, D].
+        """
         if memory is None:
             return self._heads(ctx, theta, x, "qkv")
         queries = self._heads(ctx, theta, x, "q")
@@ -273,80 +359,101 @@ class MultiHeadAttention(Layer):
 
     def _heads(self, ctx, theta, x, which: str) -> list[tf.Tensor]:
         """Those of queries, keys and values whose first letters are in `which`."""
-        names = {"q": "query", "k": "key", "v": "value"}
         x = read_stream(ctx, x)
-        weights = [theta[f"w_{letter}"] for letter in which]
-        shape = (self.model_dims, self.num_heads, self.head_dim)
-        projected = contract_each(ctx, x, weights, shape=shape)
-        projected = [ctx.split(heads, BSND) for heads in projected]
+        found = {}
+        # Products with weights of one shape share the rows of `x`.
+        for heads in {self._heads_of(letter): None for letter in which}:
+            letters = [letter for letter in which if self._heads_of(letter) == heads]
+            shape = (self.model_dims, heads.count, self.head_dim)
+            weights = [theta[f"w_{letter}"] for letter in letters]
+            products = contract_each(ctx, x, weights, shape=shape)
+            products = [ctx.split(product, heads.dims) for product in products]
+            found |= zip(letters, products, strict=True)
         if self.use_bias:
-            pairs = zip(projected, which, strict=True)
-            projected = [
-                add_bias(ctx, heads, theta[f"b_{letter}"]) for heads, letter in pairs
-            ]
-        pairs = zip(projected, which, strict=True)
-        return [save_name(heads, names[letter]) for heads, letter in pairs]
+            found = {
+                letter: add_bias(ctx, heads, theta[f"b_{letter}"])
+                for letter, heads in found.items()
+            }
+        names = {"q": "query", "k": "key", "v": "value"}
+        found = {k: save_name(heads, names[k]) for k, heads in found.items()}
+        if self.qk_norm:
+            for letter in (letter for letter in "qk" if letter in found):
+                name = f"{names[letter]}_norm"
+                with ctx.scope(name) as c:
+                    found[letter] = self._norm.fprop(c, theta[name], found[letter])
+        return [found[letter] for letter in which]
 
-    def _bias(self, theta, size: int) -> tf.Tensor | None:
-        """float32 [N, S, S] of relative positions, None if there are none."""
-        if self.positions is not PositionKind.RELATIVE:
-            return None
-        weight = tf.cast(theta.relative_bias, tf.float32)
-        return relative_bias(
-            weight, size, mask=self.mask, max_distance=self.max_distance
+    def _for_each_head(self, ctx, heads) -> tf.Tensor:
+        """Keys or values [B, T, K, D] for the heads of queries: [B, T, N, D]."""
+        if self.kv_heads == self.num_heads:
+            return heads
+        shape = shape_of(heads)
+        copies = [*shape[:3], self.num_heads // self.kv_heads, self.head_dim]
+        copies = tf.broadcast_to(heads[:, :, :, None], copies)
+        shape[2] = self.num_heads
+        return ctx.split(tf.reshape(copies, shape), BSND)
+
+    def _logits(self, ctx, queries: Tokens, keys: Tokens, **more) -> Logits:
+        """See `Logits`, which also takes `more`."""
+        return Logits(
+            mask=self.mask,
+            queries=queries,
+            keys=keys,
+            dtype=self.logits_dtype or ctx.activation_dtype,
+            max_distance=self.max_distance,
+            cap=self.logit_cap,
+            **more,
         )
 
-    def _attend(self, ctx, theta, q, k, v, visible, bias) -> tf.Tensor:
+    def _attend(self, ctx, theta, q, k, v, logits: Logits) -> tf.Tensor:
         """The output [B, S, M] of queries [B, S, N, D] for keys and values."""
-        logits = tf.einsum("bsnd,btnd->bnst", q * self.head_dim**-0.5, k)
-        logits = tf.cast(logits, self.logits_dtype or ctx.activation_dtype)
-        if bias is not None:
-            logits += tf.cast(bias, logits.dtype)
-        if visible is not None:
-            hidden = tf.where(visible, 0.0, _NEVER)[:, None, :, :]
-            logits += tf.cast(hidden, logits.dtype)
-        probs = ctx.cast(tf.nn.softmax(logits))
-        with ctx.scope("dropout") as c:
-            probs = Dropout(rate=self.dropout_rate).fprop(
-                c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
+        q = q * self.head_dim**-0.5
+        k, v = (self._for_each_head(ctx, heads) for heads in (k, v))
+        bias = None
+        if self.positions is PositionKind.RELATIVE:
+            bias = tf.cast(theta.relative_bias, tf.float32)
+        dropout = Dropout(rate=self.dropout_rate)
+        size = self._block_size(ctx, q.shape[1], k.shape[1])
+        if size is None:
+            probs = ctx.cast(tf.nn.softmax(logits.of_all(q, k, bias)))
+            with ctx.scope("dropout") as c:
+                probs = dropout.fprop(
+                    c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
+                )
+            context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
+            context = save_name(context, "context")
+        else:
+            context = attend_in_blocks(
+                ctx, logits, q, k, v, bias, dropout=dropout, block_size=size
             )
-        context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
-        context = save_name(context, "context")
+            context = ctx.split(context, BSND)
         shape = (self.num_heads, self.head_dim, self.model_dims)
         out = contract(ctx, context, theta.w_o, dims=2, shape=shape)
         out = to_stream(ctx, out, name="attention_out")
         return add_bias(ctx, out, theta.b_o) if self.use_bias else out
 
+    def _block_size(self, ctx, queries: int, keys: int) -> int | None:
+        """The size of blocks for so many queries and keys, None for no blocks."""
+        if self.block_size is Blocks.NONE or queries == 1:
+            return None
+        is_split = ctx.plan.activation_sharding(BSND, ctx.path).splits()[1] > 1
+        if self.block_size is Blocks.AUTO:
+            is_long = queries * keys >= _AUTO_TOKENS**2
+            return _AUTO_SIZE if is_long and not is_split else None
+        if is_split:
+            raise ValueError(
+                f"layer {ctx.path!r} has blocks of {self.block_size} tokens, but the "
+                "plan splits 'sequence', so that each block would be gathered: set "
+                "block_size to Blocks.AUTO or Blocks.NONE, or split 'stream' instead"
+            )
+        return self.block_size
 
-def visibility(
-    queries: int,
-    keys: int,
-    mask: MaskKind,
-    paddings: tf.Tensor | None = None,
+
+def _tokens(
+    heads: tf.Tensor,
     segment_ids: tf.Tensor | None = None,
-    key_segment_ids: tf.Tensor | None = None,
-) -> tf.Tensor | None:
-    """Which keys each query sees.
-
-    Args:
-      queries: S.
-      keys: T.
-      mask: which keys a query sees by position.
-      paddings: [B, T], 1 at keys that no query sees.
-      segment_ids: int32 [B, S], of queries; they see keys of the same segment.
-      key_segment_ids: int32 [B, T]; given if `segment_ids` is.
-
-    Returns:
-      bool [B or 1, S or 1, T], query before key, or None where every key is seen.
-    """
-    parts = []
-    if mask is MaskKind.CAUSAL:
-        parts.append((tf.range(queries)[:, None] >= tf.range(keys)[None, :])[None])
-    if segment_ids is not None:
-        parts.append(segment_ids[:, :, None] == key_segment_ids[:, None, :])
-    if paddings is not None:
-        parts.append((paddings == 0)[:, None, :])
-    visible = None
-    for part in parts:
-        visible = part if visible is None else visible & part
-    return visible
+    positions: tf.Tensor | None = None,
+) -> Tokens:
+    """Where the tokens of queries or keys [B, S, N, D] are."""
+    index = tf.range(heads.shape[1])[None]
+    return Tokens(index=index, segment=segment_ids, position=positions)

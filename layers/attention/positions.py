@@ -1,4 +1,4 @@
-"""Positions of tokens: masks by position, rotary and relative positions.
+"""Positions of tokens: rotary, relative and sinusoidal positions.
 
 Dims: B batch, S sequence, N heads, D head size.
 """
@@ -11,13 +11,7 @@ import math
 import gin
 import tensorflow as tf
 
-
-@gin.constants_from_enum
-class MaskKind(enum.Enum):
-    """Which keys a query sees by their position: all, or only those up to its own."""
-
-    FULL = "full"
-    CAUSAL = "causal"
+from meshwright.layers.attention.mask_rules import MaskKind
 
 
 @gin.constants_from_enum
@@ -129,7 +123,13 @@ def relative_bucket(
 
 
 def relative_bias(
-    weight: tf.Tensor, size: int, *, mask: MaskKind, max_distance: int = 128
+    weight: tf.Tensor,
+    queries: int,
+    keys: int,
+    *,
+    mask: MaskKind,
+    max_distance: int = 128,
+    offset: int | tf.Tensor = 0,
 ) -> tf.Tensor:
     """A bias for each head and pair of tokens, by the bucket of their distance.
 
@@ -137,19 +137,22 @@ def relative_bias(
     they are distances of positions too.
 
     Args:
-      weight: [num_buckets, N].
-      size: S.
+      weight: [..., num_buckets, N].
+      queries: S.
+      keys: T.
       mask: as in `relative_bucket`.
       max_distance: as in `relative_bucket`.
+      offset: the position of the first key minus that of the first query.
 
     Returns:
-      [N, S, S], query before key, in the dtype of `weight`.
+      [..., N, S, T], query before key, in the dtype of `weight`.
     """
-    num_buckets, heads = weight.shape
-    # Entry k of a row of 2S is for distance k, or k - 2S in the second half.
-    entry = tf.range(2 * size)
+    *lead, num_buckets, heads = weight.shape
+    length = queries + keys
+    # Entry k of a row of S + T is for distance k, or k - (S + T) after the first T.
+    entry = tf.range(length)
     bucket = relative_bucket(
-        tf.where(entry < size, entry, entry - 2 * size),
+        tf.where(entry < keys, entry, entry - length) + offset,
         mask=mask,
         num_buckets=num_buckets,
         max_distance=max_distance,
@@ -157,7 +160,7 @@ def relative_bias(
     one_hot = tf.one_hot(bucket, num_buckets, dtype=weight.dtype)
     row = tf.matmul(weight, one_hot, transpose_a=True, transpose_b=True)
     # Copies of the row end to end, read with a stride one short: each query's row is
-    # the previous row shifted by one. A gather's gradient would be a scatter of S*S.
-    rows = tf.broadcast_to(row[:, None, :], [heads, size, 2 * size])
-    ends = tf.reshape(rows, [heads, -1])[:, : size * (2 * size - 1)]
-    return tf.reshape(ends, [heads, size, 2 * size - 1])[:, :, :size]
+    # the previous row shifted by one. A gather's gradient would be a scatter of S*T.
+    rows = tf.broadcast_to(row[..., None, :], [*lead, heads, queries, length])
+    ends = tf.reshape(rows, [*lead, heads, -1])[..., : queries * (length - 1)]
+    return tf.reshape(ends, [*lead, heads, queries, length - 1])[..., :keys]

@@ -60,20 +60,25 @@ class Dropout(Layer):
           ValueError: dropout is to happen but the context has no key.
         """
         del theta
-        if ctx.mode is Mode.EVAL or self.rate == 0:
+        if not self.drops(ctx):
             return x
         if not read_by_products:
             x = gradient_computed_once(x)
 
         def dropped(x):
             keep = random.keep_mask(ctx.random_key(), self.rate, x.shape)
-            y = self._scaled(x, keep)
+            y = self.scaled(x, keep)
             y = computed_once(y)[0] if read_by_products else y
-            return y, lambda dy: self._scaled(dy, y != 0)
+            return y, lambda dy: self.scaled(dy, y != 0)
 
         return tf.custom_gradient(dropped)(x) if dead_at_zero else dropped(x)[0]
 
-    def _scaled(self, x: tf.Tensor, keep: tf.Tensor) -> tf.Tensor:
+    def drops(self, ctx: Context) -> bool:
+        """Whether anything is dropped."""
+        return ctx.mode is not Mode.EVAL and self.rate > 0
+
+    def scaled(self, x: tf.Tensor, keep: tf.Tensor) -> tf.Tensor:
+        """`x` with zeros where `keep` is False, scaled to keep the mean."""
         # In float32: rounded to 16 bits, the scale would shift the mean.
         scaled = tf.cast(tf.cast(x, tf.float32) * (1 / (1 - self.rate)), x.dtype)
         return tf.where(keep, scaled, tf.zeros([], x.dtype))

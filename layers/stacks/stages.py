@@ -13,6 +13,7 @@ import gin
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.compiler.xla import xla_data_pb2
+from tensorflow.python.eager import record
 
 from meshwright.framework.modeling.recompute import Saved
 from meshwright.framework.sharding.annotations import annotate
@@ -242,7 +243,9 @@ class Stages:
 
 def _vectorized(fn, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     try:
-        return vectorize(fn, stacked)
+        # The pipeline has its own gradient: an eager tape need not know one of each op.
+        with record.stop_recording():
+            return vectorize(fn, stacked)
     except NoRuleError as error:
         raise ValueError(
             f"pipeline: {error}: use StageMode.MANUAL on a mesh with one stage to a "

@@ -14,7 +14,8 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.attention.attention import MultiHeadAttention
-from meshwright.layers.attention.positions import MaskKind, PositionKind
+from meshwright.layers.attention.mask_rules import MaskKind
+from meshwright.layers.attention.positions import PositionKind
 from meshwright.layers.attention.relative_attention import RelativeAttention
 from meshwright.layers.basic.embedding import (
     Lookup,

@@ -10,7 +10,8 @@ from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.attention import MultiHeadAttention
-from meshwright.layers.attention.positions import MaskKind, PositionKind
+from meshwright.layers.attention.mask_rules import MaskKind
+from meshwright.layers.attention.positions import PositionKind
 
 DATA = pathlib.Path(__file__).parents[2] / "data"
 B, S, M, N, D = 2, 12, 6, 2, 4

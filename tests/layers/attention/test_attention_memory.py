@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
-from meshwright.layers.attention.positions import MaskKind, PositionKind
+from meshwright.layers.attention.mask_rules import MaskKind
+from meshwright.layers.attention.positions import PositionKind
 from tests.layers.attention.test_attention import B, D, M, S, attention, inputs, run
 
 T = 7

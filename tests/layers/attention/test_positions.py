@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from meshwright.layers.attention.mask_rules import MaskKind
 from meshwright.layers.attention.positions import (
-    MaskKind,
     relative_bias,
     relative_bucket,
     rotate,
@@ -73,7 +73,7 @@ def test_bias_is_the_weight_of_the_bucket_of_each_pair(mask):
     weight = tf.constant(RNG.standard_normal([buckets, N]), tf.float32)
     with tf.GradientTape() as tape:
         tape.watch(weight)
-        bias = relative_bias(weight, S, mask=mask, max_distance=distance)
+        bias = relative_bias(weight, S, S, mask=mask, max_distance=distance)
     index = np.arange(S)
     bucket = relative_bucket(
         tf.constant(index[None, :] - index[:, None], tf.int32),

@@ -1,0 +1,210 @@
+"""Attention in blocks beside attention of all pairs at once, by sequence length.
+
+    python benchmarks/attention_length.py [--lengths=1024,4096] [--sizes=0,512]
+        [--timed_to=8192] [--rounds=5] [--topology=v5e:2x2]
+
+Compiles, for one CPU device, a causal attention layer with rotary positions and its
+gradients by weights and input, in float32. Memory is the program's by XLA's account:
+arguments, results and temporaries. Seconds are CPU seconds of all threads and seconds
+by the clock, for a step of the layer: medians of rounds in which the forms take turns
+in one process. A size of 0 is all pairs at once.
+
+With a topology it compiles for that TPU in bfloat16, `--batch` rows to a device, and
+estimates seconds from the compiler's own cycles, as `meshwright-plan` does. That wants
+libtpu, and no TPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+from meshwright import framework as mw
+from meshwright.framework.compiler.hlo.hlo_text import HloModule
+from meshwright.framework.compiler.hlo.step_time import step_time
+from meshwright.framework.compiler.program import Program
+from meshwright.framework.devices import topology as topologies
+from meshwright.framework.devices.device_order import order_of
+from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.layers.attention.attention import Blocks, MultiHeadAttention
+from meshwright.layers.attention.positions import PositionKind
+
+
+def define_flags() -> None:
+    """Called only by this program."""
+    flags.DEFINE_list("lengths", ["1024", "2048", "4096", "8192"], "Tokens of a row.")
+    flags.DEFINE_list("sizes", ["0", "256", "512"], "Tokens of a block, 0: no blocks.")
+    flags.DEFINE_integer("batch", 1, "Rows.", lower_bound=1)
+    flags.DEFINE_integer("heads", 8, "Heads of 64 features.", lower_bound=1)
+    flags.DEFINE_integer("timed_to", 8192, "Longer rows are compiled, but not run.")
+    flags.DEFINE_integer("plain_to", 8192, "Longer rows have blocks.")
+    flags.DEFINE_string("topology", None, "A TPU topology, such as v5e:2x2.")
+    flags.DEFINE_integer("rounds", 5, "Turns of each form.", lower_bound=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The layer, and what it reads.
+
+    Args:
+      batch: B.
+      length: S.
+      heads: N, of 64 features each.
+      block: the most tokens of a block; 0: no blocks.
+    """
+
+    batch: int
+    length: int
+    heads: int
+    block: int
+
+
+def step_program(sizes: Sizes, devices: Sequence[jax.Device] | None) -> Program:
+    """The program of a layer and its gradients, for these devices or a CPU."""
+    layer = MultiHeadAttention(
+        model_dims=64 * sizes.heads,
+        num_heads=sizes.heads,
+        head_dim=64,
+        positions=PositionKind.ROTARY,
+        block_size=sizes.block or Blocks.NONE,
+    )
+    count = len(devices or [None])
+    plan = ShardingPlan(
+        mesh_axes=("X",), mesh_shape=(count,), activations={"batch": "X"}
+    )
+    dtype = tf.bfloat16 if devices else tf.float32
+    ctx = mw.Context(plan=plan, mode=mw.Mode.TRAIN, activation_dtype=dtype)
+
+    def step(theta, x):
+        with tf.GradientTape() as tape:
+            tape.watch((theta, x))
+            y = layer.fprop(ctx, theta, x)
+        return tape.gradient(y, (theta, x), output_gradients=y)
+
+    shape = [count * sizes.batch, sizes.length, layer.model_dims]
+    stream = plan.activation_sharding(("batch", "sequence", "model"))
+    return mw.compile_program(
+        step,
+        [
+            layer.weights().map(lambda s: tf.TensorSpec(s.shape)),
+            tf.TensorSpec(shape, dtype),
+        ],
+        plan.mesh,
+        in_shardings=[None, stream],
+        out_shardings=(None, stream),
+        devices=devices,
+    )
+
+
+def arguments(program: Program) -> Any:
+    """Random arguments of a program, on its device."""
+    rng = np.random.default_rng(0)
+    return program.shard(
+        *tf.nest.map_structure(
+            lambda s: 0.05 * rng.standard_normal(s.shape, np.float32), program.inputs
+        )
+    )
+
+
+def estimated(program: Program, topology: str) -> float:
+    """Seconds of a step on a TPU."""
+    order = order_of(program.mesh, topologies.topology(topology))
+    times = step_time(HloModule(program.hlo_text()), program.mesh, order)
+    return times.seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Seconds of a step: of all threads, and by the clock."""
+
+    cpu: float
+    wall: float
+
+
+def timed(program: Program, args: Any) -> Seconds:
+    """One step."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    jax.block_until_ready(tf.nest.flatten(program(*args)))
+    return Seconds(cpu=time.process_time() - cpu, wall=time.perf_counter() - wall)
+
+
+HEADER = """\
+ tokens  block  memory MiB   CPU s  wall s
+------------------------------------------"""
+ESTIMATED = """\
+ tokens  block  memory MiB  estimated s
+---------------------------------------"""
+
+
+def table_row(sizes: Sizes, memory: int, turns: Sequence[Seconds]) -> str:
+    """The line below `HEADER`: memory in bytes, medians of seconds."""
+    times = ""
+    if turns:
+        cpu, wall = (
+            statistics.median(getattr(turn, field) for turn in turns)
+            for field in ("cpu", "wall")
+        )
+        times = f"{cpu:8.3f}{wall:8.3f}"
+    return f"{_start(sizes, memory)}{times}"
+
+
+def estimated_row(sizes: Sizes, memory: int, seconds: float) -> str:
+    """The line below `ESTIMATED`."""
+    return f"{_start(sizes, memory)}{seconds:13.6f}"
+
+
+def _start(sizes: Sizes, memory: int) -> str:
+    block = sizes.block or "none"
+    return f"{sizes.length:7}{block:>7}{memory / 2**20:12.1f}"
+
+
+def in_turns(programs: Sequence[Program], rounds: int) -> list[list[Seconds]]:
+    """The seconds of each program in each round."""
+    arguments_of = [arguments(program) for program in programs]
+    for pair in zip(programs, arguments_of, strict=True):
+        timed(*pair)  # The first call of a program costs more.
+    turns = [[] for _ in programs]
+    for _ in range(rounds):
+        for i, pair in enumerate(zip(programs, arguments_of, strict=True)):
+            turns[i].append(timed(*pair))
+    return turns
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    given = flags.FLAGS
+    mw.set_platform("cpu", 1)
+    topology = given.topology
+    devices = topologies.topology_devices(topology) if topology else None
+    print(ESTIMATED if topology else HEADER)
+    for length in map(int, given.lengths):
+        forms = [
+            Sizes(batch=given.batch, length=length, heads=given.heads, block=block)
+            for block in map(int, given.sizes)
+            if block or length <= given.plain_to
+        ]
+        programs = [step_program(sizes, devices) for sizes in forms]
+        memory = [program.memory().peak for program in programs]
+        if topology:
+            seconds = [estimated(program, topology) for program in programs]
+            rows = map(estimated_row, forms, memory, seconds)
+        else:
+            runs = length <= given.timed_to
+            turns = in_turns(programs, given.rounds) if runs else [()] * len(forms)
+            rows = map(table_row, forms, memory, turns)
+        print(*rows, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

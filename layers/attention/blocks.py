@@ -1,0 +1,133 @@
+"""Pairs of a block of queries and a block of keys, and a loop over those in sight.
+
+Dims: B batch, S sequence (query), T sequence (key), U blocks, C tokens of a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from meshwright.framework.modeling.recompute import computed_once
+from meshwright.framework.modeling.shapes import shape_of
+from meshwright.layers.attention.mask_rules import MaskRule
+from meshwright.layers.stacks.stacked_body import read, write
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How `length` tokens are cut in blocks: `count` of `size`, the last one filled up.
+
+    The blocks are as equal as can be, so that little is filled up.
+    """
+
+    length: int
+    count: int
+    size: int
+
+    @classmethod
+    def of(cls, length: int, block_size: int) -> Cut:
+        """Blocks of at most `block_size` tokens."""
+        count = -(-length // block_size)
+        return cls(length, count, -(-length // count))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether nothing is filled up."""
+        return self.count * self.size == self.length
+
+    def apply(self, x: tf.Tensor, dim: int) -> tf.Tensor:
+        """A stack of blocks [U, ..., C, ...] of `x` [..., S, ...], S at `dim`."""
+        missing = self.count * self.size - self.length
+        if missing:
+            pads = [(0, 0)] * x.shape.rank
+            pads[dim] = (0, missing)
+            x = tf.pad(x, pads)
+        shape = shape_of(x)
+        x = tf.reshape(x, [*shape[:dim], self.count, self.size, *shape[dim + 1 :]])
+        return _moved(x, dim, 0)
+
+    def undo(self, stack: tf.Tensor, dim: int) -> tf.Tensor:
+        """The reverse of `apply`."""
+        x = _moved(stack, 0, dim)
+        shape = shape_of(x)
+        x = tf.reshape(x, [*shape[:dim], -1, *shape[dim + 2 :]])
+        return x if self.is_even else tf.gather(x, tf.range(self.length), axis=dim)
+
+    def index(self, i: tf.Tensor) -> tf.Tensor:
+        """int32 [1, C], the tokens of block `i`."""
+        return (i * self.size + tf.range(self.size))[None]
+
+
+def _moved(x: tf.Tensor, source: int, target: int) -> tf.Tensor:
+    order = [d for d in range(x.shape.rank) if d != source]
+    order.insert(target, source)
+    return tf.transpose(x, order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """The pairs of blocks of queries and keys that a mask leaves, row by row.
+
+    Args:
+      queries: how queries are cut.
+      keys: how keys are cut.
+      first: by block of queries, the first block of keys that one of them sees.
+      last: the last one; at least one block is computed for every query.
+    """
+
+    queries: Cut
+    keys: Cut
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    @classmethod
+    def of(cls, queries: Cut, keys: Cut, mask: MaskRule) -> Pairs:
+        """The pairs that `mask` leaves."""
+        first, last = [], []
+        for i in range(queries.count):
+            end = min((i + 1) * queries.size, queries.length) - 1
+            low, high = mask.span(i * queries.size, end)
+            low = 0 if low is None else min(max(low, 0), keys.length - 1)
+            high = keys.length - 1 if high is None else min(high, keys.length - 1)
+            first.append(low // keys.size)
+            last.append(max(high, low) // keys.size)
+        return cls(queries, keys, tuple(first), tuple(last))
+
+    @property
+    def count(self) -> int:
+        """How many pairs are computed."""
+        pairs = zip(self.first, self.last, strict=True)
+        return sum(last - first + 1 for first, last in pairs)
+
+    def loop(
+        self,
+        body: Callable[..., Sequence[tf.Tensor]],
+        state: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        """`state` after `body` (i, j, *state) -> state of each pair.
+
+        A single loop of known length, in which the numbers of the blocks are carried:
+        of an inner loop whose length varies, compilers could not tell the cost.
+        """
+        first, last = tf.constant(self.first), tf.constant(self.last)
+
+        def step(n, i, j, *state):
+            ends = j == tf.gather(last, i)
+            below = tf.minimum(i + 1, self.queries.count - 1)
+            next_i = tf.where(ends, below, i)
+            next_j = tf.where(ends, tf.gather(first, below), j + 1)
+            return [n + 1, next_i, next_j, *body(i, j, *state)]
+
+        zero = tf.constant(0)
+        start = [zero, zero, tf.constant(self.first[0]), *state]
+        return list(tf.while_loop(lambda n, *_: n < self.count, step, start)[3:])
+
+
+def add_at(stack: tf.Tensor, value: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
+    """`stack` with `value` added to entry `i`, in its dtype."""
+    # Fused with the write, the read keeps the TPU compiler from writing in place.
+    total = computed_once(read(stack, i) + tf.cast(value, stack.dtype))[0]
+    return write(stack, total, i)

@@ -1,0 +1,295 @@
+"""Attention in blocks against attention of all pairs at once."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context, Mode
+from meshwright.framework.modeling.random import key_from_seed
+from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.layers.attention.attention import Blocks, MultiHeadAttention
+from meshwright.layers.attention.blocks import Cut, Pairs
+from meshwright.layers.attention.mask_rules import (
+    MaskKind,
+    MaskRule,
+    NearMask,
+    PrefixMask,
+    Tokens,
+    rule_of,
+    visibility,
+)
+from meshwright.layers.attention.positions import PositionKind
+
+B, S, T, M, N, D = 2, 37, 23, 6, 2, 4
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal([B, S, M], np.float32)
+MEMORY = RNG.standard_normal([B, T, M], np.float32)
+SEGMENTS = np.stack([np.arange(S) // 11, np.arange(S) // 17]).astype(np.int32)
+POSITIONS = np.stack([np.arange(S) % 11, np.arange(S) % 17]).astype(np.int32)
+PACKED = {"segment_ids": SEGMENTS, "segment_positions": POSITIONS}
+PADDINGS = np.zeros([B, S], np.float32)
+PADDINGS[0, 35:] = PADDINGS[1, 5] = 1  # Every query still sees a key.
+NOTHING_SEEN = {"paddings": np.ones([B, S], np.float32)}
+CROSS = {
+    "memory": MEMORY,
+    "segment_ids": SEGMENTS,
+    "memory_segment_ids": (np.arange(T) // 8).astype(np.int32)[None].repeat(B, 0),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EveryOther(MaskRule):
+    """A user's rule: tokens of odd segments see keys at an even distance."""
+
+    def visible(self, query: Tokens, key: Tokens) -> tf.Tensor:
+        return ((query.index - key.index) % 2 == 0) | (query.segment % 2 == 0)
+
+
+GROUPED = {"num_kv_heads": 1}
+CAPPED = {"logit_cap": 2.0}
+NORMED = {"qk_norm": True}
+# By name: mask, positions, tokens of a block, inputs, further settings.
+CASES = {
+    "causal": (MaskKind.CAUSAL, "NONE", 8, {}),
+    "full": (MaskKind.FULL, "NONE", 37, {}),
+    "causal_buckets": (MaskKind.CAUSAL, "RELATIVE", 8, {}),
+    "full_buckets_padded": (MaskKind.FULL, "RELATIVE", 7, {"paddings": PADDINGS}),
+    "window": (NearMask(left=9, right=0), "ROTARY", 4, {}),
+    "both_sides": (NearMask(left=3, right=2), "NONE", 64, {}),
+    "window_packed_padded": (
+        NearMask(left=20, right=0),
+        "ROTARY",
+        5,
+        {**PACKED, "paddings": PADDINGS},
+    ),
+    "causal_packed": (MaskKind.CAUSAL, "ROTARY", 1, PACKED),
+    "prefix": (PrefixMask(length=13), "ROTARY", 6, {}),
+    "prefix_packed": (PrefixMask(length=4), "NONE", 6, PACKED),
+    "own_rule": (EveryOther(), "RELATIVE", 10, PACKED),
+    "memory": (MaskKind.FULL, "NONE", 8, {"memory": MEMORY}),
+    "memory_by_segment": (MaskKind.FULL, "NONE", 8, CROSS),
+    "nothing_seen": (MaskKind.FULL, "NONE", 10, NOTHING_SEEN),
+    "grouped": (MaskKind.CAUSAL, "RELATIVE", 8, PACKED, {**GROUPED, "use_bias": True}),
+    "capped": (NearMask(left=9, right=1), "RELATIVE", 8, {}, CAPPED),
+    "normed": (MaskKind.CAUSAL, "ROTARY", 8, {}, NORMED),
+    "grouped_memory": (MaskKind.FULL, "NONE", 8, CROSS, GROUPED | CAPPED | NORMED),
+}
+
+
+def attention(mask, positions="NONE", block_size=Blocks.NONE, **kwargs):
+    """A layer with dropout, and weights that make attention far from uniform."""
+    layer = MultiHeadAttention(
+        model_dims=M,
+        num_heads=N,
+        head_dim=D,
+        mask=mask,
+        positions=PositionKind[positions],
+        num_buckets=8,
+        max_distance=16,
+        block_size=block_size,
+        **{"dropout_rate": 0.3, **kwargs},
+    )
+    rng = np.random.default_rng(1)
+    theta = layer.weights().map(
+        lambda s: tf.constant(rng.standard_normal(s.shape), tf.float32)
+    )
+    return layer, theta
+
+
+def gradients(layer, theta, x, inputs, dtype=tf.float32, jit=True) -> dict:
+    """The output, and gradients by weights, input and memory."""
+
+    def step(theta, x, inputs):
+        ctx = Context(mode=Mode.TRAIN, key=key_from_seed(0), activation_dtype=dtype)
+        sources = {"theta": theta, "x": x, "memory": inputs.get("memory", ())}
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            y = layer.fprop(ctx, theta, x, **inputs)
+            loss = tf.reduce_sum(tf.sin(tf.cast(y, tf.float32)))
+        return {"y": y, **tape.gradient(loss, sources)}
+
+    if jit:
+        step = tf.function(step, jit_compile=True, autograph=False)
+    found = step(theta, tf.constant(x), {k: tf.constant(v) for k, v in inputs.items()})
+    return tf.nest.map_structure(
+        lambda t: tf.cast(t, tf.float32).numpy(), tf.nest.flatten(found)
+    )
+
+
+def assert_close(got, want, tolerance=1e-5):
+    # A bias of keys has no gradient but the rounding of what it sums.
+    least = 0.1 * max(np.abs(b).max() for b in want)
+    for a, b in zip(got, want, strict=True):
+        scale = max(1.0, least, np.abs(b).max())
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_those_of_all_pairs(name):
+    mask, positions, size, inputs, *kwargs = CASES[name]
+    kwargs = kwargs[0] if kwargs else {}
+    got = gradients(*attention(mask, positions, size, **kwargs), X, inputs)
+    want = gradients(*attention(mask, positions, **kwargs), X, inputs)
+    assert_close(got, want)
+
+
+def test_queries_that_see_no_key_stay_finite_and_reach_nobody():
+    """They get a mean of values: of those that are computed, so it is another here."""
+    paddings = np.zeros([B, S], np.float32)
+    paddings[:, :9] = 1
+    seen = (np.arange(S) >= 9)[None, :, None]
+    found = []
+    for size in (4, Blocks.NONE):
+        layer, theta = attention(MaskKind.CAUSAL, "NONE", size)
+        everything = gradients(layer, theta, X, {"paddings": paddings})
+        assert all(np.isfinite(t).all() for t in everything)
+        found.append(everything[-1] * seen)
+    assert_close(found[:1], found[1:])
+
+
+def test_eagerly_too():
+    mask, positions, size, inputs = CASES["full_buckets_padded"]
+    got = gradients(*attention(mask, positions, size), X, inputs, jit=False)
+    want = gradients(*attention(mask, positions), X, inputs, jit=False)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("logits_dtype", [tf.float32, None])
+def test_sixteen_bit_activations_are_nearly_as_exact_as_at_once(logits_dtype):
+    """The blocks' sums are float32."""
+    exact = gradients(*attention(MaskKind.CAUSAL), X, {})
+    errors = []
+    for size in (8, Blocks.NONE):
+        layer = attention(MaskKind.CAUSAL, "NONE", size, logits_dtype=logits_dtype)
+        found = gradients(*layer, X, {}, tf.bfloat16)
+        errors.append([np.abs(a - b).mean() for a, b in zip(found, exact, strict=True)])
+    assert np.all(np.array(errors[0]) < 1.2 * np.array(errors[1]))
+
+
+RULES = [
+    *MaskKind,
+    NearMask(left=0, right=0),
+    NearMask(left=9, right=0),
+    NearMask(left=3, right=2),
+    NearMask(left=None, right=5),
+    PrefixMask(length=0),
+    PrefixMask(length=13),
+]
+
+
+@pytest.mark.parametrize("mask", RULES, ids=str)
+@pytest.mark.parametrize("size", [1, 5, 8, 64])
+def test_pairs_of_blocks_out_of_sight_are_left_out(mask, size):
+    cut = Cut.of(S, size)
+    pairs = Pairs.of(cut, cut, rule_of(mask))
+    tokens = Tokens(index=tf.range(S)[None])
+    visible = visibility(mask, tokens, tokens)
+    visible = np.ones([S, S]) if visible is None else visible[0].numpy()
+    visible = np.broadcast_to(visible, [S, S])
+    seen = {(i // cut.size, j // cut.size) for i, j in np.argwhere(visible)}
+    computed = {
+        (i, j)
+        for i in range(cut.count)
+        for j in range(pairs.first[i], pairs.last[i] + 1)
+    }
+    assert seen <= computed and len(computed) == pairs.count
+    if not isinstance(mask, PrefixMask):
+        assert seen == computed
+
+
+def test_blocks_are_as_equal_as_can_be():
+    assert Cut.of(1100, 512) == Cut(1100, 3, 367)
+    assert Cut.of(1024, 512) == Cut(1024, 2, 512)
+    assert Cut.of(5, 512) == Cut(5, 1, 5)
+
+
+def test_pairs_come_once_each():
+    pairs = Pairs.of(Cut.of(37, 5), Cut.of(37, 8), NearMask(left=9, right=0))
+
+    @tf.function(jit_compile=True, autograph=False)
+    def count():
+        seen = tf.zeros([pairs.queries.count, pairs.keys.count], tf.int32)
+
+        def body(i, j, seen):
+            row = tf.one_hot(i, pairs.queries.count, dtype=tf.int32)
+            return [
+                seen + row[:, None] * tf.one_hot(j, pairs.keys.count, dtype=tf.int32)
+            ]
+
+        return pairs.loop(body, [seen])[0]
+
+    expected = np.zeros([pairs.queries.count, pairs.keys.count])
+    for i, ends in enumerate(zip(pairs.first, pairs.last, strict=True)):
+        expected[i, ends[0] : ends[1] + 1] = 1
+    np.testing.assert_array_equal(count(), expected)
+
+
+@pytest.mark.parametrize(
+    ("mask", "kwargs"),
+    [
+        (NearMask(left=3, right=0), {}),
+        (PrefixMask(length=4), {}),
+        (MaskKind.CAUSAL, GROUPED | CAPPED | NORMED | {"positions": "ROTARY"}),
+    ],
+)
+def test_token_by_token_equals_the_whole_sequence(mask, kwargs):
+    kwargs = {"positions": "RELATIVE", "dropout_rate": 0.0, **kwargs}
+    layer, theta = attention(mask, **kwargs)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def steps():
+        cache, out = layer.init_cache(Context(), B, S), []
+        for t in range(S):
+            y, cache = layer.step(
+                Context(), theta, tf.constant(X[:, t : t + 1]), cache, tf.constant(t)
+            )
+            out.append(y)
+        return tf.concat(out, axis=1)
+
+    whole = layer.fprop(Context(), theta, tf.constant(X))
+    # Of a prefix later tokens are not there yet.
+    start = 4 if isinstance(mask, PrefixMask) else 0
+    np.testing.assert_allclose(
+        steps()[:, start:], whole[:, start:], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"block_size": 0},
+            r"block_size is 0; it must be a whole number of at least 1",
+        ),
+        ({"block_size": "auto"}, r"block_size is 'auto'; it must be"),
+        (
+            {"mask": "causal"},
+            r"mask is 'causal'; it must be one of .*CAUSAL.*@NearMask",
+        ),
+    ],
+)
+def test_bad_settings_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=f"MultiHeadAttention.{message}"):
+        attention(**{"mask": MaskKind.CAUSAL, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NearMask(left=-1), r"NearMask\.left is -1"),
+        (lambda: NearMask(right=-1), r"NearMask\.right is -1"),
+        (lambda: PrefixMask(length=-1), r"PrefixMask\.length is -1"),
+    ],
+)
+def test_bad_rules_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_sequence_split_between_devices_is_not_cut_in_blocks():
+    plan = ShardingPlan(mesh_shape=(2, 4), activations={"sequence": "Y"})
+    layer, theta = attention(MaskKind.CAUSAL, "NONE", 8, dropout_rate=0.0)
+    with pytest.raises(ValueError, match="plan splits 'sequence'.*Blocks.AUTO"):
+        layer.fprop(Context(plan=plan), theta, tf.constant(X))
