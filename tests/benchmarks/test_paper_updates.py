@@ -3,7 +3,6 @@
 import pytest
 import tensorflow as tf
 
-from benchmarks.papers import paper_tables, paper_updates
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
 from meshwright.framework.compiler.hlo.step_time import OpTime, TimePart
 from meshwright.framework.devices.topology import topology
@@ -11,7 +10,14 @@ from meshwright.layers.stacks.repeat import Unroll
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.search.plan_cache import PlanCache
-from tests.benchmarks.test_paper_tables import SCRIPT, cells_of, kept_rows
+from tests.benchmarks.test_paper_tables import (
+    SCRIPT,
+    cells_of,
+    kept_rows,
+    paper_tables,
+)
+
+paper_updates = paper_tables.paper_updates
 
 # Of the weight-update-sharding paper: Table 1.
 BATCHES = {

@@ -316,7 +316,7 @@ def test_weights_in_shards_are_evaluated_on_the_mesh(partitioner, monkeypatch):
         if number:  # Before, the values were put onto the mesh.
             monkeypatch.setattr(mesh_variable.MeshValue, "host_value", None)
         step(x, y), theirs.train(x, y)
-        assert value_of(ours.w).form.stored_shape == (60,)  # Its dims are combined.
+        assert len(value_of(ours.w).form.stored_shape) == 1  # Its dims are combined.
         np.testing.assert_allclose(evaluate(x, y), theirs.loss(x, y), rtol=1e-5)
         assert shard_shape(ours.w) == W.shape
     monkeypatch.undo()
