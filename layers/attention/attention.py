@@ -360,7 +360,7 @@ class MultiHeadAttention(Layer):
     def _heads(self, ctx, theta, x, which: str) -> list[tf.Tensor]:
         """Those of queries, keys and values whose first letters are in `which`."""
         x = read_stream(ctx, x)
-        found = {}
+        projected = {}
         # Products with weights of one shape share the rows of `x`.
         for heads in {self._heads_of(letter): None for letter in which}:
             letters = [letter for letter in which if self._heads_of(letter) == heads]
@@ -368,20 +368,22 @@ class MultiHeadAttention(Layer):
             weights = [theta[f"w_{letter}"] for letter in letters]
             products = contract_each(ctx, x, weights, shape=shape)
             products = [ctx.split(product, heads.dims) for product in products]
-            found |= zip(letters, products, strict=True)
+            projected |= zip(letters, products, strict=True)
         if self.use_bias:
-            found = {
+            projected = {
                 letter: add_bias(ctx, heads, theta[f"b_{letter}"])
-                for letter, heads in found.items()
+                for letter, heads in projected.items()
             }
         names = {"q": "query", "k": "key", "v": "value"}
-        found = {k: save_name(heads, names[k]) for k, heads in found.items()}
+        projected = {k: save_name(heads, names[k]) for k, heads in projected.items()}
         if self.qk_norm:
-            for letter in (letter for letter in "qk" if letter in found):
+            for letter in (letter for letter in "qk" if letter in projected):
                 name = f"{names[letter]}_norm"
                 with ctx.scope(name) as c:
-                    found[letter] = self._norm.fprop(c, theta[name], found[letter])
-        return [found[letter] for letter in which]
+                    projected[letter] = self._norm.fprop(
+                        c, theta[name], projected[letter]
+                    )
+        return [projected[letter] for letter in which]
 
     def _for_each_head(self, ctx, heads) -> tf.Tensor:
         """Keys or values [B, T, K, D] for the heads of queries: [B, T, N, D]."""

@@ -86,8 +86,8 @@ def update_rows_of_docs(kept):
         if is_row and cells[0] not in ("", "the paper's"):
             rows.append(cells[1:])
     rows = [cells for cells in rows if len(cells) > 2]  # Off and on.
-    told = [r for r in paper_updates.ROWS if r.name in kept or not r.gin_params]
-    for row, cells in zip(told, rows, strict=True):
+    shown = [r for r in paper_updates.ROWS if r.name in kept or not r.gin_params]
+    for row, cells in zip(shown, rows, strict=True):
         yield row.name, cells
 
 

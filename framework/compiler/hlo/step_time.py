@@ -170,8 +170,7 @@ class _Walk:
     def __init__(self, module: HloModule, mesh: DeviceMesh, order: DeviceOrder):
         self.module = module
         self.kind = order.topology.kind
-        hardware = order.topology.kind
-        self.network = TorusNetwork(hardware=hardware, mesh=mesh, order=order)
+        self.network = TorusNetwork(hardware=self.kind, mesh=mesh, order=order)
         self.sent = {c.name: c for c in collectives_of(module, mesh)}
         self.ops: list[OpTime] = []
         self.collectives: list[CollectiveTime] = []

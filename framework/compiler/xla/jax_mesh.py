@@ -88,8 +88,8 @@ def _digits(sharding: Sharding) -> list[SubAxis]:
     mesh, digits = sharding.mesh, []
     parts = [mesh.part(axis) for axes in sharding.dims for axis in axes]
     for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
-        own = [part for part in parts if part.axis == axis]
-        cuts = {1, size, *(p.before for p in own), *(p.end for p in own)}
+        of_axis = [part for part in parts if part.axis == axis]
+        cuts = {1, size, *(p.before for p in of_axis), *(p.end for p in of_axis)}
         pairs = list(itertools.pairwise(sorted(cuts))) or [(1, 1)]
         digits += [SubAxis(axis, start, end // start) for start, end in pairs]
     return digits

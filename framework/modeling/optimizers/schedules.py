@@ -18,7 +18,8 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import gin
 import tensorflow as tf
@@ -402,36 +403,43 @@ class SequentialSchedule(_OfSeveral):
         return value
 
 
-@gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LeastSchedule(_OfSeveral):
-    """The smallest of the values of several schedules, at each step.
-
-    Args:
-      schedules: one or more.
+class _Combined(_OfSeveral):
+    """A single value made of those of one or more schedules, at each step.
 
     Raises:
       ValueError: an entry is no schedule or number.
     """
 
+    combine: ClassVar[Callable[[tf.Tensor, tf.Tensor], tf.Tensor]]
+
     def __call__(self, step):
-        return functools.reduce(tf.minimum, [each(step) for each in self.schedules])
+        values = [schedule(step) for schedule in self.schedules]
+        return functools.reduce(self.combine, values)
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProductSchedule(_OfSeveral):
-    """The product of the values of several schedules, at each step.
-
-    Args:
-      schedules: one or more.
+class LeastSchedule(_Combined):
+    """The smallest of the values of one or more `schedules`, at each step.
 
     Raises:
       ValueError: an entry is no schedule or number.
     """
 
-    def __call__(self, step):
-        return functools.reduce(tf.multiply, [each(step) for each in self.schedules])
+    combine = staticmethod(tf.minimum)
+
+
+@gin.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductSchedule(_Combined):
+    """The product of the values of one or more `schedules`, at each step.
+
+    Raises:
+      ValueError: an entry is no schedule or number.
+    """
+
+    combine = staticmethod(tf.multiply)
 
 
 @gin.register

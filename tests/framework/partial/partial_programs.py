@@ -4,8 +4,10 @@ import random
 import re
 from collections.abc import Callable, Sequence
 
+import hypothesis
 import numpy as np
 import tensorflow as tf
+from hypothesis import strategies as st
 
 from meshwright import framework as mw
 from meshwright.framework.compiler.hlo.hlo_text import HloModule
@@ -184,6 +186,25 @@ def gradients(loss, *args):
         tape.watch(args)
         value = loss(*args)
     return [tf.convert_to_tensor(g) for g in tape.gradient(value, args)]
+
+
+# Of hypothesis only the seed, which says more than what it would find by small changes.
+_RANDOM = st.randoms(use_true_random=True)
+
+
+def check_random(check: Callable, count: int, seed: str) -> None:
+    """Calls `check(random, partitioner)` so often; a seed draws others, "" the same."""
+    test = hypothesis.given(_RANDOM, st.sampled_from(Partitioner))(check)
+    test = hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=not seed,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate],
+        report_multiple_bugs=False,
+    )(test)
+    (hypothesis.seed(seed)(test) if seed else test)()
 
 
 class RandomSteps:

@@ -14,12 +14,11 @@ from collections.abc import Callable
 import hypothesis
 import numpy as np
 import tensorflow as tf
-from hypothesis import strategies as st
 
-from meshwright.framework.compiler.xla.partitioner import Partitioner
 from tests.framework.partial.partial_programs import (
     MESH,
     RandomSteps,
+    check_random,
     gradients,
     split,
     to,
@@ -241,19 +240,5 @@ def check(random, partitioner):
         np.testing.assert_array_equal(result, expected)
 
 
-# Of hypothesis only the seed, which says more than what it would find by small changes.
-RANDOM = st.randoms(use_true_random=True)
-
-
 def test_random_programs_have_the_numbers_of_one_device():
-    test = hypothesis.given(RANDOM, st.sampled_from(Partitioner))(check)
-    test = hypothesis.settings(
-        max_examples=16 * CASES,
-        deadline=None,
-        database=None,
-        derandomize=not SEED,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.generate],
-        report_multiple_bugs=False,
-    )(test)
-    (hypothesis.seed(SEED)(test) if SEED else test)()
+    check_random(check, 16 * CASES, SEED)

@@ -10,10 +10,9 @@ import random
 import hypothesis
 import numpy as np
 import tensorflow as tf
-from hypothesis import strategies as st
 
 from meshwright import framework as mw
-from tests.framework.partial.partial_programs import RandomSteps
+from tests.framework.partial.partial_programs import RandomSteps, check_random
 
 CASES = int(os.environ.get("UPDATES_CASES", 8))
 SEED = os.environ.get("UPDATES_SEED", "")
@@ -194,20 +193,8 @@ def check(random, partitioner):
 
 SHARDED: list[int] = []
 """The sharded updates of each step so far."""
-# Of hypothesis only the seed, which says more than what it would find by small changes.
-RANDOM = st.randoms(use_true_random=True)
 
 
 def test_random_steps_have_the_numbers_of_one_device():
-    test = hypothesis.given(RANDOM, st.sampled_from(mw.Partitioner))(check)
-    test = hypothesis.settings(
-        max_examples=CASES,
-        deadline=None,
-        database=None,
-        derandomize=not SEED,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.generate],
-        report_multiple_bugs=False,
-    )(test)
-    (hypothesis.seed(SEED)(test) if SEED else test)()
+    check_random(check, CASES, SEED)
     assert sum(SHARDED) > CASES / 2, "few updates were sharded"

@@ -112,9 +112,11 @@ def gradients(layer, theta, x, inputs, dtype=tf.float32, jit=True) -> dict:
 
     if jit:
         step = tf.function(step, jit_compile=True, autograph=False)
-    found = step(theta, tf.constant(x), {k: tf.constant(v) for k, v in inputs.items()})
+    results = step(
+        theta, tf.constant(x), {k: tf.constant(v) for k, v in inputs.items()}
+    )
     return tf.nest.map_structure(
-        lambda t: tf.cast(t, tf.float32).numpy(), tf.nest.flatten(found)
+        lambda t: tf.cast(t, tf.float32).numpy(), tf.nest.flatten(results)
     )
 
 
@@ -140,13 +142,13 @@ def test_queries_that_see_no_key_stay_finite_and_reach_nobody():
     paddings = np.zeros([B, S], np.float32)
     paddings[:, :9] = 1
     seen = (np.arange(S) >= 9)[None, :, None]
-    found = []
+    results = []
     for size in (4, Blocks.NONE):
         layer, theta = attention(MaskKind.CAUSAL, "NONE", size)
         everything = gradients(layer, theta, X, {"paddings": paddings})
         assert all(np.isfinite(t).all() for t in everything)
-        found.append(everything[-1] * seen)
-    assert_close(found[:1], found[1:])
+        results.append(everything[-1] * seen)
+    assert_close(results[:1], results[1:])
 
 
 def test_eagerly_too():
@@ -163,8 +165,10 @@ def test_sixteen_bit_activations_are_nearly_as_exact_as_at_once(logits_dtype):
     errors = []
     for size in (8, Blocks.NONE):
         layer = attention(MaskKind.CAUSAL, "NONE", size, logits_dtype=logits_dtype)
-        found = gradients(*layer, X, {}, tf.bfloat16)
-        errors.append([np.abs(a - b).mean() for a, b in zip(found, exact, strict=True)])
+        results = gradients(*layer, X, {}, tf.bfloat16)
+        errors.append(
+            [np.abs(a - b).mean() for a, b in zip(results, exact, strict=True)]
+        )
     assert np.all(np.array(errors[0]) < 1.2 * np.array(errors[1]))
 
 

@@ -156,8 +156,8 @@ def assert_within_the_format(got: list[Trained], draws: list[Draw]) -> None:
 
 
 def _medians(compared: list[tuple[Trained, Trained, NestedMap]]) -> dict[str, float]:
-    found = [differences(*each) for each in compared]
-    return {name: np.median([each[name] for each in found]) for name in found[0]}
+    errors = [differences(*each) for each in compared]
+    return {name: np.median([each[name] for each in errors]) for name in errors[0]}
 
 
 @pytest.mark.parametrize(
