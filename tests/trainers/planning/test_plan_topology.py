@@ -238,6 +238,8 @@ def test_arguments_that_do_not_fit_alone(tmp_path, capsys):
 @needs.libtpu
 def test_what_the_tpu_compiler_refuses(tmp_path, capsys):
     long = ["SEQUENCE_LENGTH = 8192", "Experiment.global_batch = 1024"]
+    # In blocks, as so many tokens are by default, attention fits.
+    long.append("transformer_layer.block_size = %Blocks.NONE")
     status, out, document = planned(tmp_path, capsys, *long, topology="v3:2x2")
     assert status == DOES_NOT_FIT
     # The compiler counts gaps, and tells of hundredths of a GiB.
