@@ -36,7 +36,7 @@ from meshwright.framework.compiler.lowering.variables import handle_of
 from meshwright.framework.functions.assertions import Checks
 from meshwright.framework.functions.layout import path_of
 from meshwright.framework.functions.mesh_variable import is_ours, mark_as_ours
-from meshwright.framework.sharding.vectorize import rule_for_annotations
+from meshwright.framework.sharding.vectorize import our_rules
 
 TRACING = threading.RLock()
 """Held while a function is traced, and taken before the locks of `tf.function`s in it,
@@ -125,7 +125,7 @@ def trace(
         given = iter(tensors)
         filled = [next(given) if _is_spec(leaf) else leaf for leaf in leaves]
         args, kwargs = tf.nest.pack_sequence_as(structure, filled)
-        with rule_for_annotations(), _traced_apart(), checks.noted(graph):
+        with our_rules(), _traced_apart(), checks.noted(graph):
             results = fn(*args, **kwargs)
         fold_clamps(graph)
         return results

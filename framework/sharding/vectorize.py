@@ -26,8 +26,8 @@ _NO_RULE = re.compile(
 )
 
 _RULES = pfor._pfor_converter_registry  # There is no public way to replace a rule.
-_TFS_RULE = _RULES["XlaSharding"]
-# Contexts in which ours is in place; those of several threads may overlap.
+_replaced = {}  # Rules by op, in place before ours.
+# Contexts in which ours are in place; those of several threads may overlap.
 _contexts = 0
 _lock = threading.Lock()
 
@@ -59,7 +59,7 @@ def vectorize(
     logger = tf.get_logger()
     logger.addFilter(_is_not_of_pfor)
     try:
-        with rule_for_annotations():
+        with our_rules():
             return list(
                 tf.vectorized_map(run, list(entries), fallback_to_while_loop=False)
             )
@@ -146,30 +146,40 @@ def _convert_barrier(pfor_input):
     return [pfor.wrap(t, True) for t in xla.optimization_barrier(*stacked)]
 
 
-for _type, _rule in {
+_OURS = {
     "Bitcast": _convert_bitcast,
+    "XlaDotV2": _convert_dot,
     "XlaDynamicSlice": _convert_dynamic_slice,
     "XlaDynamicUpdateSlice": _convert_dynamic_update_slice,
-    "XlaDotV2": _convert_dot,
     "XlaOptimizationBarrier": _convert_barrier,
-}.items():
-    _RULES.setdefault(_type, _rule)
+    "XlaSharding": _convert_sharding,
+}
 
 
 @contextlib.contextmanager
-def rule_for_annotations() -> Iterator[None]:
-    """Replaces TF's rule by ours while the context lasts.
+def our_rules() -> Iterator[None]:
+    """Adds to TF's rules what they lack, while the context lasts.
 
-    `tf.vectorized_map` reads it, and so do a tape's `jacobian` and `batch_jacobian`.
+    `tf.vectorized_map` reads them, and so do a tape's `jacobian` and `batch_jacobian`.
     """
     global _contexts
     with _lock:
+        if not _contexts:
+            _replaced.update((kind, _RULES.get(kind)) for kind in _OURS)
         _contexts += 1
-        _RULES["XlaSharding"] = _convert_sharding
+        _RULES.update(_OURS)
     try:
         yield
     finally:
         with _lock:
             _contexts -= 1
             if not _contexts:
-                _RULES["XlaSharding"] = _TFS_RULE
+                _restore()
+
+
+def _restore() -> None:
+    for kind, rule in _replaced.items():
+        if rule is None:
+            del _RULES[kind]
+        else:
+            _RULES[kind] = rule

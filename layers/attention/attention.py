@@ -434,9 +434,13 @@ class MultiHeadAttention(Layer):
         out = to_stream(ctx, out, name="attention_out")
         return add_bias(ctx, out, theta.b_o) if self.use_bias else out
 
-    def _block_size(self, ctx, queries: int, keys: int) -> int | None:
-        """The size of blocks for so many queries and keys, None for no blocks."""
-        if self.block_size is Blocks.NONE or queries == 1:
+    def _block_size(self, ctx, queries: int | None, keys: int) -> int | None:
+        """The size of blocks for so many queries and keys, None for no blocks.
+
+        A decoder's step, which has few queries (a number unknown if the batch is), has
+        no blocks.
+        """
+        if self.block_size is Blocks.NONE or queries in (None, 1):
             return None
         is_split = ctx.plan.activation_sharding(BSND, ctx.path).splits()[1] > 1
         if self.block_size is Blocks.AUTO:
@@ -457,5 +461,5 @@ def _tokens(
     positions: tf.Tensor | None = None,
 ) -> Tokens:
     """Where the tokens of queries or keys [B, S, N, D] are."""
-    index = tf.range(heads.shape[1])[None]
+    index = tf.range(shape_of(heads)[1])[None]
     return Tokens(index=index, segment=segment_ids, position=positions)

@@ -43,7 +43,7 @@ from meshwright.framework.compiler.lowering.unchecked import (
     unchecked_text,
 )
 from meshwright.framework.compiler.lowering.variables import drop_variables, handle_of
-from meshwright.framework.sharding.vectorize import rule_for_annotations
+from meshwright.framework.sharding.vectorize import our_rules
 
 _SHARDING_ATTRIBUTE = "_XlaSharding"
 _FOLDING = threading.RLock()
@@ -115,7 +115,7 @@ def lower(
         nonlocal outputs
         graph = tf.compat.v1.get_default_graph()
         keep_small_tensors(graph)
-        with refusing_new_variables(name), rule_for_annotations():
+        with refusing_new_variables(name), our_rules():
             outputs = fn(*tf.nest.pack_sequence_as(args, list(argument)))
         fold_clamps(graph)
         return tf.nest.flatten(outputs)

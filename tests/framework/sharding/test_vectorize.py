@@ -9,7 +9,7 @@ from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.sharding.annotations import mesh_split
 from meshwright.framework.sharding.mesh import DeviceMesh
-from meshwright.framework.sharding.vectorize import rule_for_annotations
+from meshwright.framework.sharding.vectorize import our_rules
 
 MESH = DeviceMesh(("X", "Y"), (2, 4))
 
@@ -46,11 +46,11 @@ def test_as_on_one_device(fn, partitioner):
     np.testing.assert_allclose(program(x), want, rtol=1e-5, atol=1e-6)
 
 
-def test_the_rule_lasts_as_long_as_any_context():
+def test_our_rules_last_as_long_as_any_context():
     """As when two threads trace at once, and the first one ends first."""
     rules = pfor._pfor_converter_registry
     of_tf = rules["XlaSharding"]
-    first, second = rule_for_annotations(), rule_for_annotations()
+    first, second = our_rules(), our_rules()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

@@ -123,7 +123,8 @@ def test_step_by_step_is_the_whole_at_once(root, positions):
     @tf.function(jit_compile=True, autograph=False)
     def logits(theta, batch):
         ctx = Context(plan=job.plan, mode=Mode.EVAL)
-        return tf.nn.log_softmax(job.task.logits(ctx, theta, NestedMap(batch))[0])
+        x, _ = job.task.hidden(ctx, theta, NestedMap(batch))
+        return tf.nn.log_softmax(job.task.to_logits(ctx, theta, x))
 
     full = logits(initial_theta(root, "sparse"), dict(given)).numpy()
     np.testing.assert_array_equal(full.argmax(-1)[length], ids[length])
