@@ -136,21 +136,24 @@ class TransformerLayer(Layer):
         token_ids: tf.Tensor | None = None,
         memory: NestedMap | None = None,
         memory_paddings: tf.Tensor | None = None,
+        **attention_inputs: tf.Tensor | None,
     ) -> tuple[tf.Tensor, NestedMap]:
-        """`fprop` of one more token, see `MultiHeadAttention.step`.
+        """`fprop` of one more token, or of the first S: see `MultiHeadAttention.step`.
 
         Args:
           ctx: context.
           theta: weights.
-          x: [B * K, 1, M]: K tokens, such as beams, for each row of the memory.
+          x: [B * K, S, M]: K rows, such as beams, for each row of the memory; S is 1 if
+            there is a memory.
           cache: as `init_cache` makes it.
           position: int32 scalar.
-          token_ids: int32 [B * K, 1], for a mixture of experts that reads them.
+          token_ids: int32 [B * K, S], for a mixture of experts that reads them.
           memory: as `encode_memory` makes it, [B, T, ...].
           memory_paddings: [B, T], 1 at tokens that no query may see.
+          **attention_inputs: paddings and segment_positions of attention.
 
         Returns:
-          [B * K, 1, M] in the activation dtype, and the new cache.
+          [B * K, S, M] in the activation dtype, and the new cache.
 
         Raises:
           ValueError: a `memory` and no cross-attention, or the reverse; experts that
@@ -159,7 +162,9 @@ class TransformerLayer(Layer):
         self._check_memory(ctx, memory)
 
         def attend(part, c, theta, x):
-            y, new_cache = part.step(c, theta, x, cache.attention, position)
+            y, new_cache = part.step(
+                c, theta, x, cache.attention, position, **attention_inputs
+            )
             return NestedMap(x=y, aux=new_cache)
 
         def attend_memory(part, c, theta, x):

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int | None:
 
 
 def _load() -> cli.Command:
-    from meshwright.trainers.exporting import export_main
+    from meshwright.trainers.serving import export_main
 
     return export_main.COMMAND
 

@@ -267,25 +267,36 @@ class MultiHeadAttention(Layer):
         theta: NestedMap,
         x: tf.Tensor,
         cache: NestedMap,
-        position: tf.Tensor,
+        position: int | tf.Tensor,
+        *,
+        paddings: tf.Tensor | None = None,
+        segment_positions: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
         """`fprop` of one more token: attends to the tokens before it and to itself.
+
+        Or of the first S tokens at once: they attend to each other, as in `fprop`.
 
         Args:
           ctx: context.
           theta: weights.
-          x: [B, 1, M], the tokens at `position`.
+          x: [B, 1, M], the tokens at `position`; or [B, S, M] if that is 0.
           cache: as `init_cache` makes it, filled below `position`.
-          position: int32 scalar.
+          position: int32 scalar, an index in the cache.
+          paddings: [B, T], 1 at tokens of the cache that no query may see.
+          segment_positions: int32 [B, S], positions in rows that begin with padding;
+            the index by default.
 
         Returns:
-          [B, 1, M] in the activation dtype, and the cache with one position more.
+          [B, S, M] in the activation dtype, and the cache with S positions more.
         """
         q, k, v = self._project(ctx, theta, x, None)
+        length = x.shape[1]
+        index = (tf.range(length) + position)[None]
+        if segment_positions is None:
+            segment_positions = index
         if self.positions is PositionKind.ROTARY:
-            at = tf.reshape(position, [1, 1])
-            q = rotate(q, at, base=self.rotary_base)
-            k = rotate(k, at, base=self.rotary_base)
+            q = rotate(q, segment_positions, base=self.rotary_base)
+            k = rotate(k, segment_positions, base=self.rotary_base)
         start = tf.stack([0, position, 0, 0])
         cache = cache.map(
             lambda kept, new: ctx.split(
@@ -293,15 +304,23 @@ class MultiHeadAttention(Layer):
             ),
             NestedMap(key=k, value=v),
         )
-        keys = _tokens(cache.key)
+        if length == 1:
+            k, v = cache.key, cache.value
+            later = tf.cast(tf.range(k.shape[1])[None] > position, tf.int32)
+            paddings = later if paddings is None else tf.maximum(paddings, later)
+        elif paddings is not None:
+            paddings = paddings[:, :length]
+        # Of a row that begins with padding all positions are equally many too high.
+        shift = (index - segment_positions)[:, -1:]
+        keys = tf.range(k.shape[1])[None]
         logits = self._logits(
             ctx,
-            Tokens(index=tf.reshape(position, [1, 1])),
-            keys,
-            paddings=tf.cast(keys.index > position, tf.int32),
+            Tokens(index=index, position=segment_positions),
+            Tokens(index=keys, position=keys - shift),
+            paddings=paddings,
             offset=-position,
         )
-        return self._attend(ctx, theta, q, cache.key, cache.value, logits), cache
+        return self._attend(ctx, theta, q, k, v, logits), cache
 
     def attend_memory(
         self,

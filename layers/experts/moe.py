@@ -233,10 +233,10 @@ class MoE(Layer):
         *,
         token_ids: tf.Tensor | None = None,
     ) -> NestedMap:
-        """`fprop` of one more token of each row, `x` [B, 1, M].
+        """`fprop` of some more tokens of each row, `x` [B, S, M].
 
-        Each token is its own group, so that the result of a row does not depend on the
-        other rows.
+        Each token is its own group, so that its result depends on no other token, and
+        none is dropped: every expert computes a slot for each.
 
         Raises:
           ValueError: the gating needs entire groups.
@@ -248,7 +248,11 @@ class MoE(Layer):
                 "with another gating, such as Top2"
             )
         alone = dataclasses.replace(self, group_size=None)
-        return alone.fprop(ctx, theta, x, token_ids=token_ids)
+        if token_ids is not None:
+            token_ids = tf.reshape(token_ids, [-1, 1])
+        tokens = tf.reshape(x, [-1, 1, x.shape[-1]])
+        out = alone.fprop(ctx, theta, tokens, token_ids=token_ids)
+        return NestedMap(x=tf.reshape(out.x, shape_of(x)), aux=out.aux)
 
     def extra_flops(self, sequence_length: int) -> float:
         """FLOPs of experts, for slots taken or not, of dispatch and of combine.

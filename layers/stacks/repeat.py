@@ -185,7 +185,10 @@ class Repeat(Layer):
         memory: NestedMap | None = None,
         **inputs: tf.Tensor | None,
     ) -> tuple[tf.Tensor, NestedMap]:
-        """One more token through all layers, see `TransformerLayer.step`."""
+        """One more token, or the first S, through all layers.
+
+        See `TransformerLayer.step`.
+        """
 
         def layer(ctx, theta, i, state):
             x, cache = self.body.step(

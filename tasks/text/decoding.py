@@ -1,7 +1,8 @@
 """Decoding of a model's output token by token: beam search, greedy, sampling.
 
-A search is one XLA program with static shapes. Rows finish at different lengths; the
-loop ends when all rows are done.
+A search is a loop with static shapes. Rows finish at different lengths; the loop ends
+when all rows are done. It can stop between two tokens and go on in another program, so
+that a host sees tokens as they come.
 
 Dims: B batch, K beams, T length, V vocabulary, J candidates.
 """
@@ -40,7 +41,7 @@ class TokenModel:
       cache: the cache of `step`, as before the first token.
       batch: B, or a scalar tensor.
       length: T.
-      start_id: the id before the first token.
+      start_id: the id before the first token, or int32 [B], one for each row.
       end_id: the id after the last token.
       cache_dim: the dim of the cache's tensors that is B * K; 1 in stacked layers.
     """
@@ -49,9 +50,14 @@ class TokenModel:
     cache: NestedMap
     batch: int | tf.Tensor
     length: int
-    start_id: int
+    start_id: int | tf.Tensor
     end_id: int
     cache_dim: int = 0
+
+    def starts(self, beams: int) -> tf.Tensor:
+        """int32 [B, K], the ids before the first token."""
+        start = tf.reshape(tf.convert_to_tensor(self.start_id, tf.int32), [-1, 1])
+        return tf.broadcast_to(start, [self.batch, beams])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,10 @@ class Decoded:
 
 
 class Decoder(Checked):
-    """Base of searches: subclass as a frozen, keyword-only dataclass."""
+    """Base of searches: subclass as a frozen, keyword-only dataclass.
+
+    A subclass gives `start`, `choose`, `is_done` and `result`.
+    """
 
     beams: int
     """K."""
@@ -80,7 +89,75 @@ class Decoder(Checked):
           ctx: the context: its plan splits the batch, and samplers use its random key.
           model: predicts the next token, with a cache for K beams.
         """
-        raise NotImplementedError(f"{type(self).__name__}.decode")
+        state = self.begin(ctx, model)
+        return self.result(self.go_on(ctx, model, state, model.length))
+
+    def begin(self, ctx: Context, model: TokenModel) -> NestedMap:
+        """The state before the first token.
+
+        Its `position` is how many tokens there are, int32 scalar, its `cache` the
+        model's; other tensors are [B, ...].
+        """
+        state = self.start(model).map(_split(ctx))
+        return NestedMap(state, position=tf.constant(0), cache=model.cache)
+
+    def go_on(
+        self,
+        ctx: Context,
+        model: TokenModel,
+        state: NestedMap,
+        until: int | tf.Tensor,
+    ) -> NestedMap:
+        """The state when all rows are done, or have `until` tokens.
+
+        Args:
+          ctx: as for `decode`.
+          model: as for `decode`; its `cache` is not read.
+          state: as `begin` or `go_on` returned it.
+          until: int32 scalar, T or less.
+        """
+
+        def body(state):
+            logits, cache = model.step(state.last, state.cache, state.position)
+            new, beam = self.choose(ctx, model, state, tf.cast(logits, tf.float32))
+            if beam is not None:
+                cache = cache.map(lambda t: _take_rows(t, beam, model.cache_dim))
+            new = new.map(_split(ctx))
+            return [NestedMap(new, position=state.position + 1, cache=cache)]
+
+        def goes_on(state):
+            return (state.position < until) & ~tf.reduce_all(self.is_done(state))
+
+        return tf.while_loop(goes_on, body, [state])[0]
+
+    def start(self, model: TokenModel) -> NestedMap:
+        """What `choose` keeps, before the first token; `last` are the last tokens."""
+        raise NotImplementedError(f"{type(self).__name__}.start")
+
+    def choose(
+        self, ctx: Context, model: TokenModel, state: NestedMap, logits: tf.Tensor
+    ) -> tuple[NestedMap, tf.Tensor | None]:
+        """The next token of each beam.
+
+        Args:
+          ctx: as for `decode`.
+          model: as for `decode`.
+          state: the state, with `position`.
+          logits: float32 [B, K, V] of the next token.
+
+        Returns:
+          What is kept, as `start` has it, and the beams [B, K] that go on, or None for
+          all as they are.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.choose")
+
+    def is_done(self, state: NestedMap) -> tf.Tensor:
+        """bool [B], the rows whose search has ended."""
+        raise NotImplementedError(f"{type(self).__name__}.is_done")
+
+    def result(self, state: NestedMap) -> Decoded:
+        """What was found up to a state; rows that are not done count as cut there."""
+        raise NotImplementedError(f"{type(self).__name__}.result")
 
 
 @gin.register
@@ -90,41 +167,54 @@ class Sampling(Decoder):
 
     Args:
       temperature: the distribution's temperature; 0 is greedy: always the likeliest.
+      top_k: draws among so many tokens, the likeliest (Fan et al. 2018, section 5.1),
+        and those as likely as the last of them; 1 is greedy. None: among all.
+      top_p: draws among the fewest tokens, the likeliest, that together have this
+        probability at the temperature and among `top_k` (Holtzman et al. 2020, section
+        3.1), and those as likely as the last of them.
 
     Raises:
-      ValueError: the temperature is below 0.
+      ValueError: the temperature is below 0, `top_k` below 1, or `top_p` not in (0, 1].
     """
 
     temperature: float = bounded(1.0, at_least=0)
+    top_k: int | None = bounded(None, at_least=1)
+    top_p: float = bounded(1.0, above=0, at_most=1)
 
     beams: ClassVar[int] = 1
 
-    def decode(self, ctx: Context, model: TokenModel) -> Decoded:
-        def choose(position, state, logits):
-            logits = logits[:, 0]
-            chosen = tf.argmax(self._noisy(ctx, logits, position), -1, tf.int32)
-            gain = _pick(tf.nn.log_softmax(logits), chosen)
-            chosen = tf.where(state.ended, 0, chosen)
-            return NestedMap(
-                last=chosen[:, None],
-                ids=_put(state.ids, chosen, position),
-                score=state.score + tf.where(state.ended, 0.0, gain),
-                ended=state.ended | (chosen == model.end_id),
-            ), None
-
+    def start(self, model: TokenModel) -> NestedMap:
         batch = model.batch
-        start = NestedMap(
-            last=tf.fill([batch, 1], model.start_id),
+        return NestedMap(
+            last=model.starts(1),
             ids=tf.zeros([batch, model.length], tf.int32),
             score=tf.zeros([batch]),
             ended=tf.zeros([batch], tf.bool),
         )
-        result = _search(ctx, model, start, choose, lambda state: state.ended)
-        return Decoded(ids=result.ids[:, None], scores=result.score[:, None])
+
+    def choose(
+        self, ctx: Context, model: TokenModel, state: NestedMap, logits: tf.Tensor
+    ) -> tuple[NestedMap, None]:
+        logits = _split(ctx)(logits[:, 0])
+        chosen = tf.argmax(self._noisy(ctx, logits, state.position), -1, tf.int32)
+        gain = _pick(tf.nn.log_softmax(logits), chosen)
+        chosen = tf.where(state.ended, 0, chosen)
+        return NestedMap(
+            last=chosen[:, None],
+            ids=_put(state.ids, chosen, state.position),
+            score=state.score + tf.where(state.ended, 0.0, gain),
+            ended=state.ended | (chosen == model.end_id),
+        ), None
+
+    def is_done(self, state: NestedMap) -> tf.Tensor:
+        return state.ended
+
+    def result(self, state: NestedMap) -> Decoded:
+        return Decoded(ids=state.ids[:, None], scores=state.score[:, None])
 
     def _noisy(self, ctx: Context, logits: tf.Tensor, position) -> tf.Tensor:
         """Logits whose largest is a random draw (Gumbel's trick)."""
-        if self.temperature == 0:
+        if self.temperature == 0 or self.top_k == 1:
             return logits
         if None in logits.shape:
             raise ValueError(
@@ -134,7 +224,17 @@ class Sampling(Decoder):
             )
         key = random.fold_in(ctx.random_key(), position)
         uniform = tf.maximum(random.uniform(key, logits.shape), 2.0**-25)
-        return logits / self.temperature - tf.math.log(-tf.math.log(uniform))
+        return self.allowed(logits) - tf.math.log(-tf.math.log(uniform))
+
+    def allowed(self, logits: tf.Tensor) -> tf.Tensor:
+        """Logits [B, V] at the temperature; -1e9 where `top_k` or `top_p` forbid it."""
+        logits -= tf.reduce_max(logits, -1, keepdims=True)
+        logits /= self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = _largest(logits, tf.ones_like(logits), float(self.top_k))
+        if self.top_p < 1:
+            logits = _largest(logits, tf.nn.softmax(logits), self.top_p)
+        return logits
 
 
 @gin.register
@@ -157,85 +257,83 @@ class BeamSearch(Decoder):
     beams: int = bounded(4, at_least=1)
     alpha: float = bounded(0.6, at_least=0)
 
-    def decode(self, ctx: Context, model: TokenModel) -> Decoded:
+    def start(self, model: TokenModel) -> NestedMap:
         batch, K = model.batch, self.beams
-
-        def choose(position, state, logits):
-            gains = tf.nn.log_softmax(logits)
-            score, beam, token = _best(state.score[:, :, None] + gains, 2 * K)
-            ids = _put(_take(state.ids, beam), token, position)
-            is_end = token == model.end_id
-            # Beginnings below the K best do not end: they would cut off likelier ones.
-            # Rows that are done stay so, whatever other rows of the batch still do.
-            ends = is_end & (tf.range(2 * K) < K) & ~_done(state)[:, None]
-            ended = _merge(
-                state.ended_ids,
-                state.ended_score,
-                ids,
-                tf.where(ends, score / self._penalty(position + 1), _NEVER),
-            )
-            live, at, _ = _best(tf.where(is_end, _NEVER, score)[:, :, None], K)
-            return NestedMap(
-                last=_take(token, at),
-                ids=_take(ids, at),
-                score=live,
-                ended_ids=ended.ids,
-                ended_score=ended.scores,
-            ), _take(beam, at)
-
-        start = NestedMap(
-            last=tf.fill([batch, K], model.start_id),
+        return NestedMap(
+            last=model.starts(K),
             ids=tf.zeros([batch, K, model.length], tf.int32),
             # All beams are equal at first: one counts.
             score=tf.fill([batch, K], _NEVER) * tf.cast(tf.range(K) > 0, tf.float32),
             ended_ids=tf.zeros([batch, K, model.length], tf.int32),
             ended_score=tf.fill([batch, K], _NEVER),
         )
-        result = _search(ctx, model, start, choose, _done)
-        cut = result.score / self._penalty(model.length)
-        cut = tf.where(_done(result)[:, None], _NEVER, cut)
-        return _merge(result.ended_ids, result.ended_score, result.ids, cut)
+
+    def choose(
+        self, ctx: Context, model: TokenModel, state: NestedMap, logits: tf.Tensor
+    ) -> tuple[NestedMap, tf.Tensor]:
+        K = self.beams
+        gains = tf.nn.log_softmax(logits)
+        score, beam, token = _best(state.score[:, :, None] + gains, 2 * K)
+        ids = _put(_take(state.ids, beam), token, state.position)
+        is_end = token == model.end_id
+        # Beginnings below the K best do not end: they would cut off likelier ones.
+        # Rows that are done stay so, whatever other rows of the batch still do.
+        ends = is_end & (tf.range(2 * K) < K) & ~self.is_done(state)[:, None]
+        ended = _merge(
+            state.ended_ids,
+            state.ended_score,
+            ids,
+            tf.where(ends, score / self._penalty(state.position + 1), _NEVER),
+        )
+        live, at, _ = _best(tf.where(is_end, _NEVER, score)[:, :, None], K)
+        return NestedMap(
+            last=_take(token, at),
+            ids=_take(ids, at),
+            score=live,
+            ended_ids=ended.ids,
+            ended_score=ended.scores,
+        ), _take(beam, at)
+
+    def is_done(self, state: NestedMap) -> tf.Tensor:
+        return tf.reduce_min(state.ended_score, -1) > _NEVER / 2
+
+    def result(self, state: NestedMap) -> Decoded:
+        # Where rows are not done, all have as many tokens as there are.
+        cut = state.score / self._penalty(state.position)
+        cut = tf.where(self.is_done(state)[:, None], _NEVER, cut)
+        return _merge(state.ended_ids, state.ended_score, state.ids, cut)
 
     def _penalty(self, length) -> tf.Tensor:
         return ((5.0 + tf.cast(length, tf.float32)) / 6.0) ** self.alpha
 
 
-def _search(
-    ctx: Context, model: TokenModel, start: NestedMap, choose, is_done
-) -> NestedMap:
-    """The final state of a search: all rows are done, or at length T.
-
-    Args:
-      ctx: the context, whose plan splits the batch.
-      model: predicts the next token.
-      start: the state before the first token; tensors [B, ...], `last` the last token.
-      choose: (position, state, logits float32 [B, K, V]) -> (state, and the beams [B,
-        K] that go on, or None for all as they are).
-      is_done: state -> bool [B].
-    """
-
-    def body(position, state):
-        logits, cache = model.step(state.last, state.cache, position)
-        new, beam = choose(position, state, tf.cast(logits, tf.float32))
-        if beam is not None:
-            cache = cache.map(lambda t: _take_rows(t, beam, model.cache_dim))
-        return [position + 1, NestedMap(new.map(_split(ctx)), cache=cache)]
-
-    def goes_on(position, state):
-        return (position < model.length) & ~tf.reduce_all(is_done(state))
-
-    state = NestedMap(start.map(_split(ctx)), cache=model.cache)
-    return tf.while_loop(goes_on, body, [tf.constant(0), state])[1]
-
-
-def _done(state: NestedMap) -> tf.Tensor:
-    """bool [B]: whether K beams have ended."""
-    return tf.reduce_min(state.ended_score, -1) > _NEVER / 2
-
-
 def _split(ctx: Context):
     """Annotates tensors [B, ...] along the batch alone."""
     return lambda t: ctx.split(t, ("batch", *[None] * (t.shape.rank - 1)))
+
+
+def _largest(logits: tf.Tensor, weights: tf.Tensor, wanted: float) -> tf.Tensor:
+    """The fewest largest logits [B, V] whose weights add up to `wanted`, or all.
+
+    The others are -1e9. The least that stays is found bit by bit, in 32 sums over V:
+    sorting would gather a batch that is split.
+    """
+    bits = tf.bitcast(logits, tf.int32)
+    # Integers in the order of the floats.
+    order = tf.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+    def suffices(least):
+        kept = tf.where(order >= least[:, None], weights, 0.0)
+        return tf.reduce_sum(kept, -1) >= wanted
+
+    def body(i, least):
+        more = least + tf.bitwise.left_shift(1, 30 - i)
+        return i + 1, tf.where(suffices(more), more, least)
+
+    zeros = tf.zeros_like(order[:, 0])
+    least = tf.where(suffices(zeros), zeros, tf.int32.min)
+    _, least = tf.while_loop(lambda i, _: i < 31, body, [tf.constant(0), least])
+    return tf.where(order >= least[:, None], logits, _NEVER)
 
 
 def _put(ids: tf.Tensor, chosen: tf.Tensor, position: tf.Tensor) -> tf.Tensor:

@@ -65,6 +65,61 @@ class LanguageModel(TextTask):
         x, _ = self.hidden(ctx, theta, batch)
         return self.to_logits(ctx, theta, x)
 
+    def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
+        """The cache of `step` for `length` tokens of each of `batch` rows, no token yet.
+
+        Raises:
+          ValueError: the stack has no decoding.
+        """
+        if not hasattr(getattr(self.stack, "body", None), "step"):
+            raise ValueError(
+                f"LanguageModel.stack is {type(self.stack).__name__} of layers that "
+                "cannot decode token by token: generate with a Repeat or a Pipeline of "
+                "transformer_layer, or of Sequential with these"
+            )
+        with ctx.scope("stack") as c:
+            return self.stack.init_cache(c, batch, length)
+
+    def step(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        ids: tf.Tensor,
+        cache: NestedMap,
+        position: int | tf.Tensor,
+        *,
+        paddings: tf.Tensor,
+        segment_positions: tf.Tensor,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """`hidden` of one more token of each row, or of the first ones at once.
+
+        Args:
+          ctx: context of `Mode.EVAL`.
+          theta: weights.
+          ids: int32 [B, 1]; or [B, S] if `position` is 0.
+          cache: as `init_cache` or `step` returned it.
+          position: see `MultiHeadAttention.step`, as the next two.
+          paddings: [B, T].
+          segment_positions: int32 [B, S].
+
+        Returns:
+          What logits are computed of, [B, S, M], and the cache.
+        """
+        (x,) = self.embed(ctx, theta, (ids, segment_positions))
+        with ctx.scope("stack") as c:
+            x, cache = self.stack.step(
+                c,
+                theta.stack,
+                x,
+                cache,
+                position,
+                token_ids=ids,
+                paddings=paddings,
+                segment_positions=segment_positions,
+            )
+        with ctx.scope("final_norm") as c:
+            return self.final_norm.fprop(c, theta.final_norm, x), cache
+
     def loss(self, ctx: Context, theta: NestedMap, batch: NestedMap) -> TaskLoss:
         """Mean loss in nats over tokens of weight 1, smoothed and with the z-loss.
 

@@ -34,13 +34,14 @@ from meshwright.tasks.input.example_order import (
 
 
 class ByteTokenizer:
-    """Byte b is token b + 2; 0 pads and 1 starts a document.
+    """Byte b is token b + 2; 0 pads, 1 starts a document and so ends the one before.
 
     The 258 ids in use are rounded up to 264, so that a vocabulary dim divides by 8.
     """
 
     padding_id = 0
     start_id = 1
+    end_id = 1
     first_byte_id = 2
     vocab_size = 264
 
@@ -281,6 +282,18 @@ class TextInput(TokenInput):
     @property
     def vocab_size(self) -> int:
         return ByteTokenizer.vocab_size
+
+    start_id = ByteTokenizer.start_id
+    end_id = ByteTokenizer.end_id
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a document's beginning, its start token included."""
+        ids = ByteTokenizer().encode(text.encode()).tolist()
+        return [self.start_id, *ids]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of `ids`; what is no text is U+FFFD, other ids are left out."""
+        return ByteTokenizer().decode(ids).decode(errors="replace")
 
     def element_spec(self, batch: int | None) -> NestedMap:
         shape = [batch, self.sequence_length]

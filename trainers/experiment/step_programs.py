@@ -285,7 +285,7 @@ class StepPrograms:
 
     def eval_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """The task's sums over one held-out batch."""
-        ctx, theta = self._to_evaluate(theta)
+        ctx, theta = self.to_evaluate(theta)
         return self.experiment.task.loss(ctx, theta, batch).sums
 
     def decode_step(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
@@ -297,12 +297,13 @@ class StepPrograms:
         return self._predictions(self.experiment.task.serving.serve, theta, batch)
 
     def _predictions(self, decode, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        ctx, theta = self._to_evaluate(theta)
+        ctx, theta = self.to_evaluate(theta)
         # Draws, if there are any, are always the same.
         key = random.fold_in(random.key_from_seed(self.experiment.seed), "decode")
         return decode(dataclasses.replace(ctx, key=key), theta, batch)
 
-    def _to_evaluate(self, theta: NestedMap) -> tuple[Context, NestedMap]:
+    def to_evaluate(self, theta: NestedMap) -> tuple[Context, NestedMap]:
+        """The context of a program that trains nothing, and its annotated weights."""
         ctx = Context(
             plan=self.experiment.plan,
             mode=Mode.EVAL,
@@ -313,7 +314,7 @@ class StepPrograms:
     @functools.cached_property
     def init(self) -> Program:
         """(seed) -> state in the initial layout."""
-        return self._compile(
+        return self.compile(
             self.initial_state,
             [tf.TensorSpec([2], tf.uint32)],
             [None],
@@ -369,7 +370,7 @@ class StepPrograms:
     def eval(self) -> Program:
         """(theta in the plan's layout, batch) -> sums."""
         task, experiment = self.experiment.task, self.experiment
-        return self._compile(
+        return self.compile(
             self.eval_step,
             [self.abstract_state().theta, task.batch_spec(experiment.global_batch)],
             [self.plan_layout.forms.theta, self.batch_shardings()],
@@ -389,7 +390,7 @@ class StepPrograms:
             return plan.activation_sharding(dims, f"batch.{path}")
 
         rows = batch.map_with_path(sharding)
-        return self._compile(
+        return self.compile(
             self.decode_step,
             [self.abstract_state().theta, batch],
             [self.plan_layout.forms.theta, rows],
@@ -406,7 +407,7 @@ class StepPrograms:
         forms = self.step_layout.forms
         held = NestedMap(step=forms.step, theta=forms.theta)
         state = held.map(lambda form: tf.TensorSpec(form.shape, form.dtype))
-        return self._compile(
+        return self.compile(
             self.histogram_step,
             [state, self.abstract_batches()],
             [held, self._stacked_batch_shardings()],
@@ -423,7 +424,7 @@ class StepPrograms:
             return tf.reduce_all(finite)
 
         # Of the stored arrays, whose padding is zeros: nothing is gathered.
-        return self._compile(
+        return self.compile(
             lambda state: tf.stack([all_finite(x) for x in state.leaves()]),
             [self.step_layout.stored_specs],
             [self.step_layout.shardings],
@@ -446,7 +447,7 @@ class StepPrograms:
         """The program that `convert` runs; compiled once."""
         name = f"{before.name}_to_{after.name}"
         if name not in self._conversions:
-            self._conversions[name] = self._compile(
+            self._conversions[name] = self.compile(
                 lambda state: state.map(
                     lambda x, form: tf.reshape(x, form.shape), after.forms
                 ),
@@ -457,7 +458,12 @@ class StepPrograms:
             )
         return self._conversions[name]
 
-    def _compile(self, *args, **how) -> Program:
+    def compile(self, *args, **how) -> Program:
+        """Compiles a function for the mesh, by the experiment's partitioner.
+
+        It takes the function and its arguments, `in_shardings` and `out_shardings`, as
+        `trace_program` does, and what else that takes by name.
+        """
         return self._trace(*args, **how).compile()
 
     def _trace(self, fn, args, in_shardings, out_shardings, **how) -> TracedProgram:

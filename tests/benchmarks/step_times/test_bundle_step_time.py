@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.exporting.bundle import BundleOptions, export_bundle
+from meshwright.trainers.serving.bundle import BundleOptions, export_bundle
 
 SCRIPT = (
     pathlib.Path(__file__).parents[3]

@@ -16,7 +16,7 @@ import meshwright.framework as mw
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.exporting.saved_model import export_saved_model
+from meshwright.trainers.serving.saved_model import export_saved_model
 from tests.tasks.keras.keras_cases import programs_of, task_of
 from tests.tasks.keras.test_keras_model import CASES
 from tests.trainers.small_run import points

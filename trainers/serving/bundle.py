@@ -40,7 +40,7 @@ from meshwright.trainers.experiment.batches import CallBatches, eval_batches
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.exporting import run_bundle
+from meshwright.trainers.serving import run_bundle
 from meshwright.trainers.training.evaluation import sums_over
 
 PLATFORMS = ("cpu", "cuda", "tpu")

@@ -16,7 +16,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.exporting.saved_model import (
+from meshwright.trainers.serving.saved_model import (
     EVALUATE,
     SERVE,
     ExportError,

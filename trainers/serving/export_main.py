@@ -23,8 +23,8 @@ from meshwright.trainers.checkpoints.checkpoints import (
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.exporting.bundle import BundleOptions, export_bundle
-from meshwright.trainers.exporting.saved_model import ExportError, export_saved_model
+from meshwright.trainers.serving.bundle import BundleOptions, export_bundle
+from meshwright.trainers.serving.saved_model import ExportError, export_saved_model
 from meshwright.trainers.startup import compile_cache, export_flags, files
 from meshwright.trainers.startup.export_flags import BUNDLE, KERAS, SAVED_MODEL
 from meshwright.trainers.training import loop

@@ -22,8 +22,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.exporting import bundle, run_bundle
-from meshwright.trainers.exporting.bundle import BundleOptions, export_bundle
+from meshwright.trainers.serving import bundle, run_bundle
+from meshwright.trainers.serving.bundle import BundleOptions, export_bundle
 from tests.trainers.runs.test_parity import STATE_TOLERANCE
 from tests.trainers.small_run import at, small_programs
 

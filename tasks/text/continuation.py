@@ -1,0 +1,132 @@
+"""Continuation of prompts by a language model.
+
+Prompts of a batch end together: shorter ones begin with padding, which no token sees,
+and positions count from a prompt's first token. All tokens of the prompts but the last
+fill the cache at once; the search then begins with the last ones.
+
+Dims: B prompts, P tokens of the longest prompt, K beams, N new tokens, C = P + N - 1
+tokens of the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context
+from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.text.decoding import Decoded, Decoder, TokenModel
+from meshwright.tasks.text.language_model import LanguageModel
+
+_CACHE_DIM = 1  # The cache's tensors are stacked: [L, B * K, C, ...].
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """Continues prompts, in programs of fixed shapes.
+
+    Args:
+      task: the model.
+      search: how tokens are chosen.
+      prompt_length: P.
+      length: N, the most new tokens.
+    """
+
+    task: LanguageModel
+    search: Decoder
+    prompt_length: int
+    length: int
+
+    def spec(self, rows: int) -> NestedMap:
+        """`ids` int32 [B, P], which end in the last column, and `lengths` int32 [B].
+
+        What comes before a prompt is not read. A length is 1 or more.
+        """
+        return NestedMap(
+            ids=tf.TensorSpec([rows, self.prompt_length], tf.int32),
+            lengths=tf.TensorSpec([rows], tf.int32),
+        )
+
+    def begin(self, ctx: Context, theta: NestedMap, prompts: NestedMap) -> NestedMap:
+        """The state of the search before the first new token, for `go_on`.
+
+        Raises:
+          ValueError: the model's stack decodes nothing, see `LanguageModel.init_cache`.
+        """
+        P, K = self.prompt_length, self.search.beams
+        rows = shape_of(prompts.ids)[0]
+        cache = self.task.init_cache(ctx, rows, P + self.length - 1)
+        if P > 1:
+            padding = (P - prompts.lengths)[:, None]
+            _, cache = self.task.step(
+                ctx,
+                theta,
+                prompts.ids[:, :-1],
+                cache,
+                0,
+                paddings=self._paddings(padding),
+                segment_positions=tf.maximum(tf.range(P - 1) - padding, 0),
+            )
+        cache = cache.map(lambda t: _repeat(t, K, _CACHE_DIM))
+        return self.search.begin(ctx, self._model(ctx, theta, prompts, cache))
+
+    def go_on(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        prompts: NestedMap,
+        state: NestedMap,
+        until: tf.Tensor,
+    ) -> NestedMap:
+        """The state when all rows are done or have `until` new tokens, N or less."""
+        model = self._model(ctx, theta, prompts, state.cache)
+        with ctx.scope("search") as c:
+            return self.search.go_on(c, model, state, until)
+
+    def result(self, state: NestedMap) -> Decoded:
+        """The new tokens [B, K, N] up to a state."""
+        return self.search.result(state)
+
+    def _model(self, ctx, theta, prompts, cache) -> TokenModel:
+        P, K = self.prompt_length, self.search.beams
+        lengths = _repeat(prompts.lengths, K, 0)[:, None]
+
+        def step(ids, cache, position):
+            x, cache = self.task.step(
+                ctx,
+                theta,
+                tf.reshape(ids, [-1, 1]),
+                cache,
+                position + P - 1,
+                paddings=self._paddings(P - lengths),
+                segment_positions=lengths + position - 1,
+            )
+            logits = self.task.to_logits(ctx, theta, x)
+            return tf.reshape(logits, [-1, K, logits.shape[-1]]), cache
+
+        return TokenModel(
+            step=step,
+            cache=cache,
+            batch=shape_of(prompts.ids)[0],
+            length=self.length,
+            start_id=prompts.ids[:, -1],
+            end_id=self.task.text.end_id,
+            cache_dim=_CACHE_DIM,
+        )
+
+    def _paddings(self, padding: tf.Tensor) -> tf.Tensor:
+        """int32 [R, C], 1 before a prompt's first token, for `padding` [R, 1]."""
+        return tf.cast(tf.range(self.prompt_length + self.length - 1) < padding, tf.int32)
+
+
+def _repeat(values: tf.Tensor, count: int, dim: int) -> tf.Tensor:
+    """`values` with `count` copies of each row of `dim` in a row."""
+    if count == 1:
+        return values
+    before, (rows, *after) = shape_of(values)[:dim], shape_of(values)[dim:]
+    copies = tf.broadcast_to(
+        tf.expand_dims(values, dim + 1), [*before, rows, count, *after]
+    )
+    return tf.reshape(copies, [*before, rows * count, *after])

@@ -1,0 +1,103 @@
+"""The flags of meshwright-generate."""
+
+from __future__ import annotations
+
+import math
+
+from absl import flags
+
+MODEL_DIR = flags.DEFINE_string(
+    "model_dir",
+    None,
+    "Folder of the training whose checkpoint continues the prompts.",
+    allow_override=True,  # The other binaries have these too.
+)
+STEP = flags.DEFINE_integer(
+    "step", None, "Checkpoint's step; default: the newest.", allow_override=True
+)
+PLATFORM = flags.DEFINE_enum(
+    "platform",
+    "cpu",
+    ["cpu", "cuda", "tpu"],
+    "Which devices to run on.",
+    allow_override=True,
+)
+PROMPT = flags.DEFINE_multi_string(
+    "prompt", [], "Text to continue; may repeat. Without any: lines of standard input."
+)
+PROMPTS_FILE = flags.DEFINE_string(
+    "prompts_file",
+    None,
+    "File of prompts, one a line; of JSON objects with a text or with ids, if its name "
+    "ends in .jsonl.",
+)
+OUTPUT = flags.DEFINE_string(
+    "output",
+    None,
+    "File for results, a JSON object a line. Default: standard output, where a single "
+    "prompt's text comes as it is made.",
+    allow_override=True,
+)
+MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", None, "Most new tokens; default: as many as the cache has place for."
+)
+CACHE_LENGTH = flags.DEFINE_integer(
+    "cache_length",
+    None,
+    "Most tokens of a prompt and its continuation; default: as many as the rows that "
+    "the model was trained on.",
+)
+TEMPERATURE = flags.DEFINE_float(
+    "temperature", None, "Of the distribution to draw from; default 0: the likeliest."
+)
+TOP_K = flags.DEFINE_integer(
+    "top_k", None, "Draw among so many tokens, the likeliest; default: among all."
+)
+TOP_P = flags.DEFINE_float(
+    "top_p", None, "Draw among the likeliest tokens that have this share; default 1."
+)
+BEAMS = flags.DEFINE_integer(
+    "beams", None, "Search for the likeliest continuations with so many beams instead."
+)
+SEED = flags.DEFINE_integer("seed", 0, "Of draws: the same seed, the same text.")
+ROWS = flags.DEFINE_integer(
+    "rows", 16, "Most prompts that are continued at the same time."
+)
+
+
+def check() -> None:
+    """Refuses flags that are wrong, before anything is imported.
+
+    Raises:
+      ValueError: a number is out of range; flags do not go together; a prompt is empty.
+    """
+    for flag in (MAX_TOKENS, CACHE_LENGTH, TOP_K, BEAMS, ROWS):
+        if flag.value is not None and flag.value < 1:
+            raise ValueError(f"--{flag.name} is {flag.value}; it must be 1 or more")
+    temperature, top_p = TEMPERATURE.value, TOP_P.value
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"--temperature is {temperature}; it must be a number of at least 0: 0 is "
+            "greedy, 1 the model's own distribution"
+        )
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(
+            f"--top_p is {top_p}; it must be above 0 and at most 1: a share of the "
+            "probability, 1 for all tokens"
+        )
+    drawn = [f"--{f.name}" for f in (TEMPERATURE, TOP_K, TOP_P) if f.value is not None]
+    if BEAMS.value is not None and drawn:
+        raise ValueError(
+            f"--beams and {' and '.join(drawn)}: beams draw nothing, so leave out one "
+            "or the other"
+        )
+    if not temperature and drawn and drawn != ["--temperature"]:
+        raise ValueError(
+            f"{drawn[-1]} without a --temperature above 0: nothing is drawn, so leave "
+            "it out, or add --temperature=1"
+        )
+    if PROMPT.value and PROMPTS_FILE.value is not None:
+        raise ValueError("--prompt and --prompts_file: give one of them")
+    for prompt in PROMPT.value:
+        if not prompt:
+            raise ValueError("--prompt is empty: give text to continue")
