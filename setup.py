@@ -65,6 +65,7 @@ setup(
     entry_points={
         "console_scripts": [
             "meshwright-export=meshwright.trainers.export:run",
+            "meshwright-generate=meshwright.trainers.generate:run",
             "meshwright-plan=meshwright.trainers.plan:run",
             "meshwright-train=meshwright.trainers.train:run",
         ],

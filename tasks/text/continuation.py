@@ -1,8 +1,9 @@
 """Continuation of prompts by a language model.
 
 Prompts of a batch end together: shorter ones begin with padding, which no token sees,
-and positions count from a prompt's first token. All tokens of the prompts but the last
-fill the cache at once; the search then begins with the last ones.
+and positions count from a prompt's first token. A pass over all prompts fills the
+cache; the search then begins with their last tokens. Tokens that see later ones, by a
+mask that is not causal, see those of the prompt.
 
 Dims: B prompts, P tokens of the longest prompt, K beams, N new tokens, C = P + N - 1
 tokens of the cache.
@@ -58,17 +59,17 @@ class Continuation:
         P, K = self.prompt_length, self.search.beams
         rows = shape_of(prompts.ids)[0]
         cache = self.task.init_cache(ctx, rows, P + self.length - 1)
-        if P > 1:
-            padding = (P - prompts.lengths)[:, None]
-            _, cache = self.task.step(
-                ctx,
-                theta,
-                prompts.ids[:, :-1],
-                cache,
-                0,
-                paddings=self._paddings(padding),
-                segment_positions=tf.maximum(tf.range(P - 1) - padding, 0),
-            )
+        padding = (P - prompts.lengths)[:, None]
+        # The last tokens too, which others may see; the search reads them again.
+        _, cache = self.task.step(
+            ctx,
+            theta,
+            prompts.ids,
+            cache,
+            0,
+            paddings=self._paddings(padding),
+            segment_positions=tf.maximum(tf.range(P) - padding, 0),
+        )
         cache = cache.map(lambda t: _repeat(t, K, _CACHE_DIM))
         return self.search.begin(ctx, self._model(ctx, theta, prompts, cache))
 
@@ -118,7 +119,9 @@ class Continuation:
 
     def _paddings(self, padding: tf.Tensor) -> tf.Tensor:
         """int32 [R, C], 1 before a prompt's first token, for `padding` [R, 1]."""
-        return tf.cast(tf.range(self.prompt_length + self.length - 1) < padding, tf.int32)
+        return tf.cast(
+            tf.range(self.prompt_length + self.length - 1) < padding, tf.int32
+        )
 
 
 def _repeat(values: tf.Tensor, count: int, dim: int) -> tf.Tensor:

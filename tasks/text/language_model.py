@@ -66,7 +66,7 @@ class LanguageModel(TextTask):
         return self.to_logits(ctx, theta, x)
 
     def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
-        """The cache of `step` for `length` tokens of each of `batch` rows, no token yet.
+        """The cache of `step` for `length` tokens of each of `batch` rows, still empty.
 
         Raises:
           ValueError: the stack has no decoding.

@@ -78,6 +78,8 @@ def test_command_builds(command, monkeypatch):
         }
     elif "meshwright-export" in command:
         flags |= {"model_dir", "output", "step", "what", "platforms", "noexpected"}
+    elif "meshwright-generate" in command:
+        flags |= {"model_dir", "prompt", "temperature", "top_p"}
     else:
         flags |= {"model_dir", "mode", "platform"}
         flags |= {"coordinator", "num_processes", "process_id"}

@@ -246,6 +246,7 @@ def test_the_console_scripts_lead_to_functions():
     ours = [script for script in scripts if script.dist.name == "meshwright"]
     assert {script.name for script in ours} == {
         "meshwright-export",
+        "meshwright-generate",
         "meshwright-plan",
         "meshwright-train",
     }

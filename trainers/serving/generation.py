@@ -17,7 +17,6 @@ import tensorflow as tf
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.xla.processes import to_host
 from meshwright.framework.modeling import random
-from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.text.continuation import Continuation
 from meshwright.tasks.text.decoding import Decoder
@@ -63,6 +62,33 @@ def language_model(experiment: Experiment) -> LanguageModel:
     return task
 
 
+def check_prompt(
+    task: LanguageModel, prompt: Sequence[int], cache_length: int | None, name: str
+) -> None:
+    """Checks the ids of a prompt, which messages call `name`.
+
+    Raises:
+      ValueError: there is none; one is unknown; or there are as many as the cache has
+        places.
+    """
+    if not prompt:
+        raise ValueError(f"{name} is empty: give text to continue")
+    size = task.text.vocab_size
+    unknown = [i for i in prompt if not 0 < i < size]
+    if unknown:
+        raise ValueError(
+            f"{name} has the id {unknown[0]}, but ids of tokens are from 1 to "
+            f"{size - 1}, as the vocabulary has {size}: leave it out"
+        )
+    places = cache_length or task.text.sequence_length
+    if len(prompt) >= places:
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens, which leaves no place for another in a "
+            f"cache of {places}: shorten it, or make the cache longer, by "
+            f"--cache_length={len(prompt) + 1} or more"
+        )
+
+
 class Generator:
     """Continues prompts, with the same weights each time.
 
@@ -90,8 +116,8 @@ class Generator:
         seed: int = 0,
     ):
         self.task = language_model(programs.experiment)
-        self.cache_length = cache_length or self.task.text.sequence_length
-        self.max_tokens = max_tokens
+        self._cache_length = cache_length or self.task.text.sequence_length
+        self._max_tokens = max_tokens
         self._programs, self._theta, self._search = programs, theta, search
         self._key = random.key_from_seed(seed)
         (self._batch_splits,) = programs.experiment.plan.activation_sharding(
@@ -99,70 +125,43 @@ class Generator:
         ).splits()
         self._run = functools.cache(self._compiled)
 
-    def check(self, prompt: Sequence[int], name: str) -> None:
-        """Checks the ids of a prompt, which messages call `name`.
-
-        Raises:
-          ValueError: there is none; one is unknown; or there are as many as the cache
-            has places.
-        """
-        if not prompt:
-            raise ValueError(f"{name} is empty: give a token or more")
-        size = self.task.text.vocab_size
-        unknown = [i for i in prompt if not 0 < i < size]
-        if unknown:
-            raise ValueError(
-                f"{name} has the id {unknown[0]}: ids of tokens are from 1 to "
-                f"{size - 1}, as {type(self.task.text).__name__}.vocab_size is {size}"
-            )
-        if len(prompt) >= self.cache_length:
-            raise ValueError(
-                f"{name} has {len(prompt)} tokens, which leaves no place for another "
-                f"in a cache of {self.cache_length}: shorten it, or make the cache "
-                f"longer, by --cache_length={len(prompt) + 1} or more"
-            )
-
     def all(
         self, prompts: Sequence[Sequence[int]], *, number: int = 0
     ) -> list[list[Continued]]:
         """The continuations of each prompt, the best first.
 
         Args:
-          prompts: the ids of each, as `check` passes them.
+          prompts: the ids of each, as `check_prompt` passes them.
           number: of this batch; others have other draws.
         """
-        for state in self._states(prompts, number, _TOKENS_OF_A_CALL):
-            pass
-        ids, scores = state.ids, state.scores
-        return [
-            [self._continued(*beam) for beam in zip(ids[row], scores[row], strict=True)]
-            for row in range(len(prompts))
-        ]
+        *_, last = self._results(prompts, number, _TOKENS_OF_A_CALL)
+        return [self._continued(last, row) for row in range(len(prompts))]
 
     def stream(
         self, prompt: Sequence[int], *, number: int = 0
     ) -> Iterator[tuple[int, ...]]:
         """The ids so far of the best continuation of a prompt, after each token."""
-        for state in self._states([prompt], number, 1):
-            yield self._continued(state.ids[0, 0], state.scores[0, 0]).ids
+        for result in self._results([prompt], number, 1):
+            yield self._continued(result, 0)[0].ids
 
-    def _continued(self, ids: np.ndarray, score: float) -> Continued:
-        end = self.task.text.end_id
-        tokens = ids.tolist()
-        ended = end in tokens
-        tokens = tokens[: tokens.index(end)] if ended else tokens
-        # Below the end, and where nothing has come yet, ids are 0: so are no tokens.
-        return Continued(
-            ids=tuple(i for i in tokens if i), score=float(score), ended=ended
-        )
+    def _continued(self, result: NestedMap, row: int) -> list[Continued]:
+        """The continuations of a row."""
+        end, found = self.task.text.end_id, []
+        for ids, score in zip(result.ids[row], result.scores[row], strict=True):
+            tokens = ids[: result.count].tolist()
+            ended = end in tokens
+            if ended:
+                tokens = tokens[: tokens.index(end)]
+            found.append(Continued(ids=tuple(tokens), score=float(score), ended=ended))
+        return found
 
-    def _states(
+    def _results(
         self, prompts: Sequence[Sequence[int]], number: int, step: int
     ) -> Iterator[NestedMap]:
-        """`ids`, `scores` and `done` as arrays, after each `step` new tokens."""
+        """What `_Run.go_on` has found, after each `step` new tokens."""
         longest = max(map(len, prompts))
-        place = self.cache_length - longest
-        most = place if self.max_tokens is None else min(self.max_tokens, place)
+        place = self._cache_length - longest
+        most = place if self._max_tokens is None else min(self._max_tokens, place)
         rows = -(-len(prompts) // self._batch_splits) * self._batch_splits
         run = self._run(rows, max(_SHORTEST, 1 << (longest - 1).bit_length()))
         batch = run.batch([*prompts, *[prompts[0]] * (rows - len(prompts))])
@@ -178,9 +177,9 @@ class Generator:
 
     def _compiled(self, rows: int, prompt_length: int) -> _Run:
         shortest = 1 if prompt_length == _SHORTEST else prompt_length // 2 + 1
-        length = self.cache_length - shortest
-        if self.max_tokens is not None:
-            length = min(length, self.max_tokens)
+        length = self._cache_length - shortest
+        if self._max_tokens is not None:
+            length = min(length, self._max_tokens)
         continuation = Continuation(
             task=self.task,
             search=self._search,
@@ -222,7 +221,7 @@ class _Run:
             decoded = continuation.result(state)
             done = continuation.search.is_done(state)
             result = NestedMap(ids=decoded.ids, scores=decoded.scores, done=done)
-            return state, result
+            return state, NestedMap(result, count=state.position)
 
         self._begin: Program = programs.compile(
             begin, [theta, prompts], [forms, by_row], None, name="prompts"
@@ -260,6 +259,10 @@ class _Run:
     def go_on(
         self, state: NestedMap, theta: NestedMap, batch: NestedMap, key, until: int
     ) -> tuple[NestedMap, NestedMap]:
-        """The next state and, as arrays, its result; takes over `state`."""
+        """The next state and, as arrays, what was found; takes over `state`.
+
+        That is `ids` [B, K, N] and `scores` [B, K], see `Decoded`; `done` [B], the rows
+        that have ended; and `count`, how many new tokens there are.
+        """
         state, result = self._go_on(state, theta, batch, key, np.int32(until))
         return state, result.map(to_host)

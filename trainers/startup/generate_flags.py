@@ -48,7 +48,10 @@ CACHE_LENGTH = flags.DEFINE_integer(
     "the model was trained on.",
 )
 TEMPERATURE = flags.DEFINE_float(
-    "temperature", None, "Of the distribution to draw from; default 0: the likeliest."
+    "temperature",
+    None,
+    "Of the distribution to draw from; default 0, always the likeliest, but 1 with "
+    "--top_k or --top_p.",
 )
 TOP_K = flags.DEFINE_integer(
     "top_k", None, "Draw among so many tokens, the likeliest; default: among all."
@@ -91,10 +94,10 @@ def check() -> None:
             f"--beams and {' and '.join(drawn)}: beams draw nothing, so leave out one "
             "or the other"
         )
-    if not temperature and drawn and drawn != ["--temperature"]:
+    if temperature == 0 and len(drawn) > 1:
         raise ValueError(
-            f"{drawn[-1]} without a --temperature above 0: nothing is drawn, so leave "
-            "it out, or add --temperature=1"
+            f"{drawn[-1]} with --temperature=0: nothing is drawn, so leave out one or "
+            "the other"
         )
     if PROMPT.value and PROMPTS_FILE.value is not None:
         raise ValueError("--prompt and --prompts_file: give one of them")

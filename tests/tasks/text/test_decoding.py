@@ -22,10 +22,11 @@ def table(seed: int = 0) -> np.ndarray:
     return logits.astype(np.float32)
 
 
-def decode(decoder, logits, key=None):
+def decode(decoder, logits, key=None, stops=()):
     """What `decoder` finds in the models of a table; the cache has all tokens so far.
 
-    The last token is read from the cache: a cache in another order would show.
+    It stops at each of `stops`, so many tokens, and goes on there. The last token is
+    read from the cache: a cache in another order would show.
     """
     K, batch = decoder.beams, len(logits)
     model = tf.constant(logits)
@@ -51,7 +52,13 @@ def decode(decoder, logits, key=None):
         token_model = TokenModel(
             step=step, cache=cache, batch=batch, length=T, start_id=START, end_id=END
         )
-        decoded = decoder.decode(ctx, token_model)
+        if not stops:
+            decoded = decoder.decode(ctx, token_model)
+        else:
+            state = decoder.begin(ctx, token_model)
+            for until in (*stops, T):
+                state = decoder.go_on(ctx, token_model, state, until)
+            decoded = decoder.result(state)
         return decoded.ids, decoded.scores
 
     return [t.numpy() for t in run()]
@@ -172,12 +179,74 @@ def test_draws_have_the_models_distribution():
     assert (again == ids).all() and (other != ids).any()
 
 
+def probabilities(logits):
+    exp = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    return exp / exp.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(None, 0.9), (None, 0.05), (7, 1.0), (1000, 1.0), (20, 0.7), (None, 1e-9)],
+)
+def test_draws_are_among_the_likeliest(temperature, top_k, top_p):
+    logits = 3 * np.random.default_rng(1).standard_normal([6, 200], np.float32)
+    logits[0] = -np.abs(logits[0]) - 50  # All of one sign.
+    logits[1] = np.abs(logits[1])
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    got = sampling.allowed(tf.constant(logits)).numpy()
+    for row, allowed in zip(logits, got, strict=True):
+        order = np.argsort(-row)[:top_k]
+        share = np.cumsum(probabilities(row[order] / temperature))
+        order = order[: np.searchsorted(share, top_p) + 1]
+        wanted = np.isin(np.arange(200), order)
+        np.testing.assert_array_equal(allowed > -1e8, wanted)
+        np.testing.assert_allclose(
+            allowed[wanted], (row[wanted] - row.max()) / temperature, rtol=1e-6
+        )
+
+
+def test_tokens_that_are_alike_are_all_allowed():
+    logits = tf.constant([[2.0, 0.0, 1.0, 1.0, -0.0]])
+    for sampling in (Sampling(top_k=2), Sampling(top_p=0.6)):
+        allowed = sampling.allowed(logits).numpy()[0] > -1e8
+        np.testing.assert_array_equal(allowed, [True, False, True, True, False])
+
+
+def test_one_of_the_likeliest_is_greedy():
+    logits = table(6)
+    logits[:, :, :, 3] = logits[:, :, :, 4]  # The first of equals.
+    greedily = decode(Sampling(temperature=0), logits)
+    for sampling in (Sampling(top_k=1), Sampling(top_k=1, temperature=3.0)):
+        got = decode(sampling, logits, key=key_from_seed(0))
+        for ours, theirs in zip(got, greedily, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_very_low_temperature_is_nearly_greedy():
+    got, _ = decode(Sampling(temperature=1e-30), table(8), key=key_from_seed(0))
+    np.testing.assert_array_equal(got, decode(Sampling(temperature=0), table(8))[0])
+
+
+@pytest.mark.parametrize("decoder", [Sampling(), Sampling(top_p=0.5), BeamSearch()])
+def test_a_search_goes_on_where_it_stopped(decoder):
+    logits = table(9)
+    logits[..., END] -= 1
+    whole = decode(decoder, logits, key=key_from_seed(1))
+    parts = decode(decoder, logits, key=key_from_seed(1), stops=(1, 3))
+    for ours, theirs in zip(parts, whole, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: BeamSearch(beams=0), "BeamSearch.beams is 0"),
         (lambda: BeamSearch(alpha=-1), "BeamSearch.alpha is -1"),
         (lambda: Sampling(temperature=-0.5), "Sampling.temperature is -0.5"),
+        (lambda: Sampling(top_k=0), "Sampling.top_k is 0"),
+        (lambda: Sampling(top_p=0.0), "Sampling.top_p is 0.0"),
+        (lambda: Sampling(top_p=1.5), "Sampling.top_p is 1.5"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make, message):

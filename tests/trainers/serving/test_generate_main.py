@@ -1,0 +1,149 @@
+"""meshwright-generate as a user meets it: what it writes, and how it fails."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from meshwright.trainers import generate as main_module
+from tests.trainers.small_run import GIN_FILES, GIN_PARAMS
+
+MESH = "MESH_SHAPE = (2, 4)"
+
+
+def call_main(model_dir, gin_files=GIN_FILES, gin_params=GIN_PARAMS, **more_flags):
+    """Runs the main in this process, whose eight devices are in use; its status."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["meshwright-generate"])
+    with flagsaver.as_parsed(
+        gin_file=list(gin_files),
+        gin_param=[*gin_params, MESH],
+        model_dir=str(model_dir),
+        device_count="8",
+        **more_flags,
+    ):
+        try:
+            return main_module.main(["meshwright-generate"])
+        except SystemExit as stopped:
+            print(stopped.code, file=sys.stderr)
+            return 1
+
+
+def parsed(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_prompt_is_continued_as_text_and_as_json(straight, tmp_path, capsys):
+    _, folder = straight()
+    assert call_main(folder, prompt=["de"]) is None
+    text = capsys.readouterr().out
+    file = tmp_path / "out.jsonl"
+    assert call_main(folder, prompt=["de"], output=str(file)) is None
+    assert capsys.readouterr().out == ""
+    (line,) = parsed(file.read_text())
+    assert line["prompt"] == "de"
+    (found,) = line["continuations"]
+    assert found["text"] + "\n" == text
+    assert len(found["ids"]) == 8 - 3 and not found["ended"] and found["score"] < 0
+
+
+def test_lines_of_a_file_are_continued(straight, tmp_path, capsys):
+    _, folder = straight()
+    file = tmp_path / "prompts.jsonl"
+    prompts = ["a", [1, 99], "def"]
+    file.write_text("\n\n".join(json.dumps({"prompt": p}) for p in prompts))
+    assert call_main(folder, prompts_file=str(file), beams="2", max_tokens="3") is None
+    lines = parsed(capsys.readouterr().out)
+    assert [line["prompt"] for line in lines] == prompts
+    for line in lines:
+        best, other = line["continuations"]
+        assert best["score"] >= other["score"] and best["ids"] != other["ids"]
+    # "a" is byte 97, whose id is 99.
+    assert lines[0]["continuations"] == lines[1]["continuations"]
+
+
+def test_lines_of_standard_input_are_continued(straight, monkeypatch, capsys):
+    _, folder = straight()
+    monkeypatch.setattr("sys.stdin", io.StringIO("de\n\nmuch too long\nx\n"))
+    assert call_main(folder, temperature="1", seed="3") is None
+    out, err = capsys.readouterr()
+    assert out.count("\n") >= 2
+    assert "line 3 has 14 tokens" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO("de\n"))
+    assert call_main(folder, temperature="1", seed="3") is None
+    assert out.startswith(capsys.readouterr().out)
+
+
+def test_a_run_from_the_command_line(straight, tmp_path):
+    _, folder = straight()
+    command = [sys.executable, "-m", "meshwright.trainers.generate"]
+    command += [f"--gin_file={file}" for file in GIN_FILES]
+    command += [f"--gin_param={param}" for param in (*GIN_PARAMS, MESH)]
+    command += [f"--model_dir={folder}", "--prompt=de", "--prompt=imp", "--top_k=5"]
+    done = subprocess.run(
+        [*command, "--seed=2"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["prompt"] for line in parsed(done.stdout)] == ["de", "imp"]
+
+
+@pytest.mark.parametrize(
+    ("more_flags", "message"),
+    [
+        ({"prompt": [""]}, "--prompt is empty: give text to continue"),
+        ({"temperature": "-1"}, r"--temperature is -1.0; it must be .* at least 0"),
+        ({"temperature": "nan"}, "--temperature is nan; it must be"),
+        ({"top_p": "0"}, "--top_p is 0.0; it must be above 0 and at most 1"),
+        ({"top_p": "1.5"}, "--top_p is 1.5; it must be above 0 and at most 1"),
+        ({"top_k": "0"}, "--top_k is 0; it must be 1 or more"),
+        ({"beams": "0"}, "--beams is 0; it must be 1 or more"),
+        ({"max_tokens": "0"}, "--max_tokens is 0; it must be 1 or more"),
+        ({"beams": "2", "top_p": "0.5"}, "--beams and --top_p: .* leave out one or"),
+        ({"temperature": "0", "top_k": "2"}, "--top_k with --temperature=0: nothing"),
+        ({"prompts_file": "x"}, "--prompt and --prompts_file: give one of them"),
+        ({}, "there is no checkpoint in /none/checkpoints"),
+        ({"prompt": ["a", "too long"]}, "--prompt 2 has 9 tokens, .* a cache of 8"),
+        ({"output": "/proc/x"}, "--output=/proc/x cannot be written"),
+    ],
+)
+def test_bad_flag(capfd, more_flags, message):
+    assert call_main("/none", **{"prompt": ["a"], **more_flags}) == 1
+    assert re.search(f"meshwright-generate: .*{message}", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\n\n", "a.txt has no prompts: write one a line"),
+        ("a.txt", b"a\n\xff", r"is no text in UTF-8 \(.* at byte 2\): save it"),
+        ("a.jsonl", b"{", r'line 1 of \S+ is no JSON .*write {"prompt": "text"}'),
+        ("a.jsonl", b'\n{"prompt": 5}', "line 2 of .* has no prompt: write"),
+        ("a.jsonl", b'{"prompt": [true]}', "line 1 of .* has no prompt: write"),
+        ("a.jsonl", b'{"prompt": [1, 999]}', "line 1 of .* has the id 999"),
+        ("a.jsonl", b'{"prompt": []}', "line 1 of .* is empty: give text"),
+        ("missing", None, "No such file"),
+    ],
+)
+def test_bad_file_of_prompts(tmp_path, capfd, name, content, message):
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    assert call_main("/none", prompts_file=str(file)) == 1
+    assert re.search(f"meshwright-generate: .*{message}", capfd.readouterr().err)
+
+
+def test_a_task_that_continues_no_text_is_refused(capfd):
+    files = ["rec/synthetic_ncf.gin"]
+    assert call_main("/none", gin_files=files, gin_params=(), prompt=["a"]) == 1
+    message = "Experiment.task is Recommendation, which does not continue text: gener"
+    assert message in capfd.readouterr().err

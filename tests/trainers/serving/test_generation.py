@@ -1,0 +1,133 @@
+"""Text generated on eight devices is that of one; what bounds it."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from meshwright.tasks.text.decoding import BeamSearch, Sampling
+from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.serving.generation import Generator, check_prompt
+from tests.layers.stacks.staged import by_stage
+from tests.trainers.parity import initial_state, small_experiment
+
+PROMPTS = [[1, 70, 80, 90], [1, 200], [1, 9, 8, 7, 6, 5]]
+LENGTH = 16
+PARAMS = (f"SEQUENCE_LENGTH = {LENGTH}", "NUM_LAYERS = 2")
+SAMPLING = Sampling(temperature=0.7, top_k=100, top_p=0.9)
+PIPELINE = (
+    "include 'lm/pipeline.gin'",
+    "include 'plans/pipeline.gin'",
+    "NUM_STAGES = 2",
+    "NUM_MICROBATCHES = 2",
+)
+
+
+def experiment_of(kind, mesh, partitioner="SHARDY"):
+    params = (
+        *PARAMS,
+        f"MESH_SHAPE = {mesh}",
+        *(PIPELINE if kind == "pipeline" else ()),
+    )
+    by = f"Experiment.partitioner = %Partitioner.{partitioner}"
+    if kind == "experts":
+        return small_experiment(*params, by, plan="hybrid", experts=4)
+    return small_experiment(*params, by)
+
+
+@functools.cache
+def start_of(kind):
+    """The weights, large enough that each token makes a difference."""
+    experts = "experts" if kind == "experts" else "dense"
+    state = initial_state(experiment_of(experts, (1, 1)))
+    state.theta = state.theta.map(lambda w: 2 * w if w.ndim > 1 else w)
+    return state
+
+
+def generator(experiment, start, search=SAMPLING, **kwargs):
+    programs = StepPrograms(experiment)
+    return Generator(programs, TrainState(programs, start).weights(), search, **kwargs)
+
+
+@functools.cache
+def on_one_device(kind, search):
+    return generator(experiment_of(kind, (1, 1)), start_of(kind), search).all(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "search", "partitioner"),
+    [
+        pytest.param("dense", SAMPLING, "SHARDY", marks=pytest.mark.always),
+        ("dense", SAMPLING, "GSPMD"),
+        ("dense", BeamSearch(beams=3), "SHARDY"),
+        ("experts", BeamSearch(beams=3), "SHARDY"),
+        ("experts", BeamSearch(beams=3), "GSPMD"),
+        ("pipeline", SAMPLING, "SHARDY"),
+    ],
+)
+def test_eight_devices_generate_as_one(kind, search, partitioner):
+    wanted = on_one_device("experts" if kind == "experts" else "dense", search)
+    mesh = (2, 2, 2) if kind == "pipeline" else (2, 4)
+    experiment, start = experiment_of(kind, mesh, partitioner), start_of(kind)
+    if kind == "pipeline":
+        start = start.map(lambda x: x)
+        layer = experiment.task.stack
+        for part in (start.theta, *start.slots.values()):
+            part.stack = by_stage(layer, part.stack)
+    got = generator(experiment, start, search).all(PROMPTS)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert [beam.ids for beam in ours] == [beam.ids for beam in theirs]
+        np.testing.assert_allclose(
+            [beam.score for beam in ours], [beam.score for beam in theirs], rtol=1e-4
+        )
+    lengths = {len(beam.ids) for row in wanted for beam in row if not beam.ended}
+    assert lengths == {LENGTH - max(map(len, PROMPTS))}
+
+
+@functools.cache
+def dense():
+    return generator(experiment_of("dense", (1, 1)), start_of("dense"))
+
+
+def test_a_stream_comes_token_by_token():
+    *_, whole = parts = list(dense().stream(PROMPTS[0]))
+    assert [len(part) for part in parts] == list(range(1, LENGTH - 4 + 1))
+    assert all(part == whole[: len(part)] for part in parts)
+    ((alone,),) = dense().all([PROMPTS[0]])
+    assert alone.ids == whole and not alone.ended
+
+
+def test_draws_depend_on_seed_and_batch():
+    prompts = [PROMPTS[0]]
+    first = dense().all(prompts)
+    assert dense().all(prompts) == first
+    assert dense().all(prompts, number=1) != first
+
+
+def test_new_tokens_are_bounded():
+    experiment, start = experiment_of("dense", (1, 1)), start_of("dense")
+    short = generator(experiment, start, max_tokens=3, cache_length=40)
+    assert [len(row[0].ids) for row in short.all(PROMPTS)] == [3, 3, 3]
+    long = [1, *range(10, 10 + 37)]
+    assert [len(row[0].ids) for row in short.all([long])] == [2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "line 7 is empty: give text to continue"),
+        (
+            [1, 264],
+            "line 7 has the id 264, but ids .* are from 1 to 263, .* has 264: l",
+        ),
+        ([1, -3], "line 7 has the id -3"),
+        ([0], "line 7 has the id 0"),
+        ([5] * 16, "has 16 tokens, .* a cache of 16: shorten it, or .*cache_length=17"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(prompt, message):
+    task = experiment_of("dense", (1, 1)).task
+    with pytest.raises(ValueError, match=message):
+        check_prompt(task, prompt, None, "line 7")
+    check_prompt(task, [5] * 16, 17, "line 7")

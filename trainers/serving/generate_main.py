@@ -1,0 +1,220 @@
+"""What meshwright-generate does once TensorFlow is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
+
+from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
+from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.tasks.text.decoding import BeamSearch, Decoder, Sampling
+from meshwright.tasks.text.language_model import LanguageModel
+from meshwright.trainers import cli
+from meshwright.trainers.checkpoints.checkpoints import (
+    Access,
+    CheckpointError,
+    Checkpoints,
+)
+from meshwright.trainers.experiment.experiment import Experiment
+from meshwright.trainers.experiment.state import TrainState
+from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.serving.generation import (
+    Generator,
+    check_prompt,
+    language_model,
+)
+from meshwright.trainers.startup import compile_cache, files, generate_flags
+from meshwright.trainers.startup.messages import printable
+from meshwright.trainers.training import loop
+
+# What a byte decodes to that does not complete a character yet.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt.
+
+    Args:
+      given: what a result repeats: its text, or its ids.
+      ids: its tokens.
+    """
+
+    given: str | list[int]
+    ids: list[int]
+
+
+def _run(experiment: Experiment, config_text: str) -> None:
+    del config_text
+    task = language_model(experiment)
+    prompts = _prompts(task)  # What is wrong with them is said before anything else.
+    path = files.output_file(generate_flags.OUTPUT)
+    generator = _generator(experiment)
+    with contextlib.ExitStack() as stack:
+        output = path and stack.enter_context(path.open("w", encoding="utf-8"))
+        if prompts is None:
+            for number, prompt in enumerate(_lines(task)):
+                _answer(generator, [prompt], number, output)
+            return
+        if len(prompts) > 1:
+            output = output or sys.stdout
+        rows = generate_flags.ROWS.value
+        for number, first in enumerate(range(0, len(prompts), rows)):
+            _answer(generator, prompts[first : first + rows], number, output)
+
+
+def _generator(experiment: Experiment) -> Generator:
+    """A generator with the weights of the checkpoint that the flags name."""
+    mesh, platform = experiment.plan.mesh, generate_flags.PLATFORM.value
+    compile_cache.use(cli.COMPILE_CACHE.value)
+    devices = cli.DEVICE_COUNT.value or (mesh.size if platform == "cpu" else None)
+    set_platform(platform, devices)
+    jax_mesh(mesh)  # Too large a mesh fails at once.
+    programs = StepPrograms(experiment)
+    return Generator(
+        programs,
+        _restored(programs).weights(),
+        _search(),
+        cache_length=generate_flags.CACHE_LENGTH.value,
+        max_tokens=generate_flags.MAX_TOKENS.value,
+        seed=generate_flags.SEED.value,
+    )
+
+
+def _answer(
+    generator: Generator, prompts: list[Prompt], number: int, output: TextIO | None
+) -> None:
+    """Continues prompts and writes JSON lines, or the text of a single one as it comes.
+
+    The text goes to standard output if there is no `output`.
+    """
+    task = generator.task
+    if output is None:
+        (prompt,) = prompts
+        for part in _growing(task, generator.stream(prompt.ids, number=number)):
+            print(part, end="", flush=True)
+        print(flush=True)
+        return
+    ids = [prompt.ids for prompt in prompts]
+    for prompt, found in zip(prompts, generator.all(ids, number=number), strict=True):
+        continuations = [
+            {"text": task.text.decode(each.ids), **dataclasses.asdict(each)}
+            for each in found
+        ]
+        line = {"prompt": prompt.given, "continuations": continuations}
+        print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
+
+
+def _growing(task: LanguageModel, ids: Iterable[Sequence[int]]) -> Iterator[str]:
+    """What each of `ids` adds to the text, once its characters are complete."""
+    shown = text = ""
+    for so_far in ids:
+        text = task.text.decode(so_far)
+        whole = text.rstrip(_INCOMPLETE)
+        if whole.startswith(shown):
+            yield whole[len(shown) :]
+            shown = whole
+    yield text[len(shown) :]
+
+
+def _search() -> Decoder:
+    if generate_flags.BEAMS.value is not None:
+        return BeamSearch(beams=generate_flags.BEAMS.value)
+    top_k, top_p = generate_flags.TOP_K.value, generate_flags.TOP_P.value
+    temperature = generate_flags.TEMPERATURE.value
+    if temperature is None:
+        temperature = 0.0 if (top_k, top_p) == (None, None) else 1.0
+    return Sampling(
+        temperature=temperature, top_k=top_k, top_p=1.0 if top_p is None else top_p
+    )
+
+
+def _restored(programs: StepPrograms) -> TrainState:
+    """The state of the checkpoint that the flags name."""
+    folder = loop.Run(model_dir=generate_flags.MODEL_DIR.value).checkpoint_dir
+    with Checkpoints(folder, access=Access.READ) as checkpoints:
+        state = checkpoints.restore(
+            generate_flags.STEP.value, TrainState.abstract(programs)
+        )
+    return TrainState(programs, state)
+
+
+def _prompts(task: LanguageModel) -> list[Prompt] | None:
+    """The prompts that the flags give, or None if they come by standard input."""
+    if texts := generate_flags.PROMPT.value:
+        return [
+            _prompt(task, text, f"--prompt {number}" if len(texts) > 1 else "--prompt")
+            for number, text in enumerate(texts, start=1)
+        ]
+    if generate_flags.PROMPTS_FILE.value is None:
+        return None
+    path = pathlib.Path(generate_flags.PROMPTS_FILE.value).expanduser()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompts_file={path} is no text in UTF-8 ({error.reason} at byte "
+            f"{error.start}): save it in UTF-8"
+        ) from error
+    numbered = [(n, line) for n, line in enumerate(lines, start=1) if line]
+    if not numbered:
+        raise ValueError(f"--prompts_file={path} has no prompts: write one a line")
+    is_json = path.suffix == ".jsonl"
+    return [
+        _prompt(task, _parsed(line, name) if is_json else line, name)
+        for number, line in numbered
+        for name in [f"line {number} of {path}"]
+    ]
+
+
+def _parsed(line: str, name: str) -> Any:
+    """What a JSON line has as its prompt: a text, or ids.
+
+    Raises:
+      ValueError: it has neither.
+    """
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f'{name} is no JSON ({error}): write {{"prompt": "text"}}'
+        ) from error
+    prompt = found.get("prompt") if isinstance(found, dict) else None
+    is_ids = isinstance(prompt, list) and all(type(i) is int for i in prompt)
+    if not isinstance(prompt, str) and not is_ids:
+        raise ValueError(
+            f'{name} has no prompt: write {{"prompt": "text"}}, or {{"prompt": [ids]}}'
+        )
+    return prompt
+
+
+def _prompt(task: LanguageModel, given: str | list[int], name: str) -> Prompt:
+    """A checked prompt; a text gets a start token, ids are as they are."""
+    ids = task.text.encode(given) if given and isinstance(given, str) else given
+    check_prompt(task, ids, generate_flags.CACHE_LENGTH.value, name)
+    return Prompt(given=given, ids=ids)
+
+
+def _lines(task: LanguageModel) -> Iterator[Prompt]:
+    """The lines of standard input, but for empty ones and those that are refused."""
+    at_terminal = sys.stdin.isatty()
+    for number in itertools.count(1):
+        if at_terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if text := line.rstrip("\n"):
+            try:
+                yield _prompt(task, text, f"line {number}")
+            except ValueError as error:  # The next line may be better.
+                print(printable(str(error)), file=sys.stderr)
+
+
+COMMAND = cli.Command(run=_run, errors=(CheckpointError, ImportError))
