@@ -139,22 +139,34 @@ class LanguageModel(TextTask):
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         metrics = super().metrics(sums)
-        # Tokens are bytes, and only bytes carry weight.
-        return {**metrics, "bits_per_byte": metrics["loss"] / math.log(2)}
+        # All tokens are bytes, or as many bytes in the mean as those held out.
+        tokens_of_a_byte = 1.0
+        if self.text.vocabulary is not None:
+            held_out = self.text.statistics(Split.HELD_OUT)
+            tokens_of_a_byte = held_out.tokens / held_out.text_bytes
+        bits = metrics["loss"] * tokens_of_a_byte / math.log(2)
+        return {**metrics, "bits_per_byte": bits}
 
     def describe_data(self) -> dict[str, float]:
         train = self.text.statistics(Split.TRAIN)
         held_out = self.text.statistics(Split.HELD_OUT)
-        return {
+        facts = {
             "training files": train.documents,
             "training bytes": train.text_bytes,
             "held-out files": held_out.documents,
             "held-out bytes": held_out.text_bytes,
             "unigram entropy, bits per byte": train.unigram_entropy,
         }
+        if self.text.vocabulary is not None:
+            facts["training tokens"] = train.tokens
+        return facts
 
     def data_fingerprint(self) -> dict[str, str | int]:
+        vocabulary = {}
+        if self.text.vocabulary is not None:
+            vocabulary["vocabulary"] = self.text.trained_vocabulary().sha256
         return {
+            **vocabulary,
             "files or Python version": self.text.statistics(Split.TRAIN).sha256,
             "TextInput.seed": self.text.seed,
             "TextInput.sequence_length": self.text.sequence_length,

@@ -1,6 +1,6 @@
 """Text files as language-model batches; the state of the input is the step number.
 
-Files become bytes, bytes become one token stream, and the stream rows of S tokens.
+Files become bytes or subwords, these one token stream, and the stream rows of S tokens.
 
 B batch rows, S sequence, T tokens of the stream, D documents, N examples (rows of S).
 """
@@ -31,6 +31,7 @@ from meshwright.tasks.input.example_order import (
     Split,
     shuffled_examples,
 )
+from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, Vocabulary
 
 
 class ByteTokenizer:
@@ -136,51 +137,115 @@ def _unreadable(error: OSError) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Corpus:
-    """Documents as one stream of tokens, with a start token before each one's bytes.
+    """Documents as one stream of tokens, with a start token before each one's.
 
     Args:
-      stream: uint8 [T], the bytes, with an ignored 0 for every start token.
+      stream: [T], uint8 bytes or int32 ids of subwords, with an ignored 0 for every
+        start token.
       bounds: int64 [D + 1], where each document starts in the stream, and T.
+      text_bytes: the documents' bytes.
+      first_id: the id of a 0 in the stream.
     """
 
     stream: np.ndarray
     bounds: np.ndarray
+    text_bytes: int
+    first_id: int
 
     @classmethod
     def from_documents(cls, documents: Sequence[bytes]) -> Corpus:
         """Packs `documents`, at least one not empty; empty ones are left out."""
         documents = [document for document in documents if document]
-        lengths = np.array([len(document) + 1 for document in documents], np.int64)
         return cls(
             stream=np.frombuffer(b"\0" + b"\0".join(documents), np.uint8),
-            bounds=np.concatenate([[0], np.cumsum(lengths)]),
+            bounds=_bounds(documents),
+            text_bytes=sum(map(len, documents)),
+            first_id=ByteTokenizer.first_byte_id,
         )
+
+    @classmethod
+    def of_subwords(cls, documents: Sequence[bytes], vocabulary: Vocabulary) -> Corpus:
+        """The same in subwords, with an end token after each document's.
+
+        What is no text in UTF-8 becomes U+FFFD.
+        """
+        documents = [document for document in documents if document]
+        texts = [document.decode(errors="replace") for document in documents]
+        ids = [[*each, vocabulary.end_id] for each in vocabulary.encode(texts)]
+        parts = [np.array([0, *each], np.int32) for each in ids]
+        return cls(
+            stream=np.concatenate(parts),
+            bounds=_bounds(ids),
+            text_bytes=sum(map(len, documents)),
+            first_id=0,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are but for start tokens."""
+        return len(self.stream) - len(self.bounds) + 1
 
     def example_count(self, sequence_length: int) -> int:
         """N: the number of rows with every token but the last, which has no next."""
         return -(-(len(self.stream) - 1) // sequence_length)
 
 
-@functools.cache
-def _load(files: TextFiles) -> dict[Split, Corpus | None]:
+def _bounds(documents: Sequence[Sequence]) -> np.ndarray:
+    lengths = np.array([len(document) + 1 for document in documents], np.int64)
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _documents(files: TextFiles) -> dict[Split, list[bytes]]:
     documents = {split: [] for split in Split}
     for path in files.paths():
         documents[files.split_of(path)].append(files.read(path))
-    return {
-        split: Corpus.from_documents(texts) if any(texts) else None
-        for split, texts in documents.items()
-    }
+    return documents
 
 
-def load_corpus(files: TextFiles, split: Split) -> Corpus:
+@functools.cache
+def _trained(files: TextFiles, vocabulary: SentencePieceVocabulary) -> Vocabulary:
+    lines = []
+    if vocabulary.model_file is None:
+        for document in _documents(files)[Split.TRAIN]:
+            text = document.decode(errors="replace")
+            lines += [line for line in text.split("\n") if line]
+    return vocabulary.trained(lines, verbatim=True)
+
+
+@functools.cache
+def _load(
+    files: TextFiles, vocabulary: SentencePieceVocabulary | None
+) -> dict[Split, Corpus | None]:
+    def corpus(texts: list[bytes]) -> Corpus | None:
+        if not any(texts):
+            return None
+        if vocabulary is None:
+            return Corpus.from_documents(texts)
+        return Corpus.of_subwords(texts, _trained(files, vocabulary))
+
+    return {split: corpus(texts) for split, texts in _documents(files).items()}
+
+
+def load_corpus(
+    files: TextFiles,
+    split: Split,
+    vocabulary: SentencePieceVocabulary | None = None,
+) -> Corpus:
     """The documents of a split, sorted by path; read once in a process.
+
+    Args:
+      files: the files.
+      split: the split.
+      vocabulary: of subwords, trained on the training split if it has no model file;
+        None: of bytes.
 
     Raises:
       FileNotFoundError: no file matches.
+      ImportError: there is a vocabulary and no SentencePiece.
       OSError: a file or folder cannot be read; the message names it.
-      ValueError: the split has no text.
+      ValueError: the split has no text; see `SentencePieceVocabulary.trained`.
     """
-    corpus = _load(files)[split]
+    corpus = _load(files, vocabulary)[split]
     if corpus is None:
         raise ValueError(
             f"no text in the {split.value} files under {str(files.folder)!r} that "
@@ -191,18 +256,24 @@ def load_corpus(files: TextFiles, split: Split) -> Corpus:
 
 
 def pack_rows(
-    stream: tf.Tensor, bounds: tf.Tensor, index: tf.Tensor, *, sequence_length: int
+    stream: tf.Tensor,
+    bounds: tf.Tensor,
+    index: tf.Tensor,
+    *,
+    sequence_length: int,
+    first_id: int = ByteTokenizer.first_byte_id,
 ) -> NestedMap:
     """Examples by number: example i has the S tokens from i * S on.
 
-    Every byte of the stream is a label of weight 1 in exactly one example below N.
-    Examples from N on are all padding.
+    Every byte or subword of the stream is a label of weight 1 in exactly one example
+    below N. Examples from N on are all padding.
 
     Args:
-      stream: uint8 [T], as in `Corpus`.
+      stream: [T], as in `Corpus`.
       bounds: int64 [D + 1], as in `Corpus`.
       index: int64 [B], numbers of examples.
       sequence_length: S.
+      first_id: as in `Corpus`.
 
     Returns:
       As `TextInput` describes them, each [B, S].
@@ -219,13 +290,13 @@ def pack_rows(
     def masked(where, values):
         return tf.where(where, tf.cast(values, tf.int32), ByteTokenizer.padding_id)
 
-    def byte_id(at):
-        return tf.cast(tf.gather(stream, at), tf.int32) + ByteTokenizer.first_byte_id
+    def token_id(at):
+        return tf.cast(tf.gather(stream, at), tf.int32) + first_id
 
-    ids = tf.where(place == start, ByteTokenizer.start_id, byte_id(place))
+    ids = tf.where(place == start, ByteTokenizer.start_id, token_id(place))
     return NestedMap(
         ids=masked(is_read, ids),
-        labels=masked(is_byte, byte_id(tf.minimum(place + 1, last))),
+        labels=masked(is_byte, token_id(tf.minimum(place + 1, last))),
         segment_ids=masked(is_read, document - document[:, :1] + 1),
         segment_positions=masked(is_read, place - tf.maximum(start, place[:, :1])),
         weights=tf.cast(is_byte, tf.float32),
@@ -239,6 +310,7 @@ class TextStatistics:
     Args:
       documents: number of files that are not empty.
       text_bytes: their total size.
+      tokens: how many bytes, or subwords and ends, they are.
       examples: number of rows of S tokens in an epoch.
       unigram_entropy: bits per byte of the best model without context: a model whose
         loss is not well below it has learned nothing but frequencies.
@@ -248,6 +320,7 @@ class TextStatistics:
 
     documents: int
     text_bytes: int
+    tokens: int
     examples: int
     unigram_entropy: float
     sha256: str
@@ -260,40 +333,69 @@ class TextInput(TokenInput):
 
     A batch is a nested map of tensors [rows, S]:
       ids: int32, tokens to read.
-      labels: int32, the byte that follows each token, 0 where the document ends.
+      labels: int32, the byte that follows each token, 0 where the document ends; or the
+        subword, of which the last is an end.
       segment_ids: int32, documents counted from 1 within the row; 0 is padding.
       segment_positions: int32, position within the document's part of this row.
-      weights: float32, 1 where the label is a byte of the same document, else 0.
+      weights: float32, 1 where the label is of the same document, else 0.
 
-    Only bytes carry weight: never a start token, never padding. So bits per byte are
-    exactly sum(weights * loss in nats) / sum(weights) / ln 2. A row may begin in the
+    Only bytes or subwords carry weight: never a start token, never padding. So bits per
+    byte are exactly sum(weights * loss in nats) / sum(weights) / ln 2 where tokens are
+    bytes. A row may begin in the
     middle of a document, whose earlier part it then lacks.
 
     Args:
       files: the source of text.
+      vocabulary: of subwords, trained on the training files if it names no model; None:
+        tokens are bytes.
       sequence_length: S.
       seed: seed of the order of the training examples.
     """
 
     files: TextFiles = TextFiles()
+    vocabulary: SentencePieceVocabulary | None = None
     sequence_length: int = bounded(at_least=1)
     seed: int = bounded(0, **SEEDS)
 
     @property
     def vocab_size(self) -> int:
-        return ByteTokenizer.vocab_size
+        if self.vocabulary is None:
+            return ByteTokenizer.vocab_size
+        return self.vocabulary.vocab_size
 
-    start_id = ByteTokenizer.start_id
-    end_id = ByteTokenizer.end_id
+    @property
+    def end_id(self) -> int:
+        """The id after a document's last token."""
+        return (ByteTokenizer if self.vocabulary is None else Vocabulary).end_id
+
+    def trained_vocabulary(self) -> Vocabulary:
+        """The vocabulary of subwords; reads the files if it names no model.
+
+        Raises:
+          ImportError: there is no SentencePiece.
+          OSError: see `load_corpus`.
+          ValueError: see `SentencePieceVocabulary.trained`.
+        """
+        return _trained(self.files, self.vocabulary)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a document's beginning, its start token included."""
-        ids = ByteTokenizer().encode(text.encode()).tolist()
-        return [self.start_id, *ids]
+        if self.vocabulary is None:
+            ids = ByteTokenizer().encode(text.encode()).tolist()
+            return [ByteTokenizer.start_id, *ids]
+        vocabulary = self.trained_vocabulary()
+        return [vocabulary.start_id, *vocabulary.encode([text])[0]]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`; what is no text is U+FFFD, other ids are left out."""
-        return ByteTokenizer().decode(ids).decode(errors="replace")
+        if self.vocabulary is None:
+            return ByteTokenizer().decode(ids).decode(errors="replace")
+        vocabulary = self.trained_vocabulary()
+        return vocabulary.decode(i for i in ids if i < vocabulary.size)
+
+    def corpus(self, split: Split) -> Corpus:
+        """The tokens of a split, see `load_corpus`."""
+        return load_corpus(self.files, split, self.vocabulary)
 
     def element_spec(self, batch: int | None) -> NestedMap:
         shape = [batch, self.sequence_length]
@@ -302,7 +404,7 @@ class TextInput(TokenInput):
         return NestedMap(spec, weights=tf.TensorSpec(shape, tf.float32))
 
     def read_train(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
-        corpus = load_corpus(self.files, Split.TRAIN)
+        corpus = self.corpus(Split.TRAIN)
         count = corpus.example_count(self.sequence_length)
 
         def examples(step):
@@ -311,27 +413,29 @@ class TextInput(TokenInput):
         return self._dataset(corpus, steps, examples)
 
     def held_out_rows(self, global_batch: int) -> int:
-        corpus = load_corpus(self.files, Split.HELD_OUT)
+        corpus = self.corpus(Split.HELD_OUT)
         return corpus.example_count(self.sequence_length)
 
     def read_held_out(self, steps: tf.data.Dataset, rows: BatchRows) -> tf.data.Dataset:
-        corpus = load_corpus(self.files, Split.HELD_OUT)
+        corpus = self.corpus(Split.HELD_OUT)
         return self._dataset(corpus, steps, rows.indices)
 
     def statistics(self, split: Split = Split.TRAIN) -> TextStatistics:
         """Statistics of the files of `split`; reads them."""
-        corpus = load_corpus(self.files, split)
+        corpus = self.corpus(split)
         digest = hashlib.sha256(corpus.bounds)
         digest.update(corpus.stream)
         parts = np.array_split(corpus.stream, len(corpus.stream) // 2**20 + 1)
-        counts = sum(np.bincount(part, minlength=256) for part in parts)
-        counts[0] -= len(corpus.bounds) - 1  # Start tokens are not bytes.
-        share = counts[counts > 0] / counts.sum()
+        counts = sum(np.bincount(part, minlength=self.vocab_size) for part in parts)
+        counts[0] -= len(corpus.bounds) - 1  # Start tokens do not count.
+        share = counts[counts > 0] / corpus.tokens
+        entropy = float(-(share * np.log2(share)).sum())
         return TextStatistics(
             documents=len(corpus.bounds) - 1,
-            text_bytes=int(counts.sum()),
+            text_bytes=corpus.text_bytes,
+            tokens=corpus.tokens,
             examples=corpus.example_count(self.sequence_length),
-            unigram_entropy=float(-(share * np.log2(share)).sum()),
+            unigram_entropy=entropy * corpus.tokens / corpus.text_bytes,
             sha256=digest.hexdigest(),
         )
 
@@ -347,6 +451,12 @@ class TextInput(TokenInput):
 
         def batch(step):
             S = self.sequence_length
-            return pack_rows(stream, bounds, examples(step), sequence_length=S)
+            return pack_rows(
+                stream,
+                bounds,
+                examples(step),
+                sequence_length=S,
+                first_id=corpus.first_id,
+            )
 
         return read_batches(steps, batch)

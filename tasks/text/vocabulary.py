@@ -57,8 +57,20 @@ class SentencePieceVocabulary:
                 f"{least} or more, as every byte has a piece"
             )
 
-    def trained(self, texts: Sequence[str], languages: Iterable[str]) -> Vocabulary:
+    def trained(
+        self,
+        texts: Sequence[str],
+        languages: Iterable[str] = (),
+        *,
+        verbatim: bool = False,
+    ) -> Vocabulary:
         """The vocabulary of `texts`, with a tag for each language.
+
+        Args:
+          texts: a line each; longer ones than 4192 bytes are left out.
+          languages: their names.
+          verbatim: keeps text as it is, spaces included, where otherwise it is brought
+            to Unicode's NFKC; a model file keeps what it says itself.
 
         Raises:
           ValueError: the text has too few pieces for V; the file is no such model, or
@@ -67,10 +79,12 @@ class SentencePieceVocabulary:
         tags = tuple(map(tag_of, sorted(set(languages))))
         if self.model_file is None:
             step = -(-len(texts) // self.max_texts)
-            return Vocabulary(self._train(texts[::step], tags))
+            return Vocabulary(self._train(texts[::step], tags, verbatim=verbatim))
         return self._read(tags)
 
-    def _train(self, texts: Sequence[str], tags: tuple[str, ...]) -> bytes:
+    def _train(
+        self, texts: Sequence[str], tags: tuple[str, ...], *, verbatim: bool
+    ) -> bytes:
         model = io.BytesIO()
         try:
             _sentencepiece().SentencePieceTrainer.train(
@@ -81,7 +95,9 @@ class SentencePieceVocabulary:
                 character_coverage=self.character_coverage,
                 control_symbols=list(tags),
                 byte_fallback=True,
-                normalization_rule_name="nfkc",
+                normalization_rule_name="identity" if verbatim else "nfkc",
+                remove_extra_whitespaces=not verbatim,
+                add_dummy_prefix=not verbatim,
                 pad_id=Vocabulary.padding_id,
                 bos_id=Vocabulary.start_id,
                 eos_id=Vocabulary.end_id,

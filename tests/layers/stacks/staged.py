@@ -64,3 +64,14 @@ class Staged(Layer):
             x, aux = x_and_aux(self.pipeline.stack.body.fprop(ctx, layer, x, **inputs))
             losses += [] if aux is None else [aux.loss]
         return x, tf.add_n(losses) / len(losses) if losses else None
+
+
+def state_by_stage(layer: Pipeline, start: NestedMap) -> NestedMap:
+    """The plain state with the stack's layers by stage."""
+
+    def unstage(path, value):
+        if ".stack." not in f".{path}.":
+            return value
+        return by_stage(layer, NestedMap(x=tf.constant(value))).x.numpy()
+
+    return start.map_with_path(unstage)

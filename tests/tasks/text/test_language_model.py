@@ -20,8 +20,10 @@ from meshwright.layers.experts.moe import ExpertFeedForward, MoE
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.sequential import Sequential
 from meshwright.layers.transformer import transformer_layer
+from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.text.language_model import LanguageModel
-from meshwright.tasks.text.text_input import TextInput
+from meshwright.tasks.text.text_input import TextFiles, TextInput
+from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, Subwords
 
 B, S, M, V = 2, 6, 4, 264
 RNG = np.random.default_rng(0)
@@ -99,6 +101,28 @@ def test_metrics_are_of_all_tokens_of_all_batches():
     metrics = model().metrics({"nats": 1.0 * 5 + 3.0 * 1, "tokens": 4.0})
     assert metrics == {"loss": 2.0, "bits_per_byte": pytest.approx(2 / math.log(2))}
     assert model().metrics({"nats": 0.0, "tokens": 0.0})["loss"] == 0
+
+
+def test_bits_per_byte_of_subwords_are_of_the_held_out_bytes(tmp_path):
+    pytest.importorskip("sentencepiece")
+    for number in range(20):
+        (tmp_path / f"{number}.py").write_text(f"x = {number} + some more text\n" * 4)
+    text = TextInput(
+        files=TextFiles(root=str(tmp_path), held_out_one_in=3),
+        vocabulary=SentencePieceVocabulary(vocab_size=270, subwords=Subwords.BPE),
+        sequence_length=S,
+    )
+    embedding = TokenEmbedding(vocab_size=270, model_dims=M, softmax=SoftmaxKind.SHARED)
+    task = dataclasses.replace(model(), text=text, embedding=embedding)
+    held_out = text.statistics(Split.HELD_OUT)
+    assert held_out.tokens < held_out.text_bytes
+    # As if each token were one bit: all of them, over all bytes.
+    metrics = task.metrics({"nats": math.log(2) * 50, "tokens": 50.0})
+    assert metrics["bits_per_byte"] == pytest.approx(
+        held_out.tokens / held_out.text_bytes
+    )
+    assert task.describe_data()["training tokens"] == text.statistics().tokens
+    assert task.data_fingerprint()["vocabulary"] == text.trained_vocabulary().sha256
 
 
 def test_experts_add_to_the_loss_and_show_their_load():

@@ -1,5 +1,6 @@
 """The text input: a pure function of the step that loses and repeats no byte."""
 
+import dataclasses
 import math
 import os
 import random
@@ -20,6 +21,7 @@ from meshwright.tasks.text.text_input import (
     load_corpus,
     pack_rows,
 )
+from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, Subwords
 
 TOKENIZER = ByteTokenizer()
 S = 16
@@ -305,3 +307,85 @@ def test_bad_hyperparameters():
         TextInput(sequence_length=0)
     with pytest.raises(ValueError, match="held_out_one_in is 1"):
         TextFiles(held_out_one_in=1)
+
+
+LINES = [
+    "def walk(tree):\n    for node in tree:\n\tyield  node",
+    "  indented, with  two spaces\r\n\n\nand naïve façades – 日本 ﬁne\n",
+    "for tree in forest: walk(tree)\n" * 5,
+    "return the node of the tree, and walk the forest\n" * 3,
+]
+
+
+@pytest.fixture(scope="module")
+def subwords(tmp_path_factory):
+    """An input of subwords of forty small files of text."""
+    pytest.importorskip("sentencepiece")
+    root = tmp_path_factory.mktemp("subwords")
+    for number in range(40):
+        text = f"{number} {LINES[number % len(LINES)]}"
+        (root / f"{number}.txt").write_bytes(text.encode())
+    return TextInput(
+        files=TextFiles(root=str(root), pattern="*.txt", held_out_one_in=4),
+        vocabulary=SentencePieceVocabulary(vocab_size=300, subwords=Subwords.BPE),
+        sequence_length=S,
+    )
+
+
+@pytest.mark.parametrize("text", [*LINES, "", " ", "\n", "unseen: ☃"])
+def test_subwords_keep_text_as_it_is(subwords, text):
+    start, *ids = subwords.encode(text)
+    assert start == 1 and all(2 < i < 300 for i in ids)
+    assert subwords.decode([start, *ids, subwords.end_id, 50]) == text
+    assert subwords.decode([*ids, 10_000]) == text  # An id of a larger table.
+
+
+@pytest.mark.parametrize("split", Split)
+def test_each_subword_and_end_is_a_label_once(subwords, split):
+    wanted = []
+    for path in subwords.files.paths():
+        if subwords.files.split_of(path) is split:
+            text = subwords.files.read(path).decode()
+            wanted.append(subwords.encode(text) + [subwords.end_id])
+    corpus, count = subwords.corpus(split), 0
+    rows = corpus.example_count(S)
+    if split is Split.TRAIN:
+        batches = subwords.train_batches(0, global_batch=rows, rows=range(rows)).take(1)
+    else:
+        batches = subwords.held_out_batches(global_batch=rows, rows=range(rows))
+    (batch,) = batches.as_numpy_iterator()
+    pairs = [pair for ids in wanted for pair in zip(ids, ids[1:], strict=False)]
+    at = batch["weights"] > 0
+    got = list(zip(batch["ids"][at], batch["labels"][at], strict=True))
+    assert sorted(got) == sorted(pairs)
+    count = sum(len(ids) - 1 for ids in wanted)
+    statistics = subwords.statistics(split)
+    assert statistics.tokens == count == len(got)
+    files = [p for p in subwords.files.paths() if subwords.files.split_of(p) is split]
+    assert statistics.text_bytes == sum(len(subwords.files.read(p)) for p in files)
+    assert count < statistics.text_bytes
+    frequency = np.bincount(batch["labels"][at]) / count
+    share = frequency[frequency > 0]
+    bits = -(share * np.log2(share)).sum() * count / statistics.text_bytes
+    assert statistics.unigram_entropy == pytest.approx(bits)
+
+
+def test_a_vocabulary_is_that_of_its_file_and_of_the_training_files(subwords, tmp_path):
+    trained = subwords.trained_vocabulary()
+    model = tmp_path / "model"
+    model.write_bytes(trained.model)
+    read = dataclasses.replace(subwords.vocabulary, model_file=str(model))
+    other = dataclasses.replace(subwords, vocabulary=read)
+    assert other.trained_vocabulary().sha256 == trained.sha256
+    assert other.statistics().sha256 == subwords.statistics().sha256
+    assert other.vocab_size == 300 and other.end_id == 2 == trained.end_id
+
+
+def test_files_without_enough_text_for_a_vocabulary_are_refused(subwords):
+    large = dataclasses.replace(
+        subwords, vocabulary=SentencePieceVocabulary(vocab_size=30_000)
+    )
+    with pytest.raises(
+        ValueError, match="no vocabulary of 30000 pieces can be trained"
+    ):
+        large.statistics()

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.stacks.pipeline import Pipeline
-from tests.layers.stacks.staged import by_stage
+from tests.layers.stacks.staged import state_by_stage
 from tests.trainers.parity import (
     Trained,
     initial_state,
@@ -53,17 +53,6 @@ def plain(optimizer: str, experts: int) -> tuple[NestedMap, Trained]:
     )
     start = initial_state(experiment)
     return start, train_by_tf(experiment, start)
-
-
-def staged(layer: Pipeline, start: NestedMap) -> NestedMap:
-    """The plain state with the stack's layers by stage."""
-
-    def unstage(path, value):
-        if ".stack." not in f".{path}.":
-            return value
-        return by_stage(layer, NestedMap(x=tf.constant(value))).x.numpy()
-
-    return start.map_with_path(unstage)
 
 
 def unstaged(layer: Pipeline, path: str, value: np.ndarray) -> np.ndarray:
@@ -114,7 +103,7 @@ def test_trains_as_the_plain_stack(
     )
     layer = experiment.task.stack
     start, want = plain(optimizer, experts)
-    got = train(experiment, staged(layer, start), calls=STEPS // steps)
+    got = train(experiment, state_by_stage(layer, start), calls=STEPS // steps)
     np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
     assert got.losses[-1] < got.losses[0], "five steps must learn something"
     assert got.state.keys() == want.state.keys()

@@ -9,7 +9,7 @@ from meshwright.tasks.text.decoding import BeamSearch, Sampling
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving.generation import Generator, check_prompt
-from tests.layers.stacks.staged import by_stage
+from tests.layers.stacks.staged import state_by_stage
 from tests.trainers.parity import initial_state, small_experiment
 
 PROMPTS = [[1, 70, 80, 90], [1, 200], [1, 9, 8, 7, 6, 5]]
@@ -71,10 +71,7 @@ def test_eight_devices_generate_as_one(kind, search, partitioner):
     mesh = (2, 2, 2) if kind == "pipeline" else (2, 4)
     experiment, start = experiment_of(kind, mesh, partitioner), start_of(kind)
     if kind == "pipeline":
-        start = start.map(lambda x: x)
-        layer = experiment.task.stack
-        for part in (start.theta, *start.slots.values()):
-            part.stack = by_stage(layer, part.stack)
+        start = state_by_stage(experiment.task.stack, start)
     got = generator(experiment, start, search).all(PROMPTS)
     for ours, theirs in zip(got, wanted, strict=True):
         assert [beam.ids for beam in ours] == [beam.ids for beam in theirs]
