@@ -94,7 +94,7 @@ def _check_pattern() -> None:
 
 def _load() -> cli.Command:
     if search_flags.SEARCH.value:
-        from meshwright.trainers.search import search_main
+        from meshwright.trainers.planning.search import search_main
 
         return search_main.COMMAND
     from meshwright.trainers.planning import plan_main

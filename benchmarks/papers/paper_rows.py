@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshwright.trainers.search.plan_cache import PlanCache
+from meshwright.trainers.planning.search.plan_cache import PlanCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

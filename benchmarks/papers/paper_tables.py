@@ -45,7 +45,7 @@ from meshwright.framework.devices.network import LINK_EFFICIENCY
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.planning.planning import plan
-from meshwright.trainers.search import plan_cache
+from meshwright.trainers.planning.search import plan_cache
 
 
 def define_flags() -> None:

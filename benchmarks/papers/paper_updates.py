@@ -20,7 +20,7 @@ from meshwright.framework.compiler.lowering.sources import program_name
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.planning.planning import plan
-from meshwright.trainers.search import plan_cache
+from meshwright.trainers.planning.search import plan_cache
 
 TABLE = "wus"
 MODES = {"off": "off", "on": "auto"}

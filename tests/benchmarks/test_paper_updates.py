@@ -9,7 +9,7 @@ from meshwright.framework.devices.topology import topology
 from meshwright.layers.stacks.repeat import Unroll
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.search.plan_cache import PlanCache
+from meshwright.trainers.planning.search.plan_cache import PlanCache
 from tests.benchmarks.test_paper_tables import (
     SCRIPT,
     cells_of,

@@ -32,7 +32,7 @@ from meshwright.trainers import cli, train
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.batches import readable
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.search import search_main
+from meshwright.trainers.planning.search import search_main
 from meshwright.trainers.startup import search_flags, train_flags
 
 Reader = Callable[[pathlib.Path], None]

@@ -109,10 +109,10 @@ def test_bits_per_byte_of_subwords_are_of_the_held_out_bytes(tmp_path):
         (tmp_path / f"{number}.py").write_text(f"x = {number} + some more text\n" * 4)
     text = TextInput(
         files=TextFiles(root=str(tmp_path), held_out_one_in=3),
-        vocabulary=SentencePieceVocabulary(vocab_size=270, subwords=Subwords.BPE),
+        vocabulary=SentencePieceVocabulary(vocab_size=320, subwords=Subwords.BPE),
         sequence_length=S,
     )
-    embedding = TokenEmbedding(vocab_size=270, model_dims=M, softmax=SoftmaxKind.SHARED)
+    embedding = TokenEmbedding(vocab_size=320, model_dims=M, softmax=SoftmaxKind.SHARED)
     task = dataclasses.replace(model(), text=text, embedding=embedding)
     held_out = text.statistics(Split.HELD_OUT)
     assert held_out.tokens < held_out.text_bytes

@@ -327,7 +327,7 @@ def subwords(tmp_path_factory):
         (root / f"{number}.txt").write_bytes(text.encode())
     return TextInput(
         files=TextFiles(root=str(root), pattern="*.txt", held_out_one_in=4),
-        vocabulary=SentencePieceVocabulary(vocab_size=300, subwords=Subwords.BPE),
+        vocabulary=SentencePieceVocabulary(vocab_size=360, subwords=Subwords.BPE),
         sequence_length=S,
     )
 
@@ -335,7 +335,7 @@ def subwords(tmp_path_factory):
 @pytest.mark.parametrize("text", [*LINES, "", " ", "\n", "unseen: ☃"])
 def test_subwords_keep_text_as_it_is(subwords, text):
     start, *ids = subwords.encode(text)
-    assert start == 1 and all(2 < i < 300 for i in ids)
+    assert start == 1 and all(2 < i < 360 for i in ids)
     assert subwords.decode([start, *ids, subwords.end_id, 50]) == text
     assert subwords.decode([*ids, 10_000]) == text  # An id of a larger table.
 
@@ -378,7 +378,7 @@ def test_a_vocabulary_is_that_of_its_file_and_of_the_training_files(subwords, tm
     other = dataclasses.replace(subwords, vocabulary=read)
     assert other.trained_vocabulary().sha256 == trained.sha256
     assert other.statistics().sha256 == subwords.statistics().sha256
-    assert other.vocab_size == 300 and other.end_id == 2 == trained.end_id
+    assert other.vocab_size == 360 and other.end_id == 2 == trained.end_id
 
 
 def test_files_without_enough_text_for_a_vocabulary_are_refused(subwords):

@@ -17,6 +17,7 @@ from meshwright.trainers.planning.plan_tensorboard import scalars
 from meshwright.trainers.planning.plan_text import plan_text
 from tests import needs
 from tests.trainers.planning.browser import look_at, needs_chromium
+from tests.trainers.planning.search.pipelined import GIN_FILES, PARAMS
 from tests.trainers.planning.test_plan_main import call_main
 from tests.trainers.planning.test_plan_page import (
     DESK,
@@ -26,7 +27,6 @@ from tests.trainers.planning.test_plan_page import (
     plots,
     words,
 )
-from tests.trainers.search.pipelined import GIN_FILES, PARAMS
 
 
 @pytest.fixture(scope="module")

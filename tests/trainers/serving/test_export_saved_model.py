@@ -26,12 +26,12 @@ from meshwright.trainers.serving.saved_model import (
 from tests.tasks.speech import test_speech
 from tests.tasks.text import test_translation
 from tests.trainers.parity import initial_state, random_batches, small_experiment
+from tests.trainers.planning.search import pipelined
 from tests.trainers.runs import (
     test_image_run,
     test_recommendation_run,
     test_segmentation_run,
 )
-from tests.trainers.search import pipelined
 
 # Other kernels add up in another order.
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-6}

@@ -18,12 +18,12 @@ from absl.testing import flagsaver
 from meshwright.trainers import plan, train
 from meshwright.trainers.cli import DOES_NOT_FIT, INTERRUPTED
 from meshwright.trainers.experiment import config
-from meshwright.trainers.search import search, search_main, search_worker
-from meshwright.trainers.search.search_space import built
+from meshwright.trainers.planning.search import search, search_main, search_worker
+from meshwright.trainers.planning.search.search_space import built
+from tests.trainers.planning.search import pipelined
 from tests.trainers.planning.test_plan_main import call_main
-from tests.trainers.search import pipelined
 
-DOCS = pathlib.Path(__file__).parents[3] / "docs" / "planning.md"
+DOCS = pathlib.Path(__file__).parents[4] / "docs" / "planning.md"
 IDS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 # (4, 2) is fastest in another device order, (8, 1) does not fit; with STOP the third

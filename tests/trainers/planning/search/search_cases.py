@@ -2,16 +2,16 @@
 
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.modeling.recompute import Recompute
-from meshwright.trainers.search import search
-from meshwright.trainers.search.search import (
+from meshwright.trainers.planning.search import search
+from meshwright.trainers.planning.search.search import (
     RankedCandidate,
     ScoredCandidate,
     Screened,
     SearchResult,
     SearchSpace,
 )
-from meshwright.trainers.search.search_result import Result
-from meshwright.trainers.search.search_space import (
+from meshwright.trainers.planning.search.search_result import Result
+from meshwright.trainers.planning.search.search_space import (
     Candidate,
     Policy,
     built,

@@ -23,7 +23,7 @@ from meshwright.framework.user_cache import user_cache
 
 log = logging.getLogger("absl")
 
-_PACKAGE = pathlib.Path(__file__).parents[2]
+_PACKAGE = pathlib.Path(__file__).parents[3]
 _ROOMS = ("framework", "layers", "tasks", "trainers")
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.trainers.planning.planning import plan
-from meshwright.trainers.search import search, search_text
-from meshwright.trainers.search.search_cost import bytes_passed, rough_seconds
-from meshwright.trainers.search.search_memory import MemoryBound
-from meshwright.trainers.search.search_space import (
+from meshwright.trainers.planning.search import search, search_text
+from meshwright.trainers.planning.search.search_cost import bytes_passed, rough_seconds
+from meshwright.trainers.planning.search.search_memory import MemoryBound
+from meshwright.trainers.planning.search.search_space import (
     Policy,
     built,
     dims_of,
@@ -19,10 +19,10 @@ from meshwright.trainers.search.search_space import (
     misfit,
 )
 from tests import needs
+from tests.trainers.planning.search import pipelined
+from tests.trainers.planning.search.search_cases import EVERYTHING, searched, space
+from tests.trainers.planning.search.search_cases import candidate as any_candidate
 from tests.trainers.planning.test_plan_main import call_main
-from tests.trainers.search import pipelined
-from tests.trainers.search.search_cases import EVERYTHING, searched, space
-from tests.trainers.search.search_cases import candidate as any_candidate
 
 PLANS = ("plans/pipeline.gin",)
 MESH = (2, 2, 2)

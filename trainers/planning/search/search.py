@@ -30,12 +30,12 @@ from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.bindings.outside_names import imported
 from meshwright.trainers.experiment.experiment import Experiment
-from meshwright.trainers.search import plan_cache, search_worker
-from meshwright.trainers.search.plan_cache import PlanCache
-from meshwright.trainers.search.search_cost import rough_seconds
-from meshwright.trainers.search.search_memory import MemoryBound
-from meshwright.trainers.search.search_result import Result
-from meshwright.trainers.search.search_space import (
+from meshwright.trainers.planning.search import plan_cache, search_worker
+from meshwright.trainers.planning.search.plan_cache import PlanCache
+from meshwright.trainers.planning.search.search_cost import rough_seconds
+from meshwright.trainers.planning.search.search_memory import MemoryBound
+from meshwright.trainers.planning.search.search_result import Result
+from meshwright.trainers.planning.search.search_space import (
     Candidate,
     NamedPlan,
     Policy,

@@ -21,7 +21,7 @@ from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 from meshwright.tasks.task import Task
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import pipelines
-from meshwright.trainers.search.search_space import Candidate
+from meshwright.trainers.planning.search.search_space import Candidate
 
 # Share of the peak that large matrix products with all around them reach.
 _EFFICIENCY = 0.6

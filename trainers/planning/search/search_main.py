@@ -12,14 +12,14 @@ from meshwright.framework.devices import topology as topologies
 from meshwright.trainers import cli
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import pipelines
-from meshwright.trainers.search import search_text
-from meshwright.trainers.search.plan_cache import PlanCache, default_folder
-from meshwright.trainers.search.search import (
+from meshwright.trainers.planning.search import search_text
+from meshwright.trainers.planning.search.plan_cache import PlanCache, default_folder
+from meshwright.trainers.planning.search.search import (
     NothingFitsError,
     SearchSpace,
     search,
 )
-from meshwright.trainers.search.search_space import check_unscoped, named_plans
+from meshwright.trainers.planning.search.search_space import check_unscoped, named_plans
 from meshwright.trainers.startup import files, plan_flags, search_flags
 
 

@@ -14,10 +14,15 @@ from meshwright.framework.devices.network import LINK_EFFICIENCY
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.plan import ShardingPlan
-from meshwright.trainers.search import search_order, search_text
-from meshwright.trainers.search.search_cost import bytes_passed, rough_seconds
-from meshwright.trainers.search.search_space import built, factorizations
-from tests.trainers.search.search_cases import NAMED, candidate, searched, space
+from meshwright.trainers.planning.search import search_order, search_text
+from meshwright.trainers.planning.search.search_cost import bytes_passed, rough_seconds
+from meshwright.trainers.planning.search.search_space import built, factorizations
+from tests.trainers.planning.search.search_cases import (
+    NAMED,
+    candidate,
+    searched,
+    space,
+)
 from tests.trainers.small_run import GIN_FILES
 
 

@@ -11,12 +11,12 @@ import time
 import pytest
 
 from meshwright.trainers.cli import DOES_NOT_FIT, INTERRUPTED
-from meshwright.trainers.search import search
-from meshwright.trainers.search.plan_cache import PlanCache
-from meshwright.trainers.search.search_space import built
+from meshwright.trainers.planning.search import search
+from meshwright.trainers.planning.search.plan_cache import PlanCache
+from meshwright.trainers.planning.search.search_space import built
 from tests import needs
+from tests.trainers.planning.search.search_cases import space
 from tests.trainers.planning.test_plan_main import call_main
-from tests.trainers.search.search_cases import space
 from tests.trainers.small_run import GIN_FILES
 
 pytestmark = [

@@ -6,9 +6,9 @@ import pytest
 
 from meshwright.framework.devices.topology import topology
 from meshwright.framework.modeling.recompute import Recompute
-from meshwright.trainers.search import search
-from meshwright.trainers.search.search_memory import MemoryBound
-from meshwright.trainers.search.search_space import (
+from meshwright.trainers.planning.search import search
+from meshwright.trainers.planning.search.search_memory import MemoryBound
+from meshwright.trainers.planning.search.search_space import (
     Candidate,
     Policy,
     built,
@@ -19,7 +19,7 @@ from meshwright.trainers.search.search_space import (
     named_plans,
     policies,
 )
-from tests.trainers.search.search_cases import (
+from tests.trainers.planning.search.search_cases import (
     EVERYTHING,
     NAMED,
     NAMES,

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from meshwright.trainers.search.search_memory import MemoryBound
-from meshwright.trainers.search.search_space import built, policies
-from tests.trainers.search.search_cases import (
+from meshwright.trainers.planning.search.search_memory import MemoryBound
+from meshwright.trainers.planning.search.search_space import built, policies
+from tests.trainers.planning.search.search_cases import (
     ALL,
     EVERYTHING,
     NAMED,

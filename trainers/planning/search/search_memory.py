@@ -41,7 +41,11 @@ from meshwright.layers.stacks.stacked_body import SavedStack
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import Stack, map_stacks, pipelines, repeats
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.search.search_space import Candidate, NamedPlan, Policy
+from meshwright.trainers.planning.search.search_space import (
+    Candidate,
+    NamedPlan,
+    Policy,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.trainers.search import plan_cache
-from meshwright.trainers.search.plan_cache import PlanCache
+from meshwright.trainers.planning.search import plan_cache
+from meshwright.trainers.planning.search.plan_cache import PlanCache
 
 
 def test_the_cache_keeps_what_was_stored(tmp_path, caplog):

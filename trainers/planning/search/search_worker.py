@@ -4,7 +4,7 @@ A compiler that ends its process, or takes all its memory, ends this process alo
 process ends with the search too, however that ends: its standard input is a pipe, which
 closes then.
 
-    python -m meshwright.trainers.search.search_worker FOLDER
+    python -m meshwright.trainers.planning.search.search_worker FOLDER
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import meshwright.tasks  # noqa: F401 (both register what gin files name)
 from meshwright.framework.sizes import bytes_text
 from meshwright.trainers.experiment.bindings.outside_names import import_modules
 from meshwright.trainers.planning.planning import plan
-from meshwright.trainers.search import search_order
-from meshwright.trainers.search.search_result import Result
-from meshwright.trainers.search.search_space import built
+from meshwright.trainers.planning.search import search_order
+from meshwright.trainers.planning.search.search_result import Result
+from meshwright.trainers.planning.search.search_space import built
 
 REQUEST = "request.json"
 RESULT = "result.json"

@@ -6,14 +6,13 @@ import sys
 
 import pytest
 
-from meshwright.trainers.search import search, search_text
-from meshwright.trainers.search.plan_cache import PlanCache
-from meshwright.trainers.search.search import Compile
-from meshwright.trainers.search.search_result import Result
-from meshwright.trainers.search.search_space import built
+from meshwright.trainers.planning.search import search, search_text
+from meshwright.trainers.planning.search.plan_cache import PlanCache
+from meshwright.trainers.planning.search.search import Compile
+from meshwright.trainers.planning.search.search_result import Result
+from meshwright.trainers.planning.search.search_space import built
 from tests.trainers.parity import DATA
-from tests.trainers.planning.test_plan_main import call_main
-from tests.trainers.search.search_cases import (
+from tests.trainers.planning.search.search_cases import (
     ALL,
     EVERYTHING,
     NAMED,
@@ -23,6 +22,7 @@ from tests.trainers.search.search_cases import (
     searched,
     space,
 )
+from tests.trainers.planning.test_plan_main import call_main
 
 
 @pytest.fixture(scope="module")

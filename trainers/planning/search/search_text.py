@@ -7,9 +7,13 @@ from collections.abc import Iterator
 
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sizes import bytes_text
-from meshwright.trainers.search import plan_cache
-from meshwright.trainers.search.search import RankedCandidate, SearchResult, SearchSpace
-from meshwright.trainers.search.search_space import Candidate, portable
+from meshwright.trainers.planning.search import plan_cache
+from meshwright.trainers.planning.search.search import (
+    RankedCandidate,
+    SearchResult,
+    SearchSpace,
+)
+from meshwright.trainers.planning.search.search_space import Candidate, portable
 
 _WIDTH = 80
 _BEST = 10
