@@ -196,7 +196,7 @@ class Sampling(Decoder):
         self, ctx: Context, model: TokenModel, state: NestedMap, logits: tf.Tensor
     ) -> tuple[NestedMap, None]:
         logits = _split(ctx)(logits[:, 0])
-        chosen = tf.argmax(self._noisy(ctx, logits, state.position), -1, tf.int32)
+        chosen = self._chosen(ctx, logits, state.position)
         gain = _pick(tf.nn.log_softmax(logits), chosen)
         chosen = tf.where(state.ended, 0, chosen)
         return NestedMap(
@@ -212,10 +212,10 @@ class Sampling(Decoder):
     def result(self, state: NestedMap) -> Decoded:
         return Decoded(ids=state.ids[:, None], scores=state.score[:, None])
 
-    def _noisy(self, ctx: Context, logits: tf.Tensor, position) -> tf.Tensor:
-        """Logits whose largest is a random draw (Gumbel's trick)."""
+    def _chosen(self, ctx: Context, logits: tf.Tensor, position) -> tf.Tensor:
+        """int32 [B], a token for each row of `logits` [B, V]."""
         if self.temperature == 0 or self.top_k == 1:
-            return logits
+            return tf.argmax(logits, -1, tf.int32)
         if None in logits.shape:
             raise ValueError(
                 f"Sampling.temperature is {self.temperature}, but an exported model "
@@ -223,8 +223,7 @@ class Sampling(Decoder):
                 "0, or use BeamSearch"
             )
         key = random.fold_in(ctx.random_key(), position)
-        uniform = tf.maximum(random.uniform(key, logits.shape), 2.0**-25)
-        return self.allowed(logits) - tf.math.log(-tf.math.log(uniform))
+        return _drawn(self.allowed(logits), random.uniform(key, logits.shape[:1]))
 
     def allowed(self, logits: tf.Tensor) -> tf.Tensor:
         """Logits [B, V] at the temperature; -1e9 where `top_k` or `top_p` forbid it."""
@@ -334,6 +333,29 @@ def _largest(logits: tf.Tensor, weights: tf.Tensor, wanted: float) -> tf.Tensor:
     least = tf.where(suffices(zeros), zeros, tf.int32.min)
     _, least = tf.while_loop(lambda i, _: i < 31, body, [tf.constant(0), least])
     return tf.where(order >= least[:, None], logits, _NEVER)
+
+
+def _drawn(logits: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:
+    """int32 [B], tokens of the distributions `logits` [B, V].
+
+    A row's is the first up to which probabilities add up to more than `uniform` [B].
+    It is found bit by bit, in sums over V. (Gumbel's trick takes V draws and an argmax
+    of them, into which XLA's CPU compiler fuses their arithmetic for minutes.)
+    """
+    size = logits.shape[-1]
+    probs = tf.exp(logits - tf.reduce_max(logits, -1, keepdims=True))
+    # Below the sum of all, whatever is rounded.
+    wanted = tf.minimum(uniform, 1 - 2.0**-23) * tf.reduce_sum(probs, -1)
+
+    def body(i, passed):
+        more = passed + tf.bitwise.left_shift(1, bits - 1 - i)
+        first = tf.where(tf.range(size) < more[:, None], probs, 0.0)
+        is_passed = (more < size) & (tf.reduce_sum(first, -1) <= wanted)
+        return i + 1, tf.where(is_passed, more, passed)
+
+    bits = (size - 1).bit_length()
+    passed = tf.zeros_like(wanted, tf.int32)
+    return tf.while_loop(lambda i, _: i < bits, body, [tf.constant(0), passed])[1]
 
 
 def _put(ids: tf.Tensor, chosen: tf.Tensor, position: tf.Tensor) -> tf.Tensor:

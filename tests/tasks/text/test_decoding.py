@@ -9,7 +9,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
-from meshwright.tasks.text.decoding import BeamSearch, Sampling, TokenModel
+from meshwright.tasks.text.decoding import BeamSearch, Sampling, TokenModel, _drawn
 
 B, T, V = 3, 4, 5
 START, END = 1, 2
@@ -205,6 +205,16 @@ def test_draws_are_among_the_likeliest(temperature, top_k, top_p):
         np.testing.assert_allclose(
             allowed[wanted], (row[wanted] - row.max()) / temperature, rtol=1e-6
         )
+
+
+def test_forbidden_tokens_are_never_drawn():
+    logits = np.full([4000, 77], -1e9, np.float32)
+    logits[:, [0, 5, 76]] = np.log([0.2, 0.3, 0.5])
+    uniform = np.linspace(0, 1, 4000, dtype=np.float32)
+    got = _drawn(tf.constant(logits), tf.constant(uniform)).numpy()
+    wanted = np.select([uniform < 0.2, uniform < 0.5], [0, 5], 76)
+    assert (got != wanted).sum() <= 2  # At the edges.
+    assert set(got) == {0, 5, 76}
 
 
 def test_tokens_that_are_alike_are_all_allowed():

@@ -91,7 +91,9 @@ def test_a_run_from_the_command_line(straight, tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        # As XLA optimizes for users: it once fused draws for minutes.
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert [line["prompt"] for line in parsed(done.stdout)] == ["de", "imp"]
