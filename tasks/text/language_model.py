@@ -16,6 +16,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import Serving, TaskLoss
 from meshwright.tasks.text.text_input import TextInput
@@ -71,7 +72,8 @@ class LanguageModel(TextTask):
         Raises:
           ValueError: the stack has no decoding.
         """
-        if not hasattr(getattr(self.stack, "body", None), "step"):
+        stack = self.stack.stack if isinstance(self.stack, Pipeline) else self.stack
+        if not hasattr(getattr(stack, "body", None), "step"):
             raise ValueError(
                 f"LanguageModel.stack is {type(self.stack).__name__} of layers that "
                 "cannot decode token by token: generate with a Repeat or a Pipeline of "
