@@ -1,6 +1,6 @@
 """Step times of Meshwright, of hand-written JAX and of TF's compiler, in turns.
 
-    python benchmarks/step_times/step_time.py [--settings=tiny,large]
+    python benchmarks/step_times/step_time.py [--settings=tiny,large,long]
       [--meshes=1x1,2x1,2x4] [--pages=small,huge] [--rounds=6] [--steps=N]
 
 Every program trains the language model of `lm/stdlib_tiny.gin` in a process of its own:
@@ -81,6 +81,21 @@ SETTINGS = {
         ),
         steps=1,
     ),
+    # Its attention is in blocks, as the layer chooses; the other programs' is of all
+    # pairs of tokens at once.
+    "long": Setting(
+        bindings=(
+            "SEQUENCE_LENGTH = 4096",
+            "MODEL_DIMS = 256",
+            "HIDDEN_DIMS = 1024",
+            "NUM_HEADS = 4",
+            "HEAD_DIM = 64",
+            "NUM_LAYERS = 2",
+            "Experiment.global_batch = 2",
+            "Experiment.steps_per_loop = 1",
+        ),
+        steps=1,
+    ),
     # For the test of this file.
     "smallest": Setting(
         bindings=(
@@ -100,7 +115,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 6, "Turns of each program.", lower_boun
 _STEPS = flags.DEFINE_integer(
     "steps", None, "Steps of a turn, rounded up to full calls.", lower_bound=1
 )
-_SETTINGS = flags.DEFINE_list("settings", ["tiny", "large"], "Sizes of the model.")
+_SETTINGS = flags.DEFINE_list("settings", ["tiny", "large", "long"], "Sizes of the model.")
 _PAGES = flags.DEFINE_list("pages", [*PAGES], "Kinds of pages of malloc's memory.")
 _MESHES = flags.DEFINE_list("meshes", ["1x1", "2x1", "2x4"], "Meshes of CPU devices.")
 
