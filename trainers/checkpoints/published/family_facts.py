@@ -151,12 +151,16 @@ def rotary(*, local: bool = False) -> list[Fact]:
 def _windows(
     said: Callable[[Config, int], Any], keys: Callable[[list], dict[str, Any]]
 ) -> Fact:
+    def sizes(model: Model) -> list[int | None]:
+        windows = [window(each.layer) for each in model.layers]
+        return [size if isinstance(size, int) else None for size in windows]
+
     return Fact(
         field="the window of MultiHeadAttention.mask",
         of=window,
         said=said,
         key="sliding_window",
-        keys=lambda model: keys([window(each.layer) for each in model.layers]),
+        keys=lambda model: keys(sizes(model)),
         each=True,
     )
 

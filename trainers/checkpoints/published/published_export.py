@@ -70,7 +70,7 @@ def export_published(
 
 def _config(family: Family, model: Model) -> dict:
     """The config of a model; read again, it says the same."""
-    config = json.loads(json.dumps(family.config(model), default=str))
+    config = json.loads(json.dumps(family.config(model)))
     if problems := family.problems(model, config):
         raise CheckpointError(
             f"no {family.name} model is like this one:{bullet_list(problems)}\nexport "

@@ -193,10 +193,10 @@ def _by_index(index: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Ten
     opened, tensors = {}, {}
     for name, part in weight_map.items():
         file = index.parent / str(part)
-        if str(part) != file.name:
+        if part != file.name:
             raise CheckpointError(
-                f"{index} names {part!r}, which is in another folder: put its files "
-                "beside it"
+                f"{index} names {part!r}, which is no file beside it: put all its "
+                "files into its folder"
             )
         if part not in opened:
             if not file.is_file():
