@@ -157,8 +157,14 @@ class Fact:
             if ours != theirs:
                 where = f"layer {number}: " if self.each else ""
                 by = f"{self.key} in config.json" if self.key else f"a {family} model"
-                return [f"{where}{self.field} is {ours}, but {by} has {theirs}"]
+                return [f"{where}{self.field} is {ours}, but {by} has {shown(theirs)}"]
         return []
+
+
+def shown(value: Any) -> str:
+    """A value for messages, not longer than a line."""
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def by_key(
@@ -229,6 +235,7 @@ def needed(config: Config, keys: Sequence[str], file: str) -> None:
         value = config.get(key)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
             raise CheckpointError(
-                f"{file} has {key} {value!r}, which must be a number above 0: take the "
+                f"{file} has {key} {shown(repr(value))}, which must be a number above "
+                "0: take the "
                 "config.json that was published with the weights"
             )

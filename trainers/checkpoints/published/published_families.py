@@ -17,6 +17,7 @@ from meshwright.trainers.checkpoints.published.published_facts import (
     Config,
     Fact,
     Model,
+    shown,
 )
 
 _COMMON = """
@@ -80,16 +81,27 @@ class Family:
         return [(*line, "")[:3] for line in lines if line]
 
     def problems(self, model: Model, config: Config) -> list[str]:
-        """Where a model and a config do not agree, a line each."""
+        """Where a model and a config do not agree, a line each.
+
+        Raises:
+          CheckpointError: values of the config are of the wrong kind.
+        """
         problems = [
-            f"{key} in config.json has {config[key]!r}, which is not here"
+            f"{key} in config.json has {shown(config[key])}, which is not here"
             for key, inert in _INERT.items()
             if config.get(key) not in inert
         ]
         alike = config.get("num_hidden_layers") == len(model.layers)
         for fact in self.facts:
-            if alike or not fact.each:
+            if not alike and fact.each:
+                continue
+            try:
                 problems += fact.differences(model, config, self.name)
+            except (ArithmeticError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{fact.key or fact.field} in config.json makes no sense "
+                    f"({error}): take the one that was published with the weights"
+                ) from error
         return problems
 
     def config(self, model: Model) -> dict[str, Any]:

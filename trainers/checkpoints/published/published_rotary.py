@@ -14,6 +14,7 @@ from meshwright.layers.attention.rotary_scaling import (
     YarnScaling,
 )
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
+from meshwright.trainers.checkpoints.published.published_facts import shown
 
 _LENGTH = "original_max_position_embeddings"
 _KINDS: Mapping[str, tuple[type[RotaryScaling], Mapping[str, str]]] = {
@@ -109,22 +110,22 @@ def _scaling(said: Any, config: Mapping[str, Any]) -> RotaryScaling | None:
     if said is None:
         return None
     if not isinstance(said, dict):
-        raise _unknown(f"is {said!r}, no object")
+        raise _unknown(f"is {shown(said)}, no object")
     kind = said.get("rope_type", said.get("type", "default"))
     if kind == "default":
         return None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise _unknown(f"has rope_type {kind!r}")
+        raise _unknown(f"has rope_type {shown(repr(kind))}")
     cls, names = _KINDS[kind]
     others = [name for name in said if name not in (*names, *_OTHERS)]
     if others:
-        raise _unknown(f"has {', '.join(map(str, others))} of rope_type {kind!r}")
+        raise _unknown(f"has {shown(', '.join(others))} of rope_type {kind!r}")
     fields = {ours: said[name] for name, ours in names.items() if said.get(name)}
     if kind == "yarn":
         fields.setdefault("original_length", config.get("max_position_embeddings"))
     try:
         return cls(**fields)
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise _unknown(f"makes no sense ({error})") from error
 
 
