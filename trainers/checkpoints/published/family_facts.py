@@ -286,8 +286,9 @@ def scale_and_caps(*, by_keys: bool) -> list[Fact]:
         return model.task.logit_cap
 
     def scale(layer: TransformerLayer) -> float:
-        # As configs say it, and to as many digits as floats have.
-        return float(f"{layer.attention.scale**-2:.12g}")
+        # As configs say it: 256, and not what the power makes of a power.
+        size = float(f"{layer.attention.scale**-2:.12g}")
+        return int(size) if size.is_integer() else size
 
     def said(config: Config, number: int) -> Any:
         del number

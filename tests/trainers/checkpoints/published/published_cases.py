@@ -197,6 +197,20 @@ CASES = {
         rope_scaling={"rope_type": "linear", "factor": 2.0},
         layer_types=[_TYPES["local"]] * 5 + [_TYPES["wide"]],
     ),
+    "gemma3_uneven": _case(
+        "lm/gemma3.gin",
+        (
+            *_GEMMA_GIN,
+            "NUM_LAYERS = 6",
+            "LanguageModel.stack = @whole/Sequential()",
+            "whole/Sequential.layers = (@six/Repeat(), @local/TransformerLayer())",
+        ),
+        7,
+        model_type="gemma3_text",
+        **(_GEMMA | {"rope_theta": 1000000.0}),
+        rope_local_base_freq=10000.0,
+        layer_types=[_TYPES["local"]] * 5 + [_TYPES["wide"], _TYPES["local"]],
+    ),
 }
 FAMILIES = ("llama", "qwen2", "gemma2")
 """A case of each, where all of them would say no more."""
