@@ -44,7 +44,7 @@ def rotate(
     Feature i of the first half pairs with feature i of the second; the pair turns by
     position * base^(-2i/D). The dot product of two rotated vectors depends on the
     difference of their positions only. The halves are those of published weights of
-    Llama and its like (`rotate_half`); the paper pairs neighbours.
+    Llama and its like; the paper pairs neighbours.
 
     Args:
       x: [B, S, N, D], D even.
