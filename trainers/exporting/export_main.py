@@ -52,7 +52,6 @@ def _run(experiment: Experiment, config_text: str) -> None:
     jax_mesh(mesh)  # Too large a mesh fails at once.
     programs = StepPrograms(experiment)
     state = None if export_flags.MODEL_DIR.value is None else _restored(programs)
-    file_bytes = export_flags.FILE_MEGABYTES.value * 10**6
     # All or nothing: written elsewhere, then renamed.
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=".export", dir=output.parent))
     try:
@@ -62,7 +61,7 @@ def _run(experiment: Experiment, config_text: str) -> None:
                 experiment,
                 _weights(state),
                 scratch / SAVED_MODEL,
-                file_bytes=file_bytes,
+                file_bytes=_file_bytes(),
             )
             _tell(SAVED_MODEL, scratch, output, start)
         if KERAS in wanted:
@@ -70,15 +69,7 @@ def _run(experiment: Experiment, config_text: str) -> None:
             print(output / "model.keras", flush=True)
         if SAFETENSORS in wanted:
             start = time.time()
-            (scratch / SAFETENSORS).mkdir()
-            export_published(
-                experiment.task,
-                _weights(state),
-                scratch / SAFETENSORS,
-                family=export_flags.FAMILY.value,
-                dtype=export_flags.DTYPE.value,
-                file_bytes=file_bytes,
-            )
+            _save_safetensors(experiment, _weights(state), scratch / SAFETENSORS)
             _tell(SAFETENSORS, scratch, output, start)
         if BUNDLE in wanted:
             start = time.time()
@@ -108,6 +99,24 @@ def _save_keras(
             "to write: export a saved_model or a bundle"
         )
     task.filled(weights).save(folder / "model.keras")
+
+
+def _save_safetensors(
+    experiment: Experiment, weights: NestedMap, folder: pathlib.Path
+) -> None:
+    folder.mkdir()
+    export_published(
+        experiment.task,
+        weights,
+        folder,
+        family=export_flags.FAMILY.value,
+        dtype=export_flags.DTYPE.value,
+        file_bytes=_file_bytes(),
+    )
+
+
+def _file_bytes() -> int:
+    return export_flags.FILE_MEGABYTES.value * 10**6
 
 
 def _output() -> pathlib.Path:

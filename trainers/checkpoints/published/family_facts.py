@@ -169,8 +169,8 @@ def _by_types(config: Config, number: int, *, is_sliding: bool) -> Any:
     """The window of a layer; `is_sliding` where the config has no types of layers."""
     kinds = config.get("layer_types")
     kind = _SLIDING if is_sliding else _FULL
-    if isinstance(kinds, list) and number < len(kinds):
-        kind = kinds[number]
+    if isinstance(kinds, list):
+        kind = kinds[number] if number < len(kinds) else "no kind"
     if kind not in (_SLIDING, _FULL):
         return kind
     return config.get("sliding_window", 4096) if kind == _SLIDING else None

@@ -154,6 +154,11 @@ def test_kinds_of_layers_that_are_not_here(published):
     kinds = ["chunked_attention", "full_attention"] * 2
     text = told(published(says(layer_types=kinds), "gemma2"), "gemma2")
     assert re.search("mask is 6, but sliding_window .* has chunked_attention", text)
+    text = told(published(says(layer_types=kinds[1:2]), "gemma2"), "gemma2")
+    assert re.search("layer 0: the window .* is 6, but .* has None", text)
+    kinds = ["sliding_attention", "full_attention"]
+    text = told(published(says(layer_types=kinds), "gemma2"), "gemma2")
+    assert re.search("layer 2: the window .* is 6, but .* has no kind", text)
 
 
 def test_a_folder_without_a_config(published):
