@@ -141,6 +141,7 @@ def write_safetensors(
         # Readers of PyTorch refuse files that do not say so.
         about = {"format": "pt"}
         numpy_files.save_file({n: arrays[n]() for n in part}, folder / file, about)
+        (folder / file).chmod(0o644)  # The library lets only its user read it.
     if len(parts) > 1:
         places = zip(names, parts, strict=True)
         index = {

@@ -107,6 +107,7 @@ def test_large_models_are_several_files_with_an_index(tmp_path):
         assert sum(nbytes) <= 20000 or len(nbytes) == 1
         for name, array in part.items():
             np.testing.assert_array_equal(array, tensors[name])
+        assert (tmp_path / "out" / file).stat().st_mode & 0o777 == 0o644
     assert not (tmp_path / "out/model.safetensors").exists()
     again = imported(programs_of("qwen2"), tmp_path / "out")
     for path, weight in taken.items_by_path():
