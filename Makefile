@@ -28,7 +28,7 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt pip setuptools
 	PYTHONWARNINGS='ignore:Editable installation' \
 	  $(PIP) install --quiet --no-compile --no-build-isolation \
-	  --constraint constraints.txt --editable '.[test,plan,mt,asr,seg,zoo]'
+	  --constraint constraints.txt --editable '.[test,plan,mt,asr,seg,safetensors,zoo]'
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # Templates do not.
 	@touch $@
 
@@ -86,7 +86,7 @@ export PINS
 
 constraints: install
 	$(PIP) install --quiet --dry-run --ignore-installed --report - \
-	  pip setuptools '.[test,plan,mt,asr,seg,zoo,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
+	  pip setuptools '.[test,plan,mt,asr,seg,safetensors,zoo,tpu,cuda]' | $(BIN)/python -c "$$PINS" > .venv/pins
 	mv .venv/pins constraints.txt
 
 clean:

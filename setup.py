@@ -52,6 +52,7 @@ setup(
         "mt": ["polib", "sacrebleu", "sentencepiece"],
         "asr": ["jiwer", "scipy"],
         "seg": ["nibabel", "scipy"],
+        "safetensors": ["safetensors"],
         "zoo": [
             "dm-sonnet",
             "keras-hub",

@@ -30,7 +30,7 @@ from absl import app, flags
 from jax.extend.mlir import ir
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.stablehlo.propagation import Propagated
+from meshwright.framework.compiler.stablehlo.shardy.propagation import Propagated
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.step_programs import StepPrograms
 

@@ -3,6 +3,11 @@
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import NearMask, PrefixMask
 from meshwright.layers.attention.relative_attention import RelativeAttention
+from meshwright.layers.attention.rotary_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    YarnScaling,
+)
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.embedding import Softmax, TokenEmbedding
 from meshwright.layers.basic.feed_forward import FeedForward
@@ -52,6 +57,8 @@ __all__ = [
     "GroupNorm",
     "Hash",
     "LayerNorm",
+    "LinearScaling",
+    "Llama3Scaling",
     "MoE",
     "MultiHeadAttention",
     "NearMask",
@@ -72,4 +79,5 @@ __all__ = [
     "TransformerLayer",
     "TransposedConvolution",
     "UNet3D",
+    "YarnScaling",
 ]

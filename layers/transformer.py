@@ -40,9 +40,12 @@ class TransformerLayer(Layer):
       cross_attention_norm: normalizes what attends to the memory; given if
         `cross_attention` is.
       cross_attention: attention to the memory, or None for a layer without it.
+      attention_post_norm: normalizes what attention adds to the stream, as in Gemma 2;
+        None: it is added as it is.
+      feed_forward_post_norm: likewise of the feed-forward layer.
 
     Raises:
-      ValueError: only one of the last two is given.
+      ValueError: only one of the cross-attention and its norm is given.
     """
 
     attention_norm: Layer
@@ -52,6 +55,8 @@ class TransformerLayer(Layer):
     residual_dropout: Dropout = Dropout()
     cross_attention_norm: Layer | None = None
     cross_attention: MultiHeadAttention | None = None
+    attention_post_norm: Layer | None = None
+    feed_forward_post_norm: Layer | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -186,11 +191,16 @@ class TransformerLayer(Layer):
         return x, NestedMap(attention=new_cache)
 
     def _parts(self) -> list[tuple[str, Layer]]:
-        """The parts that have weights, by name, in the stream's order."""
+        """The parts that have weights, by name."""
         names = ["attention_norm", "attention"]
         if self.cross_attention is not None:
             names += ["cross_attention_norm", "cross_attention"]
         names += ["feed_forward_norm", "feed_forward"]
+        names += [
+            name
+            for name in ("attention_post_norm", "feed_forward_post_norm")
+            if getattr(self, name) is not None
+        ]
         return [(name, getattr(self, name)) for name in names]
 
     def _check_memory(self, ctx: Context, memory) -> None:
@@ -213,6 +223,10 @@ class TransformerLayer(Layer):
         with ctx.scope(name) as c:
             y = use(getattr(self, name), c, theta[name], normed)
         y, aux = x_and_aux(y)
+        post_norm = f"{name}_post_norm"
+        if post_norm in theta:
+            with ctx.scope(post_norm) as c:
+                y = getattr(self, post_norm).fprop(c, theta[post_norm], y)
         with ctx.scope(f"{name}_dropout") as c:
             y = self.residual_dropout.fprop(c, NestedMap(), y)
         x = ctx.split(x + y, BSM)

@@ -2,7 +2,7 @@ r"""meshwright-export: a SavedModel, and a bundle for machines with jax alone.
 
 The SavedModel has canonical weights and takes batches of any size. The bundle holds the
 training's own programs, sharded for the experiment's mesh, and a runner for them that
-needs jax and numpy alone.
+needs jax and numpy alone. A language model's weights can also be had as safetensors.
 
 Example:
 

@@ -11,7 +11,7 @@ The same command goes on from the newest checkpoint in --model_dir, if there is 
 from __future__ import annotations
 
 from meshwright.trainers import cli
-from meshwright.trainers.startup import train_flags
+from meshwright.trainers.startup import huge_pages, train_flags
 
 NAME = "meshwright-train"
 REQUIRED = {"gin_file": "lm/stdlib_tiny.gin", "model_dir": "logs/stdlib_tiny"}
@@ -30,6 +30,7 @@ def _load() -> cli.Command:
 
 def run() -> None:
     """The console script."""
+    huge_pages.use_huge_pages()
     cli.run(NAME, main, required=REQUIRED)
 
 

@@ -74,9 +74,15 @@ class Worker:
     Args:
       name: the worker's name, for messages.
       command: the command of a process that serves.
+      environment: variables that it has beside this process's.
     """
 
-    def __init__(self, name: str, command: Sequence[str]):
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+    ):
         self.name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (see __exit__)
         self._process = subprocess.Popen(
@@ -84,6 +90,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            env=os.environ | dict(environment or {}),
             text=True,
         )
 

@@ -1,16 +1,18 @@
 """Step times of Meshwright, of hand-written JAX and of TF's compiler, in turns.
 
-    python benchmarks/step_times/step_time.py [--settings=tiny,large]
-      [--meshes=1x1,2x1,2x4] [--rounds=6] [--steps=N]
+    python benchmarks/step_times/step_time.py [--settings=tiny,large,long]
+      [--meshes=1x1,2x1,2x4] [--pages=small,huge] [--rounds=6] [--steps=N]
 
 Every program trains the language model of `lm/stdlib_tiny.gin` in a process of its own:
 with the same maths, initial weights, tokens, shardings, and steps per compiled call,
 and a donated state. `reference_jax.py` is the JAX program, twice: with its layers in a
 `lax.scan`, as Meshwright's are in a loop, and one after another. TF's program runs on
-one device only.
+one device only. Each program runs with malloc's memory in small pages, as Python
+programs have it, and in huge ones, as `meshwright-train` arranges it.
 
 The programs of a mesh take turns, so that other load of the machine meets them alike. A
-ratio is Meshwright's time over another program's in the same round; the table has
+ratio is Meshwright's time over another program's in the same round, with pages of the
+same kind, or of its own with huge pages over small ones; the table has
 medians over rounds, and below 1 Meshwright is faster. On a busy machine trust CPU
 seconds more than the clock. Programs that do not train alike are not compared.
 """
@@ -29,9 +31,12 @@ from interleave import (
     Worker,
     conditions,
     loss_difference,
+    median_ratios,
     table_row,
     take_turns,
 )
+
+from meshwright.trainers.startup.huge_pages import TUNABLE
 
 VARIANTS = pathlib.Path(__file__).with_name("variants.py")
 OURS = "meshwright"
@@ -42,6 +47,8 @@ LABELS = {
     "tf_jit": "TF jit_compile",
 }
 """The variants, and their names in the table."""
+PAGES = {"small": "0", "huge": "1"}
+"""Kinds of pages, and the value that asks malloc for them."""
 CHECKED_STEPS = 4
 LOSS_TOLERANCE = 1e-4  # Relative.
 
@@ -74,6 +81,21 @@ SETTINGS = {
         ),
         steps=1,
     ),
+    # Its attention is in blocks, as the layer chooses; the other programs' is of all
+    # pairs of tokens at once.
+    "long": Setting(
+        bindings=(
+            "SEQUENCE_LENGTH = 4096",
+            "MODEL_DIMS = 256",
+            "HIDDEN_DIMS = 1024",
+            "NUM_HEADS = 4",
+            "HEAD_DIM = 64",
+            "NUM_LAYERS = 2",
+            "Experiment.global_batch = 2",
+            "Experiment.steps_per_loop = 1",
+        ),
+        steps=1,
+    ),
     # For the test of this file.
     "smallest": Setting(
         bindings=(
@@ -93,7 +115,10 @@ _ROUNDS = flags.DEFINE_integer("rounds", 6, "Turns of each program.", lower_boun
 _STEPS = flags.DEFINE_integer(
     "steps", None, "Steps of a turn, rounded up to full calls.", lower_bound=1
 )
-_SETTINGS = flags.DEFINE_list("settings", ["tiny", "large"], "Sizes of the model.")
+_SETTINGS = flags.DEFINE_list(
+    "settings", ["tiny", "large", "long"], "Sizes of the model."
+)
+_PAGES = flags.DEFINE_list("pages", [*PAGES], "Kinds of pages of malloc's memory.")
 _MESHES = flags.DEFINE_list("meshes", ["1x1", "2x1", "2x4"], "Meshes of CPU devices.")
 
 
@@ -102,17 +127,19 @@ class Comparison:
     """The measurements of one setting on one mesh.
 
     Args:
-      turns: turns of each variant, by round.
+      turns: turns of each variant with each kind of pages, by round.
       loss_difference: the largest relative difference between our losses and another's.
       versions: versions of the libraries.
     """
 
-    turns: Mapping[str, Sequence[Turn]]
+    turns: Mapping[tuple[str, str], Sequence[Turn]]
     loss_difference: float
     versions: Mapping[str, str]
 
 
-def compare(setting: str, mesh: str, rounds: int, steps: int | None) -> Comparison:
+def compare(
+    setting: str, mesh: str, pages: Sequence[str], rounds: int, steps: int | None
+) -> Comparison:
     """Starts a worker for each variant, checks that they train alike, times them.
 
     Raises:
@@ -122,42 +149,65 @@ def compare(setting: str, mesh: str, rounds: int, steps: int | None) -> Comparis
     size = SETTINGS[setting]
     bindings = [*size.bindings, f"MESH_SHAPE = ({mesh.replace('x', ', ')})"]
     arguments = [str(CHECKED_STEPS), *bindings]
-    variants = [v for v in LABELS if v != "tf_jit" or mesh == "1x1"]
+    variants = [
+        (variant, kind)
+        for variant in LABELS
+        for kind in pages
+        if variant != "tf_jit" or mesh == "1x1"
+    ]
     with contextlib.ExitStack() as stack:
         workers = []
-        for variant in variants:
+        for variant, kind in variants:
             command = [sys.executable, str(VARIANTS), variant, *arguments]
-            worker = Worker(f"{variant}, {setting}, {mesh}", command)
+            tunables = {"GLIBC_TUNABLES": f"{TUNABLE}={PAGES[kind]}"}
+            worker = Worker(f"{variant}, {setting}, {mesh}", command, tunables)
             workers.append(stack.enter_context(worker))
         facts = {v: w.facts() for v, w in zip(variants, workers, strict=True)}
         difference = loss_difference(
-            {LABELS[v]: fact["losses"] for v, fact in facts.items()}, LOSS_TOLERANCE
+            {f"{LABELS[v]}, {kind}": f["losses"] for (v, kind), f in facts.items()},
+            LOSS_TOLERANCE,
         )
         turns = take_turns(workers, rounds=rounds, steps=steps or size.steps)
     return Comparison(
         turns=dict(zip(variants, turns, strict=True)),
         loss_difference=difference,
-        versions=facts[OURS]["versions"],
+        versions=facts[variants[0]]["versions"],
     )
 
 
 HEADER = f"""\
-{"":30}  {"seconds a step":^16}  {"Meshwright / program":^20}
-{"setting":9}{"mesh":6}{"program":15}  {"CPU":>7}  {"wall":>7}  {"CPU":>9}  {"wall":>9}
-{"-" * 70}"""
+{"":36}  {"seconds a step":^16}  {"Meshwright / program":^20}
+{"setting":9}{"mesh":6}{"pages":6}{"program":15}  {"CPU":>7}  {"wall":>7}  {"CPU":>9}\
+  {"wall":>9}
+{"-" * 76}"""
 
 
 def table_rows(
-    setting: str, mesh: str, turns: Mapping[str, Sequence[Turn]]
+    setting: str, mesh: str, turns: Mapping[tuple[str, str], Sequence[Turn]]
 ) -> list[str]:
-    """The lines below `HEADER` for one comparison: medians."""
-    rows = []
-    for variant, theirs in turns.items():
-        is_ours = variant == OURS
-        label = f"{setting if is_ours else '':9}{mesh if is_ours else '':6}"
-        label += f"{LABELS[variant]:15}"
-        first = None if is_ours else turns[OURS]
-        rows.append(table_row(label, theirs, first, width=9))
+    """The lines below `HEADER` for one comparison: medians.
+
+    With both kinds of pages, the last ones are the ratios of huge to small.
+    """
+    rows, begun = [], set()
+
+    def label(pages: str, variant: str) -> str:
+        cells = ["", "", ""] if pages in begun else ["", "", pages]
+        if not begun:
+            cells[:2] = setting, mesh
+        begun.add(pages)
+        return f"{cells[0]:9}{cells[1]:6}{cells[2]:6}{LABELS[variant]:15}"
+
+    for pages in PAGES:
+        for variant in [v for v in LABELS if (v, pages) in turns]:
+            first = None if variant == OURS else turns[OURS, pages]
+            begin = label(pages, variant)
+            rows.append(table_row(begin, turns[variant, pages], first, width=9))
+    pairs = [[(variant, pages) for pages in reversed(PAGES)] for variant in LABELS]
+    for huge, small in [pair for pair in pairs if set(pair) <= set(turns)]:
+        ratios = median_ratios(turns[huge], turns[small])
+        cells = [label("ratio", huge[0]), *(f"{ratio:7.2f}" for ratio in ratios)]
+        rows.append("  ".join(cells))
     return rows
 
 
@@ -165,14 +215,19 @@ def main(argv: Sequence[str]) -> None:
     """Measures and prints."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    unknown = [name for name in _SETTINGS.value if name not in SETTINGS]
-    if unknown:
-        raise app.UsageError(f"unknown setting {unknown[0]!r}: one of {[*SETTINGS]}")
+    for flag, known in ((_SETTINGS, SETTINGS), (_PAGES, PAGES)):
+        unknown = [name for name in flag.value if name not in known]
+        if unknown:
+            raise app.UsageError(
+                f"--{flag.name}: unknown {unknown[0]!r}: one of {[*known]}"
+            )
     difference = None
     for setting in _SETTINGS.value:
         for mesh in _MESHES.value:
             try:
-                comparison = compare(setting, mesh, _ROUNDS.value, _STEPS.value)
+                comparison = compare(
+                    setting, mesh, _PAGES.value, _ROUNDS.value, _STEPS.value
+                )
             except (RuntimeError, ValueError) as error:
                 sys.exit(f"step_time.py: {error}")
             if difference is None:

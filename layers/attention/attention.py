@@ -23,6 +23,7 @@ from meshwright.layers.attention.blockwise import attend_in_blocks
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
 from meshwright.layers.attention.positions import PositionKind, rotate
+from meshwright.layers.attention.rotary_scaling import RotaryScaling
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,
@@ -86,22 +87,26 @@ class MultiHeadAttention(Layer):
         FULL for a memory.
       positions: how positions enter. NONE for a memory.
       rotary_base: for rotary positions, see `rotate`.
+      rotary_scaling: for rotary positions in contexts longer than those of the first
+        training, such as `YarnScaling`; None: as they are.
       num_buckets: for relative positions, see `relative_bucket`.
       max_distance: for relative positions, see `relative_bucket`.
       dropout_rate: the dropout rate of attention probabilities.
-      use_bias: adds a bias to each of the four projections.
+      use_bias: adds a bias to each projection of queries, keys and values.
+      use_out_bias: adds one to the fourth projection; None: as `use_bias`.
+      query_scale: what products of queries and keys are multiplied by; None: D^-0.5.
       logits_dtype: dtype of logits and their softmax; None: that of activations.
       logit_cap: c of c * tanh(logits / c), before masks and relative positions (Gemma
         Team 2024, section 2); None: no cap.
-      qk_norm: normalizes each head's queries and keys by `RMSNorm`, before rotary
-        positions (Dehghani et al. 2023, section 2).
+      qk_norm: normalizes each head's queries and keys by `RMSNorm`, or by the one
+        given, before rotary positions (Dehghani et al. 2023, section 2).
       block_size: the most tokens of a block, for attention in blocks, in memory that
         grows with the length and not its square; or `Blocks`. The softmax's sums are
         float32 there.
 
     Raises:
       ValueError: rotary positions with an odd head size; heads that those of keys do
-        not divide; a rate or a size out of range.
+        not divide; a norm of another size than D; a rate or a size out of range.
     """
 
     model_dims: int
@@ -111,13 +116,16 @@ class MultiHeadAttention(Layer):
     mask: MaskKind | MaskRule = instance(MaskKind.CAUSAL, example="@NearMask()")
     positions: PositionKind = PositionKind.NONE
     rotary_base: float = 10000.0
+    rotary_scaling: RotaryScaling | None = instance(None, example="@YarnScaling()")
     num_buckets: int = 32
     max_distance: int = 128
     dropout_rate: float = bounded(0.0, at_least=0, below=1)
     use_bias: bool = False
+    use_out_bias: bool | None = None
+    query_scale: float | None = bounded(None, above=0)
     logits_dtype: tf.DType | None = instance(tf.float32, example="%bfloat16")
     logit_cap: float | None = bounded(None, above=0)
-    qk_norm: bool = False
+    qk_norm: bool | RMSNorm = instance(False, example="@RMSNorm()")
     block_size: int | Blocks = bounded(Blocks.AUTO, at_least=1)
 
     def __post_init__(self):
@@ -133,11 +141,22 @@ class MultiHeadAttention(Layer):
                 f"not divide the {self.num_heads} heads of queries that read keys: "
                 "make num_heads a multiple of it"
             )
+        if self.qk_norm and self.head_norm.model_dims != self.head_dim:
+            raise ValueError(
+                f"MultiHeadAttention.qk_norm has RMSNorm.model_dims "
+                f"{self.head_norm.model_dims}, but normalizes heads of head_dim "
+                f"{self.head_dim}: give it that"
+            )
 
     @property
     def kv_heads(self) -> int:
         """K."""
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return self.query_scale or self.head_dim**-0.5
 
     def weights(self) -> NestedMap:
         M, N, D = self.model_dims, self.num_heads, self.head_dim
@@ -166,9 +185,10 @@ class MultiHeadAttention(Layer):
                     dims=heads.dims[2:],
                     initializer=Constant(0.0),
                 )
+        if self.has_out_bias:
             specs.b_o = per_feature(M)
         if self.qk_norm:
-            specs.query_norm = specs.key_norm = self._norm.weights()
+            specs.query_norm = specs.key_norm = self.head_norm.weights()
         if self.positions is PositionKind.RELATIVE:
             specs.relative_bias = WeightSpec(
                 shape=(self.num_buckets, N),
@@ -222,8 +242,7 @@ class MultiHeadAttention(Layer):
         if self.positions is PositionKind.ROTARY:
             if segment_positions is None:
                 segment_positions = tf.range(x.shape[1])[None, :]
-            q = rotate(q, segment_positions, base=self.rotary_base)
-            k = rotate(k, segment_positions, base=self.rotary_base)
+            q, k = (self._rotate(heads, segment_positions) for heads in (q, k))
         positions = None if memory is not None else segment_positions
         logits = self._logits(
             ctx,
@@ -295,8 +314,8 @@ class MultiHeadAttention(Layer):
         if segment_positions is None:
             segment_positions = index
         if self.positions is PositionKind.ROTARY:
-            q = rotate(q, segment_positions, base=self.rotary_base)
-            k = rotate(k, segment_positions, base=self.rotary_base)
+            q = self._rotate(q, segment_positions)
+            k = self._rotate(k, segment_positions)
         start = tf.stack([0, position, 0, 0])
         cache = cache.map(
             lambda kept, new: ctx.split(
@@ -357,8 +376,21 @@ class MultiHeadAttention(Layer):
             )
 
     @property
-    def _norm(self) -> RMSNorm:
+    def head_norm(self) -> RMSNorm:
+        """What `qk_norm` normalizes by."""
+        if isinstance(self.qk_norm, RMSNorm):
+            return self.qk_norm
         return RMSNorm(model_dims=self.head_dim)
+
+    @property
+    def has_out_bias(self) -> bool:
+        """Whether the projection of what heads found has a bias."""
+        return self.use_bias if self.use_out_bias is None else self.use_out_bias
+
+    def _rotate(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        return rotate(
+            heads, positions, base=self.rotary_base, scaling=self.rotary_scaling
+        )
 
     def _heads_of(self, letter: str) -> _Heads:
         """The heads of queries, keys or values, by the first letter."""
@@ -399,7 +431,7 @@ class MultiHeadAttention(Layer):
             for letter in (letter for letter in "qk" if letter in projected):
                 name = f"{names[letter]}_norm"
                 with ctx.scope(name) as c:
-                    projected[letter] = self._norm.fprop(
+                    projected[letter] = self.head_norm.fprop(
                         c, theta[name], projected[letter]
                     )
         return [projected[letter] for letter in which]
@@ -428,7 +460,7 @@ class MultiHeadAttention(Layer):
 
     def _attend(self, ctx, theta, q, k, v, logits: Logits) -> tf.Tensor:
         """The output [B, S, M] of queries [B, S, N, D] for keys and values."""
-        q = q * self.head_dim**-0.5
+        q = q * self.scale
         k, v = (self._for_each_head(ctx, heads) for heads in (k, v))
         bias = None
         if self.positions is PositionKind.RELATIVE:
@@ -451,7 +483,7 @@ class MultiHeadAttention(Layer):
         shape = (self.num_heads, self.head_dim, self.model_dims)
         out = contract(ctx, context, theta.w_o, dims=2, shape=shape)
         out = to_stream(ctx, out, name="attention_out")
-        return add_bias(ctx, out, theta.b_o) if self.use_bias else out
+        return add_bias(ctx, out, theta.b_o) if self.has_out_bias else out
 
     def _block_size(self, ctx, queries: int | None, keys: int) -> int | None:
         """The size of blocks for so many queries and keys, None for no blocks.

@@ -12,6 +12,7 @@ import gin
 import tensorflow as tf
 
 from meshwright.layers.attention.mask_rules import MaskKind
+from meshwright.layers.attention.rotary_scaling import RotaryScaling
 
 
 @gin.constants_from_enum
@@ -31,25 +32,37 @@ class InputPositions(enum.Enum):
     SINUSOIDS = "sinusoids"
 
 
-def rotate(x: tf.Tensor, positions: tf.Tensor, *, base: float = 10000.0) -> tf.Tensor:
+def rotate(
+    x: tf.Tensor,
+    positions: tf.Tensor,
+    *,
+    base: float = 10000.0,
+    scaling: RotaryScaling | None = None,
+) -> tf.Tensor:
     """Rotary positions (Su et al. 2021): feature pairs turned by angles of position.
 
     Feature i of the first half pairs with feature i of the second; the pair turns by
     position * base^(-2i/D). The dot product of two rotated vectors depends on the
-    difference of their positions only.
+    difference of their positions only. The halves are those of published weights of
+    Llama and its like; the paper pairs neighbours.
 
     Args:
       x: [B, S, N, D], D even.
       positions: int32 [B, S] or [1, S].
       base: sets the longest wave length, 2 pi * base.
+      scaling: what changes the frequencies, for long contexts.
 
     Returns:
       `x` rotated, in its dtype; angles are computed in float32.
     """
     half = x.shape[-1] // 2
     frequency = tf.exp(tf.range(half, dtype=tf.float32) * (-math.log(base) / half))
+    if scaling is not None:
+        frequency = scaling.scaled(frequency, base=base)
     angle = tf.cast(positions, tf.float32)[:, :, None, None] * frequency
     cos, sin = tf.cos(angle), tf.sin(angle)
+    if scaling is not None:
+        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
     first, second = tf.split(tf.cast(x, tf.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return tf.cast(tf.concat(turned, axis=-1), x.dtype)

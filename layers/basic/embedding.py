@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import gin
 import tensorflow as tf
 
+from meshwright.framework.modeling.checks import bounded
 from meshwright.framework.modeling.initializers import FanIn, Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.nested_map import NestedMap
@@ -55,12 +56,24 @@ class TokenEmbedding(Layer):
       model_dims: M.
       lookup: how rows are picked.
       softmax: whether `attend` is used as the output layer.
+      input_scale: what rows that are looked up are multiplied by; None: as above.
+
+    Raises:
+      ValueError: a scale that is not above 0.
     """
 
     vocab_size: int
     model_dims: int
     lookup: Lookup = Lookup.AUTO
     softmax: SoftmaxKind = SoftmaxKind.SEPARATE
+    input_scale: float | None = bounded(None, above=0)
+
+    @property
+    def scale(self) -> float:
+        """What rows that are looked up are multiplied by."""
+        if self.input_scale is not None:
+            return self.input_scale
+        return self.model_dims**0.5 if self.softmax is SoftmaxKind.SHARED else 1.0
 
     def weights(self) -> NestedMap:
         shared = self.softmax is SoftmaxKind.SHARED
@@ -97,9 +110,8 @@ class TokenEmbedding(Layer):
             picked = [
                 pick_rows(ctx, table, each, dims=dims, lookup=lookup) for each in ids
             ]
-        scale = self.model_dims**0.5 if self.softmax is SoftmaxKind.SHARED else 1
         picked = [to_stream(ctx, x) for x in picked]
-        return picked if scale == 1 else [x * scale for x in picked]
+        return picked if self.scale == 1 else [x * self.scale for x in picked]
 
     def attend(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits [B, S, V] of `x` [B, S, M] by the shared table, activation dtype.

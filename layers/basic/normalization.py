@@ -27,18 +27,20 @@ from meshwright.layers.basic.masks import zero_padding
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSNorm(Layer):
-    """x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich 2019).
+    """x / sqrt(mean(x^2) + epsilon) * (offset + scale) (Zhang and Sennrich 2019).
 
     Args:
       model_dims: M.
       epsilon: added to the mean square.
+      offset: added to the scale, which starts at 1 - offset; 1 in Gemma.
     """
 
     model_dims: int
     epsilon: float = 1e-6
+    offset: float = 0.0
 
     def weights(self) -> NestedMap:
-        return NestedMap(scale=per_feature(self.model_dims, 1.0))
+        return NestedMap(scale=per_feature(self.model_dims, 1.0 - self.offset))
 
     def fprop(
         self,
@@ -58,7 +60,8 @@ class RMSNorm(Layer):
         del mask
         check_trailing_dims(ctx, x, [self.model_dims])
         x = tf.cast(x, tf.float32)
-        return ctx.cast(_over_rms(x, self.epsilon) * theta.scale)
+        scale = self.offset + theta.scale if self.offset else theta.scale
+        return ctx.cast(_over_rms(x, self.epsilon) * scale)
 
 
 @gin.register

@@ -23,7 +23,8 @@ class Sequential(Layer):
     """Runs each of `layers` once: the body of a stack whose layers alternate.
 
     With a dense layer and a mixture of experts in `layers`, `Repeat` makes GShard's and
-    GLaM's stack of it: experts in every other layer.
+    GLaM's stack of it: experts in every other layer. As a stack itself it may have a
+    `Repeat` first and, behind it, the layers that are left over.
 
     Args:
       layers: the layers, one after another. All mixtures of experts among them have

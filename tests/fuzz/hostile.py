@@ -7,12 +7,21 @@ import gzip
 from hypothesis import strategies as st
 
 from tests.fuzz.damage import broken, junk
-from tests.fuzz.hostile_binaries import mos, niftis, pair_records, picture_records, wavs
+from tests.fuzz.hostile_binaries import (
+    mos,
+    niftis,
+    pair_records,
+    picture_records,
+    safetensors,
+    wavs,
+)
 from tests.fuzz.hostile_texts import (
     columns,
+    configs,
     datasets,
     flags,
     gins,
+    indices,
     objects,
     pos,
     ratings,
@@ -32,6 +41,9 @@ HOSTILE: dict[str, st.SearchStrategy[bytes]] = {
     "manifest": columns("a.wav"),
     "objects": objects(),
     "ratings": ratings(),
+    "safetensors": safetensors(),
+    "config": configs(),
+    "index": indices(),
     "gin": gins(),
     "flags": flags(),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import json
 import struct
 
 import numpy as np
@@ -42,6 +43,30 @@ def wavs() -> st.SearchStrategy[bytes]:
         ),
         data_size=claimed,
         riff_size=claimed,
+    )
+
+
+def safetensors() -> st.SearchStrategy[bytes]:
+    """Headers that lie about shapes, places and themselves."""
+    name = st.sampled_from(["model.norm.weight", "lm_head.weight", "x"]) | words
+    number = st.integers(-1, 32) | st.integers(-(2**64), 2**64)
+    entry = st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["F32", "F16", "BF16", "I64", "F8_E4M3", "F4"]),
+            "shape": st.lists(number, max_size=3),
+            "data_offsets": st.lists(number, min_size=1, max_size=3),
+        }
+    )
+    header = st.dictionaries(name, entry, max_size=3).map(
+        lambda said: json.dumps(said).encode()
+    )
+    return st.builds(
+        lambda text, size, data: (
+            struct.pack("<Q", len(text) if size is None else size % 2**64) + text + data
+        ),
+        header | junk,
+        st.none() | st.none() | numbers,
+        junk,
     )
 
 

@@ -7,6 +7,7 @@ import json
 from hypothesis import strategies as st
 
 from tests.fuzz.damage import floats, junk, utf8, words
+from tests.fuzz.valid import CONFIG
 
 
 def pos() -> st.SearchStrategy[bytes]:
@@ -63,6 +64,36 @@ def datasets() -> st.SearchStrategy[bytes]:
         {}, optional={"labels": labels | _json, "training": cases, "validation": cases}
     )
     return content.map(_dumped) | _json.map(_dumped) | _deep.map(str.encode)
+
+
+def configs() -> st.SearchStrategy[bytes]:
+    """A model's config.json with anything under some of its keys."""
+    kinds = st.sampled_from(["llama", "qwen2", "qwen3", "gemma2", "gemma3_text"])
+    scaling = st.fixed_dictionaries(
+        {"rope_type": st.sampled_from(["linear", "llama3", "yarn", "dynamic"]) | _json},
+        optional={
+            key: _json | floats | st.integers(0, 2**1100)
+            for key in ("factor", "original_max_position_embeddings", "beta_fast")
+        },
+    )
+    more = {"rope_scaling": scaling | _json, "rope_parameters": scaling | _json}
+    keys = (*CONFIG, "sliding_window_pattern", "layer_types", "max_window_layers")
+    keys += ("use_sliding_window", "query_pre_attn_scalar", "quantization_config")
+    more |= {key: _json | st.integers(0, 2**1100) for key in keys if key not in more}
+    more["model_type"] |= kinds
+    changed = st.fixed_dictionaries({}, optional=more)
+    whole = changed.map(lambda changes: _dumped({**CONFIG, **changes}))
+    return whole | _json.map(_dumped) | _deep.map(str.encode)
+
+
+def indices() -> st.SearchStrategy[bytes]:
+    """Indices of safetensors, of files that are anywhere."""
+    files = ["a.safetensors", "../a.safetensors", ".", "", "/etc/passwd"]
+    file = st.sampled_from(files)
+    name = st.sampled_from(["model.norm.weight", "lm_head.weight"]) | words
+    places = st.dictionaries(name, file | words | _json, max_size=4)
+    index = st.fixed_dictionaries({}, optional={"weight_map": places | _json})
+    return index.map(_dumped) | _json.map(_dumped) | _deep.map(str.encode)
 
 
 def _dumped(content) -> bytes:

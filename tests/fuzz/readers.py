@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import pathlib
@@ -9,10 +10,18 @@ import sys
 from collections.abc import Callable
 
 import gin
+import jax
 import numpy as np
 from absl import flags
 from absl.testing import flagsaver
 
+from meshwright.layers.attention.attention import MultiHeadAttention
+from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.basic.embedding import Softmax, TokenEmbedding
+from meshwright.layers.basic.feed_forward import Activation, FeedForward
+from meshwright.layers.basic.normalization import RMSNorm
+from meshwright.layers.stacks.repeat import Repeat
+from meshwright.layers.transformer import TransformerLayer
 from meshwright.tasks.images.image_files import ImageFiles
 from meshwright.tasks.images.image_input import ImageInput
 from meshwright.tasks.input.example_order import Split
@@ -27,8 +36,13 @@ from meshwright.tasks.segmentation.volume_files import (
 from meshwright.tasks.speech.speech_audio import read_wav, wav_length
 from meshwright.tasks.speech.speech_manifest import Manifest
 from meshwright.tasks.text import parallel_text
+from meshwright.tasks.text.language_model import LanguageModel
+from meshwright.tasks.text.text_input import TextInput
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
 from meshwright.trainers import cli, train
+from meshwright.trainers.checkpoints.checkpoint_initialize import weights_from
+from meshwright.trainers.checkpoints.checkpoint_rules import InitializeFrom
+from meshwright.trainers.checkpoints.checkpoints import CheckpointError
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.batches import readable
 from meshwright.trainers.experiment.experiment import Experiment
@@ -155,6 +169,44 @@ def _use_flags(experiment: Experiment, text: str) -> None:
     search_main._counts(search_flags.MICROBATCHES)
 
 
+@functools.cache
+def _published_task() -> LanguageModel:
+    norm = RMSNorm(model_dims=4)
+    layer = TransformerLayer(
+        attention_norm=norm,
+        attention=MultiHeadAttention(
+            model_dims=4, num_heads=2, head_dim=2, positions=PositionKind.ROTARY
+        ),
+        feed_forward_norm=norm,
+        feed_forward=FeedForward(
+            model_dims=4, hidden_dims=6, activation=Activation.GATED_SILU
+        ),
+    )
+    return LanguageModel(
+        text=TextInput(sequence_length=8),
+        embedding=TokenEmbedding(vocab_size=264, model_dims=4),
+        softmax=Softmax(model_dims=4, vocab_size=264),
+        stack=Repeat(body=layer, num_layers=1),
+        final_norm=norm,
+    )
+
+
+def _published(folder: pathlib.Path) -> None:
+    """Weights in safetensors, of the model that config.json says."""
+    task = _published_task()
+    device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    theta = task.weights().map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, "float32", sharding=device)
+    )
+    try:
+        taken = weights_from(InitializeFrom(checkpoint=str(folder)), theta, task)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    assert {path: array.shape for path, array in taken.items()} == {
+        path: spec.shape for path, spec in theta.items_by_path()
+    }
+
+
 READERS: dict[str, Reader] = {
     "wav": _wav,
     "volume": _volume,
@@ -169,6 +221,9 @@ READERS: dict[str, Reader] = {
     "objects": _manifest("manifest.jsonl"),
     "ratings": _ratings,
     "subwords": _subwords,
+    "safetensors": _published,
+    "config": _published,
+    "index": _published,
     "gin": _gin,
     "flags": _flags,
 }

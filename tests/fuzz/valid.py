@@ -13,6 +13,7 @@ import google_crc32c
 import nibabel
 import numpy as np
 import tensorflow as tf
+from safetensors.numpy import save
 
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
 from tests.tasks.images.image_records import example, gradient, jpeg
@@ -143,6 +144,36 @@ Adam.clip_global_norm = 1.5
 Repeat.recompute = %Recompute.NOTHING
 """
 
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 264,
+    "hidden_size": 4,
+    "intermediate_size": 6,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+_SHAPES = {
+    "model.embed_tokens.weight": (264, 4),
+    "model.norm.weight": (4,),
+    "lm_head.weight": (264, 4),
+    "model.layers.0.input_layernorm.weight": (4,),
+    "model.layers.0.post_attention_layernorm.weight": (4,),
+    **{f"model.layers.0.self_attn.{w}_proj.weight": (4, 4) for w in "qkvo"},
+    "model.layers.0.mlp.gate_proj.weight": (6, 4),
+    "model.layers.0.mlp.up_proj.weight": (6, 4),
+    "model.layers.0.mlp.down_proj.weight": (4, 6),
+}
+_TENSORS = save({name: np.ones(shape, np.float16) for name, shape in _SHAPES.items()})
+_CONFIG = json.dumps(CONFIG).encode()
+_INDEX = json.dumps({"weight_map": dict.fromkeys(_SHAPES, "a.safetensors")}).encode()
+
 VALID: dict[str, dict[str, bytes]] = {
     "wav": {"a.wav": wav(_FRAMES)},
     "volume": {"a.nii.gz": gzip.compress(nifti(image_of(_LABEL)), 1)},
@@ -184,6 +215,13 @@ VALID: dict[str, dict[str, bytes]] = {
         + b"".join(b"%d,%d,4.0,%d\n" % (n // 4, n % 5, 100 + n) for n in range(20))
     },
     "subwords": {"a.model": subwords()},
+    "safetensors": {"model.safetensors": _TENSORS, "config.json": _CONFIG},
+    "config": {"config.json": _CONFIG, "model.safetensors": _TENSORS},
+    "index": {
+        "model.safetensors.index.json": _INDEX,
+        "a.safetensors": _TENSORS,
+        "config.json": _CONFIG,
+    },
     "gin": {"a.gin": _GIN},
     "flags": {"flags": b"--search_batch=8,16\0--profile_steps=1,2"},
 }

@@ -78,6 +78,7 @@ def test_command_builds(command, monkeypatch):
         }
     elif "meshwright-export" in command:
         flags |= {"model_dir", "output", "step", "what", "platforms", "noexpected"}
+        flags |= {"family", "dtype"}
     elif "meshwright-generate" in command:
         flags |= {"model_dir", "prompt", "temperature", "top_p"}
     else:

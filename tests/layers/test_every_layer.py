@@ -17,6 +17,7 @@ from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import MaskKind
 from meshwright.layers.attention.positions import PositionKind
 from meshwright.layers.attention.relative_attention import RelativeAttention
+from meshwright.layers.attention.rotary_scaling import YarnScaling
 from meshwright.layers.basic.embedding import (
     Lookup,
     Softmax,
@@ -32,7 +33,7 @@ from meshwright.layers.basic.normalization import (
 )
 from meshwright.layers.conformer import conformer_layer
 from meshwright.layers.convolutions.convolution import DepthwiseConv1D
-from meshwright.layers.transformer import transformer_layer
+from meshwright.layers.transformer import TransformerLayer, transformer_layer
 
 B, S, M, V = 2, 8, 4, 11
 KEY = key_from_seed(0)
@@ -51,6 +52,26 @@ def feed_forward(activation: Activation) -> FeedForward:
 
 def embedding(lookup: Lookup, softmax: SoftmaxKind) -> TokenEmbedding:
     return TokenEmbedding(vocab_size=V, model_dims=M, lookup=lookup, softmax=softmax)
+
+
+def post_normed() -> TransformerLayer:
+    """With everything that published models have beyond the usual layer."""
+    norm = RMSNorm(model_dims=M, offset=1.0)
+    return TransformerLayer(
+        attention_norm=norm,
+        attention=attention(
+            positions=PositionKind.ROTARY,
+            rotary_scaling=YarnScaling(factor=4.0, original_length=8),
+            use_bias=True,
+            use_out_bias=False,
+            qk_norm=RMSNorm(model_dims=6, offset=1.0),
+            query_scale=0.3,
+        ),
+        attention_post_norm=norm,
+        feed_forward_norm=norm,
+        feed_forward=feed_forward(Activation.GATED_GELU),
+        feed_forward_post_norm=norm,
+    )
 
 
 LAYERS = {
@@ -73,6 +94,7 @@ LAYERS = {
     "transformer_layer_norm": transformer_layer(
         model_dims=M, hidden_dims=10, num_heads=2, head_dim=6, norm=LayerNorm
     ),
+    "transformer_post_norms": post_normed(),
     "conformer": conformer_layer(
         model_dims=M, hidden_dims=10, num_heads=2, head_dim=6, window=3
     ),
@@ -96,6 +118,7 @@ WITH_GSPMD = (  # Others are parts of these, or next to the same.
     "softmax",
     "transformer",
     "transformer_layer_norm",
+    "transformer_post_norms",
     "embedding_one_hot_shared",
     "embedding_gather_separate",
 )

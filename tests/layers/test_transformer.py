@@ -1,6 +1,7 @@
 """The Transformer layer: residual form, annotations, what it names for saving."""
 
 import collections
+import dataclasses
 import re
 
 import gin
@@ -10,10 +11,12 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
+from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.positions import PositionKind
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation
+from meshwright.layers.basic.normalization import RMSNorm
 from meshwright.layers.transformer import TransformerLayer, transformer_layer
 
 SIZES = {"model_dims": 8, "hidden_dims": 32, "num_heads": 4, "head_dim": 2}
@@ -50,6 +53,27 @@ def test_a_part_that_is_dropped_leaves_the_stream_as_it_was():
     y = layer.fprop(ctx, theta, X)
     # Both parts are dropped, each on its own, at a quarter of the elements.
     assert 0.1 < np.mean(y == X) < 0.4
+
+
+def test_post_norms_normalize_what_is_added():
+    plain, theta = build()
+    norm, ctx = RMSNorm(model_dims=8, offset=1.0), Context()
+    layer = dataclasses.replace(
+        plain, attention_post_norm=norm, feed_forward_post_norm=norm
+    )
+    weights = initialize(layer.weights(), key_from_seed(0))
+    assert not np.any(weights.attention_post_norm.scale)
+    theta.attention_post_norm = NestedMap(scale=tf.range(8.0))
+    theta.feed_forward_post_norm = NestedMap(scale=tf.range(8.0) - 3)
+    y = layer.fprop(ctx, theta, X)
+    x = X
+    for name in ("attention", "feed_forward"):
+        part, before = getattr(plain, name), getattr(plain, f"{name}_norm")
+        normed = before.fprop(ctx, theta[f"{name}_norm"], x)
+        added = part.fprop(ctx, theta[name], normed).numpy()
+        scale = 1 + theta[f"{name}_post_norm"].scale
+        x += added / np.sqrt((added**2).mean(-1, keepdims=True) + 1e-6) * scale
+    np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-5)
 
 
 def test_no_token_depends_on_other_rows_of_the_batch():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
+import itertools
 import logging
 import math
 import os
@@ -32,6 +34,7 @@ from meshwright.trainers.checkpoints.checkpoint_manifest import (
     bullet_list,
     forms,
 )
+from meshwright.trainers.checkpoints.checkpoint_parts import Bounds, read_part
 from meshwright.trainers.checkpoints.checkpoint_rules import (
     Change,
     InitializeFrom,
@@ -44,6 +47,14 @@ from meshwright.trainers.checkpoints.checkpoint_tf import (
     tf_checkpoint,
 )
 from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
+from meshwright.trainers.checkpoints.published.published_weights import (
+    published_places,
+)
+from meshwright.trainers.checkpoints.published.safetensors_files import (
+    Tensor,
+    is_safetensors,
+    opened_safetensors,
+)
 from meshwright.trainers.startup.messages import log_line
 
 log = logging.getLogger("absl")
@@ -61,7 +72,7 @@ def weights_from(
       theta: this model's weights, nested map of `jax.ShapeDtypeStruct` with shardings,
         in logical shapes.
       task: what is trained; a `KerasModel` knows the names of its weights in files of
-        Keras.
+        Keras, a `LanguageModel` those in published safetensors.
 
     Raises:
       CheckpointError: there is no such checkpoint, none is intact, or it does not fit;
@@ -103,7 +114,7 @@ class _Piece:
     place: Place
 
 
-_Array = jax.Array | np.ndarray | FileArray
+_Array = jax.Array | np.ndarray | FileArray | Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,12 +122,14 @@ class _Known:
     """Where arrays go that no rule is for.
 
     Args:
-      paths: of weights, by the name of the array.
+      places: by the name of the array.
       problems: why some weights get nothing.
+      widens: whether arrays may have narrower floats than the weights.
     """
 
-    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    places: Mapping[str, Place] = dataclasses.field(default_factory=dict)
     problems: Sequence[str] = ()
+    widens: bool = False
 
 
 class _Fitting:
@@ -133,7 +146,7 @@ class _Fitting:
         self._wanted = forms(theta)
         self.pieces: dict[str, list[_Piece]] = {}
         self.unused: list[str] = []
-        self._unknown: Sequence[str] = ()
+        self._known = _Known()
 
     def fit(
         self, saved: Mapping[str, ArraySpec], known: _Known = _Known()
@@ -143,12 +156,12 @@ class _Fitting:
         Raises:
           CheckpointError: the arrays do not make up the weights.
         """
-        problems = self._match(saved, known.paths)
-        self._unknown = known.problems
+        self._known = known
+        problems = self._match(saved)
         for path, pieces in self.pieces.items():
             problems += self._misfits(path, pieces, saved)
         if self._source.missing is Missing.ERROR:
-            lacking = [path for path in self._initialized() if self._is_chosen(path)]
+            lacking = [path for path in self._initialized() if self.is_chosen(path)]
             problems += [
                 f"{path} {self._wanted[path]} gets nothing{_nearest(path, saved)}"
                 for path in lacking
@@ -176,22 +189,35 @@ class _Fitting:
         value = arrays[pieces[0].name]
         if _is_whole(pieces) and isinstance(value, jax.Array):
             return value
-        if not _is_whole(pieces):
-            value = np.empty(weight.shape, weight.dtype)
-            for piece in pieces:
-                array = _on_host(arrays[piece.name])
-                if Change.TRANSPOSE in piece.place.changes:
-                    array = array.T
-                value[piece.place.index] = array.reshape(value[piece.place.index].shape)
+        by_place = {
+            piece.place.index: (_readable(arrays[piece.name]), piece.place.changes)
+            for piece in pieces
+        }
+
+        @functools.cache  # Devices that hold the same part read it once.
+        def part(bounds: Bounds) -> np.ndarray:
+            value = np.empty([end - start for start, end in bounds], weight.dtype)
+            rank = len(pieces[0].place.index)
+            for at in itertools.product(*(range(*ends) for ends in bounds[:rank])):
+                array, changes = by_place[at]
+                form = array.form if hasattr(array, "form") else array
+                here = tuple(i - bounds[dim][0] for dim, i in enumerate(at))
+                value[here] = read_part(
+                    array, form.shape, changes, weight.shape[rank:], bounds[rank:]
+                )
+            return value
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            sizes = zip(index, weight.shape, strict=True)
+            return part(tuple(cut.indices(size)[:2] for cut, size in sizes))
+
         with wide_elements():
-            return jax.make_array_from_callback(
-                weight.shape, weight.sharding, lambda index: value[index]
-            )
+            return jax.make_array_from_callback(weight.shape, weight.sharding, shard)
 
     def report(self) -> None:
         """Logs which weights were taken, and which were not."""
         log_line("took %d weights from %s", len(self.pieces), self._source.checkpoint)
-        for problem in self._unknown:
+        for problem in self._known.problems:
             log.warning("not taken, as Keras would not load it: %s", problem)
         if initialized := self._initialized():
             log_line(
@@ -204,9 +230,7 @@ class _Fitting:
                 bullet_list(self.unused),
             )
 
-    def _match(
-        self, saved: Mapping[str, ArraySpec], paths: Mapping[str, str]
-    ) -> list[str]:
+    def _match(self, saved: Mapping[str, ArraySpec]) -> list[str]:
         """Fills `pieces` and `unused`; returns the errors of rules and patterns."""
         self.pieces, self.unused = {}, []
         rules, problems, matched = self._source.read_rules(), [], set()
@@ -214,11 +238,11 @@ class _Fitting:
             rule = next((rule for rule in rules if rule.source.fullmatch(name)), None)
             matched.add(rule)
             try:
-                place = rule.place(name) if rule else Place(path=paths.get(name, name))
+                place = rule.place(name) if rule else self._known_place(name)
             except ValueError as error:
                 problems.append(str(error))
                 continue
-            if place.path not in self._wanted or not self._is_chosen(place.path):
+            if place.path not in self._wanted or not self.is_chosen(place.path):
                 self.unused.append(name)
                 if rule is not None and place.path not in self._wanted:
                     problems.append(
@@ -268,7 +292,7 @@ class _Fitting:
                 fits = math.prod(shape) == math.prod(part.shape)
             else:
                 fits = shape == part.shape
-            if not fits or form.dtype != part.dtype:
+            if not fits or not self._takes(form.dtype, part.dtype):
                 return [
                     f"{piece.name} is {form} in the checkpoint, {place} is {part} in "
                     "this model"
@@ -287,7 +311,19 @@ class _Fitting:
             sharding = NamedSharding(sharding.mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(form.shape, weight.dtype, sharding=sharding)
 
-    def _is_chosen(self, path: str) -> bool:
+    def _known_place(self, name: str) -> Place:
+        return self._known.places.get(name) or Place(path=name)
+
+    def _takes(self, dtype: str, wanted: str) -> bool:
+        """Whether a weight of dtype `wanted` can have all values of another's."""
+        if dtype == wanted:
+            return True
+        floats = ("float16", "bfloat16", "float32")
+        both = dtype in floats and wanted in floats
+        return self._known.widens and both and wanted == "float32"
+
+    def is_chosen(self, path: str) -> bool:
+        """Whether the weight at a path is to be taken."""
         only = self._source.only
         return not only or any(re.fullmatch(pattern, path) for pattern in only)
 
@@ -300,8 +336,9 @@ def _is_whole(pieces: Sequence[_Piece]) -> bool:
     return not pieces[0].place.index and not pieces[0].place.changes
 
 
-def _on_host(array: _Array) -> np.ndarray:
-    return array[...] if isinstance(array, FileArray) else np.asarray(array)
+def _readable(array: _Array) -> np.ndarray | FileArray | Tensor:
+    """What a part can be read of on this host."""
+    return np.asarray(array) if isinstance(array, jax.Array) else array
 
 
 def _read(
@@ -315,6 +352,9 @@ def _read(
     if is_keras_file(path):
         _check_has_no_steps(source, f"{path} is a file of Keras: leave them out")
         return _read_keras_file(source, path, fitting, task, files)
+    if is_safetensors(path):
+        _check_has_no_steps(source, f"{path} is of safetensors: leave them out")
+        return _read_safetensors(source, path, fitting, task, files)
     if prefix := tf_checkpoint(path):
         _check_has_no_steps(
             source,
@@ -366,9 +406,26 @@ def _read_keras_file(
                 "InitializeFrom.rules"
             )
         paths, problems = task.names_in_file(file.arrays)
-        known = _Known(paths=paths, problems=problems)
+        places = {name: Place(path=path) for name, path in paths.items()}
+        known = _Known(places=places, problems=problems)
     forms_of = {name: array.form for name, array in file.arrays.items()}
     return {name: file.arrays[name] for name in fitting.fit(forms_of, known)}
+
+
+def _read_safetensors(
+    source: InitializeFrom,
+    path: str,
+    fitting: _Fitting,
+    task: Task | None,
+    files: contextlib.ExitStack,
+) -> dict[str, Tensor]:
+    opened = files.enter_context(opened_safetensors(path))
+    places = {}
+    if not source.read_rules():
+        places = published_places(opened, task, source, fitting.is_chosen)
+    known = _Known(places=places, widens=True)
+    forms_of = {name: tensor.form for name, tensor in opened.tensors.items()}
+    return {name: opened.tensors[name] for name in fitting.fit(forms_of, known)}
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

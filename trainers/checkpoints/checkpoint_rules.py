@@ -142,7 +142,8 @@ class InitializeFrom:
     Args:
       checkpoint: a model_dir, its folder of checkpoints, the prefix or folder of a
         TensorFlow checkpoint, the folder of a SavedModel, or a file of Keras: `.keras`,
-        `.weights.h5`, or `.weights.json` with its parts beside it.
+        `.weights.h5`, or `.weights.json` with its parts beside it; or published weights
+        in safetensors: their folder, a file, or an index.
       step: the step of a model_dir's checkpoint; None for the newest.
       part: the part of the state to take, "theta" or "ema".
       rules: lines as above.
@@ -150,7 +151,8 @@ class InitializeFrom:
       only: regular expressions of paths; other weights are initialized as usual. ()
         for all.
       missing: "error" or "initialize", for weights that the checkpoint lacks.
-      unused: "ignore" or "error", for arrays of the checkpoint that go nowhere.
+      unused: "ignore" or "error", for arrays of the checkpoint that go nowhere; None:
+        an error of published weights, which have no more than the model.
 
     Raises:
       ValueError: a field has none of these values.
@@ -164,7 +166,7 @@ class InitializeFrom:
     rules_file: str = ""
     only: tuple[str, ...] = ()
     missing: Missing | str = Missing.ERROR
-    unused: Unused | str = Unused.IGNORE
+    unused: Unused | str | None = None
 
     def __post_init__(self):
         if self.part not in ("theta", "ema"):
@@ -172,6 +174,8 @@ class InitializeFrom:
                 f"InitializeFrom.part is {self.part!r}; it must be 'theta' or 'ema'"
             )
         for name, kind in (("missing", Missing), ("unused", Unused)):
+            if name == "unused" and self.unused is None:
+                continue
             try:
                 object.__setattr__(self, name, kind(getattr(self, name)))
             except ValueError:

@@ -20,13 +20,21 @@ from meshwright.trainers.checkpoints.checkpoints import (
     CheckpointError,
     Checkpoints,
 )
+from meshwright.trainers.checkpoints.published.published_export import (
+    export_published,
+)
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving.bundle import BundleOptions, export_bundle
 from meshwright.trainers.serving.saved_model import ExportError, export_saved_model
 from meshwright.trainers.startup import compile_cache, export_flags, files
-from meshwright.trainers.startup.export_flags import BUNDLE, KERAS, SAVED_MODEL
+from meshwright.trainers.startup.export_flags import (
+    BUNDLE,
+    KERAS,
+    SAFETENSORS,
+    SAVED_MODEL,
+)
 from meshwright.trainers.training import loop
 
 
@@ -53,12 +61,16 @@ def _run(experiment: Experiment, config_text: str) -> None:
                 experiment,
                 _weights(state),
                 scratch / SAVED_MODEL,
-                file_bytes=export_flags.FILE_MEGABYTES.value * 10**6,
+                file_bytes=_file_bytes(),
             )
             _tell(SAVED_MODEL, scratch, output, start)
         if KERAS in wanted:
             _save_keras(experiment, _weights(state), scratch)
             print(output / "model.keras", flush=True)
+        if SAFETENSORS in wanted:
+            start = time.time()
+            _save_safetensors(experiment, _weights(state), scratch / SAFETENSORS)
+            _tell(SAFETENSORS, scratch, output, start)
         if BUNDLE in wanted:
             start = time.time()
             (scratch / BUNDLE).mkdir()
@@ -87,6 +99,24 @@ def _save_keras(
             "to write: export a saved_model or a bundle"
         )
     task.filled(weights).save(folder / "model.keras")
+
+
+def _save_safetensors(
+    experiment: Experiment, weights: NestedMap, folder: pathlib.Path
+) -> None:
+    folder.mkdir()
+    export_published(
+        experiment.task,
+        weights,
+        folder,
+        family=export_flags.FAMILY.value,
+        dtype=export_flags.DTYPE.value,
+        file_bytes=_file_bytes(),
+    )
+
+
+def _file_bytes() -> int:
+    return export_flags.FILE_MEGABYTES.value * 10**6
 
 
 def _output() -> pathlib.Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 SAVED_MODEL, BUNDLE, KERAS = "saved_model", "bundle", "keras"
+SAFETENSORS = "safetensors"
 
 MODEL_DIR = flags.DEFINE_string(
     "model_dir",
@@ -17,7 +18,17 @@ OUTPUT = flags.DEFINE_string("output", None, "Folder to make and to write to.")
 WHAT = flags.DEFINE_list(
     "what",
     [SAVED_MODEL, BUNDLE],
-    "What to export: saved_model, bundle and, of a KerasModel, keras.",
+    "What to export: saved_model, bundle and, of a KerasModel, keras or, of a "
+    "LanguageModel, safetensors.",
+)
+FAMILY = flags.DEFINE_string(
+    "family",
+    None,
+    "Whose names and config.json safetensors get: llama, qwen2, qwen3, gemma2 or "
+    "gemma3_text.",
+)
+DTYPE = flags.DEFINE_string(
+    "dtype", "float32", "Of safetensors: float32, bfloat16 or float16."
 )
 PLATFORMS = flags.DEFINE_list(
     "platforms",
@@ -27,8 +38,8 @@ PLATFORMS = flags.DEFINE_list(
 FILE_MEGABYTES = flags.DEFINE_integer(
     "file_megabytes",
     2000,
-    "Largest file of a SavedModel's variables: those that take more are split over "
-    "several.",
+    "Largest file of a SavedModel's variables, which are split where they take more, "
+    "and of safetensors, which are not.",
     lower_bound=1,
 )
 CALLS = flags.DEFINE_integer(
@@ -45,9 +56,10 @@ def wanted() -> list[str]:
     """The names of what to export.
 
     Raises:
-      ValueError: a name is unknown, or a SavedModel lacks weights.
+      ValueError: a name is unknown, a SavedModel lacks weights, or safetensors their
+        family.
     """
-    wanted, known = WHAT.value, (SAVED_MODEL, BUNDLE, KERAS)
+    wanted, known = WHAT.value, (SAVED_MODEL, BUNDLE, KERAS, SAFETENSORS)
     unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:
         raise ValueError(
@@ -57,9 +69,14 @@ def wanted() -> list[str]:
         raise ValueError(
             "--model_dir is empty: name the training's folder, or leave it out"
         )
-    if MODEL_DIR.value is None and {SAVED_MODEL, KERAS} & set(wanted):
+    if MODEL_DIR.value is None and {SAVED_MODEL, KERAS, SAFETENSORS} & set(wanted):
         raise ValueError(
             "a SavedModel or Keras model has weights: give the training's --model_dir, "
             f"or --what={BUNDLE}, which can initialise them where it runs"
+        )
+    if SAFETENSORS in wanted and FAMILY.value is None:
+        raise ValueError(
+            "safetensors have the names of a family of models: give one, such as "
+            "--family=llama"
         )
     return wanted

@@ -24,7 +24,7 @@ from meshwright.framework.compiler.sharding_types.carried import (
 )
 from meshwright.framework.compiler.sharding_types.linear import choices
 from meshwright.framework.compiler.sharding_types.partial_sums import Summed, sum_of
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     WHILE,

@@ -15,7 +15,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.partial.ends import with_sharding
 from meshwright.framework.compiler.sharding_types.partial_sums import Summed
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,

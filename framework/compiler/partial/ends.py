@@ -41,14 +41,14 @@ def convert_parts(value: ir.Value, before: Sharding, after: Sharding) -> ir.Valu
     """
     ends = tuple(axis for axis in before.unreduced if axis not in after.unreduced)
     begins = tuple(axis for axis in after.unreduced if axis not in before.unreduced)
+    kept = tuple(axis for axis in before.unreduced if axis not in ends)
     if ends:
         scattered = _scattered_dim(value, before, after, ends)
         if scattered is not None:
-            value = scatter(value, before, after, scattered)
+            value = scatter(value, before, after, scattered, kept)
         else:
             value = add_up(value, after.mesh, before.unreduced, ends)
     if begins:
-        kept = tuple(axis for axis in before.unreduced if axis not in ends)
         value = _masked(value, kept, begins, after)
     leading = tuple((axis,) for axis in after.unreduced)
     return with_sharding(value, Sharding(after.mesh, (*leading, *after.dims)))
@@ -130,7 +130,7 @@ def scatter(
     before: Sharding,
     after: Sharding,
     dim: int,
-    kept: Axes | None = None,
+    kept: Axes,
 ) -> ir.Value:
     """Adds up by a reduce-scatter along one axis after the other.
 
@@ -141,14 +141,12 @@ def scatter(
       value: the tensor, with a leading dim for each unreduced axis of `before`.
       before, after: its types; shards of both are even.
       dim: the dim that the axes of the sum split after it, and none before.
-      kept: the axes, or parts of axes, along which it stays unreduced; those of `after`
-        by default.
+      kept: the axes, or parts of axes, along which it stays unreduced.
 
     Returns:
       The tensor with a leading dim for each axis that is left unreduced.
     """
     mesh, axes = after.mesh, before.unreduced
-    kept = after.unreduced if kept is None else kept
     into = [*[(axis,) for axis in axes], *before.dims]
     out = [*[(axis,) for axis in kept], *after.dims]
     used = mesh.entire(axis for dim_axes in into for axis in dim_axes)

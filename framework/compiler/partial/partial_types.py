@@ -36,7 +36,7 @@ from meshwright.framework.compiler.sharding_types.tensor_type import (
     PartialValue,
     TensorType,
 )
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     Blame,
     end_of,
@@ -80,7 +80,7 @@ class PartialTypes(Checker):
         blame: Blame,
         reducing: Collection[ir.Operation],
     ):
-        super().__init__(completed.mesh, blame)
+        super().__init__(completed.mesh, blame, completed.rules)
         self.completed = completed
         self.conversions: dict[ir.Value, Conversion] = {}
         self.yielding: set[ir.Operation] = set()
@@ -220,7 +220,7 @@ class PartialTypes(Checker):
                 self._type(value, free=type_.free, zero=type_.zero)
                 for value, type_ in zip(op.results, made, strict=True)
             ]
-        rule = op_dims(op)
+        rule = op_dims(op, self.rules)
         partial = unreduced_after(op, rule, before, self.can_be_left)
         free = all(type_.free for type_ in before)
         zero = free and makes_zero(rule, before)

@@ -14,7 +14,7 @@ from meshwright.framework.compiler.partial.ends import (
 from meshwright.framework.compiler.partial.part_by_part import part_by_part
 from meshwright.framework.compiler.partial.partial_types import Axes
 from meshwright.framework.compiler.sharding_types.carried import Carried, carried_of_op
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     WHILE,

@@ -48,7 +48,6 @@ from meshwright.framework.compiler.repair.table.patterns import (
 from meshwright.framework.compiler.repair.table.product_patterns import may_regroup
 from meshwright.framework.compiler.repair.write import Pin, lay_out_evenly
 from meshwright.framework.compiler.stablehlo.module import Module
-from meshwright.framework.compiler.stablehlo.propagation import Propagated
 from meshwright.framework.compiler.stablehlo.rewrites.starts import (
     DYNAMIC_SLICE,
     DYNAMIC_UPDATE_SLICE,
@@ -56,6 +55,7 @@ from meshwright.framework.compiler.stablehlo.rewrites.starts import (
     clamp_starts,
     unclamped_dims,
 )
+from meshwright.framework.compiler.stablehlo.shardy.propagation import Propagated
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame, shape_of, walk
 from meshwright.framework.compiler.stablehlo.written import write_borders, write_for
 from meshwright.framework.compiler.xla import jax_bridge

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 from jax.extend.mlir import ir
-from jaxlib.mlir.passmanager import PassManager
 
 from meshwright.framework.compiler.hlo.hlo_text import Instruction
 from meshwright.framework.compiler.lowering.lower import LoweringError
@@ -29,7 +28,11 @@ from meshwright.framework.compiler.repair.table.patterns import (
     PRODUCTS,
     is_shrunk_unevenly,
 )
-from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import add_rules
+from meshwright.framework.compiler.stablehlo.shardy.propagation import (
+    Propagated,
+    manual_axes,
+)
 from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
 from meshwright.framework.compiler.xla.completion import completed_by_gspmd
 from meshwright.framework.compiler.xla.mesh_program import MeshProgram
@@ -41,7 +44,6 @@ _ATTRIBUTES = "mhlo.frontend_attributes"
 _NO_OPERATION = ("get-tuple-element", "bitcast", "copy")
 # XLA may rewrite products and slices as these, with other shapes, and merge reshapes.
 _STILL_AT_RISK = ("dot", "slice")
-_RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
 
 def number(ops: Iterable[ir.Operation]) -> None:
@@ -95,7 +97,7 @@ def drop_numbers(module: ir.Operation) -> None:
 
 def by_shardy(completed: Propagated) -> Iterator[tuple[int, OpLayout]]:
     """The numbered operations of a module that Shardy completed, and their layouts."""
-    PassManager.parse(_RULES).run(completed.module)
+    add_rules(completed.module)
     for op in walk(completed.module):
         place = number_of(op)
         if place is not None:
@@ -114,7 +116,7 @@ def by_gspmd(
       program: the program made of the module.
       module: written for GSPMD; Shardy's rules, which relate dims, are added to it.
     """
-    PassManager.parse(_RULES).run(module)
+    add_rules(module)
     ops = numbered(module)
     gspmd = completed_by_gspmd(program)
     completed, seen, changed = gspmd.completed, set(), set()

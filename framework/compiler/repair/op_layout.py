@@ -1,38 +1,24 @@
 """How the tensors of one operation are sharded, by the operation's own factors.
 
-Shardy describes each operation by factors: the dims of its operands and results that
-are split together. `x @ y` has three: the rows of x, the columns of y, and the dim that
-is summed over. In these terms the compiler can check whether the tensors of any
-operation agree, and give it another layout, without knowing what it computes.
+In terms of the factors of Shardy's rules the compiler can check whether the tensors of
+any operation agree, and give it another layout, without knowing what it computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxlib.mlir.dialects import sdy
 
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import FactorKind, rule_of
 from meshwright.framework.compiler.stablehlo.stable_hlo import dtype_of, shape_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
-
-RULE = "sdy.sharding_rule"
-
-
-class FactorKind(enum.Enum):
-    """What splitting a factor means for the operation."""
-
-    PARALLEL = enum.auto()  # Each device computes its part of the results.
-    REDUCED = enum.auto()  # Each device computes a part of a sum.
-    PERMUTATION = enum.auto()  # Each device needs rows of its neighbours.
-    NEED_REPLICATION = enum.auto()  # Each device needs the full dim, as a sort does.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,22 +196,14 @@ def layout_of(
       manual: the manual axes of the regions around it.
     """
     values = [*op.operands, *op.results]
-    if RULE not in op.attributes:
-        mappings = [(None,) * len(shape_of(value)) for value in values]
-        kinds: tuple[FactorKind, ...] = ()
-    else:
-        rule = sdy.OpShardingRuleAttr(op.attributes[RULE])
-        mappings = [
-            _factors(mapping)
-            for mapping in [*rule.operand_mappings, *rule.result_mappings]
-        ]
-        kinds = tuple(_kind(rule, i) for i in range(len(rule.factor_sizes)))
+    rule = rule_of(op)
+    mappings = [*rule.operands, *rule.results]
     tensors = tuple(
         Tensor(shape_of(value), factors, _split(sharding), itemsize(dtype_of(value)))
         for value, factors, sharding in zip(values, mappings, shardings, strict=True)
     )
     count = len(op.operands)
-    return OpLayout(op, mesh, tensors[:count], tensors[count:], kinds, manual)
+    return OpLayout(op, mesh, tensors[:count], tensors[count:], rule.kinds, manual)
 
 
 def _split(sharding: Sharding | None) -> Sharding | None:
@@ -235,24 +213,6 @@ def _split(sharding: Sharding | None) -> Sharding | None:
     size = sharding.mesh.axis_size
     dims = tuple(tuple(a for a in axes if size(a) > 1) for axes in sharding.dims)
     return dataclasses.replace(sharding, dims=dims)
-
-
-def _factors(mapping) -> tuple[int | None, ...]:
-    listed = (
-        list(sdy.DimMappingAttr(dim).factor_indices)
-        for dim in sdy.TensorMappingAttr(mapping).dim_mappings
-    )
-    return tuple(indices[0] if len(indices) == 1 else None for indices in listed)
-
-
-def _kind(rule, factor: int) -> FactorKind:
-    if factor in list(rule.need_replication_factors):
-        return FactorKind.NEED_REPLICATION
-    if factor in list(rule.permutation_factors):
-        return FactorKind.PERMUTATION
-    if factor in list(rule.reduction_factors):
-        return FactorKind.REDUCED
-    return FactorKind.PARALLEL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

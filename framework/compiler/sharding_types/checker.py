@@ -33,6 +33,7 @@ from meshwright.framework.compiler.sharding_types.tensor_type import (
     PartialValue,
     TensorType,
 )
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     OUT_OF_MANUAL,
@@ -103,15 +104,17 @@ class Checker:
     Args:
       mesh: the device mesh.
       blame: names ops in messages.
+      rules: the rules of the module's ops.
 
     Attributes:
       types: the type of each value, in the order of the module.
       errors: the errors of each op that has some.
     """
 
-    def __init__(self, mesh: DeviceMesh, blame: Blame):
+    def __init__(self, mesh: DeviceMesh, blame: Blame, rules: OpRules):
         self.mesh = mesh
         self.blame = blame
+        self.rules = rules
         self.types: dict[ir.Value, Typed] = {}
         self._read: dict[ir.Operation, Sequence[Typed]] = {}
         self.errors: dict[ir.Operation, list[ShardingTypeError]] = {}
@@ -279,7 +282,7 @@ class Checker:
             ]
         if not before:
             return [TensorType.of(value, self.mesh) for value in op.results]
-        return combine(op, op_dims(op), before)
+        return combine(op, op_dims(op, self.rules), before)
 
     def combined_later(self, type_: TensorType) -> Sequence[PartialValue]:
         """What devices have only parts of, when an op reads a tensor of this type."""

@@ -31,6 +31,7 @@ from meshwright.framework.compiler.sharding_types.checker import (
 from meshwright.framework.compiler.sharding_types.tensor_type import TensorType
 from meshwright.framework.compiler.sharding_types.text import program_text
 from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     WHILE,
     end_of,
@@ -182,7 +183,7 @@ def explain_types(
         tidy(module.write())
         main = ir.SymbolTable(module.operation)["main"].operation
         block = main.regions[0].blocks[0]
-        checker = Checker(mesh, module.blame)
+        checker = Checker(mesh, module.blame, OpRules(module.operation))
         before = [
             _argument(path, value, mesh, sharding, leaf_names)
             for path, value, sharding, leaf_names in zip(

@@ -1,9 +1,13 @@
-"""How the dims of each StableHLO op correspond, and which dims it sums over."""
+"""How the dims of each StableHLO op correspond, and which dims it sums over.
+
+Shardy's rules are the base. The corrections here are where Shardy allows more than each
+device computing on its own shards: it masks the rows of a table, and exchanges halos.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 
 from jax.extend.mlir import ir
 
@@ -12,114 +16,148 @@ from meshwright.framework.compiler.repair.convolutions.conv_rewrite import (
 )
 from meshwright.framework.compiler.sharding_types.combine import HALO, Labels, OpDims
 from meshwright.framework.compiler.sharding_types.linear import choices
-from meshwright.framework.compiler.sharding_types.op_windows import (
-    WINDOW_RULES,
-    whole_dims,
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import (
+    FactorKind,
+    Factors,
+    OpFactors,
+    OpRules,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    dot_dims,
+    adds,
     element_type,
-    integers,
-    reduced_dims,
     shape_of,
     short_name,
 )
 
-_NAMES = """
-    abs add and atan2 bitcast_convert cbrt ceil clamp compare complex convert cosine
-    count_leading_zeros divide erf erf_inv exponential exponential_minus_one floor imag
-    is_finite lgamma log log_plus_one logistic maximum minimum multiply negate not or
-    popcnt power real reduce_precision remainder round_nearest_afz round_nearest_even
-    rsqrt select set_dimension_size shift_left shift_right_arithmetic
-    shift_right_logical sign sine sqrt subtract tan tanh xor
-"""
-ELEMENTWISE = frozenset(_NAMES.split())
+# Elementwise ops of other dialects, and one whose size TF2XLA sets: Shardy has no rule.
+_WITHOUT_RULE = ("erf", "erf_inv", "lgamma", "set_dimension_size")
+_MOVES = (
+    "broadcast_in_dim",
+    "concatenate",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "reverse",
+    "select",
+    "set_dimension_size",
+    "slice",
+    "transpose",
+)
+_REDUCTIONS = {"maximum": "max", "minimum": "min", "multiply": "product"}
 
 
-def op_dims(op) -> OpDims:
-    """The dims of any op; an unknown op needs unsharded operands."""
-    name = short_name(op)
-    rule = _elementwise if name in ELEMENTWISE else _RULES.get(name, whole_dims)
-    return dataclasses.replace(rule(op), linear_in=choices(op))
+def op_dims(op: ir.Operation, rules: OpRules) -> OpDims:
+    """The dims of any op; an op without a rule needs unsharded operands."""
+    name, factors = short_name(op), rules.of(op)
+    if name == "convolution":
+        dims = _convolution(op)
+    elif name in _WITHOUT_RULE:
+        dims = _elementwise(op)
+    else:
+        dims = _CORRECTED.get(name, _by_rule)(op, factors)
+    return dataclasses.replace(dims, linear_in=choices(op), moves=_only_moves(op, name))
 
 
-def _numbered(value: ir.Value) -> Labels:
-    return tuple(range(len(shape_of(value))))
+def is_elementwise(op: ir.Operation, rules: OpRules) -> bool:
+    """Whether an op on tensors computes each element of its elements alone."""
+    factors = rules.of(op)
+    dims = {of for of in (*factors.operands, *factors.results) if of}
+    parallel = all(kind is FactorKind.PARALLEL for kind in factors.kinds)
+    alike = len(dims) == 1 and None not in dims.pop()
+    return short_name(op) in _WITHOUT_RULE or (parallel and alike)
 
 
-def _elementwise(op) -> OpDims:
-    """Elementwise ops; a scalar operand is combined with all elements."""
-    return OpDims(
-        operands=[_numbered(value) for value in op.operands],
-        results=[_numbered(op.results[0])],
-        moves=_only_moves(op),
-    )
-
-
-def _only_moves(op) -> bool:
+def _only_moves(op, name: str) -> bool:
     """Whether an op does no more than move elements.
 
     Rounding does not change which is largest; a dim size set by TF2XLA changes nothing.
     """
-    if short_name(op) == "convert":
+    if name == "convert":
         values = (op.operands[0], op.results[0])
         return all(isinstance(element_type(v), ir.FloatType) for v in values)
-    return short_name(op) in ("select", "set_dimension_size")
+    return name in _MOVES
 
 
-def _transpose(op) -> OpDims:
-    order = tuple(integers(op, "permutation"))
-    return _moved(op, _numbered(op.operands[0]), order)
+def _elementwise(op) -> OpDims:
+    tensors = [*op.operands, *op.results]
+    labels = [tuple(range(len(shape_of(value)))) for value in tensors]
+    return OpDims(operands=labels[: len(op.operands)], results=labels[-1:])
 
 
-def _broadcast(op) -> OpDims:
-    """Broadcasts; dims of size 1 that get longer are unsharded."""
-    dims = integers(op, "broadcast_dimensions")
-    sizes, wide = shape_of(op.operands[0]), shape_of(op.results[0])
-    pairs = zip(sizes, dims, strict=True)
-    labels = tuple(dim if size == wide[dim] else None for size, dim in pairs)
-    result = tuple(dim if dim in labels else None for dim in range(len(wide)))
-    return _moved(op, labels, result)
+def _by_rule(
+    op, factors: OpFactors, but: Iterable[FactorKind] = (FactorKind.PERMUTATION,)
+) -> OpDims:
+    """By Shardy's rule: factors of the kinds `but` need their dims unsharded."""
+    but = {*but, FactorKind.NEED_REPLICATION}
 
+    def labels(of: Factors) -> Labels:
+        return tuple(None if i is None or factors.kinds[i] in but else i for i in of)
 
-def _moved(op, labels: Labels, result: Labels) -> OpDims:
-    return OpDims(operands=[labels], results=[result], moves=True)
-
-
-def _dot(op) -> OpDims:
-    batch, summed = dot_dims(op, len(shape_of(op.operands[0])))
-    (left_batch, right_batch), (left_summed, right_summed) = batch, summed
-    left, right = (_numbered(value) for value in op.operands)
-    shared = dict(
-        zip((*right_batch, *right_summed), (*left_batch, *left_summed), strict=True)
+    operands = [labels(of) for of in factors.operands]
+    given = {label for of in operands for label in of}
+    return OpDims(
+        operands=operands,
+        results=[_among(labels(of), given) for of in factors.results],
     )
-    right = tuple(shared.get(dim, len(left) + dim) for dim in right)
-    result = [
-        *left_batch,
-        *(dim for dim in left if dim not in (*left_batch, *left_summed)),
-        *(label for label in right if label >= len(left)),
-    ]
-    return OpDims(operands=[left, right], results=[tuple(result)])
 
 
-def _reduce(op) -> OpDims:
+def _among(labels: Labels, kept: Collection[int | None]) -> Labels:
+    return tuple(label if label in kept else None for label in labels)
+
+
+def _gather(op, factors: OpFactors) -> OpDims:
+    """Rows of a table: split as the indices are, and inside a row as the table is."""
+    dims = _by_rule(op, factors)
+    table, indices = dims.operands
+    (result,) = dims.results
+    return dataclasses.replace(dims, operands=[_among(table, result), indices])
+
+
+def _written(op, factors: OpFactors) -> OpDims:
+    """A tensor of which a part is written: dims that it has in part are unsharded.
+
+    Several updates of a row are added up, or the last one wins: only one device would
+    know that.
+    """
+    if len(op.results) > 1:
+        return _by_rule(op, factors, but=FactorKind)
+    is_scatter = short_name(op) == "scatter"
+    masked = [FactorKind.REDUCED] if is_scatter and not adds(op) else []
+    dims = _by_rule(op, factors, but=[FactorKind.PERMUTATION, *masked])
+    stack, *others = dims.operands
+    update = others.pop(is_scatter)
+    places = {*stack, *(label for of in others for label in of)}
+    stack, update = _among(stack, update), _among(update, places)
+    others.insert(is_scatter, update)
+    return OpDims(operands=[stack, *others], results=[stack])
+
+
+def _reduce(op, factors: OpFactors) -> OpDims:
     """Reductions; of several operands, as an argmax, it needs those dims unsharded."""
-    count = len(op.results)
-    reduced = reduced_dims(op)
+    dims = _by_rule(op, factors)
+    reduced = dims.all_combined()
     inner = [short_name(i.operation) for i in op.regions[0].blocks[0].operations]
     kind = inner[0] if len(inner) == 2 else ""
     adds = kind == "add" and bool(choices(op))
-    labels = _numbered(op.operands[0])
-    known = kind and (adds or kind != "add")  # A sum has to start at zero.
-    taken = labels if known else tuple(None if d in reduced else d for d in labels)
-    return OpDims(
-        operands=[taken] * count + [()] * count,
-        results=[tuple(d for d in labels if d not in reduced)] * count,
-        kinds={} if adds else {dim: _KINDS.get(kind, kind) for dim in reduced},
+    if kind and (adds or kind != "add"):  # A sum has to start at zero.
+        kinds = {} if adds else dict.fromkeys(reduced, _REDUCTIONS.get(kind, kind))
+        return dataclasses.replace(dims, kinds=kinds)
+    kept = {label for of in dims.results for label in of}
+    return dataclasses.replace(
+        dims, operands=[_among(of, kept) for of in dims.operands]
     )
 
 
-_KINDS = {"maximum": "max", "minimum": "min", "multiply": "product"}
+def _windows(op, factors: OpFactors) -> OpDims:
+    """Poolings and their gradients, with a halo in dims in which the window moves."""
+    dims = _by_rule(op, factors, but=())
+    halos = {i for i, k in enumerate(factors.kinds) if k is FactorKind.PERMUTATION}
+    kept = {label for of in dims.results for label in of} - halos
+    return dataclasses.replace(
+        dims,
+        results=[_among(of, kept) for of in dims.results],
+        kinds=dict.fromkeys(halos, HALO),
+    )
 
 
 def _convolution(op) -> OpDims:
@@ -151,38 +189,11 @@ def _convolution(op) -> OpDims:
     )
 
 
-def _cumulative(op, dims: Sequence[int]) -> OpDims:
-    """An op on lines along `dims`, which it needs unsharded."""
-    labels = [
-        tuple(None if dim in dims else dim for dim in _numbered(value))
-        for value in (*op.operands, *op.results)
-    ]
-    count = len(op.operands)
-    return OpDims(operands=labels[:count], results=labels[count:])
-
-
-def _along_dimension(op) -> OpDims:
-    return _cumulative(op, [ir.IntegerAttr(op.attributes["dimension"]).value])
-
-
-def _fft(op) -> OpDims:
-    rank, count = len(shape_of(op.operands[0])), len(list(op.attributes["fft_length"]))
-    return _cumulative(op, range(rank - count, rank))
-
-
-def _top_k(op) -> OpDims:
-    return _cumulative(op, [len(shape_of(op.operands[0])) - 1])
-
-
-_RULES = {
-    "broadcast_in_dim": _broadcast,
-    "convolution": _convolution,
-    "dot": _dot,
-    "dot_general": _dot,
-    "fft": _fft,
+_CORRECTED = {
+    "dynamic_update_slice": _written,
+    "gather": _gather,
     "reduce": _reduce,
-    "sort": _along_dimension,
-    "top_k": _top_k,
-    "transpose": _transpose,
-    **WINDOW_RULES,
+    "reduce_window": _windows,
+    "scatter": _written,
+    "select_and_scatter": _windows,
 }

@@ -11,6 +11,7 @@ from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.sharding_types.linear import choices, is_zero
 from meshwright.framework.compiler.sharding_types.op_dims import op_dims
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -42,9 +43,10 @@ class Summed:
 
 
 class HasShardings(Protocol):
-    """The shardings of the tensors of a module."""
+    """The shardings of the tensors of a module, and the rules of its ops."""
 
     mesh: DeviceMesh
+    rules: OpRules
 
     def sharding(self, value: ir.Value) -> Sharding:
         """The sharding of a value on the mesh."""
@@ -64,7 +66,7 @@ def sum_of(
         splitting = {axis for of_value in dims for split in of_value for axis in split}
         if splitting - {*axes}:
             return None  # Along other axes it may need a layout of its own.
-    rule = op_dims(op)
+    rule = op_dims(op, completed.rules)
     summed = set(rule.all_combined()) - {*rule.kinds}
     by_label: dict[int, tuple[str, ...]] = {}
     for value, labels in zip(op.operands, rule.operands, strict=True):

@@ -10,7 +10,10 @@ from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.lowering.errors import of_import
 from meshwright.framework.compiler.lowering.lower import LoweredFunction
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule, complete
+from meshwright.framework.compiler.stablehlo.shardy.completed import (
+    CompletedModule,
+    complete,
+)
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from meshwright.framework.compiler.stablehlo.written import bytecode
 from meshwright.framework.compiler.xla.jax_bridge import ir_context, stable_hlo_of

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.sharding_types import carried as loops
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     WHILE,

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     WHILE,
@@ -127,9 +128,13 @@ class Dims:
     Args:
       ops: the ops that may be computed on shards.
       links: the links whose values are.
+      rules: the rules of the module's ops.
     """
 
-    def __init__(self, ops: Sequence[ir.Operation], links: Sequence[Carried]):
+    def __init__(
+        self, ops: Sequence[ir.Operation], links: Sequence[Carried], rules: OpRules
+    ):
+        self.rules = rules
         self.places, self.values = Groups(), Groups()
         self.whole: set[Place] = set()
         self.keeps_shape: set[Place] = set()
@@ -142,7 +147,7 @@ class Dims:
 
     def add(self, op: ir.Operation) -> None:
         """Adds an op that is computed on shards."""
-        dims = dim_map(op)
+        dims = dim_map(op, self.rules)
         for place, same in dims.same:
             self._join(place, same)
         self.whole.update(dims.whole)
@@ -173,7 +178,7 @@ def find_clusters(
     }
     tied = [link for link in alike if link in updated]
     ordered = [op for op in ops if op in updating]
-    dims = Dims(ordered, tied)
+    dims = Dims(ordered, tied, redundancy.rules)
     return _grouped(ordered, tied, dims), dims
 
 
@@ -207,7 +212,7 @@ def _can_shard(op, redundancy: Redundancy) -> bool:
     summed |= any(result in redundancy.reduced for result in op.results)
     # A product's dims are put in order before it is reduced.
     summed |= op.name == "stablehlo.transpose" and op.operands[0] in redundancy.reduced
-    return alike and not summed and dim_map(op) is not None
+    return alike and not summed and dim_map(op, redundancy.rules) is not None
 
 
 def _is_alike(link: Carried, redundancy: Redundancy) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.weight_update_sharding.carried_state import Use
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,

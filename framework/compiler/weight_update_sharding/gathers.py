@@ -73,7 +73,9 @@ def _reads(
 
 def _narrows(op, redundancy: Redundancy) -> bool:
     """Whether an op makes a tensor of no more bytes than its operand, on shards."""
-    if len(op.operands) != 1 or len(op.results) != 1 or dim_map(op) is None:
+    if len(op.operands) != 1 or len(op.results) != 1:
+        return False
+    if dim_map(op, redundancy.rules) is None:
         return False
     smaller = bytes_of(op.results[0]) <= bytes_of(op.operands[0])
     return bool(redundancy.alike.get(op.results[0])) and smaller

@@ -17,7 +17,7 @@ from meshwright.framework.compiler.sharding_types.linear import (
     converts_exactly,
 )
 from meshwright.framework.compiler.sharding_types.partial_sums import Summed, sum_of
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 
 _CONVERT = "stablehlo.convert"
 _TERMS = ("stablehlo.add", "stablehlo.subtract")

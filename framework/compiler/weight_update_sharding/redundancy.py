@@ -15,7 +15,8 @@ from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.sharding_types.combine import HALO
 from meshwright.framework.compiler.sharding_types.op_dims import op_dims
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     INTO_MANUAL,
@@ -51,12 +52,14 @@ class Redundancy:
         the result of a gradient reduction, or of a similar one.
       updates: values that depend on a reduction.
       added: ops that add up such results; their total is reduced, not they.
+      rules: the rules of the module's ops.
     """
 
     alike: dict[ir.Value, frozenset[str]]
     reduced: dict[ir.Value, frozenset[str]]
     updates: set[ir.Value]
     added: set[ir.Operation]
+    rules: OpRules
 
 
 def analyze(completed: CompletedModule, data_axes: Sequence[str]) -> Redundancy:
@@ -78,7 +81,9 @@ class _Analysis:
             self.alike[argument] = self.unsplit(argument)
         self.visit(block)
         added = added_sums(self.completed, self.reduced, walk(self.completed.main))
-        return Redundancy(self.alike, self.reduced, self.updates, added)
+        return Redundancy(
+            self.alike, self.reduced, self.updates, added, self.completed.rules
+        )
 
     def unsplit(self, value: ir.Value) -> frozenset[str]:
         return self.data_axes - self.completed.axes(value)
@@ -177,7 +182,7 @@ class _Analysis:
     def summed(self, op, value: ir.Value) -> frozenset[str]:
         """The axes that split dims of an operand which the op sums over."""
         axes: frozenset[str] = frozenset()
-        rule = op_dims(op)
+        rule = op_dims(op, self.completed.rules)
         halos = {label for label, kind in rule.kinds.items() if kind == HALO}
         summed = set(rule.all_combined()) - halos
         for operand, labels in zip(op.operands, rule.operands, strict=True):

@@ -17,7 +17,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.partial.begins import as_parts
 from meshwright.framework.compiler.partial.ends import add_up, scatter
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     shape_of,
     tensor_type,

@@ -11,7 +11,11 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.sharding_types.op_dims import ELEMENTWISE, op_dims
+from meshwright.framework.compiler.sharding_types.op_dims import (
+    is_elementwise,
+    op_dims,
+)
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     integers,
     is_annotation,
@@ -24,7 +28,6 @@ Place = tuple[ir.Value, int]
 
 _WINDOWS = ("slice", "dynamic_slice", "pad", "concatenate", "dynamic_update_slice")
 _OTHERS = ("broadcast_in_dim", "constant", "iota", "reduce", "reshape", "transpose")
-_SHARDABLE = frozenset({*ELEMENTWISE, *_WINDOWS, *_OTHERS})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,7 +46,7 @@ class DimMap:
     keeps_shape: bool = False
 
 
-def dim_map(op) -> DimMap | None:
+def dim_map(op, rules: OpRules) -> DimMap | None:
     """The dims of an op that can be computed on shards; None for other ops."""
     name = short_name(op)
     if is_annotation(op):
@@ -51,7 +54,7 @@ def dim_map(op) -> DimMap | None:
     if name == "optimization_barrier":
         pairs = zip(op.operands, op.results, strict=True)
         return DimMap(same=[same for pair in pairs for same in _alike(*pair)])
-    if name not in _SHARDABLE:
+    if not (name in (*_WINDOWS, *_OTHERS) or is_elementwise(op, rules)):
         return None
     if name == "reshape":
         return _reshape(op)
@@ -63,12 +66,12 @@ def dim_map(op) -> DimMap | None:
         return DimMap(whole=[(op.results[0], dim)], keeps_shape=True)
     if len(op.results) != 1:
         return None
-    return _labelled(op, name)
+    return _labelled(op, name, rules)
 
 
-def _labelled(op, name: str) -> DimMap:
+def _labelled(op, name: str, rules: OpRules) -> DimMap:
     """By the labels of dims in the table of types."""
-    rule = op_dims(op)
+    rule = op_dims(op, rules)
     first: dict[int, Place] = {}
     same, whole = [], []
     tensors = [*zip(op.operands, rule.operands, strict=True)]

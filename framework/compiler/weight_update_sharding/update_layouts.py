@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     dtype_of,
     shape_of,

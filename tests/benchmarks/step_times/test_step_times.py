@@ -62,18 +62,25 @@ def test_compares_programs_that_train_alike():
         r"Python .*, tensorflow .*, jax .*; \d+ cores; 1 rounds", versions
     )
     rows = table[3:]
-    assert [row[:15].split() for row in rows if row[:15].strip()] == (
-        [["smallest", "1x1"], ["smallest", "2x1"]]
-    )
-    assert [row[15:30].strip() for row in rows] == ON_ONE_DEVICE + ON_ONE_DEVICE[:3]
-    for row in rows:
-        numbers = [float(cell) for cell in row[30:].split()]
+    begins = [row[:21].split() for row in rows if row[:21].strip()]
+    for mesh in ("1x1", "2x1"):
+        assert begins.pop(0) == ["smallest", mesh, "small"]
+        assert [begins.pop(0), begins.pop(0)] == [["huge"], ["ratio"]]
+    programs = 3 * ON_ONE_DEVICE + 3 * ON_ONE_DEVICE[:3]
+    assert [row[21:36].strip() for row in rows] == programs
+    ratios = [*range(8, 12), *range(18, 21)]
+    for place, row in enumerate(rows):
+        numbers = [float(cell) for cell in row[36:].split()]
         assert all(number > 0 for number in numbers)
-        assert len(numbers) == (2 if "Meshwright" in row else 4)
+        alone = "Meshwright" in row or place in ratios
+        assert len(numbers) == (2 if alone else 4)
     assert re.fullmatch(r"Losses of the first 4 steps agree within \de-\d\d\.", losses)
 
 
 def test_an_unknown_setting_is_named():
     done = step_time("--settings=huge")
     assert done.returncode != 0
-    assert "unknown setting 'huge': one of ['tiny', 'large', 'smallest']" in done.stderr
+    assert "--settings: unknown 'huge': one of ['tiny', 'large', 's" in done.stderr
+    done = step_time("--pages=giant")
+    assert done.returncode != 0
+    assert "--pages: unknown 'giant': one of ['small', 'huge']" in done.stderr

@@ -85,6 +85,14 @@ CONVERSIONS = [
         id="scatter_with_another_dim_split",
     ),
     pytest.param(
+        lambda x, y: twice(
+            partial(x, y), type_(None, "tp", unreduced=["dp"]), type_(None, "tp")
+        ),
+        PARTIAL,
+        ["reduce-scatter tp [4,3]", "all-reduce dp [4,3]"],
+        id="scattered_where_another_begins",
+    ),
+    pytest.param(
         lambda x, y: to(sum_of_two_axes(x, y), None, None),
         BOTH,
         ["all-reduce dp,tp [4,6]"],

@@ -16,6 +16,7 @@ from jax.interpreters import mlir
 
 from meshwright.framework.compiler.sharding_types.checker import Checker
 from meshwright.framework.compiler.sharding_types.tensor_type import PartialValue
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
 from tests.framework.types import devices_by_hand as by_hand
 from tests.framework.types.typed import MESH
@@ -132,7 +133,8 @@ def checked(op, operands):
         module = ir.Module.parse(by_hand.module_text(op, operands))
         main = ir.SymbolTable(module.operation)["main"].operation
         block = main.regions[0].blocks[0]
-        checker = Checker(MESH, Blame("program", NoSources()))
+        rules = OpRules(module.operation)
+        checker = Checker(MESH, Blame("program", NoSources()), rules)
         for value, operand in zip(block.arguments, operands, strict=True):
             checker.types[value] = operand.type
         checker.visit(block)

@@ -375,10 +375,17 @@ ILLEGAL = {
     ),
     "sorted along a split dim": (lambda x: tf.sort(x, 1), [PLAIN], "it needs dim 1"),
     "transformed along a split dim": (tf.signal.rfft, [PLAIN], "it needs dim 1"),
-    "an op that is not known": (
+    "factorized along a split dim": (
         tf.linalg.cholesky,
-        ["f32[4@dp, 8, 8]"],
-        "computes cholesky of f32[4@dp, 8, 8]: it needs dim 0",
+        ["f32[4, 8@dp, 8]"],
+        "computes cholesky of f32[4, 8@dp, 8]: it needs dim 1",
+    ),
+    "an op that Shardy has no rule for": (
+        lambda x: tf.raw_ops.FusedBatchNormV3(
+            x=x, scale=tf.ones([8]), offset=x[0, 0, 0], mean=[], variance=[]
+        )[0],
+        ["f32[4@dp, 2, 2, 8]"],
+        "it needs dim 0",
     ),
 }
 

@@ -6,11 +6,11 @@ import dataclasses
 import tensorflow as tf
 
 from meshwright.framework.compiler.lowering.lower import lower
-from meshwright.framework.compiler.stablehlo.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.compiler.stablehlo.savings.precision import (
     propagate_precision,
 )
+from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.tidy import tidy
 from meshwright.framework.compiler.weight_update_sharding.carried_state import (
     carried_of,

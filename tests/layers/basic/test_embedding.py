@@ -1,5 +1,7 @@
 """Embedding and output layers against numpy."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -38,6 +40,15 @@ def test_lookup_picks_rows(lookup, softmax, scale):
     counts = np.bincount(ids.ravel(), minlength=V)
     expected = np.tile(scale * counts[:, None], [1, M])
     np.testing.assert_allclose(tape.gradient(x, theta.table), expected)
+
+
+def test_rows_may_be_scaled_otherwise():
+    layer, theta = embedding(softmax=SoftmaxKind.SHARED)
+    layer = dataclasses.replace(layer, input_scale=1.0)
+    x = layer.fprop(Context(), theta, tf.constant([[3]]))
+    np.testing.assert_array_equal(x[0, 0], theta.table[3])
+    with pytest.raises(ValueError, match="input_scale is 0; it must be a number above"):
+        dataclasses.replace(layer, input_scale=0)
 
 
 @pytest.mark.parametrize("lookup", Lookup)

@@ -87,6 +87,10 @@ def test_a_training_is_exported_whole(straight, tmp_path, capsys):
             {"what": "bundle", "calls": "0"},
             "calls is 0; it must be a whole number of at least 1",
         ),
+        (
+            {"what": "safetensors", "model_dir": "/none"},
+            "safetensors have the names of a family of models: give one, such as --fam",
+        ),
         ({"model_dir": "/none"}, "there is no checkpoint in /none/checkpoints"),
     ],
 )

@@ -1,6 +1,7 @@
 """What binaries say before TensorFlow is imported, each in a process of its own."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from meshwright.trainers.experiment import config
 from meshwright.trainers.experiment.bindings import stand_ins
+from meshwright.trainers.startup import huge_pages
 
 # Calls a binary, and says what it has imported when it ends.
 CALL = """
@@ -28,6 +30,36 @@ TINY = "--gin_file=lm/stdlib_tiny.gin"
 def call(name, *arguments):
     command = [sys.executable, "-c", CALL.format(name=name), *arguments]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+SHOW = """
+import os, sys
+from meshwright.trainers.startup import huge_pages
+
+huge_pages.use_huge_pages()
+print(os.getpid(), os.environ.get("GLIBC_TUNABLES"), *sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=0", "glibc.malloc.check=0:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_huge_pages_where_the_system_has_them(given, expected):
+    """The process stays the same, and so do its arguments."""
+    if not huge_pages.has_huge_pages():
+        expected = given
+    command = [sys.executable, "-c", SHOW, "one", "two words"]
+    environment = os.environ | {"GLIBC_TUNABLES": given}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    text, _ = process.communicate()
+    assert text == f"{process.pid} {expected} one two words\n"
 
 
 @pytest.mark.parametrize("name", ["train", "plan", "export"])

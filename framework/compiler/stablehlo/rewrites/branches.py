@@ -13,7 +13,7 @@ from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from meshwright.framework.compiler.stablehlo.constraints import sdy_attribute
-from meshwright.framework.compiler.stablehlo.propagation import manual_axes
+from meshwright.framework.compiler.stablehlo.shardy.propagation import manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     shape_of,

@@ -14,7 +14,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jaxlib.mlir.dialects import sdy
 
 from meshwright.framework.compiler.stablehlo.constraints import sdy_attribute
-from meshwright.framework.compiler.stablehlo.propagation import manual_axes
+from meshwright.framework.compiler.stablehlo.shardy.propagation import manual_axes
 from meshwright.framework.compiler.stablehlo.stable_hlo import shape_of, walk
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding

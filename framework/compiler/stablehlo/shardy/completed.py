@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.stablehlo.constraints import untype_annotations
-from meshwright.framework.compiler.stablehlo.propagation import Propagated, manual_axes
 from meshwright.framework.compiler.stablehlo.rewrites.workarounds import (
     Stage,
     work_around,
+)
+from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
+from meshwright.framework.compiler.stablehlo.shardy.propagation import (
+    Propagated,
+    manual_axes,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     NUMBER,
@@ -42,6 +47,11 @@ class CompletedModule:
     main: ir.Operation
     shardings: dict[ir.Value, Sharding | None]
     arguments: tuple[Sharding | None, ...]
+
+    @functools.cached_property
+    def rules(self) -> OpRules:
+        """The rules of the module's ops."""
+        return OpRules(self.main.parent.operation)
 
     def axes(self, value: ir.Value) -> frozenset[str]:
         """The mesh axes that split a value; all of them if its sharding is unknown."""

@@ -1,0 +1,1 @@
+"""What Shardy says of a module: the rules of its ops, and completed shardings."""

@@ -1,0 +1,1 @@
+"""Weights in the layout that others publish them in: safetensors and config.json."""
