@@ -62,7 +62,7 @@ def test_huge_pages_where_the_system_has_them(given, expected):
     assert text == f"{process.pid} {expected} one two words\n"
 
 
-@pytest.mark.parametrize("name", ["train", "plan", "export"])
+@pytest.mark.parametrize("name", ["train", "plan", "export", "generate"])
 def test_help_needs_no_tensorflow(name):
     done = call(name, "--help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -19,8 +19,8 @@ from tests.trainers.checkpoints.published.published_cases import (
     random_tensors,
     write,
 )
-from tests.trainers.exporting import test_export_main
 from tests.trainers.parity import DATA
+from tests.trainers.serving import test_export_main
 from tests.trainers.training import test_train_main
 
 EXAMPLES = pathlib.Path(__file__).parents[4] / "docs" / "examples"
