@@ -34,7 +34,8 @@ from meshwright.framework.compiler.program import Program
 from meshwright.framework.devices import topology as topologies
 from meshwright.framework.devices.device_order import order_of
 from meshwright.framework.sharding.plan import ShardingPlan
-from meshwright.layers.attention.attention import Blocks, MultiHeadAttention
+from meshwright.layers.attention.attention import MultiHeadAttention
+from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.positions import PositionKind
 
 

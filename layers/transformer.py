@@ -14,7 +14,8 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.attention.attention import Blocks, MultiHeadAttention
+from meshwright.layers.attention.attention import MultiHeadAttention
+from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule
 from meshwright.layers.attention.positions import PositionKind
 from meshwright.layers.basic.dropout import Dropout

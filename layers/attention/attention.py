@@ -7,7 +7,6 @@ and values, D head size.
 from __future__ import annotations
 
 import dataclasses
-import enum
 
 import gin
 import tensorflow as tf
@@ -19,6 +18,7 @@ from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.attention.blocks import AUTO_SIZE, AUTO_TOKENS, Blocks
 from meshwright.layers.attention.blockwise import attend_in_blocks
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
@@ -37,26 +37,6 @@ from meshwright.layers.basic.normalization import RMSNorm
 
 BSND = ("batch", "sequence", "heads", "head_dim")
 _BTKD = ("batch", "sequence", "kv_heads", "head_dim")
-
-
-@gin.constants_from_enum
-class Blocks(enum.Enum):
-    """Whether attention is computed in blocks, where no size of them is given.
-
-    AUTO: in long sequences, in blocks of a size that was fast. NONE: never, all pairs
-    of tokens at once.
-    """
-
-    AUTO = "auto"
-    NONE = "none"
-
-
-# Measured on two CPU cores (benchmarks/attention_length.py: 8 heads of 64, one row): of
-# 2048 tokens, blocks of 512 took 0.46 of the CPU time that all pairs at once took, and
-# 0.24 of the memory; of 256 tokens the same. Blocks of 128 were a little faster there;
-# larger ones suit matrix units better, but no TPU compiler's estimate is in this yet.
-_AUTO_TOKENS = 2048
-_AUTO_SIZE = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -495,8 +475,8 @@ class MultiHeadAttention(Layer):
             return None
         is_split = ctx.plan.activation_sharding(BSND, ctx.path).splits()[1] > 1
         if self.block_size is Blocks.AUTO:
-            is_long = queries * keys >= _AUTO_TOKENS**2
-            return _AUTO_SIZE if is_long and not is_split else None
+            is_long = queries * keys >= AUTO_TOKENS**2
+            return AUTO_SIZE if is_long and not is_split else None
         if is_split:
             raise ValueError(
                 f"layer {ctx.path!r} has blocks of {self.block_size} tokens, but the "

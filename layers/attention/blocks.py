@@ -6,14 +6,38 @@ Dims: B batch, S sequence (query), T sequence (key), U blocks, C tokens of a blo
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 
+import gin
 import tensorflow as tf
 
 from meshwright.framework.modeling.recompute import computed_once
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.layers.attention.mask_rules import MaskRule
 from meshwright.layers.stacks.stacked_body import read, write
+
+
+@gin.constants_from_enum
+class Blocks(enum.Enum):
+    """Whether attention is computed in blocks, where no size of them is given.
+
+    AUTO: in long sequences, in blocks of a size that was fast. NONE: never, all pairs
+    of tokens at once.
+    """
+
+    AUTO = "auto"
+    NONE = "none"
+
+
+# Measured on two CPU cores (benchmarks/attention_length.py: 8 heads of 64, one row): of
+# 2048 tokens, blocks of 512 took 0.46 of the CPU time that all pairs at once took, and
+# 0.24 of the memory; of 256 tokens the same. Blocks of 128 were a little faster there;
+# larger ones suit matrix units better, but no TPU compiler's estimate is in this yet.
+AUTO_TOKENS = 2048
+"""Sequences from here on are long."""
+AUTO_SIZE = 512
+"""Tokens of their blocks."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.sharding.plan import ShardingPlan
-from meshwright.layers.attention.attention import Blocks, MultiHeadAttention
-from meshwright.layers.attention.blocks import Cut, Pairs
+from meshwright.layers.attention.attention import MultiHeadAttention
+from meshwright.layers.attention.blocks import Blocks, Cut, Pairs
 from meshwright.layers.attention.mask_rules import (
     MaskKind,
     MaskRule,

@@ -20,7 +20,7 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
-from meshwright.layers.attention.attention import Blocks
+from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.mask_rules import MaskKind, NearMask
 from meshwright.layers.attention.positions import PositionKind
 from meshwright.layers.stacks.pipeline import Pipeline
