@@ -19,10 +19,12 @@ from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.plan import SequenceAttention
 from meshwright.layers.attention.blockwise import attend_in_blocks
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
 from meshwright.layers.attention.positions import PositionKind, rotate
+from meshwright.layers.attention.ring import attend_in_ring
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,
@@ -56,6 +58,7 @@ class Blocks(enum.Enum):
 # larger ones suit matrix units better, but no TPU compiler's estimate is in this yet.
 _AUTO_TOKENS = 2048
 _AUTO_SIZE = 512
+_RING_SIZES = {Blocks.AUTO: _AUTO_SIZE, Blocks.NONE: None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -410,39 +413,91 @@ class MultiHeadAttention(Layer):
     def _attend(self, ctx, theta, q, k, v, logits: Logits) -> tf.Tensor:
         """The output [B, S, M] of queries [B, S, N, D] for keys and values."""
         q = q * self.head_dim**-0.5
-        k, v = (self._for_each_head(ctx, heads) for heads in (k, v))
         bias = None
         if self.positions is PositionKind.RELATIVE:
             bias = tf.cast(theta.relative_bias, tf.float32)
-        dropout = Dropout(rate=self.dropout_rate)
-        size = self._block_size(ctx, q.shape[1], k.shape[1])
-        if size is None:
-            probs = ctx.cast(tf.nn.softmax(logits.of_all(q, k, bias)))
-            with ctx.scope("dropout") as c:
-                probs = dropout.fprop(
-                    c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
-                )
-            context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
-            context = save_name(context, "context")
-        else:
-            context = attend_in_blocks(
-                ctx, logits, q, k, v, bias, dropout=dropout, block_size=size
+        way = self._way(ctx, q)
+        if way is SequenceAttention.RING:
+            context = attend_in_ring(
+                ctx,
+                logits,
+                q,
+                k,
+                v,
+                bias,
+                key_dims=self._heads_of("k").dims,
+                dropout=Dropout(rate=self.dropout_rate),
+                block_size=_RING_SIZES.get(self.block_size, self.block_size),
             )
-            context = ctx.split(context, BSND)
+        else:
+            inside = ctx
+            if way is SequenceAttention.ALL_TO_ALL:
+                inside = self._by_heads(ctx)
+                q = inside.split(q, BSND)
+                k, v = (inside.split(t, self._heads_of("k").dims) for t in (k, v))
+            context = self._context(inside, q, k, v, bias, logits)
+        context = ctx.split(context, BSND)
         shape = (self.num_heads, self.head_dim, self.model_dims)
         out = contract(ctx, context, theta.w_o, dims=2, shape=shape)
         out = to_stream(ctx, out, name="attention_out")
         return add_bias(ctx, out, theta.b_o) if self.use_bias else out
 
+    def _context(self, ctx, q, k, v, bias, logits: Logits) -> tf.Tensor:
+        """The weighted sums of values [B, S, N, D], in blocks or at once."""
+        k, v = (self._for_each_head(ctx, heads) for heads in (k, v))
+        dropout = Dropout(rate=self.dropout_rate)
+        size = self._block_size(ctx, q.shape[1], k.shape[1])
+        if size is not None:
+            context = attend_in_blocks(
+                ctx, logits, q, k, v, bias, dropout=dropout, block_size=size
+            )
+            return ctx.split(context, BSND)
+        probs = ctx.cast(tf.nn.softmax(logits.of_all(q, k, bias)))
+        with ctx.scope("dropout") as c:
+            probs = dropout.fprop(
+                c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
+            )
+        context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
+        return save_name(context, "context")
+
+    def _way(self, ctx: Context, q: tf.Tensor) -> SequenceAttention:
+        """How the sequence of queries [B, S, N, D] is attended to.
+
+        A decoder's step, which has few queries (a number unknown if the batch is), is
+        as in `GATHER`; so is eager execution, which has no mesh.
+        """
+        is_step = q.shape[1] in (None, 1)
+        if is_step or tf.executing_eagerly() or not _splits_sequence(ctx):
+            return SequenceAttention.GATHER
+        return ctx.plan.sequence_attention
+
+    def _by_heads(self, ctx: Context) -> Context:
+        """The context in which heads are split in place of the sequence."""
+        inside = dataclasses.replace(ctx, plan=ctx.plan.with_split_heads())
+        count = inside.plan.activation_sharding(BSND, ctx.path).splits()[2]
+        for name, heads in (
+            ("num_heads", self.num_heads),
+            ("num_kv_heads", self.kv_heads),
+        ):
+            if heads % count:
+                raise ValueError(
+                    f"layer {ctx.path!r} has {name} = {heads}, which do not divide "
+                    f"among the {count} devices that the plan splits heads and "
+                    "'sequence' over: with SequenceAttention.ALL_TO_ALL make it a "
+                    "multiple of them, or set ShardingPlan.sequence_attention to "
+                    "SequenceAttention.RING"
+                )
+        return inside
+
     def _block_size(self, ctx, queries: int | None, keys: int) -> int | None:
         """The size of blocks for so many queries and keys, None for no blocks.
 
-        A decoder's step, which has few queries (a number unknown if the batch is), has
-        no blocks.
+        A decoder's step has no blocks.
         """
         if self.block_size is Blocks.NONE or queries in (None, 1):
             return None
-        is_split = ctx.plan.activation_sharding(BSND, ctx.path).splits()[1] > 1
+        gathers = ctx.plan.sequence_attention is SequenceAttention.GATHER
+        is_split = gathers and _splits_sequence(ctx)
         if self.block_size is Blocks.AUTO:
             is_long = queries * keys >= _AUTO_TOKENS**2
             return _AUTO_SIZE if is_long and not is_split else None
@@ -450,9 +505,14 @@ class MultiHeadAttention(Layer):
             raise ValueError(
                 f"layer {ctx.path!r} has blocks of {self.block_size} tokens, but the "
                 "plan splits 'sequence', so that each block would be gathered: set "
-                "block_size to Blocks.AUTO or Blocks.NONE, or split 'stream' instead"
+                "ShardingPlan.sequence_attention to SequenceAttention.RING or "
+                "ALL_TO_ALL, or block_size to Blocks.AUTO or Blocks.NONE"
             )
         return self.block_size
+
+
+def _splits_sequence(ctx: Context) -> bool:
+    return ctx.plan.activation_sharding(BSND, ctx.path).splits()[1] > 1
 
 
 def _tokens(

@@ -199,7 +199,15 @@ class _Region:
         )
 
     def _axis_index(self, axes: Axes) -> ir.Value:
-        index = build_axis_index(axes, self.mesh)
+
+        def entered(constant: ir.Value) -> ir.Value:
+            # See `_constant`: the mark would hold for equal ones outside too.
+            outside = sharding_call("Sharding", constant, constant.type, "{replicated}")
+            return sharding_call(
+                "SPMDFullToShardShape", outside, constant.type, "{manual}"
+            )
+
+        index = build_axis_index(axes, self.mesh, entered)
         marked = sharding_call("Sharding", index, index.type, "{manual}")
         if not self.has_automatic_axes:
             return marked
