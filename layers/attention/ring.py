@@ -233,12 +233,12 @@ class _Ring:
         of_keys) adds to both; `of_keys` go round with the keys, a step behind, and come
         home. Nothing that is sent is waited for by the step in which it is.
         """
-        keys = self._sent(keys, self.schedule.runs[0].first)
+        keys = self._sent_keys(keys, self.schedule.runs[0].first)
         for run in self.schedule.runs:
 
             def body(n, keys, sums, of_keys, run=run):
-                passed_on = self._sent(keys, run.goes)
-                of_keys = self._sent(of_keys, run.came)
+                passed_on = self._sent_keys(keys, run.goes)
+                of_keys = [self._sent(d, run.came, self.key_dims) for d in of_keys]
                 step = run.first + n * run.goes
                 sums, of_keys = compute(run, step, keys, sums, of_keys)
                 return n + 1, passed_on, sums, of_keys
@@ -250,7 +250,8 @@ class _Ring:
                 start = (tf.constant(0), *state[1:])
                 state = tf.while_loop(lambda n, *_, run=run: n < run.steps, body, start)
             _, keys, sums, of_keys = state
-        return sums, self._sent(of_keys, self.schedule.back)
+        back = self.schedule.back
+        return sums, [self._sent(d, back, self.key_dims) for d in of_keys]
 
     def _blocks(self, run: Run, step, queries: _Tensors, keys: _Tensors):
         """The pairs of a step: of these queries, and keys that came so far."""
@@ -286,30 +287,38 @@ class _Ring:
 
     def _queries(self) -> _Tensors:
         """What blocks of queries have besides, of a device."""
-        return {
-            name: self._enter(t, ROWS if name == "rows" else _dims_of(t))
-            for name, t in self.of_queries.items()
-        }
+        stacks = self.of_queries.items()
+        return {name: self._enter(t, self._dims(name, t)) for name, t in stacks}
 
     def _keys(self, k: tf.Tensor, v: tf.Tensor) -> _Tensors:
         """What goes round, of a device."""
-        entered = {
-            name: self._enter(t, ("",) * 3 if name == "columns" else _dims_of(t))
-            for name, t in self.of_keys.items()
-        }
-        heads = {"k": k, "v": v}
-        return entered | {n: self._enter(t, self.key_dims) for n, t in heads.items()}
+        stacks = {"k": k, "v": v, **self.of_keys}.items()
+        return {name: self._enter(t, self._dims(name, t)) for name, t in stacks}
 
-    def _sent(self, tensors, places: int):
-        """A nest of tensors, passed on by so many places of the ring."""
+    def _dims(self, name: str, stack: tf.Tensor) -> Sequence[str]:
+        """The names of the dims of what blocks of queries or keys have."""
+        if name in ("k", "v"):
+            return self.key_dims
+        if name == "rows":
+            return ROWS
+        if name == "columns":
+            return ("blocks", "words", "block")
+        return ("blocks", "" if stack.shape[1] == 1 else "batch", "block")
+
+    def _sent_keys(self, keys: _Tensors, places: int) -> _Tensors:
+        return {
+            name: self._sent(t, places, self._dims(name, t)) for name, t in keys.items()
+        }
+
+    def _sent(self, stack: tf.Tensor, places: int, dims: Sequence[str]) -> tf.Tensor:
+        """A stack passed on by so many places of the ring."""
         devices = self.schedule.queries.devices
         if not places:
-            return tensors
+            return stack
         pairs = [(i, (i + places) % devices) for i in range(devices)]
-        return tf.nest.map_structure(
-            lambda t: collective_permute(t, self.ctx.plan.mesh, self.axes, pairs),
-            tensors,
-        )
+        stack = self.ctx.split(stack, dims)
+        stack = collective_permute(stack, self.ctx.plan.mesh, self.axes, pairs)
+        return self.ctx.split(stack, dims)
 
     def _enter(self, stack: tf.Tensor, dims: Sequence[str]) -> tf.Tensor:
         """A device's blocks of a stack; annotated, as GSPMD wants it in regions."""
@@ -335,15 +344,11 @@ class _Ring:
         return auto_to_manual(x, self.ctx.plan.mesh, whole, manual_axes=self.axes)
 
     def _leave_whole(self, x: tf.Tensor) -> tf.Tensor:
-        """The sum of `x` over devices."""
+        """The sum of `x` [B, num_buckets, N] over devices."""
         mesh = self.ctx.plan.mesh
+        x = self.ctx.split(x, ("batch", "relative_buckets", "heads"))
         x = all_reduce(x, mesh, self.axes)
         return manual_to_auto(x, mesh, [()] * x.shape.rank, manual_axes=self.axes)
-
-
-def _dims_of(tokens: tf.Tensor) -> tuple[str, ...]:
-    """The names of the dims of numbers of tokens [U, B or 1, C]."""
-    return ("blocks", "" if tokens.shape[1] == 1 else "batch", "block")
 
 
 def _for_queries(blocks: PairsOfBlocks, stack: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
