@@ -86,6 +86,12 @@ class ShardingPlan:
                             f"sharding plan: {table_name}[{dim!r}] names mesh axis "
                             f"{axis!r}, but the mesh has {tuple(self.mesh_axes)}{hint}"
                         )
+        if not isinstance(self.sequence_attention, SequenceAttention):
+            names = ", ".join(map(str, SequenceAttention))
+            raise ValueError(
+                f"ShardingPlan.sequence_attention is {self.sequence_attention!r}; it "
+                f"must be one of {names}"
+            )
         for axis in self.unreduced_gradient_axes:
             if axis not in self.mesh_axes:
                 raise ValueError(

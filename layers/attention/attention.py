@@ -25,6 +25,12 @@ from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
 from meshwright.layers.attention.positions import PositionKind, rotate
 from meshwright.layers.attention.ring import attend_in_ring
+from meshwright.layers.attention.sequence_splits import (
+    BSND,
+    by_heads,
+    splits_sequence,
+    way_of,
+)
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,
@@ -36,7 +42,6 @@ from meshwright.layers.basic.linear import (
 )
 from meshwright.layers.basic.normalization import RMSNorm
 
-BSND = ("batch", "sequence", "heads", "head_dim")
 _BTKD = ("batch", "sequence", "kv_heads", "head_dim")
 
 
@@ -416,7 +421,7 @@ class MultiHeadAttention(Layer):
         bias = None
         if self.positions is PositionKind.RELATIVE:
             bias = tf.cast(theta.relative_bias, tf.float32)
-        way = self._way(ctx, q)
+        way = way_of(ctx, q.shape[1])
         if way is SequenceAttention.RING:
             context = attend_in_ring(
                 ctx,
@@ -432,11 +437,13 @@ class MultiHeadAttention(Layer):
         else:
             inside = ctx
             if way is SequenceAttention.ALL_TO_ALL:
-                inside = self._by_heads(ctx)
+                counts = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
+                inside = by_heads(ctx, counts)
                 q = inside.split(q, BSND)
                 k, v = (inside.split(t, self._heads_of("k").dims) for t in (k, v))
             context = self._context(inside, q, k, v, bias, logits)
-        context = ctx.split(context, BSND)
+            if inside is not ctx:
+                context = ctx.split(context, BSND)
         shape = (self.num_heads, self.head_dim, self.model_dims)
         out = contract(ctx, context, theta.w_o, dims=2, shape=shape)
         out = to_stream(ctx, out, name="attention_out")
@@ -460,35 +467,6 @@ class MultiHeadAttention(Layer):
         context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
         return save_name(context, "context")
 
-    def _way(self, ctx: Context, q: tf.Tensor) -> SequenceAttention:
-        """How the sequence of queries [B, S, N, D] is attended to.
-
-        A decoder's step, which has few queries (a number unknown if the batch is), is
-        as in `GATHER`; so is eager execution, which has no mesh.
-        """
-        is_step = q.shape[1] in (None, 1)
-        if is_step or tf.executing_eagerly() or not _splits_sequence(ctx):
-            return SequenceAttention.GATHER
-        return ctx.plan.sequence_attention
-
-    def _by_heads(self, ctx: Context) -> Context:
-        """The context in which heads are split in place of the sequence."""
-        inside = dataclasses.replace(ctx, plan=ctx.plan.with_split_heads())
-        count = inside.plan.activation_sharding(BSND, ctx.path).splits()[2]
-        for name, heads in (
-            ("num_heads", self.num_heads),
-            ("num_kv_heads", self.kv_heads),
-        ):
-            if heads % count:
-                raise ValueError(
-                    f"layer {ctx.path!r} has {name} = {heads}, which do not divide "
-                    f"among the {count} devices that the plan splits heads and "
-                    "'sequence' over: with SequenceAttention.ALL_TO_ALL make it a "
-                    "multiple of them, or set ShardingPlan.sequence_attention to "
-                    "SequenceAttention.RING"
-                )
-        return inside
-
     def _block_size(self, ctx, queries: int | None, keys: int) -> int | None:
         """The size of blocks for so many queries and keys, None for no blocks.
 
@@ -497,7 +475,7 @@ class MultiHeadAttention(Layer):
         if self.block_size is Blocks.NONE or queries in (None, 1):
             return None
         gathers = ctx.plan.sequence_attention is SequenceAttention.GATHER
-        is_split = gathers and _splits_sequence(ctx)
+        is_split = gathers and splits_sequence(ctx)
         if self.block_size is Blocks.AUTO:
             is_long = queries * keys >= _AUTO_TOKENS**2
             return _AUTO_SIZE if is_long and not is_split else None
@@ -509,10 +487,6 @@ class MultiHeadAttention(Layer):
                 "ALL_TO_ALL, or block_size to Blocks.AUTO or Blocks.NONE"
             )
         return self.block_size
-
-
-def _splits_sequence(ctx: Context) -> bool:
-    return ctx.plan.activation_sharding(BSND, ctx.path).splits()[1] > 1
 
 
 def _tokens(

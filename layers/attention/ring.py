@@ -38,6 +38,7 @@ from meshwright.layers.attention.blockwise import (
 from meshwright.layers.attention.logits import BlockTokens, Logits
 from meshwright.layers.attention.mask_rules import Tokens, rule_of
 from meshwright.layers.attention.ring_layout import Layout, Run, Schedule
+from meshwright.layers.attention.sequence_splits import BSND
 from meshwright.layers.basic.dropout import Dropout
 
 _Tensors = Mapping[str, tf.Tensor]
@@ -110,7 +111,8 @@ def attend_in_ring(
     ]
     weights = [] if bias is None else [bias]
     out = tf.custom_gradient(ring.fprop)(*stacks, *weights)
-    return tf.transpose(queries.undo(ctx, out, 2, dims), [0, 2, 1, 3])
+    context = tf.transpose(queries.undo(ctx, out, 2, dims), [0, 2, 1, 3])
+    return ctx.split(context, BSND)
 
 
 def _tokens(
