@@ -147,7 +147,9 @@ def _times(rows: tf.Tensor, matrix: tf.Tensor, dims: str = "fk") -> tf.Tensor:
     """[..., F] times [F, K], or, of dims "kf", [K, F]: [..., K]."""
     if rows.shape.rank == 2:
         return tf.matmul(rows, matrix, transpose_b=dims == "kf")
-    return tf.einsum(f"...f,{dims}->...k", rows, matrix)
+    # Not an ellipsis: the gradient by the matrix would sum a product for each row.
+    lead = "abcde"[: rows.shape.rank - 1]
+    return tf.einsum(f"{lead}f,{dims}->{lead}k", rows, matrix)
 
 
 def summed_products(x: tf.Tensor, y: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
