@@ -104,6 +104,7 @@ def test_axis_index_has_its_own_constants():
     close(program(x, n), x * ((n + 4) // 2) + np.repeat([0, 1], 4)[:, None])
 
 
+@pytest.mark.parametrize("partitioner", Partitioner)
 @pytest.mark.parametrize(
     "send",
     [
@@ -111,7 +112,7 @@ def test_axis_index_has_its_own_constants():
         lambda x: all_reduce(x, MESH, "X"),
     ],
 )
-def test_what_is_annotated_and_sent_stays_split_by_automatic_axes(send):
+def test_what_is_annotated_and_sent_stays_split_by_automatic_axes(send, partitioner):
     def body(x):
         split = mesh_split(x, MESH, [None, "Y"])
         return mesh_split(send(split), MESH, [None, "Y"])
@@ -126,7 +127,7 @@ def test_what_is_annotated_and_sent_stays_split_by_automatic_axes(send):
         MESH,
         in_shardings=both,
         out_shardings=both[0],
-        partitioner=Partitioner.GSPMD,
+        partitioner=partitioner,
     )
     (sent,) = program.collectives()
     assert sent.axes == ("X",) and sent.shapes == ((4, 4),)
