@@ -10,8 +10,15 @@ import pytest
 import tensorflow as tf
 
 from meshwright import framework as mw
-from meshwright.framework.modeling.layer import Context, Mode, annotate_weights
+from meshwright.framework.modeling.layer import (
+    Context,
+    Mode,
+    annotate_weights,
+    initialize,
+)
+from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.modeling.recompute import Recompute
+from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import SequenceAttention, ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.attention.attention import Blocks, MultiHeadAttention
@@ -277,6 +284,32 @@ def test_heads_that_devices_do_not_divide_are_refused(name, heads):
 def test_a_way_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="sequence_attention is 'ring'.*RING"):
         dataclasses.replace(plan_of("RING"), sequence_attention="ring")
+
+
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+def test_a_step_with_a_split_cache_adds_up_what_devices_have(partitioner):
+    """Of its softmax: no keys are sent."""
+    layer, plan = attention(positions="ROTARY"), plan_of("RING", (2, 4, 1))
+    split = plan.activation_sharding(("batch", "sequence", "heads", "head_dim"))
+    theta = initialize(layer.weights(), key_from_seed(0)).map(lambda t: t.numpy())
+    cache = RNG.standard_normal([2, B, 64, 8, 2], np.float32)
+    cache = NestedMap(key=cache[0], value=cache[1])
+    args = (theta, X[:, :1], cache, np.int32(37))
+    shardings = cache.map(lambda _: split)
+    program = mw.compile_program(
+        lambda *args: layer.step(Context(plan=plan), *args),
+        tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), args),
+        plan.mesh,
+        in_shardings=[None, None, shardings, None],
+        out_shardings=(None, shardings),
+        partitioner=mw.Partitioner[partitioner],
+    )
+    for collective in program.collectives():
+        assert all(np.prod(shape) <= B * 8 * 2 for shape in collective.shapes)
+    got = program.unshard(program(*args))
+    want = layer.step(Context(), *tf.nest.map_structure(tf.constant, args))
+    for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
 OPTIONS = (
