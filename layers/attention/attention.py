@@ -79,7 +79,8 @@ class _Heads:
 class MultiHeadAttention(Layer):
     """Scaled dot-product attention (Vaswani et al. 2017), annotated as GSPMD 5.1.
 
-    Given a `memory` it is cross-attention: keys and values come from the memory.
+    Given a `memory` it is cross-attention: keys and values come from the memory. Where
+    the plan splits "sequence", `ShardingPlan.sequence_attention` says how to attend.
 
     Recomputation may save `query`, `key`, `value`, `context` and `attention_out`.
 
@@ -215,7 +216,8 @@ class MultiHeadAttention(Layer):
 
         Raises:
           ValueError: the last dim of `x` or `memory` is not M; a mask or positions for
-            a memory; segment ids of only one of `x` and the memory.
+            a memory; segment ids of only one of `x` and the memory; a split sequence
+            that cannot be attended to as the plan says.
         """
         if memory is None:
             memory_segment_ids = segment_ids

@@ -220,6 +220,9 @@ class Schedule:
         In stripes every device sees about half of the keys of every other under a
         causal mask. Otherwise the last device sees all, and the others wait for it; but
         then a window reaches near devices only.
+
+        Raises:
+          ValueError: by the mask's span no query sees a key.
         """
         schedules = [
             cls._laid_out(
@@ -237,6 +240,11 @@ class Schedule:
     def _laid_out(cls, queries: Layout, keys: Layout, mask: MaskRule) -> Schedule:
         by_step = [queries.pairs(keys, mask, s) for s in range(queries.devices)]
         steps = [s for s, pairs in enumerate(by_step) if pairs.rows]
+        if not steps:
+            raise ValueError(
+                f"attention in a ring: by its span {mask} hides all {keys.length} keys "
+                "from all queries: correct span, which may return more than is seen"
+            )
         hops = [b - a for a, b in itertools.pairwise(steps)]
         came = [*hops[:1], *hops] or [0]
         kinds = zip((by_step[s] for s in steps), came, [*hops, 0], strict=True)

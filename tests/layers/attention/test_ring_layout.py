@@ -123,3 +123,12 @@ def test_what_has_nothing_to_skip_is_not_striped():
     # A device's tokens are one block.
     causal = Schedule.of(64, 64, 4, None, rule_of(MaskKind.CAUSAL))
     assert not causal.queries.in_stripes
+
+
+def test_a_rule_that_hides_all_is_refused():
+    class Blind(NearMask):
+        def span(self, first, last):
+            return 1, 0
+
+    with pytest.raises(ValueError, match="hides all 64 keys.*correct span"):
+        Schedule.of(64, 64, 4, 4, Blind())
