@@ -2,12 +2,17 @@
 
     python benchmarks/attention_length.py [--lengths=1024,4096] [--sizes=0,512]
         [--timed_to=8192] [--rounds=5] [--topology=v5e:2x2]
+        [--split_over=8 --ways=gather,ring,all_to_all]
 
 Compiles, for one CPU device, a causal attention layer with rotary positions and its
 gradients by weights and input, in float32. Memory is the program's by XLA's account:
 arguments, results and temporaries. Seconds are CPU seconds of all threads and seconds
 by the clock, for a step of the layer: medians of rounds in which the forms take turns
 in one process. A size of 0 is all pairs at once.
+
+With `--split_over` each row is split over so many CPU devices, and attention computed
+in these ways (`ShardingPlan.sequence_attention`), "gather" without blocks; memory is
+that of a device.
 
 With a topology it compiles for that TPU in bfloat16, `--batch` rows to a device, and
 estimates seconds from the compiler's own cycles, as `meshwright-plan` does. That wants
@@ -33,7 +38,7 @@ from meshwright.framework.compiler.hlo.step_time import step_time
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.devices import topology as topologies
 from meshwright.framework.devices.device_order import order_of
-from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.sharding.plan import SequenceAttention, ShardingPlan
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.positions import PositionKind
@@ -48,6 +53,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("timed_to", 8192, "Longer rows are compiled, but not run.")
     flags.DEFINE_integer("plain_to", 8192, "Longer rows have blocks.")
     flags.DEFINE_string("topology", None, "A TPU topology, such as v5e:2x2.")
+    flags.DEFINE_integer("split_over", 1, "CPU devices of a row.", lower_bound=1)
+    flags.DEFINE_list("ways", ["ring"], "Of attention, if rows are split.")
     flags.DEFINE_integer("rounds", 5, "Turns of each form.", lower_bound=1)
 
 
@@ -60,12 +67,16 @@ class Sizes:
       length: S.
       heads: N, of 64 features each.
       block: the most tokens of a block; 0: no blocks.
+      split_over: the devices that a row is split over.
+      way: how attention is computed then.
     """
 
     batch: int
     length: int
     heads: int
     block: int
+    split_over: int = 1
+    way: SequenceAttention = SequenceAttention.GATHER
 
 
 def step_program(sizes: Sizes, devices: Sequence[jax.Device] | None) -> Program:
@@ -79,7 +90,10 @@ def step_program(sizes: Sizes, devices: Sequence[jax.Device] | None) -> Program:
     )
     count = len(devices or [None])
     plan = ShardingPlan(
-        mesh_axes=("X",), mesh_shape=(count,), activations={"batch": "X"}
+        mesh_axes=("X", "Y"),
+        mesh_shape=(count, sizes.split_over),
+        activations={"batch": "X", "sequence": "Y"},
+        sequence_attention=sizes.way,
     )
     dtype = tf.bfloat16 if devices else tf.float32
     ctx = mw.Context(plan=plan, mode=mw.Mode.TRAIN, activation_dtype=dtype)
@@ -138,11 +152,11 @@ def timed(program: Program, args: Any) -> Seconds:
 
 
 HEADER = """\
- tokens  block  memory MiB   CPU s  wall s
-------------------------------------------"""
+ tokens  block        way  memory MiB   CPU s  wall s
+-----------------------------------------------------"""
 ESTIMATED = """\
- tokens  block  memory MiB  estimated s
----------------------------------------"""
+ tokens  block        way  memory MiB  estimated s
+--------------------------------------------------"""
 
 
 def table_row(sizes: Sizes, memory: int, turns: Sequence[Seconds]) -> str:
@@ -164,7 +178,8 @@ def estimated_row(sizes: Sizes, memory: int, seconds: float) -> str:
 
 def _start(sizes: Sizes, memory: int) -> str:
     block = sizes.block or "none"
-    return f"{sizes.length:7}{block:>7}{memory / 2**20:12.1f}"
+    way = sizes.way.value if sizes.split_over > 1 else "-"
+    return f"{sizes.length:7}{block:>7}{way:>11}{memory / 2**20:12.1f}"
 
 
 def in_turns(programs: Sequence[Program], rounds: int) -> list[list[Seconds]]:
@@ -184,15 +199,28 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     given = flags.FLAGS
-    mw.set_platform("cpu", 1)
+    mw.set_platform("cpu", given.split_over)
+    ways = [SequenceAttention(way) for way in given.ways]
+    is_split = given.split_over > 1
+    if not is_split:
+        ways = [SequenceAttention.GATHER]
     topology = given.topology
     devices = topologies.topology_devices(topology) if topology else None
     print(ESTIMATED if topology else HEADER)
     for length in map(int, given.lengths):
         forms = [
-            Sizes(batch=given.batch, length=length, heads=given.heads, block=block)
+            Sizes(
+                batch=given.batch,
+                length=length,
+                heads=given.heads,
+                block=block,
+                split_over=given.split_over,
+                way=way,
+            )
+            for way in ways
             for block in map(int, given.sizes)
             if block or length <= given.plain_to
+            if not (block and is_split and way is SequenceAttention.GATHER)
         ]
         programs = [step_program(sizes, devices) for sizes in forms]
         memory = [program.memory().peak for program in programs]

@@ -33,6 +33,7 @@ def assert_layer_parity(
     mode: Mode = Mode.TRAIN,
     activation_dtype: tf.DType = tf.float32,
     tolerance: float = 1e-5,
+    reference: Layer | None = None,
     **inputs: Any,
 ) -> None:
     """Asserts that a layer computes on `plan`'s mesh what it does on one device.
@@ -54,6 +55,7 @@ def assert_layer_parity(
         `activation_dtype`, or a tenth of the tolerance if that is less) of the largest
         element of all tensors: the gradient of attention's key bias is zero, and the
         computed one is left over from sums of larger numbers.
+      reference: the layer on one device, of the same weights; None: `layer` itself.
       **inputs: further inputs of `fprop`, nests of arrays.
 
     Raises:
@@ -66,7 +68,7 @@ def assert_layer_parity(
     theta = initialize(layer.weights(), key)
     args = tf.nest.map_structure(tf.convert_to_tensor, (theta, x, inputs, key))
 
-    def results_under(plan):
+    def results_under(plan, layer=layer):
         def results(theta, x, inputs, key):
             ctx = Context(
                 plan=plan, mode=mode, key=key, activation_dtype=activation_dtype
@@ -75,7 +77,7 @@ def assert_layer_parity(
 
         return results
 
-    want = results_under(single_plan)(*args)
+    want = results_under(single_plan, reference or layer)(*args)
     weights = layer.weights().map_with_path(lambda path, s: s.sharding(plan, path))
     program = compile_program(
         results_under(plan),

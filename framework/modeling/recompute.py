@@ -268,7 +268,11 @@ def _root(tensor: tf.Tensor) -> tf.Tensor:
     while tensor.op.type in _VIEWS or tensor.op.type == "IdentityN":
         op = tensor.op
         tensor = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
-    return tensor.op.inputs[0] if tensor.op.type == "XlaSharding" else tensor
+    if tensor.op.type == "XlaSharding":
+        tensor = tensor.op.inputs[0]
+    while tensor.op.type == "IdentityN":  # It has the arguments of its gradient too.
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
 
 
 def _saved(tensor: tf.Tensor) -> Saved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 from collections.abc import Mapping, Sequence
 
 import gin
@@ -14,6 +15,21 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 
 Axes = str | Sequence[str] | None
+
+
+@gin.constants_from_enum
+class SequenceAttention(enum.Enum):
+    """How attention is computed where a plan splits the sequence.
+
+    GATHER: all pairs of tokens at once, for which the compiler gathers keys and values.
+    RING: keys and values pass round the devices (Liu et al. 2023). ALL_TO_ALL: tensors
+    that are split along the sequence become split along heads, and back (Jacobs et al.
+    2023); the devices must divide the heads.
+    """
+
+    GATHER = "gather"
+    RING = "ring"
+    ALL_TO_ALL = "all_to_all"
 
 
 @gin.register
@@ -38,6 +54,7 @@ class ShardingPlan:
         that name. Without it gradients are replicated too, like those of XlaSharding.
       pipeline_axes: for the layers of a pipeline (`inside_pipeline`) the axes that
         split its stages, and may split nothing else.
+      sequence_attention: how attention is computed if "sequence" is split.
 
     Raises:
       ValueError: a table names an axis that the mesh does not have.
@@ -50,6 +67,7 @@ class ShardingPlan:
     device_ids: Sequence[int] | None = None
     pipeline_axes: Sequence[str] | None = None
     unreduced_gradient_axes: Sequence[str] = ()
+    sequence_attention: SequenceAttention = SequenceAttention.GATHER
 
     def __post_init__(self):
         for name in ("mesh_axes", "mesh_shape"):
@@ -68,6 +86,12 @@ class ShardingPlan:
                             f"sharding plan: {table_name}[{dim!r}] names mesh axis "
                             f"{axis!r}, but the mesh has {tuple(self.mesh_axes)}{hint}"
                         )
+        if not isinstance(self.sequence_attention, SequenceAttention):
+            names = ", ".join(map(str, SequenceAttention))
+            raise ValueError(
+                f"ShardingPlan.sequence_attention is {self.sequence_attention!r}; it "
+                f"must be one of {names}"
+            )
         for axis in self.unreduced_gradient_axes:
             if axis not in self.mesh_axes:
                 raise ValueError(
@@ -128,6 +152,19 @@ class ShardingPlan:
     ) -> tf.Tensor:
         """`tensor`, annotated as the activation table says for `dims`."""
         return annotate(tensor, self.activation_sharding(dims, name))
+
+    def with_split_heads(self) -> ShardingPlan:
+        """The plan by which attention computes whole sequences of fewer heads.
+
+        What splits "sequence" splits heads there, after the axes that do so already;
+        heads of keys and values as those of queries.
+        """
+        heads = (
+            *as_axes(self.activations.get("heads")),
+            *as_axes(self.activations.get("sequence")),
+        )
+        inside = {"sequence": None, "heads": heads, "kv_heads": heads}
+        return dataclasses.replace(self, activations={**self.activations, **inside})
 
     def inside_pipeline(self, stage_axes: Sequence[str]) -> ShardingPlan:
         """The plan for the layers of a pipeline whose stages `stage_axes` split.

@@ -18,12 +18,13 @@ from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.attention.blocks import AUTO_SIZE, AUTO_TOKENS, Blocks
-from meshwright.layers.attention.blockwise import attend_in_blocks
+from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
 from meshwright.layers.attention.positions import PositionKind, rotate
 from meshwright.layers.attention.rotary_scaling import RotaryScaling
+from meshwright.layers.attention.sequence_splits import BSND
+from meshwright.layers.attention.weighted_sums import BTKD, weighted_sums
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,
@@ -34,9 +35,6 @@ from meshwright.layers.basic.linear import (
     to_stream,
 )
 from meshwright.layers.basic.normalization import RMSNorm
-
-BSND = ("batch", "sequence", "heads", "head_dim")
-_BTKD = ("batch", "sequence", "kv_heads", "head_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,8 @@ class _Heads:
 class MultiHeadAttention(Layer):
     """Scaled dot-product attention (Vaswani et al. 2017), annotated as GSPMD 5.1.
 
-    Given a `memory` it is cross-attention: keys and values come from the memory.
+    Given a `memory` it is cross-attention: keys and values come from the memory. Where
+    the plan splits "sequence", `ShardingPlan.sequence_attention` says how to attend.
 
     Recomputation may save `query`, `key`, `value`, `context` and `attention_out`.
 
@@ -207,7 +206,8 @@ class MultiHeadAttention(Layer):
 
         Raises:
           ValueError: the last dim of `x` or `memory` is not M; a mask or positions for
-            a memory; segment ids of only one of `x` and the memory.
+            a memory; segment ids of only one of `x` and the memory; a split sequence
+            that cannot be attended to as the plan says.
         """
         if memory is None:
             memory_segment_ids = segment_ids
@@ -319,7 +319,7 @@ class MultiHeadAttention(Layer):
             paddings=paddings,
             offset=-position,
         )
-        return self._attend(ctx, theta, q, k, v, logits), cache
+        return self._attend(ctx, theta, q, k, v, logits, is_step=True), cache
 
     def attend_memory(
         self,
@@ -345,7 +345,7 @@ class MultiHeadAttention(Layer):
         logits = self._logits(
             ctx, _tokens(q), _tokens(cache.key), paddings=memory_paddings
         )
-        return self._attend(ctx, theta, q, cache.key, cache.value, logits)
+        return self._attend(ctx, theta, q, cache.key, cache.value, logits, is_step=True)
 
     def _check_crosses(self, ctx: Context) -> None:
         if self.mask is not MaskKind.FULL or self.positions is not PositionKind.NONE:
@@ -376,7 +376,7 @@ class MultiHeadAttention(Layer):
         """The heads of queries, keys or values, by the first letter."""
         if letter == "q" or self.kv_heads == self.num_heads:
             return _Heads(count=self.num_heads, dims=BSND)
-        return _Heads(count=self.kv_heads, dims=_BTKD)
+        return _Heads(count=self.kv_heads, dims=BTKD)
 
     def _project(self, ctx, theta, x, memory) -> list[tf.Tensor]:
         """Queries of `x`, keys and values of `memory` or `x`.
@@ -416,16 +416,6 @@ class MultiHeadAttention(Layer):
                     )
         return [projected[letter] for letter in which]
 
-    def _for_each_head(self, ctx, heads) -> tf.Tensor:
-        """Keys or values [B, T, K, D] for the heads of queries: [B, T, N, D]."""
-        if self.kv_heads == self.num_heads:
-            return heads
-        shape = shape_of(heads)
-        copies = [*shape[:3], self.num_heads // self.kv_heads, self.head_dim]
-        copies = tf.broadcast_to(heads[:, :, :, None], copies)
-        shape[2] = self.num_heads
-        return ctx.split(tf.reshape(copies, shape), BSND)
-
     def _logits(self, ctx, queries: Tokens, keys: Tokens, **more) -> Logits:
         """See `Logits`, which also takes `more`."""
         return Logits(
@@ -438,52 +428,29 @@ class MultiHeadAttention(Layer):
             **more,
         )
 
-    def _attend(self, ctx, theta, q, k, v, logits: Logits) -> tf.Tensor:
+    def _attend(
+        self, ctx, theta, q, k, v, logits: Logits, is_step: bool = False
+    ) -> tf.Tensor:
         """The output [B, S, M] of queries [B, S, N, D] for keys and values."""
         q = q * self.scale
-        k, v = (self._for_each_head(ctx, heads) for heads in (k, v))
         bias = None
         if self.positions is PositionKind.RELATIVE:
             bias = tf.cast(theta.relative_bias, tf.float32)
-        dropout = Dropout(rate=self.dropout_rate)
-        size = self._block_size(ctx, q.shape[1], k.shape[1])
-        if size is None:
-            probs = ctx.cast(tf.nn.softmax(logits.of_all(q, k, bias)))
-            with ctx.scope("dropout") as c:
-                probs = dropout.fprop(
-                    c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
-                )
-            context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
-            context = save_name(context, "context")
-        else:
-            context = attend_in_blocks(
-                ctx, logits, q, k, v, bias, dropout=dropout, block_size=size
-            )
-            context = ctx.split(context, BSND)
+        context = weighted_sums(
+            ctx,
+            logits,
+            q,
+            k,
+            v,
+            bias,
+            dropout=Dropout(rate=self.dropout_rate),
+            block_size=self.block_size,
+            is_step=is_step,
+        )
         shape = (self.num_heads, self.head_dim, self.model_dims)
         out = contract(ctx, context, theta.w_o, dims=2, shape=shape)
         out = to_stream(ctx, out, name="attention_out")
         return add_bias(ctx, out, theta.b_o) if self.has_out_bias else out
-
-    def _block_size(self, ctx, queries: int | None, keys: int) -> int | None:
-        """The size of blocks for so many queries and keys, None for no blocks.
-
-        A decoder's step, which has few queries (a number unknown if the batch is), has
-        no blocks.
-        """
-        if self.block_size is Blocks.NONE or queries in (None, 1):
-            return None
-        is_split = ctx.plan.activation_sharding(BSND, ctx.path).splits()[1] > 1
-        if self.block_size is Blocks.AUTO:
-            is_long = queries * keys >= AUTO_TOKENS**2
-            return AUTO_SIZE if is_long and not is_split else None
-        if is_split:
-            raise ValueError(
-                f"layer {ctx.path!r} has blocks of {self.block_size} tokens, but the "
-                "plan splits 'sequence', so that each block would be gathered: set "
-                "block_size to Blocks.AUTO or Blocks.NONE, or split 'stream' instead"
-            )
-        return self.block_size
 
 
 def _tokens(

@@ -30,13 +30,13 @@ class Blocks(enum.Enum):
     NONE = "none"
 
 
-# Measured on two CPU cores (benchmarks/attention_length.py: 8 heads of 64, one row): of
-# 2048 tokens, blocks of 512 took 0.46 of the CPU time that all pairs at once took, and
-# 0.24 of the memory; of 256 tokens the same. Blocks of 128 were a little faster there;
-# larger ones suit matrix units better, but no TPU compiler's estimate is in this yet.
+# By benchmarks/attention_length.py: 8 heads of 64, one row. Estimated for TPU v5e, all
+# pairs at once, blocks of 512 and of 1024 take 0.44, 0.59 and 0.42 ms of 1024 tokens,
+# 1.46, 1.52 and 1.38 of 2048, 7.2, 4.6 and 4.0 of 4096; of 32768, 297 and 206 ms.
+# Measured on two CPU cores, of 4096 tokens 4.4, 1.8 and 2.0 CPU seconds.
 AUTO_TOKENS = 2048
 """Sequences from here on are long."""
-AUTO_SIZE = 512
+AUTO_SIZE = 1024
 """Tokens of their blocks."""
 
 
@@ -80,10 +80,6 @@ class Cut:
         x = tf.reshape(x, [*shape[:dim], -1, *shape[dim + 2 :]])
         return x if self.is_even else tf.gather(x, tf.range(self.length), axis=dim)
 
-    def index(self, i: tf.Tensor) -> tf.Tensor:
-        """int32 [1, C], the tokens of block `i`."""
-        return (i * self.size + tf.range(self.size))[None]
-
 
 def _moved(x: tf.Tensor, source: int, target: int) -> tf.Tensor:
     order = [d for d in range(x.shape.rank) if d != source]
@@ -96,20 +92,18 @@ class Pairs:
     """The pairs of blocks of queries and keys that a mask leaves, row by row.
 
     Args:
-      queries: how queries are cut.
-      keys: how keys are cut.
-      first: by block of queries, the first block of keys that one of them sees.
-      last: the last one; at least one block is computed for every query.
+      rows: the blocks of queries that see keys, in order.
+      first: for each of them the first block of keys that one of its queries sees.
+      last: the last one.
     """
 
-    queries: Cut
-    keys: Cut
+    rows: tuple[int, ...]
     first: tuple[int, ...]
     last: tuple[int, ...]
 
     @classmethod
     def of(cls, queries: Cut, keys: Cut, mask: MaskRule) -> Pairs:
-        """The pairs that `mask` leaves."""
+        """The pairs that `mask` leaves; at least one for every block of queries."""
         first, last = [], []
         for i in range(queries.count):
             end = min((i + 1) * queries.size, queries.length) - 1
@@ -118,13 +112,18 @@ class Pairs:
             high = keys.length - 1 if high is None else min(high, keys.length - 1)
             first.append(low // keys.size)
             last.append(max(high, low) // keys.size)
-        return cls(queries, keys, tuple(first), tuple(last))
+        return cls(tuple(range(queries.count)), tuple(first), tuple(last))
 
     @property
     def count(self) -> int:
         """How many pairs are computed."""
         pairs = zip(self.first, self.last, strict=True)
         return sum(last - first + 1 for first, last in pairs)
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether no block of queries is left out before the last row."""
+        return self.rows == tuple(range(len(self.rows)))
 
     def loop(
         self,
@@ -137,13 +136,15 @@ class Pairs:
         of an inner loop whose length varies, compilers could not tell the cost.
         """
         first, last = tf.constant(self.first), tf.constant(self.last)
+        rows = None if self.has_all_rows else tf.constant(self.rows)
 
-        def step(n, i, j, *state):
-            ends = j == tf.gather(last, i)
-            below = tf.minimum(i + 1, self.queries.count - 1)
-            next_i = tf.where(ends, below, i)
+        def step(n, row, j, *state):
+            i = row if rows is None else tf.gather(rows, row)
+            ends = j == tf.gather(last, row)
+            below = tf.minimum(row + 1, len(self.rows) - 1)
+            next_row = tf.where(ends, below, row)
             next_j = tf.where(ends, tf.gather(first, below), j + 1)
-            return [n + 1, next_i, next_j, *body(i, j, *state)]
+            return [n + 1, next_row, next_j, *body(i, j, *state)]
 
         zero = tf.constant(0)
         start = [zero, zero, tf.constant(self.first[0]), *state]

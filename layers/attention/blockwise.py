@@ -12,6 +12,7 @@ tokens of a block (of queries, or of keys).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
@@ -22,12 +23,13 @@ from meshwright.framework.modeling.random import keep_words, kept
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.layers.attention.blocks import Cut, Pairs, add_at
-from meshwright.layers.attention.logits import Logits
+from meshwright.layers.attention.logits import BlockTokens, Logits
 from meshwright.layers.attention.mask_rules import rule_of
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.stacks.stacked_body import read, write
 
-_BLOCKS = ("blocks", "batch", "heads", "block", "head_dim")
+BLOCKS = ("blocks", "batch", "heads", "block", "head_dim")
+ROWS = ("blocks", "words", "batch", "heads", "block", "")
 
 
 def attend_in_blocks(
@@ -60,41 +62,131 @@ def attend_in_blocks(
       [B, S, N, D] in the activation dtype.
     """
     queries, keys = (Cut.of(t.shape[1], block_size) for t in (q, k))
-    attention = _Blockwise(
+    blocks = PairsOfBlocks(
         ctx=ctx,
-        logits=logits,
         pairs=Pairs.of(queries, keys, rule_of(logits.mask)),
-        dropout=_DropoutByBlock.of(ctx, dropout, q, queries, keys),
+        logits=logits.by_pair(
+            BlockTokens.of(logits.queries, queries),
+            BlockTokens.of(logits.keys, keys, logits.paddings),
+        ),
+        dropout=_dropout(ctx, dropout, q, queries, keys),
     )
     stacks = [
-        attention.split(cut.apply(tf.transpose(t, [0, 2, 1, 3]), 2))
+        blocks.split(cut.apply(tf.transpose(t, [0, 2, 1, 3]), 2))
         for t, cut in ((q, queries), (k, keys), (v, keys))
     ]
     weights = [] if bias is None else [bias]
-    out = tf.custom_gradient(attention.fprop)(*stacks, *weights)
+    out = tf.custom_gradient(_Blockwise(blocks).fprop)(*stacks, *weights)
     return tf.transpose(queries.undo(out, 2), [0, 2, 1, 3])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _Blockwise:
     """The forward pass and its gradient, on stacks of blocks [U, B, N, C, D]."""
 
-    ctx: Context
-    logits: Logits
-    pairs: Pairs
-    dropout: _DropoutByBlock | None
-
-    def split(self, stack: tf.Tensor) -> tf.Tensor:
-        """A stack of blocks, or of numbers of their queries, annotated."""
-        return self.ctx.split(stack, _BLOCKS[: stack.shape.rank])
+    blocks: PairsOfBlocks
 
     def fprop(self, q, k, v, *bias):
         """The output's blocks, and the function of their gradient."""
-        of_pair = self.logits.by_pair(self.pairs)
-        rows = shape_of(q)[:-1]
+        sums = self.blocks.forward(no_sums(self.blocks.ctx, q), q, k, v, *bias)
+        total, largest, weighted = sums
+        out = self.blocks.split(self.blocks.ctx.cast(weighted / total[..., None]))
+        # Whoever saves the context saves what its gradient needs.
+        out, total, largest = (save_name(t, "context") for t in (out, total, largest))
+
+        def gradient(dy):
+            return self._gradient(dy, (q, k, v, *bias), out, total, largest)
+
+        return out, gradient
+
+    def _gradient(self, dy, inputs, out, total, largest) -> list[tf.Tensor]:
+        q, k, v, *bias = inputs
+        blocks = self.blocks
+        dy = blocks.split(blocks.ctx.cast(dy))
+        query = QueryBlocks(
+            q=q, dy=dy, inner=inner_products(dy, out), total=total, largest=largest
+        )
+        bias = [by_batch(w, q) for w in bias]
+        first = [blocks.split(tf.zeros(shape_of(t))) for t in (q, k, v)]
+        first += map(tf.zeros_like, bias)
+        sums = blocks.backward(first, query, k, v, *bias)
+        return [
+            *map(blocks.ctx.cast, sums[:3]),
+            *(tf.reduce_sum(dbias, 0) for dbias in sums[3:]),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryBlocks:
+    """What the backward pass reads of blocks of queries.
+
+    Args:
+      q: [U, B, N, C, D].
+      dy: the output's gradient, likewise.
+      inner: float32 [U, B, N, C], see `inner_products`.
+      total: the softmax's sums, likewise.
+      largest: the largest logits, likewise.
+    """
+
+    q: tf.Tensor
+    dy: tf.Tensor
+    inner: tf.Tensor
+    total: tf.Tensor
+    largest: tf.Tensor
+
+
+def no_sums(ctx: Context, q: tf.Tensor) -> list[tf.Tensor]:
+    """The sums of queries that have seen no key, see `PairsOfBlocks.forward`."""
+    rows = shape_of(q)[:-1]
+    sums = [tf.zeros(rows), tf.fill(rows, tf.float32.min), tf.zeros(shape_of(q))]
+    return [ctx.split(t, BLOCKS[: t.shape.rank]) for t in sums]
+
+
+def inner_products(dy: tf.Tensor, out: tf.Tensor) -> tf.Tensor:
+    """float32 [U, B, N, C] of the output and its gradient."""
+    return tf.reduce_sum(tf.cast(dy, tf.float32) * tf.cast(out, tf.float32), -1)
+
+
+def by_batch(bias: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
+    """[B, num_buckets, N], the weight of relative positions for each row of `q`.
+
+    Its gradient keeps the batch dim in loops: split, a sum over it would be added up
+    over devices for each pair.
+    """
+    return tf.broadcast_to(bias, [shape_of(q)[1], *bias.shape])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairsOfBlocks:
+    """Passes over pairs of blocks, which add to sums, on stacks [U, B, N, C, D].
+
+    Args:
+      ctx: context.
+      pairs: the pairs.
+      logits: see `Logits.by_pair`.
+      dropout: of the weights, or None.
+    """
+
+    ctx: Context
+    pairs: Pairs
+    logits: Callable[..., tf.Tensor]
+    dropout: DropoutByBlock | None
+
+    def split(self, stack: tf.Tensor) -> tf.Tensor:
+        """A stack of blocks, or of numbers of their queries, annotated."""
+        return self.ctx.split(stack, BLOCKS[: stack.shape.rank])
+
+    def forward(
+        self, sums: Sequence[tf.Tensor], q: tf.Tensor, k, v, *bias
+    ) -> list[tf.Tensor]:
+        """`sums` after these keys and values too, all float32.
+
+        They are of each query the sum of exponentials and the largest logit [U, B, N,
+        C], and the weighted values [U, B, N, C, D].
+        """
 
         def body(i, j, total, largest, weighted):
-            logits = of_pair(i, j, read(q, i), read(k, j), *bias)
+            logits = self.logits(i, j, read(q, i), read(k, j), *bias)
             before = read(largest, i)
             most = tf.maximum(before, tf.reduce_max(logits, -1))
             score = tf.exp(logits - most[..., None])
@@ -107,36 +199,26 @@ class _Blockwise:
             stacks = zip((total, largest, weighted), news, strict=True)
             return [self.split(write(stack, new, i)) for stack, new in stacks]
 
-        first = [tf.zeros(rows), tf.fill(rows, tf.float32.min), tf.zeros(shape_of(q))]
-        total, largest, weighted = self.pairs.loop(body, map(self.split, first))
-        out = self.split(self.ctx.cast(weighted / total[..., None]))
-        # Whoever saves the context saves what its gradient needs.
-        out, total, largest = (save_name(t, "context") for t in (out, total, largest))
+        return self.pairs.loop(body, sums)
 
-        def gradient(dy):
-            return self._gradient(dy, (q, k, v, *bias), out, total, largest)
+    def backward(
+        self, sums: Sequence[tf.Tensor], query: QueryBlocks, k: tf.Tensor, v, *bias
+    ) -> list[tf.Tensor]:
+        """`sums` after these keys and values too: gradients by q, k, v and bias.
 
-        return out, gradient
-
-    def _gradient(self, dy, inputs, out, total, largest) -> list[tf.Tensor]:
-        q, k, v, *bias = inputs
-        of_pair = self.logits.by_pair(self.pairs)
-        dy = self.split(self.ctx.cast(dy))
-        inner = tf.reduce_sum(tf.cast(dy, tf.float32) * tf.cast(out, tf.float32), -1)
-        # Its gradient keeps the batch dim in the loop: split, a sum over it would be
-        # added up over devices for each pair.
-        bias = [tf.broadcast_to(w, [shape_of(q)[1], *w.shape]) for w in bias]
+        They are float32; `bias` is that of `by_batch`.
+        """
 
         def body(i, j, dq, dk, dv, *dbias):
-            blocks = [read(q, i), read(k, j), *bias]
-            dout = read(dy, i)
+            blocks = [read(query.q, i), read(k, j), *bias]
+            dout = read(query.dy, i)
             with tf.GradientTape() as tape:
                 tape.watch(blocks)
-                logits = of_pair(i, j, *blocks)
-            share = tf.exp(logits - read(largest, i)[..., None])
-            share /= read(total, i)[..., None]
+                logits = self.logits(i, j, *blocks)
+            share = tf.exp(logits - read(query.largest, i)[..., None])
+            share /= read(query.total, i)[..., None]
             dshare = _product(dout, read(v, j), 1, 1)
-            dshare = self._dropped(dshare, i, j) - read(inner, i)[..., None]
+            dshare = self._dropped(dshare, i, j) - read(query.inner, i)[..., None]
             score = self._dropped(self.ctx.cast(share), i, j)
             news = tape.gradient(logits, blocks, share * dshare)
             dvalue = _product(score, dout, 0, 0)
@@ -144,19 +226,14 @@ class _Blockwise:
             sums = [self.split(add_at(*each)) for each in added]
             return [*sums, *(d + new for d, new in zip(dbias, news[2:], strict=True))]
 
-        stacks = [self.split(tf.zeros(shape_of(t))) for t in (q, k, v)]
-        sums = self.pairs.loop(body, [*stacks, *map(tf.zeros_like, bias)])
-        return [
-            *map(self.ctx.cast, sums[:3]),
-            *(tf.reduce_sum(dbias, 0) for dbias in sums[3:]),
-        ]
+        return self.pairs.loop(body, sums)
 
     def _dropped(self, x: tf.Tensor, i: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
         return x if self.dropout is None else self.dropout.apply(x, i, j)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _DropoutByBlock:
+class DropoutByBlock:
     """Drops what `Dropout` drops of [B, N, S, T], block by block.
 
     Args:
@@ -169,23 +246,29 @@ class _DropoutByBlock:
     rows: tf.Tensor
     columns: tf.Tensor
 
-    @classmethod
-    def of(cls, ctx: Context, dropout: Dropout, q, queries: Cut, keys: Cut):
-        """None if nothing is dropped."""
-        with ctx.scope("dropout") as c:
-            if not dropout.drops(c):
-                return None
-            B, S, N, _ = q.shape
-            rows, columns = keep_words(c.random_key(), [B, N, S, keys.length])
-        rows = ctx.split(
-            queries.apply(rows, 3), ("blocks", "words", "batch", "heads", "block", "")
-        )
-        return cls(dropout=dropout, rows=rows, columns=keys.apply(columns, 1))
-
     def apply(self, x: tf.Tensor, i: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
         """`x` [B, N, C, C] of a pair, with some elements dropped."""
         keep = kept(read(self.rows, i), read(self.columns, j), self.dropout.rate)
         return self.dropout.scaled(x, keep)
+
+
+def dropout_words(
+    ctx: Context, dropout: Dropout, q: tf.Tensor, keys: int
+) -> tuple[tf.Tensor, tf.Tensor] | None:
+    """The words of [B, N, S, T], see `keep_words`; None if nothing is dropped."""
+    with ctx.scope("dropout") as c:
+        if not dropout.drops(c):
+            return None
+        B, S, N, _ = q.shape
+        return keep_words(c.random_key(), [B, N, S, keys])
+
+
+def _dropout(ctx, dropout, q, queries: Cut, keys: Cut) -> DropoutByBlock | None:
+    words = dropout_words(ctx, dropout, q, keys.length)
+    if words is None:
+        return None
+    rows = ctx.split(queries.apply(words[0], 3), ROWS)
+    return DropoutByBlock(dropout=dropout, rows=rows, columns=keys.apply(words[1], 1))
 
 
 def _product(x: tf.Tensor, y: tf.Tensor, x_dim: int, y_dim: int) -> tf.Tensor:

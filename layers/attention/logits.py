@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import numpy as np
 import tensorflow as tf
 
-from meshwright.layers.attention.blocks import Cut, Pairs
+from meshwright.layers.attention.blocks import Cut
 from meshwright.layers.attention.mask_rules import (
     MaskKind,
     MaskRule,
@@ -25,6 +24,8 @@ from meshwright.layers.stacks.stacked_body import read
 
 # Finite: a row that sees no key must still give numbers, and so must its gradient.
 _NEVER = -1e30
+# Below any logit that is hidden, above the least number: never NaN, alone in a row.
+_FILLED_UP = -3e38
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,38 +68,38 @@ class Logits:
             products, self.queries, self.keys, self.paddings, bias, self.offset
         )
 
-    def by_pair(self, pairs: Pairs) -> Callable[..., tf.Tensor]:
+    def by_pair(
+        self, queries: BlockTokens, keys: BlockTokens
+    ) -> Callable[..., tf.Tensor]:
         """A function that makes the logits of a pair of blocks.
 
         Its arguments are the blocks' numbers, q [B, N, C, D], k [B, N, C, D], and, if
         there are relative positions, their weight [num_buckets, N], which may have a
         batch dim in front. It returns float32 [B, N, C, C].
         """
-        paddings = None if self.paddings is None else pairs.keys.apply(self.paddings, 1)
-        queries, keys = (
-            _by_block(self.queries, pairs.queries),
-            _by_block(self.keys, pairs.keys),
-        )
 
         def of_pair(i, j, q, k, bias=None):
-            key = keys(j)
+            query, key = queries.read(i), keys.read(j)
+            products = tf.matmul(q, k, transpose_b=True)
+            paddings = None if keys.paddings is None else read(keys.paddings, j)
             logits = self._finished(
-                tf.matmul(q, k, transpose_b=True),
-                queries(i),
+                products,
+                query,
                 key,
-                None if paddings is None else read(paddings, j),
+                paddings,
                 bias,
-                j * pairs.keys.size - i * pairs.queries.size,
+                keys.start(j) - queries.start(i),
+                queries.stride,
             )
             logits = tf.cast(logits, tf.float32)
-            if pairs.keys.is_even:
+            if keys.length is None:
                 return logits
             # No mean of values either, of a query that sees no key.
-            return tf.where(key.index < pairs.keys.length, logits, -np.inf)
+            return tf.where(key.index < keys.length, logits, _FILLED_UP)
 
         return of_pair
 
-    def _finished(self, products, queries, keys, paddings, bias, offset) -> tf.Tensor:
+    def _finished(self, products, queries, keys, paddings, bias, offset, stride=1):
         """Logits, of the products [B, N, ...] of some queries and keys."""
         logits = tf.cast(products, self.dtype)
         if self.cap is not None:
@@ -110,6 +111,7 @@ class Logits:
                 mask=kind_of(self.mask),
                 max_distance=self.max_distance,
                 offset=offset,
+                stride=stride,
             )
             logits += tf.cast(bias, self.dtype)
         visible = visibility(self.mask, queries, keys, paddings)
@@ -119,15 +121,54 @@ class Logits:
         return logits
 
 
-def _by_block(tokens: Tokens, cut: Cut) -> Callable[[tf.Tensor], Tokens]:
-    """The tokens of a block, by its number."""
-    stacks = [
-        None if part is None else cut.apply(part, 1)
-        for part in (tokens.segment, tokens.position)
-    ]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockTokens:
+    """Where the tokens of a stack of blocks are.
 
-    def block(i):
-        segment, position = (None if s is None else read(s, i) for s in stacks)
-        return Tokens(index=cut.index(i), segment=segment, position=position)
+    Args:
+      size: C.
+      first: the index of the first token.
+      stride: the index of a token minus that of the one before it.
+      length: tokens from this index on are filled up; None: there are none.
+      segment: int32 [U, B or 1, C], see `Tokens`.
+      position: likewise.
+      paddings: [U, B or 1, C], 1 at keys that no query sees.
+    """
 
-    return block
+    size: int
+    first: int | tf.Tensor = 0
+    stride: int = 1
+    length: int | None = None
+    segment: tf.Tensor | None = None
+    position: tf.Tensor | None = None
+    paddings: tf.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, tokens: Tokens, cut: Cut, paddings: tf.Tensor | None = None
+    ) -> BlockTokens:
+        """The tokens of a row that is cut in blocks, and their paddings [B or 1, S]."""
+        parts = (tokens.segment, tokens.position, paddings)
+        segment, position, paddings = (
+            None if part is None else cut.apply(part, 1) for part in parts
+        )
+        return cls(
+            size=cut.size,
+            length=None if cut.is_even else cut.length,
+            segment=segment,
+            position=position,
+            paddings=paddings,
+        )
+
+    def start(self, i: tf.Tensor) -> tf.Tensor:
+        """The index of the first token of block `i`."""
+        return self.first + self.stride * (i * self.size)
+
+    def read(self, i: tf.Tensor) -> Tokens:
+        """The tokens of block `i`, [B or 1, C]."""
+        segment, position = (
+            None if part is None else read(part, i)
+            for part in (self.segment, self.position)
+        )
+        index = self.start(i) + self.stride * tf.range(self.size)
+        return Tokens(index=index[None], segment=segment, position=position)

@@ -143,6 +143,7 @@ def relative_bias(
     mask: MaskKind,
     max_distance: int = 128,
     offset: int | tf.Tensor = 0,
+    stride: int = 1,
 ) -> tf.Tensor:
     """A bias for each head and pair of tokens, by the bucket of their distance.
 
@@ -156,6 +157,7 @@ def relative_bias(
       mask: as in `relative_bucket`.
       max_distance: as in `relative_bucket`.
       offset: the position of the first key minus that of the first query.
+      stride: the position of a key, or query, minus that of the one before it.
 
     Returns:
       [..., N, S, T], query before key, in the dtype of `weight`.
@@ -165,7 +167,7 @@ def relative_bias(
     # Entry k of a row of S + T is for distance k, or k - (S + T) after the first T.
     entry = tf.range(length)
     bucket = relative_bucket(
-        tf.where(entry < keys, entry, entry - length) + offset,
+        tf.where(entry < keys, entry, entry - length) * stride + offset,
         mask=mask,
         num_buckets=num_buckets,
         max_distance=max_distance,

@@ -21,8 +21,8 @@ from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.attention.attention import BSND
 from meshwright.layers.attention.positions import sinusoids
+from meshwright.layers.attention.sequence_splits import BSND
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,

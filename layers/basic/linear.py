@@ -82,8 +82,8 @@ def contract(
     """Contracts the last `dims` dims of `x` with the first `dims` of `weight`.
 
     Both are flattened to matrices first: the gradients of a 3-D einsum cost transposed
-    copies of the activations. A plan that splits the sequence dim of `x` pays for the
-    flattened rows with a gather; Table 1's plans and `read_stream` do not split it.
+    copies of the activations. Under a plan that splits "sequence" the rows of `x` are
+    left as they are: flattened they would be gathered.
 
     Args:
       ctx: gives the activation dtype, in which the product is computed.
@@ -116,7 +116,8 @@ def contract_each(
     lead, contracted = shape_of(x)[:-dims], (shape or weights[0].shape)[:dims]
     check_trailing_dims(ctx, x, contracted)
     size = math.prod(contracted)
-    rows = tf.reshape(ctx.cast(x), [-1, size])
+    is_split = ctx.plan.activation_sharding(("sequence",), ctx.path).splits()[0] > 1
+    rows = tf.reshape(ctx.cast(x), [*(lead if is_split else [-1]), size])
     products = []
     for weight in weights:
         product = _product(ctx, rows, tf.reshape(weight, [size, -1]))
@@ -125,9 +126,9 @@ def contract_each(
 
 
 def _product(ctx: Context, rows: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """[R, K] times [K, F] in the activation dtype."""
+    """[R, K] or [B, S, K] times [K, F] in the activation dtype."""
     if not ctx.widens_gradients:
-        return rows @ ctx.cast(weight)
+        return _times(rows, ctx.cast(weight))
 
     @tf.custom_gradient
     def product(rows, weight):
@@ -135,19 +136,29 @@ def _product(ctx: Context, rows: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
 
         def gradient(dy):
             wide = summed_products(rows, dy, ctx.gradient_dtype)
-            return tf.matmul(dy, matrix, transpose_b=True), tf.cast(wide, weight.dtype)
+            return _times(dy, matrix, "kf"), tf.cast(wide, weight.dtype)
 
-        return rows @ matrix, gradient
+        return _times(rows, matrix), gradient
 
     return product(rows, weight)
 
 
+def _times(rows: tf.Tensor, matrix: tf.Tensor, dims: str = "fk") -> tf.Tensor:
+    """[..., F] times [F, K], or, of dims "kf", [K, F]: [..., K]."""
+    if rows.shape.rank == 2:
+        return tf.matmul(rows, matrix, transpose_b=dims == "kf")
+    # Not an ellipsis: the gradient by the matrix would sum a product for each row.
+    lead = "abcde"[: rows.shape.rank - 1]
+    return tf.einsum(f"{lead}f,{dims}->{lead}k", rows, matrix)
+
+
 def summed_products(x: tf.Tensor, y: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """[R, K] and [R, F] to [K, F], summed over R in a wider dtype than theirs."""
+    """[R..., K] and [R..., F] to [K, F], summed over R in a wider dtype than theirs."""
+    rows = list(range(x.shape.rank - 1))
     if tf.executing_eagerly():
-        return tf.matmul(tf.cast(x, dtype), tf.cast(y, dtype), transpose_a=True)
+        return tf.tensordot(tf.cast(x, dtype), tf.cast(y, dtype), [rows, rows])
     dims = xla_data_pb2.DotDimensionNumbers(
-        lhs_contracting_dimensions=[0], rhs_contracting_dimensions=[0]
+        lhs_contracting_dimensions=rows, rhs_contracting_dimensions=rows
     )
     return xla.dot_general(x, y, dims, preferred_element_type=dtype)
 

@@ -1,31 +1,38 @@
 """The benchmark of attention's length: its table, its programs."""
 
+import dataclasses
+
 import numpy as np
 
 from benchmarks import attention_length
 from benchmarks.attention_length import Seconds, Sizes
+from meshwright.framework.sharding.plan import SequenceAttention
 
 
 def test_rows_have_memory_and_medians():
     sizes = Sizes(batch=1, length=64, heads=2, block=16)
     turns = [Seconds(cpu=cpu, wall=10 * cpu) for cpu in (0.5, 4.0, 1.0)]
     row = attention_length.table_row(sizes, 3 * 2**20, turns).split()
-    assert row == ["64", "16", "3.0", "1.000", "10.000"]
-    assert attention_length.table_row(sizes, 2**19, ()).split() == ["64", "16", "0.5"]
+    assert row == ["64", "16", "-", "3.0", "1.000", "10.000"]
+    sizes = dataclasses.replace(sizes, split_over=4, way=SequenceAttention.RING)
+    row = attention_length.table_row(sizes, 2**19, ()).split()
+    assert row == ["64", "16", "ring", "0.5"]
     row = attention_length.estimated_row(sizes, 2**20, 0.25).split()
-    assert row == ["64", "16", "1.0", "0.250000"]
+    assert row == ["64", "16", "ring", "1.0", "0.250000"]
 
 
-def test_both_forms_compute_the_same_gradients():
+def test_all_forms_compute_the_same_gradients():
     found = []
-    for block in (16, 0):
-        sizes = Sizes(batch=1, length=40, heads=2, block=block)
+    split = {"split_over": 2, "way": SequenceAttention.RING}
+    for block, more in ((16, {}), (8, split), (0, {})):
+        sizes = Sizes(batch=1, length=40, heads=2, block=block, **more)
         program = attention_length.step_program(sizes, None)
         out = program(*attention_length.arguments(program))
         found.append(program.unshard(out))
         turns = attention_length.in_turns([program], 2)
         assert all(turn.cpu > 0 and turn.wall > 0 for turn in turns[0])
-    (got, got_x), (want, want_x) = found
-    np.testing.assert_allclose(got_x, want_x, rtol=1e-4, atol=1e-5)
-    for path, value in want.items_by_path():
-        np.testing.assert_allclose(got.get_path(path), value, rtol=1e-4, atol=1e-4)
+    *others, (want, want_x) = found
+    for got, got_x in others:
+        np.testing.assert_allclose(got_x, want_x, rtol=1e-4, atol=1e-5)
+        for path, value in want.items_by_path():
+            np.testing.assert_allclose(got.get_path(path), value, rtol=1e-4, atol=1e-4)

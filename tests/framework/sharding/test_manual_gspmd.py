@@ -8,7 +8,14 @@ from meshwright.framework.compiler.lowering.lower import LoweringError
 from meshwright.framework.compiler.program import compile_program
 from meshwright.framework.compiler.stablehlo.manual import manual_gspmd
 from meshwright.framework.compiler.xla.partitioner import Partitioner
+from meshwright.framework.sharding.annotations import mesh_split
+from meshwright.framework.sharding.collectives import (
+    all_reduce,
+    axis_index,
+    collective_permute,
+)
 from meshwright.framework.sharding.manual import manual_partition
+from meshwright.framework.sharding.sharding import Sharding
 from tests.framework.sharding.test_manual import MESH, X, close
 
 
@@ -68,3 +75,59 @@ def test_gspmd_refuses_what_it_would_end_the_process_at():
             else:
                 program = compile_program(region, spec, MESH, partitioner=partitioner)
                 close(program(X), np.fft.fft(X).real)
+
+
+def test_axis_index_has_its_own_constants():
+    """The mark of its constants would hold for equal ones outside of the region."""
+
+    def shifted(x):
+        return x + tf.cast(axis_index(MESH, "X"), x.dtype)
+
+    region = manual_partition(
+        shifted,
+        mesh=MESH,
+        manual_axes=["X"],
+        in_dims=[["X", None]],
+        out_dims=["X", None],
+    )
+
+    def fn(x, n):
+        # Sizes and strides of the mesh's axes, unsigned as those of the index.
+        numbers = (n + np.uint32(4)) // np.uint32(2) + np.uint32(0)
+        return region(x * tf.cast(numbers, x.dtype))
+
+    specs = [tf.TensorSpec([8, 4]), tf.TensorSpec([4], tf.uint32)]
+    program = compile_program(
+        fn, specs, MESH, partitioner=Partitioner.GSPMD, in_child=True
+    )
+    x, n = X[:, :4], np.arange(4, dtype=np.uint32)
+    close(program(x, n), x * ((n + 4) // 2) + np.repeat([0, 1], 4)[:, None])
+
+
+@pytest.mark.parametrize("partitioner", Partitioner)
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda x: collective_permute(x, MESH, "X", [(0, 1), (1, 0)]),
+        lambda x: all_reduce(x, MESH, "X"),
+    ],
+)
+def test_what_is_annotated_and_sent_stays_split_by_automatic_axes(send, partitioner):
+    def body(x):
+        split = mesh_split(x, MESH, [None, "Y"])
+        return mesh_split(send(split), MESH, [None, "Y"])
+
+    region = manual_partition(
+        body, mesh=MESH, manual_axes=["X"], in_dims=[["X", None]], out_dims=["X", None]
+    )
+    both = [Sharding.parse(MESH, "[X,Y]")]
+    program = compile_program(
+        region,
+        [tf.TensorSpec(X.shape)],
+        MESH,
+        in_shardings=both,
+        out_shardings=both[0],
+        partitioner=partitioner,
+    )
+    (sent,) = program.collectives()
+    assert sent.axes == ("X",) and sent.shapes == ((4, 4),)

@@ -210,21 +210,20 @@ def test_blocks_are_as_equal_as_can_be():
 
 
 def test_pairs_come_once_each():
-    pairs = Pairs.of(Cut.of(37, 5), Cut.of(37, 8), NearMask(left=9, right=0))
+    queries, keys = Cut.of(37, 5), Cut.of(37, 8)
+    pairs = Pairs.of(queries, keys, NearMask(left=9, right=0))
 
     @tf.function(jit_compile=True, autograph=False)
     def count():
-        seen = tf.zeros([pairs.queries.count, pairs.keys.count], tf.int32)
+        seen = tf.zeros([queries.count, keys.count], tf.int32)
 
         def body(i, j, seen):
-            row = tf.one_hot(i, pairs.queries.count, dtype=tf.int32)
-            return [
-                seen + row[:, None] * tf.one_hot(j, pairs.keys.count, dtype=tf.int32)
-            ]
+            row = tf.one_hot(i, queries.count, dtype=tf.int32)
+            return [seen + row[:, None] * tf.one_hot(j, keys.count, dtype=tf.int32)]
 
         return pairs.loop(body, [seen])[0]
 
-    expected = np.zeros([pairs.queries.count, pairs.keys.count])
+    expected = np.zeros([queries.count, keys.count])
     for i, ends in enumerate(zip(pairs.first, pairs.last, strict=True)):
         expected[i, ends[0] : ends[1] + 1] = 1
     np.testing.assert_array_equal(count(), expected)

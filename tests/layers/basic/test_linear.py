@@ -1,10 +1,11 @@
-"""Products with weights, flattened to matrices."""
+"""Products with weights, flattened to matrices where no sequence is split."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
+from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.basic.linear import contract, contract_each
 
 RNG = np.random.default_rng(0)
@@ -36,6 +37,33 @@ def test_a_weight_may_come_as_a_matrix(x, weight, dims):
     want = contract(Context(), x, w, dims=dims)
     got = contract(Context(), x, matrix, dims=dims, shape=weight)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("gradient_dtype", [None, tf.float64])
+def test_rows_of_a_split_sequence_stay_as_they_are(gradient_dtype):
+    """Flattened they would be gathered; and no product is there for each row."""
+    plan = ShardingPlan(mesh_shape=(2, 4), activations={"sequence": "Y"})
+    split, whole = (
+        Context(plan=plan, gradient_dtype=gradient_dtype)
+        for plan in (plan, ShardingPlan())
+    )
+    shapes = ([2, 12, 8], [8, 4, 6])
+    x, w = (tf.constant(RNG.standard_normal(s), tf.float32) for s in shapes)
+
+    def gradients(ctx, x, w):
+        with tf.GradientTape() as tape:
+            tape.watch((x, w))
+            y = contract(ctx, x, w)
+            loss = tf.reduce_sum(tf.sin(tf.cast(y, tf.float32)))
+        return y, *tape.gradient(loss, (x, w))
+
+    for got, want in zip(gradients(split, x, w), gradients(whole, x, w), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    traced = tf.function(lambda x, w: gradients(split, x, w), autograph=False)
+    ops = traced.get_concrete_function(x, w).graph.get_operations()
+    assert not any(op.type == "MatMul" for op in ops)
+    sizes = [out.shape.num_elements() or 0 for op in ops for out in op.outputs]
+    assert max(sizes) == 2 * 12 * 4 * 6
 
 
 def test_contract_each_flattens_its_input_once(hlo_text):

@@ -99,19 +99,27 @@ _BUILDERS: dict[str, Callable] = {
 }
 
 
-def build_axis_index(axes: Sequence[str], mesh: DeviceMesh):
-    """The device's index along `axes`, int32: digits of its number in the program."""
+def build_axis_index(
+    axes: Sequence[str],
+    mesh: DeviceMesh,
+    finish: Callable[[ir.Value], ir.Value] = lambda constant: constant,
+):
+    """The device's index along `axes`, int32: digits of its number in the program.
+
+    `finish` makes constants part of a region.
+    """
 
     def constant(number: int):
         array = np.array(number, np.uint32)
         unsigned = ir.IntegerType.get_unsigned(32)
-        return stablehlo.ConstantOp(ir.DenseElementsAttr.get(array, type=unsigned))
+        attribute = ir.DenseElementsAttr.get(array, type=unsigned)
+        return finish(stablehlo.ConstantOp(attribute).result)
 
     device = stablehlo.PartitionIdOp().result
-    index = constant(0).result
+    index = constant(0)
     for axis in axes:
-        digit = stablehlo.DivOp(device, constant(mesh.stride(axis)).result).result
-        size = constant(mesh.axis_size(axis)).result
+        digit = stablehlo.DivOp(device, constant(mesh.stride(axis))).result
+        size = constant(mesh.axis_size(axis))
         digit = stablehlo.RemOp(digit, size).result
         index = stablehlo.AddOp(stablehlo.MulOp(index, size).result, digit).result
     signed = ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))

@@ -199,7 +199,15 @@ class _Region:
         )
 
     def _axis_index(self, axes: Axes) -> ir.Value:
-        index = build_axis_index(axes, self.mesh)
+
+        def entered(constant: ir.Value) -> ir.Value:
+            # See `_constant`: the mark would hold for equal ones outside too.
+            outside = sharding_call("Sharding", constant, constant.type, "{replicated}")
+            return sharding_call(
+                "SPMDFullToShardShape", outside, constant.type, "{manual}"
+            )
+
+        index = build_axis_index(axes, self.mesh, entered)
         marked = sharding_call("Sharding", index, index.type, "{manual}")
         if not self.has_automatic_axes:
             return marked
@@ -215,7 +223,11 @@ class _Region:
     ) -> ir.Value:
         new = build_collective(placeholder, [value], type_, self.mesh)
         rank = ir.RankedTensorType(type_).rank
-        new.operation.attributes["mhlo.sharding"] = ir.StringAttr.get(self._text(rank))
+        text = ir.StringAttr.get(self._text(rank))
+        if value.type == type_ and _is_annotated(value):
+            # Otherwise the partitioner would gather it along the automatic axes.
+            text = value.owner.attributes["mhlo.sharding"]
+        new.operation.attributes["mhlo.sharding"] = text
         return self._manual(new.results[0])
 
     def _all_to_all(self, op, placeholder: Placeholder) -> ir.Value:
@@ -246,3 +258,11 @@ class _Region:
         shape[split] = 1
         shard = stablehlo.DynamicSliceOp(gathered, starts, shape).result
         return self._manual(stablehlo.ReshapeOp(result, self._manual(shard)).result)
+
+
+def _is_annotated(value: ir.Value) -> bool:
+    """Whether an annotation made `value`, and leaves nothing open."""
+    maker = value.owner
+    if isinstance(maker, ir.Block) or not is_annotation(maker):
+        return False
+    return "unspecified" not in ir.StringAttr(maker.attributes["backend_config"]).value

@@ -126,6 +126,9 @@ def _rewrite_block(shared: _Rewriting, block) -> None:
         shared.write(shared.blame, shared.mesh, ops, axes, shared.is_floating)
     for op, kind in zip(reversed(ops), reversed(kinds), strict=True):
         if kind.per_device:  # Its copies are in the regions now.
+            for result in op.results:
+                # A value is known by its address, which a later one may have.
+                del shared.kinds[result]
             op.erase()
 
 

@@ -1,0 +1,140 @@
+"""What attention adds up: weighted sums of values, computed in one of several ways.
+
+Dims: B batch, S sequence (query), T sequence (key), N heads, K heads of keys and
+values, D head size.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from meshwright.framework.modeling.layer import Context
+from meshwright.framework.modeling.recompute import save_name
+from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.nested_map import NestedMap
+from meshwright.framework.sharding.plan import SequenceAttention
+from meshwright.layers.attention.blocks import AUTO_SIZE, AUTO_TOKENS, Blocks
+from meshwright.layers.attention.blockwise import attend_in_blocks
+from meshwright.layers.attention.logits import Logits
+from meshwright.layers.attention.ring import attend_in_ring
+from meshwright.layers.attention.sequence_splits import (
+    BSND,
+    by_heads,
+    splits_sequence,
+    way_of,
+)
+from meshwright.layers.basic.dropout import Dropout
+
+BTKD = ("batch", "sequence", "kv_heads", "head_dim")
+_RING_SIZES = {Blocks.AUTO: AUTO_SIZE, Blocks.NONE: None}
+
+
+def weighted_sums(
+    ctx: Context,
+    logits: Logits,
+    q: tf.Tensor,
+    k: tf.Tensor,
+    v: tf.Tensor,
+    bias: tf.Tensor | None,
+    *,
+    dropout: Dropout,
+    block_size: int | Blocks,
+    is_step: bool,
+) -> tf.Tensor:
+    """The sums of values [B, S, N, D] in the activation dtype, named "context".
+
+    Args:
+      ctx: context; its plan says what devices do where it splits the sequence.
+      logits: what is visible, and how logits are finished.
+      q: queries [B, S, N, D], scaled.
+      k: keys [B, T, K, D].
+      v: values [B, T, K, D].
+      bias: float32 [num_buckets, N] of relative positions, or None.
+      dropout: of the weights.
+      block_size: see `MultiHeadAttention`.
+      is_step: whether keys and values come from a cache, which devices may hold in
+        parts whatever computes the sequence.
+
+    Raises:
+      ValueError: blocks, a ring or heads do not go with the plan.
+    """
+    way = SequenceAttention.GATHER if is_step else way_of(ctx, q.shape[1])
+    key_dims = BSND if k.shape[2] == q.shape[2] else BTKD
+    if way is SequenceAttention.RING:
+        return attend_in_ring(
+            ctx,
+            logits,
+            q,
+            k,
+            v,
+            bias,
+            key_dims=key_dims,
+            dropout=dropout,
+            block_size=_RING_SIZES.get(block_size, block_size),
+        )
+    inside = ctx
+    if way is SequenceAttention.ALL_TO_ALL:
+        counts = {"num_heads": q.shape[2], "num_kv_heads": k.shape[2]}
+        inside = by_heads(ctx, counts)
+        q = inside.split(q, BSND)
+        k, v = (inside.split(t, key_dims) for t in (k, v))
+    k, v = (_for_each_head(inside, heads, q.shape[2]) for heads in (k, v))
+    size = _size(ctx, block_size, q.shape[1], k.shape[1], is_step)
+    if size is None:
+        context = _at_once(inside, logits, q, k, v, bias, dropout)
+    else:
+        context = attend_in_blocks(
+            inside, logits, q, k, v, bias, dropout=dropout, block_size=size
+        )
+        context = inside.split(context, BSND)
+    return context if inside is ctx else ctx.split(context, BSND)
+
+
+def _at_once(ctx, logits: Logits, q, k, v, bias, dropout: Dropout) -> tf.Tensor:
+    probs = ctx.cast(tf.nn.softmax(logits.of_all(q, k, bias)))
+    with ctx.scope("dropout") as c:
+        probs = dropout.fprop(
+            c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
+        )
+    context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
+    return save_name(context, "context")
+
+
+def _for_each_head(ctx: Context, heads: tf.Tensor, count: int) -> tf.Tensor:
+    """Keys or values [B, T, K, D] for the heads of queries: [B, T, N, D]."""
+    shape = shape_of(heads)
+    if shape[2] == count:
+        return heads
+    copies = [*shape[:3], count // shape[2], shape[3]]
+    copies = tf.broadcast_to(heads[:, :, :, None], copies)
+    return ctx.split(tf.reshape(copies, [*shape[:2], count, shape[3]]), BSND)
+
+
+def _size(
+    ctx: Context,
+    block_size: int | Blocks,
+    queries: int | None,
+    keys: int,
+    is_step: bool,
+) -> int | None:
+    """The most tokens of a block, None for no blocks.
+
+    A step has few queries (a number unknown if the batch is), or a prompt's.
+    """
+    if block_size is Blocks.NONE or queries in (None, 1):
+        return None
+    at_once = ctx.plan.sequence_attention is SequenceAttention.GATHER or is_step
+    is_split = at_once and splits_sequence(ctx)
+    if block_size is Blocks.AUTO:
+        is_long = queries * keys >= AUTO_TOKENS**2
+        return AUTO_SIZE if is_long and not is_split else None
+    if is_split and is_step:
+        return None
+    if is_split:
+        raise ValueError(
+            f"layer {ctx.path!r} has blocks of {block_size} tokens, but the plan "
+            "splits 'sequence', so that each block would be gathered: set "
+            "ShardingPlan.sequence_attention to SequenceAttention.RING or "
+            "ALL_TO_ALL, or block_size to Blocks.AUTO or Blocks.NONE"
+        )
+    return block_size
