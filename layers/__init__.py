@@ -21,6 +21,7 @@ from meshwright.layers.convolutions.convolution import (
 )
 from meshwright.layers.convolutions.resnet import ResNet
 from meshwright.layers.convolutions.unet3d import UNet3D
+from meshwright.layers.experts.dropless import Dropless
 from meshwright.layers.experts.gating import Capacity
 from meshwright.layers.experts.gatings import (
     ExpertChoice,
@@ -45,6 +46,7 @@ __all__ = [
     "Convolution",
     "ConvolutionModule",
     "DepthwiseConv1D",
+    "Dropless",
     "Dropout",
     "ExpertChoice",
     "ExpertFeedForward",

@@ -29,6 +29,7 @@ from meshwright.layers.basic.linear import contract
 GSE = ("batch", "sequence", "gate_experts")
 """Logical dims of gates: groups are the batch, divided differently."""
 GSEC = (*GSE, "capacity")
+GSK = ("batch", "sequence", "choices")
 
 
 @gin.constants_from_enum
@@ -346,8 +347,8 @@ class TokenGating(Gating):
         experts = [self.num_experts + tf.reduce_sum(t * number, -1) for t in taken]
         weights = [tf.reduce_sum(gates * t, -1) for t in taken]
         return Sending(
-            experts=tf.cast(tf.stack(experts, -1), tf.int32),
-            weights=tf.stack(weights, -1),
+            experts=ctx.split(tf.cast(tf.stack(experts, -1), tf.int32), GSK),
+            weights=ctx.split(tf.stack(weights, -1), GSK),
             **_routed(logits, picks.choices[0], kept, valid),
         )
 
