@@ -343,11 +343,17 @@ class TokenGating(Gating):
         taken = picks.going(picks.choices)
         kept = ctx.split(tf.add_n(taken), GSE)
         gates = ctx.split(picks.gates(kept), GSE)
-        number = tf.range(self.num_experts, dtype=tf.float32) - self.num_experts
-        experts = [self.num_experts + tf.reduce_sum(t * number, -1) for t in taken]
+        experts = [
+            tf.where(
+                tf.reduce_max(t, -1) > 0,
+                tf.argmax(t, -1, output_type=tf.int32),
+                self.num_experts,
+            )
+            for t in taken
+        ]
         weights = [tf.reduce_sum(gates * t, -1) for t in taken]
         return Sending(
-            experts=ctx.split(tf.cast(tf.stack(experts, -1), tf.int32), GSK),
+            experts=ctx.split(tf.stack(experts, -1), GSK),
             weights=ctx.split(tf.stack(weights, -1), GSK),
             **_routed(logits, picks.choices[0], kept, valid),
         )
