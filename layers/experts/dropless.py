@@ -80,9 +80,16 @@ class Dropless(Checked):
           [D N, M] in the activation dtype.
 
         Raises:
-          ValueError: the devices do not divide the tokens.
+          ValueError: the plan's axes do not divide the experts.
         """
         devices = Devices.of(ctx.plan)
+        if num_experts % devices.experts_split:
+            raise ValueError(
+                f"layer {ctx.path!r}: {num_experts} experts do not divide among "
+                f"{devices.experts_split} devices: set num_experts to a multiple of "
+                f"{devices.experts_split}, or change "
+                "ShardingPlan.activations['experts']"
+            )
         missing = -x.shape[0] % devices.count
         x, experts, weights = (
             devices.split(tf.pad(t, [(0, missing), (0, 0)], constant_values=value))
@@ -115,10 +122,10 @@ class _Run:
         blocks = devices.split(tf.reshape(rows, [-1, size, x.shape[1]]))
         blocks = save_name(blocks, "dispatched")
         out = self.layer(theta, blocks, of_block, devices)
-        out = save_name(out, "expert_out")
         out = devices.split(tf.reshape(out, [-1, x.shape[1]]))
         if weights is not None:
-            out *= self.ctx.cast(placement.take_choices(weights))
+            out = save_name(out, "expert_out")
+            out *= self.ctx.cast(placement.take_choices(weights))[:, None]
         return placement.put(out)
 
     def in_rounds(self, theta, x, experts, weights) -> tf.Tensor:
@@ -153,9 +160,10 @@ class _Run:
         of_rows = sent.take_choices(experts % self.num_experts + 1)
         arrived = devices.exchanged(sent.take(inputs.x))
         of_rows = devices.exchanged(of_rows)
-        of_rows = tf.where(of_rows > 0, of_rows - 1, self.num_experts)
+        of_rows = tf.where(of_rows > 0, of_rows - 1, self.num_experts)[:, None]
         out = devices.exchanged(self.local(inputs.theta, arrived, of_rows))
-        out *= self.ctx.cast(sent.take_choices(inputs.weights))
+        out = save_name(out, "expert_out")
+        out *= self.ctx.cast(sent.take_choices(inputs.weights))[:, None]
         return sent.put(out)
 
     def _queues(self, experts: tf.Tensor) -> Queues:

@@ -5,7 +5,7 @@ a device's own part (`manual_partition`), and so does its gradient. Nothing else
 from one region to another, so that loops over layers can keep what lies between.
 
 Dims: D devices, N tokens of a device, k choices of a token, R rows, C rows of a block,
-U blocks, E experts of a device, F features, A contracted, B produced.
+U blocks, E experts of a device, A contracted, B produced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Placement:
     choices: tf.Tensor
 
     def take(self, x: tf.Tensor) -> tf.Tensor:
-        """[D R, F] of `x` [D N, F]: each row's token, or zeros."""
+        """[D R, ...] of `x` [D N, ...]: each row's token, or zeros."""
         if not x.dtype.is_floating:
             return self._take(x)
 
@@ -53,7 +53,7 @@ class Placement:
         return taken(x)
 
     def put(self, y: tf.Tensor) -> tf.Tensor:
-        """[D N, F] of `y` [D R, F]: the sum of each token's rows."""
+        """[D N, ...] of `y` [D R, ...]: the sum of each token's rows."""
 
         @tf.custom_gradient
         def given(y):
@@ -62,9 +62,9 @@ class Placement:
         return given(y)
 
     def take_choices(self, x: tf.Tensor) -> tf.Tensor:
-        """[D R, 1] of `x` [D N, k]: what belongs to each row's choice, or 0."""
+        """[D R] of `x` [D N, k]: what belongs to each row's choice, or 0."""
         alone = Placement(self.devices, tf.reshape(self.rows, [-1, 1]), self.choices)
-        return alone.take(tf.reshape(x, [-1, 1]))
+        return alone.take(tf.reshape(x, [-1]))
 
     def _take(self, x: tf.Tensor) -> tf.Tensor:
         k = self.rows.shape[1]
@@ -80,23 +80,26 @@ class Devices:
 
     Args:
       plan: the plan.
-      token_axes: mesh axes that split tokens; experts are split along some of them.
+      token_axes: mesh axes that split tokens.
+      expert_axes: those of them that split the experts.
     """
 
     plan: ShardingPlan
     token_axes: tuple[str, ...]
+    expert_axes: tuple[str, ...]
 
     @classmethod
     def of(cls, plan: ShardingPlan) -> Devices:
-        """Tokens are split like the batch, and along the axes of experts as well."""
-        (batch,) = plan.activation_sharding(["batch"]).dims
-        (experts,) = plan.weight_sharding([EXPERT_DIM]).dims
-        return cls(plan, (*batch, *(axis for axis in experts if axis not in batch)))
+        """Tokens are split like the batch, and along the axes of experts as well.
 
-    @property
-    def expert_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the experts."""
-        return self.plan.weight_sharding([EXPERT_DIM]).dims[0]
+        The axes of experts are those of activations: weights that are split otherwise
+        are gathered.
+        """
+        batch, experts = (
+            plan.activation_sharding([dim]).dims[0] for dim in ("batch", EXPERT_DIM)
+        )
+        tokens = (*batch, *(axis for axis in experts if axis not in batch))
+        return cls(plan, tokens, experts)
 
     @property
     def count(self) -> int:
@@ -113,14 +116,18 @@ class Devices:
 
         The last dim is split by other axes, as weights' dim `last` is.
         """
-        axes = () if last is None else self.other_axes(last)
-        dims = [self.token_axes, *[()] * (x.shape.rank - 2), axes][: x.shape.rank]
-        return annotate(x, Sharding(self.plan.mesh, tuple(dims)))
+        axes = () if last is None else self.other_axes(last, x.shape[-1])
+        dims = (self.token_axes, *[()] * (x.shape.rank - 2), axes)
+        return annotate(x, Sharding(self.plan.mesh, dims))
 
-    def other_axes(self, dim: str) -> tuple[str, ...]:
-        """The axes that split this dim of weights, but for those of tokens."""
+    def other_axes(self, dim: str, size: int) -> tuple[str, ...]:
+        """The axes that split this dim of weights, but for those of tokens.
+
+        None if they do not divide its `size`: devices then have all of it.
+        """
         axes = as_axes(self.plan.weights.get(dim))
-        return tuple(axis for axis in axes if axis not in self.token_axes)
+        axes = tuple(axis for axis in axes if axis not in self.token_axes)
+        return () if size % self.plan.mesh.axes_size(axes) else axes
 
     def run(self, fn: Callable, *args: tf.Tensor | tuple, out_dims=None):
         """`fn` of each device's parts of `args`, whose results are put together.
@@ -146,7 +153,7 @@ class Devices:
     def exchanged(self, x: tf.Tensor) -> tf.Tensor:
         """An all-to-all of sections of rows among the devices that share the experts.
 
-        `x` [D P Q, F] has Q rows for each of P devices, and afterwards from each.
+        `x` [D P Q, ...] has Q rows for each of P devices, and afterwards from each.
         """
 
         def exchange(x):
@@ -207,7 +214,7 @@ class Devices:
           [D U, C, B] in the activation dtype.
         """
         mesh, expert_axes = self.plan.mesh, self.expert_axes
-        in_axes, out_axes = map(self.other_axes, spec.dims[-2:])
+        in_axes, out_axes = map(self.other_axes, spec.dims[-2:], spec.shape[-2:])
         summed = [axis for axis in self.token_axes if axis not in expert_axes]
         weight_dims = (expert_axes, in_axes, out_axes)
 

@@ -92,14 +92,17 @@ def blocks_for(choices: int, experts: int, size: int) -> int:
 
 
 def take(x: tf.Tensor, choices: tf.Tensor, k: int) -> tf.Tensor:
-    """[R, F]: the token of each row's choice, of `x` [N, F]; zeros for none."""
+    """[R, ...]: the token of each row's choice, of `x` [N, ...]; zeros for none."""
     tokens = x.shape[0]
     found = tf.gather(x, tf.minimum(choices // k, tokens - 1))
-    return tf.where(choices[:, None] < tokens * k, found, tf.zeros([], x.dtype))
+    is_one = _like(choices < tokens * k, found)
+    return tf.where(is_one, found, tf.zeros([], x.dtype))
 
 
 def put(y: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """[N, F]: the sum of each token's rows `rows` [N, k] of `y` [R, F]: `take` turned.
+    """[N, ...]: the sum of each token's rows `rows` [N, k] of `y` [R, ...].
+
+    Each of `take` and `put` is the other's gradient.
 
     It is added up in float32.
     """
@@ -107,5 +110,10 @@ def put(y: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
     total = tf.zeros([], tf.float32)
     for place in tf.unstack(rows, axis=1):
         found = tf.cast(tf.gather(y, tf.minimum(place, count - 1)), tf.float32)
-        total += tf.where(place[:, None] < count, found, 0.0)
+        total += tf.where(_like(place < count, found), found, 0.0)
     return tf.cast(total, y.dtype)
+
+
+def _like(mask: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """`mask` of dim 0 with as many dims as `x`."""
+    return tf.reshape(mask, [-1, *[1] * (x.shape.rank - 1)])

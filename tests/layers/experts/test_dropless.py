@@ -38,7 +38,7 @@ from meshwright.layers.experts.gatings import (
 )
 from meshwright.layers.experts.moe import ExpertFeedForward, MoE
 
-B, T, M, E, H, K = 8, 6, 8, 8, 12, 2
+B, T, M, E, H, K = 8, 4, 8, 8, 12, 2
 SIZES = {"model_dims": M, "num_experts": E}
 TOP2 = TopK(**SIZES, k=K, scores=Scores.SIGMOID)
 ROUTINGS = ("usual", "all_to_one")
@@ -194,7 +194,7 @@ def test_a_batch_of_any_size_has_slots_for_all():
     np.testing.assert_allclose(exported(x), want, rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_adds_up_gradients_of_weights_in_float32():
+def test_bfloat16_is_near():
     x, paddings, theta = inputs_of("usual", B, T)
     weights = theta.map(tf.constant)
     want = dense_sum(theta, x, paddings)
@@ -221,29 +221,42 @@ PLANS = {
         {"experts": ("X", "Y")},
         {"batch": ("X", "Y"), "experts": ("X", "Y")},
     ),
+    "gathered": (
+        (2, 4),
+        {"experts": "X", "expert_model": "Y"},
+        {"batch": "X"},
+    ),
+    "hidden_not_divided": ((1, 8), {"hidden": "Y"}, {"hidden": "Y"}),
     "dense": (
         (2, 4),
         {"expert_model": "X", "hidden": "Y", "gate_model": "Y"},
         {"batch": "X", "model": "Y", "hidden": "Y"},
     ),
+    "sequence": (
+        (2, 4),
+        {"experts": "X", "hidden": "Y"},
+        {"batch": "X", "stream": "Y", "hidden": "Y", "experts": "X"},
+        ("Y",),
+    ),
 }
 
 
 def plan_of(name: str) -> ShardingPlan:
-    shape, weights, activations = PLANS[name]
+    shape, weights, activations, *unreduced = PLANS[name]
     return ShardingPlan(
         mesh_axes=("X", "Y")[: len(shape)],
         mesh_shape=shape,
         weights=weights,
         activations=activations,
+        unreduced_gradient_axes=unreduced[0] if unreduced else (),
     )
 
 
 @functools.cache
-def on_the_mesh(plan_name, partitioner, routing="usual", tokens=T, factor=1.5):
+def on_the_mesh(plan_name, partitioner, routing="usual", shape=(B, T), factor=1.5):
     """The compiled program, its results, and those of TF alone on one device."""
     layer, plan = mixture(factor=factor), plan_of(plan_name)
-    x, paddings, theta = inputs_of(routing, B, tokens)
+    x, paddings, theta = inputs_of(routing, *shape)
     specs = layer.weights()
     program = compile_program(
         results(layer, plan),
@@ -282,8 +295,10 @@ def test_all_tokens_want_one_expert_in_rounds_of_any_size(factor, partitioner):
 
 @over_partitioners
 def test_tokens_that_devices_do_not_divide(partitioner):
-    # 8 x 5 tokens are padded for the four devices along Y, of which none has the batch.
-    _, got, want = on_the_mesh("batch_elsewhere", partitioner, "all_to_one", tokens=5)
+    # The batch is along X, the experts along Y: eight devices have 2 x 5 tokens.
+    _, got, want = on_the_mesh(
+        "batch_elsewhere", partitioner, "all_to_one", shape=(2, 5)
+    )
     assert_close(got, want)
 
 
@@ -340,11 +355,32 @@ def test_hyperparameters_that_make_no_sense_are_refused(build, message):
         build()
 
 
+@pytest.mark.parametrize("plan", ["sparse", "dense"])
+def test_names_what_recomputation_may_save(plan):
+    x, _, theta = inputs_of("usual", B, T)
+    with tf.Graph().as_default() as graph:
+        weights = theta.map(tf.constant)
+        mixture().fprop(Context(plan=plan_of(plan)), weights, tf.constant(x))
+    saved = [op.name for op in graph.get_operations() if "saved." in op.name]
+    names = collections.Counter(name.split("saved.")[1].split(".")[0] for name in saved)
+    assert names == dict.fromkeys(
+        ["gate_logits", "dispatched", "hidden", "expert_out", "feed_forward_out"], 1
+    )
+
+
 def test_a_pipeline_is_refused():
     plan = plan_of("batch_elsewhere").inside_pipeline(["X"])
     plan = dataclasses.replace(plan, activations={}, weights={})
     x, _, theta = inputs_of("usual", B, T)
     with pytest.raises(ValueError, match=r"'m': MoE\.dropless is not for pipelines: s"):
+        mixture().fprop(Context(plan=plan, path="m"), theta, tf.constant(x))
+
+
+def test_experts_that_devices_do_not_divide_are_refused():
+    plan = ShardingPlan(mesh_axes=("X",), mesh_shape=(3,), activations={"experts": "X"})
+    x, _, theta = inputs_of("usual", B, T)
+    message = r"'m.experts': 8 experts do not divide among 3 devices: set num_experts"
+    with pytest.raises(ValueError, match=message):
         mixture().fprop(Context(plan=plan, path="m"), theta, tf.constant(x))
 
 
