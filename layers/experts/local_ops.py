@@ -21,10 +21,9 @@ from meshwright.framework.sharding.collectives import all_reduce, all_to_all
 from meshwright.framework.sharding.manual import auto_to_manual, manual_to_auto
 from meshwright.framework.sharding.plan import ShardingPlan, as_axes
 from meshwright.framework.sharding.sharding import Sharding
-from meshwright.layers.attention.blocks import add_at
+from meshwright.layers.basic.entries import add_at, read, write
 from meshwright.layers.basic.linear import summed_products
 from meshwright.layers.experts.placement import Queues, blocks_for, put, take
-from meshwright.layers.stacks.stacked_body import read, write
 
 
 @dataclasses.dataclass(frozen=True)

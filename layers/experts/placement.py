@@ -100,11 +100,9 @@ def take(x: tf.Tensor, choices: tf.Tensor, k: int) -> tf.Tensor:
 
 
 def put(y: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """[N, ...]: the sum of each token's rows `rows` [N, k] of `y` [R, ...].
+    """[N, ...]: the sum, in float32, of each token's `rows` [N, k] of `y` [R, ...].
 
     Each of `take` and `put` is the other's gradient.
-
-    It is added up in float32.
     """
     count = y.shape[0]
     total = tf.zeros([], tf.float32)
