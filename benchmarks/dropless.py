@@ -29,7 +29,7 @@ MODELS = {
         "Capacity.factor = %EXPERTS_PER_TOKEN",
     ),
 }
-METRICS = ("loss", "stack/dropped", "stack/busiest_expert")
+METRICS = ("loss", "metrics/stack/dropped", "metrics/stack/busiest_expert")
 HEADER = f"""\
 {"seed":>4}  {"model":10}{"held-out loss":>14}{"dropped":>9}{"overload":>10}\
 {"s/step":>8}
