@@ -70,7 +70,7 @@ def read(folder: pathlib.Path, steps: int) -> dict[str, float] | None:
     held_out = curves(folder / "eval")
     if any(steps not in held_out.get(name, {}) for name in METRICS):
         return None
-    seconds = curves(folder / "train")["step_time_s"].values()
+    seconds = curves(folder / "train")["speed/step_time_s"].values()
     found = {name: held_out[name][steps] for name in METRICS}
     return found | {"step_s": statistics.median(seconds)}
 

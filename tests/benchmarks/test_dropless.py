@@ -17,7 +17,7 @@ def write(folder, curves):
 
 
 def test_a_run_is_read_once_it_is_complete(tmp_path):
-    write(tmp_path / "train", {"step_time_s": [(20, 9.0), (40, 0.5), (60, 0.25)]})
+    write(tmp_path / "train", {"speed/step_time_s": [(20, 9.0), (40, 0.5), (60, 0.25)]})
     values = dict(zip(dropless.METRICS, (2.0, 0.125, 1.5), strict=True))
     write(tmp_path / "eval", {name: [(60, v)] for name, v in values.items()})
     assert dropless.read(tmp_path, 60) == values | {"step_s": 0.5}
