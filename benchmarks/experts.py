@@ -67,22 +67,22 @@ def trained(folder: pathlib.Path, model: str, seed: int, params: Sequence[str]) 
 
 def read(folder: pathlib.Path, steps: int) -> Found | None:
     """The results of a run after `steps` steps; None if it has not got there."""
-    curves = {part: _curves(folder / part) for part in ("train", "eval")}
+    by_part = {part: curves(folder / part) for part in ("train", "eval")}
     held_out = {
-        name: curve[steps] for name, curve in curves["eval"].items() if steps in curve
+        name: curve[steps] for name, curve in by_part["eval"].items() if steps in curve
     }
     if "bleu" not in held_out:
         return None
-    losses = curves["train"]["loss"]
+    losses = by_part["train"]["loss"]
     last = [loss for step, loss in losses.items() if step > 0.9 * steps]
     return Found(
         train_loss=statistics.mean(last),
         metrics=held_out,
-        step_s=statistics.median(curves["train"]["step_time_s"].values()),
+        step_s=statistics.median(by_part["train"]["step_time_s"].values()),
     )
 
 
-def _curves(folder: pathlib.Path) -> dict[str, dict[int, float]]:
+def curves(folder: pathlib.Path) -> dict[str, dict[int, float]]:
     """Values by step of each scalar below a folder."""
     if not folder.is_dir():
         return {}

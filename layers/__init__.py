@@ -26,6 +26,7 @@ from meshwright.layers.convolutions.convolution import (
 )
 from meshwright.layers.convolutions.resnet import ResNet
 from meshwright.layers.convolutions.unet3d import UNet3D
+from meshwright.layers.experts.dropless import Dropless
 from meshwright.layers.experts.gating import Capacity
 from meshwright.layers.experts.gatings import (
     ExpertChoice,
@@ -50,6 +51,7 @@ __all__ = [
     "Convolution",
     "ConvolutionModule",
     "DepthwiseConv1D",
+    "Dropless",
     "Dropout",
     "ExpertChoice",
     "ExpertFeedForward",

@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 import gin
 import tensorflow as tf
 
-from meshwright.framework.modeling.recompute import computed_once
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.layers.attention.mask_rules import MaskRule
-from meshwright.layers.stacks.stacked_body import read, write
 
 
 @gin.constants_from_enum
@@ -149,10 +147,3 @@ class Pairs:
         zero = tf.constant(0)
         start = [zero, zero, tf.constant(self.first[0]), *state]
         return list(tf.while_loop(lambda n, *_: n < self.count, step, start)[3:])
-
-
-def add_at(stack: tf.Tensor, value: tf.Tensor, i: tf.Tensor) -> tf.Tensor:
-    """`stack` with `value` added to entry `i`, in its dtype."""
-    # Fused with the write, the read keeps the TPU compiler from writing in place.
-    total = computed_once(read(stack, i) + tf.cast(value, stack.dtype))[0]
-    return write(stack, total, i)

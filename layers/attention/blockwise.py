@@ -22,11 +22,11 @@ from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.random import keep_words, kept
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
-from meshwright.layers.attention.blocks import Cut, Pairs, add_at
+from meshwright.layers.attention.blocks import Cut, Pairs
 from meshwright.layers.attention.logits import BlockTokens, Logits
 from meshwright.layers.attention.mask_rules import rule_of
 from meshwright.layers.basic.dropout import Dropout
-from meshwright.layers.stacks.stacked_body import read, write
+from meshwright.layers.basic.entries import add_at, read, write
 
 BLOCKS = ("blocks", "batch", "heads", "block", "head_dim")
 ROWS = ("blocks", "words", "batch", "heads", "block", "")

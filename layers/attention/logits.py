@@ -20,7 +20,7 @@ from meshwright.layers.attention.mask_rules import (
     visibility,
 )
 from meshwright.layers.attention.positions import relative_bias
-from meshwright.layers.stacks.stacked_body import read
+from meshwright.layers.basic.entries import read
 
 # Finite: a row that sees no key must still give numbers, and so must its gradient.
 _NEVER = -1e30

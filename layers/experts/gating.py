@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import gin
 import tensorflow as tf
@@ -22,12 +22,14 @@ from meshwright.framework.modeling import random
 from meshwright.framework.modeling.checks import Checked, bounded, instance
 from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, Mode, WeightSpec
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.basic.linear import contract
 
 GSE = ("batch", "sequence", "gate_experts")
 """Logical dims of gates: groups are the batch, divided differently."""
 GSEC = (*GSE, "capacity")
+GSK = ("batch", "sequence", "choices")
 
 
 @gin.constants_from_enum
@@ -36,6 +38,18 @@ class Rounding(enum.Enum):
 
     UP = "up"
     DOWN = "down"
+
+
+@gin.constants_from_enum
+class GateScale(enum.Enum):
+    """What the gates of a token's experts are divided by."""
+
+    RAW = "raw"
+    """Nothing: they are scores among all experts."""
+    CHOSEN = "chosen"
+    """Their sum over the experts that the token chose, dropped or not (Algorithm 1)."""
+    KEPT = "kept"
+    """Their sum over the experts that have a slot for the token."""
 
 
 @gin.register
@@ -76,14 +90,10 @@ class Capacity(Checked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Routing:
-    """The slots that a gating gives the tokens of each group.
+class Routed:
+    """The losses and statistics of a gating's choices.
 
     Args:
-      dispatch: float32 [G, S, E, C], 1 where a token takes a slot, else 0. A slot has
-        at most one token; a token has at most one slot of an expert.
-      combine: float32 [G, S, E, C], the weight of the expert's output for the token, 0
-        where `dispatch` is.
       balance_loss: float32 scalar, the auxiliary loss of GShard's Algorithm 1 times
         E^2, so that experts used evenly give 1 whatever their number; 0 for gatings
         that are balanced by construction.
@@ -94,11 +104,39 @@ class Routing:
         `z`, the losses times `tokens`.
     """
 
-    dispatch: tf.Tensor
-    combine: tf.Tensor
     balance_loss: tf.Tensor
     z_loss: tf.Tensor
     sums: NestedMap
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing(Routed):
+    """The slots that a gating gives the tokens of each group; see also `Routed`.
+
+    Args:
+      dispatch: float32 [G, S, E, C], 1 where a token takes a slot, else 0. A slot has
+        at most one token; a token has at most one slot of an expert.
+      combine: float32 [G, S, E, C], the weight of the expert's output for the token, 0
+        where `dispatch` is.
+    """
+
+    dispatch: tf.Tensor
+    combine: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sending(Routed):
+    """The experts that tokens go to if none is ever full; see also `Routed`.
+
+    Args:
+      experts: int32 [G, S, k], a token's experts, each once; E where it goes to fewer
+        than k, as padding does.
+      weights: float32 [G, S, k], the weight of the expert's output, 0 where there is
+        none.
+    """
+
+    experts: tf.Tensor
+    weights: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,8 +160,8 @@ class Choices:
 class Gating(Layer):
     """Base of gatings: logits in float32, slots, losses, statistics.
 
-    A subclass gives `choose`. Logits, softmax and all that follows are float32 whatever
-    the activation dtype (Fedus et al. 2021, 2.4).
+    A subclass gives `choose`, or is a `TokenGating`. Logits, softmax and all that
+    follows are float32 whatever the activation dtype (Fedus et al. 2021, 2.4).
 
     Args:
       model_dims: M.
@@ -174,12 +212,11 @@ class Gating(Layer):
         Raises:
           ValueError: the last dim of `x` is not M.
         """
-        groups, tokens = x.shape[:2]
         if valid is None:
-            valid = tf.ones([groups, tokens], tf.float32)
-        slots = self.capacity.slots(tokens, self.num_experts, ctx.mode)
+            valid = tf.ones(shape_of(x)[:2], tf.float32)
+        slots = self.capacity.slots(x.shape[1], self.num_experts, ctx.mode)
         logits = self.logits(ctx, theta, x)
-        choices = self.choose(ctx, logits, valid, token_ids, slots)
+        choices = self.choose(ctx, theta, logits, valid, token_ids, slots)
         # Without annotations GSPMD splits E by a free axis, and gathers later.
         gates, kept, places = (
             ctx.split(t, GSE) for t in (choices.gates, choices.kept, choices.places)
@@ -187,7 +224,8 @@ class Gating(Layer):
         dispatch = kept[..., None] * _one_hot(places, slots)
         dispatch = ctx.split(tf.stop_gradient(dispatch), GSEC)
         combine = ctx.split(gates[..., None] * dispatch, GSEC)
-        return _routing(dispatch, combine, logits, choices, valid)
+        routed = _routed(logits, choices.first, choices.kept, valid)
+        return Routing(dispatch=dispatch, combine=combine, **routed)
 
     def logits(self, ctx: Context, theta: NestedMap, x: tf.Tensor) -> tf.Tensor | None:
         """float32 [G, S, E] from `x` [G, S, M]; None for a gating without weights."""
@@ -202,6 +240,7 @@ class Gating(Layer):
     def choose(
         self,
         ctx: Context,
+        theta: NestedMap,
         logits: tf.Tensor | None,
         valid: tf.Tensor,
         token_ids: tf.Tensor | None,
@@ -209,6 +248,115 @@ class Gating(Layer):
     ) -> Choices:
         """The choices of tokens, given the slots of an expert for a group."""
         raise NotImplementedError(f"{type(self).__name__}.choose")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picks:
+    """The experts that tokens want, whether or not there is a slot.
+
+    Args:
+      choices: in order of priority; float32 [G, S, E], 1 at the expert that a token
+        chooses. All zeros at padding.
+      scores: float32 [G, S, E], what gates are made of.
+      scale: how they are.
+      goes: for each choice float32 [G, S, 1], 0 where the token does not go there;
+        None: it goes.
+      rejected_count: whether such tokens count towards the capacity.
+      factor: multiplies all gates.
+    """
+
+    choices: Sequence[tf.Tensor]
+    scores: tf.Tensor
+    scale: GateScale
+    goes: Sequence[tf.Tensor | None]
+    rejected_count: bool = True
+    factor: float = 1.0
+
+    @property
+    def queued(self) -> Sequence[tf.Tensor]:
+        """The choices that count towards the capacity."""
+        return self.choices if self.rejected_count else self.going(self.choices)
+
+    def going(self, kept: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """`kept` [G, S, E] of each choice, 0 where the token does not go."""
+        pairs = zip(kept, self.goes, strict=True)
+        return [kept if goes is None else kept * goes for kept, goes in pairs]
+
+    def gates(self, kept: tf.Tensor) -> tf.Tensor:
+        """float32 [G, S, E], to be read where `kept` is 1."""
+        scores = self.scores if self.factor == 1 else self.factor * self.scores
+        if self.scale is GateScale.RAW:
+            return scores
+        chosen = kept if self.scale is GateScale.KEPT else tf.add_n(self.choices)
+        total = tf.reduce_sum(self.scores * chosen, -1, keepdims=True)
+        return tf.math.divide_no_nan(scores * chosen, total)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenGating(Gating):
+    """Base of gatings by which tokens choose experts: a subclass gives `pick`.
+
+    What tokens choose does not depend on slots. With slots of a capacity (`fprop`) they
+    are served in turn; without (`send`) all are.
+    """
+
+    @property
+    def experts_per_token(self) -> int:
+        """k, the most experts of a token."""
+        return 1
+
+    def pick(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        logits: tf.Tensor | None,
+        valid: tf.Tensor,
+        token_ids: tf.Tensor | None,
+    ) -> Picks:
+        """The k choices of tokens."""
+        raise NotImplementedError(f"{type(self).__name__}.pick")
+
+    def choose(self, ctx, theta, logits, valid, token_ids, slots) -> Choices:
+        picks = self.pick(ctx, theta, logits, valid, token_ids)
+        turns = in_turn(picks.queued, slots)
+        kept = tf.add_n(picks.going([kept for _, kept in turns]))
+        pairs = zip(turns, picks.queued, strict=True)
+        return Choices(
+            gates=picks.gates(kept),
+            kept=kept,
+            places=tf.add_n([places * chosen for (places, _), chosen in pairs]),
+            first=picks.choices[0],
+        )
+
+    def send(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        *,
+        valid: tf.Tensor,
+        token_ids: tf.Tensor | None = None,
+    ) -> Sending:
+        """The experts of tokens when none is full; for arguments see `fprop`."""
+        logits = self.logits(ctx, theta, x)
+        picks = self.pick(ctx, theta, logits, valid, token_ids)
+        taken = picks.going(picks.choices)
+        kept = ctx.split(tf.add_n(taken), GSE)
+        gates = ctx.split(picks.gates(kept), GSE)
+        experts = [
+            tf.where(
+                tf.reduce_max(t, -1) > 0,
+                tf.argmax(t, -1, output_type=tf.int32),
+                self.num_experts,
+            )
+            for t in taken
+        ]
+        weights = [tf.reduce_sum(gates * t, -1) for t in taken]
+        return Sending(
+            experts=ctx.split(tf.stack(experts, -1), GSK),
+            weights=ctx.split(tf.stack(weights, -1), GSK),
+            **_routed(logits, picks.choices[0], kept, valid),
+        )
 
 
 def probabilities(ctx: Context, logits: tf.Tensor) -> tf.Tensor:
@@ -242,8 +390,8 @@ def _one_hot(places: tf.Tensor, slots: int) -> tf.Tensor:
     return tf.one_hot(tf.cast(places, tf.int32), slots)
 
 
-def _routing(dispatch, combine, logits, choices: Choices, valid) -> Routing:
-    """Losses and statistics; they read no padding."""
+def _routed(logits, first, kept, valid) -> dict[str, Any]:
+    """The fields of `Routed`; they read no padding."""
     count = tf.reduce_sum(valid)
     balance = z = entropy = tf.constant(0.0)
     if logits is not None:
@@ -252,24 +400,19 @@ def _routing(dispatch, combine, logits, choices: Choices, valid) -> Routing:
         entropy = -_sum(probs * log_probs * valid[..., None])
         square = tf.square(tf.reduce_logsumexp(logits, axis=-1))
         z = tf.math.divide_no_nan(_sum(square * valid), count)
-        if choices.first is not None:
-            balance = _balance_loss(probs, choices.first, valid)
-    served = tf.reduce_max(choices.kept, axis=-1)
+        if first is not None:
+            balance = _balance_loss(probs, first, valid)
+    served = tf.reduce_max(kept, axis=-1)
     sums = NestedMap(
         tokens=count,
         dropped=_sum(valid * (1.0 - served)),
-        load=tf.reduce_sum(choices.kept, axis=[0, 1]),
+        load=tf.reduce_sum(kept, axis=[0, 1]),
         entropy=entropy,
         balance=balance * count,
         z=z * count,
     )
-    return Routing(
-        dispatch=dispatch,
-        combine=combine,
-        balance_loss=balance,
-        z_loss=z,
-        sums=sums.map(tf.stop_gradient),
-    )
+    sums = sums.map(tf.stop_gradient)
+    return {"balance_loss": balance, "z_loss": z, "sums": sums}
 
 
 def _balance_loss(probs, first, valid) -> tf.Tensor:

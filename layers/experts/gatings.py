@@ -17,30 +17,22 @@ import tensorflow as tf
 
 from meshwright.framework.modeling import random
 from meshwright.framework.modeling.checks import bounded, instance
-from meshwright.framework.modeling.layer import Context, Mode
+from meshwright.framework.modeling.layer import Context, Mode, as_gradient
+from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.basic.linear import per_feature
 from meshwright.layers.experts.gating import (
     GSE,
     Capacity,
     Choices,
+    GateScale,
     Gating,
-    in_turn,
+    Picks,
+    TokenGating,
     probabilities,
 )
 
 _TINY = 1e-30
-
-
-@gin.constants_from_enum
-class GateScale(enum.Enum):
-    """What the gates of a token's experts are divided by."""
-
-    RAW = "raw"
-    """Nothing: they are probabilities among all experts."""
-    CHOSEN = "chosen"
-    """Their sum over the experts that the token chose, dropped or not (Algorithm 1)."""
-    KEPT = "kept"
-    """Their sum over the experts that have a slot for the token."""
 
 
 @gin.constants_from_enum
@@ -56,7 +48,7 @@ class SecondExpert(enum.Enum):
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Top2(Gating):
+class Top2(TokenGating):
     """The two likeliest experts: GShard's Algorithm 1.
 
     As in the algorithm, a second choice that is rejected at random still counts towards
@@ -80,20 +72,20 @@ class Top2(Gating):
         super().__post_init__()
         _check_enough_experts(self, 2)
 
-    def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
+    @property
+    def experts_per_token(self) -> int:
+        return 2
+
+    def pick(self, ctx, theta, logits, valid, token_ids) -> Picks:
         probs = probabilities(ctx, logits)
         first, second = _likeliest(ctx, probs, 2, valid)
-        chosen = first + second
         wanted = self._wanted(ctx, probs, first, second)
-        if self.second_expert is SecondExpert.ABOVE_THRESHOLD:
-            second = second * wanted
-        (place1, kept1), (place2, kept2) = in_turn([first, second], slots)
-        kept = kept1 + kept2 * wanted
-        return Choices(
-            gates=_scaled(probs, chosen=chosen, kept=kept, scale=self.gate_scale),
-            kept=kept,
-            places=place1 * first + place2 * second,
-            first=first,
+        return Picks(
+            choices=[first, second],
+            scores=probs,
+            scale=self.gate_scale,
+            goes=[None, wanted],
+            rejected_count=self.second_expert is not SecondExpert.ABOVE_THRESHOLD,
         )
 
     def _wanted(self, ctx: Context, probs, first, second) -> tf.Tensor:
@@ -112,7 +104,7 @@ class Top2(Gating):
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Switch(Gating):
+class Switch(TokenGating):
     """The likeliest expert, scaled by its probability (Fedus et al. 2021).
 
     Args:
@@ -121,31 +113,55 @@ class Switch(Gating):
 
     capacity: Capacity = instance(Capacity(factor=1.25), example="Capacity(factor=2.0)")
 
-    def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
+    def pick(self, ctx, theta, logits, valid, token_ids) -> Picks:
         probs = probabilities(ctx, logits)
-        (first,) = _likeliest(ctx, probs, 1, valid)
-        ((places, kept),) = in_turn([first], slots)
-        return Choices(gates=probs, kept=kept, places=places, first=first)
+        return _only(*_likeliest(ctx, probs, 1, valid), probs)
+
+
+@gin.constants_from_enum
+class Scores(enum.Enum):
+    """What a gating makes of its logits."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    """Of each expert by itself (DeepSeek-V3)."""
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopK(Gating):
-    """The k likeliest experts (Shazeer et al. 2017, without its noise).
+class TopK(TokenGating):
+    """The k best experts (Shazeer et al. 2017, without its noise).
 
-    All first choices have priority over all second choices, and so on.
+    All first choices have priority over all second choices, and so on. With SIGMOID, a
+    `bias_rate` and sets of experts it is the routing of DeepSeek-V3 (2024, 2.1.2).
 
     Args:
       k: experts per token.
       gate_scale: what the k gates are divided by.
+      scores: what the gates are.
+      gate_factor: the gates are multiplied by it in the end.
+      expert_sets: the experts are this many sets of consecutive ones, such as those of
+        a host's devices.
+      sets_per_token: a token chooses among the experts of so many sets, those with the
+        largest sums of their k / sets_per_token best scores (rounded up).
+      bias_rate: balances without a loss (Wang et al. 2024, arXiv:2408.15664). Experts
+        are chosen by score + bias, gates are without it. A training step adds so much
+        to the biases of experts with less than the mean load, and takes it from those
+        with more. 0: there are no biases.
 
     Raises:
-      ValueError: k < 1, more than there are experts, or 1 with gates that are divided
-        by their sum; see `Gating`.
+      ValueError: k < 1, more than there are experts, or 1 with gates that are
+        divided by their sum; sets that do not divide the experts or have less than k
+        for a token; a number out of range; see `Gating`.
     """
 
     k: int = bounded(at_least=1)
     gate_scale: GateScale = GateScale.CHOSEN
+    scores: Scores = Scores.SOFTMAX
+    gate_factor: float = bounded(1.0, above=0)
+    expert_sets: int = bounded(1, at_least=1)
+    sets_per_token: int = bounded(1, at_least=1)
+    bias_rate: float = bounded(0.0, at_least=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -155,21 +171,68 @@ class TopK(Gating):
                 f"TopK.k is 1 and TopK.gate_scale {self.gate_scale}: a gate divided by "
                 "itself is 1 and learns nothing; use GateScale.RAW, or Switch"
             )
+        experts, sets = self.num_experts, self.expert_sets
+        if experts % sets or self.sets_per_token > sets:
+            raise ValueError(
+                f"TopK.expert_sets is {sets} and TopK.sets_per_token "
+                f"{self.sets_per_token}, of {experts} experts: let expert_sets divide "
+                "num_experts, and sets_per_token be at most expert_sets"
+            )
+        if self.k > (reachable := experts // sets * self.sets_per_token):
+            raise ValueError(
+                f"TopK.k is {self.k} but a token may choose among {reachable} experts "
+                f"of {self.sets_per_token} of {sets} sets: let it choose more sets by "
+                "TopK.sets_per_token, or set a smaller k"
+            )
 
-    def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
-        probs = probabilities(ctx, logits)
-        choices = _likeliest(ctx, probs, self.k, valid)
-        turns = in_turn(choices, slots)
-        kept = tf.add_n([kept for _, kept in turns])
-        pairs = zip(turns, choices, strict=True)
-        return Choices(
-            gates=_scaled(
-                probs, chosen=tf.add_n(choices), kept=kept, scale=self.gate_scale
-            ),
-            kept=kept,
-            places=tf.add_n([places * chosen for (places, _), chosen in pairs]),
-            first=choices[0],
+    @property
+    def experts_per_token(self) -> int:
+        return self.k
+
+    def weights(self) -> NestedMap:
+        specs = super().weights()
+        if self.bias_rate:
+            # What it is to be next is returned as its gradient.
+            spec = per_feature(self.num_experts)
+            specs.bias = dataclasses.replace(spec, statistic_decay=0.0)
+        return specs
+
+    def pick(self, ctx, theta, logits, valid, token_ids) -> Picks:
+        if self.scores is Scores.SIGMOID:
+            scores = ctx.split(tf.sigmoid(logits), GSE)
+        else:
+            scores = probabilities(ctx, logits)
+        wanted = tf.stop_gradient(scores)
+        if self.bias_rate:
+            wanted += tf.stop_gradient(theta.bias)
+        if self.sets_per_token < self.expert_sets:
+            wanted = self._of_best_sets(ctx, wanted)
+        choices = _likeliest(ctx, wanted, self.k, valid)
+        if self.bias_rate and ctx.mode is Mode.TRAIN:
+            load = tf.reduce_sum(tf.add_n(choices), axis=[0, 1])
+            error = tf.sign(tf.reduce_mean(load) - load)
+            scores = as_gradient(
+                scores, theta.bias, theta.bias + self.bias_rate * error
+            )
+        return Picks(
+            choices=choices,
+            scores=scores,
+            scale=self.gate_scale,
+            factor=self.gate_factor,
+            goes=[None] * self.k,
         )
+
+    def _of_best_sets(self, ctx: Context, scores: tf.Tensor) -> tf.Tensor:
+        """`scores` [G, S, E], -inf at experts of other sets than a token's best."""
+        G, S, E = shape_of(scores)
+        by_set = tf.reshape(scores, [G, S, self.expert_sets, -1])
+        best = -(-self.k // self.sets_per_token)
+        ranked = tf.sort(by_set, direction="DESCENDING")
+        totals = tf.reduce_sum(ranked[..., :best], -1)
+        ones = tf.ones([G, S], scores.dtype)
+        chosen = tf.add_n(_likeliest(ctx, totals, self.sets_per_token, ones))
+        open_sets = tf.broadcast_to(chosen[..., None] > 0, shape_of(by_set))
+        return tf.where(tf.reshape(open_sets, [G, S, E]), scores, -math.inf)
 
 
 @gin.register
@@ -183,7 +246,7 @@ class ExpertChoice(Gating):
 
     needs_whole_groups = True
 
-    def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
+    def choose(self, ctx, theta, logits, valid, token_ids, slots) -> Choices:
         probs = probabilities(ctx, logits)
         score = tf.stop_gradient(probs)
         score = tf.where(valid[..., None] > 0, score, -1.0)
@@ -202,7 +265,7 @@ class ExpertChoice(Gating):
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hash(Gating):
+class Hash(TokenGating):
     """The expert given by a hash of the token's id (Roller et al. 2021).
 
     The layer has no weights, and every gate is 1.
@@ -219,7 +282,7 @@ class Hash(Gating):
     def logits(self, ctx, theta, x) -> None:
         return None
 
-    def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
+    def pick(self, ctx, theta, logits, valid, token_ids) -> Picks:
         if token_ids is None:
             raise ValueError(
                 f"layer {ctx.path!r} hashes token ids but was given none: pass "
@@ -227,13 +290,12 @@ class Hash(Gating):
             )
         expert = _hashed(token_ids, self.seed) % self.num_experts
         chosen = tf.one_hot(expert, self.num_experts) * valid[..., None]
-        ((places, kept),) = in_turn([chosen], slots)
-        return Choices(gates=chosen, kept=kept, places=places, first=None)
+        return _only(chosen, chosen)
 
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sinkhorn(Gating):
+class Sinkhorn(TokenGating):
     """One expert a token, by a balanced assignment (Clark et al. 2022).
 
     In training the gates of a group are scaled, by expert and by token in turn, until
@@ -253,14 +315,12 @@ class Sinkhorn(Gating):
     capacity: Capacity = instance(Capacity(factor=1.25), example="Capacity(factor=2.0)")
     iterations: int = bounded(8, at_least=1)
 
-    def choose(self, ctx, logits, valid, token_ids, slots) -> Choices:
+    def pick(self, ctx, theta, logits, valid, token_ids) -> Picks:
         probs = probabilities(ctx, logits)
         scores = tf.stop_gradient(probs)
         if ctx.mode is Mode.TRAIN:
             scores *= self._scales(scores, valid)
-        (first,) = _likeliest(ctx, scores, 1, valid)
-        ((places, kept),) = in_turn([first], slots)
-        return Choices(gates=probs, kept=kept, places=places, first=first)
+        return _only(*_likeliest(ctx, scores, 1, valid), probs)
 
     def _scales(self, probs: tf.Tensor, valid: tf.Tensor) -> tf.Tensor:
         """[G, 1, E] to multiply gates by; factors by token would change no choice.
@@ -303,13 +363,9 @@ def _likeliest(
     return choices
 
 
-def _scaled(probs, *, chosen, kept, scale: GateScale) -> tf.Tensor:
-    """Gates [G, S, E] of the chosen experts."""
-    if scale is GateScale.RAW:
-        return probs
-    gates = probs * (chosen if scale is GateScale.CHOSEN else kept)
-    total = tf.reduce_sum(gates, axis=-1, keepdims=True)
-    return tf.math.divide_no_nan(gates, total)
+def _only(choice: tf.Tensor, scores: tf.Tensor) -> Picks:
+    """The picks of a gating with one expert a token, weighed by its score."""
+    return Picks(choices=[choice], scores=scores, scale=GateScale.RAW, goes=[None])
 
 
 def _hashed(ids: tf.Tensor, seed: int) -> tf.Tensor:

@@ -18,6 +18,8 @@ those of `experts`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import gin
 import tensorflow as tf
@@ -36,9 +38,11 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.layers.basic.dropout import Dropout
-from meshwright.layers.basic.feed_forward import Activation
+from meshwright.layers.basic.feed_forward import Activation, FeedForward
 from meshwright.layers.basic.linear import BSM, WHOLE, apply_weight
-from meshwright.layers.experts.gating import Gating, Routing
+from meshwright.layers.experts.dropless import Dropless
+from meshwright.layers.experts.gating import Capacity, Gating, Routed, TokenGating
+from meshwright.layers.experts.local_ops import Devices
 
 GECM = ("batch", "gate_experts", "capacity", "model")
 """Logical dims of dispatched tokens on their source devices: groups are split."""
@@ -98,7 +102,6 @@ class ExpertFeedForward(Layer):
                 f"layer {ctx.path!r} has {self.num_experts} experts of model dims "
                 f"{self.model_dims} but was given [E, G, C, M] = {x.shape}"
             )
-        x = ctx.cast(x)
 
         def experts_product(x, weight):
             return tf.einsum("egca,eab->egcb", x, weight)
@@ -107,6 +110,35 @@ class ExpertFeedForward(Layer):
             y = apply_weight(ctx, experts_product, x, theta[name])
             return split_by_expert(ctx, y, dim)
 
+        return self._layers(ctx, ctx.cast(x), product)
+
+    def fprop_blocks(
+        self,
+        ctx: Context,
+        theta: NestedMap,
+        x: tf.Tensor,
+        experts: tf.Tensor,
+        devices: Devices,
+    ) -> tf.Tensor:
+        """Transforms each block of `x` [U, C, M]; same shape, activation dtype.
+
+        Args:
+          ctx: context.
+          theta: weights.
+          x: [U, C, M], split among `devices` along U.
+          experts: int32 [U], the expert of each block, among those of its device.
+          devices: the devices.
+        """
+        specs = self.weights()
+
+        def product(x, name, dim):
+            y = devices.product(ctx, x, theta[name], specs[name], experts)
+            return devices.split(y, last=specs[name].dims[-1])
+
+        return self._layers(ctx, x, product)
+
+    def _layers(self, ctx: Context, x: tf.Tensor, product: Callable) -> tf.Tensor:
+        """The layers, given `product` (x, weight's name, logical name of its dim)."""
         hidden = save_name(product(x, "w_in", "hidden"), "hidden")
         if self.activation.is_gated:
             gate = save_name(product(x, "w_gate", "hidden"), "gate")
@@ -129,13 +161,17 @@ class ExpertFeedForward(Layer):
 class MoE(Layer):
     """A feed-forward layer of which each token uses a few experts.
 
-    A token without a slot gets zeros: only the residual connection carries it.
+    A token without a slot gets zeros: only the residual connection carries it. With
+    `dropless` there are no slots, and experts take all tokens that want them.
     Recomputation may save `gate_logits`, `dispatched`, the experts' names,
     `expert_out` and `feed_forward_out`.
 
     Args:
       gating: decides which experts get a token.
       experts: takes [E, G, C, M].
+      dropless: None for slots of the gating's capacity; else that plays no part.
+      shared: a feed-forward layer for all tokens, whose output is added (DeepSeekMoE,
+        Dai et al. 2024); None for none.
       group_size: S: tokens, in the order of the flattened batch, that compete for
         slots. It divides the sequence, or is a multiple of it. None: each sequence is a
         group.
@@ -143,12 +179,15 @@ class MoE(Layer):
       z_weight: the weight of `Routing.z_loss` in it.
 
     Raises:
-      ValueError: gating and experts disagree on a size, or are of other types; a number
-        is out of range.
+      ValueError: gating, experts and shared layer disagree on a size, or are of other
+        types; a number is out of range; without drops, experts that choose tokens or
+        have a dropout rate.
     """
 
     gating: Gating = instance(example="Top2(...)")
     experts: ExpertFeedForward = instance(example="ExpertFeedForward(...)")
+    dropless: Dropless | None = instance(None, example="Dropless()")
+    shared: FeedForward | None = instance(None, example="FeedForward(...)")
     group_size: int | None = bounded(None, at_least=1)
     balance_weight: float = bounded(0.01, at_least=0)
     z_weight: float = bounded(0.0, at_least=0)
@@ -165,9 +204,33 @@ class MoE(Layer):
                     f"MoE.gating.{field} is {gating_size} but MoE.experts.{field} is "
                     f"{experts_size}: give both the same"
                 )
+        if self.shared is not None and self.shared.model_dims != self.gating.model_dims:
+            raise ValueError(
+                f"MoE.gating.model_dims is {self.gating.model_dims} but "
+                f"MoE.shared.model_dims is {self.shared.model_dims}: give both the same"
+            )
+        if self.dropless is not None:
+            self._check_dropless()
+
+    def _check_dropless(self) -> None:
+        if not isinstance(self.gating, TokenGating):
+            raise ValueError(
+                f"MoE.dropless lets all tokens have the experts that they choose, but "
+                f"by {type(self.gating).__name__} experts choose tokens: set "
+                "MoE.dropless = None, or use another gating, such as TopK"
+            )
+        if self.experts.dropout_rate:
+            raise ValueError(
+                f"MoE.experts.dropout_rate is {self.experts.dropout_rate} with "
+                "MoE.dropless: what is dropped would depend on the number of devices; "
+                "set it to 0, and drop from the layer's output or its attention"
+            )
 
     def weights(self) -> NestedMap:
-        return NestedMap(gating=self.gating.weights(), experts=self.experts.weights())
+        specs = NestedMap(gating=self.gating.weights(), experts=self.experts.weights())
+        if self.shared is not None:
+            specs.shared = self.shared.weights()
+        return specs
 
     def fprop(
         self,
@@ -208,22 +271,23 @@ class MoE(Layer):
         # No gradient is unreduced here: those of gates are no sums over split dims.
         tokens = ctx.split(ctx.split(ctx.cast(x), BSM), WHOLE)
         tokens = ctx.split(grouped(tokens), WHOLE)
-        valid = _valid(x, paddings, segment_ids)
-        with ctx.scope("gating") as c:
-            routing = self.gating.fprop(
-                c,
-                theta.gating,
-                tokens,
-                valid=grouped(valid),
-                token_ids=None if token_ids is None else grouped(token_ids),
-            )
-        combined = self._combined(ctx, theta, tokens, routing)
-        combined = tf.reshape(ctx.split(combined, WHOLE), shape_of(x))
-        out = save_name(ctx.split(combined, BSM), "feed_forward_out")
-        loss = (
-            self.balance_weight * routing.balance_loss + self.z_weight * routing.z_loss
+        valid = grouped(_valid(x, paddings, segment_ids))
+        ids = None if token_ids is None else grouped(token_ids)
+        # An exported model's batch of any size has slots for all.
+        run = (
+            self._with_slots
+            if self.dropless is None or x.shape[0] is None
+            else self._dropless
         )
-        return NestedMap(x=out, aux=NestedMap(loss=loss, sums=routing.sums))
+        combined, routed = run(ctx, theta, tokens, valid=valid, token_ids=ids)
+        combined = tf.reshape(ctx.split(combined, WHOLE), shape_of(x))
+        out = ctx.split(combined, BSM)
+        if self.shared is not None:
+            with ctx.scope("shared") as c:
+                out += self.shared.fprop(c, theta.shared, x)
+        out = save_name(out, "feed_forward_out")
+        loss = self.balance_weight * routed.balance_loss + self.z_weight * routed.z_loss
+        return NestedMap(x=out, aux=NestedMap(loss=loss, sums=routed.sums))
 
     def step(
         self,
@@ -257,17 +321,31 @@ class MoE(Layer):
     def extra_flops(self, sequence_length: int) -> float:
         """FLOPs of experts, for slots taken or not, of dispatch and of combine.
 
+        Without drops those of experts, but for the rows that fill blocks up.
+
         With E experts there are E times as many weights as a slot meets, so this may
         be negative.
         """
         E, M = self.gating.num_experts, self.gating.model_dims
         size = self.group_size or sequence_length
+        shared = (
+            0.0 if self.shared is None else self.shared.extra_flops(sequence_length)
+        )
+        weights = 2.0 * sum(spec.size for spec in self.experts.weights().leaves())
+        if self.dropless is not None:
+            return shared + weights * (self.gating.experts_per_token / E - 1.0)
         slots = E * self.gating.capacity.slots(size, E) / size  # A token's share.
-        weights = sum(spec.size for spec in self.experts.weights().leaves())
-        return 2.0 * weights * (slots / E - 1.0) + 2 * 2.0 * E * M * slots * size / E
+        moved = 2 * 2.0 * E * M * slots * size / E
+        return shared + weights * (slots / E - 1.0) + moved
 
-    def _combined(self, ctx, theta, tokens, routing: Routing) -> tf.Tensor:
+    def _with_slots(self, ctx, theta, tokens, **inputs) -> tuple[tf.Tensor, Routed]:
         """The experts' outputs for `tokens` [G, S, M], combined; same shape."""
+        gating = self.gating
+        if self.dropless is not None:
+            every = Capacity(factor=gating.num_experts)
+            gating = dataclasses.replace(gating, capacity=every)
+        with ctx.scope("gating") as c:
+            routing = gating.fprop(c, theta.gating, tokens, **inputs)
         dispatch, combine = ctx.cast(routing.dispatch), ctx.cast(routing.combine)
         slots = ctx.split(tf.einsum("gsec,gsm->gecm", dispatch, tokens), GECM)
         slots = split_by_expert(ctx, tf.transpose(slots, [1, 0, 2, 3]), "model")
@@ -275,7 +353,30 @@ class MoE(Layer):
         with ctx.scope("experts") as c:
             out = self.experts.fprop(c, theta.experts, slots)
         out = ctx.split(tf.transpose(out, [1, 0, 2, 3]), GECM, name="expert_out")
-        return tf.einsum("gsec,gecm->gsm", combine, out)
+        return tf.einsum("gsec,gecm->gsm", combine, out), routing
+
+    def _dropless(self, ctx, theta, tokens, **inputs) -> tuple[tf.Tensor, Routed]:
+        """The same, for as many tokens of an expert as want it."""
+        if ctx.plan.pipeline_axes is not None:
+            raise ValueError(
+                f"layer {ctx.path!r}: MoE.dropless is not for pipelines: set "
+                "it to None, or use Repeat in place of Pipeline"
+            )
+        with ctx.scope("gating") as c:
+            sending = self.gating.send(c, theta.gating, tokens, **inputs)
+        rows = [
+            tf.reshape(t, [-1, t.shape[-1]])
+            for t in (tokens, sending.experts, sending.weights)
+        ]
+        with ctx.scope("experts") as c:
+            out = self.dropless.fprop(
+                c,
+                functools.partial(self.experts.fprop_blocks, c),
+                theta.experts,
+                *rows,
+                num_experts=self.gating.num_experts,
+            )
+        return tf.reshape(out, shape_of(tokens)), sending
 
     def _group_size(self, ctx: Context, B: int, T: int) -> int:
         size = self.group_size or T

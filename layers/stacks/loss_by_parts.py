@@ -13,9 +13,9 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.types import reshard_to
+from meshwright.layers.basic.entries import read, write
 from meshwright.layers.basic.linear import BSM
 from meshwright.layers.basic.token_loss import TokenLoss
-from meshwright.layers.stacks.stacked_body import read, write
 
 
 def check_parts(ctx: Context, field: str, parts: int, length: int) -> None:

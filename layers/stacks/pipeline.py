@@ -30,6 +30,7 @@ from meshwright.framework.modeling.checks import instance
 from meshwright.framework.modeling.layer import STAGE_DIM, Context, Layer, Mode
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
+from meshwright.layers.basic.entries import read, write
 from meshwright.layers.stacks.microbatches import Microbatches
 from meshwright.layers.stacks.pipeline_schedule import PipelineSchedule
 from meshwright.layers.stacks.repeat import Repeat, Unroll
@@ -40,9 +41,7 @@ from meshwright.layers.stacks.stacked_body import (
     StackedBody,
     check_stacked,
     divide,
-    read,
     specs_of,
-    write,
 )
 from meshwright.layers.stacks.stages import StageMode, Stages
 

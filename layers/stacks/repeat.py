@@ -29,6 +29,7 @@ from meshwright.framework.modeling.recompute import Recompute, Saved
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.annotations import annotate
+from meshwright.layers.basic.entries import read, write
 from meshwright.layers.stacks.stacked_body import (
     Constants,
     SavedForBackward,
@@ -38,9 +39,7 @@ from meshwright.layers.stacks.stacked_body import (
     check_saved_names,
     check_stacked,
     divide,
-    read,
     specs_of,
-    write,
 )
 
 

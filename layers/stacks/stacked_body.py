@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.python import xla
 
 from meshwright.framework.modeling.layer import Context, Layer, annotate_weights
 from meshwright.framework.modeling.recompute import (
@@ -19,7 +18,6 @@ from meshwright.framework.modeling.recompute import (
     SplitFunction,
     split_function,
 )
-from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 
 
@@ -213,28 +211,6 @@ def divide(flat: Sequence, counts: Sequence[int]) -> list[list]:
 def specs_of(nest: Any) -> Any:
     """The nest's `TensorSpec`s."""
     return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), nest)
-
-
-def read(stack: tf.Tensor, i: tf.Tensor, *, dim: int = 0) -> tf.Tensor:
-    """The entry `i` of `stack` along `dim`."""
-    sizes = shape_of(stack)
-    sizes[dim] = 1
-    piece = xla.dynamic_slice(stack, _start(stack, i, dim), sizes)
-    return tf.squeeze(piece, axis=dim)
-
-
-def write(
-    stack: tf.Tensor, value: tf.Tensor, i: tf.Tensor, *, dim: int = 0
-) -> tf.Tensor:
-    """`stack` with the entry `i` along `dim` replaced."""
-    start = _start(stack, i, dim)
-    return xla.dynamic_update_slice(stack, tf.expand_dims(value, dim), start)
-
-
-def _start(stack: tf.Tensor, i: tf.Tensor, dim: int) -> tf.Tensor:
-    start = [tf.constant(0)] * stack.shape.rank
-    start[dim] = i
-    return tf.stack(start)
 
 
 def check_stacked(ctx: Context, specs: NestedMap, theta: NestedMap) -> None:

@@ -21,7 +21,7 @@ from meshwright.framework.sharding.manual import auto_to_manual, manual_to_auto
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.vectorize import NoRuleError, vectorize
-from meshwright.layers.stacks.stacked_body import read, write
+from meshwright.layers.basic.entries import read, write
 
 
 @gin.constants_from_enum

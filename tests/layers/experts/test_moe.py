@@ -25,7 +25,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.basic.feed_forward import Activation, FeedForward
 from meshwright.layers.basic.linear import BSM
-from meshwright.layers.experts.gating import Capacity, Choices, in_turn
+from meshwright.layers.experts.gating import Capacity, Picks
 from meshwright.layers.experts.gatings import (
     ExpertChoice,
     GateScale,
@@ -180,10 +180,9 @@ def test_dense_plan_moves_no_tokens(partitioner):
 class Given(Hash):
     """Token ids are the experts' numbers."""
 
-    def choose(self, ctx, logits, valid, token_ids, slots):
+    def pick(self, ctx, theta, logits, valid, token_ids):
         chosen = tf.one_hot(token_ids, self.num_experts) * valid[..., None]
-        ((places, kept),) = in_turn([chosen], slots)
-        return Choices(gates=chosen, kept=kept, places=places, first=None)
+        return Picks(choices=[chosen], scores=chosen, scale=GateScale.RAW, goes=[None])
 
 
 def golden_layer(gating=Top2, *, slots=3, group_size=None, **kwargs) -> MoE:
