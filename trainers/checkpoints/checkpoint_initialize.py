@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import jax
 import jax.numpy as jnp
@@ -125,11 +125,15 @@ class _Known:
       places: by the name of the array.
       problems: why some weights get nothing.
       widens: whether arrays may have narrower floats than the weights.
+      unused: what becomes of arrays that go nowhere, if `InitializeFrom` does not say.
+      derived: names of arrays that may go nowhere, as they follow from others.
     """
 
     places: Mapping[str, Place] = dataclasses.field(default_factory=dict)
     problems: Sequence[str] = ()
     widens: bool = False
+    unused: Unused = Unused.IGNORE
+    derived: Set[str] = frozenset()
 
 
 class _Fitting:
@@ -161,14 +165,18 @@ class _Fitting:
         for path, pieces in self.pieces.items():
             problems += self._misfits(path, pieces, saved)
         if self._source.missing is Missing.ERROR:
-            lacking = [path for path in self._initialized() if self.is_chosen(path)]
+            lacking = [p for p in self._initialized() if self._source.takes(p)]
             problems += [
                 f"{path} {self._wanted[path]} gets nothing{_nearest(path, saved)}"
                 for path in lacking
             ]
             problems += known.problems if lacking else ()
-        if self._source.unused is Unused.ERROR:
-            problems += [f"{name} {saved[name]} goes nowhere" for name in self.unused]
+        if (self._source.unused or known.unused) is Unused.ERROR:
+            problems += [
+                f"{name} {saved[name]} goes nowhere"
+                for name in self.unused
+                if name not in known.derived
+            ]
         if not (problems or self.pieces):
             problems = ["there is nothing in it for this model"]
         if problems:
@@ -242,7 +250,7 @@ class _Fitting:
             except ValueError as error:
                 problems.append(str(error))
                 continue
-            if place.path not in self._wanted or not self.is_chosen(place.path):
+            if place.path not in self._wanted or not self._source.takes(place.path):
                 self.unused.append(name)
                 if rule is not None and place.path not in self._wanted:
                     problems.append(
@@ -292,7 +300,7 @@ class _Fitting:
                 fits = math.prod(shape) == math.prod(part.shape)
             else:
                 fits = shape == part.shape
-            if not fits or not self._takes(form.dtype, part.dtype):
+            if not fits or not self._holds_all_values(form.dtype, part.dtype):
                 return [
                     f"{piece.name} is {form} in the checkpoint, {place} is {part} in "
                     "this model"
@@ -314,18 +322,13 @@ class _Fitting:
     def _known_place(self, name: str) -> Place:
         return self._known.places.get(name) or Place(path=name)
 
-    def _takes(self, dtype: str, wanted: str) -> bool:
+    def _holds_all_values(self, dtype: str, wanted: str) -> bool:
         """Whether a weight of dtype `wanted` can have all values of another's."""
         if dtype == wanted:
             return True
         floats = ("float16", "bfloat16", "float32")
         both = dtype in floats and wanted in floats
         return self._known.widens and both and wanted == "float32"
-
-    def is_chosen(self, path: str) -> bool:
-        """Whether the weight at a path is to be taken."""
-        only = self._source.only
-        return not only or any(re.fullmatch(pattern, path) for pattern in only)
 
     def _initialized(self) -> list[str]:
         return [path for path in self._wanted if path not in self.pieces]
@@ -420,10 +423,15 @@ def _read_safetensors(
     files: contextlib.ExitStack,
 ) -> dict[str, Tensor]:
     opened = files.enter_context(opened_safetensors(path))
-    places = {}
+    known = _Known(widens=True)
     if not source.read_rules():
-        places = published_places(opened, task, source, fitting.is_chosen)
-    known = _Known(places=places, widens=True)
+        found = published_places(opened, task, source)
+        known = dataclasses.replace(
+            known,
+            places=found.places,
+            unused=Unused.IGNORE if source.only else Unused.ERROR,
+            derived=found.derived,
+        )
     forms_of = {name: tensor.form for name, tensor in opened.tensors.items()}
     return {name: opened.tensors[name] for name in fitting.fit(forms_of, known)}
 

@@ -9,6 +9,8 @@ import re
 import gin
 from etils import epath
 
+from meshwright.framework.modeling.checks import Checked
+
 _RULE = re.compile(
     r"(?P<source>\S+)\s+->\s+(?P<path>[^\s\[]+)(?:\[(?P<index>[^\]]+)\])?"
     r"(?P<changes>(?:\s+transpose)?(?:\s+reshape)?)"
@@ -128,7 +130,7 @@ def parse_rule(line: str) -> Rule:
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InitializeFrom:
+class InitializeFrom(Checked):
     r"""Weights of another model for a training to start from; it counts from step 0.
 
     Optimizer slots start afresh, and a moving average starts at these weights.
@@ -152,7 +154,10 @@ class InitializeFrom:
         for all.
       missing: "error" or "initialize", for weights that the checkpoint lacks.
       unused: "ignore" or "error", for arrays of the checkpoint that go nowhere; None:
-        an error of published weights, which have no more than the model.
+        an error of published weights that are taken without rules and `only`, which
+        have no more than the model.
+      any_tokenizer: takes published weights of a vocabulary that has far more ids than
+        `LanguageModel.text`, whose tokens then are not those of their tokenizer.
 
     Raises:
       ValueError: a field has none of these values.
@@ -167,8 +172,10 @@ class InitializeFrom:
     only: tuple[str, ...] = ()
     missing: Missing | str = Missing.ERROR
     unused: Unused | str | None = None
+    any_tokenizer: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         if self.part not in ("theta", "ema"):
             raise ValueError(
                 f"InitializeFrom.part is {self.part!r}; it must be 'theta' or 'ema'"
@@ -196,6 +203,10 @@ class InitializeFrom:
                 f"InitializeFrom.only has {pattern!r}, no regular expression: {error}"
             ) from None
         self.read_rules()
+
+    def takes(self, path: str) -> bool:
+        """Whether the weight at a path is to be taken."""
+        return not self.only or any(re.fullmatch(line, path) for line in self.only)
 
     def read_rules(self) -> list[Rule]:
         """The rules; those of the file come last."""

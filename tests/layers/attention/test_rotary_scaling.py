@@ -67,6 +67,12 @@ def test_yarn_keeps_what_turns_often_and_sharpens():
     assert given.magnitude == 1.5
 
 
+def test_yarn_whose_first_and_last_pair_are_the_same():
+    """Contexts so short that not even the first pair turns once."""
+    part = kept(YarnScaling(factor=4.0, original_length=6), 4.0)
+    np.testing.assert_allclose(part, [1] + [0] * (HALF - 1), atol=1e-6)
+
+
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_decoding_by_steps_equals_all_at_once(scaling):
     layer = MultiHeadAttention(

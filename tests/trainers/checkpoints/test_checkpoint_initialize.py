@@ -270,6 +270,7 @@ def test_an_index_may_have_several_dims(tmp_path):
         ({"missing": "eror"}, "missing is 'eror'; it must be 'error' or 'initialize'"),
         ({"unused": ""}, "unused is ''; it must be 'ignore' or 'error'"),
         ({"part": "slots"}, "part is 'slots'; it must be 'theta' or 'ema'"),
+        ({"any_tokenizer": "yes"}, "any_tokenizer is 'yes'; it must be True or False"),
     ],
 )
 def test_rules_and_fields_are_checked(fields, message):

@@ -18,6 +18,8 @@ from meshwright.trainers.checkpoints.published.published_facts import (
     window,
 )
 from meshwright.trainers.checkpoints.published.published_rotary import (
+    Rotary,
+    plain_scaling,
     rotary_keys,
     rotary_said,
 )
@@ -48,8 +50,7 @@ def activation(key: str) -> Fact:
 
     def said(config: Config, number: int) -> Any:
         del number
-        usual = "silu" if key == "hidden_act" else "gelu_pytorch_tanh"
-        name = config.get(key) or usual
+        name = config.get(key)
         return _ACTIVATIONS.get(str(name), name)
 
     def of(layer: TransformerLayer) -> Activation:
@@ -75,8 +76,8 @@ def norms(*, offset: float, post_norms: bool, qk_norm: bool) -> list[Fact]:
 
     key, field = "rms_norm_eps", "RMSNorm.epsilon"
     return [
-        by_key(key, field, lambda m: m.task.final_norm.epsilon, 1e-6),
-        by_key(key, field, epsilon, 1e-6, each=True),
+        by_key(key, field, lambda m: m.task.final_norm.epsilon),
+        by_key(key, field, epsilon, each=True),
         implied("RMSNorm.offset", lambda m: m.task.final_norm.offset, offset),
         implied("RMSNorm.offset", offset_of, offset, each=True),
         *(
@@ -104,8 +105,11 @@ def norms(*, offset: float, post_norms: bool, qk_norm: bool) -> list[Fact]:
 def rotary(*, local: bool = False) -> list[Fact]:
     """Facts of rotary positions; `local`, if layers with a window have their own."""
 
-    def kind(config: Config, number: int) -> str:
-        return _SLIDING if local and _gemma3_window(config, number) else _FULL
+    def said(config: Config, number: int) -> Rotary:
+        if not local:
+            return rotary_said(config, None)
+        is_sliding = _gemma3_window(config, number) is not None
+        return rotary_said(config, _SLIDING if is_sliding else _FULL)
 
     def keys(model: Model) -> dict[str, Any]:
         windowed = [each.layer for each in model.layers if window(each.layer)]
@@ -122,15 +126,15 @@ def rotary(*, local: bool = False) -> list[Fact]:
         Fact(
             field="MultiHeadAttention.rotary_base",
             of=lambda layer: layer.attention.rotary_base,
-            said=lambda config, i: rotary_said(config, kind(config, i)).base,
+            said=lambda config, i: said(config, i).base,
             key="rope_theta",
             keys=keys,
             each=True,
         ),
         Fact(
             field="MultiHeadAttention.rotary_scaling",
-            of=lambda layer: layer.attention.rotary_scaling,
-            said=lambda config, i: rotary_said(config, kind(config, i)).scaling,
+            of=lambda layer: plain_scaling(layer.attention.rotary_scaling),
+            said=lambda config, i: said(config, i).scaling,
             key="rope_scaling",
             each=True,
         ),
@@ -173,7 +177,7 @@ def _by_types(config: Config, number: int, *, is_sliding: bool) -> Any:
         kind = kinds[number] if number < len(kinds) else "no kind"
     if kind not in (_SLIDING, _FULL):
         return kind
-    return config.get("sliding_window", 4096) if kind == _SLIDING else None
+    return config.get("sliding_window") if kind == _SLIDING else None
 
 
 def _types(windows: list) -> dict[str, Any]:
@@ -185,10 +189,9 @@ def _types(windows: list) -> dict[str, Any]:
 
 
 def _qwen_window(config: Config, number: int) -> Any:
-    if not config.get("use_sliding_window", False):
+    if not config.get("use_sliding_window"):
         return None
-    first = config.get("max_window_layers", 28)
-    return _by_types(config, number, is_sliding=number >= first)
+    return _by_types(config, number, is_sliding=number >= config["max_window_layers"])
 
 
 def _qwen_keys(windows: list) -> dict[str, Any]:
@@ -205,17 +208,22 @@ def _gemma2_window(config: Config, number: int) -> Any:
 
 
 def _gemma3_window(config: Config, number: int) -> Any:
-    pattern = config.get("sliding_window_pattern", 6)
+    pattern = config["sliding_window_pattern"]
     return _by_types(config, number, is_sliding=(number + 1) % pattern != 0)
 
 
 NO_WINDOWS = _windows(lambda config, number: None, lambda windows: {})
 
 
-def sizes() -> list[Fact]:
-    def head_dim(config: Config) -> int:
+def _head_dim(config: Config) -> Any:
+    """The size of heads; null says that they share the model's dims."""
+    size = config.get("head_dim")
+    if size is None:
         return config["hidden_size"] // config["num_attention_heads"]
+    return size
 
+
+def sizes() -> list[Fact]:
     return [
         by_key("num_hidden_layers", "the number of layers", lambda m: len(m.layers)),
         by_key(
@@ -244,23 +252,21 @@ def sizes() -> list[Fact]:
             "num_key_value_heads",
             "MultiHeadAttention.num_kv_heads",
             lambda layer: layer.attention.kv_heads,
-            lambda config: config["num_attention_heads"],
             each=True,
-            null_is_default=True,
+            null=lambda config: config["num_attention_heads"],
         ),
         by_key(
             "head_dim",
             "MultiHeadAttention.head_dim",
             lambda layer: layer.attention.head_dim,
-            head_dim,
             each=True,
-            null_is_default=True,
+            null=_head_dim,
         ),
     ]
 
 
-def embedding(*, tied: bool, scaled: bool) -> list[Fact]:
-    """Whether the table is shared, `tied` by default, and scaled when it is read."""
+def embedding(*, scaled: bool) -> list[Fact]:
+    """Whether the table is shared, and whether it is `scaled` when it is read."""
 
     def scale(config: Config) -> float:
         return config["hidden_size"] ** 0.5 if scaled else 1.0
@@ -270,91 +276,80 @@ def embedding(*, tied: bool, scaled: bool) -> list[Fact]:
             "tie_word_embeddings",
             "whether TokenEmbedding.softmax is SHARED",
             lambda m: m.task.softmax is None,
-            tied,
         ),
         implied("TokenEmbedding.input_scale", lambda m: m.task.embedding.scale, scale),
     ]
 
 
-def scale_and_caps(*, by_keys: bool) -> list[Fact]:
-    """The scale of queries and caps of logits: Gemma's keys, or the usual ones."""
-
-    def cap(layer: TransformerLayer) -> float | None:
-        return layer.attention.logit_cap
-
-    def final_cap(model: Model) -> float | None:
-        return model.task.logit_cap
+def query_scale(key: str | None) -> Fact:
+    """What queries are multiplied by: by a key, or by the size of heads."""
 
     def scale(layer: TransformerLayer) -> float:
         # As configs say it: 256, and not what the power makes of a power.
         size = float(f"{layer.attention.scale**-2:.12g}")
         return int(size) if size.is_integer() else size
 
-    def said(config: Config, number: int) -> Any:
-        del number
-        if by_keys:
-            return config.get("query_pre_attn_scalar", 256)
-        return config.get("head_dim") or (
-            config["hidden_size"] // config["num_attention_heads"]
-        )
+    field = "MultiHeadAttention.query_scale ** -2"
+    if key is None:
+        return implied(field, scale, _head_dim, each=True)
+    return by_key(key, field, scale, each=True)
 
-    query = Fact(
-        field="MultiHeadAttention.query_scale ** -2",
-        of=scale,
-        said=said,
-        key="query_pre_attn_scalar" if by_keys else "",
-        keys=lambda m: (
-            {"query_pre_attn_scalar": scale(m.layers[0].layer)} if by_keys else {}
-        ),
-        each=True,
-    )
-    fields = "MultiHeadAttention.logit_cap", "LanguageModel.logit_cap"
-    if not by_keys:
-        return [
-            query,
-            implied(fields[0], cap, None, each=True),
-            implied(fields[1], final_cap, None),
-        ]
+
+def caps(*, attention: str | None, final: str | None) -> list[Fact]:
+    """The caps of logits: by a key each, or none."""
     return [
-        query,
-        by_key("attn_logit_softcapping", fields[0], cap, None, each=True),
-        by_key("final_logit_softcapping", fields[1], final_cap, None),
+        _by_key_or_always(
+            attention,
+            None,
+            "MultiHeadAttention.logit_cap",
+            lambda layer: layer.attention.logit_cap,
+            each=True,
+        ),
+        _by_key_or_always(
+            final, None, "LanguageModel.logit_cap", lambda model: model.task.logit_cap
+        ),
     ]
 
 
 def biases(
-    *, attention: bool | None, feed_forward: bool | None, out: bool | None = None
+    *, attention: str | bool, out: str | bool, feed_forward: str | bool
 ) -> list[Fact]:
-    """What has biases; None: what the keys `attention_bias` and `mlp_bias` say.
+    """What has biases: by a key each, or always or never.
 
-    `out` is that of the projection of what heads found; None: as `attention`.
+    Args:
+      attention: the projections to queries, keys and values.
+      out: the projection of what heads found.
+      feed_forward: all projections of a feed-forward layer.
     """
-
-    def fact(key, field, of, value):
-        if value is None:
-            return by_key(key, field, of, False, each=True)
-        return implied(field, of, value, each=True)
-
     return [
-        fact(
-            "attention_bias",
-            "MultiHeadAttention.use_bias",
-            lambda layer: layer.attention.use_bias,
-            attention,
-        ),
-        fact(
-            "attention_bias",
-            "MultiHeadAttention.use_out_bias",
-            lambda layer: layer.attention.has_out_bias,
-            attention if out is None else out,
-        ),
-        fact(
-            "mlp_bias",
-            "FeedForward.use_bias",
-            lambda layer: layer.feed_forward.use_bias,
-            feed_forward,
-        ),
+        _by_key_or_always(said, said, field, of, each=True)
+        for said, field, of in (
+            (
+                attention,
+                "MultiHeadAttention.use_bias",
+                lambda layer: layer.attention.use_bias,
+            ),
+            (
+                out,
+                "MultiHeadAttention.use_out_bias",
+                lambda layer: layer.attention.has_out_bias,
+            ),
+            (
+                feed_forward,
+                "FeedForward.use_bias",
+                lambda layer: layer.feed_forward.use_bias,
+            ),
+        )
     ]
+
+
+def _by_key_or_always(
+    key: Any, value: Any, field: str, of: Callable[[Any], Any], *, each: bool = False
+) -> Fact:
+    """What a key says; or `value`, if `key` is no text."""
+    if isinstance(key, str):
+        return by_key(key, field, of, each=each)
+    return implied(field, of, value, each=each)
 
 
 QWEN_WINDOWS = _windows(_qwen_window, _qwen_keys)

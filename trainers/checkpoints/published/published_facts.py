@@ -22,7 +22,7 @@ from meshwright.tasks.task import Task
 from meshwright.tasks.text.language_model import LanguageModel
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
 
-Config = Mapping[str, Any]
+Config = Mapping[str, Any]  # With its family's defaults, as facts take it.
 Value = Any | Callable[[Config], Any]
 
 
@@ -58,7 +58,7 @@ class Model:
         """The model of a task.
 
         Raises:
-          CheckpointError: it is none that families describe; the message lists why.
+          CheckpointError: no family has such parts; the message lists them.
         """
         if not isinstance(task, LanguageModel):
             raise CheckpointError(
@@ -95,7 +95,8 @@ _PARTS = {
 def _foreign(field: str, part: Any, kind: type) -> list[str]:
     if isinstance(part, kind):
         return []
-    return [f"{field} is a {type(part).__name__}: give it a {kind.__name__}"]
+    given = type(part).__name__
+    return [f"{field} is of class {given}: set it to @{kind.__name__}()"]
 
 
 def _placed(stack: Any, path: str) -> list[PlacedLayer]:
@@ -171,10 +172,9 @@ def by_key(
     key: str,
     field: str,
     of: Callable[[Any], Any],
-    default: Value = None,
     *,
     each: bool = False,
-    null_is_default: bool = False,
+    null: Callable[[Config], Any] = lambda config: None,
 ) -> Fact:
     """A fact that a key says as it is.
 
@@ -182,17 +182,14 @@ def by_key(
       key: the config's key.
       field: the field here.
       of: as in `Fact`.
-      default: what a config without the key says, or makes it of the config.
       each: whether it is a fact of each layer; all layers have the same value.
-      null_is_default: whether null says the same as no key.
+      null: what null says, made of the config.
     """
 
     def said(config: Config, number: int = 0) -> Any:
         del number
         value = config.get(key)
-        if key not in config or (value is None and null_is_default):
-            return default(config) if callable(default) else default
-        return value
+        return null(config) if value is None else value
 
     def keys(model: Model) -> dict[str, Any]:
         return {key: of(model.layers[0].layer if each else model)}
@@ -225,11 +222,11 @@ def window(layer: TransformerLayer) -> int | str | None:
     return str(mask)
 
 
-def needed(config: Config, keys: Sequence[str], file: str) -> None:
-    """Checks that a config has keys, which are numbers.
+def check_numbers(config: Config, keys: Sequence[str], file: str) -> None:
+    """Checks that a config has a number above 0 for each key.
 
     Raises:
-      CheckpointError: it does not.
+      CheckpointError: it has something else, or nothing.
     """
     for key in keys:
         value = config.get(key)

@@ -3,6 +3,9 @@
 A line of a table is `tensor -> weight here`, with `*` for the number of a layer and for
 where that layer's weights are. A tensor is the weight as a matrix, its rows first: with
 `transpose` columns and rows change places, with `flat` it has a single dim.
+
+Defaults are those of the classes of Transformers that read such a config.json: a file
+leaves out keys that have them.
 """
 
 from __future__ import annotations
@@ -51,11 +54,44 @@ model.layers.*.pre_feedforward_layernorm.weight  -> *.feed_forward_norm.scale
 model.layers.*.post_feedforward_layernorm.weight -> *.feed_forward_post_norm.scale
 """
 
+_DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+}
+_LLAMA_DEFAULTS = {
+    **_DEFAULTS,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
+_QWEN_DEFAULTS = {
+    **_DEFAULTS,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA_DEFAULTS = {
+    **_DEFAULTS,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
 # What a config may say of what is not here, where it says that it is not there.
 _INERT: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
     "quantization_config": (None,),
+    "compression_config": (None,),
+    "auto_map": (None,),  # Code of its own.
 }
 
 
@@ -66,19 +102,16 @@ class Family:
     Args:
       name: what its config.json calls `model_type`.
       architecture: the class that its config.json names.
-      tensors: the table of names.
+      tensors: the tensor, the weight and the change of each line of the table.
+      defaults: what a config.json says by having no such key.
       facts: what its config.json says of a model.
     """
 
     name: str
     architecture: str
-    tensors: str
+    tensors: tuple[tuple[str, str, str], ...]
+    defaults: Mapping[str, Any]
     facts: tuple[Fact, ...]
-
-    def names(self) -> list[tuple[str, str, str]]:
-        """The tensor, the weight and the change of each line."""
-        lines = [line.replace("->", " ").split() for line in self.tensors.splitlines()]
-        return [(*line, "")[:3] for line in lines if line]
 
     def problems(self, model: Model, config: Config) -> list[str]:
         """Where a model and a config do not agree, a line each.
@@ -87,10 +120,12 @@ class Family:
           CheckpointError: values of the config are of the wrong kind.
         """
         problems = [
-            f"{key} in config.json has {shown(config[key])}, which is not here"
+            f"{key} in config.json has {shown(config[key])}, which is not here: take "
+            "it out of the file only if it changes nothing"
             for key, inert in _INERT.items()
             if config.get(key) not in inert
         ]
+        config = {**self.defaults, **config}
         alike = config.get("num_hidden_layers") == len(model.layers)
         for fact in self.facts:
             if not alike and fact.each:
@@ -128,42 +163,65 @@ def family_of(config: Config, file: str) -> Family:
     return FAMILIES[name]
 
 
+def _table(text: str) -> tuple[tuple[str, str, str], ...]:
+    lines = [line.replace("->", " ").split() for line in text.splitlines()]
+    return tuple((*line, "")[:3] for line in lines if line)
+
+
 def _llama_like(
-    name: str, architecture: str, *, biases: list[Fact], windows: Fact, qk_norm: bool
+    name: str,
+    architecture: str,
+    *,
+    defaults: Mapping[str, Any],
+    biases: list[Fact],
+    windows: Fact,
+    qk_norm: bool,
 ) -> Family:
     return Family(
         name=name,
         architecture=architecture,
-        tensors=_COMMON + _PRE_NORMS,
+        tensors=_table(_COMMON + _PRE_NORMS),
+        defaults=defaults,
         facts=(
             *facts.sizes(),
             facts.activation("hidden_act"),
             *facts.norms(offset=0.0, post_norms=False, qk_norm=qk_norm),
-            *facts.embedding(tied=False, scaled=False),
+            *facts.embedding(scaled=False),
             *biases,
             *facts.rotary(),
             windows,
-            *facts.scale_and_caps(by_keys=False),
+            facts.query_scale(None),
+            *facts.caps(attention=None, final=None),
         ),
     )
 
 
 def _gemma(
-    name: str, architecture: str, *, qk_norm: bool, windows: Fact, rotary: list[Fact]
+    name: str,
+    architecture: str,
+    *,
+    defaults: Mapping[str, Any],
+    qk_norm: bool,
+    windows: Fact,
+    rotary: list[Fact],
+    attention_cap: str | None,
 ) -> Family:
+    biases = {"attention": "attention_bias", "out": "attention_bias"}
     return Family(
         name=name,
         architecture=architecture,
-        tensors=_COMMON + _PRE_AND_POST_NORMS,
+        tensors=_table(_COMMON + _PRE_AND_POST_NORMS),
+        defaults=_GEMMA_DEFAULTS | defaults,
         facts=(
             *facts.sizes(),
             facts.activation("hidden_activation"),
             *facts.norms(offset=1.0, post_norms=True, qk_norm=qk_norm),
-            *facts.embedding(tied=True, scaled=True),
-            *facts.biases(attention=None, feed_forward=False),
+            *facts.embedding(scaled=True),
+            *facts.biases(**biases, feed_forward=False),
             *rotary,
             windows,
-            *facts.scale_and_caps(by_keys=True),
+            facts.query_scale("query_pre_attn_scalar"),
+            *facts.caps(attention=attention_cap, final="final_logit_softcapping"),
         ),
     )
 
@@ -174,13 +232,19 @@ FAMILIES: Mapping[str, Family] = {
         _llama_like(
             "llama",
             "LlamaForCausalLM",
-            biases=facts.biases(attention=None, feed_forward=None),
+            defaults=_LLAMA_DEFAULTS,
+            biases=facts.biases(
+                attention="attention_bias",
+                out="attention_bias",
+                feed_forward="mlp_bias",
+            ),
             windows=facts.NO_WINDOWS,
             qk_norm=False,
         ),
         _llama_like(
             "qwen2",
             "Qwen2ForCausalLM",
+            defaults=_QWEN_DEFAULTS,
             biases=facts.biases(attention=True, out=False, feed_forward=False),
             windows=facts.QWEN_WINDOWS,
             qk_norm=False,
@@ -188,23 +252,34 @@ FAMILIES: Mapping[str, Family] = {
         _llama_like(
             "qwen3",
             "Qwen3ForCausalLM",
-            biases=facts.biases(attention=None, feed_forward=False),
+            defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+            biases=facts.biases(
+                attention="attention_bias", out="attention_bias", feed_forward=False
+            ),
             windows=facts.QWEN_WINDOWS,
             qk_norm=True,
         ),
         _gemma(
             "gemma2",
             "Gemma2ForCausalLM",
+            defaults={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
             qk_norm=False,
             windows=facts.GEMMA2_WINDOWS,
             rotary=facts.rotary(),
+            attention_cap="attn_logit_softcapping",
         ),
         _gemma(
             "gemma3_text",
             "Gemma3ForCausalLM",
+            defaults={
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 10000.0,
+                "sliding_window_pattern": 6,
+            },
             qk_norm=True,
             windows=facts.GEMMA3_WINDOWS,
             rotary=facts.rotary(local=True),
+            attention_cap=None,  # Its key is there, but no program reads it.
         ),
     )
 }

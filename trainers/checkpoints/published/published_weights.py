@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Set
 
 import numpy as np
 
@@ -20,7 +20,12 @@ from meshwright.trainers.checkpoints.checkpoint_rules import (
     Place,
     Unused,
 )
-from meshwright.trainers.checkpoints.published.published_facts import Model, needed
+from meshwright.trainers.checkpoints.published.published_facts import (
+    Config,
+    Model,
+    check_numbers,
+    shown,
+)
 from meshwright.trainers.checkpoints.published.published_families import (
     Family,
     family_of,
@@ -32,6 +37,10 @@ from meshwright.trainers.checkpoints.published.safetensors_files import (
 log = logging.getLogger("absl")
 
 _NUMBERS = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+# Models have at most one in so many ids that their tokenizer has not, by rounding up.
+_UNUSED_IDS = 10
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PIECE_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +80,11 @@ def tensors_of(family: Family, model: Model) -> list[PublishedTensor]:
             place = Place(path=path, index=index)
             found.append(_tensor(name, place, change, specs[path]))
 
-    lines = family.names()
-    for name, path, change in lines:
+    for name, path, change in family.tensors:
         if "*" not in name:
             note(name, path, (), change)
     for number, layer in enumerate(model.layers):
-        for name, path, change in lines:
+        for name, path, change in family.tensors:
             if "*" in name:
                 path = path.replace("*", layer.path)
                 note(name.replace("*", str(number)), path, layer.index, change)
@@ -88,23 +96,33 @@ def tensors_of(family: Family, model: Model) -> list[PublishedTensor]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class PublishedPlaces:
+    """What becomes of the tensors of files.
+
+    Args:
+      places: where they go, by their names.
+      derived: names of those that follow from others, as some files have them.
+    """
+
+    places: dict[str, Place]
+    derived: Set[str]
+
+
 def published_places(
-    files: SafetensorsFiles,
-    task: Task | None,
-    source: InitializeFrom,
-    is_chosen: Callable[[str], bool],
-) -> dict[str, Place]:
-    """Where the tensors of files go, by their names.
+    files: SafetensorsFiles, task: Task | None, source: InitializeFrom
+) -> PublishedPlaces:
+    """Where the tensors of files go.
 
     Args:
       files: with the config.json that describes them.
       task: the language model that gets them.
-      source: what becomes of what is missing or not used. Where weights may be missing,
-        or only some are taken, a config.json of another model is no error.
-      is_chosen: whether the weight at a path gets any.
+      source: which weights are taken. Where some may be missing, or only some are
+        taken, a config.json of another model is no error.
 
     Raises:
-      CheckpointError: the files are those of another model; the message lists why.
+      CheckpointError: the files are those of another model, or of another tokenizer;
+        the message lists why.
     """
     if files.config is None:
         raise CheckpointError(
@@ -112,14 +130,9 @@ def published_places(
             "of: put the published one there, or set InitializeFrom.rules"
         )
     family = family_of(files.config, files.config_file)
-    needed(files.config, _NUMBERS, files.config_file)
+    check_numbers(files.config, _NUMBERS, files.config_file)
     model = Model.of(task)
-    whole = source.missing is Missing.ERROR and not source.only
-    if problems := family.problems(model, files.config):
-        text = f"{files.config_file} is not of this model:{bullet_list(problems)}"
-        if whole:
-            raise CheckpointError(f"{text}\nset in the gin files what it says")
-        log.warning("%s", text)
+    _check_model(family, model, files, source)
     tensors = {each.name: each for each in tensors_of(family, model)}
     problems = [
         f"{name} is {files.tensors[name].form}, and {each.place} needs "
@@ -131,21 +144,79 @@ def published_places(
         problems += [
             f"{name} {list(each.shape)} is missing, which is to be {each.place}"
             for name, each in tensors.items()
-            if name not in files.tensors and is_chosen(each.place.path)
+            if name not in files.tensors and source.takes(each.place.path)
         ]
-    if source.unused is not Unused.IGNORE and not source.only:
-        problems += [
-            f"{name} {tensor.form} is none of this model's"
-            for name, tensor in files.tensors.items()
-            if name not in tensors and not _is_derived(name, tensors)
-        ]
+    derived = {name for name in files.tensors if name.endswith(".rotary_emb.inv_freq")}
+    if _HEAD not in tensors:
+        derived.add(_HEAD)
+        may_be_left = source.only or source.unused is Unused.IGNORE
+        if not may_be_left and _is_another_head(files):
+            problems.append(
+                f"{_HEAD} has other values than {_TABLE}, which this model has for "
+                "both: set LanguageModel.softmax"
+            )
     if problems:
         raise CheckpointError(
             f"the tensors of {source.checkpoint} do not fit this model:"
             f"{bullet_list(problems)}\nget the files again that belong to its "
             "config.json, or see InitializeFrom.missing, unused and rules"
         )
-    return {name: each.place for name, each in tensors.items()}
+    places = {name: each.place for name, each in tensors.items()}
+    return PublishedPlaces(places, derived)
+
+
+def _check_model(
+    family: Family, model: Model, files: SafetensorsFiles, source: InitializeFrom
+) -> None:
+    """Checks that the config is the model's, and that its tokens may be the text's."""
+    config = files.config
+    named = config.get("architectures")
+    if named and named != [family.architecture]:
+        log.warning(
+            "%s names %s, and not %s: its weights are taken as those of the latter",
+            files.config_file,
+            shown(named),
+            family.architecture,
+        )
+    told = []
+    if problems := family.problems(model, config):
+        told.append(
+            f"{files.config_file} is not of this model:{bullet_list(problems)}\nset in "
+            "the gin files what it says"
+        )
+    text = model.task.text
+    if not source.any_tokenizer and _has_other_ids(config, text.vocab_size):
+        told.append(
+            f"{files.config_file} has vocab_size {config['vocab_size']}, but "
+            f"LanguageModel.text, a {type(text).__name__}, has {text.vocab_size} ids, "
+            "which are those of another tokenizer: give it an input of the published "
+            "tokenizer's ids, or set InitializeFrom.any_tokenizer to take the weights "
+            "nevertheless"
+        )
+    if told and source.missing is Missing.ERROR and not source.only:
+        raise CheckpointError("\n".join(told))
+    for line in told:
+        log.warning("%s", line)
+
+
+def _has_other_ids(config: Config, ids: int) -> bool:
+    size = config.get("vocab_size")
+    return isinstance(size, int) and ids < size - size // _UNUSED_IDS
+
+
+def _is_another_head(files: SafetensorsFiles) -> bool:
+    """Whether there is an output layer that is not the table of embeddings."""
+    head, table = files.tensors.get(_HEAD), files.tensors.get(_TABLE)
+    if head is None or table is None:
+        return False
+    if head.form != table.form or len(head.form.shape) != 2:
+        return True
+    rows, width = head.form.shape
+    step = max(_PIECE_BYTES // (4 * max(width, 1)), 1)
+    cuts = [
+        (slice(at, min(at + step, rows)), slice(None)) for at in range(0, rows, step)
+    ]
+    return any(head[cut].tobytes() != table[cut].tobytes() for cut in cuts)
 
 
 def _tensor(name: str, place: Place, change: str, spec: WeightSpec) -> PublishedTensor:
@@ -160,9 +231,3 @@ def _tensor(name: str, place: Place, change: str, spec: WeightSpec) -> Published
         shape, changes = (math.prod(shape),), (Change.RESHAPE,)
     place = dataclasses.replace(place, changes=changes)
     return PublishedTensor(name, place, shape)
-
-
-def _is_derived(name: str, tensors: dict[str, PublishedTensor]) -> bool:
-    """Whether a tensor follows from others, as some files have them."""
-    tied = name == "lm_head.weight" and name not in tensors
-    return tied or name.endswith(".rotary_emb.inv_freq")

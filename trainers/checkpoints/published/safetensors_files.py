@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
 from meshwright.trainers.checkpoints.checkpoint_manifest import ArraySpec
@@ -68,11 +69,19 @@ class SafetensorsFiles:
 
 
 def is_safetensors(path: str) -> bool:
-    """Whether a path is that of such a file, its index, or a folder with one."""
+    """Whether a path is that of such a file, its index, or a folder with one.
+
+    A folder is one, too, if it has a config.json and files of other names, and may be
+    on a bucket, to be told what it lacks.
+    """
     if path.endswith((_ENDING, _INDEX_ENDING)):
         return True
-    folder = pathlib.Path(path)
-    return (folder / WHOLE).is_file() or (folder / INDEX).is_file()
+    try:
+        names = tf.io.gfile.listdir(path)
+    except tf.errors.OpError:  # No folder, or nowhere that TensorFlow can look.
+        return False
+    others = CONFIG in names and any(name.endswith(_ENDING) for name in names)
+    return WHOLE in names or INDEX in names or others
 
 
 @contextlib.contextmanager
@@ -83,8 +92,9 @@ def opened_safetensors(path: str) -> Iterator[SafetensorsFiles]:
       path: as `is_safetensors` takes it.
 
     Raises:
-      CheckpointError: there is no such file, or it is damaged; the index names a file
-        that is not there, or tensors that are not in it; safetensors is not installed.
+      CheckpointError: there is no such file, or it is damaged; a folder has several
+        without an index; the index names a file that is not there, or tensors that are
+        not in it; safetensors is not installed.
     """
     if "://" in path:
         raise CheckpointError(
@@ -92,7 +102,7 @@ def opened_safetensors(path: str) -> Iterator[SafetensorsFiles]:
         )
     file = pathlib.Path(path)
     if file.is_dir():
-        file = file / (INDEX if (file / INDEX).is_file() else WHOLE)
+        file = _main_file(file)
     with contextlib.ExitStack() as stack:
         if file.name.endswith(_INDEX_ENDING):
             tensors = _by_index(file, stack)
@@ -160,6 +170,19 @@ def _library() -> Any:
             "'meshwright[safetensors]'"
         ) from error
     return safetensors
+
+
+def _main_file(folder: pathlib.Path) -> pathlib.Path:
+    """The file that says where all tensors of a folder are."""
+    for name in (INDEX, WHOLE):
+        if (folder / name).is_file():
+            return folder / name
+    names = sorted(path.name for path in folder.glob(f"*{_ENDING}"))
+    raise CheckpointError(
+        f"{folder} has {', '.join(names[:3]) or 'no safetensors'}, but neither "
+        f"{INDEX}, which says what is in which file, nor {WHOLE}: get what is missing, "
+        "or name one file in InitializeFrom.checkpoint"
+    )
 
 
 def _opened(file: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:

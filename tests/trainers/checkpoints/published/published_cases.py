@@ -53,7 +53,7 @@ _SAID = {
     "max_position_embeddings": S,
     "bos_token_id": 1,
 }
-_LLAMA3 = {
+LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -110,7 +110,7 @@ _LLAMA3_GIN = _scaling(
         "high_turns": "high_freq_factor",
         "original_length": "original_max_position_embeddings",
     },
-    _LLAMA3,
+    LLAMA3,
 )
 _YARN_GIN = _scaling(
     "YarnScaling",
@@ -135,7 +135,7 @@ CASES = {
         model_type="llama",
         hidden_act="silu",
         rope_theta=500000.0,
-        rope_scaling=_LLAMA3,
+        rope_scaling=LLAMA3,
         tie_word_embeddings=False,
     ),
     "llama_tied_biased": _case(

@@ -1,15 +1,24 @@
 """Files that are not those of the model, or of nobody, are told with a remedy."""
 
+import dataclasses
 import json
 import re
 import sys
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.text.text_input import TextInput
 from meshwright.trainers.checkpoints.checkpoints import CheckpointError
+from meshwright.trainers.checkpoints.published import published_weights
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from tests.trainers.checkpoints.published.published_cases import (
     CASES,
+    LLAMA3,
+    S,
+    experiment,
     imported,
     programs_of,
     random_tensors,
@@ -60,7 +69,10 @@ def turned(config, tensors):
             rf"{re.escape(NAME)} \[16, 16\] is missing, which is to be "
             r"stack\.attention\.w_k\[1\]\nget the files again that belong",
         ),
-        (extra, r"layers\.0\.self_attn\.q_proj\.bias float32\[32\] is none of this"),
+        (
+            extra,
+            r"layers\.0\.self_attn\.q_proj\.bias float32\[32\] goes nowhere\nsee Init",
+        ),
         (turned, rf"{re.escape(NAME)} is float32\[8, 32\], and .*_k\[1\] needs \[16, "),
     ],
 )
@@ -83,7 +95,94 @@ def test_tensors_that_follow_from_others_are_no_error(published):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = frequency
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
 
-    imported(programs_of("llama_tied_biased"), published(more, "llama_tied_biased"))
+    folder, programs = (
+        published(more, "llama_tied_biased"),
+        programs_of("llama_tied_biased"),
+    )
+    for unused in (None, "error"):
+        imported(programs, folder, unused=unused)
+
+
+def test_a_head_of_its_own_is_no_shared_table(published, monkeypatch):
+    # Compared piece by piece, of which the last one differs.
+    monkeypatch.setattr(published_weights, "_PIECE_BYTES", 4 * 16 * 100)
+
+    def more(config, tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    name = "llama_tied_biased"
+    folder = published(more, name)
+    assert re.search(
+        r"lm_head\.weight has other values than model\.embed_tokens\.weight, .*: set "
+        r"LanguageModel\.softmax",
+        told(folder, name),
+    )
+    imported(programs_of(name), folder, unused="ignore")
+
+
+def test_weights_of_another_tokenizer(published, caplog):
+    """Whose vocabulary has more ids than bytes have."""
+    programs = wide_programs()
+
+    def more(config, tensors):
+        config["vocab_size"] = 600
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            tensors[name] = np.zeros([600, 16], np.float32)
+
+    folder = published(more)
+    with pytest.raises(CheckpointError) as error:
+        imported(programs, folder)
+    assert re.search(
+        r"config\.json has vocab_size 600, but LanguageModel\.text, a TextInput, has "
+        r"264 ids, .* or set InitializeFrom\.any_tokenizer to take",
+        str(error.value),
+    )
+    assert "softmax.kernel" in imported(programs, folder, any_tokenizer=True)
+    assert not caplog.text
+    imported(programs, folder, missing="initialize")
+    assert "another tokenizer" in caplog.text
+    # Vocabularies are rounded up.
+    imported(wide_programs(WideText), folder)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WideText(TextInput):
+    """Text whose ids are not those of bytes."""
+
+    @property
+    def vocab_size(self) -> int:
+        return 560
+
+    def read_train(self, steps, rows):
+        def moved(batch):
+            return NestedMap(
+                batch, ids=batch.ids + 300 * tf.cast(batch.ids > 1, "int32")
+            )
+
+        return super().read_train(steps, rows).map(moved)
+
+
+def wide_programs(text=None) -> StepPrograms:
+    made = experiment("llama", "VOCAB_SIZE = 600")
+    if text is None:
+        return StepPrograms(made)
+    given = text(files=made.task.text.files, sequence_length=S)
+    task = dataclasses.replace(made.task, text=given)
+    return StepPrograms(dataclasses.replace(made, task=task))
+
+
+def test_an_input_of_other_ids_is_told_of_like_that_of_bytes():
+    task = wide_programs(WideText).experiment.task
+    batch = next(iter(task.text.train_batches(0, global_batch=2, rows=range(2))))
+    assert batch.ids.numpy().max() > 300
+    assert task.describe_data()["training files"] > 0
+    assert task.data_fingerprint()["TextInput.sequence_length"] == S
+
+
+def test_another_class_is_a_warning(published, caplog):
+    imported(programs_of("llama"), published(says(architectures=["MyLlama"])))
+    assert re.search(r"names \['MyLlama'\], and not LlamaForCausalLM: its", caplog.text)
 
 
 def says(**changes):
@@ -121,6 +220,12 @@ def says(**changes):
             "quantization_config in config.json",
         ),
         (
+            {"is_causal": False},
+            "is_causal in config.json has False, which is not here:",
+        ),
+        ({"compression_config": {"bits": 4}}, "compression_config in config.json has"),
+        ({"auto_map": {"AutoModel": "my.Model"}}, "auto_map in .*: take it out of"),
+        (
             {"partial_rotary_factor": 0.5},
             "partial_rotary_factor in .* has 0.5",
         ),
@@ -138,6 +243,45 @@ def says(**changes):
             "has mscale_all_dim of rope_type 'yarn'",
         ),
         ({"rope_scaling": 8}, "rope_scaling in config.json is 8, no object"),
+        ({"rope_parameters": 8}, "rope_parameters in config.json is 8, no object"),
+        (
+            {"rope_scaling": {"rope_type": "llama3"}},
+            r"rope_scaling .* of rope_type 'llama3' has no factor, low_freq_factor, "
+            r"high_freq_factor, original_max_position_embeddings, which it needs",
+        ),
+        (
+            {"rope_scaling": {**LLAMA3, "low_freq_factor": None}},
+            "has no low_freq_factor, which it needs",
+        ),
+        (
+            {"rope_scaling": {**LLAMA3, "low_freq_factor": 0}},
+            r"makes no sense \(Llama3Scaling\.low_turns is 0",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "has no factor, which it needs"),
+        (
+            {
+                "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+                "max_position_embeddings": None,
+            },
+            r"makes no sense \(YarnScaling\.original_length is None",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rope_parameters .* has partial_rotary_factor of rope_type 'default'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default"}},
+            r"rope_parameters .* makes Rotary\(.*None\), but rope_scaling Rotary\(.*"
+            r"Llama3Scaling\(.*: leave the wrong one out",
+        ),
+        (
+            {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}},
+            r"makes Rotary\(base=10000.0, .*, but rope_scaling Rotary\(base=500000.0,",
+        ),
+        (
+            {"rope_parameters": {"full_attention": LLAMA3}, "rope_scaling": None},
+            "rope_parameters in config.json has full_attention of rope_type 'default'",
+        ),
         (
             {"model_type": "gpt2"},
             "has model_type 'gpt2', which is none of llama",
@@ -161,6 +305,19 @@ def test_kinds_of_layers_that_are_not_here(published):
     assert re.search("layer 2: the window .* is 6, but .* has no kind", text)
 
 
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ({"full_attention": {}}, "sliding_attention"),
+        ({"sliding_attention": {}, "full_attention": None}, "full_attention"),
+        ({"rope_type": "default", "rope_theta": 1e6}, "sliding_attention"),
+    ],
+)
+def test_parameters_that_leave_out_kinds_of_layers(published, said, kind):
+    folder = published(says(rope_scaling=None, rope_parameters=said), "gemma3")
+    assert f"has no object {kind}, of such layers" in told(folder, "gemma3")
+
+
 def test_a_folder_without_a_config(published):
     folder = published()
     (folder / "config.json").unlink()
@@ -180,11 +337,26 @@ def test_files_that_are_not_there(tmp_path, published):
     assert "there is no file" in told(tmp_path / "none.safetensors")
     assert "copy it to one" in told("gs://bucket/model.safetensors")
     folder = published(files=2)
+    (folder / "model.safetensors.index.json").rename(tmp_path / "index")
+    assert re.search(
+        r"in has model-00001-of-00002\.safetensors, .*, but neither model\."
+        r"safetensors\.index\.json, .*, nor model\.safetensors: get what is missing",
+        told(folder),
+    )
+    (tmp_path / "index").rename(folder / "model.safetensors.index.json")
     (folder / "model-00002-of-00002.safetensors").unlink()
     assert re.search(
         r"index\.json names model-00002-of-00002\.safetensors, which is not there: get",
         told(folder),
     )
+
+
+def test_a_folder_on_a_bucket_has_to_be_copied():
+    tf.io.gfile.makedirs("ram://bucket/model")
+    for name in ("config.json", "model-00001-of-00001.safetensors"):
+        with tf.io.gfile.GFile(f"ram://bucket/model/{name}", "w") as file:
+            file.write("{}")
+    assert "ram://bucket/model is not on a disk: copy" in told("ram://bucket/model")
 
 
 def change_index(folder, change):

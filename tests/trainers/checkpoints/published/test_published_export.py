@@ -1,5 +1,6 @@
 """What is exported as published is what was imported, or what was trained here."""
 
+import dataclasses
 import json
 import re
 
@@ -9,10 +10,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.task import Task
 from meshwright.trainers.checkpoints.checkpoints import CheckpointError
+from meshwright.trainers.checkpoints.published import published_families as families
 from meshwright.trainers.checkpoints.published.published_export import (
     export_published,
 )
+from meshwright.trainers.checkpoints.published.published_facts import Model
 from tests.trainers import parity
 from tests.trainers.checkpoints.published import numpy_models
 from tests.trainers.checkpoints.published.published_cases import (
@@ -148,7 +152,7 @@ def test_what_cannot_be_is_told(tmp_path, changes, message):
         ),
         (
             "TransformerLayer.feed_forward_norm = @LayerNorm()",
-            r"TransformerLayer\.feed_forward_norm is a LayerNorm: give it a RMSNorm",
+            r"TransformerLayer\.feed_forward_norm is of class LayerNorm: set it to @RM",
         ),
         (
             "FeedForward.activation = %Activation.RELU",
@@ -164,13 +168,45 @@ def test_a_model_that_no_family_has_is_told(tmp_path, param, message):
     params = [param, "LayerNorm.model_dims = 16"] if "LayerNorm" in param else [param]
     made = experiment("qwen3", *params)
     weights = parity.initial_state(made).theta
+    assert re.search(message, refused(made.task, weights, tmp_path, "qwen3"))
+
+
+def refused(task, weights, folder, family) -> str:
+    how = {"family": family, "dtype": "float32", "file_bytes": 10**9}
     with pytest.raises(CheckpointError) as told:
-        export_published(
-            made.task,
-            weights,
-            tmp_path,
-            family="qwen3",
-            dtype="float32",
-            file_bytes=10**9,
-        )
-    assert re.search(message, str(told.value))
+        export_published(task, weights, folder, **how)
+    return str(told.value)
+
+
+def test_caps_of_attention_are_not_gemma_3s(tmp_path):
+    """Its config.json has the key, but what reads it caps nothing."""
+    made = experiment("gemma3", "MultiHeadAttention.logit_cap = 50.0")
+    text = refused(made.task, NestedMap(), tmp_path, "gemma3_text")
+    assert re.search(r"Attention\.logit_cap is 50\.0, but a gemma3_text .* None", text)
+
+
+def test_weights_that_no_table_names_are_told(tmp_path, monkeypatch):
+    kind = families.FAMILIES["llama"]
+    lines = [line for line in kind.tensors if "w_gate" not in line[1]]
+    lesser = dataclasses.replace(kind, tensors=tuple(lines))
+    monkeypatch.setitem(families.FAMILIES, "llama", lesser)
+    task = programs_of("llama").experiment.task
+    text = refused(task, NestedMap(), tmp_path, "llama")
+    assert re.search(
+        r"llama models have no tensors .*\n  stack\.feed_forw.*gate$", text
+    )
+
+
+def test_tasks_that_are_no_language_models_are_told(tmp_path):
+    text = refused(Task(), NestedMap(), tmp_path, "llama")
+    assert re.search("those of a LanguageModel, not of a Task: set", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "length"), [("llama", 128), ("qwen2", 256), ("gemma3", 24), ("qwen3", 24)]
+)
+def test_the_length_of_contexts(name, length):
+    """Of a linear scaling, and of none, that of rows."""
+    model = Model.of(programs_of(name).experiment.task)
+    kind = families.FAMILIES[CASES[name].config["model_type"]]
+    assert kind.config(model)["max_position_embeddings"] == length
