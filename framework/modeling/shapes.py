@@ -1,4 +1,4 @@
-"""Shapes with a batch of any size, as in exported models."""
+"""Shapes with a batch of any size, as in exported models, and copies along a dim."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def shape_of(tensor: tf.Tensor) -> list[int | tf.Tensor]:
         return known
     given = tf.shape(tensor)
     return [given[i] if size is None else size for i, size in enumerate(known)]
+
+
+def copies_of_each(x: tf.Tensor, count: int, dim: int) -> tf.Tensor:
+    """`x` with `count` copies, in a row, of each of its entries along `dim`."""
+    if count == 1:
+        return x
+    before, (size, *after) = shape_of(x)[:dim], shape_of(x)[dim:]
+    copies = tf.broadcast_to(tf.expand_dims(x, dim + 1), [*before, size, count, *after])
+    return tf.reshape(copies, [*before, size * count, *after])

@@ -257,7 +257,7 @@ class MultiHeadAttention(Layer):
     ) -> NestedMap:
         """The cache of a `memory` [B, T, M]: keys and values, each [B, T, K, D]."""
         self._check_crosses(ctx)
-        _, key, value = self._project(ctx, theta, memory[:, :1], memory)
+        key, value = self._heads(ctx, theta, memory, "kv")
         return NestedMap(key=key, value=value)
 
     def step(

@@ -43,7 +43,7 @@ def attend_in_blocks(
     dropout: Dropout,
     block_size: int,
 ) -> tf.Tensor:
-    """The weighted sums of values, as `attend` of `attention.py` gives them.
+    """The weighted sums of values, as they are of all pairs at once.
 
     A query that sees no key gets a mean of values, as there; of those in the blocks
     that its mask leaves. There is no second gradient.

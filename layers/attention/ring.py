@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.recompute import save_name
-from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.modeling.shapes import copies_of_each, shape_of
 from meshwright.framework.sharding.collectives import (
     all_reduce,
     axis_index,
@@ -355,14 +355,10 @@ class _Ring:
 
 def _for_queries(blocks: PairsOfBlocks, stack: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
     """Keys or values [U, B, K, C, D] for the heads of queries: [U, B, N, C, D]."""
-    shape = shape_of(stack)
-    heads = q.shape[2]
-    if shape[2] == heads:
+    copies = q.shape[2] // stack.shape[2]
+    if copies == 1:
         return stack
-    copies = tf.broadcast_to(
-        stack[:, :, :, None], [*shape[:3], heads // shape[2], *shape[3:]]
-    )
-    return blocks.split(tf.reshape(copies, [*shape[:2], heads, *shape[3:]]))
+    return blocks.split(copies_of_each(stack, copies, 2))
 
 
 def _of_keys(stack: tf.Tensor, like: tf.Tensor) -> tf.Tensor:

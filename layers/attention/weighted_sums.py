@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.recompute import save_name
-from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.modeling.shapes import copies_of_each
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import SequenceAttention
 from meshwright.layers.attention.blocks import AUTO_SIZE, AUTO_TOKENS, Blocks
@@ -52,13 +52,13 @@ def weighted_sums(
       bias: float32 [num_buckets, N] of relative positions, or None.
       dropout: of the weights.
       block_size: see `MultiHeadAttention`.
-      is_step: whether keys and values come from a cache, which devices may hold in
-        parts whatever computes the sequence.
+      is_step: whether it is part of a step with a cache. Where keys are gathered, its
+        queries are attended from at once, whatever `block_size` says.
 
     Raises:
       ValueError: blocks, a ring or heads do not go with the plan.
     """
-    way = SequenceAttention.GATHER if is_step else way_of(ctx, q.shape[1])
+    way = way_of(ctx, q.shape[1])
     key_dims = BSND if k.shape[2] == q.shape[2] else BTKD
     if way is SequenceAttention.RING:
         return attend_in_ring(
@@ -102,12 +102,10 @@ def _at_once(ctx, logits: Logits, q, k, v, bias, dropout: Dropout) -> tf.Tensor:
 
 def _for_each_head(ctx: Context, heads: tf.Tensor, count: int) -> tf.Tensor:
     """Keys or values [B, T, K, D] for the heads of queries: [B, T, N, D]."""
-    shape = shape_of(heads)
-    if shape[2] == count:
+    copies = count // heads.shape[2]
+    if copies == 1:
         return heads
-    copies = [*shape[:3], count // shape[2], shape[3]]
-    copies = tf.broadcast_to(heads[:, :, :, None], copies)
-    return ctx.split(tf.reshape(copies, [*shape[:2], count, shape[3]]), BSND)
+    return ctx.split(copies_of_each(heads, copies, 2), BSND)
 
 
 def _size(
@@ -123,8 +121,8 @@ def _size(
     """
     if block_size is Blocks.NONE or queries in (None, 1):
         return None
-    at_once = ctx.plan.sequence_attention is SequenceAttention.GATHER or is_step
-    is_split = at_once and splits_sequence(ctx)
+    gathers = ctx.plan.sequence_attention is SequenceAttention.GATHER
+    is_split = gathers and splits_sequence(ctx)
     if block_size is Blocks.AUTO:
         is_long = queries * keys >= AUTO_TOKENS**2
         return AUTO_SIZE if is_long and not is_split else None

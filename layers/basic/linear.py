@@ -1,4 +1,4 @@
-"""Products of activations with weights, as 2-D matrix products, and their inputs.
+"""Products of activations with weights, as products of matrices, and their inputs.
 
 Dims: B batch, S sequence, K contracted, F produced.
 """
@@ -111,7 +111,7 @@ def contract_each(
 ) -> list[tf.Tensor]:
     """`contract` of `x` with each of several weights, of one `shape` if it is given.
 
-    The products share the flattened `x`, so that a mesh gathers it once for all.
+    The products share the flattened `x`, so that a mesh that gathers it does so once.
     """
     lead, contracted = shape_of(x)[:-dims], (shape or weights[0].shape)[:dims]
     check_trailing_dims(ctx, x, contracted)
@@ -126,7 +126,7 @@ def contract_each(
 
 
 def _product(ctx: Context, rows: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """[R, K] or [B, S, K] times [K, F] in the activation dtype."""
+    """[R..., K] times [K, F] in the activation dtype."""
     if not ctx.widens_gradients:
         return _times(rows, ctx.cast(weight))
 

@@ -16,7 +16,7 @@ import dataclasses
 import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
-from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.modeling.shapes import copies_of_each, shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.text.decoding import Decoded, Decoder, TokenModel
 from meshwright.tasks.text.language_model import LanguageModel
@@ -70,7 +70,7 @@ class Continuation:
             paddings=self._paddings(padding),
             segment_positions=tf.maximum(tf.range(P) - padding, 0),
         )
-        cache = cache.map(lambda t: _repeat(t, K, _CACHE_DIM))
+        cache = cache.map(lambda t: copies_of_each(t, K, _CACHE_DIM))
         return self.search.begin(ctx, self._model(ctx, theta, prompts, cache))
 
     def go_on(
@@ -92,7 +92,7 @@ class Continuation:
 
     def _model(self, ctx, theta, prompts, cache) -> TokenModel:
         P, K = self.prompt_length, self.search.beams
-        lengths = _repeat(prompts.lengths, K, 0)[:, None]
+        lengths = copies_of_each(prompts.lengths, K, 0)[:, None]
 
         def step(ids, cache, position):
             x, cache = self.task.step(
@@ -122,14 +122,3 @@ class Continuation:
         return tf.cast(
             tf.range(self.prompt_length + self.length - 1) < padding, tf.int32
         )
-
-
-def _repeat(values: tf.Tensor, count: int, dim: int) -> tf.Tensor:
-    """`values` with `count` copies of each row of `dim` in a row."""
-    if count == 1:
-        return values
-    before, (rows, *after) = shape_of(values)[:dim], shape_of(values)[dim:]
-    copies = tf.broadcast_to(
-        tf.expand_dims(values, dim + 1), [*before, rows, count, *after]
-    )
-    return tf.reshape(copies, [*before, rows * count, *after])

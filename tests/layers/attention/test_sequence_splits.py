@@ -136,6 +136,28 @@ def test_eight_devices_compute_what_one_does_at_once(name, way, partitioner):
     )
 
 
+@pytest.mark.parametrize(
+    "way,partitioner",
+    some_of(
+        itertools.product(WAYS, PARTITIONERS),
+        (("RING", "GSPMD"), ("ALL_TO_ALL", "SHARDY")),
+    ),
+)
+def test_in_sixteen_bits_too(way, partitioner):
+    """To a few roundings. Without biases, whose gradients are sums in 16 bits."""
+    layer = attention(positions="ROTARY", num_kv_heads=4)
+    assert_layer_parity(
+        layer,
+        X,
+        plan=plan_of(way, (2, 4, 1)),
+        partitioner=mw.Partitioner[partitioner],
+        reference=dataclasses.replace(layer, block_size=Blocks.NONE),
+        activation_dtype=tf.bfloat16,
+        tolerance=4 * 2**-7,
+        **PACKED,
+    )
+
+
 @functools.cache
 def compiled(way, partitioner, length=64, batch=B, size=4, shape=(2, 2, 2), **kwargs):
     """The program of a layer's gradients."""
@@ -310,6 +332,43 @@ def test_a_step_with_a_split_cache_adds_up_what_devices_have(partitioner):
     got = program.unshard(program(*args))
     want = layer.step(Context(), *tf.nest.map_structure(tf.constant, args))
     for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("way,partitioner", list(itertools.product(WAYS, PARTITIONERS)))
+def test_a_prompt_that_fills_a_cache_is_attended_to_in_parts(way, partitioner):
+    """As the plan says, of rows that begin with padding."""
+    layer, plan = attention(positions="ROTARY"), plan_of(way, (2, 4, 1))
+    theta = initialize(layer.weights(), key_from_seed(0)).map(lambda t: t.numpy())
+    padding = np.arange(B, dtype=np.int32)[:, None]
+    more = {
+        "paddings": (np.arange(S + 9) < padding).astype(np.int32),
+        "segment_positions": np.maximum(np.arange(S, dtype=np.int32) - padding, 0),
+    }
+
+    def step(plan):
+        def run(theta, x, more):
+            ctx = Context(plan=plan)
+            return layer.step(ctx, theta, x, layer.init_cache(ctx, B, S + 9), 0, **more)
+
+        return run
+
+    args = (theta, X, more)
+    program = mw.compile_program(
+        step(plan),
+        tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), args),
+        plan.mesh,
+        partitioner=mw.Partitioner[partitioner],
+    )
+    sent = {collective.kind for collective in program.collectives()}
+    assert {"RING": "collective-permute", "ALL_TO_ALL": "all-to-all"}[way] in sent
+    got = program.unshard(program(*args))
+    want = step(ShardingPlan())(*tf.nest.map_structure(tf.constant, args))
+    # What tokens of padding find is not read.
+    read = (padding <= np.arange(S))[:, :, None]
+    (got, *got_cache), (want, *want_cache) = map(tf.nest.flatten, (got, want))
+    pairs = zip([got * read, *got_cache], [want * read, *want_cache], strict=True)
+    for a, b in pairs:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 

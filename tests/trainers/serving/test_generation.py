@@ -24,6 +24,10 @@ PIPELINE = (
 )
 
 
+# The plans by which steps have caches in parts.
+SPLIT_SEQUENCES = ("ring", "all_to_all")
+
+
 def experiment_of(kind, mesh, partitioner="SHARDY"):
     params = (
         *PARAMS,
@@ -31,6 +35,8 @@ def experiment_of(kind, mesh, partitioner="SHARDY"):
         *(PIPELINE if kind == "pipeline" else ()),
     )
     by = f"Experiment.partitioner = %Partitioner.{partitioner}"
+    if kind in SPLIT_SEQUENCES:
+        return small_experiment(*params, by, plan=kind)
     if kind == "experts":
         return small_experiment(*params, by, plan="hybrid", experts=4)
     return small_experiment(*params, by)
@@ -64,11 +70,16 @@ def on_one_device(kind, search):
         ("experts", BeamSearch(beams=3), "SHARDY"),
         ("experts", BeamSearch(beams=3), "GSPMD"),
         ("pipeline", SAMPLING, "SHARDY"),
+        ("ring", SAMPLING, "SHARDY"),
+        ("ring", BeamSearch(beams=3), "GSPMD"),
+        ("all_to_all", BeamSearch(beams=3), "SHARDY"),
+        ("all_to_all", SAMPLING, "GSPMD"),
     ],
 )
 def test_eight_devices_generate_as_one(kind, search, partitioner):
     wanted = on_one_device("experts" if kind == "experts" else "dense", search)
-    mesh = (2, 2, 2) if kind == "pipeline" else (2, 4)
+    is_plain = kind in ("dense", "experts")
+    mesh = (2, 4) if is_plain else (2, 2, 2)
     experiment, start = experiment_of(kind, mesh, partitioner), start_of(kind)
     if kind == "pipeline":
         start = state_by_stage(experiment.task.stack, start)
