@@ -29,7 +29,7 @@ from meshwright.tasks.speech.speech_text import CharacterVocabulary
 from meshwright.tasks.task import BatchServing, Decoding, Serving, Task, TaskLoss
 from meshwright.tasks.text.decoding import BeamSearch, Sampling
 from meshwright.tasks.text.language_model import LanguageModel
-from meshwright.tasks.text.model_sizes import dense_size, experts_size
+from meshwright.tasks.text.model_sizes import model_size, warmup_steps
 from meshwright.tasks.text.parallel_text import (
     GettextCatalogues,
     TFRecordFiles,
@@ -84,6 +84,6 @@ __all__ = [
     "TranslationInput",
     "TsvFiles",
     "VolumeFiles",
-    "dense_size",
-    "experts_size",
+    "model_size",
+    "warmup_steps",
 ]

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from meshwright.framework.compiler.lowering.lower import lower
-from meshwright.tasks.text.model_sizes import DENSE, EXPERTS
 from meshwright.trainers.cli import build_experiment
 from meshwright.trainers.experiment.config import PARAMS
 from meshwright.trainers.experiment.sharding_text import sharding_text
@@ -76,60 +75,6 @@ def test_weights_of_weight_update_shardings_models():
         experiment, _ = build_experiment([f"paper/wus_{name}.gin"], [])
         specs = experiment.task.weights().leaves()
         assert sum(spec.size for spec in specs) == expected, name
-
-
-SIZED = [
-    (family, size)
-    for family, sizes in (("dense", DENSE), ("experts", EXPERTS))
-    for size in sizes
-]
-
-
-@pytest.mark.parametrize(("family", "size"), SIZED)
-def test_each_size_of_a_family_has_about_as_many_weights_as_its_name(family, size):
-    experiment, _ = build_experiment([f"lm/{family}.gin"], [f'SIZE = "{size}"'])
-    specs = StepPrograms(experiment).state_specs.theta.leaves()
-    total = sum(spec.size for spec in specs)
-    if size != "tiny":
-        unit = {"m": 1e6, "b": 1e9, "t": 1e12}[size[-1]]
-        assert total == pytest.approx(float(size[:-1]) * unit, rel=0.15)
-    shape = {"dense": DENSE, "experts": EXPERTS}[family][size]
-    if family == "dense":  # But for the norms' scales.
-        assert total == pytest.approx(shape.active_weights, rel=0.01)
-    tokens = shape.global_batch * shape.sequence_length * shape.num_steps
-    assert tokens == pytest.approx(20 * shape.active_weights, rel=0.001)
-    assert experiment.task.tokens(experiment.global_batch) * experiment.num_steps == (
-        tokens
-    )
-    flops = experiment.task.train_flops(1) / shape.sequence_length
-    assert flops > 0.9 * 6 * shape.active_weights  # Attention comes on top.
-
-
-def test_sizes_follow_the_published_rules():
-    """DeepSeek LLM 67B was trained with 3.2e-4 on 4608 rows of 4096 tokens."""
-    nearest = DENSE["70b"]
-    assert nearest.learning_rate == pytest.approx(3.2e-4, rel=0.1)
-    batch = nearest.global_batch * nearest.sequence_length
-    assert batch == pytest.approx(4608 * 4096, rel=0.2)
-    compute = 6 * nearest.active_weights * 20 * nearest.active_weights
-    assert nearest.train_flops == pytest.approx(compute)
-    assert nearest.learning_rate == pytest.approx(0.3118 * compute**-0.125)
-    assert nearest.warmup_steps == 2000 > DENSE["tiny"].warmup_steps
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (['SIZE = "9b"'], "SIZE is '9b'; it must be one of 'tiny', '125m', '350m'"),
-        (
-            ['NUM_LAYERS = @num_layer/dense_size()\nnum_layer/dense_size.field = "x"'],
-            "dense_size.field is 'x'; it must be one of active_weights, global_batch",
-        ),
-    ],
-)
-def test_a_size_that_there_is_not_is_refused(params, message):
-    with pytest.raises(ValueError, match=message):
-        build_experiment(["lm/dense.gin"], params)
 
 
 @pytest.mark.parametrize(
