@@ -69,7 +69,9 @@ def read(folder: pathlib.Path, steps: int) -> Found | None:
     """The results of a run after `steps` steps; None if it has not got there."""
     by_part = {part: curves(folder / part) for part in ("train", "eval")}
     held_out = {
-        name: curve[steps] for name, curve in by_part["eval"].items() if steps in curve
+        tag.removeprefix("metrics/"): curve[steps]
+        for tag, curve in by_part["eval"].items()
+        if steps in curve
     }
     if "bleu" not in held_out:
         return None
@@ -78,7 +80,7 @@ def read(folder: pathlib.Path, steps: int) -> Found | None:
     return Found(
         train_loss=statistics.mean(last),
         metrics=held_out,
-        step_s=statistics.median(by_part["train"]["step_time_s"].values()),
+        step_s=statistics.median(by_part["train"]["speed/step_time_s"].values()),
     )
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from benchmarks import experts
 from benchmarks.experts import Found
+from meshwright.trainers.training.summaries import metric_tags
 
 DIRECTIONS = ("bleu/en-de", "bleu/en-fr")
 
@@ -24,11 +25,12 @@ def write(folder, part, curves):
 def test_a_run_is_read_once_it_is_complete(tmp_path):
     steps = range(20, 401, 20)
     losses = [(step, 10.0 - step / 100) for step in steps]
-    write(tmp_path, "train", {"loss": losses, "step_time_s": [(20, 9.0), (40, 0.5)]})
-    write(tmp_path, "eval", {"loss": [(200, 5.0)], "bleu": [(200, 1.0)]})
+    seconds = [(20, 9.0), (40, 0.5)]
+    write(tmp_path, "train", {"loss": losses, "speed/step_time_s": seconds})
+    write(tmp_path, "eval", metric_tags({"loss": [(200, 5.0)], "bleu": [(200, 1.0)]}))
     assert experts.read(tmp_path, 400) is None
     assert experts.read(tmp_path / "nowhere", 400) is None
-    write(tmp_path, "eval", {"loss": [(400, 4.0)], "bleu": [(400, 7.0)]})
+    write(tmp_path, "eval", metric_tags({"loss": [(400, 4.0)], "bleu": [(400, 7.0)]}))
     result = experts.read(tmp_path, 400)
     # The last tenth: steps 380 and 400.
     assert result.train_loss == pytest.approx((6.2 + 6.0) / 2)
