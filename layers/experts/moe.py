@@ -300,7 +300,7 @@ class MoE(Layer):
         """`fprop` of some more tokens of each row, `x` [B, S, M].
 
         Each token is its own group, so that its result depends on no other token, and
-        none is dropped: every expert computes a slot for each.
+        none is dropped: with slots every expert computes one for each.
 
         Raises:
           ValueError: the gating needs entire groups.
