@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 from absl import app, flags
 
-from benchmarks.experts import curves
+from benchmarks.experts import completed, curves
 
+GIN_FILE = "lm/stdlib_experts.gin"
 MODELS = {
     "dropless": (),
     "slots": (
@@ -43,13 +42,9 @@ def define_flags() -> None:
     flags.DEFINE_string("model_dir", "logs/dropless", "Folder of the runs.")
 
 
-def trained(folder: pathlib.Path, model: str, seed: int, steps: int) -> None:
-    """Trains in a separate process, from the state in `folder`.
-
-    Raises:
-      subprocess.CalledProcessError: training failed; its log says why.
-    """
-    bindings = [
+def bindings_of(model: str, seed: int, steps: int) -> list[str]:
+    """What a run has on top of `GIN_FILE`."""
+    return [
         *MODELS[model],
         "MESH_SHAPE = (1,)",
         f"Experiment.seed = {seed}",
@@ -58,11 +53,6 @@ def trained(folder: pathlib.Path, model: str, seed: int, steps: int) -> None:
         f"Experiment.eval_interval = {steps}",
         f"CosineSchedule.end_step = {steps}",
     ]
-    command = [sys.executable, "-m", "meshwright.trainers.train"]
-    command += ["--gin_file=lm/stdlib_experts.gin", f"--model_dir={folder}"]
-    command += [f"--gin_param={binding}" for binding in bindings]
-    with (folder.parent / f"{folder.name}.log").open("a") as log:
-        subprocess.run(command, check=True, stdout=log, stderr=log)
 
 
 def read(folder: pathlib.Path, steps: int) -> dict[str, float] | None:
@@ -103,18 +93,8 @@ def main(argv: Sequence[str]) -> None:
     print(HEADER)
     for seed in map(int, flags.FLAGS.seeds):
         for model in MODELS:
-            folder = root / f"{model}_{seed}"
-            if read(folder, steps) is None:
-                try:
-                    trained(folder, model, seed, steps)
-                except subprocess.CalledProcessError:
-                    sys.exit(f"dropless.py: a run failed, see {folder}.log")
-            result = read(folder, steps)
-            if result is None:
-                sys.exit(
-                    f"dropless.py: {folder} has no evaluation at step {steps}: it was "
-                    "stopped, or trained further before; name another --model_dir"
-                )
+            folder, bindings = root / f"{model}_{seed}", bindings_of(model, seed, steps)
+            result = completed(folder, steps, read, GIN_FILE, bindings)
             runs[seed, model] = result
             print(table_row(seed, model, result), flush=True)
     print(summary(runs))

@@ -19,7 +19,8 @@ import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from absl import app, flags
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -51,15 +52,41 @@ class Found:
     step_s: float
 
 
-def trained(folder: pathlib.Path, model: str, seed: int, params: Sequence[str]) -> None:
+def completed(
+    folder: pathlib.Path,
+    steps: int,
+    read: Callable[[pathlib.Path, int], Any],
+    gin_file: str,
+    bindings: Sequence[str],
+) -> Any:
+    """What `read` (folder, steps) finds of a run, trained first if that is None.
+
+    Raises:
+      SystemExit: training failed, or there is no evaluation after the last step.
+    """
+    result = read(folder, steps)
+    if result is None:
+        try:
+            trained(folder, gin_file, bindings)
+        except subprocess.CalledProcessError:
+            sys.exit(f"a run failed, see {folder}.log")
+        result = read(folder, steps)
+    if result is None:
+        sys.exit(
+            f"{folder} has no evaluation at step {steps}: it was stopped, or trained "
+            "further before; name another --model_dir"
+        )
+    return result
+
+
+def trained(folder: pathlib.Path, gin_file: str, bindings: Sequence[str]) -> None:
     """Trains in a separate process, from the state in `folder`.
 
     Raises:
       subprocess.CalledProcessError: training failed; its log says why.
     """
-    bindings = [f"Experiment.seed = {seed}", f"TranslationInput.seed = {seed}", *params]
     command = [sys.executable, "-m", "meshwright.trainers.train"]
-    command += [f"--gin_file={MODELS[model]}", f"--model_dir={folder}"]
+    command += [f"--gin_file={gin_file}", f"--model_dir={folder}"]
     command += [f"--gin_param={binding}" for binding in bindings]
     with (folder.parent / f"{folder.name}.log").open("a") as log:
         subprocess.run(command, check=True, stdout=log, stderr=log)
@@ -69,7 +96,9 @@ def read(folder: pathlib.Path, steps: int) -> Found | None:
     """The results of a run after `steps` steps; None if it has not got there."""
     by_part = {part: curves(folder / part) for part in ("train", "eval")}
     held_out = {
-        name: curve[steps] for name, curve in by_part["eval"].items() if steps in curve
+        tag.removeprefix("metrics/"): curve[steps]
+        for tag, curve in by_part["eval"].items()
+        if steps in curve
     }
     if "bleu" not in held_out:
         return None
@@ -78,7 +107,7 @@ def read(folder: pathlib.Path, steps: int) -> Found | None:
     return Found(
         train_loss=statistics.mean(last),
         metrics=held_out,
-        step_s=statistics.median(by_part["train"]["step_time_s"].values()),
+        step_s=statistics.median(by_part["train"]["speed/step_time_s"].values()),
     )
 
 
@@ -156,20 +185,10 @@ def main(argv: Sequence[str]) -> None:
     runs = {}
     print(HEADER)
     for seed in map(int, flags.FLAGS.seeds):
-        for model in MODELS:
+        seeds = [f"Experiment.seed = {seed}", f"TranslationInput.seed = {seed}"]
+        for model, gin_file in MODELS.items():
             folder = root / f"{model}_{seed}"
-            result = read(folder, steps)
-            if result is None:
-                try:
-                    trained(folder, model, seed, params)
-                except subprocess.CalledProcessError:
-                    sys.exit(f"experts.py: a run failed, see {folder}.log")
-                result = read(folder, steps)
-            if result is None:
-                sys.exit(
-                    f"experts.py: {folder} has no evaluation at step {steps}: it was "
-                    "stopped, or trained further before; name another --model_dir"
-                )
+            result = completed(folder, steps, read, gin_file, [*seeds, *params])
             runs[seed, model] = result
             print(table_row(seed, model, result), flush=True)
     print(*summary(runs), sep="\n")

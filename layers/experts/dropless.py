@@ -44,7 +44,8 @@ class Dropless(Checked):
         on average it costs half a block of each expert.
       exchange_factor: where experts are split, Q is so many times N k / P, what a
         device sends another when all experts have the same load. What does not fit
-        goes in further rounds, which compute their forward part twice.
+        goes in further rounds, which compute their forward part twice. With P or more
+        there is always one round, and memory for the worst case.
 
     Raises:
       ValueError: a number is out of range.

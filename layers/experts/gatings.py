@@ -146,8 +146,9 @@ class TopK(TokenGating):
         largest sums of their k / sets_per_token best scores (rounded up).
       bias_rate: balances without a loss (Wang et al. 2024, arXiv:2408.15664). Experts
         are chosen by score + bias, gates are without it. A training step adds so much
-        to the biases of experts with less than the mean load, and takes it from those
-        with more. 0: there are no biases.
+        to the biases of experts with less than the mean load of the batch, and takes it
+        from those with more; in a pipeline it moves them by the mean of what each
+        microbatch would do. 0: there are no biases.
 
     Raises:
       ValueError: k < 1, more than there are experts, or 1 with gates that are
@@ -210,7 +211,8 @@ class TopK(TokenGating):
         choices = _likeliest(ctx, wanted, self.k, valid)
         if self.bias_rate and ctx.mode is Mode.TRAIN:
             load = tf.reduce_sum(tf.add_n(choices), axis=[0, 1])
-            error = tf.sign(tf.reduce_mean(load) - load)
+            # Of integers: a mean that is rounded would move experts that have it.
+            error = tf.sign(tf.reduce_sum(load) - self.num_experts * load)
             scores = as_gradient(
                 scores, theta.bias, theta.bias + self.bias_rate * error
             )

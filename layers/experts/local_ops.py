@@ -122,7 +122,7 @@ class Devices:
     def other_axes(self, dim: str, size: int) -> tuple[str, ...]:
         """The axes that split this dim of weights, but for those of tokens.
 
-        None if they do not divide its `size`: devices then have all of it.
+        No axes if they do not divide its `size`: devices then have all of it.
         """
         axes = as_axes(self.plan.weights.get(dim))
         axes = tuple(axis for axis in axes if axis not in self.token_axes)

@@ -259,7 +259,8 @@ class MoE(Layer):
 
         Raises:
           ValueError: sizes of `x` are not those of the layer; `group_size` does not
-            divide the tokens, or the plan's axes do not divide the groups or experts.
+            divide the tokens, or the plan's axes do not divide the groups or experts;
+            without drops, a pipeline.
         """
         B, T = x.shape[0] or 1, x.shape[1]  # In a batch of any size, groups fill rows.
         size = self._group_size(ctx, B, T)
@@ -300,7 +301,7 @@ class MoE(Layer):
         """`fprop` of some more tokens of each row, `x` [B, S, M].
 
         Each token is its own group, so that its result depends on no other token, and
-        none is dropped: every expert computes a slot for each.
+        none is dropped: with slots every expert computes one for each.
 
         Raises:
           ValueError: the gating needs entire groups.
@@ -321,7 +322,8 @@ class MoE(Layer):
     def extra_flops(self, sequence_length: int) -> float:
         """FLOPs of experts, for slots taken or not, of dispatch and of combine.
 
-        Without drops those of experts, but for the rows that fill blocks up.
+        Without drops those of the experts that tokens choose; rows that fill blocks up
+        do not count.
 
         With E experts there are E times as many weights as a slot meets, so this may
         be negative.

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from benchmarks import experts
 from benchmarks.experts import Found
+from meshwright.trainers.training.summaries import metric_tags
 
 DIRECTIONS = ("bleu/en-de", "bleu/en-fr")
 
@@ -24,11 +25,12 @@ def write(folder, part, curves):
 def test_a_run_is_read_once_it_is_complete(tmp_path):
     steps = range(20, 401, 20)
     losses = [(step, 10.0 - step / 100) for step in steps]
-    write(tmp_path, "train", {"loss": losses, "step_time_s": [(20, 9.0), (40, 0.5)]})
-    write(tmp_path, "eval", {"loss": [(200, 5.0)], "bleu": [(200, 1.0)]})
+    seconds = [(20, 9.0), (40, 0.5)]
+    write(tmp_path, "train", {"loss": losses, "speed/step_time_s": seconds})
+    write(tmp_path, "eval", metric_tags({"loss": [(200, 5.0)], "bleu": [(200, 1.0)]}))
     assert experts.read(tmp_path, 400) is None
     assert experts.read(tmp_path / "nowhere", 400) is None
-    write(tmp_path, "eval", {"loss": [(400, 4.0)], "bleu": [(400, 7.0)]})
+    write(tmp_path, "eval", metric_tags({"loss": [(400, 4.0)], "bleu": [(400, 7.0)]}))
     result = experts.read(tmp_path, 400)
     # The last tenth: steps 380 and 400.
     assert result.train_loss == pytest.approx((6.2 + 6.0) / 2)
@@ -60,15 +62,37 @@ def test_the_table_tells_differences_by_seed_and_scores_by_language():
     assert len(row) == len(experts.HEADER.splitlines()[0]) <= 80
 
 
-def test_the_log_of_a_run_says_why_it_failed(tmp_path, monkeypatch):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho no data for $4 >&2\nexit 3\n")
+def program(monkeypatch, folder, script):
+    """Runs `script` in place of training."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
     monkeypatch.setattr(experts.sys, "executable", str(python))
-    with pytest.raises(subprocess.CalledProcessError):
-        experts.trained(tmp_path / "dense_7", "dense", 7, [])
+
+
+def test_the_log_of_a_run_says_why_it_failed(tmp_path, monkeypatch):
+    program(monkeypatch, tmp_path, "echo no data for $4 >&2; exit 3")
+    folder = tmp_path / "dense_7"
+    with pytest.raises(SystemExit, match=f"a run failed, see {folder}.log"):
+        experts.completed(folder, 60, experts.read, "a.gin", [])
     log = (tmp_path / "dense_7.log").read_text()
-    assert log == f"no data for --model_dir={tmp_path / 'dense_7'}\n"
+    assert log == f"no data for --model_dir={folder}\n"
+
+
+def test_a_run_is_trained_only_if_it_is_not_complete(tmp_path, monkeypatch):
+    program(monkeypatch, tmp_path, f"echo $3 $5 >> {tmp_path}/ran")
+    results = iter([7, None, 8, None, None])
+
+    def completed():
+        return experts.completed(
+            tmp_path / "run", 60, lambda *_: next(results), "a.gin", ["B = 1"]
+        )
+
+    assert completed() == 7 and not (tmp_path / "ran").exists()
+    assert completed() == 8
+    assert (tmp_path / "ran").read_text() == "--gin_file=a.gin --gin_param=B = 1\n"
+    with pytest.raises(SystemExit, match=r"run has no evaluation at step 60: .*--mod"):
+        completed()
 
 
 @pytest.mark.slow  # A process that builds the task.

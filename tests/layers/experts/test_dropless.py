@@ -221,6 +221,16 @@ PLANS = {
         {"experts": ("X", "Y")},
         {"batch": ("X", "Y"), "experts": ("X", "Y")},
     ),
+    "another_order": (
+        (2, 4),
+        {"experts": ("Y", "X")},
+        {"batch": ("X", "Y"), "experts": ("Y", "X")},
+    ),
+    "part_of_the_batch": (
+        (2, 4),
+        {"experts": "X"},
+        {"batch": ("X", "Y"), "experts": "X"},
+    ),
     "gathered": (
         (2, 4),
         {"experts": "X", "expert_model": "Y"},
@@ -253,10 +263,18 @@ def plan_of(name: str) -> ShardingPlan:
 
 
 @functools.cache
-def on_the_mesh(plan_name, partitioner, routing="usual", shape=(B, T), factor=1.5):
-    """The compiled program, its results, and those of TF alone on one device."""
-    layer, plan = mixture(factor=factor), plan_of(plan_name)
+def on_the_mesh(
+    plan_name, partitioner, routing="usual", shape=(B, T), factor=1.5, rate=0.0
+):
+    """The compiled program, its results, and those of TF alone on one device.
+
+    The gradient of biases is what they are to be next, by the load of all devices.
+    """
+    gating = dataclasses.replace(TOP2, bias_rate=rate)
+    layer, plan = mixture(gating, factor=factor), plan_of(plan_name)
     x, paddings, theta = inputs_of(routing, *shape)
+    if rate:
+        theta.gating.bias = np.zeros(E, np.float32)
     specs = layer.weights()
     program = compile_program(
         results(layer, plan),
@@ -281,7 +299,7 @@ over_partitioners = pytest.mark.parametrize("partitioner", Partitioner)
 @over_partitioners
 @pytest.mark.parametrize("plan", PLANS)
 def test_computes_on_eight_devices_what_it_does_on_one(plan, partitioner):
-    _, got, want = on_the_mesh(plan, partitioner)
+    _, got, want = on_the_mesh(plan, partitioner, rate=0.125)
     assert_close(got, want)
     assert got.out.aux.sums.dropped == 0
 

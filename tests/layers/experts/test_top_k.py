@@ -90,6 +90,23 @@ def test_a_step_moves_biases_by_the_sign_of_the_missing_load():
     assert new_bias(gating, bias, LOGITS, Mode.EVAL)[0] is None
 
 
+def test_experts_with_the_mean_load_keep_their_biases():
+    gating = TopK(
+        model_dims=7, num_experts=7, k=1, gate_scale=GateScale.RAW, bias_rate=0.5
+    )
+    bias, logits = tf.zeros([7]), np.repeat(np.eye(7, dtype=np.float32), 3, 0)[None]
+
+    @tf.function(jit_compile=True)  # XLA's mean of 7 times 3 is not 3.
+    def step(bias):
+        with tf.GradientTape() as tape:
+            tape.watch(bias)
+            theta = NestedMap(w=tf.eye(7), bias=bias)
+            routed = sent(gating, logits, theta, valid=tf.ones([1, 21]))
+        return tape.gradient(routed.weights, bias)
+
+    np.testing.assert_array_equal(step(bias), bias)
+
+
 def test_biases_even_out_the_load():
     skewed = np.random.default_rng(0).standard_normal((1, 1024, E), np.float32)
     skewed += np.linspace(0, 3, E, dtype=np.float32)
