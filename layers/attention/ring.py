@@ -37,7 +37,7 @@ from meshwright.layers.attention.blockwise import (
 )
 from meshwright.layers.attention.logits import BlockTokens, Logits
 from meshwright.layers.attention.mask_rules import Tokens, rule_of
-from meshwright.layers.attention.ring_layout import Layout, Run, Schedule
+from meshwright.layers.attention.ring_layout import Layout, RingSchedule, Run
 from meshwright.layers.attention.sequence_splits import BSND
 from meshwright.layers.basic.dropout import Dropout
 
@@ -74,7 +74,7 @@ def attend_in_ring(
       [B, S, N, D] in the activation dtype.
     """
     axes = ctx.plan.activation_sharding(("sequence",), ctx.path).dims[0]
-    schedule = Schedule.of(
+    schedule = RingSchedule.of(
         q.shape[1],
         k.shape[1],
         ctx.plan.mesh.axes_size(axes),
@@ -153,7 +153,7 @@ class _Ring:
     ctx: Context
     axes: Sequence[str]
     logits: Logits
-    schedule: Schedule
+    schedule: RingSchedule
     dropout: Dropout
     key_dims: Sequence[str]
     of_queries: _Tensors

@@ -193,7 +193,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
+class RingSchedule:
     """What a ring computes, and how queries and keys lie in it.
 
     Args:
@@ -214,7 +214,7 @@ class Schedule:
         devices: int,
         block_size: int | None,
         mask: MaskRule,
-    ) -> Schedule:
+    ) -> RingSchedule:
         """The schedule of either layout that computes fewer pairs, for so many tokens.
 
         In stripes every device sees about half of the keys of every other under a
@@ -237,7 +237,7 @@ class Schedule:
         return min(schedules, key=lambda schedule: schedule.pairs_of_tokens)
 
     @classmethod
-    def _laid_out(cls, queries: Layout, keys: Layout, mask: MaskRule) -> Schedule:
+    def _laid_out(cls, queries: Layout, keys: Layout, mask: MaskRule) -> RingSchedule:
         by_step = [queries.pairs(keys, mask, s) for s in range(queries.devices)]
         steps = [s for s, pairs in enumerate(by_step) if pairs.rows]
         if not steps:

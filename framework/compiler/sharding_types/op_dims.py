@@ -93,11 +93,15 @@ def _by_rule(
     def labels(of: Factors) -> Labels:
         return tuple(None if i is None or factors.kinds[i] in but else i for i in of)
 
-    operands = [labels(of) for of in factors.operands]
-    given = {label for of in operands for label in of}
+    operands, results = (
+        [labels(of) for of in side] for side in (factors.operands, factors.results)
+    )
+    given, made = ({i for of in side for i in of} for side in (operands, results))
+    # A reshape's dims may be parts of others: nothing is summed over them.
+    reduced = {i for i in given - {None} if factors.kinds[i] is FactorKind.REDUCED}
     return OpDims(
-        operands=operands,
-        results=[_among(labels(of), given) for of in factors.results],
+        operands=[_among(of, made | reduced) for of in operands],
+        results=[_among(of, given) for of in results],
     )
 
 

@@ -15,9 +15,10 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from meshwright.framework.compiler.sharding_types.checker import Checker
+from meshwright.framework.compiler.sharding_types.op_dims import op_dims
 from meshwright.framework.compiler.sharding_types.tensor_type import PartialValue
 from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
-from meshwright.framework.compiler.stablehlo.stable_hlo import Blame
+from meshwright.framework.compiler.stablehlo.stable_hlo import Blame, walk
 from tests.framework.types import devices_by_hand as by_hand
 from tests.framework.types.typed import MESH
 
@@ -167,3 +168,21 @@ def test_devices_can_compute_what_is_accepted_and_nothing_that_is_refused(data):
             operand = of_any_numbers(decided(data.draw, type_), random)
         elif not any(reason in error for reason in NOT_OF_DEVICES):
             assert by_hand.possible_type(op, operands) is None, (text, error)
+
+
+def test_a_reshape_sums_over_nothing():
+    """Dims that become parts of others have no label in its result."""
+    text = """
+      func.func @main(%x: tensor<4x6x8xf32>) -> tensor<24x8xf32> {
+        %y = stablehlo.reshape %x : (tensor<4x6x8xf32>) -> tensor<24x8xf32>
+        return %y : tensor<24x8xf32>
+      }
+    """
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = ir.Module.parse(text).operation
+        reshape = next(op for op in walk(module) if op.name == "stablehlo.reshape")
+        dims = op_dims(reshape, OpRules(module))
+    assert dims.all_combined() == []
+    ((first, second, last),), ((merged, result),) = dims.operands, dims.results
+    assert (first, second, merged) == (None, None, None)
+    assert last == result is not None

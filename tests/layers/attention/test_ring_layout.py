@@ -15,7 +15,7 @@ from meshwright.layers.attention.mask_rules import (
     rule_of,
     visibility,
 )
-from meshwright.layers.attention.ring_layout import Layout, Schedule
+from meshwright.layers.attention.ring_layout import Layout, RingSchedule
 
 RULES = [
     *MaskKind,
@@ -79,7 +79,7 @@ def computed(schedule):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("length,devices,size", [(64, 4, 4), (37, 4, 4), (37, 2, 5)])
 def test_each_pair_in_sight_is_computed_once(rule, length, devices, size):
-    schedule = Schedule.of(length, length, devices, size, rule_of(rule))
+    schedule = RingSchedule.of(length, length, devices, size, rule_of(rule))
     tokens = Tokens(index=tf.range(length)[None])
     visible = visibility(rule, tokens, tokens)
     visible = np.ones([length] * 2, bool) if visible is None else visible[0].numpy()
@@ -89,7 +89,7 @@ def test_each_pair_in_sight_is_computed_once(rule, length, devices, size):
 
 
 def test_a_memory_of_another_length_is_seen_whole():
-    counts = computed(Schedule.of(37, 50, 4, 5, rule_of(MaskKind.FULL)))
+    counts = computed(RingSchedule.of(37, 50, 4, 5, rule_of(MaskKind.FULL)))
     np.testing.assert_array_equal(counts, np.ones([37, 50]))
 
 
@@ -97,7 +97,7 @@ def test_a_memory_of_another_length_is_seen_whole():
 def test_stripes_share_causal_work_evenly(devices):
     """Each device has the pairs that one would have on and below the diagonal."""
     blocks = 8
-    schedule = Schedule.of(
+    schedule = RingSchedule.of(
         64 * devices, 64 * devices, devices, 8, rule_of(MaskKind.CAUSAL)
     )
     assert schedule.queries.in_stripes
@@ -108,20 +108,20 @@ def test_stripes_share_causal_work_evenly(devices):
 
 
 def test_windows_reach_near_devices_only():
-    schedule = Schedule.of(1024, 1024, 8, 16, NearMask(left=31, right=0))
+    schedule = RingSchedule.of(1024, 1024, 8, 16, NearMask(left=31, right=0))
     assert not schedule.queries.in_stripes
     assert [(run.first, run.goes) for run in schedule.runs] == [(0, 1), (1, 0)]
     assert schedule.back == 7
     # Three blocks for each of eight, the last two of which see the device before.
     assert schedule.pairs_of_tokens == 8 * 3 * 16**2
-    both = Schedule.of(1024, 1024, 8, 16, NearMask(left=5, right=5))
+    both = RingSchedule.of(1024, 1024, 8, 16, NearMask(left=5, right=5))
     assert [(run.first, run.goes) for run in both.runs] == [(0, 1), (1, 6), (7, 0)]
 
 
 def test_what_has_nothing_to_skip_is_not_striped():
-    assert not Schedule.of(64, 64, 4, 4, rule_of(MaskKind.FULL)).queries.in_stripes
+    assert not RingSchedule.of(64, 64, 4, 4, rule_of(MaskKind.FULL)).queries.in_stripes
     # A device's tokens are one block.
-    causal = Schedule.of(64, 64, 4, None, rule_of(MaskKind.CAUSAL))
+    causal = RingSchedule.of(64, 64, 4, None, rule_of(MaskKind.CAUSAL))
     assert not causal.queries.in_stripes
 
 
@@ -131,4 +131,4 @@ def test_a_rule_that_hides_all_is_refused():
             return 1, 0
 
     with pytest.raises(ValueError, match="hides all 64 keys.*correct span"):
-        Schedule.of(64, 64, 4, 4, Blind())
+        RingSchedule.of(64, 64, 4, 4, Blind())
