@@ -92,12 +92,17 @@ def _answer(
 ) -> None:
     """Continues prompts and writes JSON lines, or the text of a single one as it comes.
 
-    The text goes to standard output if there is no `output`.
+    The text goes to standard output if there is no `output`; that of beams at the end.
     """
     task = generator.task
     if output is None:
         (prompt,) = prompts
-        for part in _growing(task, generator.stream(prompt.ids, number=number)):
+        if generator.search.beams > 1:  # The best so far may lose to another.
+            ((best, *_),) = generator.all([prompt.ids], number=number)
+            parts = [task.text.decode(best.ids)]
+        else:
+            parts = _growing(task, generator.stream(prompt.ids, number=number))
+        for part in parts:
             print(part, end="", flush=True)
         print(flush=True)
         return

@@ -118,7 +118,7 @@ class Generator:
         self.task = language_model(programs.experiment)
         self._cache_length = cache_length or self.task.text.sequence_length
         self._max_tokens = max_tokens
-        self._programs, self._theta, self._search = programs, theta, search
+        self._programs, self._theta, self.search = programs, theta, search
         self._key = random.key_from_seed(seed)
         (self._batch_splits,) = programs.experiment.plan.activation_sharding(
             ["batch"]
@@ -140,7 +140,10 @@ class Generator:
     def stream(
         self, prompt: Sequence[int], *, number: int = 0
     ) -> Iterator[tuple[int, ...]]:
-        """The ids so far of the best continuation of a prompt, after each token."""
+        """The ids so far of the best continuation of a prompt, after each token.
+
+        With several beams those after a token may be of another beam than those before.
+        """
         for result in self._results([prompt], number, 1):
             yield self._continued(result, 0)[0].ids
 
@@ -182,7 +185,7 @@ class Generator:
             length = min(length, self._max_tokens)
         continuation = Continuation(
             task=self.task,
-            search=self._search,
+            search=self.search,
             prompt_length=prompt_length,
             length=length,
         )

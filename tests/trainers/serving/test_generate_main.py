@@ -53,6 +53,17 @@ def test_a_prompt_is_continued_as_text_and_as_json(straight, tmp_path, capsys):
     assert len(found["ids"]) == 8 - 3 and not found["ended"] and found["score"] < 0
 
 
+def test_the_text_of_beams_is_that_of_the_best(straight, tmp_path, capsys):
+    _, folder = straight()
+    flags = {"prompt": ["de"], "beams": "4"}
+    assert call_main(folder, **flags) is None
+    text = capsys.readouterr().out
+    file = tmp_path / "out.jsonl"
+    assert call_main(folder, **flags, output=str(file)) is None
+    (line,) = parsed(file.read_text())
+    assert text == line["continuations"][0]["text"] + "\n"
+
+
 def test_lines_of_a_file_are_continued(straight, tmp_path, capsys):
     _, folder = straight()
     file = tmp_path / "prompts.jsonl"
@@ -105,6 +116,7 @@ def test_a_run_from_the_command_line(straight, tmp_path):
         ({"prompt": [""]}, "--prompt is empty: give text to continue"),
         ({"temperature": "-1"}, r"--temperature is -1.0; it must be .* at least 0"),
         ({"temperature": "nan"}, "--temperature is nan; it must be"),
+        ({"temperature": "1e-41"}, "--temperature is 1e-41; it must be 0, .* at least"),
         ({"top_p": "0"}, "--top_p is 0.0; it must be above 0 and at most 1"),
         ({"top_p": "1.5"}, "--top_p is 1.5; it must be above 0 and at most 1"),
         ({"top_k": "0"}, "--top_k is 0; it must be 1 or more"),
