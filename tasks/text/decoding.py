@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import gin
+import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
@@ -174,7 +175,8 @@ class Sampling(Decoder):
         3.1), and those as likely as the last of them.
 
     Raises:
-      ValueError: the temperature is below 0, `top_k` below 1, or `top_p` not in (0, 1].
+      ValueError: the temperature is below 0, or above 0 and no normal float32; `top_k`
+        is below 1, or `top_p` not in (0, 1].
     """
 
     temperature: float = bounded(1.0, at_least=0)
@@ -182,6 +184,15 @@ class Sampling(Decoder):
     top_p: float = bounded(1.0, above=0, at_most=1)
 
     beams: ClassVar[int] = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        least = float(np.finfo(np.float32).tiny)
+        if 0 < self.temperature < least:  # XLA takes it for 0, and divides by it.
+            raise ValueError(
+                f"Sampling.temperature is {self.temperature}; it must be 0, which is "
+                f"greedy, or at least {least}"
+            )
 
     def start(self, model: TokenModel) -> NestedMap:
         batch = model.batch
@@ -344,8 +355,7 @@ def _drawn(logits: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:
     """
     size = logits.shape[-1]
     probs = tf.exp(logits - tf.reduce_max(logits, -1, keepdims=True))
-    # Below the sum of all, whatever is rounded.
-    wanted = tf.minimum(uniform, 1 - 2.0**-23) * tf.reduce_sum(probs, -1)
+    wanted = uniform * tf.reduce_sum(probs, -1)
 
     def body(i, passed):
         more = passed + tf.bitwise.left_shift(1, bits - 1 - i)
@@ -355,7 +365,10 @@ def _drawn(logits: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:
 
     bits = (size - 1).bit_length()
     passed = tf.zeros_like(wanted, tf.int32)
-    return tf.while_loop(lambda i, _: i < bits, body, [tf.constant(0), passed])[1]
+    _, passed = tf.while_loop(lambda i, _: i < bits, body, [tf.constant(0), passed])
+    # Sums are rounded, each in its own way: none of them may reach what is wanted.
+    last = tf.reduce_max(tf.where(probs > 0, tf.range(size), 0), -1)
+    return tf.minimum(passed, last)
 
 
 def _put(ids: tf.Tensor, chosen: tf.Tensor, position: tf.Tensor) -> tf.Tensor:

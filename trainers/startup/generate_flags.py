@@ -6,6 +6,9 @@ import math
 
 from absl import flags
 
+# The least normal float32: XLA takes a smaller one for 0.
+_LEAST_TEMPERATURE = 2.0**-126
+
 MODEL_DIR = flags.DEFINE_string(
     "model_dir",
     None,
@@ -82,6 +85,11 @@ def check() -> None:
         raise ValueError(
             f"--temperature is {temperature}; it must be a number of at least 0: 0 is "
             "greedy, 1 the model's own distribution"
+        )
+    if temperature and temperature < _LEAST_TEMPERATURE:
+        raise ValueError(
+            f"--temperature is {temperature}; it must be 0, which is greedy, or at "
+            f"least {_LEAST_TEMPERATURE}"
         )
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(
