@@ -80,6 +80,12 @@ def check() -> None:
     for flag in (MAX_TOKENS, CACHE_LENGTH, TOP_K, BEAMS, ROWS):
         if flag.value is not None and flag.value < 1:
             raise ValueError(f"--{flag.name} is {flag.value}; it must be 1 or more")
+    if STEP.value is not None and STEP.value < 0:
+        raise ValueError(f"--step is {STEP.value}; it must be 0 or more")
+    if not 0 <= SEED.value < 2**63 - 1:
+        raise ValueError(
+            f"--seed is {SEED.value}; it must be 0 or more and below {2**63 - 1}"
+        )
     temperature, top_p = TEMPERATURE.value, TOP_P.value
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ValueError(
