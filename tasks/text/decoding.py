@@ -44,7 +44,7 @@ class TokenModel:
       length: T.
       start_id: the id before the first token, or int32 [B], one for each row.
       end_id: the id after the last token.
-      cache_dim: the dim of the cache's tensors that is B * K; 1 in stacked layers.
+      cache_dims: for each of the cache's tensors, the dim that is B * K; None: all 0.
     """
 
     step: Step
@@ -53,7 +53,7 @@ class TokenModel:
     length: int
     start_id: int | tf.Tensor
     end_id: int
-    cache_dim: int = 0
+    cache_dims: NestedMap | None = None
 
     def starts(self, beams: int) -> tf.Tensor:
         """int32 [B, K], the ids before the first token."""
@@ -122,7 +122,8 @@ class Decoder(Checked):
             logits, cache = model.step(state.last, state.cache, state.position)
             new, beam = self.choose(ctx, model, state, tf.cast(logits, tf.float32))
             if beam is not None:
-                cache = cache.map(lambda t: _take_rows(t, beam, model.cache_dim))
+                dims = model.cache_dims or cache.map(lambda _: 0)
+                cache = cache.map(lambda t, dim: _take_rows(t, beam, dim), dims)
             new = new.map(_split(ctx))
             return [NestedMap(new, position=state.position + 1, cache=cache)]
 

@@ -53,7 +53,8 @@ class Prompt:
 
 def _run(experiment: Experiment, config_text: str) -> None:
     del config_text
-    task = language_model(experiment)
+    task = language_model(experiment).as_trained(generate_flags.MODEL_DIR.value)
+    experiment = dataclasses.replace(experiment, task=task)
     prompts = _prompts(task)  # What is wrong with them is said before anything else.
     check_beams(task, _search())
     path = files.output_file(generate_flags.OUTPUT)
@@ -171,7 +172,10 @@ def _restored(programs: StepPrograms) -> TrainState:
         state = checkpoints.restore(
             generate_flags.STEP.value, TrainState.abstract(programs)
         )
-    return TrainState(programs, state)
+        restored = TrainState(programs, state)
+        trained = checkpoints.metadata(restored.step).get("batches") or {}
+    programs.experiment.task.check_vocabulary(trained)
+    return restored
 
 
 def _prompts(task: LanguageModel) -> list[Prompt] | None:

@@ -64,7 +64,7 @@ def language_model(experiment: Experiment) -> LanguageModel:
             "generate with an experiment whose task is a LanguageModel, such as "
             "lm/stdlib_tiny.gin"
         )
-    needed = ("sequence_length", "end_id", "encode", "decode")
+    needed = ("sequence_length", "end_id", "encode", "decode", "vocabulary")
     lacking = [name for name in needed if not hasattr(task.text, name)]
     if lacking:
         raise ValueError(

@@ -12,7 +12,10 @@ from absl import flags
 from absl.testing import flagsaver
 
 from meshwright.trainers import generate as main_module
+from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving import generate_main
+from meshwright.trainers.training import loop
+from tests.trainers.parity import small_experiment
 from tests.trainers.small_run import GIN_FILES, GIN_PARAMS
 
 MESH = "MESH_SHAPE = (2, 4)"
@@ -125,6 +128,46 @@ def test_prompts_end_at_line_feeds_alone(straight, tmp_path, capsys):
     out = capsys.readouterr().out
     assert [line["prompt"] for line in parsed(out)] == [*prompts, "x"]
     assert out.replace("\n", "").isprintable()
+
+
+def test_files_that_change_after_the_training_change_no_text(tmp_path, capfd):
+    pytest.importorskip("sentencepiece")
+    source, folder = tmp_path / "source", tmp_path / "run"
+    source.mkdir()
+    params = (
+        "NUM_LAYERS = 1",
+        "VOCAB_SIZE = 320",
+        f"TextFiles.root = '{source}'",
+        "TextFiles.held_out_one_in = 4",
+        "TextInput.vocabulary = @SentencePieceVocabulary()",
+        "SentencePieceVocabulary.vocab_size = 320",
+        "SentencePieceVocabulary.subwords = %Subwords.BPE",
+        "Experiment.num_steps = 1",
+    )
+
+    def write(text):
+        for number in range(20):
+            (source / f"{number}.py").write_text(f"{text} {number}\n" * 9)
+
+    def generate(*more):
+        status = call_main(
+            folder, gin_params=(*params, *more), prompt=["to be"], output=str(output)
+        )
+        return status, capfd.readouterr().err
+
+    output = tmp_path / "out.jsonl"
+    write("to be or not to be continued, that is what")
+    programs = StepPrograms(small_experiment(*params, MESH))
+    loop.train_and_evaluate(programs, loop.Run(model_dir=str(folder), evaluate=False))
+    assert generate()[0] is None
+    before = output.read_text()
+    write("other words of another text, in other files:")
+    # Settings that no cache of this process knows.
+    assert generate("TextFiles.excluded_dirs = ()")[0] is None
+    assert output.read_text() == before
+    (folder / "vocabulary.model").unlink()
+    status, error = generate("TextFiles.excluded_dirs = ('x',)")
+    assert status == 1 and "the vocabulary is not the one that the weights" in error
 
 
 class Terminal(io.StringIO):
