@@ -209,6 +209,13 @@ class Task(Checked):
         """What determines training batches, by name; a resumed run compares it."""
         return self.input.fingerprint()
 
+    def trained_files(self) -> dict[str, bytes]:
+        """What a trained model needs besides its weights, by file name.
+
+        The training writes them into its folder.
+        """
+        return {}
+
     def train_flops(self, global_batch: int) -> float:
         """Model FLOPs of one training step: no recomputation counted; 0: not known."""
         return 0.0

@@ -49,7 +49,7 @@ class Sequential(Layer):
             )
 
     def weights(self) -> NestedMap:
-        return NestedMap({name: layer.weights() for name, layer in self._named()})
+        return NestedMap({name: layer.weights() for name, layer in self.named()})
 
     @property
     def depth(self) -> int:
@@ -74,7 +74,7 @@ class Sequential(Layer):
           it as `x` and of their `aux` with a leading dim K, a row for each mixture.
         """
         x, rows = ctx.cast(x), []
-        for name, layer in self._named():
+        for name, layer in self.named():
             with ctx.scope(name) as c:
                 x, aux = x_and_aux(layer.fprop(c, theta[name], x, **inputs))
             if aux is not None:
@@ -85,7 +85,7 @@ class Sequential(Layer):
 
     def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
         cache = NestedMap()
-        for name, layer in self._named():
+        for name, layer in self.named():
             with ctx.scope(name) as c:
                 cache[name] = layer.init_cache(c, batch, length)
         return cache
@@ -94,7 +94,7 @@ class Sequential(Layer):
         self, ctx: Context, theta: NestedMap, memory: tf.Tensor
     ) -> NestedMap:
         cache = NestedMap()
-        for name, layer in self._named():
+        for name, layer in self.named():
             with ctx.scope(name) as c:
                 cache[name] = layer.encode_memory(c, theta[name], memory)
         return cache
@@ -111,7 +111,7 @@ class Sequential(Layer):
         **inputs: tf.Tensor | None,
     ) -> tuple[tf.Tensor, NestedMap]:
         after = NestedMap()
-        for name, layer in self._named():
+        for name, layer in self.named():
             with ctx.scope(name) as c:
                 x, after[name] = layer.step(
                     c,
@@ -124,5 +124,6 @@ class Sequential(Layer):
                 )
         return x, after
 
-    def _named(self) -> list[tuple[str, TransformerLayer]]:
+    def named(self) -> list[tuple[str, TransformerLayer]]:
+        """The layers, with the names of their weights and caches."""
         return [(f"layer_{i}", layer) for i, layer in enumerate(self.layers)]

@@ -21,8 +21,6 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.text.decoding import Decoded, Decoder, TokenModel
 from meshwright.tasks.text.language_model import LanguageModel
 
-_CACHE_DIM = 1  # The cache's tensors are stacked: [L, B * K, C, ...].
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continuation:
@@ -70,7 +68,8 @@ class Continuation:
             paddings=self._paddings(padding),
             segment_positions=tf.maximum(tf.range(P) - padding, 0),
         )
-        cache = cache.map(lambda t: copies_of_each(t, K, _CACHE_DIM))
+        dims = self.task.cache_dims(cache)
+        cache = cache.map(lambda t, dim: copies_of_each(t, K, dim), dims)
         return self.search.begin(ctx, self._model(ctx, theta, prompts, cache))
 
     def go_on(
@@ -114,7 +113,7 @@ class Continuation:
             length=self.length,
             start_id=prompts.ids[:, -1],
             end_id=self.task.text.end_id,
-            cache_dim=_CACHE_DIM,
+            cache_dims=self.task.cache_dims(cache),
         )
 
     def _paddings(self, padding: tf.Tensor) -> tf.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import gin
+import numpy as np
 import tensorflow as tf
 
 from meshwright.framework.modeling import random
@@ -43,7 +44,7 @@ class TokenModel:
       length: T.
       start_id: the id before the first token, or int32 [B], one for each row.
       end_id: the id after the last token.
-      cache_dim: the dim of the cache's tensors that is B * K; 1 in stacked layers.
+      cache_dims: for each of the cache's tensors, the dim that is B * K; None: all 0.
     """
 
     step: Step
@@ -52,7 +53,7 @@ class TokenModel:
     length: int
     start_id: int | tf.Tensor
     end_id: int
-    cache_dim: int = 0
+    cache_dims: NestedMap | None = None
 
     def starts(self, beams: int) -> tf.Tensor:
         """int32 [B, K], the ids before the first token."""
@@ -121,7 +122,8 @@ class Decoder(Checked):
             logits, cache = model.step(state.last, state.cache, state.position)
             new, beam = self.choose(ctx, model, state, tf.cast(logits, tf.float32))
             if beam is not None:
-                cache = cache.map(lambda t: _take_rows(t, beam, model.cache_dim))
+                dims = model.cache_dims or cache.map(lambda _: 0)
+                cache = cache.map(lambda t, dim: _take_rows(t, beam, dim), dims)
             new = new.map(_split(ctx))
             return [NestedMap(new, position=state.position + 1, cache=cache)]
 
@@ -174,7 +176,8 @@ class Sampling(Decoder):
         3.1), and those as likely as the last of them.
 
     Raises:
-      ValueError: the temperature is below 0, `top_k` below 1, or `top_p` not in (0, 1].
+      ValueError: the temperature is below 0, or above 0 and no normal float32; `top_k`
+        is below 1, or `top_p` not in (0, 1].
     """
 
     temperature: float = bounded(1.0, at_least=0)
@@ -182,6 +185,15 @@ class Sampling(Decoder):
     top_p: float = bounded(1.0, above=0, at_most=1)
 
     beams: ClassVar[int] = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        least = float(np.finfo(np.float32).tiny)
+        if 0 < self.temperature < least:  # XLA takes it for 0, and divides by it.
+            raise ValueError(
+                f"Sampling.temperature is {self.temperature}; it must be 0, which is "
+                f"greedy, or at least {least}"
+            )
 
     def start(self, model: TokenModel) -> NestedMap:
         batch = model.batch
@@ -344,8 +356,7 @@ def _drawn(logits: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:
     """
     size = logits.shape[-1]
     probs = tf.exp(logits - tf.reduce_max(logits, -1, keepdims=True))
-    # Below the sum of all, whatever is rounded.
-    wanted = tf.minimum(uniform, 1 - 2.0**-23) * tf.reduce_sum(probs, -1)
+    wanted = uniform * tf.reduce_sum(probs, -1)
 
     def body(i, passed):
         more = passed + tf.bitwise.left_shift(1, bits - 1 - i)
@@ -355,7 +366,10 @@ def _drawn(logits: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:
 
     bits = (size - 1).bit_length()
     passed = tf.zeros_like(wanted, tf.int32)
-    return tf.while_loop(lambda i, _: i < bits, body, [tf.constant(0), passed])[1]
+    _, passed = tf.while_loop(lambda i, _: i < bits, body, [tf.constant(0), passed])
+    # Sums are rounded, each in its own way: none of them may reach what is wanted.
+    last = tf.reduce_max(tf.where(probs > 0, tf.range(size), 0), -1)
+    return tf.minimum(passed, last)
 
 
 def _put(ids: tf.Tensor, chosen: tf.Tensor, position: tf.Tensor) -> tf.Tensor:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import gin
 import numpy as np
@@ -17,10 +19,15 @@ from meshwright.framework.modeling.layer import Context, Layer
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.stacks.pipeline import Pipeline
+from meshwright.layers.stacks.repeat import Repeat
+from meshwright.layers.stacks.sequential import Sequential
 from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.task import Serving, TaskLoss
 from meshwright.tasks.text.text_input import TextInput
 from meshwright.tasks.text.text_task import TextTask
+
+VOCABULARY_FILE = "vocabulary.model"
+"""The vocabulary's SentencePiece model, in the folder of a training."""
 
 
 @gin.register
@@ -70,17 +77,15 @@ class LanguageModel(TextTask):
         """The cache of `step` for `length` tokens of each of `batch` rows, still empty.
 
         Raises:
-          ValueError: the stack has no decoding.
+          ValueError: a layer of the stack has no decoding; the message names it.
         """
-        stack = self.stack.stack if isinstance(self.stack, Pipeline) else self.stack
-        if not hasattr(getattr(stack, "body", None), "step"):
-            raise ValueError(
-                f"LanguageModel.stack is {type(self.stack).__name__} of layers that "
-                "cannot decode token by token: generate with a Repeat or a Pipeline of "
-                "transformer_layer, or of Sequential with these"
-            )
+        _check_steps(self.stack, "LanguageModel.stack")
         with ctx.scope("stack") as c:
             return self.stack.init_cache(c, batch, length)
+
+    def cache_dims(self, cache: NestedMap) -> NestedMap:
+        """For each tensor of the cache of `step`, the dim that is its rows."""
+        return _row_dims(self.stack, cache, 0)
 
     def step(
         self,
@@ -174,6 +179,44 @@ class LanguageModel(TextTask):
             "TextInput.sequence_length": self.text.sequence_length,
         }
 
+    def trained_files(self) -> dict[str, bytes]:
+        if self.text.vocabulary is None:
+            return {}
+        return {VOCABULARY_FILE: self.text.trained_vocabulary().model}
+
+    def as_trained(self, folder: str) -> LanguageModel:
+        """The task with the vocabulary of the training whose folder that is.
+
+        It is as it was if it has no vocabulary, or one of a file, and if there is no
+        vocabulary in the folder.
+        """
+        vocabulary = self.text.vocabulary
+        file = pathlib.Path(folder).expanduser() / VOCABULARY_FILE
+        if vocabulary is None or vocabulary.model_file or not file.is_file():
+            return self
+        vocabulary = dataclasses.replace(vocabulary, model_file=str(file))
+        text = dataclasses.replace(self.text, vocabulary=vocabulary)
+        return dataclasses.replace(self, text=text)
+
+    def check_vocabulary(self, trained: Mapping[str, Any]) -> None:
+        """Checks the vocabulary against a training's `data_fingerprint`.
+
+        Raises:
+          ValueError: it is another.
+        """
+        wanted = trained.get("vocabulary")
+        if wanted is None:
+            return
+        vocabulary = self.text.vocabulary
+        if vocabulary is None or self.text.trained_vocabulary().sha256 != wanted:
+            raise ValueError(
+                "the vocabulary is not the one that the weights were trained with, "
+                f"whose model has the SHA-256 {wanted}: set "
+                "SentencePieceVocabulary.model_file to that model, which a training "
+                f"writes into its folder as {VOCABULARY_FILE}, or bring back the "
+                "training files as they were"
+            )
+
     def train_flops(self, global_batch: int) -> float:
         """See `TextTask.stacks_flops`."""
         length = self.text.sequence_length
@@ -181,6 +224,36 @@ class LanguageModel(TextTask):
 
     def tokens(self, global_batch: int) -> int:
         return global_batch * self.text.sequence_length
+
+
+def _check_steps(layer: Layer, path: str) -> None:
+    """Refuses layers that cannot decode token by token; `path` leads to `layer`."""
+    if isinstance(layer, Pipeline):
+        _check_steps(layer.stack, f"{path}.stack")
+    elif isinstance(layer, Repeat):
+        _check_steps(layer.body, f"{path}.body")
+    elif isinstance(layer, Sequential):
+        for i, each in enumerate(layer.layers):
+            _check_steps(each, f"{path}.layers[{i}]")
+    elif not (hasattr(layer, "step") and hasattr(layer, "init_cache")):
+        raise ValueError(
+            f"{path} is {type(layer).__name__}, which cannot decode token by token: "
+            "generate with transformer_layer there, or give the class `init_cache` and "
+            "`step` as TransformerLayer has them"
+        )
+
+
+def _row_dims(layer: Layer, cache: NestedMap, dim: int) -> NestedMap:
+    """The dim of rows of each tensor in a layer's cache, behind `dim` stacked ones."""
+    if isinstance(layer, Pipeline):
+        return _row_dims(layer.stack, cache, dim)
+    if isinstance(layer, Repeat):
+        return _row_dims(layer.body, cache, dim + 1)
+    if isinstance(layer, Sequential):
+        return NestedMap(
+            {name: _row_dims(each, cache[name], dim) for name, each in layer.named()}
+        )
+    return cache.map(lambda _: dim)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,7 +154,7 @@ class Translation(TextTask):
                 length=length,
                 start_id=Vocabulary.start_id,
                 end_id=Vocabulary.end_id,
-                cache_dim=1,  # The decoder is a stack.
+                cache_dims=cache.map(lambda _: 1),  # The decoder is a stack.
             )
             return self.search.decode(c, model)
 

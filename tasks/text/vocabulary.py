@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import gin
 
+_LONGEST = 4192  # Bytes of a text; SentencePiece leaves out longer ones.
+
 
 @gin.constants_from_enum
 class Subwords(enum.Enum):
@@ -78,6 +80,7 @@ class SentencePieceVocabulary:
         """
         tags = tuple(map(tag_of, sorted(set(languages))))
         if self.model_file is None:
+            _check_texts(texts)
             step = -(-len(texts) // self.max_texts)
             return Vocabulary(self._train(texts[::step], tags, verbatim=verbatim))
         return self._read(tags)
@@ -139,6 +142,21 @@ class SentencePieceVocabulary:
                 "tag for each language, as a model has that was trained for this task"
             )
         return vocabulary
+
+
+def _check_texts(texts: Sequence[str]) -> None:
+    """Refuses texts of which SentencePiece leaves nothing to train on."""
+    if not any(map(str.strip, texts)):
+        raise ValueError(
+            "there is no text to train a vocabulary on, or all lines of it are blank: "
+            "give files with text, or SentencePieceVocabulary.model_file"
+        )
+    if all(len(text.encode(errors="replace")) > _LONGEST for text in texts):
+        raise ValueError(
+            f"all lines of the text are longer than {_LONGEST} bytes, on which no "
+            "vocabulary is trained: break them, or give "
+            "SentencePieceVocabulary.model_file"
+        )
 
 
 def tag_of(language: str) -> str:

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
@@ -25,16 +26,16 @@ from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving.generation import (
+    INCOMPLETE,
     Generator,
+    check_beams,
     check_prompt,
     language_model,
+    text_after,
 )
 from meshwright.trainers.startup import compile_cache, files, generate_flags
-from meshwright.trainers.startup.messages import printable
+from meshwright.trainers.startup.messages import escaped, printable
 from meshwright.trainers.training import loop
-
-# What a byte decodes to that does not complete a character yet.
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +53,27 @@ class Prompt:
 
 def _run(experiment: Experiment, config_text: str) -> None:
     del config_text
-    task = language_model(experiment)
+    task = language_model(experiment).as_trained(generate_flags.MODEL_DIR.value)
+    experiment = dataclasses.replace(experiment, task=task)
     prompts = _prompts(task)  # What is wrong with them is said before anything else.
+    check_beams(task, _search())
     path = files.output_file(generate_flags.OUTPUT)
     generator = _generator(experiment)
+    try:
+        _continue(generator, prompts, path)
+    except BrokenPipeError:  # Whoever reads the text has enough of it.
+        with open(os.devnull, "wb") as nowhere:  # Python flushes once more at its end.
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _continue(
+    generator: Generator, prompts: list[Prompt] | None, path: pathlib.Path | None
+) -> None:
+    """Continues prompts, or lines of standard input, and writes to `path`."""
     with contextlib.ExitStack() as stack:
         output = path and stack.enter_context(path.open("w", encoding="utf-8"))
         if prompts is None:
-            for number, prompt in enumerate(_lines(task)):
+            for number, prompt in enumerate(_lines(generator.task)):
                 _answer(generator, [prompt], number, output)
             return
         if len(prompts) > 1:
@@ -92,31 +106,47 @@ def _answer(
 ) -> None:
     """Continues prompts and writes JSON lines, or the text of a single one as it comes.
 
-    The text goes to standard output if there is no `output`.
+    The text goes to standard output if there is no `output`; that of beams at the end.
     """
     task = generator.task
     if output is None:
         (prompt,) = prompts
-        for part in _growing(task, generator.stream(prompt.ids, number=number)):
-            print(part, end="", flush=True)
+        if generator.search.beams > 1:  # The best so far may lose to another.
+            ((best, *_),) = generator.all([prompt.ids], number=number)
+            parts = [text_after(task, prompt.ids, best.ids)]
+        else:
+            stream = generator.stream(prompt.ids, number=number)
+            parts = _growing(text_after(task, prompt.ids, ids) for ids in stream)
+        at_terminal = sys.stdout.isatty()
+        for part in parts:
+            shown = escaped(part, kept="\n\t") if at_terminal else part
+            print(shown, end="", flush=True)
         print(flush=True)
         return
     ids = [prompt.ids for prompt in prompts]
     for prompt, found in zip(prompts, generator.all(ids, number=number), strict=True):
         continuations = [
-            {"text": task.text.decode(each.ids), **dataclasses.asdict(each)}
+            {
+                "text": text_after(task, prompt.ids, each.ids),
+                **dataclasses.asdict(each),
+            }
             for each in found
         ]
         line = {"prompt": prompt.given, "continuations": continuations}
-        print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
+        print(_json(line), file=output, flush=True)
 
 
-def _growing(task: LanguageModel, ids: Iterable[Sequence[int]]) -> Iterator[str]:
-    """What each of `ids` adds to the text, once its characters are complete."""
+def _json(value: Any) -> str:
+    """`value` on a line, with what is not printable escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+def _growing(texts: Iterable[str]) -> Iterator[str]:
+    """What each of `texts` adds to those before, once its characters are complete."""
     shown = text = ""
-    for so_far in ids:
-        text = task.text.decode(so_far)
-        whole = text.rstrip(_INCOMPLETE)
+    for text in texts:
+        whole = text.rstrip(INCOMPLETE)
         if whole.startswith(shown):
             yield whole[len(shown) :]
             shown = whole
@@ -142,7 +172,10 @@ def _restored(programs: StepPrograms) -> TrainState:
         state = checkpoints.restore(
             generate_flags.STEP.value, TrainState.abstract(programs)
         )
-    return TrainState(programs, state)
+        restored = TrainState(programs, state)
+        trained = checkpoints.metadata(restored.step).get("batches") or {}
+    programs.experiment.task.check_vocabulary(trained)
+    return restored
 
 
 def _prompts(task: LanguageModel) -> list[Prompt] | None:
@@ -156,12 +189,14 @@ def _prompts(task: LanguageModel) -> list[Prompt] | None:
         return None
     path = pathlib.Path(generate_flags.PROMPTS_FILE.value).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--prompts_file={path} is no text in UTF-8 ({error.reason} at byte "
             f"{error.start}): save it in UTF-8"
         ) from error
+    # Not splitlines: it also cuts at form feeds and at Unicode's separators.
+    lines = (line.removesuffix("\r") for line in text.split("\n"))
     numbered = [(n, line) for n, line in enumerate(lines, start=1) if line]
     if not numbered:
         raise ValueError(f"--prompts_file={path} has no prompts: write one a line")
@@ -196,13 +231,22 @@ def _parsed(line: str, name: str) -> Any:
 
 def _prompt(task: LanguageModel, given: str | list[int], name: str) -> Prompt:
     """A checked prompt; a text gets a start token, ids are as they are."""
-    ids = task.text.encode(given) if given and isinstance(given, str) else given
+    ids = given
+    if given and isinstance(given, str):
+        try:
+            given.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name} is no text in UTF-8 ({error.reason}): give it in UTF-8"
+            ) from error
+        ids = task.text.encode(given)
     check_prompt(task, ids, generate_flags.CACHE_LENGTH.value, name)
     return Prompt(given=given, ids=ids)
 
 
 def _lines(task: LanguageModel) -> Iterator[Prompt]:
     """The lines of standard input, but for empty ones and those that are refused."""
+    sys.stdin.reconfigure(errors="surrogateescape")  # `_prompt` says which line it is.
     at_terminal = sys.stdin.isatty()
     for number in itertools.count(1):
         if at_terminal:

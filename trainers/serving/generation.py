@@ -17,7 +17,9 @@ import tensorflow as tf
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.xla.processes import to_host
 from meshwright.framework.modeling import random
+from meshwright.framework.modeling.checks import check_value
 from meshwright.framework.nested_map import NestedMap
+from meshwright.tasks.input.example_order import SEEDS
 from meshwright.tasks.text.continuation import Continuation
 from meshwright.tasks.text.decoding import Decoder
 from meshwright.tasks.text.language_model import LanguageModel
@@ -26,6 +28,9 @@ from meshwright.trainers.experiment.step_programs import StepPrograms
 
 # Programs are compiled for prompts up to a power of two, so that they serve others too.
 _SHORTEST = 16
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What a byte decodes to that does not complete a character yet."""
+
 # New tokens of a call where nobody looks at them: rows that fill up the batch may go on
 # when all others have ended.
 _TOKENS_OF_A_CALL = 32
@@ -50,7 +55,7 @@ def language_model(experiment: Experiment) -> LanguageModel:
     """The experiment's task.
 
     Raises:
-      ValueError: it is no language model.
+      ValueError: it is no language model, or one whose input is no text.
     """
     task = experiment.task
     if not isinstance(task, LanguageModel):
@@ -58,6 +63,13 @@ def language_model(experiment: Experiment) -> LanguageModel:
             f"Experiment.task is {type(task).__name__}, which does not continue text: "
             "generate with an experiment whose task is a LanguageModel, such as "
             "lm/stdlib_tiny.gin"
+        )
+    needed = ("sequence_length", "end_id", "encode", "decode", "vocabulary")
+    lacking = [name for name in needed if not hasattr(task.text, name)]
+    if lacking:
+        raise ValueError(
+            f"LanguageModel.text is {type(task.text).__name__}, which has no "
+            f"{' and no '.join(lacking)}: generate with @TextInput() in its place"
         )
     return task
 
@@ -73,20 +85,53 @@ def check_prompt(
     """
     if not prompt:
         raise ValueError(f"{name} is empty: give text to continue")
-    size = task.text.vocab_size
+    size = task.embedding.vocab_size
     unknown = [i for i in prompt if not 0 < i < size]
     if unknown:
         raise ValueError(
             f"{name} has the id {unknown[0]}, but ids of tokens are from 1 to "
-            f"{size - 1}, as the vocabulary has {size}: leave it out"
+            f"{size - 1}, as TokenEmbedding.vocab_size is {size}: leave it out"
         )
-    places = cache_length or task.text.sequence_length
+    places = _places(task, cache_length)
     if len(prompt) >= places:
         raise ValueError(
             f"{name} has {len(prompt)} tokens, which leaves no place for another in a "
             f"cache of {places}: shorten it, or make the cache longer, by "
             f"--cache_length={len(prompt) + 1} or more"
         )
+
+
+def check_beams(task: LanguageModel, search: Decoder) -> None:
+    """Refuses more beams than there are first tokens for them.
+
+    Raises:
+      ValueError: there are more.
+    """
+    size = task.text.vocab_size
+    if search.beams > size:
+        raise ValueError(
+            f"there are {search.beams} beams, but the vocabulary has {size} tokens: "
+            f"take at most {size}"
+        )
+
+
+def _places(task: LanguageModel, cache_length: int | None) -> int:
+    """How many tokens the cache has place for."""
+    return task.text.sequence_length if cache_length is None else cache_length
+
+
+def text_after(task: LanguageModel, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """The text that `ids` add to a prompt's.
+
+    Both are decoded together: a vocabulary that puts a space before each text takes it
+    off the first piece, which of `ids` alone is the space between two words.
+    """
+    ends = [i for i, each in enumerate(prompt) if each == task.text.end_id]
+    begun = [*prompt[ends[-1] + 1 :]] if ends else [*prompt]  # Decoding ends there.
+    before, whole = task.text.decode(begun), task.text.decode([*begun, *ids])
+    if not whole.startswith(before):  # Its last character was not complete.
+        before = before.rstrip(INCOMPLETE)
+    return whole[len(before) :]
 
 
 class Generator:
@@ -102,7 +147,8 @@ class Generator:
       seed: of draws; the same seed and the same prompts give the same tokens.
 
     Raises:
-      ValueError: the task is no language model; a size is below 1.
+      ValueError: the task is no language model; a size is below 1; the seed is negative
+        or has more than 63 bits; there are more beams than the vocabulary has tokens.
     """
 
     def __init__(
@@ -116,9 +162,14 @@ class Generator:
         seed: int = 0,
     ):
         self.task = language_model(programs.experiment)
-        self._cache_length = cache_length or self.task.text.sequence_length
+        for name, size in (("cache_length", cache_length), ("max_tokens", max_tokens)):
+            if size is not None:
+                check_value(f"Generator's {name}", size, at_least=1, whole=True)
+        check_value("Generator's seed", seed, whole=True, **SEEDS)
+        check_beams(self.task, search)
+        self._cache_length = _places(self.task, cache_length)
         self._max_tokens = max_tokens
-        self._programs, self._theta, self._search = programs, theta, search
+        self._programs, self._theta, self.search = programs, theta, search
         self._key = random.key_from_seed(seed)
         (self._batch_splits,) = programs.experiment.plan.activation_sharding(
             ["batch"]
@@ -131,8 +182,11 @@ class Generator:
         """The continuations of each prompt, the best first.
 
         Args:
-          prompts: the ids of each, as `check_prompt` passes them.
+          prompts: the ids of each, one or more.
           number: of this batch; others have other draws.
+
+        Raises:
+          ValueError: there are no prompts; see `check_prompt`.
         """
         *_, last = self._results(prompts, number, _TOKENS_OF_A_CALL)
         return [self._continued(last, row) for row in range(len(prompts))]
@@ -140,7 +194,13 @@ class Generator:
     def stream(
         self, prompt: Sequence[int], *, number: int = 0
     ) -> Iterator[tuple[int, ...]]:
-        """The ids so far of the best continuation of a prompt, after each token."""
+        """The ids so far of the best continuation of a prompt, after each token.
+
+        With several beams those after a token may be of another beam than those before.
+
+        Raises:
+          ValueError: see `check_prompt`.
+        """
         for result in self._results([prompt], number, 1):
             yield self._continued(result, 0)[0].ids
 
@@ -159,6 +219,10 @@ class Generator:
         self, prompts: Sequence[Sequence[int]], number: int, step: int
     ) -> Iterator[NestedMap]:
         """What `_Run.go_on` has found, after each `step` new tokens."""
+        if not prompts:
+            raise ValueError("there are no prompts: give one or more to continue")
+        for row, prompt in enumerate(prompts):
+            check_prompt(self.task, prompt, self._cache_length, f"prompt {row}")
         longest = max(map(len, prompts))
         place = self._cache_length - longest
         most = place if self._max_tokens is None else min(self._max_tokens, place)
@@ -182,7 +246,7 @@ class Generator:
             length = min(length, self._max_tokens)
         continuation = Continuation(
             task=self.task,
-            search=self._search,
+            search=self.search,
             prompt_length=prompt_length,
             length=length,
         )

@@ -6,6 +6,9 @@ import math
 
 from absl import flags
 
+# The least normal float32: XLA takes a smaller one for 0.
+_LEAST_TEMPERATURE = 2.0**-126
+
 MODEL_DIR = flags.DEFINE_string(
     "model_dir",
     None,
@@ -77,11 +80,22 @@ def check() -> None:
     for flag in (MAX_TOKENS, CACHE_LENGTH, TOP_K, BEAMS, ROWS):
         if flag.value is not None and flag.value < 1:
             raise ValueError(f"--{flag.name} is {flag.value}; it must be 1 or more")
+    if STEP.value is not None and STEP.value < 0:
+        raise ValueError(f"--step is {STEP.value}; it must be 0 or more")
+    if not 0 <= SEED.value < 2**63 - 1:
+        raise ValueError(
+            f"--seed is {SEED.value}; it must be 0 or more and below {2**63 - 1}"
+        )
     temperature, top_p = TEMPERATURE.value, TOP_P.value
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ValueError(
             f"--temperature is {temperature}; it must be a number of at least 0: 0 is "
             "greedy, 1 the model's own distribution"
+        )
+    if temperature and temperature < _LEAST_TEMPERATURE:
+        raise ValueError(
+            f"--temperature is {temperature}; it must be 0, which is greedy, or at "
+            f"least {_LEAST_TEMPERATURE}"
         )
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(

@@ -22,4 +22,12 @@ def printable(text: str) -> str:
     """An error's text, escaped and not too long, whatever it quotes of a file."""
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS]}... ({len(text)} characters)"
-    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+    return escaped(text, kept="\n")
+
+
+def escaped(text: str, *, kept: str) -> str:
+    """`text` with what is not printable escaped, but for the characters of `kept`.
+
+    On a terminal it might move the cursor, or change the window's title.
+    """
+    return "".join(c if c in kept or c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -26,6 +26,7 @@ from meshwright.trainers.checkpoints.checkpoint_initialize import (
     with_weights,
 )
 from meshwright.trainers.checkpoints.checkpoints import Access, Checkpoints
+from meshwright.trainers.checkpoints.trained_files import write_files
 from meshwright.trainers.experiment import replication
 from meshwright.trainers.experiment.batches import CallBatches
 from meshwright.trainers.experiment.not_finite import NotFinite, NotFiniteError
@@ -194,6 +195,7 @@ class _Loop:
         replicated = replication.report_text(self._replicated())
         state, folder = self._restored_or_initial(), self.run.model_dir
         # From here on the folder is this experiment's, to be written to.
+        write_files(folder, self.experiment.task.trained_files())
         with (
             contextlib.closing(Summaries(folder, "train")) as self.summaries,
             contextlib.closing(Summaries(folder, "eval")) as self.eval_summaries,

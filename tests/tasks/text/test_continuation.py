@@ -1,6 +1,7 @@
 """Continued prompts against whole forward passes, token by token, on one device."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -67,6 +68,12 @@ def model(name="rotary"):
         final_norm=RMSNorm(model_dims=M),
         input_positions=sines,
     )
+
+
+def with_layers_behind(task):
+    """The model with a group's layers once more, behind the stack."""
+    layers = (task.stack, *task.stack.body.layers)
+    return dataclasses.replace(task, stack=Sequential(layers=layers))
 
 
 def weights_of(task):
@@ -145,6 +152,15 @@ def test_greedy_tokens_are_those_of_whole_passes(name):
     assert len(np.unique(ids)) > 6  # Not the same token on and on.
 
 
+def test_layers_behind_a_repeat_decode_too():
+    task = with_layers_behind(model())
+    theta = weights_of(task)
+    ids, scores = continued(task, theta, Sampling(temperature=0), PROMPTS)
+    check_greedy(task, theta, PROMPTS, ids[:, 0], scores[:, 0])
+    assert len(np.unique(ids)) > 6
+    check_beams(task, theta)
+
+
 def test_a_row_ends_at_the_end_token():
     task = model()
     theta = weights_of(task)
@@ -176,9 +192,8 @@ def test_draws_differ_by_row_and_seed_alone():
     np.testing.assert_array_equal(one, likeliest)
 
 
-def test_beams_have_the_scores_of_whole_passes():
-    task = model("top-2 experts")
-    theta = weights_of(task)
+def check_beams(task, theta):
+    """Three beams have the scores of whole passes; returns the scores."""
     ids, scores = continued(task, theta, BeamSearch(beams=3), PROMPTS)
     prompts = [prompt for prompt in PROMPTS for _ in range(3)]
     beams = ids.reshape([-1, N])
@@ -191,6 +206,13 @@ def test_beams_have_the_scores_of_whole_passes():
         )
     assert (np.diff(scores) <= 0).all()
     assert len({tuple(beam) for beam in beams}) == len(beams)
+    return scores
+
+
+def test_beams_have_the_scores_of_whole_passes():
+    task = model("top-2 experts")
+    theta = weights_of(task)
+    scores = check_beams(task, theta)
     _, greedy = continued(task, theta, BeamSearch(beams=1), PROMPTS)
     assert (scores[:, 0] >= greedy[:, 0] - 1e-5).all()
 
@@ -202,6 +224,14 @@ def test_layers_that_cannot_decode_are_refused():
             vector = WeightSpec(shape=(M,), dims=("features",), initializer=Normal())
             return NestedMap(vector=vector)
 
-    task = dataclasses.replace(model(), stack=Repeat(body=Shift(), num_layers=2))
-    with pytest.raises(ValueError, match="stack is Repeat of layers that cannot deco"):
-        continued(task, weights_of(task), Sampling(temperature=0), PROMPTS)
+    body = Sequential(layers=(transformer_layer(**SIZES, hidden_dims=8), Shift()))
+    repeat = Repeat(body=body, num_layers=2)
+    for stack, path in (
+        (repeat, "stack.body.layers[1]"),
+        (Sequential(layers=(repeat, Shift())), "stack.layers[0].body.layers[1]"),
+        (Shift(), "stack"),
+    ):
+        task = dataclasses.replace(model(), stack=stack)
+        message = re.escape(f"LanguageModel.{path} is Shift, which cannot decode")
+        with pytest.raises(ValueError, match=message):
+            continued(task, weights_of(task), Sampling(temperature=0), PROMPTS)

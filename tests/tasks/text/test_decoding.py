@@ -209,12 +209,13 @@ def test_draws_are_among_the_likeliest(temperature, top_k, top_p):
 
 def test_forbidden_tokens_are_never_drawn():
     logits = np.full([4000, 77], -1e9, np.float32)
-    logits[:, [0, 5, 76]] = np.log([0.2, 0.3, 0.5])
+    logits[:, [0, 5, 70]] = np.log([0.2, 0.3, 0.5])
     uniform = np.linspace(0, 1, 4000, dtype=np.float32)
     got = _drawn(tf.constant(logits), tf.constant(uniform)).numpy()
-    wanted = np.select([uniform < 0.2, uniform < 0.5], [0, 5], 76)
+    wanted = np.select([uniform < 0.2, uniform < 0.5], [0, 5], 70)
     assert (got != wanted).sum() <= 2  # At the edges.
-    assert set(got) == {0, 5, 76}
+    assert set(got) == {0, 5, 70}
+    assert got[-1] == 70  # Drawn by 1, which no sum is above.
 
 
 def test_tokens_that_are_alike_are_all_allowed():
@@ -255,6 +256,7 @@ def test_a_search_goes_on_where_it_stopped(decoder):
         (lambda: BeamSearch(beams=0), "BeamSearch.beams is 0"),
         (lambda: BeamSearch(alpha=-1), "BeamSearch.alpha is -1"),
         (lambda: Sampling(temperature=-0.5), "Sampling.temperature is -0.5"),
+        (lambda: Sampling(temperature=1e-41), "is 1e-41; it must be 0, .* or at least"),
         (lambda: Sampling(top_k=0), "Sampling.top_k is 0"),
         (lambda: Sampling(top_p=0.0), "Sampling.top_p is 0.0"),
         (lambda: Sampling(top_p=1.5), "Sampling.top_p is 1.5"),

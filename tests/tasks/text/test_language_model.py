@@ -125,6 +125,43 @@ def test_bits_per_byte_of_subwords_are_of_the_held_out_bytes(tmp_path):
     assert task.data_fingerprint()["vocabulary"] == text.trained_vocabulary().sha256
 
 
+def test_the_vocabulary_of_a_training_outlives_its_files(tmp_path):
+    pytest.importorskip("sentencepiece")
+    source, folder = tmp_path / "source", tmp_path / "run"
+    source.mkdir()
+    folder.mkdir()
+    for number in range(20):
+        (source / f"{number}.py").write_text(f"x = {number} + some more text\n" * 4)
+
+    def task(**changes):
+        files = TextFiles(root=str(source), held_out_one_in=3, **changes)
+        vocabulary = SentencePieceVocabulary(vocab_size=320, subwords=Subwords.BPE)
+        text = TextInput(files=files, vocabulary=vocabulary, sequence_length=S)
+        embedding = TokenEmbedding(
+            vocab_size=320, model_dims=M, softmax=SoftmaxKind.SHARED
+        )
+        return dataclasses.replace(model(), text=text, embedding=embedding)
+
+    before = task()
+    trained, ids = before.data_fingerprint(), before.text.encode("x = some text")
+    before.as_trained(str(folder)).check_vocabulary(trained)
+    (content,) = before.trained_files().values()
+    for number in range(20):
+        (source / f"{number}.py").write_text(f"another = {number} // words\n" * 4)
+    changed = task(excluded_dirs=())  # Settings that no cache of this process knows.
+    with pytest.raises(ValueError, match="vocabulary is not the one .* set Sentence"):
+        changed.as_trained(str(folder)).check_vocabulary(trained)
+    (folder / "vocabulary.model").write_bytes(content)
+    restored = changed.as_trained(str(folder))
+    restored.check_vocabulary(trained)
+    assert restored.text.encode("x = some text") == ids
+    assert not model().trained_files()
+    assert model().as_trained(str(folder)) == model()
+    model().check_vocabulary({})
+    with pytest.raises(ValueError, match="vocabulary is not the one"):
+        model().check_vocabulary(trained)
+
+
 def test_experts_add_to_the_loss_and_show_their_load():
     E = 2
     sizes = {"model_dims": M, "num_heads": 2, "head_dim": 2}

@@ -389,3 +389,23 @@ def test_files_without_enough_text_for_a_vocabulary_are_refused(subwords):
         ValueError, match="no vocabulary of 30000 pieces can be trained"
     ):
         large.statistics()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("\n \n\t\n", "there is no text .* blank: give files with text, or Sent"),
+        ("x" * 4193, "all lines of the text are longer than 4192 bytes, .*: break"),
+        ("é" * 2097, "all lines of the text are longer than 4192 bytes, .*: break"),
+    ],
+)
+def test_lines_that_train_no_vocabulary_are_refused(tmp_path, content, message):
+    for number in range(8):
+        (tmp_path / f"{number}.py").write_text(content)
+    text = TextInput(
+        files=TextFiles(root=str(tmp_path), held_out_one_in=4),
+        vocabulary=SentencePieceVocabulary(vocab_size=300),
+        sequence_length=S,
+    )
+    with pytest.raises(ValueError, match=message):
+        text.trained_vocabulary()

@@ -1,14 +1,23 @@
 """Text generated on eight devices is that of one; what bounds it."""
 
+import dataclasses
 import functools
+import io
 
 import numpy as np
 import pytest
 
+from meshwright.tasks.input.batched_input import TokenInput
 from meshwright.tasks.text.decoding import BeamSearch, Sampling
+from meshwright.tasks.text.vocabulary import SentencePieceVocabulary
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
-from meshwright.trainers.serving.generation import Generator, check_prompt
+from meshwright.trainers.serving.generation import (
+    Generator,
+    check_prompt,
+    language_model,
+    text_after,
+)
 from tests.layers.stacks.staged import state_by_stage
 from tests.trainers.parity import initial_state, small_experiment
 
@@ -127,7 +136,7 @@ def test_new_tokens_are_bounded():
         ([], "line 7 is empty: give text to continue"),
         (
             [1, 264],
-            "line 7 has the id 264, but ids .* are from 1 to 263, .* has 264: l",
+            "line 7 has the id 264, but .* are from 1 to 263, .*vocab_size is 264: l",
         ),
         ([1, -3], "line 7 has the id -3"),
         ([0], "line 7 has the id 0"),
@@ -139,3 +148,84 @@ def test_a_prompt_that_cannot_be_continued_is_refused(prompt, message):
     with pytest.raises(ValueError, match=message):
         check_prompt(task, prompt, None, "line 7")
     check_prompt(task, [5] * 16, 17, "line 7")
+    with pytest.raises(ValueError, match=message.replace("line 7", "prompt 1")):
+        dense().all([PROMPTS[0], prompt])
+
+
+def test_prompts_of_a_larger_table_have_its_ids():
+    task = experiment_of("dense", (1, 1)).task
+    embedding = dataclasses.replace(task.embedding, vocab_size=1000)
+    check_prompt(
+        dataclasses.replace(task, embedding=embedding), [999], None, "--prompt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"cache_length": 0}, "cache_length is 0; it must be a whole number of at lea"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number of at least 1"),
+        ({"seed": -1}, "seed is -1; it must be a whole number of at least 0"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; it must be .* below"),
+        ({"search": BeamSearch(beams=265)}, "265 beams, .* 264 tokens: take at most"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        generator(experiment_of("dense", (1, 1)), start_of("dense"), **kwargs)
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(ValueError, match="there are no prompts: give one or more"):
+        dense().all([])
+
+
+def test_an_input_without_text_is_refused():
+    class Ids(TokenInput):
+        vocab_size, sequence_length = 264, LENGTH
+
+    experiment = experiment_of("dense", (1, 1))
+    task = dataclasses.replace(experiment.task, text=Ids())
+    message = "text is Ids, which has no end_id and no encode and .*: generate with"
+    with pytest.raises(ValueError, match=message):
+        language_model(dataclasses.replace(experiment, task=task))
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_the_text_after_a_prompt_of_bytes(cut):
+    task = experiment_of("dense", (1, 1)).task
+    ids = task.text.encode("aé 日b")
+    text = text_after(task, ids[:cut], ids[cut:])
+    assert "aé 日b".endswith(text) and len(text) == {
+        1: 5, 2: 4, 3: 4, 4: 3, 5: 2, 6: 2, 7: 2, 8: 1,
+    }[cut]  # fmt: skip
+    assert text_after(task, [1, 200, 1, *ids[1:cut]], ids[cut:]) == text
+
+
+def test_the_text_after_a_prompt_begins_with_its_space(tmp_path):
+    """With SentencePiece's own defaults: a space before each text."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the walker walks in the forest of trees"] * 20),
+        model_writer=model,
+        vocab_size=290,
+        model_type="bpe",
+        byte_fallback=True,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        minloglevel=2,
+    )
+    file = tmp_path / "model"
+    file.write_bytes(model.getvalue())
+    task = experiment_of("dense", (1, 1)).task
+    vocabulary = SentencePieceVocabulary(vocab_size=290, model_file=str(file))
+    text = dataclasses.replace(task.text, vocabulary=vocabulary)
+    embedding = dataclasses.replace(task.embedding, vocab_size=290)
+    task = dataclasses.replace(task, text=text, embedding=embedding)
+    prompt, new = text.encode("the walker"), text.encode("walks in")[1:]
+    assert text_after(task, prompt, new) == " walks in"
+    assert text_after(task, [*prompt, text.end_id], new) == "walks in"
+    assert text_after(task, prompt, []) == ""
