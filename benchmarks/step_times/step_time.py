@@ -1,7 +1,8 @@
 """Step times of Meshwright, of hand-written JAX and of TF's compiler, in turns.
 
     python benchmarks/step_times/step_time.py [--settings=tiny,large,long]
-      [--meshes=1x1,2x1,2x4] [--pages=small,huge] [--rounds=6] [--steps=N]
+      [--meshes=1x1,2x1,2x4] [--pages=small,huge] [--programs=meshwright,jax_scan]
+      [--rounds=6] [--steps=N]
 
 Every program trains the language model of `lm/stdlib_tiny.gin` in a process of its own:
 with the same maths, initial weights, tokens, shardings, and steps per compiled call,
@@ -119,6 +120,7 @@ _SETTINGS = flags.DEFINE_list(
     "settings", ["tiny", "large", "long"], "Sizes of the model."
 )
 _PAGES = flags.DEFINE_list("pages", [*PAGES], "Kinds of pages of malloc's memory.")
+_PROGRAMS = flags.DEFINE_list("programs", [*LABELS], "Programs, ours among them.")
 _MESHES = flags.DEFINE_list("meshes", ["1x1", "2x1", "2x4"], "Meshes of CPU devices.")
 
 
@@ -151,7 +153,7 @@ def compare(
     arguments = [str(CHECKED_STEPS), *bindings]
     variants = [
         (variant, kind)
-        for variant in LABELS
+        for variant in _PROGRAMS.value
         for kind in pages
         if variant != "tf_jit" or mesh == "1x1"
     ]
@@ -215,12 +217,15 @@ def main(argv: Sequence[str]) -> None:
     """Measures and prints."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    for flag, known in ((_SETTINGS, SETTINGS), (_PAGES, PAGES)):
+    given = ((_SETTINGS, SETTINGS), (_PAGES, PAGES), (_PROGRAMS, LABELS))
+    for flag, known in given:
         unknown = [name for name in flag.value if name not in known]
         if unknown:
             raise app.UsageError(
                 f"--{flag.name}: unknown {unknown[0]!r}: one of {[*known]}"
             )
+    if OURS not in _PROGRAMS.value:
+        raise app.UsageError(f"--programs: {OURS} is not among them: add it")
     difference = None
     for setting in _SETTINGS.value:
         for mesh in _MESHES.value:
