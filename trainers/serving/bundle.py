@@ -77,7 +77,7 @@ class BundleOptions(Checked):
 class _Traced(StepPrograms):
     """The same programs, traced but not compiled."""
 
-    def _compile(self, *args, **how) -> TracedProgram:
+    def compile(self, *args, **how) -> TracedProgram:
         return self._trace(*args, **how)
 
 

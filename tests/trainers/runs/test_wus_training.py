@@ -167,7 +167,7 @@ def test_a_fresh_state_is_evaluated_as_it_is():
 class NoPrograms(StepPrograms):
     """Programs of which none may be compiled."""
 
-    def _compile(self, *args, name, **how):
+    def compile(self, *args, name, **how):
         raise AssertionError(name)
 
 
