@@ -145,8 +145,10 @@ def _product(ctx: Context, rows: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
 
 def _times(rows: tf.Tensor, matrix: tf.Tensor, dims: str = "fk") -> tf.Tensor:
     """[..., F] times [F, K], or, of dims "kf", [K, F]: [..., K]."""
+    if rows.shape.rank == 2 and dims == "fk":
+        return rows @ matrix
     if rows.shape.rank == 2:
-        return tf.matmul(rows, matrix, transpose_b=dims == "kf")
+        return tf.matmul(rows, matrix, transpose_b=True)
     # Not an ellipsis: the gradient by the matrix would sum a product for each row.
     lead = "abcde"[: rows.shape.rank - 1]
     return tf.einsum(f"{lead}f,{dims}->{lead}k", rows, matrix)
