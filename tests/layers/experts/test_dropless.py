@@ -296,8 +296,15 @@ def on_the_mesh(
 over_partitioners = pytest.mark.parametrize("partitioner", Partitioner)
 
 
-@over_partitioners
-@pytest.mark.parametrize("plan", PLANS)
+# Every plan under one partitioner; under the other too where tests may take long.
+@pytest.mark.parametrize(
+    ("plan", "partitioner"),
+    [
+        pytest.param(plan, each, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, plan in enumerate(PLANS)
+        for j, each in enumerate(Partitioner)
+    ],
+)
 def test_computes_on_eight_devices_what_it_does_on_one(plan, partitioner):
     _, got, want = on_the_mesh(plan, partitioner, rate=0.125)
     assert_close(got, want)

@@ -112,7 +112,7 @@ def test_experts_of_any_size_can_be_without_drops(size):
     ("family", "params"),
     [
         ("dense", ()),
-        ("experts", ()),
+        pytest.param("experts", (), marks=pytest.mark.slow),
         ("experts", ("MoE.dropless = @Dropless()",)),
     ],
 )
