@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -191,26 +192,24 @@ def table_rows(
 
     With both kinds of pages, the last ones are the ratios of huge to small.
     """
-    rows, begun = [], set()
-
-    def label(pages: str, variant: str) -> str:
-        cells = ["", "", ""] if pages in begun else ["", "", pages]
-        if not begun:
-            cells[:2] = setting, mesh
-        begun.add(pages)
-        return f"{cells[0]:9}{cells[1]:6}{cells[2]:6}{LABELS[variant]:15}"
-
-    for pages in PAGES:
-        for variant in [v for v in LABELS if (v, pages) in turns]:
+    rows = []
+    for pages, variant in itertools.product(PAGES, LABELS):
+        if (variant, pages) in turns:
             first = None if variant == OURS else turns[OURS, pages]
-            begin = label(pages, variant)
-            rows.append(table_row(begin, turns[variant, pages], first, width=9))
-    pairs = [[(variant, pages) for pages in reversed(PAGES)] for variant in LABELS]
-    for huge, small in [pair for pair in pairs if set(pair) <= set(turns)]:
-        ratios = median_ratios(turns[huge], turns[small])
-        cells = [label("ratio", huge[0]), *(f"{ratio:7.2f}" for ratio in ratios)]
-        rows.append("  ".join(cells))
-    return rows
+            cells = table_row("", turns[variant, pages], first, width=9)
+            rows.append((pages, variant, cells))
+    for variant in LABELS:
+        small, huge = (turns.get((variant, pages)) for pages in PAGES)
+        if small and huge:
+            ratios = median_ratios(huge, small)
+            rows.append(("ratio", variant, "".join(f"  {r:7.2f}" for r in ratios)))
+    lines, above = [], None
+    for pages, variant, cells in rows:
+        begin = f"{'' if above else setting:9}{'' if above else mesh:6}"
+        begin += f"{'' if above == pages else pages:6}"
+        lines.append(f"{begin}{LABELS[variant]:15}{cells}")
+        above = pages
+    return lines
 
 
 def main(argv: Sequence[str]) -> None:

@@ -139,13 +139,12 @@ def _written(op, factors: OpFactors) -> OpDims:
 def _reduce(op, factors: OpFactors) -> OpDims:
     """Reductions; of several operands, as an argmax, it needs those dims unsharded."""
     dims = _by_rule(op, factors)
-    reduced = dims.all_combined()
+    if choices(op):  # A sum that starts at zero.
+        return dims
     inner = [short_name(i.operation) for i in op.regions[0].blocks[0].operations]
-    kind = inner[0] if len(inner) == 2 else ""
-    adds = kind == "add" and bool(choices(op))
-    if kind and (adds or kind != "add"):  # A sum has to start at zero.
-        kinds = {} if adds else dict.fromkeys(reduced, _REDUCTIONS.get(kind, kind))
-        return dataclasses.replace(dims, kinds=kinds)
+    if len(inner) == 2 and inner[0] != "add":
+        kind = _REDUCTIONS.get(inner[0], inner[0])
+        return dataclasses.replace(dims, kinds=dict.fromkeys(dims.all_combined(), kind))
     kept = {label for of in dims.results for label in of}
     return dataclasses.replace(
         dims, operands=[_among(of, kept) for of in dims.operands]
