@@ -27,6 +27,7 @@ from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.stages import StageMode
 from meshwright.layers.transformer import transformer_layer
+from tests.layers.attention.on_devices import gradients_of, some_of
 from tests.trainers.parity import initial_state, small_experiment, train
 
 B, S, T, M = 4, 19, 11, 8
@@ -81,14 +82,6 @@ SOME = (
 )
 
 
-def some_of(all_cases, some):
-    """All cases, of which those that are not among `some` are slow."""
-    return [
-        case if case in some else pytest.param(*case, marks=pytest.mark.slow)
-        for case in all_cases
-    ]
-
-
 @pytest.mark.parametrize(
     "name,plan,partitioner",
     some_of(itertools.product(LAYERS, PLANS, ("SHARDY", "GSPMD")), SOME),
@@ -111,30 +104,7 @@ def compiled(block_size, partitioner, recompute=None, length=S, batch=B):
     if recompute is not None:
         names = ("context",) if recompute is Recompute.ALL_BUT_NAMED else ()
         layer = Repeat(body=layer, num_layers=3, recompute=recompute, saved_names=names)
-
-    def step(theta, x, key):
-        ctx = Context(plan=PLAN, mode=Mode.TRAIN, key=key)
-        with tf.GradientTape() as tape:
-            tape.watch((theta, x))
-            read = annotate_weights(PLAN, layer.weights(), theta)
-            y = layer.fprop(ctx, read, x)
-        return tape.gradient(y, (theta, x), output_gradients=y)
-
-    weights = layer.weights()
-    by_path = weights.map_with_path(lambda path, spec: spec.sharding(PLAN, path))
-    x = PLAN.activation_sharding(("batch", "stream", "model"))
-    return mw.compile_program(
-        step,
-        [
-            weights.map(lambda s: tf.TensorSpec(s.shape)),
-            tf.TensorSpec([batch, length, M]),
-            tf.TensorSpec([2], tf.uint32),
-        ],
-        PLAN.mesh,
-        in_shardings=[by_path, x, None],
-        out_shardings=(by_path, x),
-        partitioner=partitioner,
-    )
+    return gradients_of(layer, PLAN, [batch, length, M], partitioner)
 
 
 @pytest.mark.parametrize("partitioner", mw.Partitioner)

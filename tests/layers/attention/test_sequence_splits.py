@@ -12,8 +12,6 @@ import tensorflow as tf
 from meshwright import framework as mw
 from meshwright.framework.modeling.layer import (
     Context,
-    Mode,
-    annotate_weights,
     initialize,
 )
 from meshwright.framework.modeling.random import key_from_seed
@@ -29,8 +27,8 @@ from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.stages import StageMode
 from meshwright.layers.transformer import transformer_layer
+from tests.layers.attention.on_devices import gradients_of, some_of
 from tests.layers.attention.test_blockwise import EveryOther
-from tests.layers.attention.test_blockwise_partitioned import some_of
 from tests.trainers.parity import initial_state, small_experiment, train
 
 B, S, T, M = 4, 37, 23, 8
@@ -162,30 +160,7 @@ def test_in_sixteen_bits_too(way, partitioner):
 def compiled(way, partitioner, length=64, batch=B, size=4, shape=(2, 2, 2), **kwargs):
     """The program of a layer's gradients."""
     layer, plan = attention(block_size=size, **kwargs), plan_of(way, shape)
-
-    def step(theta, x, key):
-        ctx = Context(plan=plan, mode=Mode.TRAIN, key=key)
-        with tf.GradientTape() as tape:
-            tape.watch((theta, x))
-            read = annotate_weights(plan, layer.weights(), theta)
-            y = layer.fprop(ctx, read, x)
-        return tape.gradient(y, (theta, x), output_gradients=y)
-
-    weights = layer.weights()
-    by_path = weights.map_with_path(lambda path, spec: spec.sharding(plan, path))
-    x = plan.activation_sharding(("batch", "stream", "model"))
-    return mw.compile_program(
-        step,
-        [
-            weights.map(lambda s: tf.TensorSpec(s.shape)),
-            tf.TensorSpec([batch, length, M]),
-            tf.TensorSpec([2], tf.uint32),
-        ],
-        plan.mesh,
-        in_shardings=[by_path, x, None],
-        out_shardings=(by_path, x),
-        partitioner=mw.Partitioner[partitioner],
-    )
+    return gradients_of(layer, plan, [batch, length, M], mw.Partitioner[partitioner])
 
 
 @pytest.mark.parametrize("partitioner", PARTITIONERS)

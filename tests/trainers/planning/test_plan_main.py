@@ -11,22 +11,14 @@ from absl.testing import flagsaver
 
 from meshwright.trainers import plan as main_module
 from meshwright.trainers.experiment.sharding_text import sharding_text
-from tests.trainers.small_run import GIN_FILES, GIN_PARAMS, ROOT, small_programs
+from tests.trainers import small_run
+from tests.trainers.small_run import GIN_FILES, GIN_PARAMS, MESH, ROOT, small_programs
 
-MESH = "MESH_SHAPE = (2, 4)"
 
-
-def call_main(*params, gin_files=GIN_FILES, **more_flags):
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["meshwright-plan"])
+def call_main(*params, **more_flags):
     if "topology" not in more_flags and "search" not in more_flags:
         more_flags["device_count"] = "8"
-    with flagsaver.as_parsed(
-        gin_file=list(gin_files),
-        gin_param=[*GIN_PARAMS, MESH, *params],
-        **more_flags,
-    ):
-        return main_module.main(["meshwright-plan"])
+    return small_run.call_main(main_module, *params, **more_flags)
 
 
 def test_says_where_the_plan_puts_state_and_batch(capsys):

@@ -2,36 +2,19 @@
 
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl import flags
-from absl.testing import flagsaver
 
 from meshwright.trainers import export as main_module
-from tests.trainers.small_run import GIN_FILES, GIN_PARAMS, saved_state, small_programs
+from tests.trainers import small_run
+from tests.trainers.small_run import saved_state, small_programs
 
-MESH = "MESH_SHAPE = (2, 4)"
 
-
-def call_main(output, *params, gin_files=GIN_FILES, **more_flags):
-    """Runs the main in this process, whose eight devices are in use; its status."""
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["meshwright-export"])
-    with flagsaver.as_parsed(
-        gin_file=list(gin_files),
-        gin_param=[*GIN_PARAMS, MESH, *params],
-        output=str(output),
-        device_count="8",
-        **more_flags,
-    ):
-        try:
-            return main_module.main(["meshwright-export"])
-        except SystemExit as stopped:
-            print(stopped.code, file=sys.stderr)
-            return 1
+def call_main(output, *params, **more_flags):
+    given = {"output": str(output), "device_count": "8"}
+    return small_run.status_of(main_module, *params, **given, **more_flags)
 
 
 def test_weights_are_those_of_the_step_asked_for(straight, tmp_path):

@@ -8,35 +8,19 @@ import subprocess
 import sys
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 from meshwright.trainers import generate as main_module
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving import generate_main
 from meshwright.trainers.training import loop
+from tests.trainers import small_run
 from tests.trainers.parity import small_experiment
-from tests.trainers.small_run import GIN_FILES, GIN_PARAMS
-
-MESH = "MESH_SHAPE = (2, 4)"
+from tests.trainers.small_run import GIN_FILES, GIN_PARAMS, MESH
 
 
-def call_main(model_dir, gin_files=GIN_FILES, gin_params=GIN_PARAMS, **more_flags):
-    """Runs the main in this process, whose eight devices are in use; its status."""
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["meshwright-generate"])
-    with flagsaver.as_parsed(
-        gin_file=list(gin_files),
-        gin_param=[*gin_params, MESH],
-        model_dir=str(model_dir),
-        device_count="8",
-        **more_flags,
-    ):
-        try:
-            return main_module.main(["meshwright-generate"])
-        except SystemExit as stopped:
-            print(stopped.code, file=sys.stderr)
-            return 1
+def call_main(model_dir, **more_flags):
+    given = {"model_dir": str(model_dir), "device_count": "8"}
+    return small_run.status_of(main_module, **given, **more_flags)
 
 
 def parsed(text):

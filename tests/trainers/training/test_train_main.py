@@ -10,8 +10,6 @@ import sys
 import time
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 from meshwright.framework.compiler.program import TracedProgram
 from meshwright.tasks.text.language_model import LanguageModel
@@ -19,9 +17,11 @@ from meshwright.tasks.text.text_input import TextFiles
 from meshwright.trainers import cli
 from meshwright.trainers import train as main_module
 from meshwright.trainers.training import training_main
+from tests.trainers import small_run
 from tests.trainers.small_run import (
     GIN_FILES,
     GIN_PARAMS,
+    MESH,
     at,
     points,
     saved_steps,
@@ -29,21 +29,10 @@ from tests.trainers.small_run import (
     train,
 )
 
-MESH = "MESH_SHAPE = (2, 4)"
 
-
-def call_main(model_dir, *params, gin_files=GIN_FILES, **more_flags):
-    """Runs the main in this process, whose eight devices are in use; its status."""
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["meshwright-train"])
-    with flagsaver.as_parsed(
-        gin_file=list(gin_files),
-        gin_param=[*GIN_PARAMS, MESH, *params],
-        model_dir=str(model_dir),
-        device_count="8",
-        **more_flags,
-    ):
-        return main_module.main(["meshwright-train"])
+def call_main(model_dir, *params, **more_flags):
+    given = {"model_dir": str(model_dir), "device_count": "8"}
+    return small_run.call_main(main_module, *params, **given, **more_flags)
 
 
 def error_of(model_dir, *params, **more):
