@@ -61,8 +61,8 @@ def read(folder: pathlib.Path, steps: int) -> dict[str, float] | None:
     if any(steps not in held_out.get(name, {}) for name in METRICS):
         return None
     seconds = curves(folder / "train")["speed/step_time_s"].values()
-    found = {name: held_out[name][steps] for name in METRICS}
-    return found | {"step_s": statistics.median(seconds)}
+    metrics = {name: held_out[name][steps] for name in METRICS}
+    return metrics | {"step_s": statistics.median(seconds)}
 
 
 def table_row(seed: int, model: str, result: Mapping[str, float]) -> str:

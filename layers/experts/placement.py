@@ -94,9 +94,9 @@ def blocks_for(choices: int, experts: int, size: int) -> int:
 def take(x: tf.Tensor, choices: tf.Tensor, k: int) -> tf.Tensor:
     """[R, ...]: the token of each row's choice, of `x` [N, ...]; zeros for none."""
     tokens = x.shape[0]
-    found = tf.gather(x, tf.minimum(choices // k, tokens - 1))
-    is_one = _like(choices < tokens * k, found)
-    return tf.where(is_one, found, tf.zeros([], x.dtype))
+    taken = tf.gather(x, tf.minimum(choices // k, tokens - 1))
+    is_one = _like(choices < tokens * k, taken)
+    return tf.where(is_one, taken, tf.zeros([], x.dtype))
 
 
 def put(y: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
@@ -107,8 +107,8 @@ def put(y: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
     count = y.shape[0]
     total = tf.zeros([], tf.float32)
     for place in tf.unstack(rows, axis=1):
-        found = tf.cast(tf.gather(y, tf.minimum(place, count - 1)), tf.float32)
-        total += tf.where(_like(place < count, found), found, 0.0)
+        taken = tf.cast(tf.gather(y, tf.minimum(place, count - 1)), tf.float32)
+        total += tf.where(_like(place < count, taken), taken, 0.0)
     return tf.cast(total, y.dtype)
 
 

@@ -339,11 +339,11 @@ def model_size(*, family: str, size: str) -> int | float:
     """
     _check_known("model_size.family", family, _FAMILIES)
     _check_known("SIZE", size, _FAMILIES[family])
-    found = _FAMILIES[family][size]
-    fields = [name for name in dir(found) if not name.startswith("_")]
+    shape = _FAMILIES[family][size]
+    fields = [name for name in dir(shape) if not name.startswith("_")]
     field = gin.current_scope_str()
     _check_known("the scope of model_size", field, fields)
-    return getattr(found, field)
+    return getattr(shape, field)
 
 
 @gin.register

@@ -425,12 +425,12 @@ def _read_safetensors(
     opened = files.enter_context(opened_safetensors(path))
     known = _Known(widens=True)
     if not source.read_rules():
-        found = published_places(opened, task, source)
+        published = published_places(opened, task, source)
         known = dataclasses.replace(
             known,
-            places=found.places,
+            places=published.places,
             unused=Unused.IGNORE if source.only else Unused.ERROR,
-            derived=found.derived,
+            derived=published.derived,
         )
     forms_of = {name: tensor.form for name, tensor in opened.tensors.items()}
     return {name: opened.tensors[name] for name in fitting.fit(forms_of, known)}

@@ -215,12 +215,12 @@ def _parsed(line: str, name: str) -> Any:
       ValueError: it has neither.
     """
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(
             f'{name} is no JSON ({error}): write {{"prompt": "text"}}'
         ) from error
-    prompt = found.get("prompt") if isinstance(found, dict) else None
+    prompt = content.get("prompt") if isinstance(content, dict) else None
     is_ids = isinstance(prompt, list) and all(type(i) is int for i in prompt)
     if not isinstance(prompt, str) and not is_ids:
         raise ValueError(

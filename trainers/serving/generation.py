@@ -206,19 +206,21 @@ class Generator:
 
     def _continued(self, result: NestedMap, row: int) -> list[Continued]:
         """The continuations of a row."""
-        end, found = self.task.text.end_id, []
+        end, continued = self.task.text.end_id, []
         for ids, score in zip(result.ids[row], result.scores[row], strict=True):
             tokens = ids[: result.count].tolist()
             ended = end in tokens
             if ended:
                 tokens = tokens[: tokens.index(end)]
-            found.append(Continued(ids=tuple(tokens), score=float(score), ended=ended))
-        return found
+            continued.append(
+                Continued(ids=tuple(tokens), score=float(score), ended=ended)
+            )
+        return continued
 
     def _results(
         self, prompts: Sequence[Sequence[int]], number: int, step: int
     ) -> Iterator[NestedMap]:
-        """What `_Run.go_on` has found, after each `step` new tokens."""
+        """What `_Run.go_on` has so far, after each `step` new tokens."""
         if not prompts:
             raise ValueError("there are no prompts: give one or more to continue")
         for row, prompt in enumerate(prompts):

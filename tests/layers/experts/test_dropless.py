@@ -204,8 +204,8 @@ def test_bfloat16_is_near():
     assert got.out.x.dtype == tf.bfloat16
     for name in ("w_in", "w_out"):
         expected = want.weights.experts[name].numpy()
-        found = got.weights.experts[name].numpy()
-        assert np.abs(found - expected).mean() < 0.03 * np.abs(expected).mean()
+        gradient = got.weights.experts[name].numpy()
+        assert np.abs(gradient - expected).mean() < 0.03 * np.abs(expected).mean()
 
 
 PLANS = {

@@ -132,8 +132,8 @@ def log_probs_of_next(task, theta, prompts, rows):
 
 def check_greedy(task, theta, prompts, ids, scores):
     """Each token is the likeliest of a whole pass over the text."""
-    found = log_probs_of_next(task, theta, prompts, ids)
-    for row, score, log_probs in zip(ids, scores, found, strict=True):
+    of_rows = log_probs_of_next(task, theta, prompts, ids)
+    for row, score, log_probs in zip(ids, scores, of_rows, strict=True):
         new = said(row)
         assert new == log_probs.argmax(-1).tolist()
         assert len(new) == N or new[-1] == END
@@ -197,8 +197,8 @@ def check_beams(task, theta):
     ids, scores = continued(task, theta, BeamSearch(beams=3), PROMPTS)
     prompts = [prompt for prompt in PROMPTS for _ in range(3)]
     beams = ids.reshape([-1, N])
-    found = log_probs_of_next(task, theta, prompts, beams)
-    for beam, score, log_probs in zip(beams, scores.ravel(), found, strict=True):
+    of_rows = log_probs_of_next(task, theta, prompts, beams)
+    for beam, score, log_probs in zip(beams, scores.ravel(), of_rows, strict=True):
         new = said(beam)
         total = sum(log_probs[np.arange(len(new)), new])
         np.testing.assert_allclose(

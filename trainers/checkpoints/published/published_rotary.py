@@ -98,12 +98,14 @@ def rotary_said(config: Mapping[str, Any], kind: str | None) -> Rotary:
         older = _rotary("rope_scaling", scaling, base, config)
     if config.get("rope_parameters") is None:
         return older
-    name, said = "rope_parameters", config["rope_parameters"]
+    name, parameters = "rope_parameters", config["rope_parameters"]
     if kind is not None:
-        if not isinstance(said, dict) or not isinstance(said.get(kind), dict):
+        if not isinstance(parameters, dict) or not isinstance(
+            parameters.get(kind), dict
+        ):
             raise _unknown(name, f"has no object {kind}, of such layers")
-        name, said = f"{name}.{kind}", said[kind]
-    newer = _rotary(name, said, base, config)
+        name, parameters = f"{name}.{kind}", parameters[kind]
+    newer = _rotary(name, parameters, base, config)
     if scaling and newer != older:
         raise CheckpointError(
             f"{name} in config.json makes {newer}, but rope_scaling {older}: leave the "
@@ -128,10 +130,12 @@ def rotary_keys(
     scaling = attention.rotary_scaling
     for name, kind in _KINDS.items():
         if isinstance(scaling, kind.cls):
-            said = {key: getattr(scaling, field) for key, field in kind.fields.items()}
-            said = {key: value for key, value in said.items() if value is not None}
-            keys["rope_scaling"] = {"rope_type": name, **said}
-            length = max(length, round(scaling.factor * said.get(_LENGTH, 0)))
+            values = {
+                key: getattr(scaling, field) for key, field in kind.fields.items()
+            }
+            values = {key: value for key, value in values.items() if value is not None}
+            keys["rope_scaling"] = {"rope_type": name, **values}
+            length = max(length, round(scaling.factor * values.get(_LENGTH, 0)))
     return {**keys, "max_position_embeddings": length}
 
 
@@ -144,35 +148,35 @@ def plain_scaling(scaling: RotaryScaling | None) -> RotaryScaling | None:
     return scaling
 
 
-def _rotary(name: str, said: Any, base: Any, config: Mapping[str, Any]) -> Rotary:
+def _rotary(name: str, given: Any, base: Any, config: Mapping[str, Any]) -> Rotary:
     """What an object says, with the base that it has if it says none."""
-    if not isinstance(said, dict):
-        raise _unknown(name, f"is {shown(said)}, no object")
-    return Rotary(said.get("rope_theta", base), _scaling(name, said, config))
+    if not isinstance(given, dict):
+        raise _unknown(name, f"is {shown(given)}, no object")
+    return Rotary(given.get("rope_theta", base), _scaling(name, given, config))
 
 
 def _scaling(
-    name: str, said: Mapping[str, Any], config: Mapping[str, Any]
+    name: str, given: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RotaryScaling | None:
-    said = {key: value for key, value in said.items() if value is not None}
-    type_ = said.get("rope_type", said.get("type", "default"))
+    given = {key: value for key, value in given.items() if value is not None}
+    type_ = given.get("rope_type", given.get("type", "default"))
     if not isinstance(type_, str) or type_ not in ("default", *_KINDS):
         raise _unknown(name, f"has rope_type {shown(repr(type_))}")
     kind = _KINDS.get(type_, _Kind(RotaryScaling, {}, ()))
     others = [
         key
-        for key, value in said.items()
+        for key, value in given.items()
         if key not in (*kind.fields, *_OTHERS) and _INERT.get(key) != value
     ]
     if others:
         raise _unknown(name, f"has {shown(', '.join(others))} of rope_type {type_!r}")
-    if lacking := [key for key in kind.needed if key not in said]:
+    if lacking := [key for key in kind.needed if key not in given]:
         raise _unknown(
             name, f"of rope_type {type_!r} has no {', '.join(lacking)}, which it needs"
         )
     if type_ == "default":
         return None
-    fields = {ours: said[key] for key, ours in kind.fields.items() if key in said}
+    fields = {ours: given[key] for key, ours in kind.fields.items() if key in given}
     if type_ == "yarn" and "original_length" not in fields:
         fields["original_length"] = config.get("max_position_embeddings")
     try:

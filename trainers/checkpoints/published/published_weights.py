@@ -72,13 +72,13 @@ def tensors_of(family: Family, model: Model) -> list[PublishedTensor]:
       CheckpointError: a weight of the model is none of the family's.
     """
     specs = dict(model.task.weights().items_by_path())
-    found, used = [], set()
+    tensors, used = [], set()
 
     def note(name: str, path: str, index: tuple[int, ...], change: str) -> None:
         if path in specs:
             used.add(path)
             place = Place(path=path, index=index)
-            found.append(_tensor(name, place, change, specs[path]))
+            tensors.append(_tensor(name, place, change, specs[path]))
 
     for name, path, change in family.tensors:
         if "*" not in name:
@@ -93,7 +93,7 @@ def tensors_of(family: Family, model: Model) -> list[PublishedTensor]:
             f"{family.name} models have no tensors for these weights:"
             f"{bullet_list(others)}"
         )
-    return found
+    return tensors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,8 +109,8 @@ def opened_safetensors(path: str) -> Iterator[SafetensorsFiles]:
         else:
             tensors = _opened(file, stack)
         config = file.parent / CONFIG
-        said = _json(config) if config.is_file() else None
-        yield SafetensorsFiles(tensors, said, str(config))
+        content = _json(config) if config.is_file() else None
+        yield SafetensorsFiles(tensors, content, str(config))
 
 
 def write_safetensors(
@@ -246,12 +246,12 @@ def _json(file: pathlib.Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MAX_JSON:
             raise ValueError(f"it has more than {_MAX_JSON:,} bytes")
-        said = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(str(file), error) from error
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise _unreadable(str(file), ValueError("it is no JSON object"))
-    return said
+    return content
 
 
 def _unreadable(file: str, error: Exception) -> CheckpointError:

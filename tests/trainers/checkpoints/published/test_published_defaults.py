@@ -76,12 +76,12 @@ WITH = {
 )
 def test_a_key_that_is_left_out(name, key):
     model = Model.of(programs_of(name).experiment.task)
-    said = {k: v for k, v in CASES[name].config.items() if k != "layer_types"}
-    said |= WITH.get(key, {})
-    family = FAMILIES[said["model_type"]]
+    full = {k: v for k, v in CASES[name].config.items() if k != "layer_types"}
+    full |= WITH.get(key, {})
+    family = FAMILIES[full["model_type"]]
 
     def problems(**more):
-        config = {k: v for k, v in said.items() if k != key}
+        config = {k: v for k, v in full.items() if k != key}
         return family.problems(model, {**config, **more})
 
     default, other = DEFAULTS[name][key]

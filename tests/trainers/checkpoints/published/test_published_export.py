@@ -58,11 +58,11 @@ def test_what_is_imported_is_exported_byte_by_byte(tmp_path, name, dtype):
         for folder in ("out", "in")
     )
     assert ours == theirs
-    said = json.loads((tmp_path / "out/config.json").read_text())
-    assert said["torch_dtype"] == np.dtype(dtype).name
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["torch_dtype"] == np.dtype(dtype).name
     for key, value in config.items():
         if key not in ("max_position_embeddings", "bos_token_id", "sliding_window"):
-            assert said[key] == value, key
+            assert written[key] == value, key
     again = imported(programs_of(name), tmp_path / "out")
     for path, weight in taken.items():
         np.testing.assert_array_equal(again[path], weight)
