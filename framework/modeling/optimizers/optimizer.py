@@ -32,7 +32,7 @@ class OptimizerUpdate:
       theta: the new weights, in the weights' dtypes.
       slots: the new slots, float32.
       metrics: float32 scalars: `learning_rate`; `grad_norm`, over all gradients, before
-        clipping; `weight_norm`, over all weights, before the update. Running statistics
+        clipping; `weight_norm`, over all weights, after the update. Running statistics
         count in neither.
     """
 
@@ -112,7 +112,6 @@ class Optimizer(Checked):
         metrics = NestedMap(
             learning_rate=rate,
             grad_norm=global_norm(_trained(grads, specs)),
-            weight_norm=global_norm(_trained(values, specs)),
         )
         if self.clip_global_norm is not None:
             # The maximum keeps the factor at 1 for a norm of zero and hides no NaN.
@@ -120,6 +119,9 @@ class Optimizer(Checked):
             factor = limit / tf.maximum(metrics.grad_norm, limit)
             grads = grads.map(lambda g, s: g if s.is_statistic else g * factor, specs)
         new, new_slots = self.apply(step, rate, grads, values, slots, specs)
+        # Of the new weights: where nothing orders a read of the old ones before the
+        # update, XLA's CPU compiler copies them all.
+        metrics.weight_norm = global_norm(_trained(new, specs))
         return OptimizerUpdate(
             theta=new.map(_stored, theta, specs), slots=new_slots, metrics=metrics
         )
