@@ -49,8 +49,8 @@ class GpuKind(Hardware):
       memory: bytes of a device, as its driver reports them.
       host_bandwidth: bytes a second that it sends to other hosts, by a NIC of its own.
       host_size: GPUs of a host, each linked to each.
-      has_tables: whether XLA has tables of products and collectives measured on it, and
-        so estimates of its own.
+      has_tables: whether XLA has tables of products and collectives measured on its
+        generation, and so estimates of its own.
     """
 
     name: str

@@ -46,8 +46,8 @@ _CONVOLUTIONS = {
 }
 # Ops that take no time of a GPU, or run within those of others.
 _FREE_OPS = """
-    after-all bitcast constant copy-start get-tuple-element optimization-barrier
-    parameter partition-id replica-id tuple
+    after-all bitcast constant copy-start get-tuple-element opt-barrier parameter
+    partition-id replica-id tuple
 """
 _FREE = frozenset(_FREE_OPS.split())
 # Types of products in XLA's tables, of both operands and the result.
@@ -117,11 +117,14 @@ class _GpuWalk(Walk):
     def _in_tables(self, op: Instruction) -> bool:
         """Whether XLA's tables have products of these types."""
         parts = self.module.inside[op.called[0]] if op.opcode == "fusion" else [op]
-        products = (part for part in parts if part.opcode == "dot")
-        return all(
-            {op.dtype, *(x.dtype for x in self.module.operands(product))} in _IN_TABLES
-            for product in products
+        given = (
+            operand.dtype
+            for part in parts
+            if product_flops(self.module, part)
+            for operand in self.module.operands(part)
         )
+        # A call's result is a tuple with its workspace.
+        return {arrays_of(op.type)[0][0], *given} in _IN_TABLES
 
     def _estimate(self, op: Instruction) -> float:
         """Seconds by XLA's estimate; 0 if it has none."""
@@ -151,7 +154,6 @@ def product_flops(module: HloModule, op: Instruction) -> float:
     left = module.by_name[op.operands[0]]
     contracted = [int(n) for n in re.findall(r"\d+", match[1])]
     depth = math.prod(left.shape[dim] for dim in contracted)
-    # A call's result is a tuple with its workspace.
     result = math.prod(arrays_of(op.type)[0][1])
     return 2.0 * result * depth * _slowness(left.dtype)
 

@@ -56,15 +56,10 @@ def test_memory_is_what_xla_lays_out(on_h100s):
 @needs.cuda_plugin
 def test_collectives_are_those_of_the_plan(on_h100s):
     rows = on_h100s.document["collectives"]
-    layers = {
-        (row["kind"], row["axis"])
-        for row in rows
-        if row["layer"] == "stack.feed_forward"
-    }
-    # Weights are gathered along X, activations along Y.
-    assert {("all-gather", "X"), ("all-gather", "Y")} <= layers
-    kinds = {(row["kind"], row["axis"]) for row in rows}
-    assert {("reduce-scatter", "X"), ("reduce-scatter", "Y")} <= kinds
+    found = {(row["kind"], row["axis"], row["layer"]) for row in rows}
+    assert ("all-gather", "Y", "stack.feed_forward") in found
+    # Those of several layers' weights XLA makes one, which is of no layer.
+    assert {("all-gather", "X", ""), ("reduce-scatter", "X", "")} <= found
     assert all(row["seconds"] > 0 for row in rows)
 
 
