@@ -206,3 +206,18 @@ def test_of_a_tensor_read_or_written_in_part_the_part_counts(name, rows):
     has_index = name != "alone"
     moved = moved_bytes(module, module.by_name[name])
     assert moved == rows * row + has_index * index
+
+
+@pytest.mark.parametrize(("result", "is_taken"), [("bf16", True), ("f32", False)])
+def test_a_calls_estimate_counts_if_its_types_are_in_the_tables(result, is_taken):
+    text = CONVOLUTIONS.replace("(DTYPE[256,256]", f"({result}[256,256]")
+    cost = SOL.format(7000).removeprefix("backend_config={").removesuffix("}")
+    text = text.replace('{"gemm_backend_config"', f'{{{cost},"gemm_backend_config"')
+    time = roofline(
+        HloModule(text.replace("DTYPE", "bf16")),
+        MESH,
+        topology("h100:8"),
+        with_estimates=True,
+    )
+    (gemm,) = (op for op in time.ops if op.name == "gemm")
+    assert (gemm.seconds == pytest.approx(7000e-6)) == is_taken
