@@ -42,7 +42,8 @@ def _check() -> None:
     if topology is not None and not _TOPOLOGY.fullmatch(topology):
         raise ValueError(
             f"--topology={topology} is no topology: give cpu, or a kind of TPU and its "
-            "chips along each dim, such as v3:32x32"
+            "chips along each dim, such as v3:32x32, or a kind of GPU, the hosts if "
+            "several, and the GPUs of each, such as h100:8 or h100:4x8"
         )
     pages = (plan_flags.JSON, plan_flags.HTML, plan_flags.LOG_DIR)
     if topology is not None:

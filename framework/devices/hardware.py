@@ -41,13 +41,24 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuKind(Hardware):
-    """A kind of GPU.
+    """A kind of GPU, of which a host has several.
 
     Args:
+      name: its name in those of topologies.
       peak_flops: bfloat16 FLOPs a second, dense.
+      memory: bytes of a device, as its driver reports them.
+      host_bandwidth: bytes a second that it sends to other hosts, by a NIC of its own.
+      host_size: GPUs of a host, each linked to each.
+      has_tables: whether XLA has tables of products and collectives measured on its
+        generation, and so estimates of its own.
     """
 
+    name: str
     peak_flops: float
+    memory: int
+    host_bandwidth: float
+    host_size: int = 8
+    has_tables: bool = True
     latency: float = 20e-6  # A guess: no GPU was measured.
 
 
@@ -202,31 +213,55 @@ TPU_KINDS = {
 }
 
 _NVIDIA = "www.nvidia.com/en-us/data-center/"
-# Links are NVLink's one way: half of what is published.
-_H100 = GpuKind(
-    jax_name="NVIDIA H100",
-    peak_flops=989e12,
-    memory_bandwidth=3.35e12,
-    link_bandwidth=450e9,
-    source=_NVIDIA + "h100",
-)
-GPU_KINDS = (
-    GpuKind(
-        jax_name="NVIDIA A100",
-        peak_flops=312e12,
-        memory_bandwidth=2.04e12,
-        link_bandwidth=300e9,
-        source=_NVIDIA + "a100",
-    ),
-    _H100,
-    GpuKind(
-        jax_name="NVIDIA H200",
-        peak_flops=989e12,
-        memory_bandwidth=4.8e12,
-        link_bandwidth=450e9,
-        source=_NVIDIA + "h200",
-    ),
-)
+# Links are NVLink's one way: half of what is published. NICs are those of NVIDIA's own
+# hosts of eight, docs.nvidia.com/dgx; memory is as in the target configurations of
+# github.com/openxla/xla, xla/backends/gpu/target_config/specs.
+GPU_KINDS = {
+    kind.name: kind
+    for kind in (
+        GpuKind(
+            name="a100",
+            jax_name="NVIDIA A100",
+            peak_flops=312e12,
+            memory=85_100_068_864,
+            memory_bandwidth=2.04e12,
+            link_bandwidth=300e9,
+            host_bandwidth=25e9,
+            has_tables=False,
+            source=_NVIDIA + "a100",
+        ),
+        GpuKind(
+            name="h100",
+            jax_name="NVIDIA H100",
+            peak_flops=989e12,
+            memory=84_942_979_072,
+            memory_bandwidth=3.35e12,
+            link_bandwidth=450e9,
+            host_bandwidth=50e9,
+            source=_NVIDIA + "h100",
+        ),
+        GpuKind(
+            name="h200",
+            jax_name="NVIDIA H200",
+            peak_flops=989e12,
+            memory=151_397_597_184,
+            memory_bandwidth=4.8e12,
+            link_bandwidth=450e9,
+            host_bandwidth=50e9,
+            source=_NVIDIA + "h200",
+        ),
+        GpuKind(
+            name="b200",
+            jax_name="NVIDIA B200",
+            peak_flops=2250e12,
+            memory=191_514_411_008,
+            memory_bandwidth=8.0e12,
+            link_bandwidth=900e9,
+            host_bandwidth=50e9,
+            source=_NVIDIA + "hgx",
+        ),
+    )
+}
 # Measured on one of eight busy virtual devices on two cores, which share a memory:
 # Adam's update, an all-gather's tensor, the smallest collective.
 CPU = Hardware(
@@ -254,7 +289,7 @@ def hardware_of(device: jax.Device) -> Hardware:
     """The kind of a device; an accelerator of an unknown kind is taken for an H100."""
     if device.platform == "cpu":
         return CPU
-    return tpu_kind_of(device) or _gpu_kind_of(device) or _H100
+    return tpu_kind_of(device) or _gpu_kind_of(device) or GPU_KINDS["h100"]
 
 
 def peak_flops(device_count: int) -> float | None:
@@ -275,7 +310,7 @@ def peak_flops(device_count: int) -> float | None:
 
 def _gpu_kind_of(device: jax.Device) -> GpuKind | None:
     name = device.device_kind
-    kinds = (kind for kind in GPU_KINDS if name.startswith(kind.jax_name))
+    kinds = (kind for kind in GPU_KINDS.values() if name.startswith(kind.jax_name))
     return next(kinds, None)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.framework.devices.device_order import DeviceOrder
+from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.framework.devices.hardware import Hardware
 from meshwright.framework.devices.torus import (
     all_pairs,
@@ -144,6 +145,56 @@ class TorusNetwork(Network):
     def _phase(self, link_bytes: float, hops: int) -> Phase:
         speed = self.hardware.link_bandwidth * LINK_EFFICIENCY
         return Phase(moving=link_bytes / speed, waiting=hops * self.hardware.latency)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class GpuNetwork:
+    """Links among the GPUs of a host, and a NIC of each GPU to the other hosts.
+
+    A group's data goes at once over both. Links and NICs are taken to reach what is
+    published, and the members of a group to be spread evenly over its hosts.
+
+    Args:
+      mesh: the device mesh.
+      gpus: the topology; its devices have the mesh's ids.
+    """
+
+    mesh: DeviceMesh
+    gpus: GpuTopology
+
+    def around(self, groups: Groups, size: float) -> Phase:
+        """Reduce-scattering or all-gathering `size` bytes in each of these groups."""
+        count, hosts = self._spread(groups)
+        inside = across = 0.0
+        if hosts < count:
+            inside = (1 - 1 / count) / self.gpus.kind.link_bandwidth
+        if hosts > 1:  # Its members share what a host gets from other hosts.
+            across = (hosts - 1) / count / self.gpus.kind.host_bandwidth
+        return self._phase(size * max(inside, across))
+
+    def between(self, pairs: Groups, size: float) -> Phase:
+        """Sending `size` bytes from the first device of each pair to the second."""
+        _, hosts = self._spread(pairs)
+        kind = self.gpus.kind
+        return self._phase(
+            size / (kind.link_bandwidth if hosts == 1 else kind.host_bandwidth)
+        )
+
+    def all_to_all(self, groups: Groups, size: float) -> Phase:
+        """Sending `size` bytes from each device of a group, a part to each of it."""
+        count, hosts = self._spread(groups)
+        inside = (1 / hosts - 1 / count) / self.gpus.kind.link_bandwidth
+        across = (1 - 1 / hosts) / self.gpus.kind.host_bandwidth
+        return self._phase(size * max(inside, across))
+
+    def _spread(self, groups: Groups) -> tuple[int, int]:
+        """The devices of a group, and the most hosts that one of the groups is on."""
+        places = np.array(groups).reshape(len(groups), -1)
+        on = np.sort(self.mesh.ids.flatten()[places] // self.gpus.per_host, axis=1)
+        return on.shape[1], 1 + int((np.diff(on, axis=1) > 0).sum(axis=1).max())
+
+    def _phase(self, moving: float) -> Phase:
+        return Phase(moving=moving, waiting=self.gpus.kind.latency)
 
 
 # Of groups: the load of the busiest link, and the links passed one after the other.

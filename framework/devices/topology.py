@@ -1,4 +1,4 @@
-"""TPU pods to compile for without having them; libtpu describes their devices."""
+"""Devices to compile for without having them: TPU pods as libtpu describes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from meshwright.framework.devices.hardware import TPU_KINDS, TpuKind, tpu_kind_of
+from meshwright.framework.devices.gpu_topology import (
+    GpuTopology,
+    gpu_devices,
+    gpu_topology,
+)
+from meshwright.framework.devices.hardware import (
+    GPU_KINDS,
+    TPU_KINDS,
+    TpuKind,
+    tpu_kind_of,
+)
 
 # libtpu asks the network what machine this is, and locks itself for one process.
 _NO_TPU_HERE = {
@@ -66,18 +76,24 @@ class Topology:
         return np.concatenate([flat[:, -2::-1], flat[:, -1:]], axis=1)
 
 
-def topology(name: str) -> Topology:
+def topology(name: str) -> Topology | GpuTopology:
     """The topology of a name: kind and chips along each dim, such as "v3:32x32".
+
+    GPU topologies have kind, hosts and GPUs of each, such as "h100:4x8".
 
     Raises:
       ValueError: an unknown kind, or a size that the kind does not come in.
     """
     kind_name, _, size = name.partition(":")
+    if kind_name in GPU_KINDS:
+        return gpu_topology(name)
     kind = TPU_KINDS.get(kind_name)
     if kind is None:
         raise ValueError(
-            f"TPU topology {name!r} is of an unknown kind: one of "
-            f"{', '.join(TPU_KINDS)}, then the chips along each dim, as in 'v3:16x16'"
+            f"topology {name!r} is of an unknown kind: one of {', '.join(TPU_KINDS)}, "
+            "then the chips along each dim, as in 'v3:16x16'; or of "
+            f"{', '.join(GPU_KINDS)}, then the GPUs of a host, as in 'h100:8', or of "
+            "each of several, as in 'h100:4x8'"
         )
     well_formed = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size)
     chips = tuple(int(n) for n in size.split("x")) if well_formed else ()
@@ -114,20 +130,24 @@ def _halvings(most: int) -> list[int]:
 
 
 def topology_devices(name: str) -> list[jax.Device]:
-    """The devices of a TPU topology, for `compile_program`; no TPU is needed.
+    """The devices of a topology, for `compile_program`; none of them is needed.
 
     Args:
       name: kind and chips along each dim, such as "v3:32x32", the 2048 cores of the
-        GSPMD and GShard papers: a v2 or v3 chip is two devices.
+        GSPMD and GShard papers: a v2 or v3 chip is two devices. Or a kind of GPU and
+        its hosts, such as "h100:4x8".
 
     Returns:
       The devices row by row: by (z, y, x, core on chip), the last running fastest.
+      GPUs come host by host.
 
     Raises:
       ValueError: an unknown kind, or a size that it does not come in.
-      ImportError: libtpu is not installed.
+      ImportError: libtpu, or for GPUs JAX's CUDA plugin, is not installed.
     """
     box, options = topology(name), {}
+    if isinstance(box, GpuTopology):
+        return gpu_devices(box)
     if math.prod(box.chips) < _CHIPS_OF_A_HOST:
         options["chips_per_host_bounds"] = (*box.chips, 1, 1)[:3]
     if jax.default_backend() != "tpu":

@@ -29,7 +29,10 @@ from meshwright.framework.compiler.hlo.step_time import (
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.planning.planning import CompileReport
 
-_PACKAGES = ("meshwright", "jax", "jaxlib", "tensorflow", "libtpu")
+_PACKAGES = (
+    *("meshwright", "jax", "jaxlib", "tensorflow"),
+    *("libtpu", "jax-cuda12-pjrt"),
+)
 _STATE = {"theta": "weights", "slots": "slots", "ema": "ema"}
 _BATCHES = "batches"
 _LARGEST = 20
@@ -85,11 +88,13 @@ def _memory(report: CompileReport, programs: StepPrograms) -> dict[str, Any]:
     state = _state_bytes(report, programs)
     limit, peak = report.memory_limit, report.peak_bytes
     # The compiler also counts the gaps between live buffers.
-    over = report.refusal.refusal.over if report.refusal else max(0, peak - limit)
+    needed = max(peak, report.allocated_bytes or 0)
+    over = report.refusal.refusal.over if report.refusal else max(0, needed - limit)
     return {
         "fits": report.fits,
         "memory_limit": limit,
         "peak_bytes": peak,
+        "allocated_bytes": report.allocated_bytes,
         "over_bytes": over,
         "refusal": str(report.refusal or ""),
         "weights_bytes": state["weights"],
@@ -183,6 +188,7 @@ def _time(report: CompileReport) -> dict[str, Any]:
         "peak_flops": report.peak_flops,
         "step_seconds": report.step_seconds,
         "step_error": _step_error(report),
+        "roofline_seconds": report.roofline_seconds,
         "flops_utilization": report.flops_utilization,
         "parts": parts,
         "of_which": report.of_which(),
@@ -205,7 +211,7 @@ def _pipelines(report: CompileReport) -> Iterator[dict[str, Any]]:
 
 def _step_error(report: CompileReport) -> dict[str, float] | None:
     """Relative errors; None where no measured step was ever compared."""
-    if report.time is None or report.torus.kind.name != CALIBRATED_KIND:
+    if report.time is None or report.pod.kind.name != CALIBRATED_KIND:
         return None
     return {"mean": MEAN_ERROR, "worst": WORST_ERROR, "worst_of_all": WORST_OF_ALL}
 
@@ -299,7 +305,7 @@ def _type(dtype: str, shape: tuple[int, ...]) -> str:
 def _versions() -> dict[str, str]:
     versions = {}
     for name in _PACKAGES:
-        # libtpu is only installed for planning.
+        # The last two are only installed for planning.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions

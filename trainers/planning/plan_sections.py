@@ -73,6 +73,8 @@ def _summary(document: Document) -> Iterator[Section]:
     }
     if step is not None:
         facts["step, estimated"] = seconds_text(step) + _error_bar(document)
+        if (least := document["roofline_seconds"]) is not None:
+            facts["by roofline alone"] = seconds_text(least)
         facts["FLOPS utilization"] = share_text(utilization)
     if document["fits"]:
         facts["compiling"] = f"{document['compile_seconds']:.1f} s"
@@ -90,7 +92,9 @@ def _memory(document: Document) -> Iterator[Section]:
     limit, peak = document["memory_limit"], document["peak_bytes"]
     parts = {row["part"]: row["bytes"] for row in document["breakdown"]}
     sizes = parts | {"total at the peak": peak}
-    if peak <= limit and document["over_bytes"]:
+    if (allocated := document["allocated_bytes"]) is not None:
+        sizes["as XLA lays them out"] = allocated
+    elif peak <= limit and document["over_bytes"]:
         sizes["with gaps between buffers"] = limit + document["over_bytes"]
     notes = [
         "These parts are the buffers alive at the peak, padded to the tiles of the "
@@ -98,6 +102,12 @@ def _memory(document: Document) -> Iterator[Section]:
         f"{bytes_text(document['weights_bytes'])} between steps, and slots "
         f"{bytes_text(document['slots_bytes'])}."
     ]
+    if allocated is not None:
+        notes.append(
+            "CUDA, NCCL and cuDNN need memory of their own, which is not counted. JAX "
+            "takes three quarters of a GPU's unless XLA_PYTHON_CLIENT_MEM_FRACTION "
+            "says otherwise."
+        )
     if not document["fits"]:
         notes.append(f"To make it fit: {REMEDY}.")
     yield Section(
@@ -145,7 +155,7 @@ def _timeline(document: Document) -> Iterator[Plot]:
 def _time(document: Document) -> Iterator[Section]:
     parts, step = document["parts"], document["step_seconds"]
     if parts is None:
-        why = "estimates are for TPU topologies"
+        why = "estimates are for topologies of TPUs and GPUs"
         if not document["fits"]:
             why = "the program does not fit"
         note = f"There is no estimate: {why}."
@@ -203,6 +213,13 @@ def _error_bar(document: Document) -> str:
 def _error_text(document: Document) -> str:
     """The error of the step time, by the measured steps that it was compared with."""
     error, step = document["step_error"], document["step_seconds"]
+    if (least := document["roofline_seconds"]) is not None:
+        return (
+            f"{seconds_text(least)} by roofline, as no op is faster than its FLOPs or "
+            "bytes allow, and more where XLA's own estimates of ops are longer; "
+            "launches are not counted, nor what else slows a GPU, and no device was "
+            "measured"
+        )
     if error is None:
         return "error unknown, as no measured step of such devices was compared"
     least, most = (step * (1 + sign * error["worst"]) for sign in (-1, 1))

@@ -16,11 +16,13 @@ from meshwright.framework.compiler.hlo.out_of_memory import (
     allocations_of,
 )
 from meshwright.framework.compiler.hlo.report import collectives_of
+from meshwright.framework.compiler.hlo.roofline import ESTIMATES, roofline
 from meshwright.framework.compiler.hlo.step_time import StepTime, step_time
 from meshwright.framework.compiler.program import Program
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.devices import topology as topologies
 from meshwright.framework.devices.device_order import DeviceOrder, order_of
+from meshwright.framework.devices.gpu_topology import GpuTopology, gpus_of_size
 from meshwright.framework.devices.topology import Topology, topology_devices
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers.experiment.experiment import Experiment
@@ -67,8 +69,8 @@ class CompileReport:
     Args:
       experiment: the planned experiment.
       topology: the topology's name.
-      torus: the topology; None on cpu.
-      order: where the mesh's devices are on the torus; None on cpu.
+      pod: the topology; None on cpu.
+      order: where the mesh's devices are on a torus of TPUs; None elsewhere.
       module: the text of the compiled program, parsed; None if there is none.
       program: the compiled program; None if the compiler refused it, for it needs more
         memory than a device has.
@@ -80,7 +82,8 @@ class CompileReport:
       memory_limit: the memory of a device.
       compile_seconds: wall time of tracing and compiling.
       time: estimate for one call of the program, `steps_per_loop` steps; None on cpu
-        and for what does not fit.
+        and for what the compiler refuses.
+      roofline: for GPUs the same by roofline alone, without XLA's own estimates.
       pipelines: the task's pipelines.
       recompute_seconds: the part of the time that is recomputation, outside of bubbles;
         None if it is not known.
@@ -91,7 +94,7 @@ class CompileReport:
 
     experiment: Experiment
     topology: str
-    torus: Topology | None
+    pod: Topology | GpuTopology | None
     order: DeviceOrder | None
     module: HloModule | None
     program: Program | None
@@ -101,6 +104,7 @@ class CompileReport:
     memory_limit: int
     compile_seconds: float
     time: StepTime | None
+    roofline: StepTime | None
     pipelines: tuple[PlannedPipeline, ...]
     recompute_seconds: float | None
     collectives: tuple[CollectiveSum, ...]
@@ -113,16 +117,31 @@ class CompileReport:
         return self.memory.peak if self.memory else self.refusal.refusal.needed
 
     @property
+    def allocated_bytes(self) -> int | None:
+        """Bytes that XLA lays out for a program, gaps included; None but for GPUs."""
+        if self.program is None or not isinstance(self.pod, GpuTopology):
+            return None
+        use = self.program.memory()
+        return use.arguments + use.outputs - use.aliased + use.temporaries
+
+    @property
     def fits(self) -> bool:
         """Whether a device has `peak_bytes`, and the compiler agrees."""
-        return self.program is not None and self.peak_bytes <= self.memory_limit
+        needed = max(self.peak_bytes, self.allocated_bytes or 0)
+        return self.program is not None and needed <= self.memory_limit
 
     @property
     def step_seconds(self) -> float | None:
         """Estimated time of one step."""
-        if self.time is None:
-            return None
-        return self.time.seconds / self.experiment.steps_per_loop
+        return self._of_step(self.time)
+
+    @property
+    def roofline_seconds(self) -> float | None:
+        """The time of one step by roofline alone; None but for GPUs."""
+        return self._of_step(self.roofline)
+
+    def _of_step(self, time: StepTime | None) -> float | None:
+        return None if time is None else time.seconds / self.experiment.steps_per_loop
 
     def of_which(self) -> dict[str, float] | None:
         """Seconds of a step "in bubbles", and "recomputed" outside of them.
@@ -141,9 +160,9 @@ class CompileReport:
     @property
     def peak_flops(self) -> float | None:
         """FLOPs a second of all devices together; None on cpu."""
-        if self.torus is None:
+        if self.pod is None:
             return None
-        return self.torus.kind.peak_flops * self.experiment.plan.mesh.size
+        return self.pod.kind.peak_flops * self.experiment.plan.mesh.size
 
     @property
     def flops_utilization(self) -> float | None:
@@ -158,48 +177,54 @@ def plan(experiment: Experiment, *, topology: str) -> CompileReport:
 
     Args:
       experiment: the experiment to plan.
-      topology: name of a TPU topology, such as "v3:32x32", or "cpu".
+      topology: name of a topology, such as "v3:32x32" or "h100:8", or "cpu".
 
     Raises:
       ValueError: the topology is unknown, or of another size than the mesh.
-      ImportError: libtpu is not installed.
+      ImportError: libtpu, or for GPUs JAX's CUDA plugin, is not installed.
       LoweringError: the program cannot be partitioned.
     """
     mesh, name = experiment.plan.mesh, topology
-    torus = None if name == CPU else torus_for(name, mesh)
-    set_platform("cpu", mesh.size if torus is None else None)
-    devices = None if torus is None else topology_devices(name)
-    order = None if torus is None else order_of(mesh, torus)
+    pod = None if name == CPU else pod_for(name, mesh)
+    set_platform("cpu", mesh.size if pod is None else None)
+    devices = None if pod is None else topology_devices(name)
+    order = order_of(mesh, pod) if isinstance(pod, Topology) else None
     programs = StepPrograms(experiment, devices=devices)
     start = time.monotonic()
     program = refusal = module = None
     try:
-        program = programs.main
+        program = programs.traced_main.compile(_options(pod))
     except OutOfMemoryError as e:
         refusal, memory, allocations = e, e.timeline, e.allocations
     seconds = time.monotonic() - start
     if program is not None:
         text = program.hlo_text()
         module = HloModule(text)
-        memory = memory_timeline(text, program.sources, module)
+        memory = memory_timeline(
+            text,
+            program.sources,
+            module,
+            reuses_arguments=not isinstance(pod, GpuTopology),
+        )
         allocations = allocations_of(memory, program.unpartitioned.signature)
-    times = step_time(module, mesh, order) if program and order else None
+    times, least = _times(module, mesh, pod, order)
     pipelines = planned_pipelines(
         experiment.task, times, program.sources if program else None
     )
     return CompileReport(
         experiment=experiment,
         topology=name,
-        torus=torus,
+        pod=pod,
         order=order,
         module=module,
         program=program,
         refusal=refusal,
         memory=memory,
         allocations=tuple(allocations),
-        memory_limit=_memory_limit(torus, mesh),
+        memory_limit=_memory_limit(pod, mesh),
         compile_seconds=seconds,
         time=times,
+        roofline=least,
         pipelines=pipelines,
         recompute_seconds=recompute_seconds(experiment.task, times, module, pipelines),
         collectives=_sums(
@@ -210,32 +235,54 @@ def plan(experiment: Experiment, *, topology: str) -> CompileReport:
     )
 
 
-def torus_for(name: str, mesh: DeviceMesh) -> Topology:
-    """The TPU topology of a name, which must have as many devices as the mesh.
+def pod_for(name: str, mesh: DeviceMesh) -> Topology | GpuTopology:
+    """The topology of a name, which must have as many devices as the mesh.
 
-    A mesh of one device may also be on a chip that has several cores.
+    A mesh of one device may also be on a TPU chip that has several cores.
 
     Raises:
       ValueError: there is no such topology, or it has another size; the message names
         topologies of the mesh's size.
     """
-    torus = topologies.topology(name)
-    is_core = mesh.size == 1 and math.prod(torus.chips) == 1
-    if torus.size != mesh.size and not is_core:
-        same = ", ".join(repr(match.name) for match in topologies.of_size(mesh.size))
+    pod = topologies.topology(name)
+    is_core = mesh.size == 1 and isinstance(pod, Topology) and math.prod(pod.chips) == 1
+    if pod.size != mesh.size and not is_core:
+        of_size = gpus_of_size if isinstance(pod, GpuTopology) else topologies.of_size
+        same = ", ".join(repr(match.name) for match in of_size(mesh.size))
         raise ValueError(
-            f"TPU topology {name!r} has {torus.size} devices, but the device mesh "
+            f"topology {name!r} has {pod.size} devices, but the device mesh "
             f"({mesh}) has {mesh.size}: set ShardingPlan.mesh_shape to a shape whose "
-            f"product is {torus.size}, or choose a topology of {mesh.size} devices"
+            f"product is {pod.size}, or choose a topology of {mesh.size} devices"
             + (f", such as {same}" if same else "")
         )
-    return torus
+    return pod
 
 
-def _memory_limit(torus: Topology | None, mesh: DeviceMesh) -> int:
+def _options(pod: Topology | GpuTopology | None) -> dict[str, bool] | None:
+    """XLA's options, by which it tells its own estimates where it has some."""
+    has_tables = isinstance(pod, GpuTopology) and pod.kind.has_tables
+    return ESTIMATES if has_tables else None
+
+
+def _times(
+    module: HloModule | None,
+    mesh: DeviceMesh,
+    pod: Topology | GpuTopology | None,
+    order: DeviceOrder | None,
+) -> tuple[StepTime | None, StepTime | None]:
+    """The time of a call of the program, and for GPUs that by roofline alone."""
+    if module is None or pod is None:
+        return None, None
+    if isinstance(pod, Topology):
+        return step_time(module, mesh, order), None
+    times = roofline(module, mesh, pod, with_estimates=True)
+    return times, roofline(module, mesh, pod, with_estimates=False)
+
+
+def _memory_limit(pod: Topology | GpuTopology | None, mesh: DeviceMesh) -> int:
     """Bytes a device; virtual devices share the machine's memory."""
-    if torus is not None:
-        return torus.kind.memory
+    if pod is not None:
+        return pod.kind.memory
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return machine // mesh.size
 

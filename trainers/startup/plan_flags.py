@@ -25,8 +25,8 @@ EXPLAIN_AT_LEAST = flags.DEFINE_integer(
 TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,
-    "Compile the training program for these devices, such as v3:32x32 or cpu, and "
-    "print its memory and time.",
+    "Compile the training program for these devices, such as v3:32x32, h100:8 or "
+    "cpu, and print its memory and time.",
 )
 JSON = flags.DEFINE_string("json_out", None, "With --topology: a JSON file to write.")
 HTML = flags.DEFINE_string(

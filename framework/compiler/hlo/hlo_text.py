@@ -24,6 +24,7 @@ _CALLED = re.compile(
     r"(?:body|condition|calls|to_apply|select|scatter|(?:true|false)_computation)"
     r"=%(?P<one>[\w.-]+)|(?:branch|called)_computations=\{(?P<many>[^}]*)\}"
 )
+_WITH_ATTRIBUTES = frozenset({"dot", "convolution", "custom-call"})
 _ORDERED = 'custom_call_target="LayoutConstraint"'
 _TAG = re.compile(r'meshwright_op="(?P<tag>\d+)"')
 _INDEX = re.compile(r"index=(?P<index>\d+)")
@@ -57,6 +58,8 @@ class Instruction:
         program; "" if there is none.
       is_root: whether it is its computation's result.
       tag: the number that `repair.inspection` gave the operation, else None.
+      attributes: of a product, a convolution or a custom call, its other attributes as
+        text, such as which dims are contracted; else "".
     """
 
     name: str
@@ -73,6 +76,7 @@ class Instruction:
     backend_config: str
     is_root: bool
     tag: int | None = None
+    attributes: str = ""
 
     @property
     def dtype(self) -> str:
@@ -211,6 +215,7 @@ def _instruction(match: re.Match, line: str, computation: str) -> Instruction:
         backend_config=backend_config,
         is_root=match["root"] is not None,
         tag=int(tag["tag"]) if tag else None,
+        attributes=attributes if opcode in _WITH_ATTRIBUTES else "",
     )
 
 

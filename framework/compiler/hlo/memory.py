@@ -171,7 +171,11 @@ def padded_bytes(type_: str) -> int:
 
 
 def memory_timeline(
-    text: str, sources: Sources | None = None, module: HloModule | None = None
+    text: str,
+    sources: Sources | None = None,
+    module: HloModule | None = None,
+    *,
+    reuses_arguments: bool = True,
 ) -> MemoryTimeline:
     """The memory alive over time in an optimized program.
 
@@ -179,6 +183,8 @@ def memory_timeline(
       text: its HLO, scheduled: that of a compiled program.
       sources: where its ops come from, to name layers.
       module: the text, if read already.
+      reuses_arguments: whether a donated argument's buffer is free from its last use
+        until a result is made in it; XLA's GPU backend puts nothing else there.
 
     Raises:
       ValueError: the program is not scheduled, as before the backend's passes.
@@ -190,7 +196,7 @@ def memory_timeline(
             "pass that of a compiled program (Program.hlo_text)"
         )
     module = module or HloModule(text)
-    return _timeline(Liveness(module, header), module, sources)
+    return _timeline(Liveness(module, header), module, sources, reuses_arguments)
 
 
 def breakdown(
@@ -243,7 +249,9 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _timeline(liveness: Liveness, module, sources: Sources | None) -> MemoryTimeline:
+def _timeline(
+    liveness: Liveness, module, sources: Sources | None, reuses_arguments: bool
+) -> MemoryTimeline:
     end = len(liveness.names)
     change = [0] * (end + 2)
     held: list[tuple[SharedBuffer, int, list[tuple[int, int]]]] = []
@@ -252,7 +260,9 @@ def _timeline(liveness: Liveness, module, sources: Sources | None) -> MemoryTime
         if not size:
             continue
         # The caller keeps its arguments; donated ones are free until a result is made.
-        kept = shared.argument is not None and not shared.is_result
+        kept = shared.argument is not None and (
+            not shared.is_result or not reuses_arguments
+        )
         spans = [(0, end)] if kept else shared.spans()
         held.append((shared, size, spans))
         for first, last in spans:

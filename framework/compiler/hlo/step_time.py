@@ -10,6 +10,7 @@ them hide it.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 import math
@@ -159,22 +160,33 @@ def step_time(module: HloModule, mesh: DeviceMesh, order: DeviceOrder) -> StepTi
     Raises:
       ValueError: a loop whose trips cannot be read.
     """
-    walk = _Walk(module, mesh, order)
-    walk.computation(module.entry, ())
-    return StepTime(ops=tuple(walk.ops), collectives=tuple(walk.collectives))
+    return _TpuWalk(module, mesh, order).step_time()
 
 
-class _Walk:
-    """Goes through a program as it would run."""
+class Walk(abc.ABC):
+    """Goes through a program as it would run; subclasses say what its ops take."""
 
-    def __init__(self, module: HloModule, mesh: DeviceMesh, order: DeviceOrder):
+    def __init__(self, module: HloModule, mesh: DeviceMesh):
         self.module = module
-        self.kind = order.topology.kind
-        self.network = TorusNetwork(hardware=self.kind, mesh=mesh, order=order)
         self.sent = {c.name: c for c in collectives_of(module, mesh)}
         self.ops: list[OpTime] = []
         self.collectives: list[CollectiveTime] = []
         self.inside = module.inside
+
+    @abc.abstractmethod
+    def op(self, op: Instruction, trips: int) -> tuple[float, TimePart] | None:
+        """Seconds of one trip, and what they are spent on; None if it takes no time."""
+
+    @abc.abstractmethod
+    def sending(
+        self, op: Instruction, collective: Collective, kind: str, size: int
+    ) -> tuple[float, float]:
+        """Seconds of one trip of a collective of `size` bytes, and those of waiting."""
+
+    def step_time(self) -> StepTime:
+        """The time of one call."""
+        self.computation(self.module.entry, ())
+        return StepTime(ops=tuple(self.ops), collectives=tuple(self.collectives))
 
     def computation(self, name: str, loops: tuple[Loop, ...]) -> None:
         clock, started = 0.0, {}
@@ -196,17 +208,16 @@ class _Walk:
                 timed = self.collectives[number]
                 exposed = max(0.0, timed.seconds - (clock - since))
                 self.collectives[number] = dataclasses.replace(timed, exposed=exposed)
-            elif cycles := _CYCLES.search(op.backend_config):
-                seconds = int(cycles[1]) * trips / self.kind.clock
-                clock += seconds
+            elif (took := self.op(op, trips)) is not None:
+                clock += took[0] * trips
                 self.ops.append(
                     OpTime(
                         name=op.name,
                         op_name=op.op_name,
-                        part=self.part(op, int(cycles[1]), trips),
+                        part=took[1],
                         loops=loops,
                         count=trips,
-                        seconds=seconds,
+                        seconds=took[0] * trips,
                     )
                 )
 
@@ -251,9 +262,7 @@ class _Walk:
         if collective.kind == "reduce-scatter":
             size *= len(collective.groups[0])
         trips = math.prod(loop.trips for loop in loops)
-        phases = _phases(collective, kind=kind, size=size, network=self.network)
-        seconds = trips * sum(phase.seconds for phase in phases)
-        waiting = sum(phase.seconds for phase in phases if phase.is_waiting)
+        seconds, waiting = self.sending(op, collective, kind, size)
         return CollectiveTime(
             name=op.name,
             collective=dataclasses.replace(
@@ -263,8 +272,8 @@ class _Walk:
             bytes=size,
             loops=loops,
             count=trips,
-            seconds=seconds,
-            exposed=seconds,
+            seconds=trips * seconds,
+            exposed=trips * seconds,
             waiting=trips * waiting,
         )
 
@@ -274,6 +283,26 @@ class _Walk:
                 if op.opcode == "all-reduce":
                     return op
         return None
+
+
+class _TpuWalk(Walk):
+    def __init__(self, module: HloModule, mesh: DeviceMesh, order: DeviceOrder):
+        super().__init__(module, mesh)
+        self.kind = order.topology.kind
+        self.network = TorusNetwork(hardware=self.kind, mesh=mesh, order=order)
+
+    def op(self, op: Instruction, trips: int) -> tuple[float, TimePart] | None:
+        cycles = _CYCLES.search(op.backend_config)
+        if cycles is None:
+            return None
+        return int(cycles[1]) / self.kind.clock, self.part(op, int(cycles[1]), trips)
+
+    def sending(
+        self, op: Instruction, collective: Collective, kind: str, size: int
+    ) -> tuple[float, float]:
+        phases = _phases(collective, kind=kind, size=size, network=self.network)
+        seconds = sum(phase.seconds for phase in phases)
+        return seconds, sum(phase.seconds for phase in phases if phase.is_waiting)
 
     def part(self, op: Instruction, cycles: int, trips: int) -> TimePart:
         if self.has_product(op):

@@ -124,6 +124,9 @@ ENTRY %main (x: f32[1024]) -> f32[1024] {
 }
 """
     assert alive(text) == [("a", 5), ("b", 2), ("c", 5)]
+    # On GPUs it is not free.
+    held = memory_timeline(text, reuses_arguments=False)
+    assert [point.bytes / KIB for point in held.points] == [5, 6, 5]
     kept = text.replace("input_output_alias={ {}: (0, {}, may-alias) }, ", "")
     assert alive(kept) == [("a", 5), ("b", 6), ("c", 9)]
 

@@ -35,6 +35,7 @@ PAPER_WEIGHTS = {
     "wus_resnet": 25.6e6,
     "wus_ncf": 31.8e6,
     "wus_transformer": 210e6,
+    "torchtitan_8b": 8.03e9,
 }
 
 

@@ -24,10 +24,11 @@ from tests.trainers.planning.browser import look_at, needs_chromium
 from tests.trainers.planning.test_plan_main import call_main
 
 ROOT = pathlib.Path(__file__).parents[3]
-POD = pytest.param(
-    "v3:2x2",
-    marks=needs.libtpu,
-)
+TOPOLOGIES = [
+    "cpu",
+    pytest.param("v3:2x2", marks=needs.libtpu),
+    pytest.param("h100:8", marks=needs.cuda_plugin),
+]
 PHONE, DESK = 390, 1200
 PICTURES = ["timeline", "breakdown", "collectives", "weights"]
 
@@ -78,7 +79,7 @@ def check_view(view):
 
 
 @needs_chromium
-@pytest.mark.parametrize("topology", ["cpu", POD])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_in_a_browser(planned, tmp_path, topology):
     page, document = planned(topology).page, planned(topology).document
     look = look_at(page, tmp_path, widths=(PHONE, DESK))
@@ -119,7 +120,7 @@ def test_faults_of_a_page_are_seen(planned, tmp_path):
         check_view(look.views[0])
 
 
-@pytest.mark.parametrize("topology", ["cpu", POD])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_is_one_file_without_scripts(planned, topology):
     page = planned(topology).page
     assert "<script" not in page and "@import" not in page
@@ -131,7 +132,7 @@ def test_is_one_file_without_scripts(planned, topology):
     assert set(used) <= set(ids)
 
 
-@pytest.mark.parametrize("topology", ["cpu", POD])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_says_what_the_document_says(planned, topology):
     document, page = planned(topology).document, planned(topology).page
     for buffer in document["buffers"]:
@@ -144,8 +145,9 @@ def test_says_what_the_document_says(planned, topology):
     for line in updates:
         assert f'<td>{line["shape"]}</td><td class="long">{line["why"]}</td>' in page
     assert len(updates) == 3  # Of norms: the plan splits all other weights.
-    # Each kind of buffer has a row, and their sum at the peak.
+    # Each kind of buffer has a row, and their sum at the peak; for GPUs that with gaps.
     breakdown = len(document["breakdown"]) + 1
+    breakdown += document["allocated_bytes"] is not None
     tables = ("buffers", "collectives", "weights", "replicated")
     rows = sum(len(document[name]) for name in tables) + len(updates) + breakdown
     heads = len(tables) + 2
@@ -171,7 +173,7 @@ def words(axes):
     return [text.get_text() for text in axes.texts]
 
 
-@pytest.mark.parametrize("topology", ["cpu", POD])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_pictures_are_of_the_documents_figures(planned, topology):
     document = planned(topology).document
     drawn = {name: axes_of(plot) for name, plot in plots(document).items()}

@@ -10,7 +10,7 @@ from tensorboard.util import tensor_util
 
 from meshwright.trainers.planning import plan_plots, plan_tensorboard
 from tests.trainers.planning.test_plan_page import (
-    POD,
+    TOPOLOGIES,
     left_alone,
     planned,  # noqa: F401 (a fixture)
     plots,
@@ -36,7 +36,8 @@ def read(folder):
     return written["scalars"], written["images"]
 
 
-@pytest.mark.parametrize("topology", ["cpu", POD])
+# On GPUs XLA makes all gathers along X one.
+@pytest.mark.parametrize("topology", TOPOLOGIES[:2])
 def test_figures_and_pictures(planned, topology):  # noqa: F811
     document = planned(topology).document
     scalars, images = read(planned(topology).log_dir / "plan")

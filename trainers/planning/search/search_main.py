@@ -9,6 +9,7 @@ from absl import flags
 
 from meshwright.framework.compiler.xla.platforms import set_platform
 from meshwright.framework.devices import topology as topologies
+from meshwright.framework.devices.gpu_topology import GpuTopology
 from meshwright.trainers import cli
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.stacks import pipelines
@@ -31,13 +32,18 @@ def search_main(experiment: Experiment, *, topology: str) -> None:
       topology: name of a TPU topology.
 
     Raises:
-      ValueError: there is no such topology, a batch is no number, there are no
+      ValueError: there is no such TPU topology, a batch is no number, there are no
         pipelines for microbatches, the user's files bind for a scope what is searched,
         the file to write exists already or is a folder, or no candidate fits.
       ConfigError: a plan does not exist.
       ImportError: libtpu is not installed.
     """
     torus = topologies.topology(topology)
+    if isinstance(torus, GpuTopology):
+        raise ValueError(
+            f"--search orders devices along the links of TPUs, and {topology!r} has "
+            "GPUs: name a TPU topology, or plan for it without --search"
+        )
     output = _output()
     check_unscoped(cli.GIN_FILE.value, cli.gin_params())
     microbatches = _counts(search_flags.MICROBATCHES)

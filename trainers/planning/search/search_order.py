@@ -21,7 +21,7 @@ def fastest(report: CompileReport) -> tuple[float, DeviceOrder]:
     """
     mesh, default = report.experiment.plan.mesh, report.order
     best = report.step_seconds, default
-    for order in device_orders(mesh.shape, report.torus)[1:]:
+    for order in device_orders(mesh.shape, report.pod)[1:]:
         seconds = step_time(report.module, mesh, order).seconds
         seconds /= report.experiment.steps_per_loop
         if seconds < best[0]:

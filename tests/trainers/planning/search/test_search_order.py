@@ -97,7 +97,7 @@ def test_the_order_that_a_program_is_fastest_in_is_found(small, monkeypatch):
         monkeypatch.setattr(search_order, "step_time", step_time)
         report = SimpleNamespace(
             experiment=experiment,
-            torus=torus,
+            pod=torus,
             order=default,
             module=None,
             step_seconds=step_time(None, mesh, default).seconds,
