@@ -205,7 +205,8 @@ class PairsOfBlocks:
 
         def body(i, j, total, largest, weighted):
             here = self.logits.read(self.ctx, i, j, learned, batch)
-            logits = self.logits.of(i, j, read(q, i), read(k, j), here)
+            sources = self._sources(read(q, i), read(k, j), here)
+            logits = self.logits.of(i, j, **sources)
             before = read(largest, i)
             most = tf.maximum(before, tf.reduce_max(logits, -1))
             score = tf.exp(logits - most[..., None])
@@ -239,35 +240,55 @@ class PairsOfBlocks:
 
         def body(i, j, dq, dk, dv, *dlearned):
             here = self.logits.read(self.ctx, i, j, learned, batch)
-            to_values = here.pop("to_values", None)
-            blocks = [read(query.q, i), read(k, j)]
-            dout = read(query.dy, i)
+            sources = self._sources(read(query.q, i), read(k, j), here)
             with tf.GradientTape() as tape:
-                tape.watch((blocks, here))
-                logits = self.logits.of(i, j, *blocks, here)
+                tape.watch(sources)
+                logits = self.logits.of(i, j, **sources)
             share = tf.exp(logits - read(query.largest, i)[..., None])
             share /= read(query.total, i)[..., None]
+            dout = read(query.dy, i)
             dshare = _product(dout, read(v, j), 1, 1)
-            if to_values is not None:
-                dshare += by_key(_product(dout, to_values, 1, 1), k.shape[3])
+            if "to_values" in here:
+                dshare += by_key(_product(dout, here.to_values, 1, 1), k.shape[3])
             dshare = self._dropped(dshare, i, j) - read(query.inner, i)[..., None]
             score = self._dropped(self.ctx.cast(share), i, j)
-            sources = [*blocks, *here.leaves()]
-            dblock, dkey, *news = tape.gradient(logits, sources, share * dshare)
-            news = here.pack(news)
-            if to_values is not None:
+            news = NestedMap(tape.gradient(logits, sources, share * dshare))
+            if "to_keys" in here:
+                news = self._of_vectors(news, sources["q"], here)
+            if "to_values" in here:
                 news.to_values = _product(by_distance(score), dout, 0, 0)
             dvalue = _product(score, dout, 0, 0)
-            added = [(dq, dblock, i), (dk, dkey, j), (dv, dvalue, j)]
+            added = [(dq, news.pop("q"), i), (dk, news.pop("k"), j), (dv, dvalue, j)]
             sums = [self.split(add_at(*each)) for each in added]
-            dlearned = learned.pack(dlearned)
-            return [
-                *sums,
-                *self.logits.added(self.ctx, i, j, dlearned, news).leaves(),
-            ]
+            sums_of_learned = learned.pack(dlearned)
+            added = self.logits.added(self.ctx, i, j, sums_of_learned, news)
+            return [*sums, *added.leaves()]
 
         by_stack = self.pairs.loop(body, [*first, *dlearned.leaves()])
         return [*by_stack[:3], learned.pack(by_stack[3:])]
+
+    def _sources(self, q: tf.Tensor, k: tf.Tensor, here: NestedMap) -> NestedMap:
+        """What `PairLogits.of` takes of blocks [B, N, C, D]."""
+        sources = NestedMap(q=q, k=k)
+        if "bias" in here:
+            sources.bias = here.bias
+        if "to_keys" in here:
+            moved = _product(_shifted(q, here), here.to_keys, 1, 1)
+            sources.by_vectors = by_key(moved, k.shape[2])
+        return sources
+
+    def _of_vectors(self, news: NestedMap, q: tf.Tensor, here: NestedMap) -> NestedMap:
+        """Gradients `news` by `_sources`, with those by vectors in place of products.
+
+        They are float32, as sums of many pairs are made of them.
+        """
+        moved = by_distance(self.ctx.cast(news.pop("by_vectors")))
+        news.to_keys = _product(moved, _shifted(q, here), 0, 0)
+        dq = _product(moved, here.to_keys, 1, 0)
+        news.q = tf.cast(news.q, tf.float32) + dq
+        if "shift" in here:
+            news.shift = tf.reduce_sum(dq, 2)
+        return news
 
     def _dropped(self, x: tf.Tensor, i: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
         return x if self.dropout is None else self.dropout.apply(x, i, j)
@@ -310,6 +331,13 @@ def _dropout(ctx, dropout, q, queries: Cut, keys: Cut) -> DropoutByBlock | None:
         return None
     rows = ctx.split(queries.apply(words[0], 3), ROWS)
     return DropoutByBlock(dropout=dropout, rows=rows, columns=keys.apply(words[1], 1))
+
+
+def _shifted(q: tf.Tensor, here: NestedMap) -> tf.Tensor:
+    """Queries [B, N, C, D] as products with vectors read them."""
+    if "shift" not in here:
+        return q
+    return q + tf.cast(here.shift, q.dtype)[..., None, :]
 
 
 def _product(x: tf.Tensor, y: tf.Tensor, x_dim: int, y_dim: int) -> tf.Tensor:

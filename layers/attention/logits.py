@@ -23,7 +23,7 @@ from meshwright.layers.attention.mask_rules import (
     visibility,
 )
 from meshwright.layers.attention.positions import relative_bias
-from meshwright.layers.attention.relative_positions import TABLE, TableRows, by_key
+from meshwright.layers.attention.relative_positions import TABLE, TableRows
 from meshwright.layers.basic.entries import read
 
 # Finite: a row that sees no key must still give numbers, and so must its gradient.
@@ -187,7 +187,8 @@ class PairLogits:
         j: tf.Tensor,
         q: tf.Tensor,
         k: tf.Tensor,
-        learned: NestedMap,
+        by_vectors: tf.Tensor | None = None,
+        bias: tf.Tensor | None = None,
     ) -> tf.Tensor:
         """The logits, float32 [B, N, C, C].
 
@@ -196,22 +197,21 @@ class PairLogits:
           j: that of the block of keys.
           q: [B, N, C, D], scaled.
           k: [B, N, C, D].
-          learned: what `read` gives; biases and shifts may have a batch dim in front.
+          by_vectors: products [B, N, C, C] of queries and vectors of their distances to
+            keys, if there are some.
+          bias: [num_buckets, N], with or without a batch dim in front, or None.
         """
         query, key = self.queries.read(i), self.keys.read(j)
         products = [tf.matmul(q, k, transpose_b=True)]
-        if "to_keys" in learned:
-            if "shift" in learned:
-                q += tf.cast(learned.shift, q.dtype)[..., None, :]
-            moved = tf.matmul(q, learned.to_keys, transpose_b=True)
-            products.append(by_key(moved, k.shape[2]))
+        if by_vectors is not None:
+            products.append(by_vectors)
         keys = self.keys
         logits = self.logits.finished(
             products,
             query,
             key,
             paddings=None if keys.paddings is None else read(keys.paddings, j),
-            bias=learned.get("bias"),
+            bias=bias,
             offset=self._offset(i, j),
             stride=self.queries.stride,
         )
