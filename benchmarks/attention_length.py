@@ -2,13 +2,13 @@
 
     python benchmarks/attention_length.py [--lengths=1024,4096] [--sizes=0,512]
         [--timed_to=8192] [--rounds=5] [--topology=v5e:2x2]
-        [--split_over=8 --ways=gather,ring,all_to_all]
+        [--split_over=8 --ways=gather,ring,all_to_all] [--positions=sinusoids]
 
-Compiles, for one CPU device, a causal attention layer with rotary positions and its
-gradients by weights and input, in float32. Memory is the program's by XLA's account:
-arguments, results and temporaries. Seconds are CPU seconds of all threads and seconds
-by the clock, for a step of the layer: medians of rounds in which the forms take turns
-in one process. A size of 0 is all pairs at once.
+Compiles, for one CPU device, a causal attention layer with rotary or other positions
+and its gradients by weights and input, in float32. Memory is the program's by XLA's
+account: arguments, results and temporaries. Seconds are CPU seconds of all threads and
+seconds by the clock, for a step of the layer: medians of rounds in which the forms take
+turns in one process. A size of 0 is all pairs at once.
 
 With `--split_over` each row is split over so many CPU devices, and attention computed
 in these ways (`ShardingPlan.sequence_attention`), "gather" without blocks; memory is
@@ -42,6 +42,16 @@ from meshwright.framework.sharding.plan import SequenceAttention, ShardingPlan
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.attention.relative_positions import (
+    RelativeSinusoids,
+    RelativeVectors,
+)
+
+POSITIONS = {
+    "rotary": PositionKind.ROTARY,
+    "vectors": RelativeVectors(),
+    "sinusoids": RelativeSinusoids(),
+}
 
 
 def define_flags() -> None:
@@ -55,6 +65,7 @@ def define_flags() -> None:
     flags.DEFINE_string("topology", None, "A TPU topology, such as v5e:2x2.")
     flags.DEFINE_integer("split_over", 1, "CPU devices of a row.", lower_bound=1)
     flags.DEFINE_list("ways", ["ring"], "Of attention, if rows are split.")
+    flags.DEFINE_enum("positions", "rotary", POSITIONS, "How positions enter.")
     flags.DEFINE_integer("rounds", 5, "Turns of each form.", lower_bound=1)
 
 
@@ -69,6 +80,7 @@ class Sizes:
       block: the most tokens of a block; 0: no blocks.
       split_over: the devices that a row is split over.
       way: how attention is computed then.
+      positions: how positions enter, a key of `POSITIONS`.
     """
 
     batch: int
@@ -77,6 +89,7 @@ class Sizes:
     block: int
     split_over: int = 1
     way: SequenceAttention = SequenceAttention.GATHER
+    positions: str = "rotary"
 
 
 def step_program(sizes: Sizes, devices: Sequence[jax.Device] | None) -> Program:
@@ -85,7 +98,7 @@ def step_program(sizes: Sizes, devices: Sequence[jax.Device] | None) -> Program:
         model_dims=64 * sizes.heads,
         num_heads=sizes.heads,
         head_dim=64,
-        positions=PositionKind.ROTARY,
+        positions=POSITIONS[sizes.positions],
         block_size=sizes.block or Blocks.NONE,
     )
     count = len(devices or [None])
@@ -216,6 +229,7 @@ def main(argv: Sequence[str]) -> None:
                 block=block,
                 split_over=given.split_over,
                 way=way,
+                positions=given.positions,
             )
             for way in ways
             for block in map(int, given.sizes)

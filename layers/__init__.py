@@ -3,6 +3,10 @@
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import NearMask, PrefixMask
 from meshwright.layers.attention.relative_attention import RelativeAttention
+from meshwright.layers.attention.relative_positions import (
+    RelativeSinusoids,
+    RelativeVectors,
+)
 from meshwright.layers.attention.rotary_scaling import (
     LinearScaling,
     Llama3Scaling,
@@ -69,6 +73,8 @@ __all__ = [
     "PrefixMask",
     "RMSNorm",
     "RelativeAttention",
+    "RelativeSinusoids",
+    "RelativeVectors",
     "Repeat",
     "ResNet",
     "Sequential",

@@ -16,8 +16,10 @@ from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks
+from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule
 from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.attention.relative_positions import RelativePositions
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation, FeedForward
 from meshwright.layers.basic.linear import BSM
@@ -243,7 +245,7 @@ def transformer_layer(
     hidden_dims: int | None = None,
     feed_forward: Layer | None = None,
     mask: MaskKind | MaskRule = MaskKind.CAUSAL,
-    positions: PositionKind = PositionKind.ROTARY,
+    positions: PositionKind | RelativePositions = PositionKind.ROTARY,
     activation: Activation = Activation.RELU,
     dropout_rate: float = 0.0,
     norm: Callable[..., Layer] = RMSNorm,
@@ -252,6 +254,7 @@ def transformer_layer(
     num_kv_heads: int | None = None,
     logit_cap: float | None = None,
     qk_norm: bool = False,
+    sink: Sink = Sink.NONE,
     block_size: int | Blocks = Blocks.AUTO,
 ) -> TransformerLayer:
     """The usual layer, given its sizes.
@@ -264,7 +267,7 @@ def transformer_layer(
       feed_forward: a layer, such as `MoE`, in place of a dense layer, which then
         defines `hidden_dims` and `activation` itself.
       mask: which tokens see which, see `MultiHeadAttention`.
-      positions: how positions enter attention.
+      positions: how positions enter attention, likewise.
       activation: the non-linearity of the dense layer.
       dropout_rate: the dropout rate of attention probabilities, hidden activations and
         what is added to the residual stream.
@@ -274,6 +277,7 @@ def transformer_layer(
       num_kv_heads: likewise.
       logit_cap: likewise.
       qk_norm: likewise.
+      sink: likewise, of attention to the sequence itself.
       block_size: likewise.
 
     Raises:
@@ -293,7 +297,7 @@ def transformer_layer(
             dropout_rate=dropout_rate,
         )
 
-    def attention(mask, positions):
+    def attention(mask, positions, sink=Sink.NONE):
         return MultiHeadAttention(
             model_dims=model_dims,
             num_heads=num_heads,
@@ -305,6 +309,7 @@ def transformer_layer(
             num_kv_heads=num_kv_heads,
             logit_cap=logit_cap,
             qk_norm=qk_norm,
+            sink=sink,
             block_size=block_size,
         )
 
@@ -314,7 +319,7 @@ def transformer_layer(
         cross_attention_norm = norm(model_dims=model_dims)
     return TransformerLayer(
         attention_norm=norm(model_dims=model_dims),
-        attention=attention(mask, positions),
+        attention=attention(mask, positions, sink),
         feed_forward_norm=norm(model_dims=model_dims),
         feed_forward=feed_forward,
         residual_dropout=Dropout(rate=dropout_rate),

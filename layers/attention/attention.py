@@ -19,11 +19,13 @@ from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.blocks import Blocks
+from meshwright.layers.attention.learned_terms import Learned, Sink
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
 from meshwright.layers.attention.positions import PositionKind, rotate
+from meshwright.layers.attention.relative_positions import RelativePositions
 from meshwright.layers.attention.rotary_scaling import RotaryScaling
-from meshwright.layers.attention.sequence_splits import BSND
+from meshwright.layers.attention.split.sequence_splits import BSND
 from meshwright.layers.attention.weighted_sums import BTKD, weighted_sums
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
@@ -64,7 +66,8 @@ class MultiHeadAttention(Layer):
         al. 2023; 1 is multi-query, Shazeer 2019), and plans name their dim "kv_heads".
       mask: which keys a query sees by position: a kind, or a rule such as `NearMask`.
         FULL for a memory.
-      positions: how positions enter. NONE for a memory.
+      positions: how positions enter: a kind, or vectors of relative positions, such as
+        `RelativeVectors` or `RelativeSinusoids`. NONE for a memory.
       rotary_base: for rotary positions, see `rotate`.
       rotary_scaling: for rotary positions in contexts longer than those of the first
         training, such as `YarnScaling`; None: as they are.
@@ -75,8 +78,10 @@ class MultiHeadAttention(Layer):
       use_out_bias: adds one to the fourth projection; None: as `use_bias`.
       query_scale: what products of queries and keys are multiplied by; None: D^-0.5.
       logits_dtype: dtype of logits and their softmax; None: that of activations.
-      logit_cap: c of c * tanh(logits / c), before masks and relative positions (Gemma
-        Team 2024, section 2); None: no cap.
+      logit_cap: c of c * tanh(logits / c), before masks and the biases of relative
+        positions (Gemma Team 2024, section 2); None: no cap.
+      sink: whether a logit of each head joins the softmax's sum, see `Sink`. A query
+        that sees no key gets 0 then.
       qk_norm: normalizes each head's queries and keys by `RMSNorm`, or by the one
         given, before rotary positions (Dehghani et al. 2023, section 2).
       block_size: the most tokens of a block, for attention in blocks, in memory that
@@ -93,7 +98,9 @@ class MultiHeadAttention(Layer):
     head_dim: int
     num_kv_heads: int | None = bounded(None, at_least=1)
     mask: MaskKind | MaskRule = instance(MaskKind.CAUSAL, example="@NearMask()")
-    positions: PositionKind = PositionKind.NONE
+    positions: PositionKind | RelativePositions = instance(
+        PositionKind.NONE, example="@RelativeVectors()"
+    )
     rotary_base: float = 10000.0
     rotary_scaling: RotaryScaling | None = instance(None, example="@YarnScaling()")
     num_buckets: int = 32
@@ -104,6 +111,7 @@ class MultiHeadAttention(Layer):
     query_scale: float | None = bounded(None, above=0)
     logits_dtype: tf.DType | None = instance(tf.float32, example="%bfloat16")
     logit_cap: float | None = bounded(None, above=0)
+    sink: Sink = Sink.NONE
     qk_norm: bool | RMSNorm = instance(False, example="@RMSNorm()")
     block_size: int | Blocks = bounded(Blocks.AUTO, at_least=1)
 
@@ -174,6 +182,12 @@ class MultiHeadAttention(Layer):
                 dims=("relative_buckets", "heads"),
                 initializer=Normal(0.02),
             )
+        if isinstance(self.positions, RelativePositions):
+            specs.relative = self.positions.weights(M, N, D)
+        if self.sink is Sink.LEARNED:
+            specs.sink = WeightSpec(
+                shape=(N,), dims=("heads",), initializer=Constant(0.0)
+            )
         return specs
 
     def fprop(
@@ -220,9 +234,10 @@ class MultiHeadAttention(Layer):
                 )
         q, k, v = self._project(ctx, theta, x, memory)
         if self.positions is PositionKind.ROTARY:
-            if segment_positions is None:
-                segment_positions = tf.range(x.shape[1])[None, :]
-            q, k = (self._rotate(heads, segment_positions) for heads in (q, k))
+            turned = segment_positions
+            if turned is None:
+                turned = tf.range(x.shape[1])[None, :]
+            q, k = (self._rotate(heads, turned) for heads in (q, k))
         positions = None if memory is not None else segment_positions
         logits = self._logits(
             ctx,
@@ -233,8 +248,14 @@ class MultiHeadAttention(Layer):
         return self._attend(ctx, theta, q, k, v, logits)
 
     def extra_flops(self, sequence_length: int) -> float:
-        """FLOPs of two S x S products; masked elements count too, as is usual."""
-        return 4.0 * sequence_length * self.num_heads * self.head_dim
+        """FLOPs of two S x S products; masked elements count too, as is usual.
+
+        Each table of vectors of relative positions has 2 S distances.
+        """
+        products = 4.0 * sequence_length * self.num_heads * self.head_dim
+        if isinstance(self.positions, RelativePositions):
+            products *= 1 + self.positions.num_tables
+        return products
 
     def init_cache(self, ctx: Context, batch: int, length: int) -> NestedMap:
         """The cache that `step` keeps of tokens, before the first token.
@@ -428,21 +449,34 @@ class MultiHeadAttention(Layer):
             **more,
         )
 
+    def _learned(self, theta: NestedMap) -> Learned:
+        N, terms = self.num_heads, {}
+        if self.positions is PositionKind.RELATIVE:
+            terms["bias"] = tf.cast(theta.relative_bias, tf.float32)
+        if isinstance(self.positions, RelativePositions):
+            of_keys, of_values = self.positions.of_keys, self.positions.of_values
+            terms["to_keys"] = of_keys(theta.relative, N, self.scale)
+            terms["to_values"] = of_values(theta.relative, N)
+        if self.sink is Sink.LEARNED:
+            terms["sink"] = tf.cast(theta.sink, tf.float32)
+        elif self.sink is Sink.ZERO:
+            terms["sink"] = tf.zeros([N])
+        return Learned(**terms)
+
     def _attend(
         self, ctx, theta, q, k, v, logits: Logits, is_step: bool = False
     ) -> tf.Tensor:
         """The output [B, S, M] of queries [B, S, N, D] for keys and values."""
         q = q * self.scale
-        bias = None
-        if self.positions is PositionKind.RELATIVE:
-            bias = tf.cast(theta.relative_bias, tf.float32)
+        if isinstance(self.positions, RelativePositions):
+            q = self.positions.for_keys(ctx, theta.relative, q, self.scale)
         context = weighted_sums(
             ctx,
             logits,
             q,
             k,
             v,
-            bias,
+            self._learned(theta),
             dropout=Dropout(rate=self.dropout_rate),
             block_size=self.block_size,
             is_step=is_step,

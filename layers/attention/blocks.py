@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import gin
 import tensorflow as tf
@@ -85,6 +86,11 @@ def _moved(x: tf.Tensor, source: int, target: int) -> tf.Tensor:
     return tf.transpose(x, order)
 
 
+def blocks_of(spans: Iterable[tuple[int, int]], size: int) -> set[int]:
+    """The numbers of the blocks that have tokens of some spans, see `in_sight`."""
+    return {j for low, high in spans for j in range(low // size, high // size + 1)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Pairs:
     """The pairs of blocks of queries and keys that a mask leaves, row by row.
@@ -93,30 +99,66 @@ class Pairs:
       rows: the blocks of queries that see keys, in order.
       first: for each of them the first block of keys that one of its queries sees.
       last: the last one.
+      gaps: for each the first block of a gap, and the first one behind it; equal: no
+        gap.
     """
 
     rows: tuple[int, ...]
     first: tuple[int, ...]
     last: tuple[int, ...]
+    gaps: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, queries: Cut, keys: Cut, mask: MaskRule) -> Pairs:
-        """The pairs that `mask` leaves; at least one for every block of queries."""
-        first, last = [], []
+    def of(
+        cls, queries: Cut, keys: Cut, mask: MaskRule, *, has_gaps: bool = False
+    ) -> Pairs:
+        """The pairs that `mask` leaves; at least one for every block of queries.
+
+        With `has_gaps` the mask's gaps are left out too.
+        """
+        by_row = {}
         for i in range(queries.count):
-            end = min((i + 1) * queries.size, queries.length) - 1
-            low, high = mask.span(i * queries.size, end)
-            low = 0 if low is None else min(max(low, 0), keys.length - 1)
-            high = keys.length - 1 if high is None else min(high, keys.length - 1)
-            first.append(low // keys.size)
-            last.append(max(high, low) // keys.size)
-        return cls(tuple(range(queries.count)), tuple(first), tuple(last))
+            start = i * queries.size
+            end = min(start + queries.size, queries.length) - 1
+            spans = mask.in_sight(start, end, keys.length, has_gap=has_gaps)
+            if not spans:
+                low = min(max(mask.span(start, end)[0] or 0, 0), keys.length - 1)
+                spans = [(low, low)]
+            by_row[i] = blocks_of(spans, keys.size)
+        return cls.of_rows(by_row)
+
+    @classmethod
+    def of_rows(cls, by_row: Mapping[int, Set[int]]) -> Pairs:
+        """Pairs of each row, the blocks of keys by that of queries; of gaps the widest.
+
+        Other gaps are filled.
+        """
+        rows = {i: sorted(blocks) for i, blocks in by_row.items() if blocks}
+        gaps = []
+        for blocks in rows.values():
+            steps = [(b - a, a) for a, b in itertools.pairwise(blocks)]
+            width, before = max(steps, default=(1, -1), key=lambda step: step[0])
+            gaps.append((before + 1, before + width))
+        return cls(
+            tuple(rows),
+            tuple(blocks[0] for blocks in rows.values()),
+            tuple(blocks[-1] for blocks in rows.values()),
+            tuple((a, b) if a < b else (0, 0) for a, b in gaps),
+        )
 
     @property
     def count(self) -> int:
         """How many pairs are computed."""
-        pairs = zip(self.first, self.last, strict=True)
-        return sum(last - first + 1 for first, last in pairs)
+        return sum(map(len, self.by_row()))
+
+    def by_row(self) -> list[list[int]]:
+        """The blocks of keys of each row."""
+        return [
+            [j for j in range(first, last + 1) if not begin <= j < end]
+            for first, last, (begin, end) in zip(
+                self.first, self.last, self.gaps, strict=True
+            )
+        ]
 
     @property
     def has_all_rows(self) -> bool:
@@ -135,15 +177,23 @@ class Pairs:
         """
         first, last = tf.constant(self.first), tf.constant(self.last)
         rows = None if self.has_all_rows else tf.constant(self.rows)
+        count = self.count
 
         def step(n, row, j, *state):
             i = row if rows is None else tf.gather(rows, row)
             ends = j == tf.gather(last, row)
             below = tf.minimum(row + 1, len(self.rows) - 1)
             next_row = tf.where(ends, below, row)
-            next_j = tf.where(ends, tf.gather(first, below), j + 1)
+            next_j = tf.where(ends, tf.gather(first, below), self._after(row, j))
             return [n + 1, next_row, next_j, *body(i, j, *state)]
 
         zero = tf.constant(0)
         start = [zero, zero, tf.constant(self.first[0]), *state]
-        return list(tf.while_loop(lambda n, *_: n < self.count, step, start)[3:])
+        return list(tf.while_loop(lambda n, *_: n < count, step, start)[3:])
+
+    def _after(self, row: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
+        """The block of keys behind `j` in a row that goes on."""
+        if not any(begin < end for begin, end in self.gaps):
+            return j + 1
+        gap = tf.gather(tf.constant(self.gaps), row)
+        return tf.where(j + 1 == gap[0], gap[1], j + 1)

@@ -12,7 +12,7 @@ tokens of a block (of queries, or of keys).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
@@ -22,9 +22,18 @@ from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.random import keep_words, kept
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
+from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.blocks import Cut, Pairs
-from meshwright.layers.attention.logits import BlockTokens, Logits
+from meshwright.layers.attention.learned_terms import (
+    Learned,
+    by_batch,
+    no_gradients,
+    over_batch,
+    sink_gradient,
+)
+from meshwright.layers.attention.logits import BlockTokens, Logits, PairLogits
 from meshwright.layers.attention.mask_rules import rule_of
+from meshwright.layers.attention.relative_positions import by_distance, by_key
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.entries import add_at, read, write
 
@@ -38,7 +47,7 @@ def attend_in_blocks(
     q: tf.Tensor,
     k: tf.Tensor,
     v: tf.Tensor,
-    bias: tf.Tensor | None,
+    learned: Learned,
     *,
     dropout: Dropout,
     block_size: int,
@@ -54,7 +63,7 @@ def attend_in_blocks(
       q: [B, S, N, D].
       k: [B, T, N, D].
       v: [B, T, N, D].
-      bias: float32 [num_buckets, N], the weight of relative positions, or None.
+      learned: what joins the logits and values.
       dropout: of the weights.
       block_size: the most tokens of a block.
 
@@ -62,58 +71,67 @@ def attend_in_blocks(
       [B, S, N, D] in the activation dtype.
     """
     queries, keys = (Cut.of(t.shape[1], block_size) for t in (q, k))
+    has_gaps = logits.keys.position is None
+    by_pair = logits.by_pair(
+        BlockTokens.of(logits.queries, queries),
+        BlockTokens.of(logits.keys, keys, logits.paddings),
+        learned.reach,
+    )
     blocks = PairsOfBlocks(
         ctx=ctx,
-        pairs=Pairs.of(queries, keys, rule_of(logits.mask)),
-        logits=logits.by_pair(
-            BlockTokens.of(logits.queries, queries),
-            BlockTokens.of(logits.keys, keys, logits.paddings),
-        ),
+        pairs=Pairs.of(queries, keys, rule_of(logits.mask), has_gaps=has_gaps),
+        logits=by_pair,
         dropout=_dropout(ctx, dropout, q, queries, keys),
     )
     stacks = [
         blocks.split(cut.apply(tf.transpose(t, [0, 2, 1, 3]), 2))
         for t, cut in ((q, queries), (k, keys), (v, keys))
     ]
-    weights = [] if bias is None else [bias]
-    out = tf.custom_gradient(_Blockwise(blocks).fprop)(*stacks, *weights)
+    tensors = learned.in_blocks(ctx, by_pair.rows)
+    fprop = tf.custom_gradient(_Blockwise(blocks, sorted(tensors)).fprop)
+    out = fprop(*stacks, *tensors.leaves())
     return tf.transpose(queries.undo(out, 2), [0, 2, 1, 3])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blockwise:
-    """The forward pass and its gradient, on stacks of blocks [U, B, N, C, D]."""
+    """The forward pass and its gradient, on stacks of blocks [U, B, N, C, D].
+
+    `names` are those of the tensors behind q, k and v, see `Learned.in_blocks`.
+    """
 
     blocks: PairsOfBlocks
+    names: Sequence[str]
 
-    def fprop(self, q, k, v, *bias):
+    def fprop(self, q, k, v, *tensors):
         """The output's blocks, and the function of their gradient."""
-        sums = self.blocks.forward(no_sums(self.blocks.ctx, q), q, k, v, *bias)
+        learned = NestedMap(zip(self.names, tensors, strict=True))
+        sink = learned.pop("sink", None)
+        sums = self.blocks.forward(no_sums(self.blocks.ctx, q, sink), q, k, v, learned)
         total, largest, weighted = sums
         out = self.blocks.split(self.blocks.ctx.cast(weighted / total[..., None]))
         # Whoever saves the context saves what its gradient needs.
         out, total, largest = (save_name(t, "context") for t in (out, total, largest))
 
         def gradient(dy):
-            return self._gradient(dy, (q, k, v, *bias), out, total, largest)
+            dy = self.blocks.split(self.blocks.ctx.cast(dy))
+            inner = inner_products(dy, out)
+            query = QueryBlocks(q=q, dy=dy, inner=inner, total=total, largest=largest)
+            *by_stack, dlearned = self._gradient(query, k, v, learned)
+            if sink is not None:
+                dlearned.sink = sink_gradient(sink, inner, total, largest)
+            return [*by_stack, *dlearned.leaves()]
 
         return out, gradient
 
-    def _gradient(self, dy, inputs, out, total, largest) -> list[tf.Tensor]:
-        q, k, v, *bias = inputs
-        blocks = self.blocks
-        dy = blocks.split(blocks.ctx.cast(dy))
-        query = QueryBlocks(
-            q=q, dy=dy, inner=inner_products(dy, out), total=total, largest=largest
-        )
-        bias = [by_batch(w, q) for w in bias]
+    def _gradient(self, query: QueryBlocks, k, v, learned: NestedMap) -> list:
+        """The gradients by q, k, v and `learned`, a nested map."""
+        blocks, q = self.blocks, query.q
         first = [blocks.split(tf.zeros(shape_of(t))) for t in (q, k, v)]
-        first += map(tf.zeros_like, bias)
-        sums = blocks.backward(first, query, k, v, *bias)
-        return [
-            *map(blocks.ctx.cast, sums[:3]),
-            *(tf.reduce_sum(dbias, 0) for dbias in sums[3:]),
-        ]
+        learned = by_batch(learned, q)
+        first.append(no_gradients(blocks.ctx, learned, q))
+        *by_stack, dlearned = blocks.backward(first, query, k, v, learned)
+        return [*map(blocks.ctx.cast, by_stack), over_batch(dlearned, learned)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,25 +153,23 @@ class QueryBlocks:
     largest: tf.Tensor
 
 
-def no_sums(ctx: Context, q: tf.Tensor) -> list[tf.Tensor]:
-    """The sums of queries that have seen no key, see `PairsOfBlocks.forward`."""
+def no_sums(ctx: Context, q: tf.Tensor, sink: tf.Tensor | None) -> list[tf.Tensor]:
+    """The sums of queries that have seen no key, see `PairsOfBlocks.forward`.
+
+    A `sink` [N] is in them as a key that has no value.
+    """
     rows = shape_of(q)[:-1]
-    sums = [tf.zeros(rows), tf.fill(rows, tf.float32.min), tf.zeros(shape_of(q))]
+    if sink is None:
+        sums = [tf.zeros(rows), tf.fill(rows, tf.float32.min)]
+    else:
+        sums = [tf.ones(rows), tf.broadcast_to(sink[:, None], rows)]
+    sums.append(tf.zeros(shape_of(q)))
     return [ctx.split(t, BLOCKS[: t.shape.rank]) for t in sums]
 
 
 def inner_products(dy: tf.Tensor, out: tf.Tensor) -> tf.Tensor:
     """float32 [U, B, N, C] of the output and its gradient."""
     return tf.reduce_sum(tf.cast(dy, tf.float32) * tf.cast(out, tf.float32), -1)
-
-
-def by_batch(bias: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
-    """[B, num_buckets, N], the weight of relative positions for each row of `q`.
-
-    Its gradient keeps the batch dim in loops: split, a sum over it would be added up
-    over devices for each pair.
-    """
-    return tf.broadcast_to(bias, [shape_of(q)[1], *bias.shape])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +185,7 @@ class PairsOfBlocks:
 
     ctx: Context
     pairs: Pairs
-    logits: Callable[..., tf.Tensor]
+    logits: PairLogits
     dropout: DropoutByBlock | None
 
     def split(self, stack: tf.Tensor) -> tf.Tensor:
@@ -177,16 +193,20 @@ class PairsOfBlocks:
         return self.ctx.split(stack, BLOCKS[: stack.shape.rank])
 
     def forward(
-        self, sums: Sequence[tf.Tensor], q: tf.Tensor, k, v, *bias
+        self, sums: Sequence[tf.Tensor], q: tf.Tensor, k, v, learned: NestedMap
     ) -> list[tf.Tensor]:
         """`sums` after these keys and values too, all float32.
 
         They are of each query the sum of exponentials and the largest logit [U, B, N,
-        C], and the weighted values [U, B, N, C, D].
+        C], and the weighted values [U, B, N, C, D]. `learned` is `Learned.in_blocks`
+        but for sinks.
         """
+        batch = shape_of(q)[1]
 
         def body(i, j, total, largest, weighted):
-            logits = self.logits(i, j, read(q, i), read(k, j), *bias)
+            here = self.logits.read(self.ctx, i, j, learned, batch)
+            sources = self._sources(read(q, i), read(k, j), here)
+            logits = self.logits.of(i, j, **sources)
             before = read(largest, i)
             most = tf.maximum(before, tf.reduce_max(logits, -1))
             score = tf.exp(logits - most[..., None])
@@ -194,6 +214,8 @@ class PairsOfBlocks:
             added = read(total, i) * fade + tf.reduce_sum(score, -1)
             score = self._dropped(self.ctx.cast(score), i, j)
             value = _product(score, read(v, j), 1, 0)
+            if "to_values" in learned:
+                value += _product(by_distance(score), here.to_values, 1, 0)
             value += read(weighted, i) * fade[..., None]
             news = (added, most, value)
             stacks = zip((total, largest, weighted), news, strict=True)
@@ -202,31 +224,71 @@ class PairsOfBlocks:
         return self.pairs.loop(body, sums)
 
     def backward(
-        self, sums: Sequence[tf.Tensor], query: QueryBlocks, k: tf.Tensor, v, *bias
-    ) -> list[tf.Tensor]:
-        """`sums` after these keys and values too: gradients by q, k, v and bias.
+        self,
+        sums: Sequence,
+        query: QueryBlocks,
+        k: tf.Tensor,
+        v: tf.Tensor,
+        learned: NestedMap,
+    ) -> list:
+        """`sums` after these keys and values too: gradients by q, k, v and `learned`.
 
-        They are float32; `bias` is that of `by_batch`.
+        They are float32; `learned`, and its gradients, are those of `by_batch`.
         """
+        batch = shape_of(query.q)[1]
+        *first, dlearned = sums
 
-        def body(i, j, dq, dk, dv, *dbias):
-            blocks = [read(query.q, i), read(k, j), *bias]
-            dout = read(query.dy, i)
+        def body(i, j, dq, dk, dv, *dlearned):
+            here = self.logits.read(self.ctx, i, j, learned, batch)
+            sources = self._sources(read(query.q, i), read(k, j), here)
             with tf.GradientTape() as tape:
-                tape.watch(blocks)
-                logits = self.logits(i, j, *blocks)
+                tape.watch(sources)
+                logits = self.logits.of(i, j, **sources)
             share = tf.exp(logits - read(query.largest, i)[..., None])
             share /= read(query.total, i)[..., None]
+            dout = read(query.dy, i)
             dshare = _product(dout, read(v, j), 1, 1)
+            if "to_values" in here:
+                dshare += by_key(_product(dout, here.to_values, 1, 1), k.shape[3])
             dshare = self._dropped(dshare, i, j) - read(query.inner, i)[..., None]
             score = self._dropped(self.ctx.cast(share), i, j)
-            news = tape.gradient(logits, blocks, share * dshare)
+            news = NestedMap(tape.gradient(logits, sources, share * dshare))
+            if "to_keys" in here:
+                news = self._of_vectors(news, sources["q"], here)
+            if "to_values" in here:
+                news.to_values = _product(by_distance(score), dout, 0, 0)
             dvalue = _product(score, dout, 0, 0)
-            added = [(dq, news[0], i), (dk, news[1], j), (dv, dvalue, j)]
+            added = [(dq, news.pop("q"), i), (dk, news.pop("k"), j), (dv, dvalue, j)]
             sums = [self.split(add_at(*each)) for each in added]
-            return [*sums, *(d + new for d, new in zip(dbias, news[2:], strict=True))]
+            sums_of_learned = learned.pack(dlearned)
+            added = self.logits.added(self.ctx, i, j, sums_of_learned, news)
+            return [*sums, *added.leaves()]
 
-        return self.pairs.loop(body, sums)
+        by_stack = self.pairs.loop(body, [*first, *dlearned.leaves()])
+        return [*by_stack[:3], learned.pack(by_stack[3:])]
+
+    def _sources(self, q: tf.Tensor, k: tf.Tensor, here: NestedMap) -> NestedMap:
+        """What `PairLogits.of` takes of blocks [B, N, C, D]."""
+        sources = NestedMap(q=q, k=k)
+        if "bias" in here:
+            sources.bias = here.bias
+        if "to_keys" in here:
+            moved = _product(_shifted(q, here), here.to_keys, 1, 1)
+            sources.by_vectors = by_key(moved, k.shape[2])
+        return sources
+
+    def _of_vectors(self, news: NestedMap, q: tf.Tensor, here: NestedMap) -> NestedMap:
+        """Gradients `news` by `_sources`, with those by vectors in place of products.
+
+        They are float32, as sums of many pairs are made of them.
+        """
+        moved = by_distance(self.ctx.cast(news.pop("by_vectors")))
+        news.to_keys = _product(moved, _shifted(q, here), 0, 0)
+        dq = _product(moved, here.to_keys, 1, 0)
+        news.q = tf.cast(news.q, tf.float32) + dq
+        if "shift" in here:
+            news.shift = tf.reduce_sum(dq, 2)
+        return news
 
     def _dropped(self, x: tf.Tensor, i: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
         return x if self.dropout is None else self.dropout.apply(x, i, j)
@@ -269,6 +331,13 @@ def _dropout(ctx, dropout, q, queries: Cut, keys: Cut) -> DropoutByBlock | None:
         return None
     rows = ctx.split(queries.apply(words[0], 3), ROWS)
     return DropoutByBlock(dropout=dropout, rows=rows, columns=keys.apply(words[1], 1))
+
+
+def _shifted(q: tf.Tensor, here: NestedMap) -> tf.Tensor:
+    """Queries [B, N, C, D] as products with vectors read them."""
+    if "shift" not in here:
+        return q
+    return q + tf.cast(here.shift, q.dtype)[..., None, :]
 
 
 def _product(x: tf.Tensor, y: tf.Tensor, x_dim: int, y_dim: int) -> tf.Tensor:

@@ -83,6 +83,45 @@ class MaskRule(Checked):
         del first, last
         return None, None
 
+    def gap(self, first: int, last: int) -> tuple[int, int]:
+        """Where in the span none of some queries sees a key, of a row not packed.
+
+        Attention in blocks computes no blocks inside of it. In packed rows, and in rows
+        that begin with padding, it does.
+
+        Args:
+          first: index of the first of the queries.
+          last: index of the last.
+
+        Returns:
+          The index where it begins and that of the first key behind it; equal: nowhere.
+        """
+        del first, last
+        return 0, 0
+
+    def in_sight(
+        self, first: int, last: int, keys: int, *, has_gap: bool = False
+    ) -> list[tuple[int, int]]:
+        """The spans of keys that any of some queries sees, each with first and last.
+
+        Args:
+          first: index of the first of the queries.
+          last: index of the last.
+          keys: how many keys there are.
+          has_gap: whether what `gap` says is left out.
+
+        Returns:
+          None, one or two spans, within the row.
+        """
+        low, high = self.span(first, last)
+        low = 0 if low is None else max(low, 0)
+        high = keys - 1 if high is None else min(high, keys - 1)
+        begin, end = self.gap(first, last) if has_gap else (0, 0)
+        spans = [(low, high)]
+        if begin < end:
+            spans = [(low, min(high, begin - 1)), (max(low, end), high)]
+        return [span for span in spans if span[0] <= span[1]]
+
 
 @gin.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +131,9 @@ class NearMask(MaskRule):
     Args:
       left: how many keys before itself a query sees; None: all.
       right: how many after itself; None: all; 0 is causal.
+      first: how many keys at the beginning of the row or segment a query sees besides,
+        but for those that are too far after it: the attention sinks of Xiao et al.
+        2023, section 3.1.
 
     Raises:
       ValueError: a number below 0.
@@ -99,21 +141,30 @@ class NearMask(MaskRule):
 
     left: int | None = bounded(None, at_least=0)
     right: int | None = bounded(None, at_least=0)
+    first: int = bounded(0, at_least=0)
 
     def visible(self, query: Tokens, key: Tokens) -> tf.Tensor | None:
         near = None
-        if self.right is not None:
-            near = query.index + self.right >= key.index
         if self.left is not None:
-            late = key.index + self.left >= query.index
-            near = late if near is None else near & late
+            near = key.index + self.left >= query.index
+            if self.first:
+                near |= key.position < self.first
+        if self.right is not None:
+            early = query.index + self.right >= key.index
+            near = early if near is None else early & near
         return near
 
     def span(self, first: int, last: int) -> tuple[int | None, int | None]:
+        # In a packed row first keys are anywhere.
         return (
-            None if self.left is None else first - self.left,
+            None if self.left is None or self.first else first - self.left,
             None if self.right is None else last + self.right,
         )
+
+    def gap(self, first: int, last: int) -> tuple[int, int]:
+        del last
+        has_gap = self.left is not None and 0 < self.first < first - self.left
+        return (self.first, first - self.left) if has_gap else (0, 0)
 
 
 @gin.register

@@ -22,7 +22,8 @@ from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.positions import sinusoids
-from meshwright.layers.attention.sequence_splits import BSND
+from meshwright.layers.attention.relative_positions import PND, by_key, check_pairs
+from meshwright.layers.attention.split.sequence_splits import BSND
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,
@@ -33,8 +34,6 @@ from meshwright.layers.basic.linear import (
     to_stream,
 )
 from meshwright.layers.basic.masks import check_mask
-
-PND = ("distance", "heads", "head_dim")
 
 # Finite: a row that sees no key must still give numbers, and so must its gradient.
 _NEVER = -1e30
@@ -92,11 +91,7 @@ class RelativeAttention(Layer):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.model_dims % 2:
-            raise ValueError(
-                f"relative positions are sines and cosines in pairs, but model_dims is "
-                f"{self.model_dims}: make it even"
-            )
+        check_pairs(self.model_dims)
 
     def weights(self) -> NestedMap:
         M, N, D = self.model_dims, self.num_heads, self.head_dim
@@ -145,13 +140,13 @@ class RelativeAttention(Layer):
         blocks = self._blocks(x.shape[1])
         q = _cut(q, blocks)
         k, v = _neighbourhoods(k, blocks), _neighbourhoods(v, blocks)
-        by_key, by_distance = (
+        for_keys, for_distances = (
             add_bias(ctx, q, theta[name]) * self.head_dim**-0.5 for name in "uv"
         )
-        logits = tf.einsum("buwnd,bucnd->bnuwc", by_key, k)
+        logits = tf.einsum("buwnd,bucnd->bnuwc", for_keys, k)
         r = self._distances(ctx, theta, blocks)
-        moved = tf.einsum("buwnd,pnd->bnuwp", by_distance, r)
-        logits += _by_key(moved, blocks)
+        moved = tf.einsum("buwnd,pnd->bnuwp", for_distances, r)
+        logits += by_key(moved, blocks.seen)
         hidden = tf.where(self._visible(x.shape[1], blocks, mask), 0.0, _NEVER)
         logits = tf.cast(logits, tf.float32) + hidden[:, None]
         probs = ctx.cast(tf.nn.softmax(logits))
@@ -238,15 +233,3 @@ def _neighbourhoods(x: tf.Tensor, blocks: _Blocks) -> tf.Tensor:
     if blocks.right:
         parts.append(around[:, 2:, : blocks.right])
     return tf.concat(parts, axis=2)
-
-
-def _by_key(moved: tf.Tensor, blocks: _Blocks) -> tf.Tensor:
-    """[..., W, P] by distance -> [..., W, C] by key: (w, c) is from (w, c - w + W - 1).
-
-    Each row is the row above moved by one, so rows end to end are read with a stride
-    one short (Dai et al. 2019, appendix B). A gather's gradient would be a scatter.
-    """
-    lead, size = shape_of(moved)[:-2], blocks.size
-    stride = moved.shape[-1] - 1
-    ends = tf.reshape(moved, [*lead, -1])[..., size - 1 : size - 1 + size * stride]
-    return tf.reshape(ends, [*lead, size, stride])[..., : blocks.seen]

@@ -15,9 +15,10 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import SequenceAttention
 from meshwright.layers.attention.blocks import AUTO_SIZE, AUTO_TOKENS, Blocks
 from meshwright.layers.attention.blockwise import attend_in_blocks
+from meshwright.layers.attention.learned_terms import Learned, softmax
 from meshwright.layers.attention.logits import Logits
-from meshwright.layers.attention.ring import attend_in_ring
-from meshwright.layers.attention.sequence_splits import (
+from meshwright.layers.attention.split.ring import attend_in_ring
+from meshwright.layers.attention.split.sequence_splits import (
     BSND,
     by_heads,
     splits_sequence,
@@ -35,7 +36,7 @@ def weighted_sums(
     q: tf.Tensor,
     k: tf.Tensor,
     v: tf.Tensor,
-    bias: tf.Tensor | None,
+    learned: Learned,
     *,
     dropout: Dropout,
     block_size: int | Blocks,
@@ -49,7 +50,7 @@ def weighted_sums(
       q: queries [B, S, N, D], scaled.
       k: keys [B, T, K, D].
       v: values [B, T, K, D].
-      bias: float32 [num_buckets, N] of relative positions, or None.
+      learned: what joins the logits and values.
       dropout: of the weights.
       block_size: see `MultiHeadAttention`.
       is_step: whether it is part of a step with a cache. Where keys are gathered, its
@@ -67,7 +68,7 @@ def weighted_sums(
             q,
             k,
             v,
-            bias,
+            learned,
             key_dims=key_dims,
             dropout=dropout,
             block_size=_RING_SIZES.get(block_size, block_size),
@@ -81,23 +82,25 @@ def weighted_sums(
     k, v = (_for_each_head(inside, heads, q.shape[2]) for heads in (k, v))
     size = _size(ctx, block_size, q.shape[1], k.shape[1], is_step)
     if size is None:
-        context = _at_once(inside, logits, q, k, v, bias, dropout)
+        context = _at_once(inside, logits, q, k, v, learned, dropout)
     else:
         context = attend_in_blocks(
-            inside, logits, q, k, v, bias, dropout=dropout, block_size=size
+            inside, logits, q, k, v, learned, dropout=dropout, block_size=size
         )
         context = inside.split(context, BSND)
     return context if inside is ctx else ctx.split(context, BSND)
 
 
-def _at_once(ctx, logits: Logits, q, k, v, bias, dropout: Dropout) -> tf.Tensor:
-    probs = ctx.cast(tf.nn.softmax(logits.of_all(q, k, bias)))
+def _at_once(ctx, logits: Logits, q, k, v, learned, dropout: Dropout) -> tf.Tensor:
+    probs = ctx.cast(softmax(logits.of_all(ctx, q, k, learned), learned.sink))
     with ctx.scope("dropout") as c:
         probs = dropout.fprop(
             c, NestedMap(), probs, read_by_products=True, dead_at_zero=True
         )
-    context = ctx.split(tf.einsum("bnst,btnd->bsnd", probs, v), BSND)
-    return save_name(context, "context")
+    context = tf.einsum("bnst,btnd->bsnd", probs, v)
+    if learned.to_values is not None:
+        context += learned.to_values.sums(ctx, probs, logits.offset)
+    return save_name(ctx.split(context, BSND), "context")
 
 
 def _for_each_head(ctx: Context, heads: tf.Tensor, count: int) -> tf.Tensor:

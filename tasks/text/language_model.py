@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -187,14 +187,17 @@ class LanguageModel(TextTask):
     def as_trained(self, folder: str) -> LanguageModel:
         """The task with the vocabulary of the training whose folder that is.
 
+        The folder may be in a bucket, as a training's may.
         It is as it was if it has no vocabulary, or one of a file, and if there is no
         vocabulary in the folder.
         """
         vocabulary = self.text.vocabulary
-        file = pathlib.Path(folder).expanduser() / VOCABULARY_FILE
-        if vocabulary is None or vocabulary.model_file or not file.is_file():
+        if vocabulary is None or vocabulary.model_file:
             return self
-        vocabulary = dataclasses.replace(vocabulary, model_file=str(file))
+        file = os.path.join(os.path.expanduser(folder), VOCABULARY_FILE)
+        if not tf.io.gfile.exists(file):
+            return self
+        vocabulary = dataclasses.replace(vocabulary, model_file=file)
         text = dataclasses.replace(self.text, vocabulary=vocabulary)
         return dataclasses.replace(self, text=text)
 

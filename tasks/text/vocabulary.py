@@ -7,11 +7,12 @@ import enum
 import functools
 import hashlib
 import io
-import pathlib
+import os
 import unicodedata
 from collections.abc import Iterable, Sequence
 
 import gin
+import tensorflow as tf
 
 _LONGEST = 4192  # Bytes of a text; SentencePiece leaves out longer ones.
 
@@ -39,7 +40,8 @@ class SentencePieceVocabulary:
       character_coverage: share of all characters that get a piece; others are spelled
         as bytes.
       max_texts: the most texts to train on; a larger corpus is sampled evenly.
-      model_file: a trained model to read instead of training.
+      model_file: a trained model to read instead of training, on a disk or in a
+        bucket.
 
     Raises:
       ValueError: the size is too small for bytes and control symbols.
@@ -117,13 +119,17 @@ class SentencePieceVocabulary:
         return model.getvalue()
 
     def _read(self, tags: tuple[str, ...]) -> Vocabulary:
-        path = pathlib.Path(self.model_file).expanduser()
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"SentencePieceVocabulary.model_file: there is no file {path}"
-            )
+        path = os.path.expanduser(self.model_file)
         try:
-            vocabulary = Vocabulary(path.read_bytes())
+            with tf.io.gfile.GFile(path, "rb") as file:
+                model = file.read()
+        except tf.errors.OpError as e:
+            raise FileNotFoundError(
+                f"SentencePieceVocabulary.model_file: there is no file {path} to read "
+                f"({e.message})"
+            ) from e
+        try:
+            vocabulary = Vocabulary(model)
             size = vocabulary.size
             vocabulary.check_text()
         except (RuntimeError, UnicodeDecodeError) as e:

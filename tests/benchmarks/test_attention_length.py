@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from benchmarks import attention_length
 from benchmarks.attention_length import Seconds, Sizes
@@ -21,10 +22,12 @@ def test_rows_have_memory_and_medians():
     assert row == ["64", "16", "ring", "1.0", "0.250000"]
 
 
-def test_all_forms_compute_the_same_gradients():
+@pytest.mark.parametrize("positions", ["rotary", "sinusoids"])
+def test_all_forms_compute_the_same_gradients(positions):
     found = []
     split = {"split_over": 2, "way": SequenceAttention.RING}
     for block, more in ((16, {}), (8, split), (0, {})):
+        more = {"positions": positions, **more}
         sizes = Sizes(batch=1, length=40, heads=2, block=block, **more)
         program = attention_length.step_program(sizes, None)
         out = program(*attention_length.arguments(program))

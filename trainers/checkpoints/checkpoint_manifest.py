@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.framework.nested_map import NestedMap
+from meshwright.trainers.checkpoints.checkpoint_digests import CheckpointError
 
 _MAX_SHOWN = 10
 
@@ -77,6 +78,24 @@ def differences(
                 "model"
             )
     return lines
+
+
+def check_model(name: str, saved: Mapping[str, ArraySpec], wanted: NestedMap) -> None:
+    """Refuses what was saved of another model.
+
+    Args:
+      name: the checkpoint's, for messages.
+      saved: the forms of what it has.
+      wanted: nested map of what it should have.
+
+    Raises:
+      CheckpointError: they differ; the message lists the first differences.
+    """
+    if lines := differences(saved, forms(wanted)):
+        raise CheckpointError(
+            f"{name} is of another model:{bullet_list(lines)}\nuse the configuration "
+            "that it was saved with, or another directory"
+        )
 
 
 def bullet_list(lines: Sequence[str]) -> str:

@@ -270,13 +270,8 @@ class Checkpoints:
         _check_shardings(abstract)
 
         def read(step: int) -> NestedMap:
-            saved = self._forms(step)
-            if lines := manifests.differences(saved, manifests.forms(abstract)):
-                raise CheckpointError(
-                    f"checkpoint step {step} in {self._directory} is of another model:"
-                    f"{manifests.bullet_list(lines)}\nuse the configuration that it "
-                    "was saved with, or another directory"
-                )
+            name = f"checkpoint step {step} in {self._directory}"
+            manifests.check_model(name, self._forms(step), abstract)
             args = ocp.args.StandardRestore(checkpoint_orbax.to_dict(abstract))
             handler = ocp.StandardCheckpointHandler()
             return self._read_state(step, handler, args, abstract)

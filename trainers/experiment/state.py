@@ -35,6 +35,13 @@ class TrainState:
             lambda form: abstract_array(form.stored_shape, form.dtype, form.border)
         )
 
+    @classmethod
+    def abstract_weights(cls, programs: StepPrograms) -> NestedMap:
+        """Those of a state of which only `weights` and `step` are read."""
+        abstract = cls.abstract(programs)
+        read = ("step", _read_weights(programs))
+        return NestedMap({name: abstract[name] for name in read})
+
     def stored(self) -> NestedMap:
         """The state as the main program takes it."""
         if self._is_initial:
@@ -54,7 +61,7 @@ class TrainState:
     def weights(self) -> NestedMap:
         """The weights to evaluate, or their moving average, in the plan's layout."""
         programs = self._programs
-        part = "ema" if "ema" in programs.state_specs else "theta"
+        part = _read_weights(programs)
         held = programs.initial_layout if self._is_initial else programs.step_layout
         return programs.convert(
             self._state[part], held.part(part), programs.plan_layout.part(part)
@@ -76,3 +83,8 @@ class TrainState:
     def step(self) -> int:
         """Number of updates made; waits for the devices."""
         return int(self._state.step)
+
+
+def _read_weights(programs: StepPrograms) -> str:
+    """The part of the state whose weights are evaluated."""
+    return "ema" if "ema" in programs.state_specs else "theta"

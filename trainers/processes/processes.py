@@ -22,6 +22,7 @@ from meshwright.framework.compiler.xla.processes import (
     telling_arrivals,
     wait_for_all,
 )
+from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.trainers.processes.peer_channel import Channel
 from meshwright.trainers.processes.peers import Peers
 from meshwright.trainers.processes.supervisor import start_supervised
@@ -102,6 +103,31 @@ def start(platform: str) -> Membership | None:
         # Process 0 logs what all do.
         logging.set_verbosity(logging.WARNING)
     return Membership(group=group, channel=channel)
+
+
+def devices_each(
+    mesh: DeviceMesh, membership: Membership | None, platform: str, given: int | None
+) -> int | None:
+    """Virtual devices of each process; None if the platform brings its devices.
+
+    Args:
+      mesh: what the processes share.
+      membership: this process's; None for a process by itself.
+      platform: "cpu", "cuda" or "tpu".
+      given: what a flag says, or None.
+
+    Raises:
+      ValueError: the processes do not divide the mesh's devices.
+    """
+    if given or platform != "cpu":
+        return given
+    count = membership.group.count if membership else 1
+    if mesh.size % count:
+        raise ValueError(
+            f"{count} processes cannot share the {mesh.size} devices of the mesh "
+            f"({mesh}) evenly: change --num_processes or the mesh's shape"
+        )
+    return mesh.size // count
 
 
 @contextlib.contextmanager

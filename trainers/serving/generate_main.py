@@ -12,11 +12,19 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
-from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.platforms import set_platform
+from meshwright.framework.compiler.xla.processes import (
+    check_takes_part,
+    is_first_process,
+)
+from meshwright.framework.nested_map import NestedMap
 from meshwright.tasks.text.decoding import BeamSearch, Decoder, Sampling
 from meshwright.tasks.text.language_model import LanguageModel
 from meshwright.trainers import cli
+from meshwright.trainers.checkpoints.checkpoint_manifest import (
+    ArraySpec,
+    check_model,
+)
 from meshwright.trainers.checkpoints.checkpoints import (
     Access,
     CheckpointError,
@@ -25,6 +33,8 @@ from meshwright.trainers.checkpoints.checkpoints import (
 from meshwright.trainers.experiment.experiment import Experiment
 from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
+from meshwright.trainers.processes import processes
+from meshwright.trainers.processes.peers import PeerError
 from meshwright.trainers.serving.generation import (
     INCOMPLETE,
     Generator,
@@ -51,45 +61,88 @@ class Prompt:
     ids: list[int]
 
 
-def _run(experiment: Experiment, config_text: str) -> None:
-    del config_text
+def _start() -> tuple[processes.Membership | None]:
+    return (processes.start(generate_flags.PLATFORM.value),)
+
+
+def _run(
+    experiment: Experiment,
+    config_text: str,
+    membership: processes.Membership | None,
+) -> None:
     task = language_model(experiment).as_trained(generate_flags.MODEL_DIR.value)
     experiment = dataclasses.replace(experiment, task=task)
     prompts = _prompts(task)  # What is wrong with them is said before anything else.
+    if membership is not None and prompts is None:
+        raise ValueError(
+            "several processes read no prompts from standard input: give all of them "
+            "the same --prompt or --prompts_file"
+        )
     check_beams(task, _search())
     path = files.output_file(generate_flags.OUTPUT)
-    generator = _generator(experiment)
-    try:
-        _continue(generator, prompts, path)
-    except BrokenPipeError:  # Whoever reads the text has enough of it.
-        with open(os.devnull, "wb") as nowhere:  # Python flushes once more at its end.
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    settings = "\n".join([config_text, *_settings(), repr(prompts)])
+    with processes.together(membership, settings):
+        generator = _generator(experiment, membership)
+        try:
+            with _output(path) as output:
+                _continue(generator, prompts, output)
+        except BrokenPipeError:  # Whoever reads the text has enough of it.
+            if membership is not None:  # The others end by this error.
+                raise
+            with open(os.devnull, "wb") as nowhere:  # Python flushes once more at last.
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _settings() -> list[str]:
+    """Flags that must be the same in all processes, but for prompts."""
+    given = (
+        generate_flags.MODEL_DIR,
+        generate_flags.STEP,
+        generate_flags.PLATFORM,
+        generate_flags.CACHE_LENGTH,
+        generate_flags.MAX_TOKENS,
+        generate_flags.SEED,
+        generate_flags.ROWS,
+    )
+    text = generate_flags.OUTPUT.value is None
+    return [str(_search()), f"as text: {text}", *(f"{f.name}={f.value}" for f in given)]
+
+
+@contextlib.contextmanager
+def _output(path: pathlib.Path | None) -> Iterator[TextIO | None]:
+    """The file at `path`, or None; of several processes, only the first one writes."""
+    with contextlib.ExitStack() as stack:
+        if not is_first_process():
+            path = path and pathlib.Path(os.devnull)
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        yield path and stack.enter_context(path.open("w", encoding="utf-8"))
 
 
 def _continue(
-    generator: Generator, prompts: list[Prompt] | None, path: pathlib.Path | None
+    generator: Generator, prompts: list[Prompt] | None, output: TextIO | None
 ) -> None:
-    """Continues prompts, or lines of standard input, and writes to `path`."""
-    with contextlib.ExitStack() as stack:
-        output = path and stack.enter_context(path.open("w", encoding="utf-8"))
-        if prompts is None:
-            for number, prompt in enumerate(_lines(generator.task)):
-                _answer(generator, [prompt], number, output)
-            return
-        if len(prompts) > 1:
-            output = output or sys.stdout
-        rows = generate_flags.ROWS.value
-        for number, first in enumerate(range(0, len(prompts), rows)):
-            _answer(generator, prompts[first : first + rows], number, output)
+    """Continues prompts, or lines of standard input, and writes to `output`."""
+    if prompts is None:
+        for number, prompt in enumerate(_lines(generator.task)):
+            _answer(generator, [prompt], number, output)
+        return
+    if len(prompts) > 1:
+        output = output or sys.stdout
+    rows = generate_flags.ROWS.value
+    for number, first in enumerate(range(0, len(prompts), rows)):
+        _answer(generator, prompts[first : first + rows], number, output)
 
 
-def _generator(experiment: Experiment) -> Generator:
+def _generator(
+    experiment: Experiment, membership: processes.Membership | None
+) -> Generator:
     """A generator with the weights of the checkpoint that the flags name."""
     mesh, platform = experiment.plan.mesh, generate_flags.PLATFORM.value
-    compile_cache.use(cli.COMPILE_CACHE.value)
-    devices = cli.DEVICE_COUNT.value or (mesh.size if platform == "cpu" else None)
-    set_platform(platform, devices)
-    jax_mesh(mesh)  # Too large a mesh fails at once.
+    compile_cache.use(cli.COMPILE_CACHE.value, is_alone=membership is None)
+    given = cli.DEVICE_COUNT.value
+    set_platform(platform, processes.devices_each(mesh, membership, platform, given))
+    check_takes_part(mesh)  # Too large a mesh fails at once.
     programs = StepPrograms(experiment)
     return Generator(
         programs,
@@ -166,12 +219,17 @@ def _search() -> Decoder:
 
 
 def _restored(programs: StepPrograms) -> TrainState:
-    """The state of the checkpoint that the flags name."""
+    """What `TrainState.weights` reads, of the checkpoint that the flags name."""
     folder = loop.Run(model_dir=generate_flags.MODEL_DIR.value).checkpoint_dir
+    wanted = TrainState.abstract_weights(programs)
+
+    def choose(saved: dict[str, ArraySpec]) -> NestedMap:
+        there = {p: f for p, f in saved.items() if p.partition(".")[0] in wanted}
+        check_model(f"the checkpoint in {folder}", there, wanted)
+        return wanted
+
     with Checkpoints(folder, access=Access.READ) as checkpoints:
-        state = checkpoints.restore(
-            generate_flags.STEP.value, TrainState.abstract(programs)
-        )
+        state = checkpoints.restore_part(generate_flags.STEP.value, choose)
         restored = TrainState(programs, state)
         trained = checkpoints.metadata(restored.step).get("batches") or {}
     programs.experiment.task.check_vocabulary(trained)
@@ -261,4 +319,6 @@ def _lines(task: LanguageModel) -> Iterator[Prompt]:
                 print(printable(str(error)), file=sys.stderr)
 
 
-COMMAND = cli.Command(run=_run, errors=(CheckpointError, ImportError))
+COMMAND = cli.Command(
+    run=_run, errors=(CheckpointError, PeerError, ImportError), start=_start
+)

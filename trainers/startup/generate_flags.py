@@ -6,6 +6,8 @@ import math
 
 from absl import flags
 
+from meshwright.trainers.startup import process_flags
+
 # The least normal float32: XLA takes a smaller one for 0.
 _LEAST_TEMPERATURE = 2.0**-126
 
@@ -77,6 +79,7 @@ def check() -> None:
     Raises:
       ValueError: a number is out of range; flags do not go together; a prompt is empty.
     """
+    process_flags.check(PLATFORM.value)
     for flag in (MAX_TOKENS, CACHE_LENGTH, TOP_K, BEAMS, ROWS):
         if flag.value is not None and flag.value < 1:
             raise ValueError(f"--{flag.name} is {flag.value}; it must be 1 or more")

@@ -8,11 +8,11 @@ AUTO = "auto"
 COORDINATOR = flags.DEFINE_string(
     "coordinator",
     None,
-    "HOST:PORT of process 0, if several processes train together; or auto: from the "
+    "HOST:PORT of process 0, if several processes run together; or auto: from the "
     "environment, of a TPU pod, SLURM, Kubernetes or Open MPI.",
 )
 NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "How many processes train together.", lower_bound=1
+    "num_processes", None, "How many processes run together.", lower_bound=1
 )
 PROCESS_ID = flags.DEFINE_integer(
     "process_id", None, "Number of this process, from 0.", lower_bound=0

@@ -14,7 +14,6 @@ from meshwright.framework.compiler.xla.processes import (
     check_takes_part,
     is_first_process,
 )
-from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sizes import number_text
 from meshwright.tasks.task import Task
 from meshwright.trainers import cli
@@ -43,9 +42,10 @@ def _run(
         evaluate=train_flags.MODE.value == "train_and_eval",
         profile_steps=train_flags.profile_steps(),
     )
-    count = membership.group.count if membership else 1
-    devices = _devices_each(experiment.plan.mesh, count)
     mode, platform = train_flags.MODE.value, train_flags.PLATFORM.value
+    devices = processes.devices_each(
+        experiment.plan.mesh, membership, platform, cli.DEVICE_COUNT.value
+    )
     if train_flags.DRY_RUN.value:
         set_platform(platform, devices)
         return _dry_run(experiment)
@@ -129,18 +129,6 @@ def _how_it_ended(result: loop.TrainResult, seconds: float) -> str:
         f"This run trained nothing: step {result.step} is the last already. Raise "
         "Experiment.num_steps to go on."
     )
-
-
-def _devices_each(mesh: DeviceMesh, processes: int) -> int | None:
-    """Virtual devices of each process; None if the platform brings its devices."""
-    if cli.DEVICE_COUNT.value or train_flags.PLATFORM.value != "cpu":
-        return cli.DEVICE_COUNT.value
-    if mesh.size % processes:
-        raise ValueError(
-            f"{processes} processes cannot share the {mesh.size} devices of the mesh "
-            f"({mesh}) evenly: change --num_processes or the mesh's shape"
-        )
-    return mesh.size // processes
 
 
 COMMAND = cli.Command(

@@ -11,6 +11,7 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks, Cut, Pairs
+from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import (
     MaskKind,
     MaskRule,
@@ -21,6 +22,10 @@ from meshwright.layers.attention.mask_rules import (
     visibility,
 )
 from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.attention.relative_positions import (
+    RelativeSinusoids,
+    RelativeVectors,
+)
 
 B, S, T, M, N, D = 2, 37, 23, 6, 2, 4
 RNG = np.random.default_rng(0)
@@ -50,6 +55,11 @@ class EveryOther(MaskRule):
 GROUPED = {"num_kv_heads": 1}
 CAPPED = {"logit_cap": 2.0}
 NORMED = {"qk_norm": True}
+SINK = {"sink": Sink.LEARNED}
+VECTORS = RelativeVectors(max_distance=6)
+WAVES = RelativeSinusoids()
+# Products with sinusoids sum M of them, with vectors D.
+SMALL = {"query_scale": 0.2}
 # By name: mask, positions, tokens of a block, inputs, further settings.
 CASES = {
     "causal": (MaskKind.CAUSAL, "NONE", 8, {}),
@@ -75,6 +85,29 @@ CASES = {
     "capped": (NearMask(left=9, right=1), "RELATIVE", 8, {}, CAPPED),
     "normed": (MaskKind.CAUSAL, "ROTARY", 8, {}, NORMED),
     "grouped_memory": (MaskKind.FULL, "NONE", 8, CROSS, GROUPED | CAPPED | NORMED),
+    "sink": (MaskKind.CAUSAL, "ROTARY", 8, PACKED, SINK),
+    "sink_alone": (MaskKind.FULL, "RELATIVE", 10, NOTHING_SEEN, SINK),
+    "zero_sink": (NearMask(left=9, right=1), "NONE", 7, {}, {"sink": Sink.ZERO}),
+    "first_keys": (NearMask(left=6, right=0, first=3), "ROTARY", 4, {}),
+    "first_keys_packed": (NearMask(left=3, right=2, first=2), "NONE", 4, PACKED, SINK),
+    "vectors": (MaskKind.FULL, VECTORS, 5, {"paddings": PADDINGS}),
+    "vectors_beyond_blocks": (MaskKind.CAUSAL, VECTORS, 3, PACKED, GROUPED),
+    "vectors_of_heads": (
+        NearMask(left=9, right=4),
+        RelativeVectors(max_distance=20, by_head=True, has_values=False),
+        8,
+        {},
+        CAPPED,
+    ),
+    "waves": (MaskKind.CAUSAL, WAVES, 8, PACKED, SMALL),
+    "waves_both_ways": (
+        MaskKind.FULL,
+        WAVES,
+        7,
+        {"paddings": PADDINGS},
+        SMALL | GROUPED,
+    ),
+    "waves_window": (NearMask(left=9, right=0, first=2), WAVES, 4, {}, SMALL | SINK),
 }
 
 
@@ -85,7 +118,7 @@ def attention(mask, positions="NONE", block_size=Blocks.NONE, **kwargs):
         num_heads=N,
         head_dim=D,
         mask=mask,
-        positions=PositionKind[positions],
+        positions=PositionKind[positions] if isinstance(positions, str) else positions,
         num_buckets=8,
         max_distance=16,
         block_size=block_size,
@@ -161,15 +194,28 @@ def test_eagerly_too():
 @pytest.mark.parametrize("logits_dtype", [tf.float32, None])
 def test_sixteen_bit_activations_are_nearly_as_exact_as_at_once(logits_dtype):
     """The blocks' sums are float32."""
-    exact = gradients(*attention(MaskKind.CAUSAL), X, {})
+    in_blocks, at_once = sixteen_bit_errors("NONE", logits_dtype=logits_dtype)
+    assert np.all(in_blocks < 1.2 * at_once)
+
+
+@pytest.mark.parametrize("positions", [VECTORS, WAVES], ids=["vectors", "waves"])
+def test_so_they_are_with_vectors_and_sinks(positions):
+    """By the median: errors of the few elements that some tensors have are chance."""
+    in_blocks, at_once = sixteen_bit_errors(positions, sink=Sink.LEARNED)
+    assert np.median(in_blocks / at_once) < 1.2
+
+
+def sixteen_bit_errors(positions, **kwargs):
+    """The mean error of each tensor, in blocks and at once."""
+    exact = gradients(*attention(MaskKind.CAUSAL, positions, **kwargs), X, {})
     errors = []
     for size in (8, Blocks.NONE):
-        layer = attention(MaskKind.CAUSAL, "NONE", size, logits_dtype=logits_dtype)
+        layer = attention(MaskKind.CAUSAL, positions, size, **kwargs)
         results = gradients(*layer, X, {}, tf.bfloat16)
         errors.append(
             [np.abs(a - b).mean() for a, b in zip(results, exact, strict=True)]
         )
-    assert np.all(np.array(errors[0]) < 1.2 * np.array(errors[1]))
+    return np.array(errors)
 
 
 RULES = [
@@ -178,6 +224,8 @@ RULES = [
     NearMask(left=9, right=0),
     NearMask(left=3, right=2),
     NearMask(left=None, right=5),
+    NearMask(left=6, right=0, first=3),
+    NearMask(left=2, right=1, first=17),
     PrefixMask(length=0),
     PrefixMask(length=13),
 ]
@@ -187,17 +235,13 @@ RULES = [
 @pytest.mark.parametrize("size", [1, 5, 8, 64])
 def test_pairs_of_blocks_out_of_sight_are_left_out(mask, size):
     cut = Cut.of(S, size)
-    pairs = Pairs.of(cut, cut, rule_of(mask))
+    pairs = Pairs.of(cut, cut, rule_of(mask), has_gaps=True)
     tokens = Tokens(index=tf.range(S)[None])
     visible = visibility(mask, tokens, tokens)
     visible = np.ones([S, S]) if visible is None else visible[0].numpy()
     visible = np.broadcast_to(visible, [S, S])
     seen = {(i // cut.size, j // cut.size) for i, j in np.argwhere(visible)}
-    computed = {
-        (i, j)
-        for i in range(cut.count)
-        for j in range(pairs.first[i], pairs.last[i] + 1)
-    }
+    computed = {(i, j) for i in range(cut.count) for j in pairs.by_row()[i]}
     assert seen <= computed and len(computed) == pairs.count
     if not isinstance(mask, PrefixMask):
         assert seen == computed
@@ -209,9 +253,11 @@ def test_blocks_are_as_equal_as_can_be():
     assert Cut.of(5, 512) == Cut(5, 1, 5)
 
 
-def test_pairs_come_once_each():
+@pytest.mark.parametrize("first", [0, 4])
+def test_pairs_come_once_each(first):
     queries, keys = Cut.of(37, 5), Cut.of(37, 8)
-    pairs = Pairs.of(queries, keys, NearMask(left=9, right=0))
+    mask = NearMask(left=9, right=0, first=first)
+    pairs = Pairs.of(queries, keys, mask, has_gaps=True)
 
     @tf.function(jit_compile=True, autograph=False)
     def count():
@@ -224,8 +270,9 @@ def test_pairs_come_once_each():
         return pairs.loop(body, [seen])[0]
 
     expected = np.zeros([queries.count, keys.count])
-    for i, ends in enumerate(zip(pairs.first, pairs.last, strict=True)):
-        expected[i, ends[0] : ends[1] + 1] = 1
+    for i, blocks in enumerate(pairs.by_row()):
+        expected[i, blocks] = 1
+    assert expected.sum() == pairs.count
     np.testing.assert_array_equal(count(), expected)
 
 
@@ -235,6 +282,9 @@ def test_pairs_come_once_each():
         (NearMask(left=3, right=0), {}),
         (PrefixMask(length=4), {}),
         (MaskKind.CAUSAL, GROUPED | CAPPED | NORMED | {"positions": "ROTARY"}),
+        (NearMask(left=3, right=0, first=2), SINK),
+        (MaskKind.CAUSAL, {"positions": VECTORS, "num_kv_heads": 1}),
+        (MaskKind.CAUSAL, {"positions": WAVES}),
     ],
 )
 def test_token_by_token_equals_the_whole_sequence(mask, kwargs):
@@ -283,6 +333,7 @@ def test_bad_settings_are_refused(kwargs, message):
     [
         (lambda: NearMask(left=-1), r"NearMask\.left is -1"),
         (lambda: NearMask(right=-1), r"NearMask\.right is -1"),
+        (lambda: NearMask(first=-1), r"NearMask\.first is -1"),
         (lambda: PrefixMask(length=-1), r"PrefixMask\.length is -1"),
     ],
 )

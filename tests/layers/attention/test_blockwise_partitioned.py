@@ -21,8 +21,13 @@ from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.attention.blocks import Blocks
+from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import MaskKind, NearMask
 from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.attention.relative_positions import (
+    RelativeSinusoids,
+    RelativeVectors,
+)
 from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat, Unroll
 from meshwright.layers.stacks.stages import StageMode
@@ -53,6 +58,7 @@ def layer_of(block_size=4, **kwargs):
     return transformer_layer(**sizes | kwargs, block_size=block_size)
 
 
+SINK = {"sink": Sink.LEARNED, "dropout_rate": 0.2}
 RELATIVE = {"positions": PositionKind.RELATIVE, "dropout_rate": 0.2}
 LAYERS = {
     "causal": ({}, PACKED),
@@ -63,6 +69,9 @@ LAYERS = {
     ),
     "memory": ({"has_memory": True}, {"memory": np.tanh(X[:, :T])}),
     "grouped": ({"num_kv_heads": 2, "logit_cap": 3.0, "qk_norm": True}, PACKED),
+    "vectors": ({"positions": RelativeVectors(max_distance=5), **SINK}, PACKED),
+    "waves": ({"positions": RelativeSinusoids(), "num_kv_heads": 2, **SINK}, {}),
+    "first_keys": ({"mask": NearMask(left=4, right=0, first=2), **SINK}, {}),
 }
 
 
@@ -79,6 +88,12 @@ SOME = (
     ("memory", "sequence", "GSPMD"),
     ("grouped", "tensor", "GSPMD"),
     ("grouped", "sequence", "SHARDY"),
+    ("vectors", "tensor", "GSPMD"),
+    ("vectors", "sequence", "SHARDY"),
+    ("waves", "tensor", "SHARDY"),
+    ("waves", "sequence", "GSPMD"),
+    ("first_keys", "tensor", "SHARDY"),
+    ("first_keys", "sequence", "GSPMD"),
 )
 
 
@@ -232,21 +247,35 @@ def test_a_pipeline_computes_what_it_does_without_blocks(mode, partitioner):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * scale)
 
 
-OPTIONS = (
-    "transformer_layer.dropout_rate = 0.1",
-    "transformer_layer.positions = %PositionKind.RELATIVE",
-    "SEQUENCE_LENGTH = 13",
+OPTIONS = {
+    "buckets": ("transformer_layer.positions = %PositionKind.RELATIVE",),
+    "vectors": (
+        "transformer_layer.positions = @RelativeVectors()",
+        "RelativeVectors.max_distance = 5",
+        "transformer_layer.mask = @NearMask()",
+        "NearMask.left = 6",
+        "NearMask.right = 0",
+        "NearMask.first = 2",
+    ),
+    "sinusoids": (
+        "transformer_layer.positions = @RelativeSinusoids()",
+        "transformer_layer.sink = %Sink.LEARNED",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "options,partitioner", list(itertools.product(OPTIONS, ["SHARDY", "GSPMD"]))
 )
-
-
-@pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
-def test_eight_devices_train_as_one_without_blocks(partitioner):
+def test_eight_devices_train_as_one_without_blocks(options, partitioner):
     def experiment(mesh, block_size):
         return small_experiment(
             f"MESH_SHAPE = {mesh}",
             f"transformer_layer.block_size = {block_size}",
             f"Experiment.partitioner = %Partitioner.{partitioner}",
-            *OPTIONS,
+            "transformer_layer.dropout_rate = 0.1",
+            "SEQUENCE_LENGTH = 13",
+            *OPTIONS[options],
         )
 
     plain = experiment((1, 1), "%Blocks.NONE")

@@ -15,13 +15,15 @@ from meshwright.layers.attention.mask_rules import (
     rule_of,
     visibility,
 )
-from meshwright.layers.attention.ring_layout import Layout, RingSchedule
+from meshwright.layers.attention.split.ring_layout import Layout, RingSchedule
 
 RULES = [
     *MaskKind,
     NearMask(left=9, right=0),
     NearMask(left=3, right=5),
     NearMask(left=None, right=2),
+    NearMask(left=4, right=0, first=3),
+    NearMask(left=2, right=1, first=21),
     PrefixMask(length=13),
 ]
 
@@ -64,11 +66,8 @@ def computed(schedule):
         for n in range(run.steps)
     ]
     for step, pairs in steps:
-        rows = zip(pairs.rows, pairs.first, pairs.last, strict=True)
-        for i, first, last in rows:
-            for device, j in itertools.product(
-                range(queries.devices), range(first, last + 1)
-            ):
+        for i, blocks in zip(pairs.rows, pairs.by_row(), strict=True):
+            for device, j in itertools.product(range(queries.devices), blocks):
                 query = by_device[0][device][i]
                 key = by_device[1][(device - step) % queries.devices][j]
                 ours, theirs = query < queries.length, key < keys.length
@@ -79,7 +78,9 @@ def computed(schedule):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("length,devices,size", [(64, 4, 4), (37, 4, 4), (37, 2, 5)])
 def test_each_pair_in_sight_is_computed_once(rule, length, devices, size):
-    schedule = RingSchedule.of(length, length, devices, size, rule_of(rule))
+    schedule = RingSchedule.of(
+        length, length, devices, size, rule_of(rule), has_gaps=True
+    )
     tokens = Tokens(index=tf.range(length)[None])
     visible = visibility(rule, tokens, tokens)
     visible = np.ones([length] * 2, bool) if visible is None else visible[0].numpy()
@@ -116,6 +117,18 @@ def test_windows_reach_near_devices_only():
     assert schedule.pairs_of_tokens == 8 * 3 * 16**2
     both = RingSchedule.of(1024, 1024, 8, 16, NearMask(left=5, right=5))
     assert [(run.first, run.goes) for run in both.runs] == [(0, 1), (1, 6), (7, 0)]
+
+
+def test_first_keys_go_round_and_the_gap_behind_them_is_left_out():
+    mask = NearMask(left=31, right=0, first=4)
+    schedule = RingSchedule.of(1024, 1024, 8, 16, mask, has_gaps=True)
+    assert not schedule.queries.in_stripes
+    assert sum(run.steps for run in schedule.runs) == 8
+    # Of a device's own keys 21 blocks are near, and 5 that are not are first; of those
+    # of the device before 3 and 8; of those of the six others 8 each are first.
+    assert schedule.pairs_of_tokens == (26 + 11 + 6 * 8) * 16**2
+    everything = RingSchedule.of(1024, 1024, 8, 16, mask)
+    assert everything.pairs_of_tokens > 3 * schedule.pairs_of_tokens
 
 
 def test_what_has_nothing_to_skip_is_not_striped():

@@ -21,8 +21,13 @@ from meshwright.framework.sharding.plan import SequenceAttention, ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks
+from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import MaskKind, NearMask, PrefixMask
 from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.attention.relative_positions import (
+    RelativeSinusoids,
+    RelativeVectors,
+)
 from meshwright.layers.stacks.pipeline import Pipeline
 from meshwright.layers.stacks.repeat import Repeat
 from meshwright.layers.stacks.stages import StageMode
@@ -52,6 +57,7 @@ CROSS = {
     "segment_ids": PACKED["segment_ids"],
     "memory_segment_ids": repeated(np.arange(T) // 6),
 }
+SINK = {"sink": Sink.LEARNED}
 GROUPED = {"num_kv_heads": 4, "logit_cap": 2.0, "qk_norm": True, "use_bias": True}
 # By name: mask, positions, tokens of a block, inputs, further settings.
 CASES = {
@@ -65,6 +71,24 @@ CASES = {
     "own_rule": (EveryOther(), "RELATIVE", 5, PACKED),
     "memory": (MaskKind.FULL, "NONE", 8, CROSS),
     "grouped": (MaskKind.CAUSAL, "ROTARY", 4, PACKED, GROUPED),
+    "sink": (MaskKind.CAUSAL, "ROTARY", 4, PACKED, SINK),
+    "first_keys": (NearMask(left=5, right=0, first=3), "NONE", 2, {}),
+    "first_keys_packed": (
+        NearMask(left=3, right=1, first=2),
+        "ROTARY",
+        4,
+        PACKED,
+        SINK,
+    ),
+    "vectors": (MaskKind.CAUSAL, RelativeVectors(max_distance=5), 3, PACKED),
+    "vectors_of_heads": (
+        NearMask(left=9, right=4),
+        RelativeVectors(max_distance=20, by_head=True),
+        4,
+        {"paddings": PADDINGS},
+    ),
+    "waves": (MaskKind.CAUSAL, RelativeSinusoids(), 4, {}, SINK),
+    "waves_both_ways": (MaskKind.FULL, RelativeSinusoids(), 7, PACKED),
 }
 HEADS = {"heads": "tensor", "kv_heads": "tensor", "hidden": "tensor"}
 
@@ -89,7 +113,7 @@ def attention(mask=MaskKind.CAUSAL, positions="NONE", block_size=4, **kwargs):
         num_heads=8,
         head_dim=2,
         mask=mask,
-        positions=PositionKind[positions],
+        positions=PositionKind[positions] if isinstance(positions, str) else positions,
         num_buckets=8,
         max_distance=16,
         block_size=block_size,
@@ -109,6 +133,16 @@ SOME = (
     ("own_rule", "RING", "SHARDY"),
     ("memory", "RING", "GSPMD"),
     ("grouped", "RING", "SHARDY"),
+    ("sink", "RING", "GSPMD"),
+    ("first_keys", "RING", "SHARDY"),
+    ("first_keys_packed", "RING", "GSPMD"),
+    ("vectors", "RING", "GSPMD"),
+    ("vectors_of_heads", "RING", "SHARDY"),
+    ("waves", "RING", "SHARDY"),
+    ("waves_both_ways", "RING", "GSPMD"),
+    ("sink", "ALL_TO_ALL", "SHARDY"),
+    ("vectors", "ALL_TO_ALL", "SHARDY"),
+    ("waves", "ALL_TO_ALL", "GSPMD"),
     ("causal_buckets", "ALL_TO_ALL", "SHARDY"),
     ("memory", "ALL_TO_ALL", "GSPMD"),
     ("grouped", "ALL_TO_ALL", "GSPMD"),

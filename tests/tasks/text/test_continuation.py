@@ -11,8 +11,13 @@ from meshwright.framework.modeling.initializers import Normal
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.nested_map import NestedMap
+from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import NearMask, PrefixMask
 from meshwright.layers.attention.positions import InputPositions, PositionKind
+from meshwright.layers.attention.relative_positions import (
+    RelativeSinusoids,
+    RelativeVectors,
+)
 from meshwright.layers.basic.embedding import SoftmaxKind, TokenEmbedding
 from meshwright.layers.basic.normalization import RMSNorm
 from meshwright.layers.experts.gating import Capacity
@@ -47,6 +52,16 @@ MODELS = {
     "relative": {"positions": PositionKind.RELATIVE, "mask": NearMask(left=3, right=0)},
     "prefix": {"mask": PrefixMask(length=2)},
     "blocks": {"block_size": 3},
+    "vectors": {
+        "positions": RelativeVectors(max_distance=3),
+        "sink": Sink.LEARNED,
+        "block_size": 3,
+    },
+    "sinusoids": {
+        "positions": RelativeSinusoids(),
+        "mask": NearMask(left=3, right=0, first=2),
+        "sink": Sink.ZERO,
+    },
     "top-2 experts": {"feed_forward": experts(Top2)},
     "hashed experts": {"feed_forward": experts(Hash), "positions": PositionKind.NONE},
 }

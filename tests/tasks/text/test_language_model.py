@@ -24,6 +24,7 @@ from meshwright.tasks.input.example_order import Split
 from meshwright.tasks.text.language_model import LanguageModel
 from meshwright.tasks.text.text_input import TextFiles, TextInput
 from meshwright.tasks.text.vocabulary import SentencePieceVocabulary, Subwords
+from meshwright.trainers.checkpoints.trained_files import write_files
 
 B, S, M, V = 2, 6, 4, 264
 RNG = np.random.default_rng(0)
@@ -125,11 +126,12 @@ def test_bits_per_byte_of_subwords_are_of_the_held_out_bytes(tmp_path):
     assert task.data_fingerprint()["vocabulary"] == text.trained_vocabulary().sha256
 
 
-def test_the_vocabulary_of_a_training_outlives_its_files(tmp_path):
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_the_vocabulary_of_a_training_outlives_its_files(tmp_path, place):
     pytest.importorskip("sentencepiece")
-    source, folder = tmp_path / "source", tmp_path / "run"
+    source = tmp_path / "source"
     source.mkdir()
-    folder.mkdir()
+    folder = {"disk": f"{tmp_path}/run", "bucket": f"ram://{tmp_path.name}"}[place]
     for number in range(20):
         (source / f"{number}.py").write_text(f"x = {number} + some more text\n" * 4)
 
@@ -144,19 +146,19 @@ def test_the_vocabulary_of_a_training_outlives_its_files(tmp_path):
 
     before = task()
     trained, ids = before.data_fingerprint(), before.text.encode("x = some text")
-    before.as_trained(str(folder)).check_vocabulary(trained)
-    (content,) = before.trained_files().values()
+    before.as_trained(folder).check_vocabulary(trained)
+    files = before.trained_files()
     for number in range(20):
         (source / f"{number}.py").write_text(f"another = {number} // words\n" * 4)
     changed = task(excluded_dirs=())  # Settings that no cache of this process knows.
     with pytest.raises(ValueError, match="vocabulary is not the one .* set Sentence"):
-        changed.as_trained(str(folder)).check_vocabulary(trained)
-    (folder / "vocabulary.model").write_bytes(content)
-    restored = changed.as_trained(str(folder))
+        changed.as_trained(folder).check_vocabulary(trained)
+    write_files(folder, files)
+    restored = changed.as_trained(folder)
     restored.check_vocabulary(trained)
     assert restored.text.encode("x = some text") == ids
     assert not model().trained_files()
-    assert model().as_trained(str(folder)) == model()
+    assert model().as_trained(folder) == model()
     model().check_vocabulary({})
     with pytest.raises(ValueError, match="vocabulary is not the one"):
         model().check_vocabulary(trained)

@@ -1,6 +1,7 @@
 """Several processes train as one, and end together when one is lost."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -154,6 +155,39 @@ def test_processes_train_as_one(straight, start, tmp_path, count):
     assert "Trained to step 20" in first
     assert not any("Trained" in output or "INFO" in output for output in others)
     assert len(list((tmp_path / "run" / "train").iterdir())) == 1
+
+
+def test_processes_generate_as_one(straight, start, tmp_path):
+    """The first one writes."""
+    _, folder = straight()
+    generate = [COMMAND[0].with_name("meshwright-generate")]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("de\nimport\nx\n")
+    flags = [f"--prompts_file={prompts}", "--temperature=1", "--rows=2"]
+    outputs = []
+    for count in (1, 2):
+        output = tmp_path / f"{count}.jsonl"
+        group = start(
+            count, folder, command=generate, flags=[*flags, f"--output={output}"]
+        )
+        assert group.wait() == [0] * count, group.outputs
+        outputs.append(output.read_text().splitlines())
+    one, two = ([json.loads(line) for line in lines] for lines in outputs)
+    assert len(one) == len(two) == 3
+    for ours, theirs in zip(two, one, strict=True):
+        (ours,), (theirs,) = ours.pop("continuations"), theirs.pop("continuations")
+        assert ours["ids"] == theirs["ids"]
+        assert ours["score"] == pytest.approx(theirs["score"], rel=1e-4)
+    shown = start(2, folder, command=generate, flags=["--prompt=de", "--prompt=x"])
+    assert shown.wait() == [0, 0], shown.outputs
+    assert [each.count('{"prompt": ') for each in shown.outputs] == [2, 0]
+
+
+def test_processes_with_no_prompts_are_told(start, tmp_path):
+    generate = [COMMAND[0].with_name("meshwright-generate")]
+    group = start(2, tmp_path, command=generate)
+    assert group.wait() == [1, 1], group.outputs
+    assert all("give all of them the same --prompt" in each for each in group.outputs)
 
 
 def test_lost_peer_is_named_and_a_restart_goes_on(straight, start, tmp_path):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from meshwright.trainers import generate as main_module
+from meshwright.trainers.experiment.state import TrainState
 from meshwright.trainers.experiment.step_programs import StepPrograms
 from meshwright.trainers.serving import generate_main
 from meshwright.trainers.training import loop
@@ -18,9 +19,9 @@ from tests.trainers.parity import small_experiment
 from tests.trainers.small_run import GIN_FILES, GIN_PARAMS, MESH
 
 
-def call_main(model_dir, **more_flags):
+def call_main(model_dir, *params, **more_flags):
     given = {"model_dir": str(model_dir), "device_count": "8"}
-    return small_run.status_of(main_module, **given, **more_flags)
+    return small_run.status_of(main_module, *params, **given, **more_flags)
 
 
 def parsed(text):
@@ -43,6 +44,34 @@ def test_a_prompt_is_continued_as_text_and_as_json(straight, tmp_path, capsys):
     (found,) = line["continuations"]
     assert found["text"] + "\n" == text
     assert len(found["ids"]) == 8 - 3 and not found["ended"] and found["score"] < 0
+
+
+def test_of_the_checkpoint_only_weights_are_read(straight, monkeypatch):
+    _, folder = straight()
+    read = []
+
+    class Watched(TrainState):
+        def __init__(self, programs, state):
+            read.append(sorted(state))
+            super().__init__(programs, state)
+
+    monkeypatch.setattr(generate_main, "TrainState", Watched)
+    assert call_main(folder, prompt=["de"], max_tokens="1") is None
+    assert read == [["step", "theta"]]
+
+
+@pytest.mark.parametrize(
+    "param,message",
+    [
+        ("NUM_LAYERS = 2", r"theta\..* in this model"),
+        ("Experiment.ema = @ExponentialMovingAverage()", r"ema\..* is not in the ch"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(straight, capfd, param, message):
+    _, folder = straight()
+    assert call_main(folder, param, prompt=["de"]) == 1
+    message = rf"the checkpoint in \S+ is of another model:\s+{message}"
+    assert re.search(message, capfd.readouterr().err)
 
 
 def test_the_text_of_beams_is_that_of_the_best(straight, tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.positions import InputPositions, PositionKind
 from meshwright.layers.basic.feed_forward import Activation
 from meshwright.layers.basic.normalization import RMSNorm
@@ -296,8 +297,14 @@ def query_scale(key: str | None) -> Fact:
 
 
 def caps(*, attention: str | None, final: str | None) -> list[Fact]:
-    """The caps of logits: by a key each, or none."""
+    """The caps of logits: by a key each, or none; and that there are no sinks."""
     return [
+        implied(
+            "MultiHeadAttention.sink",
+            lambda layer: layer.attention.sink,
+            Sink.NONE,
+            each=True,
+        ),
         _by_key_or_always(
             attention,
             None,

@@ -217,7 +217,7 @@ def window(layer: TransformerLayer) -> int | str | None:
     mask = layer.attention.mask
     if mask is MaskKind.CAUSAL or mask == NearMask(right=0):
         return None
-    if isinstance(mask, NearMask) and mask.right == 0:
+    if isinstance(mask, NearMask) and mask.right == mask.first == 0:
         return mask.left + 1
     return str(mask)
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.shapes import shape_of
-from meshwright.layers.attention.blocks import Cut, Pairs
+from meshwright.layers.attention.blocks import Cut, Pairs, blocks_of
 from meshwright.layers.attention.mask_rules import MaskRule
 
 
@@ -69,9 +69,14 @@ class Layout:
         return device if self.in_stripes else device * self.part
 
     @property
+    def end(self) -> int:
+        """One above the largest index."""
+        return self.devices * self.part
+
+    @property
     def filled_up_from(self) -> int | None:
         """The index of the first token that is filled up, None if none is."""
-        is_full = self.devices * self.part == self.length
+        is_full = self.end == self.length
         return None if is_full else self.length
 
     def apply(
@@ -86,7 +91,7 @@ class Layout:
           dims: the names of its dims for the plan; "sequence" at `dim`.
         """
         before, after = dims[:dim], dims[dim + 1 :]
-        missing = self.devices * self.part - self.length
+        missing = self.end - self.length
         if missing:
             pads = [(0, 0)] * x.shape.rank
             pads[dim] = (0, missing)
@@ -120,38 +125,45 @@ class Layout:
         return Cut(count * self.size, count, self.size)
 
     def seen(
-        self, keys: Layout, mask: MaskRule, i: int, device: int, source: int
-    ) -> tuple[int, int] | None:
-        """The first and last of the source's blocks of keys that block `i` sees."""
+        self,
+        keys: Layout,
+        mask: MaskRule,
+        i: int,
+        device: int,
+        source: int,
+        *,
+        has_gaps: bool = False,
+    ) -> set[int]:
+        """Which of the source's blocks of keys block `i` sees, see `Pairs.of`."""
         start = self.start(device) + self.stride * i * self.size
         if start >= self.length:
-            return None
+            return set()
         end = min(start + self.stride * (self.size - 1), self.length - 1)
-        low, high = mask.span(start, end)
-        high = keys.length - 1 if high is None else min(high, keys.length - 1)
-        first = keys.start(source)
-        low = 0 if low is None else max(-((first - low) // keys.stride), 0)
-        high = min((high - first) // keys.stride, keys.part - 1)
-        return None if low > high else (low // keys.size, high // keys.size)
+        first, spans = keys.start(source), []
+        for low, high in mask.in_sight(start, end, keys.length, has_gap=has_gaps):
+            low = max(-((first - low) // keys.stride), 0)
+            high = min((high - first) // keys.stride, keys.part - 1)
+            if low <= high:
+                spans.append((low, high))
+        return blocks_of(spans, keys.size)
 
-    def pairs(self, keys: Layout, mask: MaskRule, step: int) -> Pairs:
+    def pairs(
+        self, keys: Layout, mask: MaskRule, step: int, *, has_gaps: bool = False
+    ) -> Pairs:
         """The pairs that some device computes with the keys of `step` devices before.
 
         All devices compute these, as they wait for each other.
         """
-        rows = {}
-        for i in range(self.count):
-            ends = [
-                self.seen(keys, mask, i, device, (device - step) % self.devices)
-                for device in range(self.devices)
-            ]
-            ends = [pair for pair in ends if pair is not None]
-            if ends:
-                rows[i] = (min(low for low, _ in ends), max(high for _, high in ends))
-        return Pairs(
-            tuple(rows),
-            tuple(low for low, _ in rows.values()),
-            tuple(high for _, high in rows.values()),
+
+        def seen(i: int, device: int) -> set[int]:
+            source = (device - step) % self.devices
+            return self.seen(keys, mask, i, device, source, has_gaps=has_gaps)
+
+        return Pairs.of_rows(
+            {
+                i: set().union(*(seen(i, device) for device in range(self.devices)))
+                for i in range(self.count)
+            }
         )
 
 
@@ -214,12 +226,15 @@ class RingSchedule:
         devices: int,
         block_size: int | None,
         mask: MaskRule,
+        *,
+        has_gaps: bool = False,
     ) -> RingSchedule:
         """The schedule of either layout that computes fewer pairs, for so many tokens.
 
         In stripes every device sees about half of the keys of every other under a
         causal mask. Otherwise the last device sees all, and the others wait for it; but
-        then a window reaches near devices only.
+        then a window reaches near devices only. With `has_gaps` gaps of the mask are
+        left out.
 
         Raises:
           ValueError: by the mask's span no query sees a key.
@@ -231,14 +246,20 @@ class RingSchedule:
                     for length in (queries, keys)
                 ),
                 mask,
+                has_gaps,
             )
             for in_stripes in (False, True)
         ]
         return min(schedules, key=lambda schedule: schedule.pairs_of_tokens)
 
     @classmethod
-    def _laid_out(cls, queries: Layout, keys: Layout, mask: MaskRule) -> RingSchedule:
-        by_step = [queries.pairs(keys, mask, s) for s in range(queries.devices)]
+    def _laid_out(
+        cls, queries: Layout, keys: Layout, mask: MaskRule, has_gaps: bool
+    ) -> RingSchedule:
+        by_step = [
+            queries.pairs(keys, mask, step, has_gaps=has_gaps)
+            for step in range(queries.devices)
+        ]
         steps = [s for s, pairs in enumerate(by_step) if pairs.rows]
         if not steps:
             raise ValueError(

@@ -18,6 +18,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import copies_of_each, shape_of
+from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.collectives import (
     all_reduce,
     axis_index,
@@ -30,15 +31,22 @@ from meshwright.layers.attention.blockwise import (
     DropoutByBlock,
     PairsOfBlocks,
     QueryBlocks,
-    by_batch,
     dropout_words,
     inner_products,
     no_sums,
 )
-from meshwright.layers.attention.logits import BlockTokens, Logits
+from meshwright.layers.attention.learned_terms import (
+    BY_BATCH,
+    Learned,
+    by_batch,
+    no_gradients,
+    over_batch,
+    sink_gradient,
+)
+from meshwright.layers.attention.logits import BlockTokens, Logits, PairLogits
 from meshwright.layers.attention.mask_rules import Tokens, rule_of
-from meshwright.layers.attention.ring_layout import Layout, RingSchedule, Run
-from meshwright.layers.attention.sequence_splits import BSND
+from meshwright.layers.attention.split.ring_layout import Layout, RingSchedule, Run
+from meshwright.layers.attention.split.sequence_splits import BSND
 from meshwright.layers.basic.dropout import Dropout
 
 _Tensors = Mapping[str, tf.Tensor]
@@ -51,7 +59,7 @@ def attend_in_ring(
     q: tf.Tensor,
     k: tf.Tensor,
     v: tf.Tensor,
-    bias: tf.Tensor | None,
+    learned: Learned,
     *,
     key_dims: Sequence[str],
     dropout: Dropout,
@@ -65,7 +73,7 @@ def attend_in_ring(
       q: [B, S, N, D].
       k: [B, T, K, D].
       v: [B, T, K, D].
-      bias: float32 [num_buckets, N], the weight of relative positions, or None.
+      learned: what joins the logits and values; all devices have all of it.
       key_dims: the names of the dims of `k` and `v`.
       dropout: of the weights.
       block_size: the most tokens of a block; None: a device's are one block.
@@ -80,6 +88,7 @@ def attend_in_ring(
         ctx.plan.mesh.axes_size(axes),
         block_size,
         rule_of(logits.mask),
+        has_gaps=logits.keys.position is None,
     )
     queries, keys = schedule.queries, schedule.keys
     of_queries = _tokens(ctx, logits.queries, queries)
@@ -98,7 +107,9 @@ def attend_in_ring(
         key_dims=("blocks", "batch", key_dims[2], "block", "head_dim"),
         of_queries=of_queries,
         of_keys=of_keys,
+        reach=learned.reach,
     )
+    tensors = learned.in_blocks(ctx, ring.by_pair(0, 0, {}, {}).rows)
     dims = ("batch", "heads", "sequence", "head_dim")
     dims_of_keys = ("batch", key_dims[2], "sequence", "head_dim")
     stacks = [
@@ -109,8 +120,8 @@ def attend_in_ring(
             (v, keys, dims_of_keys),
         )
     ]
-    weights = [] if bias is None else [bias]
-    out = tf.custom_gradient(ring.fprop)(*stacks, *weights)
+    fprop = tf.custom_gradient(lambda *args: ring.fprop(sorted(tensors), *args))
+    out = fprop(*stacks, *tensors.leaves())
     context = tf.transpose(queries.undo(ctx, out, 2, dims), [0, 2, 1, 3])
     return ctx.split(context, BSND)
 
@@ -148,6 +159,7 @@ class _Ring:
       of_queries: stacks that the blocks of queries have besides: `segment` and
         `position` of tokens, and `rows` of words for dropout, if there are such.
       of_keys: likewise, and `paddings`; `columns` in place of rows.
+      reach: of vectors of relative positions, see `DistanceVectors`.
     """
 
     ctx: Context
@@ -158,11 +170,16 @@ class _Ring:
     key_dims: Sequence[str]
     of_queries: _Tensors
     of_keys: _Tensors
+    reach: int | None
 
-    def fprop(self, q, k, v, *bias):
-        """The output's blocks, and the function of their gradient."""
-        ctx = self.ctx
-        total, largest, weighted = self._forward(q, k, v, *bias)
+    def fprop(self, names, q, k, v, *tensors):
+        """The output's blocks, and the function of their gradient.
+
+        `names` are those of `tensors`, see `Learned.in_blocks`.
+        """
+        ctx, learned = self.ctx, NestedMap(zip(names, tensors, strict=True))
+        sink = learned.pop("sink", None)
+        total, largest, weighted = self._forward(q, k, v, learned, sink)
         # At least the exponential of 0, but for queries that are filled up.
         out = weighted / tf.maximum(total, 1.0)[..., None]
         out = ctx.split(ctx.cast(out), _STACK)
@@ -172,55 +189,57 @@ class _Ring:
         def gradient(dy):
             dy = ctx.split(ctx.cast(dy), _STACK)
             inner = ctx.split(inner_products(dy, out), _STACK[:-1])
-            return self._backward(k, v, bias, [q, dy, inner, total, largest])
+            query = [q, dy, inner, total, largest]
+            *by_stack, dlearned = self._backward(k, v, learned, query)
+            if sink is not None:
+                dlearned.sink = sink_gradient(sink, inner, total, largest)
+            return [*by_stack, *dlearned.leaves()]
 
         return out, gradient
 
-    def _forward(self, q, k, v, *bias) -> list[tf.Tensor]:
+    def _forward(self, q, k, v, learned: NestedMap, sink) -> list[tf.Tensor]:
         """Stacks of what `PairsOfBlocks.forward` sums up."""
         q, queries = self._enter(q, BLOCKS), self._queries()
-        bias = list(map(self._enter_whole, bias))
+        learned = learned.map(self._enter_whole)
 
         def compute(run, step, keys, sums, _):
             blocks = self._blocks(run, step, queries, keys)
             k, v = (_for_queries(blocks, keys[name], q) for name in "kv")
-            return blocks.forward(sums, q, k, v, *bias), []
+            return blocks.forward(sums, q, k, v, learned), []
 
-        sums = no_sums(self.ctx, q)
+        sums = no_sums(self.ctx, q, sink if sink is None else self._enter_whole(sink))
         sums, _ = self._around(compute, self._keys(k, v), sums, [])
         return [self._leave(t, BLOCKS[: t.shape.rank]) for t in sums]
 
-    def _backward(self, k, v, bias, query) -> list[tf.Tensor]:
-        """The gradients by q, k, v and bias."""
+    def _backward(self, k, v, learned: NestedMap, query) -> list:
+        """The gradients by q, k, v and `learned`, a nested map."""
         query = QueryBlocks(*(self._enter(t, BLOCKS[: t.shape.rank]) for t in query))
         queries, keys = self._queries(), self._keys(k, v)
-        bias = [by_batch(self._enter_whole(w), query.q) for w in bias]
+        learned = by_batch(learned.map(self._enter_whole), query.q)
 
         def compute(run, step, keys, sums, of_keys):
             blocks = self._blocks(run, step, queries, keys)
             k, v = (_for_queries(blocks, keys[name], query.q) for name in "kv")
             none = [blocks.split(tf.zeros(shape_of(t))) for t in (k, v)]
-            dq, dk, dv, *dbias = blocks.backward(
-                [sums[0], *none, *sums[1:]], query, k, v, *bias
+            dq, dk, dv, dlearned = blocks.backward(
+                [sums[0], *none, learned.pack(sums[1:])], query, k, v, learned
             )
-            return [dq, *dbias], [
+            return [dq, *dlearned.leaves()], [
                 self.ctx.split(d + _of_keys(new, d), self.key_dims)
                 for d, new in zip(of_keys, (dk, dv), strict=True)
             ]
 
         sums = [self.ctx.split(tf.zeros(shape_of(query.q)), BLOCKS)]
-        sums += map(tf.zeros_like, bias)
+        sums += no_gradients(self.ctx, learned, query.q).leaves()
         of_keys = [
             self.ctx.split(tf.zeros(shape_of(keys[name])), self.key_dims)
             for name in "kv"
         ]
-        (dq, *dbias), of_keys = self._around(compute, keys, sums, of_keys)
+        (dq, *dlearned), of_keys = self._around(compute, keys, sums, of_keys)
         by_stack = [self._leave(self.ctx.cast(dq), BLOCKS)]
         by_stack += [self._leave(self.ctx.cast(d), self.key_dims) for d in of_keys]
-        return [
-            *by_stack,
-            *(tf.reduce_sum(self._leave_whole(dbias), 0) for dbias in dbias),
-        ]
+        dlearned = learned.pack(dlearned).map_with_path(self._leave_whole)
+        return [*by_stack, over_batch(dlearned, learned)]
 
     def _around(
         self,
@@ -257,27 +276,9 @@ class _Ring:
 
     def _blocks(self, run: Run, step, queries: _Tensors, keys: _Tensors):
         """The pairs of a step: of these queries, and keys that came so far."""
-        layout, layout_of_keys = self.schedule.queries, self.schedule.keys
         me = axis_index(self.ctx.plan.mesh, self.axes)
-        source = (me - step) % layout.devices
-        logits = self.logits.by_pair(
-            BlockTokens(
-                size=layout.size,
-                first=layout.start(me),
-                stride=layout.stride,
-                segment=queries.get("segment"),
-                position=queries.get("position"),
-            ),
-            BlockTokens(
-                size=layout_of_keys.size,
-                first=layout_of_keys.start(source),
-                stride=layout_of_keys.stride,
-                length=layout_of_keys.filled_up_from,
-                segment=keys.get("segment"),
-                position=keys.get("position"),
-                paddings=keys.get("paddings"),
-            ),
-        )
+        source = (me - step) % self.schedule.queries.devices
+        logits = self.by_pair(me, source, queries, keys)
         dropout = None
         if "rows" in queries:
             dropout = DropoutByBlock(
@@ -285,6 +286,37 @@ class _Ring:
             )
         return PairsOfBlocks(
             ctx=self.ctx, pairs=run.pairs, logits=logits, dropout=dropout
+        )
+
+    def by_pair(
+        self,
+        device: int | tf.Tensor,
+        source: int | tf.Tensor,
+        queries: _Tensors,
+        keys: _Tensors,
+    ) -> PairLogits:
+        """The logits of a device's blocks of queries, and of keys of another device."""
+        layout, layout_of_keys = self.schedule.queries, self.schedule.keys
+        return self.logits.by_pair(
+            BlockTokens(
+                size=layout.size,
+                end=layout.end,
+                first=layout.start(device),
+                stride=layout.stride,
+                segment=queries.get("segment"),
+                position=queries.get("position"),
+            ),
+            BlockTokens(
+                size=layout_of_keys.size,
+                end=layout_of_keys.end,
+                first=layout_of_keys.start(source),
+                stride=layout_of_keys.stride,
+                length=layout_of_keys.filled_up_from,
+                segment=keys.get("segment"),
+                position=keys.get("position"),
+                paddings=keys.get("paddings"),
+            ),
+            self.reach,
         )
 
     def _queries(self) -> _Tensors:
@@ -345,11 +377,10 @@ class _Ring:
         whole = [()] * x.shape.rank
         return auto_to_manual(x, self.ctx.plan.mesh, whole, manual_axes=self.axes)
 
-    def _leave_whole(self, x: tf.Tensor) -> tf.Tensor:
-        """The sum of `x` [B, num_buckets, N] over devices."""
+    def _leave_whole(self, name: str, x: tf.Tensor) -> tf.Tensor:
+        """The sum over devices of `x`, a gradient by what is learned, by batch."""
         mesh = self.ctx.plan.mesh
-        x = self.ctx.split(x, ("batch", "relative_buckets", "heads"))
-        x = all_reduce(x, mesh, self.axes)
+        x = all_reduce(self.ctx.split(x, BY_BATCH[name]), mesh, self.axes)
         return manual_to_auto(x, mesh, [()] * x.shape.rank, manual_axes=self.axes)
 
 
