@@ -16,6 +16,7 @@ from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks
+from meshwright.layers.attention.fused import Kernel
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule
 from meshwright.layers.attention.positions import PositionKind
 from meshwright.layers.basic.dropout import Dropout
@@ -253,6 +254,7 @@ def transformer_layer(
     logit_cap: float | None = None,
     qk_norm: bool = False,
     block_size: int | Blocks = Blocks.AUTO,
+    kernel: Kernel = Kernel.AUTO,
 ) -> TransformerLayer:
     """The usual layer, given its sizes.
 
@@ -275,6 +277,7 @@ def transformer_layer(
       logit_cap: likewise.
       qk_norm: likewise.
       block_size: likewise.
+      kernel: likewise.
 
     Raises:
       ValueError: both `hidden_dims` and `feed_forward` are given, or neither.
@@ -306,6 +309,7 @@ def transformer_layer(
             logit_cap=logit_cap,
             qk_norm=qk_norm,
             block_size=block_size,
+            kernel=kernel,
         )
 
     cross_attention = cross_attention_norm = None

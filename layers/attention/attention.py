@@ -19,12 +19,13 @@ from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.blocks import Blocks
+from meshwright.layers.attention.fused import BTKD, Kernel
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
 from meshwright.layers.attention.positions import PositionKind, rotate
 from meshwright.layers.attention.rotary_scaling import RotaryScaling
 from meshwright.layers.attention.sequence_splits import BSND
-from meshwright.layers.attention.weighted_sums import BTKD, weighted_sums
+from meshwright.layers.attention.weighted_sums import weighted_sums
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,
@@ -82,6 +83,8 @@ class MultiHeadAttention(Layer):
       block_size: the most tokens of a block, for attention in blocks, in memory that
         grows with the length and not its square; or `Blocks`. The softmax's sums are
         float32 there.
+      kernel: whether a fused kernel of the devices computes attention. Its logits are
+        float32, and `block_size`, if it is a number, the most tokens of its tiles.
 
     Raises:
       ValueError: rotary positions with an odd head size; heads that those of keys do
@@ -106,6 +109,7 @@ class MultiHeadAttention(Layer):
     logit_cap: float | None = bounded(None, above=0)
     qk_norm: bool | RMSNorm = instance(False, example="@RMSNorm()")
     block_size: int | Blocks = bounded(Blocks.AUTO, at_least=1)
+    kernel: Kernel = Kernel.AUTO
 
     def __post_init__(self):
         super().__post_init__()
@@ -445,6 +449,7 @@ class MultiHeadAttention(Layer):
             bias,
             dropout=Dropout(rate=self.dropout_rate),
             block_size=self.block_size,
+            kernel=self.kernel,
             is_step=is_step,
         )
         shape = (self.num_heads, self.head_dim, self.model_dims)

@@ -15,7 +15,7 @@ from meshwright.layers.attention.mask_rules import (
     rule_of,
     visibility,
 )
-from meshwright.layers.attention.ring_layout import Layout, RingSchedule
+from meshwright.layers.attention.ring.ring_layout import Layout, RingSchedule
 
 RULES = [
     *MaskKind,

@@ -37,7 +37,7 @@ from meshwright.layers.attention.blockwise import (
 )
 from meshwright.layers.attention.logits import BlockTokens, Logits
 from meshwright.layers.attention.mask_rules import Tokens, rule_of
-from meshwright.layers.attention.ring_layout import Layout, RingSchedule, Run
+from meshwright.layers.attention.ring.ring_layout import Layout, RingSchedule, Run
 from meshwright.layers.attention.sequence_splits import BSND
 from meshwright.layers.basic.dropout import Dropout
 

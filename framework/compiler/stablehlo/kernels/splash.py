@@ -1,0 +1,210 @@
+"""JAX's splash attention, a Pallas kernel for TPUs, which CPUs can interpret.
+
+It computes attention tile by tile, and no tiles that the mask leaves nothing of.
+Logits, the softmax's sums and those of tiles are float32.
+
+Dims: B batch, S sequence (query), T sequence (key), N heads, K heads of keys and
+values, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask as masks,
+)
+from jax.extend.mlir import ir
+
+from meshwright.framework.compiler.stablehlo.stable_hlo import call_target, walk
+
+LANES = 128
+"""What divides the lengths and the tiles that it can compute."""
+_CALL = "tpu_custom_call"
+# Products of a tile, by a part of the name of the call: the logits are computed in
+# each, and their gradient in both calls of the backward pass.
+_PRODUCTS = {"_fwd_": 2, "_dq_": 3, "_dkv_": 4}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Splash:
+    """The kernel with its settings.
+
+    Args:
+      left: how many keys before itself a query sees; None: all.
+      right: how many after itself; None: all.
+      cap: c of c * tanh(logits / c), or None.
+      tile: the most tokens of a tile, of queries or of keys.
+      interpret: whether it is ordinary ops, for any device, in place of a call of the
+        compiled kernel.
+    """
+
+    left: int | None
+    right: int | None
+    cap: float | None
+    tile: int
+    interpret: bool
+
+    def forward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The weighted sums of values, and the logarithms of the softmax's sums.
+
+        Args:
+          q: [B, N, S, D], scaled.
+          k: [B, K, T, D].
+          v: [B, K, T, D].
+          *segments: nothing, or int32 [B, S] and [B, T]: queries see the keys of equal
+            numbers.
+
+        Returns:
+          [B, N, S, D] of the dtype of `q`, and float32 [B, N, S].
+        """
+
+        def of_row(q, k, v, *segments):
+            kernel = self._kernel(q, k, saves=True)
+            out, (sums,) = kernel(q, k, v, _segment_ids(segments))
+            return out, sums
+
+        return jax.vmap(of_row)(q, k, v, *segments)
+
+    def backward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The gradients by q, k and v.
+
+        Args:
+          q, k, v: see `forward`.
+          *more: its segments, if there are any, and its results; then the gradient of
+            the first result.
+        """
+
+        def of_row(q, k, v, *more):
+            *segments, out, sums, dy = more
+            kernel = self._kernel(q, k, saves=False)
+            settings = kernel.kwargs
+            # JAX differentiates the kernel by this function. In public there is only
+            # the kernel and its gradient together.
+            gradients = splash._splash_attention_bwd(
+                *(
+                    settings[name]
+                    for name in (
+                        "save_residuals",
+                        "mask_value",
+                        "is_mqa",
+                        "block_sizes",
+                        "residual_checkpoint_name",
+                        "mask_function",
+                        "attn_logits_soft_cap",
+                        "interpret",
+                    )
+                ),
+                (
+                    q,
+                    k,
+                    v,
+                    _segment_ids(segments),
+                    None,  # No sinks.
+                    out,
+                    sums,
+                    kernel.dq_mask_info,
+                    kernel.dkv_mask_info,
+                ),
+                dy,
+            )
+            return gradients[3:6]
+
+        return jax.vmap(of_row)(q, k, v, *more)
+
+    def note_costs(
+        self, module: ir.Operation, q: Sequence[int], keys: int, itemsize: int
+    ) -> None:
+        """Gives the calls in a module their costs, which JAX leaves out here.
+
+        FLOPs are those of products in the matrix unit, which fills up the head size to
+        128 lanes.
+
+        Args:
+          module: as JAX lowers a pass; changed in place.
+          q: the shape of the queries.
+          keys: T.
+          itemsize: bytes of an element of the operands.
+        """
+        B, N, S, D = q
+        kernel = self._kernel(np.empty([N, S, D]), np.empty([N, keys, D]), saves=False)
+        sizes = kernel.kwargs["block_sizes"]
+        pairs = sizes.block_q * sizes.block_kv
+        fetched = 2 * max(sizes.block_q, sizes.block_kv) * D * itemsize
+        for call in walk(module):
+            if call_target(call) != _CALL:
+                continue
+            name = ir.StringAttr(call.attributes["kernel_name"]).value
+            (products,) = (n for part, n in _PRODUCTS.items() if part in name)
+            tiles = B * N * _tiles(kernel, S // sizes.block_q, keys // sizes.block_kv)
+            lanes = math.ceil(D / LANES) * LANES
+            cost = {
+                "flops": tiles * products * 2 * pairs * lanes,
+                "transcendentals": tiles * pairs,
+                "bytes_accessed": tiles * fetched,
+            }
+            config = json.loads(ir.StringAttr(call.attributes["backend_config"]).value)
+            config["custom_call_config"]["cost_estimate"] = cost
+            call.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
+            # JAX's, in several lines, which HLO text then has too.
+            del call.attributes["mhlo.frontend_attributes"]
+
+    def _kernel(self, q, k, *, saves: bool) -> splash.SplashAttentionKernel:
+        """The kernel for a row of queries [N, S, D] and keys [K, T, D]."""
+        heads, queries, _ = q.shape
+        keys = k.shape[1]
+        if self.left is None and self.right is None:
+            mask = masks.FullMask((queries, keys))
+        else:
+            mask = masks.LocalMask((queries, keys), (self.left, self.right), offset=0)
+        query_tile, key_tile = (_tile(n, self.tile) for n in (queries, keys))
+        sizes = splash.BlockSizes(
+            block_q=query_tile,
+            block_kv=key_tile,
+            block_q_dkv=query_tile,
+            block_kv_dkv=key_tile,
+            block_q_dq=query_tile,
+            block_kv_dq=key_tile,
+        )
+        return splash.make_splash_mha_single_device(
+            masks.MultiHeadMask([mask] * heads),
+            block_sizes=sizes,
+            save_residuals=saves,
+            attn_logits_soft_cap=self.cap,
+            interpret=self.interpret,
+        )
+
+
+def _segment_ids(segments: Sequence[jax.Array]) -> splash.SegmentIds | None:
+    return splash.SegmentIds(*segments) if segments else None
+
+
+def _tile(length: int, most: int) -> int:
+    """The most tokens of a tile: a multiple of 128 that divides the length."""
+    sizes = range(LANES, min(length, most) + 1, LANES)
+    return max(size for size in sizes if length % size == 0)
+
+
+def _tiles(kernel: splash.SplashAttentionKernel, rows: int, columns: int) -> int:
+    """The tiles that are computed of a head."""
+    mask = kernel.fwd_mask_info.block_mask
+    return rows * columns if mask is None else int(np.count_nonzero(mask))
+
+
+KERNELS: dict[str, Callable] = {
+    "splash_forward": Splash.forward,
+    "splash_backward": Splash.backward,
+}
+"""The passes, by the names that placeholders have."""

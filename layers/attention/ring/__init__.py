@@ -1,0 +1,1 @@
+"""Attention in a ring of devices, each of which has a part of the sequence."""
