@@ -103,7 +103,7 @@ def run_passes(
         # laid out differently.
         repairs = repair(module, target, strict=strict)
         # Placeholders of fused kernels become what JAX lowers the kernels to.
-        if fill_kernels(module.write(), target.platform):
+        if fill_kernels(module.write(), target.platform, target.device_kind):
             module.platform = target.platform
         # Manual regions and annotations are written as the partitioner reads them.
         write_for(module.blame, module.write(), module.mesh, target.partitioner)

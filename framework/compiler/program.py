@@ -362,7 +362,7 @@ def trace_program(
         donate=flat_numbers(args, donate),
         in_child=in_child,
     )
-    fn = tracing_for(target.platform)(fn)
+    fn = tracing_for(target.device_kind)(fn)
     if unreduced_gradient_axes:
         fn = unreduced_gradients(*unreduced_gradient_axes)(fn)
     if check_types:

@@ -15,8 +15,8 @@ from meshwright.framework.sharding.mesh import DeviceMesh
 
 PREFIX = "meshwright."
 KERNEL_PREFIX = "meshwright_kernel."
-_PLATFORM: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "platform", default=None
+_DEVICE_KIND: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "device_kind", default=None
 )
 
 
@@ -80,18 +80,18 @@ def kernel(
 
 
 @contextlib.contextmanager
-def tracing_for(platform: str) -> Iterator[None]:
-    """What is traced inside will run on devices of `platform`: "cpu", "gpu", "tpu"."""
-    token = _PLATFORM.set(platform)
+def tracing_for(device_kind: str) -> Iterator[None]:
+    """What is traced inside is for devices of this kind: "cpu", "gpu", "v5e"."""
+    token = _DEVICE_KIND.set(device_kind)
     try:
         yield
     finally:
-        _PLATFORM.reset(token)
+        _DEVICE_KIND.reset(token)
 
 
 def traced_for() -> str | None:
-    """The platform of the program that is being traced; None outside of programs."""
-    return _PLATFORM.get()
+    """The kind of devices of the program that is traced; None outside of programs."""
+    return _DEVICE_KIND.get()
 
 
 def mesh_text(mesh: DeviceMesh) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import gin
 import tensorflow as tf
@@ -24,25 +25,33 @@ from meshwright.layers.attention.mask_rules import NearMask, rule_of
 from meshwright.layers.attention.sequence_splits import BSND, splits_sequence
 from meshwright.layers.basic.dropout import Dropout
 
-BTKD = ("batch", "sequence", "kv_heads", "head_dim")
-LANES = 128
-"""What lengths that the kernel computes are multiples of."""
-_HIDDEN = tf.int32.min
-"""The segment of keys that no query sees."""
-
 
 @gin.constants_from_enum
 class Kernel(enum.Enum):
     """Whether a fused kernel computes attention.
 
-    AUTO: in long sequences with `Blocks.AUTO`, that of the devices, if they have one
-    that can. NONE: never. SPLASH: JAX's splash attention, which is for TPUs; CPUs
-    interpret it, slowly, for tests.
+    AUTO: in long sequences with `Blocks.AUTO` SPLASH, on TPUs for which it is compiled,
+    if it can. NONE: never. SPLASH: JAX's splash attention, which is for TPUs; CPUs
+    interpret it, slowly, for tests. CUDNN: cuDNN's attention, for NVIDIA's GPUs.
     """
 
     AUTO = "auto"
     NONE = "none"
     SPLASH = "splash"
+    CUDNN = "cudnn"
+
+
+BTKD = ("batch", "sequence", "kv_heads", "head_dim")
+LANES = 128
+"""What lengths that the kernel computes are multiples of."""
+SPLASH_TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+"""The kinds that libtpu compiles the kernel for."""
+_DTYPES = {
+    Kernel.SPLASH: (tf.float32, tf.bfloat16),
+    Kernel.CUDNN: (tf.bfloat16, tf.float16),
+}
+_HIDDEN = tf.int32.min
+"""The segment of keys that no query sees."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,41 +72,42 @@ class Attention:
         return BSND if self.k.shape[2] == self.q.shape[2] else BTKD
 
 
-def uses_kernel(
+def kernel_of(
     attention: Attention, setting: Kernel, block_size: int | Blocks
-) -> bool:
-    """Whether a fused kernel computes it, for the devices that it is traced for.
+) -> Kernel:
+    """The kernel that computes it, for the devices that it is traced for, or NONE.
 
     Raises:
       ValueError: a kernel is asked for that cannot.
     """
     if setting is Kernel.NONE:
-        return False
+        return setting
     if setting is Kernel.AUTO:
         queries, keys = (heads.shape[1] for heads in (attention.q, attention.k))
-        is_long = None not in (queries, keys) and queries * keys >= AUTO_TOKENS**2
-        return (
-            traced_for() == "tpu"
-            and block_size is Blocks.AUTO
-            and is_long
-            and next(_obstacles(attention), None) is None
-        )
-    for obstacle in _obstacles(attention):
+        if block_size is not Blocks.AUTO or None in (queries, keys):
+            return Kernel.NONE
+        if queries * keys < AUTO_TOKENS**2 or traced_for() not in SPLASH_TPUS:
+            return Kernel.NONE
+        can = not any(_obstacles(attention, Kernel.SPLASH, block_size))
+        return Kernel.SPLASH if can else Kernel.NONE
+    for obstacle in _obstacles(attention, setting, block_size):
         raise ValueError(
             f"layer {attention.ctx.path!r}: Kernel.{setting.name} cannot compute its "
             f"attention, {obstacle}; or set kernel to Kernel.AUTO or Kernel.NONE"
         )
-    return True
+    return setting
 
 
-def _obstacles(attention: Attention) -> Iterator[str]:
-    """Why the kernel cannot compute it, each with a remedy."""
-    ctx, logits, q, k = attention.ctx, attention.logits, attention.q, attention.k
+def _obstacles(
+    attention: Attention, asked: Kernel, block_size: int | Blocks
+) -> Iterator[str]:
+    """Why a kernel cannot compute it, each with a remedy."""
+    ctx, mask = attention.ctx, attention.logits.mask
     if tf.executing_eagerly() or traced_for() is None:
         yield "which is traced for no devices: compile it by compile_program"
-        return
-    if traced_for() not in ("tpu", "cpu"):
-        yield f"as the devices are of platform {traced_for()!r}: use TPUs"
+    kinds = ("cuda",) if asked is Kernel.CUDNN else (*SPLASH_TPUS, "cpu")
+    if traced_for() not in kinds:
+        yield f"as the devices are {traced_for()}: use {', '.join(kinds)}"
     if ctx.plan.pipeline_axes is not None:
         yield "which is in a pipeline: leave out the pipeline"
     if splits_sequence(ctx):
@@ -105,21 +115,43 @@ def _obstacles(attention: Attention) -> Iterator[str]:
             "as the plan splits 'sequence': set ShardingPlan.sequence_attention to "
             "SequenceAttention.ALL_TO_ALL"
         )
-    if not isinstance(rule_of(logits.mask), NearMask):
-        yield f"whose mask is {logits.mask}: make it a MaskKind or a NearMask"
+    if type(rule_of(mask)) is not NearMask:
+        yield f"whose mask is {mask}: make it a MaskKind or a NearMask"
     if attention.bias is not None:
         yield "which has relative positions: use PositionKind.ROTARY"
     if attention.dropout.drops(ctx):
         yield "which drops out probabilities: set dropout_rate to 0"
-    if q.dtype not in (tf.float32, tf.bfloat16):
-        yield f"whose activations are {q.dtype.name}: use bfloat16 or float32"
-    for name, heads in ("queries", q), ("keys", k):
-        if heads.shape[1] is None or heads.shape[1] % LANES:
-            yield (
-                f"as it has {heads.shape[1]} {name}: make their number a multiple "
-                f"of {LANES}"
-            )
+    dtypes, dtype = _DTYPES[asked], attention.q.dtype
+    if dtype not in dtypes:
+        names = " or ".join(allowed.name for allowed in dtypes)
+        yield f"whose activations are {dtype.name}: use {names}"
     yield from _uneven(attention)
+    if asked is Kernel.CUDNN:
+        yield from _beyond_cudnn(attention)
+    else:
+        yield from _beyond_splash(attention, block_size)
+
+
+def _beyond_splash(attention: Attention, block_size: int | Blocks) -> Iterator[str]:
+    for name, heads in ("queries", attention.q), ("keys", attention.k):
+        count = heads.shape[1]
+        if count is None or count % LANES:
+            yield f"as it has {count} {name}: make their number a multiple of {LANES}"
+    if isinstance(block_size, int) and block_size < LANES:
+        yield f"whose block_size is {block_size}: make it {LANES} or more"
+
+
+def _beyond_cudnn(attention: Attention) -> Iterator[str]:
+    logits, rule, head_dim = attention.logits, rule_of(attention.logits.mask), None
+    head_dim = attention.q.shape[3]
+    if head_dim % 8 or head_dim > 128:
+        yield f"whose head_dim is {head_dim}: make it a multiple of 8, at most 128"
+    if (rule.left, rule.right) != (None, None) and rule.right != 0:
+        yield f"whose mask is {rule}: make its right 0"
+    if logits.cap is not None:
+        yield f"whose logit_cap is {logits.cap}: set it to None"
+    if logits.queries.segment is not None or logits.paddings is not None:
+        yield "which has segments or paddings: leave them out"
 
 
 def _uneven(attention: Attention) -> Iterator[str]:
@@ -136,14 +168,17 @@ def _uneven(attention: Attention) -> Iterator[str]:
             )
 
 
-def attend_by_kernel(attention: Attention, block_size: int | Blocks) -> tf.Tensor:
-    """The weighted sums of values, by the kernel that `uses_kernel` allows.
+def attend_by_kernel(
+    attention: Attention, chosen: Kernel, block_size: int | Blocks
+) -> tf.Tensor:
+    """The weighted sums of values, by the kernel that `kernel_of` chose.
 
     Its logits are float32. There is no second gradient. A query that sees no key gets a
     mean of values, but no right gradient.
 
     Args:
       attention: what is computed.
+      chosen: the kernel.
       block_size: the most tokens of a tile, if it is a number.
 
     Returns:
@@ -151,13 +186,11 @@ def attend_by_kernel(attention: Attention, block_size: int | Blocks) -> tf.Tenso
     """
     ctx, logits = attention.ctx, attention.logits
     rule = rule_of(logits.mask)
-    config = {
-        "left": rule.left,
-        "right": rule.right,
-        "cap": logits.cap,
-        "tile": AUTO_SIZE if isinstance(block_size, Blocks) else block_size,
-        "interpret": traced_for() != "tpu",
-    }
+    config = {"left": rule.left, "right": rule.right}
+    if chosen is Kernel.SPLASH:
+        config["cap"] = logits.cap
+        config["tile"] = AUTO_SIZE if isinstance(block_size, Blocks) else block_size
+        config["interpret"] = traced_for() == "cpu"
     key_dims = attention.key_dims
     k, v = attention.k, attention.v
     if _splits(ctx, key_dims) != _splits(ctx, BSND):
@@ -166,7 +199,11 @@ def attend_by_kernel(attention: Attention, block_size: int | Blocks) -> tf.Tenso
         k, v = (ctx.split(copies_of_each(t, copies, 2), BSND) for t in (k, v))
         key_dims = BSND
     run = _Fused(
-        ctx=ctx, config=config, key_dims=key_dims, segments=_segments(attention)
+        ctx=ctx,
+        chosen=chosen,
+        config=config,
+        key_dims=key_dims,
+        segments=_segments(attention),
     )
     heads = [tf.transpose(t, [0, 2, 1, 3]) for t in (attention.q, k, v)]
     out = tf.custom_gradient(run.fprop)(*heads)
@@ -203,59 +240,63 @@ class _Fused:
     """
 
     ctx: Context
-    config: dict
+    chosen: Kernel
+    config: Mapping[str, Any]
     key_dims: Sequence[str]
     segments: Sequence[tf.Tensor]
 
     def fprop(self, q, k, v):
         """The output, and the function of its gradient."""
         of_queries, of_keys = _by_heads(BSND), _by_heads(self.key_dims)
-        sums = of_queries[:3]
         dims = [of_queries, of_keys, of_keys, *[("batch", "")] * len(self.segments)]
-
-        def specs(*tensors):
-            return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
-
-        inputs = self._enter([q, k, v, *self.segments], dims)
-        (local,) = specs(inputs[0])
-        out, logs = self._leave(
-            kernel(
-                "splash_forward",
-                inputs,
-                [local, tf.TensorSpec(local.shape[:3], tf.float32)],
-                self.config,
-            ),
-            [of_queries, sums],
-        )
+        operands = [*zip((q, k, v, *self.segments), dims, strict=True)]
+        results = [(tf.TensorSpec(q.shape, q.dtype), of_queries)]
+        reads_results = self.chosen is Kernel.SPLASH
+        if reads_results:
+            sums = tf.TensorSpec(q.shape[:3], tf.float32)
+            results.append((sums, of_queries[:3]))
         # Whoever saves the context saves what its gradient needs.
-        out, logs = (save_name(t, "context") for t in (out, logs))
+        saved = [
+            (save_name(t, "context"), names)
+            for t, (_, names) in zip(
+                self._run("forward", operands, results), results, strict=True
+            )
+        ]
 
         def gradient(dy):
-            operands = [q, k, v, *self.segments, out, logs, self.ctx.cast(dy)]
-            inputs = self._enter(operands, [*dims, of_queries, sums, of_queries])
-            return self._leave(
-                kernel("splash_backward", inputs, specs(*inputs[:3]), self.config),
-                [of_queries, of_keys, of_keys],
-            )
+            inputs = [*operands, *(saved if reads_results else [])]
+            inputs.append((self.ctx.cast(dy), of_queries))
+            specs = [(tf.TensorSpec(t.shape, t.dtype), d) for t, d in operands[:3]]
+            return self._run("backward", inputs, specs)
 
-        return out, gradient
+        return saved[0][0], gradient
 
-    def _enter(self, tensors, dims) -> list[tf.Tensor]:
-        """A device's parts of tensors with these names of dims."""
-        return [
-            auto_to_manual(self.ctx.split(t, names), *self._mapping(names))
-            for t, names in zip(tensors, dims, strict=True)
+    def _run(self, part: str, operands, results) -> list[tf.Tensor]:
+        """A pass of the kernel.
+
+        Args:
+          part: "forward" or "backward".
+          operands: pairs of a tensor and the names of its dims.
+          results: pairs of a spec and such names.
+        """
+        ctx, mesh = self.ctx, self.ctx.plan.mesh
+
+        def sharding(names):
+            return ctx.plan.activation_sharding(names, ctx.path)
+
+        local = [
+            auto_to_manual(ctx.split(t, names), mesh, sharding(names).dims)
+            for t, names in operands
         ]
-
-    def _leave(self, tensors, dims) -> list[tf.Tensor]:
-        return [
-            self.ctx.split(manual_to_auto(t, *self._mapping(names)), names)
-            for t, names in zip(tensors, dims, strict=True)
+        specs = [
+            tf.TensorSpec(sharding(names).shard_shape(spec.shape), spec.dtype)
+            for spec, names in results
         ]
-
-    def _mapping(self, dims: Sequence[str]) -> tuple:
-        sharding = self.ctx.plan.activation_sharding(dims, self.ctx.path)
-        return self.ctx.plan.mesh, sharding.dims
+        out = kernel(f"{self.chosen.value}_{part}", local, specs, self.config)
+        return [
+            ctx.split(manual_to_auto(t, mesh, sharding(names).dims), names)
+            for t, (_, names) in zip(out, results, strict=True)
+        ]
 
 
 def _by_heads(dims: Sequence[str]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from meshwright.layers.attention.fused import (
     Attention,
     Kernel,
     attend_by_kernel,
-    uses_kernel,
+    kernel_of,
 )
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.ring.attend_in_ring import attend_in_ring
@@ -78,8 +78,9 @@ def weighted_sums(
     attention = Attention(
         ctx=inside, logits=logits, q=q, k=k, v=v, bias=bias, dropout=dropout
     )
-    if not is_step and uses_kernel(attention, kernel, block_size):
-        context = attend_by_kernel(attention, block_size)
+    chosen = Kernel.NONE if is_step else kernel_of(attention, kernel, block_size)
+    if chosen is not Kernel.NONE:
+        context = attend_by_kernel(attention, chosen, block_size)
         return context if inside is ctx else ctx.split(context, BSND)
     if way is SequenceAttention.RING:
         return attend_in_ring(

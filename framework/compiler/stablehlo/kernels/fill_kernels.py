@@ -9,25 +9,33 @@ import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stablehlo.kernels.splash import KERNELS, Splash
+from meshwright.framework.compiler.stablehlo.kernels.cudnn import Cudnn
+from meshwright.framework.compiler.stablehlo.kernels.splash import Splash
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     call_target,
     element_type,
     shape_of,
     walk,
 )
-from meshwright.framework.compiler.stablehlo.tidy import inline, tidy
+from meshwright.framework.compiler.stablehlo.tidy import drop_unused, inline, tidy
 from meshwright.framework.sharding.placeholders import KERNEL_PREFIX
 
-_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "i32": jnp.int32}
+_KERNELS = {"splash": Splash, "cudnn": Cudnn}
+_DTYPES = {
+    "f32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "f16": jnp.float16,
+    "i32": jnp.int32,
+}
 
 
-def fill_kernels(module: ir.Operation, platform: str) -> bool:
+def fill_kernels(module: ir.Operation, platform: str, device_kind: str) -> bool:
     """Replaces placeholders by the ops that JAX lowers the kernels to.
 
     Args:
       module: a module that is not written for a partitioner yet; changed in place.
-      platform: of the devices that it is compiled for.
+      platform: of the devices that it is compiled for, as `set_platform` names it.
+      device_kind: the kind of TPU, as `TpuKind` names it.
 
     Returns:
       Whether only this platform can run the module now.
@@ -39,28 +47,28 @@ def fill_kernels(module: ir.Operation, platform: str) -> bool:
             continue
         config = ir.StringAttr(op.attributes["backend_config"]).value
         operands = tuple((shape_of(v), str(element_type(v))) for v in op.operands)
-        kind = target.removeprefix(KERNEL_PREFIX)
-        lowered = ir.Module.parse(_lowered(kind, config, operands, platform)).operation
+        name, _, part = target.removeprefix(KERNEL_PREFIX).rpartition("_")
+        kernel = _KERNELS[name](**json.loads(config))
+        lowered = ir.Module.parse(_lowered(kernel, part, operands, platform)).operation
         tidy(lowered)
-        _finish(lowered, config, operands, op.location)
-        inline(op, ir.SymbolTable(lowered)["main"].operation)
-        is_bound |= not json.loads(config)["interpret"]
+        main = ir.SymbolTable(lowered)["main"].operation
+        drop_unused(main)
+        if isinstance(kernel, Splash):
+            (q, dtype), (k, _), *_ = operands
+            itemsize = jnp.dtype(_DTYPES[dtype]).itemsize
+            kernel.note_costs(
+                lowered, device_kind, queries=q, keys=k[2], itemsize=itemsize
+            )
+        for lowered_op in walk(lowered):
+            lowered_op.location = op.location
+        inline(op, main)
+        is_bound |= kernel.is_bound
     return is_bound
 
 
 @functools.lru_cache(maxsize=64)
-def _lowered(kind: str, config: str, operands: tuple, platform: str) -> str:
-    """The StableHLO of a kernel, which equal layers share."""
+def _lowered(kernel: Splash | Cudnn, part: str, operands: tuple, platform: str) -> str:
+    """The StableHLO of a kernel's pass, which equal layers share."""
     specs = [jax.ShapeDtypeStruct(shape, _DTYPES[name]) for shape, name in operands]
-    run = functools.partial(KERNELS[kind], Splash(**json.loads(config)))
-    traced = jax.jit(run, keep_unused=True).trace(*specs)
+    traced = jax.jit(getattr(kernel, part), keep_unused=True).trace(*specs)
     return traced.lower(lowering_platforms=(platform,)).as_text()
-
-
-def _finish(lowered: ir.Operation, config: str, operands: tuple, place) -> None:
-    """Gives the ops costs, and the place of the TF op that they stand for."""
-    (q, dtype), (k, _), *_ = operands
-    itemsize = jnp.dtype(_DTYPES[dtype]).itemsize
-    Splash(**json.loads(config)).note_costs(lowered, q, k[2], itemsize)
-    for op in walk(lowered):
-        op.location = place

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -26,12 +26,40 @@ from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.stablehlo.stable_hlo import call_target, walk
 
-LANES = 128
-"""What divides the lengths and the tiles that it can compute."""
+_LANES = 128
 _CALL = "tpu_custom_call"
+_ATTRIBUTES = "mhlo.frontend_attributes"
+CYCLES = "meshwright_cycles"
+"""XLA's frontend attribute that says what a call takes, see `step_time`."""
 # Products of a tile, by a part of the name of the call: the logits are computed in
 # each, and their gradient in both calls of the backward pass.
 _PRODUCTS = {"_fwd_": 2, "_dq_": 3, "_dkv_": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Schedule:
+    """How many cycles the calls take, as libtpu schedules their instructions.
+
+    Args:
+      lanes: features of a head that take as long as fewer.
+      of_logits: for each call the cycles of 1024 logits.
+    """
+
+    lanes: int
+    of_logits: Mapping[str, float]
+
+    def cycles(self, call: str, logits: int, head_dim: int) -> int:
+        """The cycles of a call that computes so many logits."""
+        return round(
+            self.of_logits[call] * logits / 1024 * math.ceil(head_dim / self.lanes)
+        )
+
+
+# By benchmarks/kernel_cycles.py: bfloat16, a causal mask.
+_SCHEDULES = {
+    "v5e": _Schedule(128, {"_fwd_": 6.4, "_dq_": 6.1, "_dkv_": 8.0}),
+    "v6e": _Schedule(256, {"_fwd_": 4.3, "_dq_": 4.2, "_dkv_": 5.3}),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +80,11 @@ class Splash:
     cap: float | None
     tile: int
     interpret: bool
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether only one platform runs it."""
+        return not self.interpret
 
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array
@@ -125,41 +158,50 @@ class Splash:
         return jax.vmap(of_row)(q, k, v, *more)
 
     def note_costs(
-        self, module: ir.Operation, q: Sequence[int], keys: int, itemsize: int
+        self,
+        module: ir.Operation,
+        device_kind: str,
+        *,
+        queries: Sequence[int],
+        keys: int,
+        itemsize: int,
     ) -> None:
-        """Gives the calls in a module their costs, which JAX leaves out here.
-
-        FLOPs are those of products in the matrix unit, which fills up the head size to
-        128 lanes.
+        """Gives the calls in a module their costs, of which compilers know nothing.
 
         Args:
           module: as JAX lowers a pass; changed in place.
-          q: the shape of the queries.
+          device_kind: the kind of TPU, as `TpuKind` names it.
+          queries: the shape of the queries.
           keys: T.
           itemsize: bytes of an element of the operands.
         """
-        B, N, S, D = q
-        kernel = self._kernel(np.empty([N, S, D]), np.empty([N, keys, D]), saves=False)
+        calls = [op for op in walk(module) if call_target(op) == _CALL]
+        if not calls:
+            return
+        B, N, S, D = queries
+        heads = np.empty([N, S, D])
+        kernel = self._kernel(heads, heads[:, :1].repeat(keys, 1), saves=False)
         sizes = kernel.kwargs["block_sizes"]
-        pairs = sizes.block_q * sizes.block_kv
-        fetched = 2 * max(sizes.block_q, sizes.block_kv) * D * itemsize
-        for call in walk(module):
-            if call_target(call) != _CALL:
-                continue
+        grid = (S // sizes.block_q, keys // sizes.block_kv)
+        tiles = B * N * _tiles(kernel, *grid)
+        logits = tiles * sizes.block_q * sizes.block_kv
+        fetched = 2 * tiles * max(sizes.block_q, sizes.block_kv) * D * itemsize
+        schedule = _SCHEDULES.get(device_kind)
+        for call in calls:
             name = ir.StringAttr(call.attributes["kernel_name"]).value
-            (products,) = (n for part, n in _PRODUCTS.items() if part in name)
-            tiles = B * N * _tiles(kernel, S // sizes.block_q, keys // sizes.block_kv)
-            lanes = math.ceil(D / LANES) * LANES
-            cost = {
-                "flops": tiles * products * 2 * pairs * lanes,
-                "transcendentals": tiles * pairs,
-                "bytes_accessed": tiles * fetched,
-            }
+            (part,) = (part for part in _PRODUCTS if part in name)
             config = json.loads(ir.StringAttr(call.attributes["backend_config"]).value)
-            config["custom_call_config"]["cost_estimate"] = cost
+            config["custom_call_config"]["cost_estimate"] = {
+                "flops": _PRODUCTS[part] * 2 * logits * D,
+                "transcendentals": logits,
+                "bytes_accessed": fetched,
+            }
             call.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
-            # JAX's, in several lines, which HLO text then has too.
-            del call.attributes["mhlo.frontend_attributes"]
+            # JAX's attributes are lines of their own in HLO text.
+            del call.attributes[_ATTRIBUTES]
+            if schedule is not None:
+                cycles = ir.StringAttr.get(str(schedule.cycles(part, logits, D)))
+                call.attributes[_ATTRIBUTES] = ir.DictAttr.get({CYCLES: cycles})
 
     def _kernel(self, q, k, *, saves: bool) -> splash.SplashAttentionKernel:
         """The kernel for a row of queries [N, S, D] and keys [K, T, D]."""
@@ -193,7 +235,7 @@ def _segment_ids(segments: Sequence[jax.Array]) -> splash.SegmentIds | None:
 
 def _tile(length: int, most: int) -> int:
     """The most tokens of a tile: a multiple of 128 that divides the length."""
-    sizes = range(LANES, min(length, most) + 1, LANES)
+    sizes = range(_LANES, min(length, most) + 1, _LANES)
     return max(size for size in sizes if length % size == 0)
 
 
@@ -201,10 +243,3 @@ def _tiles(kernel: splash.SplashAttentionKernel, rows: int, columns: int) -> int
     """The tiles that are computed of a head."""
     mask = kernel.fwd_mask_info.block_mask
     return rows * columns if mask is None else int(np.count_nonzero(mask))
-
-
-KERNELS: dict[str, Callable] = {
-    "splash_forward": Splash.forward,
-    "splash_backward": Splash.backward,
-}
-"""The passes, by the names that placeholders have."""
