@@ -5,17 +5,35 @@ The kernel is the one for TPUs, as a CPU interprets it.
 
 import dataclasses
 import itertools
+import json
+import re
 
 import numpy as np
 import pytest
+import tensorflow as tf
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.extend.mlir import ir
 
 from meshwright import framework as mw
-from meshwright.framework.sharding.plan import ShardingPlan
+from meshwright.framework.compiler.lowering.lower import lower
+from meshwright.framework.compiler.stablehlo.kernels.fill_kernels import fill_kernels
+from meshwright.framework.compiler.stablehlo.module import Module
+from meshwright.framework.compiler.stablehlo.stable_hlo import (
+    call_target,
+    shape_of,
+    walk,
+)
+from meshwright.framework.compiler.stablehlo.tidy import tidy
+from meshwright.framework.compiler.stablehlo.written import write_for
+from meshwright.framework.modeling.layer import Context, Mode, initialize
+from meshwright.framework.modeling.random import key_from_seed
+from meshwright.framework.sharding.placeholders import tracing_for
+from meshwright.framework.sharding.plan import SequenceAttention, ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.fused import Kernel
-from meshwright.layers.attention.mask_rules import MaskKind, NearMask
+from meshwright.layers.attention.mask_rules import MaskKind, NearMask, PrefixMask
 from meshwright.layers.attention.positions import PositionKind
 from tests.layers.attention.on_devices import some_of
 
@@ -57,7 +75,7 @@ SPLIT_KEYS = dataclasses.replace(
 
 def layer_of(kernel=Kernel.SPLASH, **kwargs):
     sizes = {"model_dims": M, "num_heads": 4, "head_dim": 4, "block_size": 128}
-    return MultiHeadAttention(**sizes | kwargs, kernel=kernel)
+    return MultiHeadAttention(**{**sizes, "kernel": kernel, **kwargs})
 
 
 # Each case on one device and, by one of them, on eight.
@@ -89,3 +107,170 @@ def test_it_computes_what_one_device_does_without(
         reference=layer_of(Kernel.NONE, **{**kwargs, "block_size": reference}),
         **inputs,
     )
+
+
+def test_grouped_heads_stay_so_where_the_plan_splits_both_alike():
+    kwargs, inputs = CASES["packed_grouped"]
+    assert_layer_parity(
+        layer_of(**kwargs),
+        X,
+        plan=SPLIT_KEYS,
+        reference=layer_of(Kernel.NONE, **kwargs),
+        **inputs,
+    )
+
+
+def lowered(layer, device_kind, plan=PLANS[1], length=S, dtype=tf.float32, padded=True):
+    """The module of a layer's gradients, as traced for a kind of devices."""
+
+    def step(theta, x, key, paddings):
+        ctx = Context(plan=plan, mode=Mode.TRAIN, key=key, activation_dtype=dtype)
+        is_padded = padded and layer.mask is MaskKind.FULL
+        more = {"paddings": paddings} if is_padded else {}
+        with tf.GradientTape() as tape:
+            tape.watch((theta, x))
+            y = layer.fprop(ctx, theta, x, **more)
+        return tape.gradient(y, (theta, x))
+
+    weights = layer.weights().map(lambda s: tf.TensorSpec(s.shape))
+    specs = [
+        tf.TensorSpec([B, length, M], dtype),
+        tf.TensorSpec([2], tf.uint32),
+        tf.TensorSpec([B, length]),
+    ]
+    with tracing_for(device_kind):
+        return Module(lower(step, [weights, *specs], name="step"), plan.mesh)
+
+
+def calls(module):
+    """How many passes of kernels a module calls."""
+    text = str(module.operation)
+    return len(re.findall(r"custom_call @meshwright_kernel\.", text))
+
+
+@pytest.mark.parametrize(
+    "kind,kwargs,length,count",
+    [
+        ("v5e", {}, 2048, 2),
+        ("v6e", {"mask": MaskKind.FULL, "num_kv_heads": 1}, 2048, 2),
+        ("v5e", {}, 1920, 0),  # Short.
+        ("v5e", {}, 2050, 0),  # No multiple of 128.
+        ("v5e", {"block_size": 512}, 2048, 0),
+        ("v5e", {"block_size": Blocks.NONE}, 2048, 0),
+        ("v5e", {"dropout_rate": 0.1}, 2048, 0),
+        ("v5e", {"kernel": Kernel.NONE}, 2048, 0),
+        ("v3", {}, 2048, 0),
+        ("cuda", {}, 2048, 0),
+        ("cpu", {}, 2048, 0),
+    ],
+)
+def test_it_is_automatic_in_long_sequences_on_tpus(kind, kwargs, length, count):
+    layer = layer_of(**{"kernel": Kernel.AUTO, "block_size": Blocks.AUTO, **kwargs})
+    assert calls(lowered(layer, kind, length=length)) == count
+
+
+THREE_ROWS = dataclasses.replace(PLANS[8], mesh_shape=(4, 2, 1))
+SPLIT_SEQUENCE = dataclasses.replace(
+    PLANS[8],
+    activations={"sequence": "data"},
+    sequence_attention=SequenceAttention.RING,
+)
+
+
+@pytest.mark.parametrize(
+    "kwargs,given,message",
+    [
+        ({"mask": PrefixMask(length=3)}, {}, "whose mask is PrefixMask.*a NearMask"),
+        ({"positions": PositionKind.RELATIVE}, {}, "relative positions: use .*ROTARY"),
+        ({"dropout_rate": 0.1}, {}, "drops out probabilities: set dropout_rate to 0"),
+        ({}, {"dtype": tf.float16}, "float16: use float32 or bfloat16"),
+        ({}, {"length": 200}, "has 200 queries: make their number a multiple of 128"),
+        ({"block_size": 64}, {}, "block_size is 64: make it 128 or more"),
+        ({}, {"device_kind": "v3"}, "the devices are v3: use v4, v5e, .*, cpu"),
+        ({}, {"plan": THREE_ROWS}, "splits its 2 rows over 4 devices: make them a"),
+        (
+            {},
+            {"plan": SPLIT_SEQUENCE},
+            "splits 'sequence': set ShardingPlan.sequence_attention to .*ALL_TO_ALL",
+        ),
+        (
+            {},
+            {"plan": PLANS[8].inside_pipeline(["rest"])},
+            "is in a pipeline: leave out the pipeline",
+        ),
+        ({"kernel": Kernel.CUDNN}, {}, "the devices are cpu: use cuda"),
+        (
+            {"kernel": Kernel.CUDNN},
+            {"device_kind": "cuda"},
+            "activations are float32: use bfloat16 or float16",
+        ),
+        (
+            {"kernel": Kernel.CUDNN},
+            {"device_kind": "cuda", "dtype": tf.bfloat16},
+            "head_dim is 4: make it a multiple of 8, at most 128",
+        ),
+        (
+            {"kernel": Kernel.CUDNN, "head_dim": 8, "logit_cap": 2.0},
+            {"device_kind": "cuda", "dtype": tf.bfloat16},
+            "logit_cap is 2.0: set it to None",
+        ),
+        (
+            {"kernel": Kernel.CUDNN, "head_dim": 8, "mask": NearMask(left=3, right=1)},
+            {"device_kind": "cuda", "dtype": tf.bfloat16},
+            "right=1.*: make its right 0",
+        ),
+        (
+            {"kernel": Kernel.CUDNN, "head_dim": 8, "mask": MaskKind.FULL},
+            {"device_kind": "cuda", "dtype": tf.bfloat16},
+            "has segments or paddings: leave them out",
+        ),
+    ],
+)
+def test_a_kernel_that_cannot_is_refused(kwargs, given, message):
+    with pytest.raises(ValueError, match=f"Kernel.*cannot.*{message}.*or set kernel"):
+        lowered(layer_of(**kwargs), **{"device_kind": "cpu", **given})
+
+
+def test_it_is_refused_where_nothing_is_compiled():
+    layer = layer_of()
+    theta = initialize(layer.weights(), key_from_seed(0))
+    with pytest.raises(ValueError, match="traced for no devices.*compile_program"):
+        layer.fprop(Context(), theta, tf.constant(X))
+
+
+@pytest.mark.parametrize("partitioner", mw.Partitioner)
+@pytest.mark.parametrize(
+    "mask,kind,window",
+    [
+        (MaskKind.FULL, "NO_MASK", 0),
+        (MaskKind.CAUSAL, "CAUSAL", 0),
+        (NearMask(left=9, right=0), "CAUSAL", 10),
+    ],
+)
+def test_cudnn_is_called_as_jax_lowers_it(mask, kind, window, partitioner, monkeypatch):
+    """JAX looks for cuDNN before, which is not here; no GPU compiles or runs it."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    layer = layer_of(Kernel.CUDNN, head_dim=8, mask=mask, num_kv_heads=2)
+    plan = PLANS[8]
+    module = lowered(layer, "cuda", plan, length=100, dtype=tf.bfloat16, padded=False)
+    found = []
+    with module.opened():
+        tidy(module.operation)
+        assert fill_kernels(module.operation, "cuda", "cuda")
+        write_for(module.blame, module.operation, plan.mesh, partitioner)
+        module.operation.verify()
+        for op in walk(module.operation):
+            if (target := call_target(op) or "").startswith("__cudnn$"):
+                text = ir.StringAttr(op.attributes["backend_config"]).value
+                config = json.loads(text)["cudnn_fmha_backend_config"]
+                assert config["fmha_scale"] == 1
+                # A device's rows and heads.
+                assert shape_of(op.operands[0]) == (1, 100, 2, 8)
+                found.append(
+                    (target, config["mask_type"], config["sliding_window_length"])
+                )
+    assert found == [
+        ("__cudnn$fmhaSoftmax", kind, window),
+        ("__cudnn$fmhaSoftmax", kind, window),
+        ("__cudnn$fmhaSoftmaxBackward", kind, window),
+    ]
