@@ -27,6 +27,7 @@ from meshwright.framework.compiler.stablehlo.tidy import tidy
 from meshwright.framework.compiler.stablehlo.written import write_for
 from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
+from meshwright.framework.modeling.recompute import Recompute
 from meshwright.framework.sharding.placeholders import tracing_for
 from meshwright.framework.sharding.plan import SequenceAttention, ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
@@ -35,7 +36,10 @@ from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.fused import Kernel
 from meshwright.layers.attention.mask_rules import MaskKind, NearMask, PrefixMask
 from meshwright.layers.attention.positions import PositionKind
+from meshwright.layers.stacks.repeat import Repeat
+from meshwright.layers.transformer import transformer_layer
 from tests.layers.attention.on_devices import some_of
+from tests.trainers.parity import initial_state, small_experiment, train
 
 B, S, T, M = 2, 256, 384, 8
 RNG = np.random.default_rng(0)
@@ -274,3 +278,68 @@ def test_cudnn_is_called_as_jax_lowers_it(mask, kind, window, partitioner, monke
         ("__cudnn$fmhaSoftmax", kind, window),
         ("__cudnn$fmhaSoftmaxBackward", kind, window),
     ]
+
+
+SEQUENCE_PARALLEL = dataclasses.replace(
+    PLANS[8],
+    weights={"heads": "tensor", "hidden": "tensor"},
+    activations={**PLANS[8].activations, "hidden": "tensor", "stream": "tensor"},
+    unreduced_gradient_axes=("tensor",),
+)
+BY_HEADS = dataclasses.replace(
+    PLANS[8],
+    activations={"batch": "data", "sequence": "tensor"},
+    sequence_attention=SequenceAttention.ALL_TO_ALL,
+)
+
+
+@pytest.mark.parametrize(
+    "plan,partitioner",
+    some_of(
+        itertools.product(("sequence", "by_heads"), ("SHARDY", "GSPMD")),
+        (("sequence", "SHARDY"), ("by_heads", "GSPMD")),
+    ),
+)
+def test_stacks_too_where_the_sequence_is_split(plan, partitioner):
+    def stack(**kwargs):
+        body = transformer_layer(
+            model_dims=M, num_heads=4, head_dim=2, hidden_dims=16, **kwargs
+        )
+        return Repeat(
+            body=body,
+            num_layers=2,
+            recompute=Recompute.ALL_BUT_NAMED,
+            saved_names=("context",),
+        )
+
+    assert_layer_parity(
+        stack(kernel=Kernel.SPLASH),
+        X,
+        plan={"sequence": SEQUENCE_PARALLEL, "by_heads": BY_HEADS}[plan],
+        partitioner=mw.Partitioner[partitioner],
+        reference=stack(block_size=Blocks.NONE),
+        **SEGMENTS,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partitioner", ["SHARDY", "GSPMD"])
+def test_eight_devices_train_as_one_without(partitioner):
+    def experiment(mesh, kernel):
+        return small_experiment(
+            f"MESH_SHAPE = {mesh}",
+            f"transformer_layer.kernel = %Kernel.{kernel}",
+            f"Experiment.partitioner = %Partitioner.{partitioner}",
+            "SEQUENCE_LENGTH = 256",
+        )
+
+    plain = experiment((1, 1), "NONE")
+    start = initial_state(plain)
+    got, want = train(experiment((2, 4), "SPLASH"), start), train(plain, start)
+    assert len(got.losses) == 5 and got.losses[-1] < got.losses[0]
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
+    for path, value in want.state.items():
+        scale = np.abs(value).max() or 1.0
+        np.testing.assert_allclose(
+            got.state[path] / scale, value / scale, atol=1e-3, err_msg=path
+        )
