@@ -1,6 +1,6 @@
 """How many cycles a tile of the fused attention kernel takes on TPUs, as scheduled.
 
-    python benchmarks/kernel_cycles.py [--topologies=v5e:2x2,v6e:2x2]
+    python benchmarks/kernel_cycles.py [--topologies=v4:2x2x1,v5e:2x2]
         [--head_dims=64,128,256] [--tokens=2048] [--tile=1024]
 
 Compiles the kernel's passes for a TPU and counts the instruction bundles that libtpu
@@ -31,7 +31,8 @@ PASSES = ("_fwd_", "_dq_", "_dkv_")
 
 def define_flags() -> None:
     """Called only by this program."""
-    flags.DEFINE_list("topologies", ["v5e:2x2", "v6e:2x2"], "TPU topologies.")
+    topologies = ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+    flags.DEFINE_list("topologies", topologies, "TPU topologies.")
     flags.DEFINE_list("head_dims", ["64", "128", "256"], "Features of a head.")
     flags.DEFINE_integer("tokens", 2048, "Of queries, and of keys.", lower_bound=128)
     flags.DEFINE_integer("tile", 1024, "The most tokens of a tile.", lower_bound=128)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -29,36 +29,20 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import call_target, walk
 _LANES = 128
 _CALL = "tpu_custom_call"
 _ATTRIBUTES = "mhlo.frontend_attributes"
-CYCLES = "meshwright_cycles"
+_CYCLES = "meshwright_cycles"
 """XLA's frontend attribute that says what a call takes, see `step_time`."""
 # Products of a tile, by a part of the name of the call: the logits are computed in
 # each, and their gradient in both calls of the backward pass.
 _PRODUCTS = {"_fwd_": 2, "_dq_": 3, "_dkv_": 4}
 
-
-@dataclasses.dataclass(frozen=True)
-class _Schedule:
-    """How many cycles the calls take, as libtpu schedules their instructions.
-
-    Args:
-      lanes: features of a head that take as long as fewer.
-      of_logits: for each call the cycles of 1024 logits.
-    """
-
-    lanes: int
-    of_logits: Mapping[str, float]
-
-    def cycles(self, call: str, logits: int, head_dim: int) -> int:
-        """The cycles of a call that computes so many logits."""
-        return round(
-            self.of_logits[call] * logits / 1024 * math.ceil(head_dim / self.lanes)
-        )
-
-
-# By benchmarks/kernel_cycles.py: bfloat16, a causal mask.
+# By kind of TPU, and by features of a head, up to: the cycles of 1024 logits in each of
+# these calls, as libtpu schedules their instructions (benchmarks/kernel_cycles.py).
 _SCHEDULES = {
-    "v5e": _Schedule(128, {"_fwd_": 6.4, "_dq_": 6.1, "_dkv_": 8.0}),
-    "v6e": _Schedule(256, {"_fwd_": 4.3, "_dq_": 4.2, "_dkv_": 5.3}),
+    "v4": {128: (8.8, 7.4, 11.3), 256: (13.2, 13.4, 17.1)},
+    "v5e": {128: (6.5, 6.2, 8.0), 256: (10.8, 12.1, 15.6)},
+    "v5p": {128: (6.6, 6.3, 8.4), 256: (10.4, 11.9, 15.2)},
+    "v6e": {128: (4.2, 3.9, 5.0), 256: (4.4, 4.2, 5.4)},
+    "tpu7x": {128: (4.1, 4.0, 4.9), 256: (5.6, 4.3, 5.3)},
 }
 
 
@@ -186,7 +170,7 @@ class Splash:
         tiles = B * N * _tiles(kernel, *grid)
         logits = tiles * sizes.block_q * sizes.block_kv
         fetched = 2 * tiles * max(sizes.block_q, sizes.block_kv) * D * itemsize
-        schedule = _SCHEDULES.get(device_kind)
+        cycles = _cycles(device_kind, logits, D)
         for call in calls:
             name = ir.StringAttr(call.attributes["kernel_name"]).value
             (part,) = (part for part in _PRODUCTS if part in name)
@@ -199,9 +183,9 @@ class Splash:
             call.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
             # JAX's attributes are lines of their own in HLO text.
             del call.attributes[_ATTRIBUTES]
-            if schedule is not None:
-                cycles = ir.StringAttr.get(str(schedule.cycles(part, logits, D)))
-                call.attributes[_ATTRIBUTES] = ir.DictAttr.get({CYCLES: cycles})
+            if part in cycles:
+                text = ir.StringAttr.get(str(cycles[part]))
+                call.attributes[_ATTRIBUTES] = ir.DictAttr.get({_CYCLES: text})
 
     def _kernel(self, q, k, *, saves: bool) -> splash.SplashAttentionKernel:
         """The kernel for a row of queries [N, S, D] and keys [K, T, D]."""
@@ -237,6 +221,18 @@ def _tile(length: int, most: int) -> int:
     """The most tokens of a tile: a multiple of 128 that divides the length."""
     sizes = range(_LANES, min(length, most) + 1, _LANES)
     return max(size for size in sizes if length % size == 0)
+
+
+def _cycles(device_kind: str, logits: int, head_dim: int) -> dict[str, int]:
+    """The cycles of each call that computes so many logits, where they are known."""
+    schedule = _SCHEDULES.get(device_kind)
+    if schedule is None:
+        return {}
+    widest = max(schedule)
+    width = next((w for w in schedule if head_dim <= w), widest)
+    times = math.ceil(head_dim / widest) * logits / 1024
+    each = zip(_PRODUCTS, schedule[width], strict=True)
+    return {part: round(cycles * times) for part, cycles in each}
 
 
 def _tiles(kernel: splash.SplashAttentionKernel, rows: int, columns: int) -> int:
