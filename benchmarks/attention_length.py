@@ -49,7 +49,7 @@ from meshwright.layers.attention.positions import PositionKind
 def define_flags() -> None:
     """Called only by this program."""
     flags.DEFINE_list("lengths", ["1024", "2048", "4096", "8192"], "Tokens of a row.")
-    flags.DEFINE_list("sizes", ["0", "256", "512"], "Tokens of a block, 0, splash.")
+    flags.DEFINE_list("sizes", ["0", "256", "512"], "Tokens of a block, 0 or splash.")
     flags.DEFINE_integer("head_dim", 64, "Features of a head.", lower_bound=1)
     flags.DEFINE_integer("batch", 1, "Rows.", lower_bound=1)
     flags.DEFINE_integer("heads", 8, "Heads.", lower_bound=1)
@@ -69,8 +69,8 @@ class Sizes:
       batch: B.
       length: S.
       heads: N.
-      head_dim: D.
       block: the most tokens of a block; 0: no blocks.
+      head_dim: D.
       kernel: whether a fused kernel computes attention.
       split_over: the devices that a row is split over.
       way: how attention is computed then.
@@ -79,8 +79,8 @@ class Sizes:
     batch: int
     length: int
     heads: int
-    head_dim: int
     block: int
+    head_dim: int = 64
     kernel: Kernel = Kernel.NONE
     split_over: int = 1
     way: SequenceAttention = SequenceAttention.GATHER

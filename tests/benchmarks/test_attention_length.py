@@ -3,10 +3,12 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from benchmarks import attention_length
 from benchmarks.attention_length import Seconds, Sizes
 from meshwright.framework.sharding.plan import SequenceAttention
+from meshwright.layers.attention.fused import Kernel
 
 
 def test_rows_have_memory_and_medians():
@@ -17,15 +19,24 @@ def test_rows_have_memory_and_medians():
     sizes = dataclasses.replace(sizes, split_over=4, way=SequenceAttention.RING)
     row = attention_length.table_row(sizes, 2**19, ()).split()
     assert row == ["64", "16", "ring", "0.5"]
+    fused = dataclasses.replace(sizes, block=0, kernel=Kernel.SPLASH)
+    row = attention_length.table_row(fused, 2**19, ()).split()
+    assert row == ["64", "splash", "ring", "0.5"]
     row = attention_length.estimated_row(sizes, 2**20, 0.25).split()
     assert row == ["64", "16", "ring", "1.0", "0.250000"]
 
 
-def test_all_forms_compute_the_same_gradients():
+@pytest.mark.parametrize(
+    "length,forms",
+    [
+        (40, [(16, {}), (8, {"split_over": 2, "way": SequenceAttention.RING})]),
+        (128, [(0, {"kernel": Kernel.SPLASH})]),
+    ],
+)
+def test_all_forms_compute_the_same_gradients(length, forms):
     found = []
-    split = {"split_over": 2, "way": SequenceAttention.RING}
-    for block, more in ((16, {}), (8, split), (0, {})):
-        sizes = Sizes(batch=1, length=40, heads=2, block=block, **more)
+    for block, more in [*forms, (0, {})]:
+        sizes = Sizes(batch=1, length=length, heads=2, block=block, **more)
         program = attention_length.step_program(sizes, None)
         out = program(*attention_length.arguments(program))
         found.append(program.unshard(out))
