@@ -193,7 +193,7 @@ def attend_by_kernel(
         config["interpret"] = traced_for() == "cpu"
     key_dims = attention.key_dims
     k, v = attention.k, attention.v
-    if _splits(ctx, key_dims) != _splits(ctx, BSND):
+    if not _has_whole_groups(ctx, key_dims, k.shape[2]):
         # A device's heads of queries would not find theirs among its heads of keys.
         copies = attention.q.shape[2] // k.shape[2]
         k, v = (ctx.split(copies_of_each(t, copies, 2), BSND) for t in (k, v))
@@ -210,8 +210,12 @@ def attend_by_kernel(
     return ctx.split(tf.transpose(out, [0, 2, 1, 3]), BSND)
 
 
-def _splits(ctx: Context, dims: Sequence[str]) -> tuple:
-    return ctx.plan.activation_sharding(dims, ctx.path).dims
+def _has_whole_groups(ctx: Context, key_dims: Sequence[str], heads: int) -> bool:
+    """Whether devices have, of so many heads of keys, those that their queries read."""
+    of_keys, of_queries = (
+        ctx.plan.activation_sharding(dims, ctx.path) for dims in (key_dims, BSND)
+    )
+    return of_keys.dims == of_queries.dims and heads % of_keys.splits()[2] == 0
 
 
 def _segments(attention: Attention) -> list[tf.Tensor]:

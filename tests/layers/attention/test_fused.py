@@ -113,8 +113,10 @@ def test_it_computes_what_one_device_does_without(
     )
 
 
-def test_grouped_heads_stay_so_where_the_plan_splits_both_alike():
-    kwargs, inputs = CASES["packed_grouped"]
+@pytest.mark.parametrize("heads", [2, 1])
+def test_grouped_heads_where_the_plan_splits_both_alike(heads):
+    """One head of keys, which two devices cannot share, is repeated."""
+    kwargs, inputs = {**CASES["packed_grouped"][0], "num_kv_heads": heads}, SEGMENTS
     assert_layer_parity(
         layer_of(**kwargs),
         X,
@@ -122,6 +124,47 @@ def test_grouped_heads_stay_so_where_the_plan_splits_both_alike():
         reference=layer_of(Kernel.NONE, **kwargs),
         **inputs,
     )
+
+
+def gradients(layer, dtype=tf.float32, **inputs):
+    """The output, and gradients by weights and input, on a CPU device."""
+    theta = initialize(layer.weights(), key_from_seed(0))
+
+    def step(theta, x, inputs):
+        ctx = Context(plan=PLANS[1], activation_dtype=dtype)
+        with tf.GradientTape() as tape:
+            tape.watch((theta, x))
+            y = layer.fprop(ctx, theta, x, **inputs)
+        return [y, *tf.nest.flatten(tape.gradient(y, (theta, x), tf.sin(y)))]
+
+    args = tf.nest.map_structure(np.asarray, (theta, X, inputs))
+    specs = tf.nest.map_structure(lambda a: tf.TensorSpec(a.shape, a.dtype), args)
+    program = mw.compile_program(step, specs, PLANS[1].mesh)
+    return [np.float32(t) for t in program.unshard(program(*args))]
+
+
+def test_sixteen_bit_activations_are_as_exact_as_at_once():
+    exact = gradients(layer_of(Kernel.NONE))
+    errors = [
+        [
+            np.abs(got - want).mean()
+            for got, want in zip(gradients(layer, tf.bfloat16), exact, strict=True)
+        ]
+        for layer in (layer_of(), layer_of(Kernel.NONE, block_size=Blocks.NONE))
+    ]
+    assert np.all(np.array(errors[0]) < 1.2 * np.array(errors[1]))
+
+
+def test_queries_that_see_no_key_stay_finite_and_reach_nobody():
+    paddings = np.zeros([B, S], np.float32)
+    paddings[:, :9] = 1
+    results = [
+        gradients(layer_of(kernel), paddings=paddings)
+        for kernel in (Kernel.SPLASH, Kernel.NONE)
+    ]
+    assert all(np.isfinite(t).all() for t in results[0])
+    got, want = (each[0][:, 9:] for each in results)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 def lowered(layer, device_kind, plan=PLANS[1], length=S, dtype=tf.float32, padded=True):

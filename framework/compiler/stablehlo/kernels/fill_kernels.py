@@ -49,26 +49,33 @@ def fill_kernels(module: ir.Operation, platform: str, device_kind: str) -> bool:
         operands = tuple((shape_of(v), str(element_type(v))) for v in op.operands)
         name, _, part = target.removeprefix(KERNEL_PREFIX).rpartition("_")
         kernel = _KERNELS[name](**json.loads(config))
-        lowered = ir.Module.parse(_lowered(kernel, part, operands, platform)).operation
-        tidy(lowered)
-        main = ir.SymbolTable(lowered)["main"].operation
-        drop_unused(main)
-        if isinstance(kernel, Splash):
-            (q, dtype), (k, _), *_ = operands
-            itemsize = jnp.dtype(_DTYPES[dtype]).itemsize
-            kernel.note_costs(
-                lowered, device_kind, queries=q, keys=k[2], itemsize=itemsize
-            )
+        text = _lowered(kernel, part, operands, platform, device_kind)
+        lowered = ir.Module.parse(text).operation
         for lowered_op in walk(lowered):
             lowered_op.location = op.location
-        inline(op, main)
+        inline(op, ir.SymbolTable(lowered)["main"].operation)
         is_bound |= kernel.is_bound
     return is_bound
 
 
 @functools.lru_cache(maxsize=64)
-def _lowered(kernel: Splash | Cudnn, part: str, operands: tuple, platform: str) -> str:
-    """The StableHLO of a kernel's pass, which equal layers share."""
+def _lowered(
+    kernel: Splash | Cudnn, part: str, operands: tuple, platform: str, device_kind: str
+) -> str:
+    """The StableHLO of a kernel's pass, a single function, which equal layers share."""
     specs = [jax.ShapeDtypeStruct(shape, _DTYPES[name]) for shape, name in operands]
     traced = jax.jit(getattr(kernel, part), keep_unused=True).trace(*specs)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    module = ir.Module.parse(text).operation
+    tidy(module)
+    drop_unused(ir.SymbolTable(module)["main"].operation)
+    if isinstance(kernel, Splash):
+        q, k, *_ = specs
+        kernel.note_costs(
+            module,
+            device_kind,
+            queries=q.shape,
+            keys=k.shape[2],
+            itemsize=q.dtype.itemsize,
+        )
+    return str(module)
