@@ -44,6 +44,8 @@ class Kernel(enum.Enum):
 BTKD = ("batch", "sequence", "kv_heads", "head_dim")
 LANES = 128
 """What lengths that the kernel computes are multiples of."""
+# Others would have small tiles.
+_AUTO_MULTIPLE = 512
 SPLASH_TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 """The kinds that libtpu compiles the kernel for."""
 _DTYPES = {
@@ -87,6 +89,8 @@ def kernel_of(
         if block_size is not Blocks.AUTO or None in (queries, keys):
             return Kernel.NONE
         if queries * keys < AUTO_TOKENS**2 or traced_for() not in SPLASH_TPUS:
+            return Kernel.NONE
+        if queries % _AUTO_MULTIPLE or keys % _AUTO_MULTIPLE:
             return Kernel.NONE
         can = not any(_obstacles(attention, Kernel.SPLASH, block_size))
         return Kernel.SPLASH if can else Kernel.NONE

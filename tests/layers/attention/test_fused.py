@@ -201,7 +201,7 @@ def calls(module):
         ("v5e", {}, 2048, 2),
         ("v6e", {"mask": MaskKind.FULL, "num_kv_heads": 1}, 2048, 2),
         ("v5e", {}, 1920, 0),  # Short.
-        ("v5e", {}, 2050, 0),  # No multiple of 128.
+        ("v5e", {}, 2176, 0),  # No multiple of 512.
         ("v5e", {"block_size": 512}, 2048, 0),
         ("v5e", {"block_size": Blocks.NONE}, 2048, 0),
         ("v5e", {"dropout_rate": 0.1}, 2048, 0),

@@ -28,6 +28,8 @@ from jax.extend.mlir import ir
 from meshwright.framework.compiler.stablehlo.stable_hlo import call_target, walk
 
 _LANES = 128
+# Of a tile's queries, or of its keys: with more, a chip's fast memory may not do.
+_TILE_BYTES = 2**18
 _CALL = "tpu_custom_call"
 _ATTRIBUTES = "mhlo.frontend_attributes"
 _CYCLES = "meshwright_cycles"
@@ -164,8 +166,8 @@ class Splash:
         if not calls:
             return
         B, N, S, D = queries
-        tiles = B * N * self._tiles(S, keys)
-        tile = _tile(S, self.tile), _tile(keys, self.tile)
+        tile = self._tile(S, D * itemsize), self._tile(keys, D * itemsize)
+        tiles = B * N * _count(self._mask(S, keys), tile)
         logits = tiles * math.prod(tile)
         cycles = _cycles(device_kind, logits, D)
         for call in calls:
@@ -188,9 +190,11 @@ class Splash:
 
     def _kernel(self, q, k, *, saves: bool) -> splash.SplashAttentionKernel:
         """The kernel for a row of queries [N, S, D] and keys [K, T, D]."""
-        heads, queries, _ = q.shape
-        keys = k.shape[1]
-        query_tile, key_tile = (_tile(n, self.tile) for n in (queries, keys))
+        (heads, queries, head_dim), keys = q.shape, k.shape[1]
+        query_tile, key_tile = (
+            self._tile(length, head_dim * q.dtype.itemsize)
+            for length in (queries, keys)
+        )
         sizes = splash.BlockSizes(
             block_q=query_tile,
             block_kv=key_tile,
@@ -212,15 +216,16 @@ class Splash:
             return masks.FullMask((queries, keys))
         return _Window((queries, keys), (self.left, self.right), offset=0)
 
-    def _tiles(self, queries: int, keys: int) -> int:
-        """The tiles of a head that are computed."""
-        mask = self._mask(queries, keys)
-        rows, columns = (
-            [slice(i, i + tile) for i in range(0, length, tile)]
-            for length, tile in ((n, _tile(n, self.tile)) for n in (queries, keys))
-        )
-        pairs = itertools.product(rows, columns)
-        return sum(bool(mask[pair].any()) for pair in pairs)
+    def _tile(self, length: int, token_bytes: int) -> int:
+        """The tokens of a tile: a multiple of 128 that divides the length.
+
+        Args:
+          length: of queries, or of keys.
+          token_bytes: of a token in a head.
+        """
+        most = max(_LANES, min(length, self.tile, _TILE_BYTES // token_bytes))
+        sizes = range(_LANES, most + 1, _LANES)
+        return max(size for size in sizes if length % size == 0)
 
 
 class _Window(masks.LocalMask):
@@ -247,10 +252,13 @@ def _segment_ids(segments: Sequence[jax.Array]) -> splash.SegmentIds | None:
     return splash.SegmentIds(*segments) if segments else None
 
 
-def _tile(length: int, most: int) -> int:
-    """The most tokens of a tile: a multiple of 128 that divides the length."""
-    sizes = range(_LANES, min(length, most) + 1, _LANES)
-    return max(size for size in sizes if length % size == 0)
+def _count(mask: masks.Mask, tile: tuple[int, int]) -> int:
+    """The tiles that a mask leaves something of."""
+    parts = [
+        [slice(start, start + size) for start in range(0, length, size)]
+        for length, size in zip(mask.shape, tile, strict=True)
+    ]
+    return sum(bool(mask[pair].any()) for pair in itertools.product(*parts))
 
 
 def _cycles(device_kind: str, logits: int, head_dim: int) -> dict[str, int]:
