@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from meshwright.framework.compiler.lowering.errors import unknown_size
 from meshwright.framework.compiler.partial.carry import carry_partial_sums
 from meshwright.framework.compiler.repair.check import repair
@@ -103,8 +105,8 @@ def run_passes(
         # laid out differently.
         repairs = repair(module, target, strict=strict)
         # Placeholders of fused kernels become what JAX lowers the kernels to.
-        if fill_kernels(module.write(), target.platform, target.device_kind):
-            module.platform = target.platform
+        device = (target.devices or jax.devices())[0]
+        module.platform = fill_kernels(module.write(), device)
         # Manual regions and annotations are written as the partitioner reads them.
         write_for(module.blame, module.write(), module.mesh, target.partitioner)
         return PassResults(written=module.written(), repairs=repairs, updates=updates)

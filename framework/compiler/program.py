@@ -38,6 +38,7 @@ from meshwright.framework.compiler.xla.mesh_program import (
 )
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child, to_host
+from meshwright.framework.devices.hardware import kind_name
 from meshwright.framework.sharding.annotations import unreduced_gradients
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import tracing_for
@@ -356,13 +357,7 @@ def trace_program(
     stored_args = tf.nest.pack_sequence_as(
         args, [stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
-    target = Target(
-        partitioner=partitioner,
-        devices=devices,
-        donate=flat_numbers(args, donate),
-        in_child=in_child,
-    )
-    fn = tracing_for(target.device_kind)(fn)
+    fn = tracing_for(kind_name((devices or jax.devices())[0]))(fn)
     if unreduced_gradient_axes:
         fn = unreduced_gradients(*unreduced_gradient_axes)(fn)
     if check_types:
@@ -397,6 +392,12 @@ def trace_program(
 
     lowered = lower(
         stored_fn, stored_args, name=name, strict=strict, variables=variables
+    )
+    target = Target(
+        partitioner=partitioner,
+        devices=devices,
+        donate=flat_numbers(args, donate),
+        in_child=in_child,
     )
     module = Module(lowered, mesh, in_forms=in_forms, out_forms=out_forms)
     results = run_passes(

@@ -81,7 +81,7 @@ def kernel(
 
 @contextlib.contextmanager
 def tracing_for(device_kind: str) -> Iterator[None]:
-    """What is traced inside is for devices of this kind: "cpu", "cuda", "v5e"."""
+    """What is traced inside is for devices of this kind: "v5e", "cpu" or "cuda"."""
     token = _DEVICE_KIND.set(device_kind)
     try:
         yield

@@ -1,11 +1,11 @@
-"""The benchmark of attention's length: its table, its programs."""
+"""The benchmarks of attention's length and of its kernel's cycles."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from benchmarks import attention_length
+from benchmarks import attention_length, kernel_cycles
 from benchmarks.attention_length import Seconds, Sizes
 from meshwright.framework.sharding.plan import SequenceAttention
 from meshwright.layers.attention.fused import Kernel
@@ -47,3 +47,19 @@ def test_all_forms_compute_the_same_gradients(length, forms):
         np.testing.assert_allclose(got_x, want_x, rtol=1e-4, atol=1e-5)
         for path, value in want.items_by_path():
             np.testing.assert_allclose(got.get_path(path), value, rtol=1e-4, atol=1e-4)
+
+
+DUMP = """Schedule analysis:
+\ttotal scheduled bundles:    {}
+\tempty scheduled bundles:    10
+"""
+
+
+def test_cycles_are_those_of_1024_logits(tmp_path):
+    for name, bundles in ("fwd_residuals", 6000), ("dq_no", 2048), ("dkv_no", 8192):
+        for number, schedule in (1, 99), (2, bundles):
+            kind = "final_bundles" if number == 2 else "packed-bundles-pre-ra"
+            file = f"7-splash_mha_{name}.1-{number}-schedule-analysis_{kind}.txt"
+            (tmp_path / file).write_text(DUMP.format(schedule))
+    cycles = kernel_cycles.cycles_of(tmp_path, logits=1024 * 1024)
+    assert cycles == pytest.approx([6000 / 1024, 2, 8])

@@ -29,7 +29,6 @@ from meshwright.framework.compiler.xla.child import ChildEnded
 from meshwright.framework.compiler.xla.jax_mesh import jax_mesh
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.refusals import of_child, of_xla
-from meshwright.framework.devices.hardware import tpu_kind_of
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.stored_form import StoredForm
 
@@ -78,22 +77,6 @@ class Target:
     devices: Sequence[jax.Device] | None = None
     donate: Sequence[int] = ()
     in_child: bool = False
-
-    @property
-    def platform(self) -> str:
-        """That of the devices: "cpu", "cuda" or "tpu"."""
-        platform = self._device.platform
-        return "cuda" if platform == "gpu" else platform
-
-    @property
-    def device_kind(self) -> str:
-        """The kind of TPU, such as "v5e"; of other devices the platform."""
-        tpu = tpu_kind_of(self._device)
-        return self.platform if tpu is None else tpu.name
-
-    @property
-    def _device(self) -> jax.Device:
-        return (self.devices or jax.devices())[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import re
+import types
 
 import numpy as np
 import pytest
@@ -303,7 +304,8 @@ def test_cudnn_is_called_as_jax_lowers_it(mask, kind, window, partitioner, monke
     found = []
     with module.opened():
         tidy(module.operation)
-        assert fill_kernels(module.operation, "cuda", "cuda")
+        gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")
+        assert fill_kernels(module.operation, gpu) == "cuda"
         write_for(module.blame, module.operation, plan.mesh, partitioner)
         module.operation.verify()
         for op in walk(module.operation):

@@ -18,6 +18,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     walk,
 )
 from meshwright.framework.compiler.stablehlo.tidy import drop_unused, inline, tidy
+from meshwright.framework.devices.hardware import kind_name, platform_of
 from meshwright.framework.sharding.placeholders import KERNEL_PREFIX
 
 _KERNELS = {"splash": Splash, "cudnn": Cudnn}
@@ -29,18 +30,17 @@ _DTYPES = {
 }
 
 
-def fill_kernels(module: ir.Operation, platform: str, device_kind: str) -> bool:
+def fill_kernels(module: ir.Operation, device: jax.Device) -> str | None:
     """Replaces placeholders by the ops that JAX lowers the kernels to.
 
     Args:
       module: a module that is not written for a partitioner yet; changed in place.
-      platform: of the devices that it is compiled for, as `set_platform` names it.
-      device_kind: the kind of TPU, as `TpuKind` names it.
+      device: one of those that it is compiled for.
 
     Returns:
-      Whether only this platform can run the module now.
+      The only platform that can run the module now; None: any.
     """
-    is_bound = False
+    bound_to, platform = None, platform_of(device)
     for op in list(walk(module)):
         target = call_target(op) or ""
         if not target.startswith(KERNEL_PREFIX):
@@ -49,13 +49,14 @@ def fill_kernels(module: ir.Operation, platform: str, device_kind: str) -> bool:
         operands = tuple((shape_of(v), str(element_type(v))) for v in op.operands)
         name, _, part = target.removeprefix(KERNEL_PREFIX).rpartition("_")
         kernel = _KERNELS[name](**json.loads(config))
-        text = _lowered(kernel, part, operands, platform, device_kind)
+        text = _lowered(kernel, part, operands, platform, kind_name(device))
         lowered = ir.Module.parse(text).operation
         for lowered_op in walk(lowered):
             lowered_op.location = op.location
         inline(op, ir.SymbolTable(lowered)["main"].operation)
-        is_bound |= kernel.is_bound
-    return is_bound
+        if kernel.is_bound:
+            bound_to = platform
+    return bound_to
 
 
 @functools.lru_cache(maxsize=64)

@@ -157,7 +157,7 @@ class Splash:
 
         Args:
           module: as JAX lowers a pass; changed in place.
-          device_kind: the kind of TPU, as `TpuKind` names it.
+          device_kind: the kind of the devices, see `kind_name`.
           queries: the shape of the queries.
           keys: T.
           itemsize: bytes of an element of the operands.
