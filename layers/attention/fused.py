@@ -141,12 +141,15 @@ def _beyond_splash(attention: Attention, block_size: int | Blocks) -> Iterator[s
         count = heads.shape[1]
         if count is None or count % LANES:
             yield f"as it has {count} {name}: make their number a multiple of {LANES}"
+    head_dim = attention.q.shape[3]
+    if head_dim > 2 * LANES:
+        yield f"whose head_dim is {head_dim}: make it at most {2 * LANES}"
     if isinstance(block_size, int) and block_size < LANES:
         yield f"whose block_size is {block_size}: make it {LANES} or more"
 
 
 def _beyond_cudnn(attention: Attention) -> Iterator[str]:
-    logits, rule, head_dim = attention.logits, rule_of(attention.logits.mask), None
+    logits, rule = attention.logits, rule_of(attention.logits.mask)
     head_dim = attention.q.shape[3]
     if head_dim % 8 or head_dim > 128:
         yield f"whose head_dim is {head_dim}: make it a multiple of 8, at most 128"

@@ -233,6 +233,7 @@ SPLIT_SEQUENCE = dataclasses.replace(
         ({"dropout_rate": 0.1}, {}, "drops out probabilities: set dropout_rate to 0"),
         ({}, {"dtype": tf.float16}, "float16: use float32 or bfloat16"),
         ({}, {"length": 200}, "has 200 queries: make their number a multiple of 128"),
+        ({"head_dim": 512}, {}, "head_dim is 512: make it at most 256"),
         ({"block_size": 64}, {}, "block_size is 64: make it 128 or more"),
         ({}, {"device_kind": "v3"}, "the devices are v3: use v4, v5e, .*, cpu"),
         ({}, {"plan": THREE_ROWS}, "splits its 2 rows over 4 devices: make them a"),

@@ -28,7 +28,8 @@ from jax.extend.mlir import ir
 from meshwright.framework.compiler.stablehlo.stable_hlo import call_target, walk
 
 _LANES = 128
-# Of a tile's queries, or of its keys: with more, a chip's fast memory may not do.
+# Of a tile's queries, or of its keys, in full lanes: for more, the fast memory of v4,
+# v5e and v5p was too small in some settings.
 _TILE_BYTES = 2**18
 _CALL = "tpu_custom_call"
 _ATTRIBUTES = "mhlo.frontend_attributes"
@@ -166,7 +167,7 @@ class Splash:
         if not calls:
             return
         B, N, S, D = queries
-        tile = self._tile(S, D * itemsize), self._tile(keys, D * itemsize)
+        tile = self._tile(S, D, itemsize), self._tile(keys, D, itemsize)
         tiles = B * N * _count(self._mask(S, keys), tile)
         logits = tiles * math.prod(tile)
         cycles = _cycles(device_kind, logits, D)
@@ -192,8 +193,7 @@ class Splash:
         """The kernel for a row of queries [N, S, D] and keys [K, T, D]."""
         (heads, queries, head_dim), keys = q.shape, k.shape[1]
         query_tile, key_tile = (
-            self._tile(length, head_dim * q.dtype.itemsize)
-            for length in (queries, keys)
+            self._tile(length, head_dim, q.dtype.itemsize) for length in (queries, keys)
         )
         sizes = splash.BlockSizes(
             block_q=query_tile,
@@ -216,14 +216,10 @@ class Splash:
             return masks.FullMask((queries, keys))
         return _Window((queries, keys), (self.left, self.right), offset=0)
 
-    def _tile(self, length: int, token_bytes: int) -> int:
-        """The tokens of a tile: a multiple of 128 that divides the length.
-
-        Args:
-          length: of queries, or of keys.
-          token_bytes: of a token in a head.
-        """
-        most = max(_LANES, min(length, self.tile, _TILE_BYTES // token_bytes))
+    def _tile(self, length: int, head_dim: int, itemsize: int) -> int:
+        """The tokens of a tile: a multiple of 128 that divides the length."""
+        token_bytes = math.ceil(head_dim / _LANES) * _LANES * itemsize
+        most = min(length, self.tile, _TILE_BYTES // token_bytes)
         sizes = range(_LANES, most + 1, _LANES)
         return max(size for size in sizes if length % size == 0)
 
@@ -266,8 +262,6 @@ def _cycles(device_kind: str, logits: int, head_dim: int) -> dict[str, int]:
     schedule = _SCHEDULES.get(device_kind)
     if schedule is None:
         return {}
-    widest = max(schedule)
-    width = next((w for w in schedule if head_dim <= w), widest)
-    times = math.ceil(head_dim / widest) * logits / 1024
+    width = min(width for width in schedule if head_dim <= width)
     each = zip(_PRODUCTS, schedule[width], strict=True)
-    return {part: round(cycles * times) for part, cycles in each}
+    return {part: round(cycles * logits / 1024) for part, cycles in each}
