@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -357,7 +358,7 @@ def trace_program(
     stored_args = tf.nest.pack_sequence_as(
         args, [stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
-    fn = tracing_for(kind_name((devices or jax.devices())[0]))(fn)
+    fn = tracing_for_devices(devices)(fn)
     if unreduced_gradient_axes:
         fn = unreduced_gradients(*unreduced_gradient_axes)(fn)
     if check_types:
@@ -408,6 +409,16 @@ def trace_program(
         strict=strict,
     )
     return TracedProgram(results, target)
+
+
+def tracing_for_devices(
+    devices: Sequence[jax.Device] | None = None,
+) -> contextlib.AbstractContextManager:
+    """A scope of what is traced for devices; None: those of this program's processes.
+
+    In it layers know the kind of devices, and may use fused kernels.
+    """
+    return tracing_for(kind_name((devices or jax.devices())[0]))
 
 
 def _logical(shardings: Any) -> Any:

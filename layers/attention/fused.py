@@ -79,11 +79,13 @@ def kernel_of(
 ) -> Kernel:
     """The kernel that computes it, for the devices that it is traced for, or NONE.
 
+    What is not traced for devices, such as eager execution, has none.
+
     Raises:
       ValueError: a kernel is asked for that cannot.
     """
-    if setting is Kernel.NONE:
-        return setting
+    if setting is Kernel.NONE or traced_for() is None:
+        return Kernel.NONE
     if setting is Kernel.AUTO:
         queries, keys = (heads.shape[1] for heads in (attention.q, attention.k))
         if block_size is not Blocks.AUTO or None in (queries, keys):
@@ -107,8 +109,6 @@ def _obstacles(
 ) -> Iterator[str]:
     """Why a kernel cannot compute it, each with a remedy."""
     ctx, mask = attention.ctx, attention.logits.mask
-    if tf.executing_eagerly() or traced_for() is None:
-        yield "which is traced for no devices: compile it by compile_program"
     kinds = ("cuda",) if asked is Kernel.CUDNN else (*SPLASH_TPUS, "cpu")
     if traced_for() not in kinds:
         yield f"as the devices are {traced_for()}: use {', '.join(kinds)}"

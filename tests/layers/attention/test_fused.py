@@ -83,33 +83,35 @@ def layer_of(kernel=Kernel.SPLASH, **kwargs):
     return MultiHeadAttention(**{**sizes, "kernel": kernel, **kwargs})
 
 
-# Each case on one device and, by one of them, on eight.
+# Each case, and any two of the other settings, meet in one of these; others are slow.
 SOME = (
-    ("causal", 1, "SHARDY"),
-    ("causal", 8, "GSPMD"),
-    ("full_padded", 8, "SHARDY"),
-    ("window", 8, "GSPMD"),
-    ("both_sides_packed_capped", 8, "SHARDY"),
-    ("packed_grouped", 8, "GSPMD"),
-    ("memory", 8, "SHARDY"),
+    ("causal", 1, "SHARDY", 128),
+    ("causal", 8, "GSPMD", Blocks.NONE),
+    ("full_padded", 8, "SHARDY", Blocks.NONE),
+    ("window", 8, "GSPMD", 128),
+    ("both_sides_packed_capped", 8, "SHARDY", 128),
+    ("packed_grouped", 8, "GSPMD", 128),
+    ("memory", 8, "SHARDY", Blocks.NONE),
 )
 
 
 @pytest.mark.parametrize(
-    "name,devices,partitioner",
-    some_of(itertools.product(CASES, PLANS, ("SHARDY", "GSPMD")), SOME),
+    "name,devices,partitioner,block_size",
+    some_of(
+        itertools.product(CASES, PLANS, ("SHARDY", "GSPMD"), (128, Blocks.NONE)), SOME
+    ),
 )
-@pytest.mark.parametrize("reference", [128, Blocks.NONE], ids=["blocks", "at_once"])
 def test_it_computes_what_one_device_does_without(
-    name, devices, partitioner, reference
+    name, devices, partitioner, block_size
 ):
+    """In blocks, or of all pairs at once."""
     kwargs, inputs = CASES[name]
     assert_layer_parity(
         layer_of(**kwargs),
         X,
         plan=PLANS[devices],
         partitioner=mw.Partitioner[partitioner],
-        reference=layer_of(Kernel.NONE, **{**kwargs, "block_size": reference}),
+        reference=layer_of(Kernel.NONE, **{**kwargs, "block_size": block_size}),
         **inputs,
     )
 
@@ -280,11 +282,26 @@ def test_a_kernel_that_cannot_is_refused(kwargs, given, message):
         lowered(layer_of(**kwargs), **{"device_kind": "cpu", **given})
 
 
-def test_it_is_refused_where_nothing_is_compiled():
+def test_what_is_not_traced_for_devices_has_no_kernel():
     layer = layer_of()
     theta = initialize(layer.weights(), key_from_seed(0))
-    with pytest.raises(ValueError, match="traced for no devices.*compile_program"):
-        layer.fprop(Context(), theta, tf.constant(X))
+    plain = dataclasses.replace(layer, kernel=Kernel.NONE)
+    got, want = (
+        each.fprop(Context(), theta, tf.constant(X)) for each in (layer, plain)
+    )
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_function_with_variables_is_traced_for_the_devices():
+    layer = layer_of()
+    theta = initialize(layer.weights(), key_from_seed(0)).map(tf.Variable)
+
+    def call(x):
+        return layer.fprop(Context(plan=PLANS[8]), theta.map(tf.identity), x)
+
+    call = mw.function(call, mesh=PLANS[8].mesh)
+    with pytest.raises(ValueError, match="has 200 queries"):
+        call(X[:, :200])
 
 
 @pytest.mark.parametrize("partitioner", mw.Partitioner)
