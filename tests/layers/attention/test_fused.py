@@ -212,9 +212,10 @@ def calls(module):
         ("v3", {}, 2048, 0),
         ("cuda", {}, 2048, 0),
         ("cpu", {}, 2048, 0),
+        ("cpu", {"kernel": Kernel.SPLASH, "block_size": 128}, 256, 2),
     ],
 )
-def test_it_is_automatic_in_long_sequences_on_tpus(kind, kwargs, length, count):
+def test_it_is_automatic_in_long_sequences_on_tpus_alone(kind, kwargs, length, count):
     layer = layer_of(**{"kernel": Kernel.AUTO, "block_size": Blocks.AUTO, **kwargs})
     assert calls(lowered(layer, kind, length=length)) == count
 
