@@ -1,6 +1,6 @@
 """Attention in blocks beside attention of all pairs at once, by sequence length.
 
-    python benchmarks/attention_length.py [--lengths=1024,4096] [--sizes=0,512]
+    python benchmarks/attention_length.py [--lengths=1024,4096] [--sizes=0,512,splash]
         [--timed_to=8192] [--rounds=5] [--topology=v5e:2x2]
         [--split_over=8 --ways=gather,ring,all_to_all] [--positions=sinusoids]
 
@@ -8,7 +8,8 @@ Compiles, for one CPU device, a causal attention layer with rotary or other posi
 and its gradients by weights and input, in float32. Memory is the program's by XLA's
 account: arguments, results and temporaries. Seconds are CPU seconds of all threads and
 seconds by the clock, for a step of the layer: medians of rounds in which the forms take
-turns in one process. A size of 0 is all pairs at once.
+turns in one process. A size of 0 is all pairs at once, "splash" the kernel for TPUs,
+which a CPU interprets.
 
 With `--split_over` each row is split over so many CPU devices, and attention computed
 in these ways (`ShardingPlan.sequence_attention`), "gather" without blocks; memory is
@@ -41,8 +42,9 @@ from meshwright.framework.devices.device_order import order_of
 from meshwright.framework.sharding.plan import SequenceAttention, ShardingPlan
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks
+from meshwright.layers.attention.fused import Kernel
 from meshwright.layers.attention.positions import PositionKind
-from meshwright.layers.attention.relative_positions import (
+from meshwright.layers.attention.relative.relative_positions import (
     RelativeSinusoids,
     RelativeVectors,
 )
@@ -57,9 +59,10 @@ POSITIONS = {
 def define_flags() -> None:
     """Called only by this program."""
     flags.DEFINE_list("lengths", ["1024", "2048", "4096", "8192"], "Tokens of a row.")
-    flags.DEFINE_list("sizes", ["0", "256", "512"], "Tokens of a block, 0: no blocks.")
+    flags.DEFINE_list("sizes", ["0", "256", "512"], "Tokens of a block, 0 or splash.")
+    flags.DEFINE_integer("head_dim", 64, "Features of a head.", lower_bound=1)
     flags.DEFINE_integer("batch", 1, "Rows.", lower_bound=1)
-    flags.DEFINE_integer("heads", 8, "Heads of 64 features.", lower_bound=1)
+    flags.DEFINE_integer("heads", 8, "Heads.", lower_bound=1)
     flags.DEFINE_integer("timed_to", 8192, "Longer rows are compiled, but not run.")
     flags.DEFINE_integer("plain_to", 8192, "Longer rows have blocks.")
     flags.DEFINE_string("topology", None, "A TPU topology, such as v5e:2x2.")
@@ -76,8 +79,10 @@ class Sizes:
     Args:
       batch: B.
       length: S.
-      heads: N, of 64 features each.
+      heads: N.
       block: the most tokens of a block; 0: no blocks.
+      head_dim: D.
+      kernel: whether a fused kernel computes attention.
       split_over: the devices that a row is split over.
       way: how attention is computed then.
       positions: how positions enter, a key of `POSITIONS`.
@@ -87,19 +92,27 @@ class Sizes:
     length: int
     heads: int
     block: int
+    head_dim: int = 64
+    kernel: Kernel = Kernel.NONE
     split_over: int = 1
     way: SequenceAttention = SequenceAttention.GATHER
     positions: str = "rotary"
 
 
+def _size(text: str) -> tuple[int, Kernel]:
+    """The tokens of a block and the kernel that an entry of `--sizes` names."""
+    return (int(text), Kernel.NONE) if text.isdecimal() else (0, Kernel(text))
+
+
 def step_program(sizes: Sizes, devices: Sequence[jax.Device] | None) -> Program:
     """The program of a layer and its gradients, for these devices or a CPU."""
     layer = MultiHeadAttention(
-        model_dims=64 * sizes.heads,
+        model_dims=sizes.head_dim * sizes.heads,
         num_heads=sizes.heads,
-        head_dim=64,
+        head_dim=sizes.head_dim,
         positions=POSITIONS[sizes.positions],
         block_size=sizes.block or Blocks.NONE,
+        kernel=sizes.kernel,
     )
     count = len(devices or [None])
     plan = ShardingPlan(
@@ -190,7 +203,8 @@ def estimated_row(sizes: Sizes, memory: int, seconds: float) -> str:
 
 
 def _start(sizes: Sizes, memory: int) -> str:
-    block = sizes.block or "none"
+    is_fused = sizes.kernel is not Kernel.NONE
+    block = sizes.kernel.value if is_fused else sizes.block or "none"
     way = sizes.way.value if sizes.split_over > 1 else "-"
     return f"{sizes.length:7}{block:>7}{way:>11}{memory / 2**20:12.1f}"
 
@@ -226,14 +240,16 @@ def main(argv: Sequence[str]) -> None:
                 batch=given.batch,
                 length=length,
                 heads=given.heads,
+                head_dim=given.head_dim,
                 block=block,
+                kernel=kernel,
                 split_over=given.split_over,
                 way=way,
                 positions=given.positions,
             )
             for way in ways
-            for block in map(int, given.sizes)
-            if block or length <= given.plain_to
+            for block, kernel in map(_size, given.sizes)
+            if block or kernel is not Kernel.NONE or length <= given.plain_to
             if not (block and is_split and way is SequenceAttention.GATHER)
         ]
         programs = [step_program(sizes, devices) for sizes in forms]

@@ -2,8 +2,8 @@
 
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import NearMask, PrefixMask
-from meshwright.layers.attention.relative_attention import RelativeAttention
-from meshwright.layers.attention.relative_positions import (
+from meshwright.layers.attention.relative.relative_attention import RelativeAttention
+from meshwright.layers.attention.relative.relative_positions import (
     RelativeSinusoids,
     RelativeVectors,
 )

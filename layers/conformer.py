@@ -15,7 +15,7 @@ from meshwright.framework.modeling.initializers import FanIn
 from meshwright.framework.modeling.layer import Context, Layer, WeightSpec
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.attention.relative_attention import RelativeAttention
+from meshwright.layers.attention.relative.relative_attention import RelativeAttention
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import BSH, Activation, FeedForward
 from meshwright.layers.basic.linear import (

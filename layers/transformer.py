@@ -16,10 +16,11 @@ from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks
+from meshwright.layers.attention.fused import Kernel
 from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule
 from meshwright.layers.attention.positions import PositionKind
-from meshwright.layers.attention.relative_positions import RelativePositions
+from meshwright.layers.attention.relative.relative_positions import RelativePositions
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.feed_forward import Activation, FeedForward
 from meshwright.layers.basic.linear import BSM
@@ -256,6 +257,7 @@ def transformer_layer(
     qk_norm: bool = False,
     sink: Sink = Sink.NONE,
     block_size: int | Blocks = Blocks.AUTO,
+    kernel: Kernel = Kernel.AUTO,
 ) -> TransformerLayer:
     """The usual layer, given its sizes.
 
@@ -279,6 +281,7 @@ def transformer_layer(
       qk_norm: likewise.
       sink: likewise, of attention to the sequence itself.
       block_size: likewise.
+      kernel: likewise.
 
     Raises:
       ValueError: both `hidden_dims` and `feed_forward` are given, or neither.
@@ -311,6 +314,7 @@ def transformer_layer(
             qk_norm=qk_norm,
             sink=sink,
             block_size=block_size,
+            kernel=kernel,
         )
 
     cross_attention = cross_attention_norm = None

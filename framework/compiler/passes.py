@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from meshwright.framework.compiler.lowering.errors import unknown_size
 from meshwright.framework.compiler.partial.carry import carry_partial_sums
 from meshwright.framework.compiler.repair.check import repair
 from meshwright.framework.compiler.repair.repaired import Repair
 from meshwright.framework.compiler.stablehlo.constraints import refuse_foreign
+from meshwright.framework.compiler.stablehlo.kernels.fill_kernels import fill_kernels
 from meshwright.framework.compiler.stablehlo.manual.divergence import divergent_ops
 from meshwright.framework.compiler.stablehlo.module import Module
 from meshwright.framework.compiler.stablehlo.rewrites.workarounds import (
@@ -101,6 +104,9 @@ def run_passes(
         # Ops that XLA gets wrong as they are sharded, such as some convolutions, are
         # laid out differently.
         repairs = repair(module, target, strict=strict)
+        # Placeholders of fused kernels become what JAX lowers the kernels to.
+        device = (target.devices or jax.devices())[0]
+        module.platform = fill_kernels(module.write(), device)
         # Manual regions and annotations are written as the partitioner reads them.
         write_for(module.blame, module.write(), module.mesh, target.partitioner)
         return PassResults(written=module.written(), repairs=repairs, updates=updates)

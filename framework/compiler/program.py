@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -38,8 +39,10 @@ from meshwright.framework.compiler.xla.mesh_program import (
 )
 from meshwright.framework.compiler.xla.partitioner import Partitioner
 from meshwright.framework.compiler.xla.processes import check_child, to_host
+from meshwright.framework.devices.hardware import kind_name
 from meshwright.framework.sharding.annotations import unreduced_gradients
 from meshwright.framework.sharding.mesh import DeviceMesh
+from meshwright.framework.sharding.placeholders import tracing_for
 from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
@@ -355,6 +358,7 @@ def trace_program(
     stored_args = tf.nest.pack_sequence_as(
         args, [stored_spec(s, f) for s, f in zip(flat_args, in_forms, strict=True)]
     )
+    fn = tracing_for_devices(devices)(fn)
     if unreduced_gradient_axes:
         fn = unreduced_gradients(*unreduced_gradient_axes)(fn)
     if check_types:
@@ -405,6 +409,16 @@ def trace_program(
         strict=strict,
     )
     return TracedProgram(results, target)
+
+
+def tracing_for_devices(
+    devices: Sequence[jax.Device] | None = None,
+) -> contextlib.AbstractContextManager:
+    """A scope of what is traced for devices; None: those of this program's processes.
+
+    In it layers know the kind of devices, and may use fused kernels.
+    """
+    return tracing_for(kind_name((devices or jax.devices())[0]))
 
 
 def _logical(shardings: Any) -> Any:

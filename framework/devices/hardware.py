@@ -285,6 +285,17 @@ def tpu_kind_of(device: jax.Device) -> TpuKind | None:
     return _TPU_BY_JAX_NAME.get(getattr(device, "device_kind", None))
 
 
+def platform_of(device: jax.Device) -> str:
+    """The name that platforms have for `set_platform` and for JAX's lowering."""
+    return "cuda" if device.platform == "gpu" else device.platform
+
+
+def kind_name(device: jax.Device) -> str:
+    """The name of a TPU's kind, such as "v5e"; of other devices the platform."""
+    tpu = tpu_kind_of(device)
+    return platform_of(device) if tpu is None else tpu.name
+
+
 def hardware_of(device: jax.Device) -> Hardware:
     """The kind of a device; an accelerator of an unknown kind is taken for an H100."""
     if device.platform == "cpu":

@@ -19,7 +19,11 @@ from tensorflow.python.util import nest
 
 from meshwright.framework.compiler.lowering.captures import captured_as
 from meshwright.framework.compiler.lowering.errors import LoweringError, no_elements
-from meshwright.framework.compiler.program import Program, trace_program
+from meshwright.framework.compiler.program import (
+    Program,
+    trace_program,
+    tracing_for_devices,
+)
 from meshwright.framework.compiler.weight_update_sharding.decide import (
     WeightUpdateSharding,
 )
@@ -191,9 +195,10 @@ class MeshFunction:
                 if key not in self._compiled:
                     specs = [_spec(leaf) or leaf for leaf in leaves]
                     check_before_tracing(self.name, self.mesh, specs)
-                    traced = trace(
-                        self._fn, (args, kwargs), specs, paths=paths, name=self.name
-                    )
+                    with tracing_for_devices(self._options.get("devices")):
+                        traced = trace(
+                            self._fn, (args, kwargs), specs, paths=paths, name=self.name
+                        )
                     with LOCK:
                         self._compiled[key] = self._compile(traced)
         return self._compiled[key]

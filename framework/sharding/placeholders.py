@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +14,10 @@ from tensorflow.compiler.tf2xla.python import xla
 from meshwright.framework.sharding.mesh import DeviceMesh
 
 PREFIX = "meshwright."
+KERNEL_PREFIX = "meshwright_kernel."
+_DEVICE_KIND: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "device_kind", default=None
+)
 
 
 def placeholder(
@@ -41,6 +47,51 @@ def placeholder(
             has_side_effect=False,
         )
     return result
+
+
+def kernel(
+    kind: str,
+    tensors: Sequence[tf.Tensor],
+    results: Sequence[tf.TensorSpec],
+    config: Mapping[str, Any],
+) -> list[tf.Tensor]:
+    """A fused kernel, which each device runs on its own shards.
+
+    Where a mesh has several devices, it belongs in a region that is manual along all
+    axes. The compiler puts in what JAX lowers the kernel to for the program's devices
+    (`framework/compiler/stablehlo/kernels`).
+
+    Args:
+      kind: the kernel's name there.
+      tensors: a device's operands.
+      results: the specs of its results.
+      config: the kernel's settings.
+    """
+    with tf.name_scope(kind):
+        return list(
+            xla.custom_call_v2(
+                KERNEL_PREFIX + kind,
+                list(tensors),
+                list(results),
+                backend_config=json.dumps(dict(config)),
+                has_side_effect=False,
+            )
+        )
+
+
+@contextlib.contextmanager
+def tracing_for(device_kind: str) -> Iterator[None]:
+    """What is traced inside is for devices of this kind: "v5e", "cpu" or "cuda"."""
+    token = _DEVICE_KIND.set(device_kind)
+    try:
+        yield
+    finally:
+        _DEVICE_KIND.reset(token)
+
+
+def traced_for() -> str | None:
+    """The kind of devices of the program that is traced; None outside of programs."""
+    return _DEVICE_KIND.get()
 
 
 def mesh_text(mesh: DeviceMesh) -> str:

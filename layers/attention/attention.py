@@ -19,14 +19,15 @@ from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.blocks import Blocks
+from meshwright.layers.attention.fused import BTKD, Kernel
 from meshwright.layers.attention.learned_terms import Learned, Sink
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import MaskKind, MaskRule, Tokens
 from meshwright.layers.attention.positions import PositionKind, rotate
-from meshwright.layers.attention.relative_positions import RelativePositions
+from meshwright.layers.attention.relative.relative_positions import RelativePositions
 from meshwright.layers.attention.rotary_scaling import RotaryScaling
 from meshwright.layers.attention.split.sequence_splits import BSND
-from meshwright.layers.attention.weighted_sums import BTKD, weighted_sums
+from meshwright.layers.attention.weighted_sums import weighted_sums
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (
     add_bias,
@@ -69,10 +70,8 @@ class MultiHeadAttention(Layer):
       positions: how positions enter: a kind, or vectors of relative positions, such as
         `RelativeVectors` or `RelativeSinusoids`. NONE for a memory.
       rotary_base: for rotary positions, see `rotate`.
-      rotary_scaling: for rotary positions in contexts longer than those of the first
-        training, such as `YarnScaling`; None: as they are.
-      num_buckets: for relative positions, see `relative_bucket`.
-      max_distance: for relative positions, see `relative_bucket`.
+      rotary_scaling: for long contexts, such as `YarnScaling`; None: as they are.
+      num_buckets, max_distance: for relative positions, see `relative_bucket`.
       dropout_rate: the dropout rate of attention probabilities.
       use_bias: adds a bias to each projection of queries, keys and values.
       use_out_bias: adds one to the fourth projection; None: as `use_bias`.
@@ -85,8 +84,9 @@ class MultiHeadAttention(Layer):
       qk_norm: normalizes each head's queries and keys by `RMSNorm`, or by the one
         given, before rotary positions (Dehghani et al. 2023, section 2).
       block_size: the most tokens of a block, for attention in blocks, in memory that
-        grows with the length and not its square; or `Blocks`. The softmax's sums are
-        float32 there.
+        grows with the length and not its square; or `Blocks`. Sums are float32 there.
+      kernel: whether a fused kernel of the devices computes attention. Its logits are
+        float32, and `block_size`, if it is a number, the most tokens of its tiles.
 
     Raises:
       ValueError: rotary positions with an odd head size; heads that those of keys do
@@ -114,6 +114,7 @@ class MultiHeadAttention(Layer):
     sink: Sink = Sink.NONE
     qk_norm: bool | RMSNorm = instance(False, example="@RMSNorm()")
     block_size: int | Blocks = bounded(Blocks.AUTO, at_least=1)
+    kernel: Kernel = Kernel.AUTO
 
     def __post_init__(self):
         super().__post_init__()
@@ -479,6 +480,7 @@ class MultiHeadAttention(Layer):
             self._learned(theta),
             dropout=Dropout(rate=self.dropout_rate),
             block_size=self.block_size,
+            kernel=self.kernel,
             is_step=is_step,
         )
         shape = (self.num_heads, self.head_dim, self.model_dims)

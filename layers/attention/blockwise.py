@@ -33,7 +33,7 @@ from meshwright.layers.attention.learned_terms import (
 )
 from meshwright.layers.attention.logits import BlockTokens, Logits, PairLogits
 from meshwright.layers.attention.mask_rules import rule_of
-from meshwright.layers.attention.relative_positions import by_distance, by_key
+from meshwright.layers.attention.relative.relative_positions import by_distance, by_key
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.entries import add_at, read, write
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
-from meshwright.layers.attention.relative_positions import (
+from meshwright.layers.attention.relative.relative_positions import (
     TABLE,
     DistanceVectors,
     TableRows,

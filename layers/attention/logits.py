@@ -23,7 +23,7 @@ from meshwright.layers.attention.mask_rules import (
     visibility,
 )
 from meshwright.layers.attention.positions import relative_bias
-from meshwright.layers.attention.relative_positions import TABLE, TableRows
+from meshwright.layers.attention.relative.relative_positions import TABLE, TableRows
 from meshwright.layers.basic.entries import read
 
 # Finite: a row that sees no key must still give numbers, and so must its gradient.

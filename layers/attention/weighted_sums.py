@@ -15,6 +15,13 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import SequenceAttention
 from meshwright.layers.attention.blocks import AUTO_SIZE, AUTO_TOKENS, Blocks
 from meshwright.layers.attention.blockwise import attend_in_blocks
+from meshwright.layers.attention.fused import (
+    BTKD,
+    Attention,
+    Kernel,
+    attend_by_kernel,
+    kernel_of,
+)
 from meshwright.layers.attention.learned_terms import Learned, softmax
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.split.ring import attend_in_ring
@@ -26,7 +33,6 @@ from meshwright.layers.attention.split.sequence_splits import (
 )
 from meshwright.layers.basic.dropout import Dropout
 
-BTKD = ("batch", "sequence", "kv_heads", "head_dim")
 _RING_SIZES = {Blocks.AUTO: AUTO_SIZE, Blocks.NONE: None}
 
 
@@ -40,6 +46,7 @@ def weighted_sums(
     *,
     dropout: Dropout,
     block_size: int | Blocks,
+    kernel: Kernel,
     is_step: bool,
 ) -> tf.Tensor:
     """The sums of values [B, S, N, D] in the activation dtype, named "context".
@@ -53,14 +60,29 @@ def weighted_sums(
       learned: what joins the logits and values.
       dropout: of the weights.
       block_size: see `MultiHeadAttention`.
+      kernel: likewise; a step with a cache uses none.
       is_step: whether it is part of a step with a cache. Where keys are gathered, its
         queries are attended from at once, whatever `block_size` says.
 
     Raises:
-      ValueError: blocks, a ring or heads do not go with the plan.
+      ValueError: blocks, a ring or heads do not go with the plan; a kernel is asked
+        for that cannot compute this.
     """
     way = way_of(ctx, q.shape[1])
     key_dims = BSND if k.shape[2] == q.shape[2] else BTKD
+    inside = ctx
+    if way is SequenceAttention.ALL_TO_ALL:
+        counts = {"num_heads": q.shape[2], "num_kv_heads": k.shape[2]}
+        inside = by_heads(ctx, counts)
+        q = inside.split(q, BSND)
+        k, v = (inside.split(t, key_dims) for t in (k, v))
+    attention = Attention(
+        ctx=inside, logits=logits, q=q, k=k, v=v, learned=learned, dropout=dropout
+    )
+    chosen = Kernel.NONE if is_step else kernel_of(attention, kernel, block_size)
+    if chosen is not Kernel.NONE:
+        context = attend_by_kernel(attention, chosen, block_size)
+        return context if inside is ctx else ctx.split(context, BSND)
     if way is SequenceAttention.RING:
         return attend_in_ring(
             ctx,
@@ -73,12 +95,6 @@ def weighted_sums(
             dropout=dropout,
             block_size=_RING_SIZES.get(block_size, block_size),
         )
-    inside = ctx
-    if way is SequenceAttention.ALL_TO_ALL:
-        counts = {"num_heads": q.shape[2], "num_kv_heads": k.shape[2]}
-        inside = by_heads(ctx, counts)
-        q = inside.split(q, BSND)
-        k, v = (inside.split(t, key_dims) for t in (k, v))
     k, v = (_for_each_head(inside, heads, q.shape[2]) for heads in (k, v))
     size = _size(ctx, block_size, q.shape[1], k.shape[1], is_step)
     if size is None:

@@ -16,7 +16,7 @@ from meshwright.framework.testing import assert_layer_parity
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.mask_rules import MaskKind
 from meshwright.layers.attention.positions import PositionKind
-from meshwright.layers.attention.relative_attention import RelativeAttention
+from meshwright.layers.attention.relative.relative_attention import RelativeAttention
 from meshwright.layers.attention.rotary_scaling import YarnScaling
 from meshwright.layers.basic.embedding import (
     Lookup,

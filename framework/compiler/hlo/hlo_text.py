@@ -27,6 +27,8 @@ _CALLED = re.compile(
 _WITH_ATTRIBUTES = frozenset({"dot", "convolution", "custom-call"})
 _ORDERED = 'custom_call_target="LayoutConstraint"'
 _TAG = re.compile(r'meshwright_op="(?P<tag>\d+)"')
+_ESTIMATED = re.compile(r'"estimated_cycles":"(?P<cycles>\d+)"')
+_SAID = re.compile(r'meshwright_cycles="(?P<cycles>\d+)"')
 _INDEX = re.compile(r"index=(?P<index>\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(?P<n>\d+)"')
 _ITEM = re.compile(r"(?:bf|[sufc])(?P<bits>\d+)(?:e\w+)?")
@@ -54,9 +56,10 @@ class Instruction:
       called: names of the computations that it calls: a loop's condition and body, a
         conditional's branches, what a fusion calls or a reduction applies.
       trips: of a loop, if the compiler states it; the TPU compiler does not.
-      backend_config: the backend's own text, such as the "estimated_cycles" of a TPU
-        program; "" if there is none.
+      backend_config: the backend's own text; "" if there is none.
       is_root: whether it is its computation's result.
+      cycles: those that the TPU compiler estimated, or that a kernel's call was given;
+        else None.
       tag: the number that `repair.inspection` gave the operation, else None.
       attributes: of a product, a convolution or a custom call, its other attributes as
         text, such as which dims are contracted; else "".
@@ -75,6 +78,7 @@ class Instruction:
     trips: int | None
     backend_config: str
     is_root: bool
+    cycles: int | None = None
     tag: int | None = None
     attributes: str = ""
 
@@ -199,6 +203,9 @@ def _instruction(match: re.Match, line: str, computation: str) -> Instruction:
         opcode = "bitcast"
     op_name = _OP_NAME.search(attributes)
     trips = _TRIPS.search(backend_config) if opcode == "while" else None
+    cycles = _ESTIMATED.search(backend_config)
+    if opcode == "custom-call":  # What takes the elements of its result says so too.
+        cycles = cycles or _SAID.search(attributes)
     tag = _TAG.search(attributes)
     return Instruction(
         name=match["name"],
@@ -214,6 +221,7 @@ def _instruction(match: re.Match, line: str, computation: str) -> Instruction:
         trips=int(trips["n"]) if trips else None,
         backend_config=backend_config,
         is_root=match["root"] is not None,
+        cycles=int(cycles["cycles"]) if cycles else None,
         tag=int(tag["tag"]) if tag else None,
         attributes=attributes if opcode in _WITH_ATTRIBUTES else "",
     )

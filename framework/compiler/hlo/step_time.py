@@ -1,11 +1,11 @@
 """How long a step of a TPU program takes, without a TPU.
 
 Ops take the cycles that the compiler itself estimated for them, times the trips of the
-loops around them. For collectives it gives no estimate: they take the bytes that the
-busiest link has to carry (`torus.py`) over the bandwidth that a link reaches, and no
-less than the latency of the links on the way (`network.py`). XLA for TPU v3 and before
-runs ops one after the other; where a collective has a start and an end, the ops between
-them hide it.
+loops around them, and fused kernels those of libtpu's schedule (`splash.py`). For
+collectives there is no estimate: they take the bytes that the busiest link has to carry
+(`torus.py`) over the bandwidth that a link reaches, and no less than the latency of the
+links on the way (`network.py`). XLA for TPU v3 and before runs ops one after the other;
+where a collective has a start and an end, the ops between them hide it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import abc
 import dataclasses
 import enum
 import math
-import re
 from collections.abc import Iterator
 
 from meshwright.framework.compiler.hlo.hlo_text import (
@@ -37,7 +36,8 @@ WORST_ERROR = 0.080
 WORST_OF_ALL = 0.32
 """The largest relative error beside all 39 step times that the GSPMD paper measured."""
 
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+# A kernel that was compiled by itself: what it takes, XLA does not know.
+_KERNEL = '"custom_call_config"'
 # An op whose operands and results alone take this share of its time waits for memory.
 _MEMORY_BOUND = 0.6
 
@@ -292,10 +292,15 @@ class _TpuWalk(Walk):
         self.network = TorusNetwork(hardware=self.kind, mesh=mesh, order=order)
 
     def op(self, op: Instruction, trips: int) -> tuple[float, TimePart] | None:
-        cycles = _CYCLES.search(op.backend_config)
-        if cycles is None:
-            return None
-        return int(cycles[1]) / self.kind.clock, self.part(op, int(cycles[1]), trips)
+        if op.cycles is not None:
+            return op.cycles / self.kind.clock, self.part(op, trips)
+        if _KERNEL in op.backend_config:
+            raise ValueError(
+                f"kernel {op.name} ({op.op_name}) says no cycles for a TPU "
+                f"{self.kind.name}, so its time cannot be estimated: set the "
+                "kernel of attention layers to Kernel.NONE"
+            )
+        return None
 
     def sending(
         self, op: Instruction, collective: Collective, kind: str, size: int
@@ -304,8 +309,8 @@ class _TpuWalk(Walk):
         seconds = sum(phase.seconds for phase in phases)
         return seconds, sum(phase.seconds for phase in phases if phase.is_waiting)
 
-    def part(self, op: Instruction, cycles: int, trips: int) -> TimePart:
-        if self.has_product(op):
+    def part(self, op: Instruction, trips: int) -> TimePart:
+        if self.has_product(op) or _KERNEL in op.backend_config:
             return TimePart.MATRIX
         types = [
             op.type,
@@ -313,7 +318,7 @@ class _TpuWalk(Walk):
         ]
         moved = sum(_moved(type_, trips) for type_ in types)
         waits = moved / self.kind.memory_bandwidth
-        bound = waits > _MEMORY_BOUND * cycles / self.kind.clock
+        bound = waits > _MEMORY_BOUND * op.cycles / self.kind.clock
         return TimePart.MEMORY if bound else TimePart.VECTOR
 
     def has_product(self, op: Instruction) -> bool:

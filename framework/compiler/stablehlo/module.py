@@ -42,6 +42,7 @@ class Module:
       unknown_size: name of an op that makes a size which depends on values, or None.
       divergent: by name of a loop or a branch of a manual region, the axes along which
         its predicate may differ by device.
+      platform: the only one that can run it, as it has fused kernels; None: any.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Module:
         self.in_forms = list(in_forms or [])
         self.out_forms = list(out_forms or [])
         self.divergent: Mapping[str, Collection[str]] = {}
+        self.platform: str | None = None
         self._completed: CompletedModule | None = None
         self._context = ir_context()
         with self.opened():
@@ -130,4 +132,5 @@ class Module:
             in_forms=self.in_forms,
             out_forms=self.out_forms,
             divergent=self.divergent,
+            platform=self.platform,
         )

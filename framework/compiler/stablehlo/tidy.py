@@ -28,7 +28,7 @@ def tidy(module: ir.Operation) -> None:
     while calls := [op for op in walk(module) if op.name == "func.call"]:
         for call in calls:
             name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
-            _inline(call, symbols[name].operation)
+            inline(call, symbols[name].operation)
     PassManager.parse("builtin.module(symbol-dce)").run(module)
     for op in list(walk(module)):
         if _is_idle(op):
@@ -45,7 +45,8 @@ def drop_unused(main) -> None:
             op.erase()
 
 
-def _inline(call, called) -> None:
+def inline(call, called) -> None:
+    """Puts a copy of the ops of a function in the place of an op that calls it."""
     block = called.regions[0].blocks[0]
     values = dict(zip(block.arguments, call.operands, strict=True))
     ops = [op.operation for op in block.operations]

@@ -50,6 +50,7 @@ class Written:
         completion.
       out_forms: the same for the result.
       divergent: loops and branches of manual regions that not all devices run alike.
+      platform: the only one that can run it, as it has fused kernels; None: any.
     """
 
     signature: Signature
@@ -58,6 +59,7 @@ class Written:
     in_forms: Sequence[StoredForm | None]
     out_forms: Sequence[StoredForm | None]
     divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
+    platform: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,7 @@ class MeshProgram:
       in_child: whether XLA compiles it in a child process.
       divergent: the loops and branches whose predicates may differ by device, and
         along which axes (`divergent_ops`).
+      platform: the only one that can run it, see `Written`.
     """
 
     signature: Signature
@@ -99,6 +102,7 @@ class MeshProgram:
     call: tuple = ()
     in_child: bool = False
     divergent: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
+    platform: str | None = None
 
     @property
     def name(self) -> str:
@@ -111,9 +115,16 @@ class MeshProgram:
           platforms: "cpu", "cuda", "tpu": it is lowered for each.
 
         Raises:
-          LoweringError: see `compile`.
+          LoweringError: see `compile`; or it has fused kernels of another platform.
         """
         self._check_no_fallback()
+        others = [platform for platform in platforms if platform != self.platform]
+        if self.platform is not None and others:
+            raise LoweringError(
+                f"{self.name} has fused kernels that only a {self.platform} can run, "
+                f"and is to be exported for {', '.join(others)}: leave that out, or "
+                "set the kernel of attention layers to Kernel.NONE"
+            )
         if self.divergent:
             self.compile()  # Only the compiled program shows what waits for what.
         return jax_bridge.export(self.call, self.mesh, self.partitioner, platforms)
@@ -222,5 +233,6 @@ def put_on_mesh(written: Written, target: Target) -> MeshProgram:
         target.partitioner,
         call=call,
         divergent=written.divergent,
+        platform=written.platform,
         in_child=target.in_child,
     )

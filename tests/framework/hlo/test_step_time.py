@@ -86,6 +86,29 @@ def test_ops_take_their_cycles_times_trips():
     assert parts["memory"] == pytest.approx(300000 / 0.94e9)
 
 
+KERNEL = (
+    "  %kernel = (bf16[64,64]{1,0}, s32[]) custom-call(%scaled), custom_call_target="
+    '"tpu_custom_call", frontend_attributes={meshwright_cycles="1880"}, '
+    'backend_config={"custom_call_config":{"body":""}}\n'
+    "  %of_kernel = bf16[64,64]{1,0} get-tuple-element(%kernel), index=0, "
+    'frontend_attributes={meshwright_cycles="1880"}\n'
+)
+WITH_KERNEL = PROGRAM.replace("  %state =", f"{KERNEL}  %state =")
+
+
+def test_a_kernel_takes_the_cycles_that_its_call_was_given():
+    more = estimate(WITH_KERNEL).parts()
+    assert more["matrix"] == pytest.approx(32 * 1e-6 + 2e-6)
+    assert more["vector"] == pytest.approx(0.1e-6)
+
+
+def test_a_kernel_without_cycles_is_not_taken_for_free():
+    text = WITH_KERNEL.replace('frontend_attributes={meshwright_cycles="1880"}, ', "")
+    message = "kernel kernel .* no cycles for a TPU v3, .* kernel of .* to Kernel.NONE"
+    with pytest.raises(ValueError, match=message):
+        estimate(text)
+
+
 def test_collectives_take_what_rings_pass_on():
     time = estimate(wide(PROGRAM))
     gather, scatter = time.collectives

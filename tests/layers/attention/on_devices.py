@@ -15,8 +15,11 @@ def some_of(all_cases, some):
     ]
 
 
-def gradients_of(layer, plan, shape, partitioner):
-    """The program of a layer's gradients by weights and by a stream of this shape."""
+def gradients_of(layer, plan, shape, partitioner, devices=None):
+    """The program of a layer's gradients by weights and by a stream of this shape.
+
+    With the devices of a topology, for them.
+    """
 
     def step(theta, x, key):
         ctx = Context(plan=plan, mode=Mode.TRAIN, key=key)
@@ -40,4 +43,5 @@ def gradients_of(layer, plan, shape, partitioner):
         in_shardings=[by_path, x, None],
         out_shardings=(by_path, x),
         partitioner=partitioner,
+        devices=devices,
     )

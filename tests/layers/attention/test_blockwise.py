@@ -22,7 +22,7 @@ from meshwright.layers.attention.mask_rules import (
     visibility,
 )
 from meshwright.layers.attention.positions import PositionKind
-from meshwright.layers.attention.relative_positions import (
+from meshwright.layers.attention.relative.relative_positions import (
     RelativeSinusoids,
     RelativeVectors,
 )

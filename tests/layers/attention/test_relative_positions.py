@@ -14,7 +14,7 @@ from meshwright.layers.attention.blocks import Blocks
 from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import MaskKind, NearMask
 from meshwright.layers.attention.positions import PositionKind
-from meshwright.layers.attention.relative_positions import (
+from meshwright.layers.attention.relative.relative_positions import (
     RelativeSinusoids,
     RelativeVectors,
     TableRows,

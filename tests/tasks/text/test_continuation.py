@@ -14,7 +14,7 @@ from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.learned_terms import Sink
 from meshwright.layers.attention.mask_rules import NearMask, PrefixMask
 from meshwright.layers.attention.positions import InputPositions, PositionKind
-from meshwright.layers.attention.relative_positions import (
+from meshwright.layers.attention.relative.relative_positions import (
     RelativeSinusoids,
     RelativeVectors,
 )

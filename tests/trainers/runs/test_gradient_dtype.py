@@ -10,7 +10,7 @@ import tensorflow as tf
 from meshwright.framework.devices.topology import topology_devices
 from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
-from meshwright.layers.attention.relative_attention import RelativeAttention
+from meshwright.layers.attention.relative.relative_attention import RelativeAttention
 from meshwright.layers.basic.embedding import Lookup, TokenEmbedding
 from meshwright.layers.basic.feed_forward import FeedForward
 from meshwright.layers.convolutions.convolution import (

@@ -22,7 +22,11 @@ from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import shape_of
 from meshwright.framework.nested_map import NestedMap
 from meshwright.layers.attention.positions import sinusoids
-from meshwright.layers.attention.relative_positions import PND, by_key, check_pairs
+from meshwright.layers.attention.relative.relative_positions import (
+    PND,
+    by_key,
+    check_pairs,
+)
 from meshwright.layers.attention.split.sequence_splits import BSND
 from meshwright.layers.basic.dropout import Dropout
 from meshwright.layers.basic.linear import (

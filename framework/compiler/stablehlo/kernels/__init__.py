@@ -1,0 +1,1 @@
+"""Fused kernels of devices, as JAX lowers them, in programs of TF."""

@@ -1,0 +1,1 @@
+"""Attention by relative positions, in logits and as a layer."""
