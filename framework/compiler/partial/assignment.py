@@ -9,7 +9,7 @@ ops that read them. A loop carries a tensor in parts for either reason.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
@@ -17,13 +17,13 @@ from meshwright.framework.compiler.partial.partial_types import (
     Axes,
     PartialTypes,
 )
-from meshwright.framework.compiler.sharding_types.carried import (
+from meshwright.framework.compiler.sharding_types.linear import choices
+from meshwright.framework.compiler.sharding_types.partial_sums import Summed, sum_of
+from meshwright.framework.compiler.stablehlo.carried import (
     Carried,
     carried_of,
     carried_of_op,
 )
-from meshwright.framework.compiler.sharding_types.linear import choices
-from meshwright.framework.compiler.sharding_types.partial_sums import Summed, sum_of
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
@@ -57,7 +57,6 @@ class PartialAssignment:
 
     Attributes:
       types: the types of all values, and annotations' conversions.
-      operands: by unreduced result of a linear op, which operands are in parts.
       carried: the axes along which loops and conditionals hold other tensors in parts.
       ways: how values are made in parts, by value and axes.
 
@@ -71,7 +70,6 @@ class PartialAssignment:
         reducing: set[ir.Operation] = set()
         while True:
             self.types = PartialTypes(completed, blame, reducing)
-            self.operands: dict[ir.Value, Sequence[int]] = {}
             self.carried: dict[Carried, Axes] = {}
             self.ways: dict[tuple[ir.Value, Axes], Derivation] = {}
             self.types.run()
@@ -100,7 +98,7 @@ class PartialAssignment:
                     self._grant(op, value, self.types.unreduced(tie.result))
         elif result is not None and (axes := self.types.unreduced(result)):
             numbers = self._numbers(op, axes)
-            self.operands[result] = numbers
+            self.ways[result, axes] = Derivation(numbers=numbers)
             for number in numbers:
                 self._grant(op, op.operands[number], axes)
 
@@ -117,7 +115,8 @@ class PartialAssignment:
                 if before != axes:
                     self._refuse(op, value, axes, way.tie)
                     return
-            left += self._needs(value, way)
+                left += way.tie.entering()
+            left += [value.owner.operands[number] for number in way.numbers]
 
     def _way(self, value: ir.Value, axes: Axes) -> Derivation:
         if self.types.types[value].zero:
@@ -139,12 +138,6 @@ class PartialAssignment:
             if held <= {*group}
             and all(self.types.can_be(op.operands[i], axes) for i in group)
         )
-
-    def _needs(self, value: ir.Value, way: Derivation) -> Iterator[ir.Value]:
-        if way.tie is not None:
-            yield from way.tie.entering()
-        for number in way.numbers:
-            yield value.owner.operands[number]
 
     def _refuse(self, op, value: ir.Value, axes: Axes, tie: Carried) -> None:
         """Refuses a tensor that is carried in parts along other axes already."""

@@ -13,19 +13,17 @@ from collections.abc import Mapping, Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.partial.ends import with_sharding
 from meshwright.framework.compiler.sharding_types.partial_sums import Summed
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    INTO_MANUAL,
-    OUT_OF_MANUAL,
-    border_config,
     dot_dims,
+    into_manual,
     keep_precision,
-    placeholder_call,
+    out_of_manual,
     reduced_dims,
     shape_of,
     tensor_type,
+    with_sharding,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -44,22 +42,12 @@ def sum_in_parts(completed: CompletedModule, summed: Summed) -> ir.Value:
 
 def local_sum(completed: CompletedModule, summed: Summed) -> ir.Value:
     """Each device's partial sum, in the manual region; at the insertion point."""
-    mesh, op = completed.mesh, summed.op
+    op, border = summed.op, (completed.mesh, summed.axes)
     copy = op.clone(ir.InsertionPoint.current)
     with ir.InsertionPoint(copy):
         for number, dims in enumerate(summed.dims):
             if dims is not None:
-                operand = op.operands[number]
-                sizes = [
-                    size // mesh.axes_size(axes)
-                    for size, axes in zip(shape_of(operand), dims, strict=True)
-                ]
-                copy.operands[number] = placeholder_call(
-                    INTO_MANUAL,
-                    operand,
-                    tensor_type(operand.type, sizes),
-                    border_config(mesh, summed.axes, dims),
-                )
+                copy.operands[number] = into_manual(op.operands[number], *border, dims)
     local = copy.results[0]
     if op.name == "stablehlo.reduce" and _sums_one(copy):
         reshaped = stablehlo.reshape(local.type, copy.operands[0])
@@ -75,13 +63,10 @@ def _sums_one(op) -> bool:
 
 def as_parts(local: ir.Value, mesh: DeviceMesh, axes: Axes) -> ir.Value:
     """What each device has in a region, with a leading dim for each manual axis."""
-    lead, shape = [mesh.axis_size(axis) for axis in axes], shape_of(local)
-    local = stablehlo.reshape(
-        tensor_type(local.type, [*[1] * len(lead), *shape]), local
-    )
+    shape = shape_of(local)
     dims = [*[(axis,) for axis in axes], *[()] * len(shape)]
-    full = tensor_type(local.type, (*lead, *shape))
-    return placeholder_call(OUT_OF_MANUAL, local, full, border_config(mesh, axes, dims))
+    type_ = tensor_type(local.type, [*[1] * len(axes), *shape])
+    return out_of_manual(stablehlo.reshape(type_, local), mesh, axes, dims)
 
 
 def _split(completed: CompletedModule, summed: Summed) -> list[Mapping[int, Axes]]:

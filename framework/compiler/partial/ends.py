@@ -13,13 +13,12 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    INTO_MANUAL,
-    OUT_OF_MANUAL,
-    border_config,
+    into_manual,
+    out_of_manual,
     placeholder_call,
     shape_of,
-    sharding_call,
     tensor_type,
+    with_sharding,
     zeros,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -62,12 +61,6 @@ def with_leading(
     sharding = Sharding(mesh, (*leading, *[()] * len(dims)))
     used = [axis for axes in leading for axis in axes]
     return with_sharding(value, sharding.opened(tuple(dims), but=used))
-
-
-def with_sharding(value: ir.Value, sharding: Sharding) -> ir.Value:
-    """A tensor with an annotation, at the current insertion point."""
-    text = sharding.to_hlo()
-    return sharding_call("Sharding", value, value.type, text, sharding.unspecified)
 
 
 def add_up(value: ir.Value, mesh: DeviceMesh, axes: Axes, ends: Axes) -> ir.Value:
@@ -151,31 +144,15 @@ def scatter(
     out = [*[(axis,) for axis in kept], *after.dims]
     used = mesh.entire(axis for dim_axes in into for axis in dim_axes)
     manual = [axis for axis in mesh.axis_names if axis in used]
-    sizes = [
-        size // mesh.axes_size(dim_axes)
-        for size, dim_axes in zip(shape_of(value), into, strict=True)
-    ]
-    local = placeholder_call(
-        INTO_MANUAL,
-        value,
-        tensor_type(value.type, sizes),
-        border_config(mesh, manual, into),
-    )
+    local = into_manual(value, mesh, manual, into)
     # Without leading dims: along its first dim the TPU compiler scatters a tensor.
-    part = sizes[len(axes) :]
+    part = shape_of(local)[len(axes) :]
     ones = dim if set(part[:dim]) == {1} else 0
     local = stablehlo.reshape(tensor_type(value.type, part[ones:]), local)
     local = _scattered_along(local, mesh, after.dims[dim], dim - ones)
     smaller = [*[1] * (len(kept) + ones), *shape_of(local)]
     local = stablehlo.reshape(tensor_type(value.type, smaller), local)
-    full_shape = [
-        size * mesh.axes_size(dim_axes)
-        for size, dim_axes in zip(smaller, out, strict=True)
-    ]
-    config = border_config(mesh, manual, out)
-    return placeholder_call(
-        OUT_OF_MANUAL, local, tensor_type(value.type, full_shape), config
-    )
+    return out_of_manual(local, mesh, manual, out)
 
 
 def _scattered_along(

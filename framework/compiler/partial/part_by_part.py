@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +14,6 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     element_type,
     integers,
     keep_precision,
-    reduced_dims,
     shape_of,
     short_name,
     tensor_type,
@@ -44,20 +44,44 @@ def widened(value: ir.Value, lead: Lead) -> ir.Value:
     return stablehlo.broadcast_in_dim(type_, value, ir.DenseI64ArrayAttr.get(dims))
 
 
+def _shifted(dims: Sequence[int], lead: Lead) -> list[int]:
+    return [len(lead) + dim for dim in dims]
+
+
+def _filled(numbers: Sequence[int], lead: Lead, number: int = 0) -> list[int]:
+    return [*[number] * len(lead), *numbers]
+
+
+# By attribute its numbers with those of leading dims.
+_LED = {
+    "broadcast_dimensions": lambda n, lead: [*range(len(lead)), *_shifted(n, lead)],
+    "dimensions": _shifted,
+    "edge_padding_high": _filled,
+    "edge_padding_low": _filled,
+    "interior_padding": _filled,
+    "limit_indices": lambda n, lead: [*lead, *n],
+    "permutation": lambda n, lead: [*range(len(lead)), *_shifted(n, lead)],
+    "slice_sizes": lambda n, lead: [*lead, *n],
+    "start_indices": _filled,
+    "strides": functools.partial(_filled, number=1),
+}
+
+
 def _clone(op, lead: Lead, operands: Mapping[int, ir.Value]) -> ir.Operation:
-    """A copy of an op at the insertion point, with leading dims in its result."""
+    """A copy of an op at the insertion point, with leading dims in its result.
+
+    Attributes that list numbers have those of the leading dims too.
+    """
     copy = op.clone(ir.InsertionPoint.current)
     for number, value in operands.items():
         copy.operands[number] = value
     result = op.results[0]
     copy.results[0].set_type(tensor_type(result.type, (*lead, *shape_of(result))))
+    for name, led in _LED.items():
+        if name in op.attributes:
+            numbers = led(integers(op, name), lead)
+            copy.attributes[name] = ir.DenseI64ArrayAttr.get(numbers)
     return copy
-
-
-def _set(op, **numbers: Sequence[int]) -> ir.Value:
-    for name, values in numbers.items():
-        op.attributes[name] = ir.DenseI64ArrayAttr.get(list(values))
-    return op.results[0]
 
 
 def _elementwise(op, lead: Lead, parts) -> ir.Value:
@@ -69,56 +93,16 @@ def _elementwise(op, lead: Lead, parts) -> ir.Value:
     return _clone(op, lead, operands).results[0]
 
 
-def _transpose(op, lead: Lead, parts) -> ir.Value:
-    order = [*range(len(lead)), *(len(lead) + d for d in integers(op, "permutation"))]
-    return _set(_clone(op, lead, parts), permutation=order)
-
-
-def _reshape(op, lead: Lead, parts) -> ir.Value:
+def _of_dims(op, lead: Lead, parts) -> ir.Value:
+    """An op that says what to do with each dim; its other operands stay as they are."""
     return _clone(op, lead, parts).results[0]
 
 
-def _broadcast(op, lead: Lead, parts) -> ir.Value:
-    dims = [len(lead) + d for d in integers(op, "broadcast_dimensions")]
-    copy = _clone(op, lead, parts)
-    return _set(copy, broadcast_dimensions=[*range(len(lead)), *dims])
-
-
-def _slice(op, lead: Lead, parts) -> ir.Value:
-    none, ones = [0] * len(lead), [1] * len(lead)
-    return _set(
-        _clone(op, lead, parts),
-        start_indices=[*none, *integers(op, "start_indices")],
-        limit_indices=[*lead, *integers(op, "limit_indices")],
-        strides=[*ones, *integers(op, "strides")],
-    )
-
-
-def _pad(op, lead: Lead, parts) -> ir.Value:
-    names = ("edge_padding_low", "edge_padding_high", "interior_padding")
-    more = {name: [*[0] * len(lead), *integers(op, name)] for name in names}
-    return _set(_clone(op, lead, parts), **more)
-
-
-def _reverse(op, lead: Lead, parts) -> ir.Value:
-    dims = [len(lead) + dim for dim in integers(op, "dimensions")]
-    return _set(_clone(op, lead, parts), dimensions=dims)
-
-
-def _reduce(op, lead: Lead, parts) -> ir.Value:
-    dims = [len(lead) + dim for dim in reduced_dims(op)]
-    return _set(_clone(op, lead, parts), dimensions=dims)
-
-
-def _concatenate(op, lead: Lead, parts) -> ir.Value:
-    copy = _clone(op, lead, parts)
-    return _in_dim(copy, ir.IntegerAttr(op.attributes["dimension"]).value + len(lead))
-
-
-def _in_dim(op, dim: int) -> ir.Value:
-    integer = ir.IntegerType.get_signless(64)
-    op.attributes["dimension"] = ir.IntegerAttr.get(integer, dim)
-    return op.results[0]
+def _of_one_dim(op, lead: Lead, parts) -> ir.Value:
+    copy, name = _clone(op, lead, parts), "dimension"
+    dim = ir.IntegerAttr(op.attributes[name])
+    copy.attributes[name] = ir.IntegerAttr.get(dim.type, dim.value + len(lead))
+    return copy.results[0]
 
 
 def _starts(op, first: int, lead: Lead) -> list[ir.Value]:
@@ -171,15 +155,6 @@ def _first(value: ir.Value, place: int, count: int) -> ir.Value:
     return stablehlo.transpose(value, ir.DenseI64ArrayAttr.get([*moved, *rest]))
 
 
-def _sized(op, lead: Lead, parts) -> ir.Value:
-    copy = _clone(op, lead, parts)
-    return _in_dim(copy, ir.IntegerAttr(op.attributes["dimension"]).value + len(lead))
-
-
-def _shifted(dims: Sequence[int], lead: Lead) -> list[int]:
-    return [len(lead) + dim for dim in dims]
-
-
 def _gather(op, lead: Lead, parts) -> ir.Value:
     """Gathers the same rows of each part: slices span the leading dims."""
     numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
@@ -192,7 +167,7 @@ def _gather(op, lead: Lead, parts) -> ir.Value:
         _shifted(numbers.start_index_map, lead),
         numbers.index_vector_dim,
     )
-    return _set(copy, slice_sizes=[*lead, *integers(op, "slice_sizes")])
+    return copy.results[0]
 
 
 def _scatter(op, lead: Lead, parts) -> ir.Value:
@@ -241,20 +216,20 @@ def _merged(value: ir.Value, count: int, dim: int) -> ir.Value:
 
 
 _BUILDERS = {
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "broadcast_in_dim": _broadcast,
-    "slice": _slice,
-    "pad": _pad,
-    "reverse": _reverse,
-    "reduce": _reduce,
-    "concatenate": _concatenate,
+    "broadcast_in_dim": _of_dims,
+    "concatenate": _of_one_dim,
     "convolution": _convolution,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _update_slice,
     "dot": _dot,
     "dot_general": _dot,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _update_slice,
     "gather": _gather,
+    "pad": _of_dims,
+    "reduce": _of_dims,
+    "reshape": _of_dims,
+    "reverse": _of_dims,
     "scatter": _scatter,
-    "set_dimension_size": _sized,
+    "set_dimension_size": _of_one_dim,
+    "slice": _of_dims,
+    "transpose": _of_dims,
 }

@@ -18,7 +18,6 @@ from meshwright.framework.compiler.sharding_types.annotated import (
     check_left,
     typed,
 )
-from meshwright.framework.compiler.sharding_types.carried import Carried
 from meshwright.framework.compiler.sharding_types.checker import (
     Checker,
     Typed,
@@ -36,6 +35,7 @@ from meshwright.framework.compiler.sharding_types.tensor_type import (
     PartialValue,
     TensorType,
 )
+from meshwright.framework.compiler.stablehlo.carried import Carried
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     Blame,
@@ -251,8 +251,9 @@ class PartialTypes(Checker):
         )
         return types[0] if made.is_as(types[0]) else made
 
-    def carries(self, tie: Carried, type_: Typed) -> Typed:
+    def carried(self, tie: Carried, first: Typed, made: Typed | None) -> Typed:
         """Without sums that are undecided where the condition reads the tensor."""
+        type_ = super().carried(tie, first, made)
         if isinstance(type_, TensorType) and tie.decides():
             return type_.only_decided()
         return type_

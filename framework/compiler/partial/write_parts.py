@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.partial.assignment import PartialAssignment
@@ -13,7 +15,11 @@ from meshwright.framework.compiler.partial.ends import (
 )
 from meshwright.framework.compiler.partial.part_by_part import part_by_part
 from meshwright.framework.compiler.partial.partial_types import Axes
-from meshwright.framework.compiler.sharding_types.carried import Carried, carried_of_op
+from meshwright.framework.compiler.stablehlo.carried import (
+    Carried,
+    Use,
+    carried_of_op,
+)
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
@@ -52,10 +58,9 @@ class _Writer:
                 self.convert(op)
             elif op.name in (WHILE, *BRANCHES):
                 self.tied(op)
-            elif result in self.plan.operands:
-                axes = self.plan.types.unreduced(result)
+            elif axes := self.plan.types.unreduced(result):
                 with ir.InsertionPoint(op), op.location:
-                    value = self.linear(op, self.plan.operands[result], axes)
+                    value = self.linear(op, self.plan.ways[result, axes].numbers, axes)
                     self.parts[result, axes] = self.led(value, axes)
                 self.replaced.append(op)
 
@@ -112,19 +117,22 @@ class _Writer:
         for region in op.regions:
             self.visit(region.blocks[0])
         for tie, axes in ties:
-            for end in tie.ends():
-                number = tie.number
-                end.operands[number] = self.in_parts(end.operands[number], axes)
+            self.enter(tie.ends, axes)
+
+    def enter(self, uses: Sequence[Use], axes: Axes) -> None:
+        """Gives ops in parts what becomes a carried tensor."""
+        for op, number in uses:
+            op.operands[number] = self.in_parts(op.operands[number], axes)
 
     def retype(self, tie: Carried, axes: Axes) -> None:
-        op, number = tie.op, tie.number
         type_ = self.type_in_parts(tie.result, axes)
         if tie.is_loop:
-            op.operands[number] = self.in_parts(op.operands[number], axes)
-        for value in (tie.result, *tie.arguments()):
+            self.enter(tie.uses[:1], axes)
+        for value in tie.values:
             value.set_type(type_)
-        for value in (tie.result, *tie.arguments()[1:]):
-            with after(value), op.location:
+        # What is in parts a loop's condition does not read.
+        for value in tie.values[1:] if tie.is_loop else tie.values:
+            with after(value), tie.op.location:
                 self.open(value, axes)
 
     def open(self, value: ir.Value, axes: Axes) -> None:

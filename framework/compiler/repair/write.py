@@ -21,13 +21,15 @@ from meshwright.framework.compiler.stablehlo.constraints import (
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     after,
+    cut_end,
     element_type,
     is_annotation,
     location_of,
+    pad_end,
     requested_sharding,
     shape_of,
-    sharding_call,
     tensor_type,
+    with_sharding,
     zeros,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
@@ -56,7 +58,7 @@ def lay_out_evenly(op, layout: EvenLayout) -> None:
         ):
             result.set_type(tensor_type(result.type, shape))
             given = annotated(result, sharding)
-            old.replace_all_uses_with(_cut(given, shape_of(old)))
+            old.replace_all_uses_with(cut_end(given, shape_of(old)))
     op.erase()
 
 
@@ -120,18 +122,15 @@ def annotated(value: ir.Value, sharding: Sharding) -> ir.Value:
     """A value with an annotation, at the current insertion point."""
     if not sharding.rank:
         return value
-    outside = dataclasses.replace(sharding, manual=())  # As in regions' annotations.
-    return sharding_call("Sharding", value, value.type, outside.to_hlo())
+    # As in regions' annotations.
+    return with_sharding(value, dataclasses.replace(sharding, manual=()))
 
 
 def _padded(op, number: int, shape: tuple[int, ...]) -> ir.Value:
     value = op.operands[number]
     if shape_of(value) == shape:
         return value
-    high = [new - old for new, old in zip(shape, shape_of(value), strict=True)]
-    none = ir.DenseI64ArrayAttr.get([0] * len(high))
-    filler = _filler(op, number)
-    return stablehlo.pad(value, filler, none, ir.DenseI64ArrayAttr.get(high), none)
+    return pad_end(value, shape, _filler(op, number))
 
 
 def _filler(op, number: int) -> ir.Value:
@@ -143,11 +142,3 @@ def _filler(op, number: int) -> ir.Value:
     last = 2 ** (element.width - (not element.is_unsigned)) - 1
     attribute = ir.IntegerAttr.get(element, last)
     return stablehlo.constant(ir.DenseElementsAttr.get_splat(scalar, attribute))
-
-
-def _cut(value: ir.Value, shape: tuple[int, ...]) -> ir.Value:
-    if shape_of(value) == shape:
-        return value
-    starts, steps = [0] * len(shape), [1] * len(shape)
-    arrays = map(ir.DenseI64ArrayAttr.get, (starts, shape, steps))
-    return stablehlo.slice(value, *arrays)

@@ -20,10 +20,6 @@ from meshwright.framework.compiler.sharding_types.annotated import (
     resharded,
     typed,
 )
-from meshwright.framework.compiler.sharding_types.carried import (
-    Carried,
-    carried_of_op,
-)
 from meshwright.framework.compiler.sharding_types.combine import combine, how_to_combine
 from meshwright.framework.compiler.sharding_types.op_dims import op_dims
 from meshwright.framework.compiler.sharding_types.partial_sums import sum_of
@@ -33,14 +29,15 @@ from meshwright.framework.compiler.sharding_types.tensor_type import (
     PartialValue,
     TensorType,
 )
+from meshwright.framework.compiler.stablehlo.carried import (
+    Carried,
+    ForwardAnalysis,
+)
 from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    BRANCHES,
     OUT_OF_MANUAL,
-    WHILE,
     Blame,
     Placeholder,
-    end_of,
     is_annotation,
     is_constant_zero,
     op_name,
@@ -95,7 +92,7 @@ class Unknown(enum.Enum):
 Typed = TensorType | Unknown
 
 
-class Checker:
+class Checker(ForwardAnalysis):
     """The types of the values that it has visited, and the errors on the way.
 
     After an error a value is unknown, and so are values made from it up to the next
@@ -112,17 +109,13 @@ class Checker:
     """
 
     def __init__(self, mesh: DeviceMesh, blame: Blame, rules: OpRules):
+        super().__init__()
         self.mesh = mesh
         self.blame = blame
         self.rules = rules
-        self.types: dict[ir.Value, Typed] = {}
+        self.types: dict[ir.Value, Typed] = self.facts
         self._read: dict[ir.Operation, Sequence[Typed]] = {}
         self.errors: dict[ir.Operation, list[ShardingTypeError]] = {}
-
-    def visit(self, block) -> None:
-        """Infers the types in a block whose arguments have types."""
-        for op in block.operations:
-            self._visit_op(op.operation)
 
     def given(self, value: ir.Value, requested: Sharding | None) -> Typed:
         """The type of a value as a result of the program, if it may be one."""
@@ -136,17 +129,12 @@ class Checker:
             self.refuse(value.owner, text, [before])
             return before
 
-    def _visit_op(self, op) -> None:
+    def visit_op(self, op) -> None:
         if self.errors.pop(op, None):
             self._read.pop(op, None)
-        if op.name == WHILE:
-            self._loop(op)
-        elif op.name in BRANCHES:
-            self._branches(op)
-        elif len(op.results):
-            self._plain(op)
+        super().visit_op(op)
 
-    def _plain(self, op) -> None:
+    def plain(self, op) -> None:
         before = [self.types[value] for value in op.operands]
         # Loops are visited until nothing changes, and little of them changes.
         if op in self._read and all(map(operator.is_, before, self._read[op])):
@@ -288,68 +276,43 @@ class Checker:
         """What devices have only parts of, when an op reads a tensor of this type."""
         return type_.partial
 
-    def _loop(self, op) -> None:
-        """A loop; constants that it starts with take the type that its body makes."""
-        condition, body = (region.blocks[0] for region in op.regions)
-        before: list[Typed] = []
-        ties = list(carried_of_op(op))
-        first = [self.types[value] for value in op.operands]
-        after = [self.carries(*pair) for pair in zip(ties, first, strict=True)]
-        while after != before:
-            before = after
-            for block in (condition, body):
-                self.types.update(zip(block.arguments, before, strict=True))
-                self.visit(block)
-            ends = [self.types[value] for value in end_of(body).operands]
-            after = [
-                self.carries(tie, self._widened(*pair))
-                for tie, *pair in zip(ties, before, ends, strict=True)
-            ]
-        self._check_predicate(op, end_of(condition).operands[0])
-        for number, result in enumerate(op.results):
-            self.types[result] = self._carried(op, number, after[number], ends[number])
+    def carried(self, tie: Carried, first: Typed, made: Typed | None) -> Typed:
+        """Constants that a loop starts with take the type that its body makes."""
+        if not isinstance(made, TensorType):
+            return first
+        return self.meet([first, made]) or first
 
-    def carries(self, tie: Carried, type_: Typed) -> Typed:
-        """The type with which a loop carries a tensor that it begins with."""
-        return type_
-
-    def _carried(self, op, number: int, before: Typed, after: Typed) -> Typed:
-        """The type of a loop's result, by its operand's and its body's."""
+    def after_loop(self, tie: Carried, before: Typed, after: Typed) -> Typed:
         unknown = [type_ for type_ in (before, after) if isinstance(type_, Unknown)]
         if unknown:
             return unknown[0]
         if self.meet([before, after]) is not None:
             return before
-        made = end_of(op.regions[1].blocks[0]).operands[number].owner
+        made = tie.entering()[1].owner
         of = "" if isinstance(made, ir.Block) else f", by {self.place(made)}"
         what = (
             f"makes {after} of {before}{of}: a loop's tensor keeps its type; "
             f"mesh_split or reshard the initial value to {after.sharding}, or what the "
             f"loop makes of it to {before.sharding}"
         )
-        self.refuse(op, what, [after])
+        self.refuse(tie.op, what, [after])
         return Unknown.REFUSED
 
-    def _branches(self, op) -> None:
-        for region in op.regions:
-            self.visit(region.blocks[0])
-        self._check_predicate(op, op.operands[0])
-        ends = [end_of(region.blocks[0]).operands for region in op.regions]
-        for number, result in enumerate(op.results):
-            given = [self.types[end[number]] for end in ends]
-            joined = self.meet(given)
-            if joined is None:
-                self.refuse(
-                    op,
-                    f"gives {' or '.join(map(str, given))}, its result {number}: "
-                    "branches of a conditional give one type; mesh_split or reshard "
-                    f"in one of them to {given[0].sharding}",
-                    given,
-                )
-                joined = Unknown.REFUSED
-            self.types[result] = joined
+    def after_branches(self, tie: Carried, given: Sequence[Typed]) -> Typed:
+        joined = self.meet(given)
+        if joined is not None:
+            return joined
+        number = ir.OpResult(tie.result).result_number
+        self.refuse(
+            tie.op,
+            f"gives {' or '.join(map(str, given))}, its result {number}: branches "
+            "of a conditional give one type; mesh_split or reshard in one of them to "
+            f"{given[0].sharding}",
+            given,
+        )
+        return Unknown.REFUSED
 
-    def _check_predicate(self, op, value: ir.Value) -> None:
+    def check_predicate(self, op, value: ir.Value) -> None:
         chooses = self.types[value]
         if isinstance(chooses, TensorType) and self.combined_later(chooses):
             part = self.combined_later(chooses)[0]
@@ -380,12 +343,6 @@ class Checker:
             if type_.free and not type_.zero and first.partial:
                 return None
         return first
-
-    def _widened(self, before: Typed, after: Typed) -> Typed:
-        """The type that a loop carries if it starts with one and makes the other."""
-        if isinstance(after, Unknown):
-            return before
-        return self.meet([before, after]) or before
 
 
 def _needs_partial_sum(placeholder: Placeholder, mesh: DeviceMesh) -> bool:

@@ -11,12 +11,8 @@ import tensorflow as tf
 from jax.extend.mlir import ir
 from tensorflow.python.util import nest
 
-from meshwright.framework.compiler.boundary.borders import filled
-from meshwright.framework.compiler.lowering.lower import (
-    LoweringError,
-    Signature,
-    lower,
-)
+from meshwright.framework.compiler.boundary.borders import check_results, filled
+from meshwright.framework.compiler.lowering.lower import Signature, lower
 from meshwright.framework.compiler.lowering.sources import (
     PLACEHOLDER,
     Kind,
@@ -54,20 +50,20 @@ class TypedTensor:
       kind: argument, result, or inside.
       name: for arguments and results their path, such as "w.kernel"; for others the
         name of the TF op that makes it.
+      type: the sharding type; its `str` reads `f32[seq, batch@dp, 16]{U:tp}`.
       layer: dotted path of its layer, or of its name scopes outside any layer.
       source: where the op was made, None if unknown.
       is_gradient: whether it is a gradient, or made from one.
-      type: the sharding type; its `str` reads `f32[seq, batch@dp, 16]{U:tp}`.
       is_shown: whether the program's text shows it.
     """
 
     kind: Kind
     name: str
-    layer: str
-    source: Source | None
-    is_gradient: bool
     type: TensorType
-    is_shown: bool
+    layer: str = ""
+    source: Source | None = None
+    is_gradient: bool = False
+    is_shown: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,8 +164,7 @@ def explain_types(
 
     def of_tensors(*args):
         out = fn(*args)
-        if any(leaf is None for leaf in nest.flatten(out)):
-            raise LoweringError(f"{name}: the function returns None, or a nest with it")
+        check_results(name, out)
         return nest.map_structure(tf.convert_to_tensor, out)
 
     lowered = lower(of_tensors, args, name=name, variables=variables)
@@ -254,11 +249,7 @@ def _border(kind: Kind, named: Iterable[tuple[str, Typed]]) -> Iterator[TypedTen
             yield TypedTensor(
                 kind=kind,
                 name=path or kind.value,
-                layer="",
-                source=None,
-                is_gradient=False,
                 type=type_.without_origins(),
-                is_shown=True,
             )
 
 

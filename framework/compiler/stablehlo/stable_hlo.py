@@ -23,6 +23,8 @@ NUMBER = "number"
 """The attribute that identifies ops after propagation."""
 WHILE = "stablehlo.while"
 BRANCHES = ("stablehlo.case", "stablehlo.if")
+DimAxes = Sequence[Sequence[str]]
+"""For each dim of a tensor the axes that split it."""
 _EFFECTS = (
     "stablehlo.infeed",
     "stablehlo.outfeed",
@@ -77,6 +79,32 @@ def rows_of(tensor: ir.Value, dim: int, start: int, limit: int) -> ir.Value:
     starts[dim], limits[dim] = start, limit
     arrays = map(ir.DenseI64ArrayAttr.get, (starts, limits, steps))
     return stablehlo.slice(tensor, *arrays)
+
+
+def cut_end(tensor: ir.Value, shape: Sequence[int]) -> ir.Value:
+    """A tensor cut to `shape` at its dims' ends, at the current insertion point."""
+    if shape_of(tensor) == tuple(shape):
+        return tensor
+    none = [0] * len(shape)
+    return stablehlo.slice(tensor, none, list(shape), [1] * len(shape))
+
+
+def pad_end(
+    tensor: ir.Value, shape: Sequence[int], filler: ir.Value | None = None
+) -> ir.Value:
+    """A tensor filled up to `shape` at its dims' ends, at the current insertion point.
+
+    Args:
+      tensor: the tensor.
+      shape: the shape that it gets.
+      filler: a scalar; zero by default.
+    """
+    more = [new - old for new, old in zip(shape, shape_of(tensor), strict=True)]
+    if not any(more):
+        return tensor
+    filler = filler or zeros(tensor_type(tensor.type, ()))
+    none = [0] * len(more)
+    return stablehlo.pad(tensor, filler, none, more, none)
 
 
 def after(value: ir.Value) -> ir.InsertionPoint:
@@ -208,6 +236,45 @@ def placeholder_call(kind: str, value, result_type, config: dict[str, Any]):
         backend_config=ir.StringAttr.get(json.dumps(config)),
     )
     return call.results[0]
+
+
+def into_manual(
+    value: ir.Value, mesh: DeviceMesh, axes: Sequence[str], dims: DimAxes
+) -> ir.Value:
+    """A device's shard of a tensor, in a region that is manual along `axes`.
+
+    Args:
+      value: the tensor; it is read at the current insertion point.
+      mesh: the program's mesh.
+      axes: the manual axes of the region.
+      dims: for each dim those of them that split it.
+    """
+    shape = Sharding(mesh, tuple(map(tuple, dims))).shard_shape(shape_of(value))
+    config = border_config(mesh, axes, dims)
+    return placeholder_call(INTO_MANUAL, value, tensor_type(value.type, shape), config)
+
+
+def out_of_manual(
+    local: ir.Value, mesh: DeviceMesh, axes: Sequence[str], dims: DimAxes
+) -> ir.Value:
+    """The tensor of which devices have even shards in a manual region.
+
+    Args:
+      local: a device's shard; it is read at the current insertion point.
+      mesh, axes, dims: see `into_manual`.
+    """
+    pairs = zip(shape_of(local), dims, strict=True)
+    shape = [size * mesh.axes_size(split) for size, split in pairs]
+    config = border_config(mesh, axes, dims)
+    return placeholder_call(
+        OUT_OF_MANUAL, local, tensor_type(local.type, shape), config
+    )
+
+
+def with_sharding(value: ir.Value, sharding: Sharding) -> ir.Value:
+    """A tensor with an annotation, at the current insertion point."""
+    text = sharding.to_hlo()
+    return sharding_call("Sharding", value, value.type, text, sharding.unspecified)
 
 
 def sharding_call(

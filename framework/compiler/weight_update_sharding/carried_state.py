@@ -6,12 +6,14 @@ it, the results of a conditional's branches (weight-update sharding 3.2).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.sharding_types import carried as loops
+from meshwright.framework.compiler.stablehlo.carried import (
+    Carried,
+    carried_of_op,
+)
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
@@ -22,30 +24,7 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     walk,
 )
 
-Use = tuple[ir.Operation, int]
-"""An operation and the number of its operand."""
-
 _SAME_TRUTH = ("stablehlo.not", "stablehlo.convert", "stablehlo.reshape")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Carried:
-    """Values and uses that have the same form.
-
-    Args:
-      values: block arguments and results.
-      uses: where other values enter.
-      argument: number of the program's argument that it is, None for a loop's or a
-        conditional's.
-    """
-
-    values: tuple[ir.Value, ...]
-    uses: tuple[Use, ...]
-    argument: int | None = None
-
-    def entering(self) -> list[ir.Value]:
-        """The values that enter it."""
-        return [op.operands[number] for op, number in self.uses]
 
 
 def carried_of(
@@ -66,8 +45,7 @@ def carried_of(
     ]
     for op in walk(completed.main):
         if op.name in (WHILE, *BRANCHES):
-            tensors = filter(loops.Carried.changes, loops.carried_of_op(op))
-            links += [Carried(t.values, tuple(t.uses)) for t in tensors]
+            links += filter(Carried.changes, carried_of_op(op))
     return [link for link in links if shape_of(link.values[0])]
 
 
@@ -130,10 +108,8 @@ def trips(op) -> int:
 
 def _bound(op, condition, value: ir.Value) -> float | None:
     if isinstance(value.owner, ir.Block) and value.owner == condition:
-        number = ir.BlockArgument(value).arg_number
-        body = op.regions[1].blocks[0]
-        kept = end_of(body).operands[number] == body.arguments[number]
-        value = op.operands[number] if kept else value
+        tie = Carried.by(op.results[ir.BlockArgument(value).arg_number])
+        value = value if tie.changes() else tie.entering()[0]
     if not isinstance(value.owner, ir.Block) and value.owner.name == WHILE:
         return trips(value.owner)  # A backward loop counts down a forward one.
     return constant_of(value)

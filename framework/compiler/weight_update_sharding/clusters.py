@@ -10,11 +10,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
+from meshwright.framework.compiler.stablehlo.carried import Carried, Use
 from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
@@ -24,8 +25,6 @@ from meshwright.framework.compiler.stablehlo.stable_hlo import (
     walk,
 )
 from meshwright.framework.compiler.weight_update_sharding.carried_state import (
-    Carried,
-    Use,
     frequency,
     joined,
     trips,
@@ -76,25 +75,34 @@ class Cluster:
       steps: the loops over steps, which carry the state.
     """
 
-    links: list[Carried]
-    ops: set[ir.Operation]
-    values: list[ir.Value]
+    links: list[Carried] = dataclasses.field(default_factory=list)
+    ops: list[ir.Operation] = dataclasses.field(default_factory=list)
+    values: list[ir.Value] = dataclasses.field(default_factory=list)
     state: Sequence[int] = ()
     steps: set[ir.Operation] = dataclasses.field(default_factory=set)
 
+    def __post_init__(self):
+        # Tells ops too: their own hash is of their operands, which rewriting changes.
+        self._made: set[ir.Value] = set()
+
     def made_inside(self, value: ir.Value) -> bool:
         """Whether one of its ops or links makes a value."""
-        owner = value.owner
-        by_op = not isinstance(owner, ir.Block) and owner in self.ops
-        return by_op or any(value in link.values for link in self.links)
+        return value in self._made or any(value in link.values for link in self.links)
 
     def inside(self, use: Use) -> bool:
         """Whether one of its ops or links makes this use of a value."""
-        return use[0] in self.ops or any(use in link.uses for link in self.links)
+        made = use[0].results
+        by_op = len(made) > 0 and made[0] in self._made
+        return by_op or any(use in link.uses for link in self.links)
+
+    def add(self, op: ir.Operation) -> None:
+        """Adds an op on its values."""
+        self.ops.append(op)
+        self._made.update(op.results)
 
     def grow(self, op: ir.Operation) -> None:
-        """Adds an op."""
-        self.ops.add(op)
+        """Adds an op and its values."""
+        self.add(op)
         new = [v for v in (*op.operands, *op.results) if shape_of(v)]
         self.values += [value for value in new if value not in self.values]
 
@@ -168,7 +176,7 @@ def find_clusters(
     """The weight updates in a program, and how their dims correspond."""
     ops = [op for op in walk(main) if op.name not in _ENDS]
     alike = [link for link in links if _is_alike(link, redundancy)]
-    updating = set(_updating(ops, redundancy))
+    updating = {op for op in ops if _is_updating(op, redundancy)}
     updating |= _feeding(ops, redundancy, updating, alike)
     updated = {
         link
@@ -182,11 +190,9 @@ def find_clusters(
     return _grouped(ordered, tied, dims), dims
 
 
-def _updating(ops, redundancy: Redundancy) -> Iterator[ir.Operation]:
-    for op in ops:
-        depends = any(value in redundancy.updates for value in op.operands)
-        if depends and _can_shard(op, redundancy):
-            yield op
+def _is_updating(op, redundancy: Redundancy) -> bool:
+    depends = any(value in redundancy.updates for value in op.operands)
+    return depends and _can_shard(op, redundancy)
 
 
 def _feeding(ops, redundancy: Redundancy, updating, links) -> set[ir.Operation]:
@@ -230,9 +236,7 @@ def _is_updated(link: Carried, redundancy: Redundancy, updating) -> bool:
 
 
 def _grouped(ops, links, dims: Dims) -> list[Cluster]:
-    clusters: dict[ir.Value, Cluster] = collections.defaultdict(
-        lambda: Cluster([], set(), [])
-    )
+    clusters: dict[ir.Value, Cluster] = collections.defaultdict(Cluster)
     seen: dict[ir.Value, None] = {}
     for link in links:
         clusters[dims.values.find(link.values[0])].links.append(link)
@@ -241,21 +245,20 @@ def _grouped(ops, links, dims: Dims) -> list[Cluster]:
         ranked = [v for v in (*op.operands, *op.results) if shape_of(v)]
         seen.update(dict.fromkeys(ranked))
         for root in {dims.values.find(value) for value in ranked}:
-            clusters[root].ops.add(op)
+            clusters[root].add(op)
     for value in seen:
         clusters[dims.values.find(value)].values.append(value)
     for cluster in clusters.values():
         arguments = [link.argument for link in cluster.links]
         cluster.state = [number for number in arguments if number is not None]
-        cluster.steps.update(_steps(cluster.links))
+        cluster.steps = _steps(cluster.links)
     return [cluster for cluster in clusters.values() if cluster.state]
 
 
-def _steps(links: Sequence[Carried]) -> Iterator[ir.Operation]:
-    for group in joined(links):
-        if any(link.argument is not None for link in group):
-            uses = [use for link in group for use in link.uses]
-            yield from (op for op, _ in uses if op.name == WHILE)
+def _steps(links: Sequence[Carried]) -> set[ir.Operation]:
+    """The loops over steps, which carry the program's state."""
+    groups = [g for g in joined(links) if any(link.argument is not None for link in g)]
+    return {link.op for group in groups for link in group if link.is_loop}
 
 
 def how_often(cluster: Cluster, ops: Sequence[ir.Operation]) -> float:

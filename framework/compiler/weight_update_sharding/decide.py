@@ -15,12 +15,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
-from meshwright.framework.compiler.weight_update_sharding.carried_state import Use
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     Dims,
@@ -192,11 +191,14 @@ class _CostModel:
 
     def options(self, cluster: Cluster) -> list[Decision]:
         """What each layout of an update saves and costs."""
-        reach = self.reach(cluster)
+        entries, exits = cluster.entries(), cluster.exits()
+        gradients = self.gradients(cluster, entries)
         return [
-            self.evaluate(cluster, reach, layout)
+            self.evaluate(cluster, layout, entries, exits, gradients)
             for axes in self.choices_of_axes(cluster)
-            for layout in self.layouts(cluster, axes)
+            for layout in layouts_of(
+                cluster, self.dims, self.completed, axes, self.machine.tiles
+            )
         ]
 
     def poorest(self, decisions: Sequence[Decision]) -> tuple[str, ...] | None:
@@ -215,12 +217,6 @@ class _CostModel:
             gains[axes] -= sum(p.waiting for p in self.network.along(axes, 0.0))
         poorest = min(gains, key=gains.get, default=None)
         return poorest if poorest and gains[poorest] <= 0 else None
-
-    def layouts(
-        self, cluster: Cluster, axes: tuple[str, ...]
-    ) -> Iterator[UpdateLayout]:
-        tiles = self.machine.tiles
-        return layouts_of(cluster, self.dims, self.completed, axes, tiles)
 
     def choices_of_axes(self, cluster: Cluster) -> Iterator[tuple[str, ...]]:
         """The data axes along which the update is repeated, and some of them.
@@ -242,27 +238,37 @@ class _CostModel:
                     yield (str(SubAxis(*axes, size // group, group)),)
 
     def evaluate(
-        self, cluster: Cluster, reach: _ClusterInterface, layout: UpdateLayout
+        self, cluster: Cluster, layout: UpdateLayout, entries, exits, gradients
     ) -> Decision:
+        """What a layout saves and costs.
+
+        Args:
+          cluster: the update.
+          layout: how it is divided.
+          entries, exits: its tensors of which ops outside make or read some.
+          gradients: see `gradients`.
+        """
         memory_bandwidth = self.machine.hardware.memory_bandwidth
         links = [link for link in cluster.links if link.argument is not None]
         stored = [link.values[0] for link in links]
-        saved = sum(map(layout.spared_bytes, reach.entries))
+        saved = sum(map(layout.spared_bytes, entries))
         saved += 2 * sum(map(layout.spared_bytes, stored))
         gathers = {
             value: gathered_bytes(cluster, value, uses)
-            for value, uses in reach.exits.items()
+            for value, uses in exits.items()
             if layout.first(value) is not None
         }
         sizes = {
             v: gathered_bytes(cluster, v, uses_of(v))
-            for v in reach.gradients
+            for v in gradients
             if layout.first(v) is not None
         }
         gain = saved / memory_bandwidth
         gain -= sum(self.gathering(v, size, layout) for v, size in gathers.items())
-        gain -= sum(self.reducing(v, size, reach, layout) for v, size in sizes.items())
-        copied = self.copied([*sizes, *reach.exits], layout)
+        gain -= sum(
+            self.reducing(v, size, gradients[v], layout) for v, size in sizes.items()
+        )
+        copied = self.copied([*sizes, *exits], layout)
         gain -= 2 * copied / memory_bandwidth
         return Decision(
             cluster=cluster,
@@ -277,24 +283,22 @@ class _CostModel:
             gain=gain,
         )
 
-    def reach(self, cluster: Cluster) -> _ClusterInterface:
-        entries = cluster.entries()
-        gradients = [v for v in entries if v in self.redundancy.updates]
-        sums = [find_sum(self.completed, self.redundancy.reduced, v) for v in gradients]
-        gradients = {
-            value: summed.axes
-            if summed and all(map(cluster.inside, uses_of(value)))
-            else ()
-            for value, summed in zip(gradients, sums, strict=True)
-        }
-        return _ClusterInterface(entries, cluster.exits(), gradients)
+    def gradients(
+        self, cluster: Cluster, entries: Sequence[ir.Value]
+    ) -> dict[ir.Value, tuple[str, ...]]:
+        """Sums over the batch, with the axes along which they may be scattered."""
+        gradients = {}
+        for value in entries:
+            if value in self.redundancy.updates:
+                summed = find_sum(self.completed, self.redundancy.reduced, value)
+                known = summed and all(map(cluster.inside, uses_of(value)))
+                gradients[value] = summed.axes if known else ()
+        return gradients
 
-    def is_scattered(
-        self, value, reach: _ClusterInterface, layout: UpdateLayout
-    ) -> bool:
+    def is_scattered(self, value, axes: tuple[str, ...], layout: UpdateLayout) -> bool:
         """Whether a gradient is reduced right onto its shards, not in full first."""
         mesh = self.completed.mesh
-        known = mesh.entire(layout.axes) <= set(reach.gradients[value])
+        known = mesh.entire(layout.axes) <= set(axes)
         known &= all(map(self.network.scatters, layout.axes))
         taken = self.completed.sharding(value).dims[layout.first(value)]
         return known and not taken and layout.can_scatter(value)
@@ -306,12 +310,12 @@ class _CostModel:
         return size / full * self.seconds(phases, batched=True)
 
     def reducing(
-        self, value, size: float, reach: _ClusterInterface, layout: UpdateLayout
+        self, value, size: float, axes: tuple[str, ...], layout: UpdateLayout
     ) -> float:
         """Seconds a step to reduce a gradient onto shards, beyond its all-reduce."""
-        if not self.is_scattered(value, reach, layout):
+        if not self.is_scattered(value, axes, layout):
             return 0.0
-        axes, full = reach.gradients[value], bytes_of(value)
+        full = bytes_of(value)
         in_tiles = full * layout.moved_share(value)
         scattered = self.seconds(self.network.along(layout.axes, in_tiles))
         # Over axes that the layout leaves out its shards are all-reduced.
@@ -334,19 +338,3 @@ class _CostModel:
             for value in passing
             if layout.first(value) is not None and not layout.is_even(value)
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class _ClusterInterface:
-    """What a cluster exchanges with ops outside.
-
-    Args:
-      entries: tensors that it reads from outside.
-      exits: its tensors that ops outside read, with these uses.
-      gradients: entries that are sums over the batch, with the axes along which they
-        may be reduce-scattered.
-    """
-
-    entries: Sequence[ir.Value]
-    exits: Mapping[ir.Value, Sequence[Use]]
-    gradients: Mapping[ir.Value, Sequence[str]]

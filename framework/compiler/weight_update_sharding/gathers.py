@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.weight_update_sharding.carried_state import (
-    Use,
-    joined,
-)
+from meshwright.framework.compiler.stablehlo.carried import Use
+from meshwright.framework.compiler.weight_update_sharding.carried_state import joined
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
     Dims,
@@ -41,34 +38,28 @@ def place_gathers(cluster: Cluster, dims: Dims, redundancy: Redundancy) -> None:
             continue
         costs = [_reads(cluster, redundancy, *read) for read in reads.items()]
         unsharded = max(gathered_bytes(cluster, *read) for read in reads.items())
-        if sum(cost.bytes for cost in costs) < unsharded:
-            for op in (op for cost in costs for op in cost.ops):
+        if sum(size for size, _ in costs) < unsharded:
+            for op in (op for _, ops in costs for op in ops):
                 dims.add(op)
                 cluster.grow(op)
         else:
             cluster.links = [link for link in cluster.links if link not in links]
 
 
-@dataclasses.dataclass(frozen=True)
-class _GatherCost:
-    bytes: float
-    ops: Sequence[ir.Operation] = ()
-
-
 def _reads(
     cluster: Cluster, redundancy: Redundancy, value: ir.Value, uses: Sequence[Use]
-) -> _GatherCost:
-    """The fewest bytes to gather for some uses of a value."""
+) -> tuple[float, Sequence[ir.Operation]]:
+    """The fewest bytes to gather for some uses of a value, and ops that join it."""
     total, ops = 0.0, []
     direct = gathered_bytes(cluster, value, uses)
     for op, _ in uses:
         if not _narrows(op, redundancy):
-            return _GatherCost(direct)
+            return direct, []
         result = op.results[0]
-        after = _reads(cluster, redundancy, result, uses_of(result))
-        total += after.bytes
-        ops += [op, *after.ops]
-    return _GatherCost(total, ops) if total < direct else _GatherCost(direct)
+        size, after = _reads(cluster, redundancy, result, uses_of(result))
+        total += size
+        ops += [op, *after]
+    return (total, ops) if total < direct else (direct, [])
 
 
 def _narrows(op, redundancy: Redundancy) -> bool:

@@ -9,19 +9,21 @@ alone? In a manual region, where devices have different values, the paper's rule
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.sharding_types.combine import HALO
 from meshwright.framework.compiler.sharding_types.op_dims import op_dims
+from meshwright.framework.compiler.stablehlo.carried import (
+    Carried,
+    ForwardAnalysis,
+)
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    BRANCHES,
     INTO_MANUAL,
-    WHILE,
-    end_of,
     has_side_effect,
     placeholder_of,
     walk,
@@ -55,8 +57,8 @@ class Redundancy:
       rules: the rules of the module's ops.
     """
 
-    alike: dict[ir.Value, frozenset[str]]
-    reduced: dict[ir.Value, frozenset[str]]
+    alike: Mapping[ir.Value, frozenset[str]]
+    reduced: Mapping[ir.Value, frozenset[str]]
     updates: set[ir.Value]
     added: set[ir.Operation]
     rules: OpRules
@@ -64,93 +66,73 @@ class Redundancy:
 
 def analyze(completed: CompletedModule, data_axes: Sequence[str]) -> Redundancy:
     """Finds what is redundant along `data_axes`, through loops to a fixed point."""
-    return _Analysis(completed, frozenset(data_axes)).run()
+    analysis = _Analysis(completed, frozenset(data_axes))
+    block = completed.main.regions[0].blocks[0]
+    for argument in block.arguments:
+        analysis.facts[argument] = _Fact(analysis.unsplit(argument), False)
+    analysis.visit(block)
+    facts, reduced = analysis.facts, analysis.reduced
+    return Redundancy(
+        {value: fact.alike for value, fact in facts.items()},
+        reduced,
+        {value for value, fact in facts.items() if fact.updates},
+        added_sums(completed, reduced, walk(completed.main)),
+        completed.rules,
+    )
 
 
-class _Analysis:
+class _Fact(NamedTuple):
+    """What follows of a value: see `Redundancy`."""
+
+    alike: frozenset[str]
+    updates: bool
+
+
+class _Analysis(ForwardAnalysis):
     def __init__(self, completed: CompletedModule, data_axes: frozenset[str]):
+        super().__init__()
         self.completed = completed
         self.data_axes = data_axes
-        self.alike: dict[ir.Value, frozenset[str]] = {}
         self.reduced: dict[ir.Value, frozenset[str]] = {}
-        self.updates: set[ir.Value] = set()
-
-    def run(self) -> Redundancy:
-        block = self.completed.main.regions[0].blocks[0]
-        for argument in block.arguments:
-            self.alike[argument] = self.unsplit(argument)
-        self.visit(block)
-        added = added_sums(self.completed, self.reduced, walk(self.completed.main))
-        return Redundancy(
-            self.alike, self.reduced, self.updates, added, self.completed.rules
-        )
 
     def unsplit(self, value: ir.Value) -> frozenset[str]:
         return self.data_axes - self.completed.axes(value)
 
-    def visit(self, block) -> None:
-        for op in block.operations:
-            op = op.operation
-            if op.name == WHILE:
-                self.loop(op)
-            elif op.name in BRANCHES:
-                self.branches(op)
-            else:
-                self.plain(op)
+    def alike(self, op) -> frozenset[str]:
+        """The data axes along which all replicas have the same operands."""
+        return self.data_axes.intersection(*(self.facts[v].alike for v in op.operands))
 
-    def loop(self, op) -> None:
-        condition, body = (region.blocks[0] for region in op.regions)
-        carried = [
-            self.alike[value] & self.unsplit(result)
-            for value, result in zip(op.operands, op.results, strict=True)
-        ]
-        while True:
-            for block in (condition, body):
-                for i, argument in enumerate(block.arguments):
-                    self.alike[argument] = carried[i]
-                    self.mark(argument, op.operands[i] in self.updates)
-                self.visit(block)
+    def carried(self, tie: Carried, first: _Fact, made: _Fact | None) -> _Fact:
+        alike = first.alike & self.unsplit(tie.result)
+        if made is not None:
             # Replicas whose loops run differently share no value.
-            (goes_on,) = end_of(condition).operands
-            after = [
-                before & self.alike[value] & self.alike[goes_on]
-                for before, value in zip(carried, end_of(body).operands, strict=True)
-            ]
-            if after == carried:
-                break
-            carried = after
-        for i, value in enumerate(end_of(body).operands):
-            self.alike[op.results[i]] = carried[i]
-            self.mark(op.results[i], value in self.updates)
+            alike &= made.alike & self.facts[tie.predicate].alike
+        return first._replace(alike=alike)
 
-    def branches(self, op) -> None:
-        for region in op.regions:
-            self.visit(region.blocks[0])
-        yields = [end_of(region.blocks[0]).operands for region in op.regions]
-        chooses = self.alike[op.operands[0]]
-        for i, result in enumerate(op.results):
-            values = [operands[i] for operands in yields]
-            alike = [self.alike[value] for value in values]
-            self.alike[result] = self.unsplit(result).intersection(chooses, *alike)
-            self.mark(result, any(value in self.updates for value in values))
+    def after_loop(self, tie: Carried, carried: _Fact, made: _Fact) -> _Fact:
+        return carried._replace(updates=made.updates)
+
+    def after_branches(self, tie: Carried, given: Sequence[_Fact]) -> _Fact:
+        chooses = self.facts[tie.predicate].alike
+        alike = chooses.intersection(*(fact.alike for fact in given))
+        updates = any(fact.updates for fact in given)
+        return _Fact(alike & self.unsplit(tie.result), updates)
 
     def plain(self, op) -> None:
-        alike = self.data_axes.intersection(*(self.alike[v] for v in op.operands))
+        alike = self.alike(op)
         gained = self.gained(op)
         if op.name in _NEVER_ALIKE or has_side_effect(op):
             alike = frozenset()
         for result in op.results:
             free = self.unsplit(result)
-            self.alike[result] = free & ((alike - self.own_axes(op)) | gained)
             self.reduced.pop(result, None)
             if gained & free:
                 self.reduced[result] = gained & free
-            updates = any(value in self.updates for value in op.operands)
-            self.mark(result, updates or bool(gained & free))
-
-    def mark(self, value: ir.Value, updates: bool) -> None:
-        # A later pass over a loop may find that a value is no update after all.
-        (self.updates.add if updates else self.updates.discard)(value)
+            updates = any(self.facts[value].updates for value in op.operands)
+            self.facts[result] = _Fact(
+                free & ((alike - self.own_axes(op)) | gained),
+                updates or bool(gained & free),
+            )
 
     def own_axes(self, op) -> frozenset[str]:
         """The axes along which an op of a manual region makes replicas differ."""
@@ -169,15 +151,14 @@ class _Analysis:
         if placeholder is not None:
             is_sum = placeholder.kind == "all_reduce"
             return self.data_axes & frozenset(placeholder.axes if is_sum else ())
-        differs = [v for v in op.operands if self.data_axes - self.alike[v]]
+        differs = [v for v in op.operands if self.data_axes - self.facts[v].alike]
         if not differs:
             return frozenset()
         summed = [
-            (self.alike[value] | self.summed(op, value)) & self.data_axes
+            (self.facts[value].alike | self.summed(op, value)) & self.data_axes
             for value in differs
         ]
-        everywhere = self.data_axes.intersection(*(self.alike[v] for v in op.operands))
-        return self.data_axes.intersection(*summed) - everywhere
+        return self.data_axes.intersection(*summed) - self.alike(op)
 
     def summed(self, op, value: ir.Value) -> frozenset[str]:
         """The axes that split dims of an operand which the op sums over."""

@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
+from meshwright.framework.compiler.stablehlo.carried import Carried, Use
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,
     after,
+    cut_end,
     end_of,
     is_annotation,
     location_of,
+    pad_end,
     shape_of,
     sharding_call,
     tensor_type,
-)
-from meshwright.framework.compiler.weight_update_sharding.carried_state import (
-    Carried,
-    Use,
+    with_sharding,
 )
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,
@@ -38,14 +38,11 @@ from meshwright.framework.compiler.weight_update_sharding.decide import Decision
 from meshwright.framework.compiler.weight_update_sharding.gradient import find_sum
 from meshwright.framework.compiler.weight_update_sharding.redundancy import Redundancy
 from meshwright.framework.compiler.weight_update_sharding.scatter import (
-    cut_end,
-    pad_end,
     reduce_scattered,
 )
 from meshwright.framework.compiler.weight_update_sharding.update_layouts import (
     UpdateLayout,
 )
-from meshwright.framework.sharding.sharding import Sharding
 from meshwright.framework.sharding.stored_form import StoredForm
 
 
@@ -93,45 +90,44 @@ class _Rewriting:
         self.layout = layout
 
     def run(self, forms) -> dict[int, StoredForm]:
-        values = [v for v in self.cluster.values if self.layout.first(v) is not None]
+        layout, links = self.layout, self.cluster.links
+        values = [v for v in self.cluster.values if layout.first(v) is not None]
         inside = [v for v in values if self.cluster.made_inside(v)]
-        # All is planned before anything changes, as dims are told apart by the types.
         entries = [v for v in self.cluster.entries() if v in values]
         exits = {v: u for v, u in self.cluster.exits().items() if v in values}
-        types = {v: tensor_type(v.type, self.layout.shape(v)) for v in values}
-        split = {v: self.layout.sharding(v) for v in values}
-        unsplit = {v: self.layout.sharding(v, split=False) for v in exits}
-        enter = {v: [u for u in uses_of(v) if self.cluster.inside(u)] for v in entries}
-        marks = [op for op in self.cluster.ops if is_annotation(op)]
-        marks = [(op, split[op.results[0]]) for op in marks if op.results[0] in split]
-        ends = [
-            (use, types[value], split[value])
-            for link in self.cluster.links
-            for use, value in zip(link.uses, link.entering(), strict=True)
-            if value in inside
-        ]
         borders = {
             link.argument: self._form(forms[link.argument], link)
-            for link in self.cluster.links
+            for link in links
             if link.argument is not None and link.values[0] in values
         }
         for value, uses in exits.items():
-            self._leave(value, uses, types[value], unsplit[value])
+            self._leave(value, uses)
         for value in entries:
-            self._enter(value, enter[value], types[value], split[value])
-        for op, sharding in marks:
-            op.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding.to_hlo())
-            op.attributes["backend_config"] = ir.StringAttr.get("")
-        for (op, number), type_, sharding in ends:
-            with ir.InsertionPoint(op), op.location:
-                value, text = op.operands[number], sharding.to_hlo()
-                op.operands[number] = sharding_call("Sharding", value, type_, text)
+            self._enter(value)
+        for op in self.cluster.ops:
+            if is_annotation(op) and op.results[0] in values:
+                sharding = layout.sharding(op.results[0]).to_hlo()
+                op.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
+                op.attributes["backend_config"] = ir.StringAttr.get("")
+        for op, number in (use for link in links for use in link.uses):
+            if (value := op.operands[number]) in inside:
+                with ir.InsertionPoint(op), op.location:
+                    op.operands[number] = self._annotated(value, split=True)
+        # Types change last: dims are told apart by them.
         for value in inside:
-            self._retype(value, types[value])
-        for link in self.cluster.links:
+            self._retype(value, self._type(value))
+        for link in links:
             if link.argument in borders:
                 self._pad(link, borders[link.argument])
         return borders
+
+    def _type(self, value: ir.Value) -> ir.Type:
+        return tensor_type(value.type, self.layout.shape(value))
+
+    def _annotated(self, value: ir.Value, *, split: bool) -> ir.Value:
+        """A tensor of the cluster in its layout, split or not."""
+        sharding = self.layout.sharding(value, split=split).to_hlo()
+        return sharding_call("Sharding", value, self._type(value), sharding)
 
     def _form(self, form: StoredForm, link: Carried) -> StoredForm:
         value = link.values[0]
@@ -142,17 +138,19 @@ class _Rewriting:
             combined=combined if self.layout.count > 1 else None,
         )
 
-    def _leave(self, value, uses: Sequence[Use], type_, unsplit: Sharding) -> None:
+    def _leave(self, value, uses: Sequence[Use]) -> None:
         """Gathers a tensor for uses outside; inside rare branches for those in them."""
         for point, users in _by_place(value, uses):
             with point, location_of(value):
-                gathered = sharding_call("Sharding", value, type_, unsplit.to_hlo())
-                if type_ != value.type:
+                gathered = self._annotated(value, split=False)
+                if gathered.type != value.type:
                     gathered = stablehlo.reshape(value.type, gathered)
             for op, number in users:
                 op.operands[number] = gathered
 
-    def _enter(self, value, uses: Sequence[Use], type_, split: Sharding) -> None:
+    def _enter(self, value) -> None:
+        uses = [use for use in uses_of(value) if self.cluster.inside(use)]
+        type_, split = self._type(value), self.layout.sharding(value)
         summed = find_sum(self.completed, self.reduced, value)
         with after(value), location_of(value):
             shard = None
@@ -161,10 +159,10 @@ class _Rewriting:
             if shard is None:
                 # Unsplit first: else the split would propagate to what is summed, such
                 # as a convolution's images, which would be gathered to be split anew.
-                shard = _annotate(value, self.completed.sharding(value))
+                shard = with_sharding(value, self.completed.sharding(value))
                 if type_ != value.type:
                     shard = stablehlo.reshape(type_, shard)
-            shard = _annotate(shard, split)
+            shard = with_sharding(shard, split)
         for op, number in uses:
             op.operands[number] = shard
             if self.layout.count > 1:
@@ -193,12 +191,12 @@ class _Rewriting:
         uses = uses_of(argument)
         argument.set_type(padded)
         with after(argument), location_of(argument):
-            logical = _annotate(cut_end(argument, shape), form.border)
+            logical = with_sharding(cut_end(argument, shape), form.border)
         for op, place in uses:
             op.operands[place] = logical
         with ir.InsertionPoint(end), end.location:
             result = pad_end(end.operands[number], stored)
-            end.operands[number] = _annotate(result, form.border)
+            end.operands[number] = with_sharding(result, form.border)
 
 
 def _reduce_all(op, value: ir.Value) -> None:
@@ -206,10 +204,6 @@ def _reduce_all(op, value: ir.Value) -> None:
     if op.name == "stablehlo.reduce":
         dims = list(range(len(shape_of(value))))
         op.attributes["dimensions"] = ir.DenseI64ArrayAttr.get(dims)
-
-
-def _annotate(value: ir.Value, sharding: Sharding) -> ir.Value:
-    return sharding_call("Sharding", value, value.type, sharding.to_hlo())
 
 
 def _by_place(value: ir.Value, uses: Sequence[Use]):

@@ -19,7 +19,8 @@ from meshwright.framework.compiler.partial.begins import as_parts
 from meshwright.framework.compiler.partial.ends import add_up, scatter
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    shape_of,
+    cut_end,
+    pad_end,
     tensor_type,
     zeros,
 )
@@ -85,19 +86,3 @@ def _grow(local: ir.Value, shape: Sequence[int]) -> bool:
     for op in made:
         op.results[0].set_type(tensor_type(op.results[0].type, shape))
     return True
-
-
-def cut_end(value: ir.Value, shape: Sequence[int]) -> ir.Value:
-    """A tensor cut to `shape` at its dims' ends, at the current insertion point."""
-    if shape_of(value) == tuple(shape):
-        return value
-    return stablehlo.slice(value, [0] * len(shape), list(shape), [1] * len(shape))
-
-
-def pad_end(value: ir.Value, shape: Sequence[int]) -> ir.Value:
-    """A tensor with zeros at the ends of its dims, at the current insertion point."""
-    more = [big - small for big, small in zip(shape, shape_of(value), strict=True)]
-    if not any(more):
-        return value
-    none = [0] * len(more)
-    return stablehlo.pad(value, zeros(tensor_type(value.type, ())), none, more, none)

@@ -101,10 +101,10 @@ def _shard(
     requested: UpdateSharding,
     devices: Sequence[jax.Device] | None,
 ) -> UpdateReport:
-    carried = _carried(module.signature, requested)
+    state = _state(module.signature, requested)
     completed = module.completed()
     redundancy = analyze(completed, requested.data_axes)
-    links = carried_of(completed, [(c.argument, c.result) for c in carried])
+    links = carried_of(completed, [tuple(numbers) for _, *numbers in state])
     clusters, dims = find_clusters(completed.main, redundancy, links)
     if requested.mode is not WeightUpdateSharding.OFF:
         for cluster in clusters:
@@ -118,17 +118,16 @@ def _shard(
         machine=machine,
         mode=requested.mode,
     )
-    names = {leaf.argument: leaf.name for leaf in carried}
+    names = {argument: name for name, argument, _ in state}
     batched = batch_bytes(decisions, machine, module.mesh)
     report = update_report(decisions, names, completed, requested, batched)
     if all(decision.layout is None for decision in decisions):
         return report
     with module.rolled_back_on_error():
         forms = rewrite(completed, redundancy, decisions, module.in_forms)
-    for leaf in carried:
-        if leaf.argument in forms:
-            module.in_forms[leaf.argument] = forms[leaf.argument]
-            module.out_forms[leaf.result] = forms[leaf.argument]
+    for _, argument, result in state:
+        if argument in forms:
+            module.in_forms[argument] = module.out_forms[result] = forms[argument]
     module.signature = dataclasses.replace(
         module.signature,
         inputs=_stored(module.signature.inputs, module.in_forms),
@@ -213,23 +212,16 @@ def _paths(structure) -> list[str]:
     return [path.replace("/", ".") for path, _ in paths]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Carried:
-    name: str
-    argument: int
-    result: int
-
-
-def _carried(signature: Signature, requested: UpdateSharding) -> list[_Carried]:
-    """The leaves of the state, with their numbers among arguments and results."""
+def _state(
+    signature: Signature, requested: UpdateSharding
+) -> list[tuple[str, int, int]]:
+    """The leaves of the state: name, number among arguments, number among results."""
     before = len(tf.nest.flatten(signature.inputs[: requested.argument]))
-    state = _paths(signature.inputs[requested.argument])
+    paths = _paths(signature.inputs[requested.argument])
     numbers = list(range(len(tf.nest.flatten(signature.outputs))))
     results = tf.nest.pack_sequence_as(signature.outputs, numbers)[requested.result]
-    pairs = zip(state, tf.nest.flatten(results), strict=True)
-    return [
-        _Carried(path, before + i, result) for i, (path, result) in enumerate(pairs)
-    ]
+    pairs = zip(paths, tf.nest.flatten(results), strict=True)
+    return [(path, before + i, result) for i, (path, result) in enumerate(pairs)]
 
 
 def _stored(structure, forms):

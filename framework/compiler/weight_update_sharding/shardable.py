@@ -56,8 +56,6 @@ def dim_map(op, rules: OpRules) -> DimMap | None:
         return DimMap(same=[same for pair in pairs for same in _alike(*pair)])
     if not (name in (*_WINDOWS, *_OTHERS) or is_elementwise(op, rules)):
         return None
-    if name == "reshape":
-        return _reshape(op)
     if name == "constant":
         is_splat = ir.DenseElementsAttr(op.attributes["value"]).is_splat
         return DimMap() if is_splat else None
@@ -66,7 +64,9 @@ def dim_map(op, rules: OpRules) -> DimMap | None:
         return DimMap(whole=[(op.results[0], dim)], keeps_shape=True)
     if len(op.results) != 1:
         return None
-    return _labelled(op, name, rules)
+    dims = _labelled(op, name, rules)
+    # Of reshapes those are known that only add or drop dims of size 1.
+    return None if name == "reshape" and dims.whole else dims
 
 
 def _labelled(op, name: str, rules: OpRules) -> DimMap:
@@ -101,15 +101,3 @@ def _keeps_shape(op, name: str) -> bool:
 
 def _alike(a: ir.Value, b: ir.Value) -> list[tuple[Place, Place]]:
     return [((a, dim), (b, dim)) for dim in range(len(shape_of(a)))]
-
-
-def _reshape(op) -> DimMap | None:
-    """A reshape that only adds or drops dims of size 1."""
-    wide = [
-        [(value, dim) for dim, size in enumerate(shape_of(value)) if size > 1]
-        for value in (op.operands[0], op.results[0])
-    ]
-    sizes = [[shape_of(value)[dim] for value, dim in places] for places in wide]
-    if sizes[0] != sizes[1]:
-        return None
-    return DimMap(same=list(zip(*wide, strict=True)))

@@ -186,3 +186,21 @@ def test_a_reshape_sums_over_nothing():
     ((first, second, last),), ((merged, result),) = dims.operands, dims.results
     assert (first, second, merged) == (None, None, None)
     assert last == result is not None
+
+
+def test_an_op_keeps_its_rule_when_its_operands_change():
+    text = """
+      func.func @main(%x: tensor<4x6xf32>, %y: tensor<4x6xf32>) -> tensor<4xf32> {
+        %z = stablehlo.constant dense<0.0> : tensor<f32>
+        %s = stablehlo.reduce(%x init: %z) applies stablehlo.add across dimensions = [1]
+          : (tensor<4x6xf32>, tensor<f32>) -> tensor<4xf32>
+        return %s : tensor<4xf32>
+      }
+    """
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = ir.Module.parse(text).operation
+        main = ir.SymbolTable(module)["main"].operation
+        rules = OpRules(module)
+        total = next(op for op in walk(module) if op.name == "stablehlo.reduce")
+        total.operands[0] = main.regions[0].blocks[0].arguments[1]
+        assert len(op_dims(total, rules).all_combined()) == 1

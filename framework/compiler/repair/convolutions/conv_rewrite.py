@@ -13,14 +13,14 @@ from meshwright.framework.compiler.repair.convolutions.conv_layout import (
     joined,
 )
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    INTO_MANUAL,
     OUT_OF_MANUAL,
     border_config,
+    into_manual,
     op_name,
     placeholder_call,
     shape_of,
-    sharding_call,
     tensor_type,
+    with_sharding,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.sharding import Sharding
@@ -126,12 +126,13 @@ class _Laid:
                 copy.attributes[name] = ir.IntegerAttr.get(
                     attribute.type, layout.groups
                 )
-        copy.results[0].set_type(self._part(result, layout.manual_out))
+        part = Sharding(self.mesh, layout.manual_out).shard_shape(shape_of(result))
+        copy.results[0].set_type(tensor_type(result.type, part))
         out = copy.results[0]
         if layout.out is not None:
             out = self._annotate(out, layout.out)
         if layout.manual:
-            config = self._border(layout.manual_out)
+            config = border_config(self.mesh, layout.manual, layout.manual_out)
             out = placeholder_call(OUT_OF_MANUAL, out, result.type, config)
             if layout.out is not None:
                 out = self._annotate(out, joined(layout.manual_out, layout.out))
@@ -142,17 +143,8 @@ class _Laid:
         if self.layout.manual:
             # GSPMD would admit a device order other than the region's.
             value = self._annotate(value, joined(manual, auto))
-            part = self._part(value, manual)
-            value = placeholder_call(INTO_MANUAL, value, part, self._border(manual))
+            value = into_manual(value, self.mesh, self.layout.manual, manual)
         return self._annotate(value, auto)
 
     def _annotate(self, value: ir.Value, auto: Dims) -> ir.Value:
-        sharding = Sharding(self.mesh, auto).to_hlo()
-        return sharding_call("Sharding", value, value.type, sharding)
-
-    def _border(self, dims: Dims) -> dict:
-        return border_config(self.mesh, self.layout.manual, dims)
-
-    def _part(self, value: ir.Value, manual: Dims) -> ir.Type:
-        shape = Sharding(self.mesh, manual).shard_shape(shape_of(value))
-        return tensor_type(value.type, shape)
+        return with_sharding(value, Sharding(self.mesh, auto))

@@ -6,15 +6,15 @@ that some devices take must not span devices that take another branch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jax.extend.mlir import ir
 
+from meshwright.framework.compiler.stablehlo.carried import Carried, ForwardAnalysis
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
-    BRANCHES,
     INTO_MANUAL,
     OUT_OF_MANUAL,
-    WHILE,
     Placeholder,
-    end_of,
     op_name,
     placeholder_of,
 )
@@ -33,67 +33,41 @@ def divergent_ops(module: ir.Operation) -> dict[str, Axes]:
       By the name of the TF op the manual axes along which its predicate may differ.
     """
     divergence = _Divergence()
-    divergence.run(module.regions[0].blocks[0])
+    for function in module.regions[0].blocks[0].operations:
+        if function.operation.name == "func.func":
+            block = function.operation.regions[0].blocks[0]
+            divergence.facts.update(dict.fromkeys(block.arguments, Axes()))
+            divergence.visit(block)
     return divergence.divergent
 
 
-class _Divergence:
-    """Follows values that differ by device from where they are made."""
+class _Divergence(ForwardAnalysis):
+    """The axes of values that differ by device, from where they are made."""
 
     def __init__(self):
+        super().__init__()
         self.divergent: dict[str, Axes] = {}
-        self._axes: dict[ir.Value, Axes] = {}
 
-    def run(self, block: ir.Block) -> list[Axes]:
-        """Goes through a block; returns the axes of what it returns."""
-        for view in block.operations:
-            op = view.operation
-            for result, axes in zip(op.results, self._of_results(op), strict=True):
-                self._axes[result] = axes
-        return [self._of(value) for value in end_of(block).operands]
-
-    def _of(self, *values: ir.Value) -> Axes:
-        return Axes().union(*(self._axes.get(value, Axes()) for value in values))
-
-    def _of_results(self, op) -> list[Axes]:
-        inputs = self._of(*op.operands)
+    def plain(self, op) -> None:
+        axes = Axes().union(*(self.facts[value] for value in op.operands))
         placeholder = placeholder_of(op)
         if placeholder is not None:
-            return [_of_placeholder(placeholder, inputs)]
-        if op.name == WHILE:
-            return self._of_loop(op)
-        if op.name in BRANCHES:
-            return self._of_branches(op)
-        if op.name == "func.func":
-            self.run(op.regions[0].blocks[0])
-        return [inputs] * len(op.results)
+            axes = _of_placeholder(placeholder, axes)
+        self.facts.update(dict.fromkeys(op.results, axes))
 
-    def _of_loop(self, op) -> list[Axes]:
-        condition, body = (region.blocks[0] for region in op.regions)
-        state = [self._of(value) for value in op.operands]
-        while True:
-            for block in (condition, body):
-                self._axes.update(zip(block.arguments, state, strict=True))
-            (predicate,) = self.run(condition)
-            after = [
-                before | returned | predicate
-                for before, returned in zip(state, self.run(body), strict=True)
-            ]
-            if after == state:
-                self._note(op, predicate)
-                return state
-            state = after
+    def carried(self, tie: Carried, first: Axes, made: Axes | None) -> Axes:
+        return first if made is None else first | made | self.facts[tie.predicate]
 
-    def _of_branches(self, op) -> list[Axes]:
-        predicate = self._of(op.operands[0])
-        self._note(op, predicate)
-        returned = [self.run(region.blocks[0]) for region in op.regions]
-        return [predicate.union(*axes) for axes in zip(*returned, strict=True)]
+    def after_loop(self, tie: Carried, carried: Axes, made: Axes) -> Axes:
+        return carried
 
-    def _note(self, op, predicate: Axes) -> None:
-        if predicate:
+    def after_branches(self, tie: Carried, given: Sequence[Axes]) -> Axes:
+        return self.facts[tie.predicate].union(*given)
+
+    def check_predicate(self, op, value: ir.Value) -> None:
+        if axes := self.facts[value]:
             name = op_name(op)
-            self.divergent[name] = self.divergent.get(name, Axes()) | predicate
+            self.divergent[name] = self.divergent.get(name, Axes()) | axes
 
 
 def _of_placeholder(placeholder: Placeholder, inputs: Axes) -> Axes:

@@ -14,11 +14,11 @@ import math
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
+from meshwright.framework.compiler.stablehlo.carried import Carried, carried_of_op
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     WHILE,
     after,
     element_type,
-    end_of,
     is_annotation,
     shape_of,
     tensor_type,
@@ -54,8 +54,8 @@ def propagate_precision(module: ir.Operation) -> None:
     # By stack and type: a backward loop reads what a forward loop does.
     done: dict[_Key, ir.Value] = {}
     for op in reversed(loops):
-        for number in range(len(op.operands)):
-            _hoist(op, number, done)
+        for tie in carried_of_op(op):
+            _hoist(tie, done)
     for op in list(walk(module)):
         if is_annotation(op) and _is_argument(op.results[0]):
             _convert_whole(op.results[0])
@@ -140,14 +140,10 @@ def _is_argument(value: ir.Value) -> bool:
     return True
 
 
-def _hoist(op, number: int, done: dict[_Key, ir.Value]) -> None:
-    condition, body = (region.blocks[0] for region in op.regions)
-    carried, stack = body.arguments[number], op.operands[number]
-    end = end_of(body)
-    kept = end.operands[number] == carried
-    if not _bits(carried) or not shape_of(carried) or not kept:
-        return
-    if list(condition.arguments[number].uses):
+def _hoist(tie: Carried, done: dict[_Key, ir.Value]) -> None:
+    (op, number), (end, _) = tie.uses
+    carried, stack = tie.values[1], op.operands[number]
+    if not _bits(carried) or not shape_of(carried) or tie.changes() or tie.decides():
         return
     reads = _reads(carried, end)
     if reads is None or not reads.converts:
@@ -160,7 +156,7 @@ def _hoist(op, number: int, done: dict[_Key, ir.Value]) -> None:
             done[key] = stablehlo.convert(type_, stack)
     op.results[number].replace_all_uses_with(stack)
     op.operands[number] = done[key]
-    for value in (carried, condition.arguments[number], op.results[number]):
+    for value in tie.values:
         value.set_type(type_)
     _slice_converted(reads, element)
 

@@ -90,11 +90,17 @@ class OpRules:
     def __init__(self, module: ir.Operation):
         self._copy = module.clone()  # Its ops end with it.
         add_rules(self._copy)
-        self._copies = dict(zip(walk(module), walk(self._copy), strict=True))
-        self._known: dict[ir.Operation, OpFactors] = {}
+        # By their results: an op's hash is of its operands, which passes change.
+        self._copies: dict[ir.Value, ir.Operation] = {}
+        for op, copied in zip(walk(module), walk(self._copy), strict=True):
+            self._copies.update(dict.fromkeys(op.results, copied))
+        self._known: dict[ir.Value, OpFactors] = {}
 
     def of(self, op: ir.Operation) -> OpFactors:
         """The factors of an op."""
-        if op not in self._known:
-            self._known[op] = rule_of(self._copies.get(op, op))
-        return self._known[op]
+        if not len(op.results):
+            return rule_of(op)
+        value = op.results[0]
+        if value not in self._known:
+            self._known[value] = rule_of(self._copies.get(value, op))
+        return self._known[value]
