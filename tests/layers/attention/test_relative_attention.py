@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context, Mode
 from meshwright.framework.modeling.random import key_from_seed
-from meshwright.layers.attention import relative_attention
+from meshwright.layers.attention.relative import relative_attention
 from meshwright.layers.attention.relative.relative_attention import RelativeAttention
 
 B, S, M, N, D = 2, 11, 6, 2, 4
