@@ -151,7 +151,7 @@ class TorusNetwork(Network):
 class GpuNetwork:
     """Links among the GPUs of a host, and a NIC of each GPU to the other hosts.
 
-    A group's data goes at once over both. Links and NICs are taken to reach what is
+    A group's data goes over both at once. Links and NICs are taken to reach what is
     published, and the members of a group to be spread evenly over its hosts.
 
     Args:
