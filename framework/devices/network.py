@@ -151,7 +151,7 @@ class TorusNetwork(Network):
 class GpuNetwork:
     """Links among the GPUs of a host, and a NIC of each GPU to the other hosts.
 
-    A group's data goes at once over both. Links and NICs are taken to reach what is
+    A group's data goes over both at once. Links and NICs are taken to reach what is
     published, and the members of a group to be spread evenly over its hosts.
 
     Args:
@@ -165,11 +165,9 @@ class GpuNetwork:
     def around(self, groups: Groups, size: float) -> Phase:
         """Reduce-scattering or all-gathering `size` bytes in each of these groups."""
         count, hosts = self._spread(groups)
-        inside = across = 0.0
-        if hosts < count:
-            inside = (1 - 1 / count) / self.gpus.kind.link_bandwidth
-        if hosts > 1:  # Its members share what a host gets from other hosts.
-            across = (hosts - 1) / count / self.gpus.kind.host_bandwidth
+        # Members of a host share what it gets from others, each by its own NIC.
+        across = (hosts - 1) / count / self.gpus.kind.host_bandwidth
+        inside = (count - hosts) / count / self.gpus.kind.link_bandwidth
         return self._phase(size * max(inside, across))
 
     def between(self, pairs: Groups, size: float) -> Phase:

@@ -2,8 +2,8 @@
 
 It is read from the text of optimized HLO. A value that a loop carries has one buffer:
 before the loop, in its body and after it. The TPU compiler states in attributes of its
-own what is written in place. On other backends these are slices of stacks, and
-elementwise ops on operands that no op reads again.
+own what is written in place. On other backends these are slices of stacks and scattered
+updates, and elementwise ops on operands that no op reads again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _ALIAS = re.compile(r"\{(?P<result>[\d, ]*)\}: \((?P<argument>\d+), \{[\d, ]*\}"
 _ALIASING = '"aliasing_operands":'
 _INDICES = re.compile(r'"indices":\[(?P<indices>[^]]*)\]')
 # Ops whose result is their operand under another name.
-_VIEWS = frozenset({"bitcast", "optimization-barrier"})
-_UPDATE = "dynamic-update-slice"
+_VIEWS = frozenset({"bitcast", "opt-barrier"})
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Ops that write to their first operand in place, and the operand that they write."""
 _ELEMENTWISE_OPS = """
     abs add and atan2 cbrt ceil clamp convert cosine divide erf exponential
     exponential-minus-one floor log log-plus-one logistic maximum minimum multiply
     negate not or power remainder round-nearest-afz round-nearest-even rsqrt select
     sign sine sqrt subtract tan tanh xor
 """
-_ELEMENTWISE = frozenset(_ELEMENTWISE_OPS.split())
+ELEMENTWISE = frozenset(_ELEMENTWISE_OPS.split())
 
 
 @dataclasses.dataclass(eq=False)
@@ -283,7 +284,7 @@ class Liveness:
 
     def _elementwise(self, op: Instruction) -> list[int]:
         """The operands that an op reads element by element only."""
-        if op.opcode in _ELEMENTWISE:
+        if op.opcode in ELEMENTWISE:
             return list(range(len(op.operands)))
         if op.opcode != "fusion":
             return []
@@ -293,7 +294,7 @@ class Liveness:
             on = set().union(*(needs[name] for name in part.operands))
             if part.opcode == "parameter":
                 on = {part.number}
-            elif part.opcode not in _ELEMENTWISE and part.opcode != "bitcast":
+            elif part.opcode not in ELEMENTWISE and part.opcode != "bitcast":
                 otherwise |= on
             needs[part.name] = on
         return [n for n in range(len(op.operands)) if n not in otherwise]
@@ -302,8 +303,8 @@ class Liveness:
         self, op: Instruction
     ) -> Iterator[tuple[int | None, Instruction | None]]:
         """For each result the operand that it updates, by number, and with what."""
-        if op.opcode == _UPDATE:
-            yield 0, self._module.by_name[op.operands[1]]
+        if op.opcode in UPDATES:
+            yield 0, self._module.by_name[op.operands[UPDATES[op.opcode]]]
         if op.opcode != "fusion":
             return
         (root,) = (
@@ -312,8 +313,9 @@ class Liveness:
         parts = self._module.operands(root) if root.opcode == "tuple" else [root]
         for part in map(self._viewed, parts):
             updated = written = None
-            if part.opcode == _UPDATE:
-                stack, slice_ = map(self._viewed, self._module.operands(part)[:2])
+            if part.opcode in UPDATES:
+                given = [*map(self._viewed, self._module.operands(part))]
+                stack, slice_ = given[0], given[UPDATES[part.opcode]]
                 if stack.opcode == "parameter":
                     updated, written = stack.number, slice_
                 if slice_.opcode == "parameter":

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
 
 from meshwright.framework.compiler.hlo.hlo_text import (
     HloModule,
@@ -25,6 +24,7 @@ from meshwright.framework.compiler.hlo.hlo_text import (
     arrays_of,
     itemsize,
 )
+from meshwright.framework.compiler.hlo.liveness import ELEMENTWISE, UPDATES
 from meshwright.framework.compiler.hlo.report import PERMUTE, Collective
 from meshwright.framework.compiler.hlo.step_time import StepTime, TimePart, Walk
 from meshwright.framework.devices.gpu_topology import GpuTopology
@@ -50,11 +50,10 @@ _FREE_OPS = """
     partition-id replica-id tuple
 """
 _FREE = frozenset(_FREE_OPS.split())
-# Types of products in XLA's tables, of both operands and the result.
+# Types of products in XLA's tables, of the operands and the result.
 _IN_TABLES = ({"bf16"}, {"f32"})
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
-_WRITES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Ops that write to their first operand in place, and the operand that they write."""
+_IN_ORDER = ELEMENTWISE | {"bitcast"}
 
 
 def roofline(
@@ -117,14 +116,13 @@ class _GpuWalk(Walk):
     def _in_tables(self, op: Instruction) -> bool:
         """Whether XLA's tables have products of these types."""
         parts = self.module.inside[op.called[0]] if op.opcode == "fusion" else [op]
-        given = (
-            operand.dtype
+        return all(
+            # A call's result is a tuple with its workspace.
+            {arrays_of(part.type)[0][0], *(x.dtype for x in self.module.operands(part))}
+            in _IN_TABLES
             for part in parts
             if product_flops(self.module, part)
-            for operand in self.module.operands(part)
         )
-        # A call's result is a tuple with its workspace.
-        return {arrays_of(op.type)[0][0], *given} in _IN_TABLES
 
     def _estimate(self, op: Instruction) -> float:
         """Seconds by XLA's estimate; 0 if it has none."""
@@ -191,37 +189,36 @@ def moved_bytes(module: HloModule, op: Instruction) -> int:
         inner = module.inside[op.called[0]]
         return sum(moved_bytes(module, x) for x in inner if x.opcode not in _FREE)
     written = _written(module, op)
-    if op.opcode in _SLICES or op.opcode in _WRITES:
+    if op.opcode in _SLICES or op.opcode in UPDATES:
         return 2 * written
-    return written + sum(_size(operand) for operand in module.operands(op))
+    return written + sum(_size(module.by_name[name]) for name in set(op.operands))
 
 
 def _read(module: HloModule, parameter: Instruction) -> int:
-    """Bytes that a fusion reads of an operand."""
-    total = 0
-    for user, name in _users(module, parameter):
-        if user.opcode in _SLICES and user.operands[0] == name:
-            total += _size(user)
-        elif user.opcode not in _WRITES or user.operands[0] != name:
-            return _size(parameter)
+    """Bytes that a fusion reads of an operand: the slices, if it only takes slices.
+
+    It computes no more of elementwise ops than what is sliced of them.
+    """
+    total, same = 0, [parameter]
+    for op in same:
+        for user in module.users.get(op.name, ()):
+            if user.opcode in _SLICES and user.operands[0] == op.name:
+                total += math.prod(user.shape) * itemsize(parameter.dtype)
+            elif user.opcode in UPDATES and user.operands[0] == op.name:
+                continue
+            elif user.is_root or user.opcode not in _IN_ORDER:
+                return _size(parameter)
+            elif user not in same:
+                same.append(user)
     return min(total, _size(parameter))
-
-
-def _users(module: HloModule, op: Instruction) -> Iterator[tuple[Instruction, str]]:
-    """The ops that read a value, views followed, and the name by which each does."""
-    for user in module.users.get(op.name, ()):
-        if user.opcode == "bitcast":
-            yield from _users(module, user)
-        else:
-            yield user, op.name
 
 
 def _written(module: HloModule, op: Instruction) -> int:
     """Bytes that an op writes, or a fusion as this part of its result."""
     while op.opcode == "bitcast":
         (op,) = module.operands(op)
-    if op.opcode in _WRITES:
-        return _size(module.by_name[op.operands[_WRITES[op.opcode]]])
+    if op.opcode in UPDATES:
+        return _size(module.by_name[op.operands[UPDATES[op.opcode]]])
     return _size(op)
 
 

@@ -188,17 +188,17 @@ class Walk(abc.ABC):
         self.computation(self.module.entry, ())
         return StepTime(ops=tuple(self.ops), collectives=tuple(self.collectives))
 
-    def computation(self, name: str, loops: tuple[Loop, ...]) -> None:
+    def computation(self, name: str, loops: tuple[Loop, ...]) -> float:
+        """Walks a computation; the seconds of its ops, which hide collectives."""
         clock, started = 0.0, {}
         trips = math.prod(loop.trips for loop in loops)
         for op in self.inside[name]:
             if op.opcode == "while":
                 condition, body = _loop(op)
                 loop = Loop(name=op.name, trips=self.trips(op, condition))
-                self.computation(body, (*loops, loop))
+                clock += self.computation(body, (*loops, loop))
             elif op.opcode in ("call", "conditional"):
-                for called in op.called:
-                    self.computation(called, loops)
+                clock += sum(self.computation(name, loops) for name in op.called)
             elif timed := self.collective(op, loops):
                 if op.opcode.endswith("-start"):
                     started[op.name] = (len(self.collectives), clock)
@@ -220,6 +220,7 @@ class Walk(abc.ABC):
                         seconds=took[0] * trips,
                     )
                 )
+        return clock
 
     def trips(self, loop: Instruction, condition: str) -> int:
         """From the bound in the loop's condition: TPU programs do not state trips."""

@@ -85,6 +85,26 @@ def test_an_operand_that_is_taken_over_in_place_counts_once():
     assert alive(text)[:2] == [("a", 3), ("b", 3)]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_scattered_updates_are_written_in_place(fused):
+    scatter = "scatter(%a, %x, %x), to_apply=%sum"
+    text = f"""HloModule one, is_scheduled=true, entry_computation_layout={{}}
+
+%into (p: f32[1024], q: f32[256]) -> f32[1024] {{
+  %p = f32[1024]{{0}} parameter(0)
+  %q = f32[256]{{0}} parameter(1)
+  ROOT %added = f32[1024]{{0}} scatter(%p, %q, %q), to_apply=%sum
+}}
+
+ENTRY %main (x: f32[256]) -> f32[1024] {{
+  %x = f32[256]{{0}} parameter(0)
+  %a = f32[1024]{{0}} broadcast(%x)
+  ROOT %b = f32[1024]{{0}} {"fusion(%a, %x), calls=%into" if fused else scatter}
+}}
+"""
+    assert alive(text) == [("a", 5), ("b", 5)]
+
+
 def test_elementwise_ops_write_over_what_nobody_reads_again():
     text = """HloModule one, is_scheduled=true, entry_computation_layout={}
 

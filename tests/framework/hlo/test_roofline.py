@@ -184,6 +184,21 @@ HloModule fusions, is_scheduled=true
   ROOT %pair = (f32[1,1024]{1,0}, f32[32,1024]{1,0}) tuple(%part, %negated)
 }
 
+%later (aside: f32[32,1024], here: s32[]) -> f32[1024] {
+  %aside = f32[32,1024]{1,0} parameter(0)
+  %here = s32[] parameter(1)
+  ROOT %inner = f32[1024]{0} fusion(%aside, %here), kind=kLoop, calls=%take
+}
+
+%late (across: f32[32,1024]) -> (bf16[1,1024], bf16[2,1024]) {
+  %across = f32[32,1024]{1,0} parameter(0)
+  %narrow = bf16[32,1024]{1,0} convert(%across)
+  %squared = bf16[32,1024]{1,0} multiply(%narrow, %narrow)
+  %top = bf16[1,1024]{1,0} slice(%squared), slice={[0:1], [0:1024]}
+  %end = bf16[2,1024]{1,0} slice(%squared), slice={[30:32], [0:1024]}
+  ROOT %ends = (bf16[1,1024]{1,0}, bf16[2,1024]{1,0}) tuple(%top, %end)
+}
+
 ENTRY %main (s: f32[32,1024], n: f32[1,1024], i: s32[]) -> f32[1024] {
   %s = f32[32,1024]{1,0} parameter(0)
   %n = f32[1,1024]{1,0} parameter(1)
@@ -191,6 +206,10 @@ ENTRY %main (s: f32[32,1024], n: f32[1,1024], i: s32[]) -> f32[1024] {
   %in_place = f32[32,1024]{1,0} fusion(%s, %n, %i), kind=kLoop, calls=%update
   %all = (f32[1,1024]{1,0}, f32[32,1024]{1,0}) fusion(%in_place, %i), kind=kLoop, calls=%both
   %alone = f32[32,1024]{1,0} dynamic-update-slice(%in_place, %n, %i, %i)
+  %halo = (bf16[1,1024]{1,0}, bf16[2,1024]{1,0}) fusion(%alone), kind=kLoop, calls=%late
+  %twice = f32[32,1024]{1,0} concatenate(%n, %n), dimensions={0}
+  %start = ((f32[32,1024]{1,0}, s32[]), f32[1024]{0}) async-start(%alone, %i), calls=%later
+  %done = f32[1024]{0} async-done(%start)
   ROOT %taken = f32[1024]{0} fusion(%alone, %i), kind=kLoop, calls=%take
 }
 """
@@ -198,12 +217,20 @@ ENTRY %main (s: f32[32,1024], n: f32[1,1024], i: s32[]) -> f32[1024] {
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("in_place", 2), ("alone", 2), ("taken", 2), ("all", 32 + 1 + 32)],
+    [
+        ("in_place", 2),
+        ("alone", 2),
+        ("taken", 2),
+        ("start", 2),
+        ("all", 32 + 1 + 32),
+        ("halo", 3 + 3 / 2),
+        ("twice", 32 + 1),
+    ],
 )
 def test_of_a_tensor_read_or_written_in_part_the_part_counts(name, rows):
     module = HloModule(FUSIONS)
     row, index = 1024 * 4, 4
-    has_index = name != "alone"
+    has_index = name in ("in_place", "taken", "start", "all")
     moved = moved_bytes(module, module.by_name[name])
     assert moved == rows * row + has_index * index
 

@@ -202,6 +202,16 @@ def test_what_runs_between_start_and_end_hides_a_collective():
     assert time.seconds == pytest.approx(seconds + 0.1e-6)
 
 
+def test_a_loop_between_start_and_end_hides_a_collective():
+    sent = next(line for line in ASYNC.splitlines() if "-start" in line)
+    text = PROGRAM.replace("  %state =", f"{sent}\n  %state =").replace(
+        "  ROOT %result",
+        "  %arrived = bf16[64,64]{1,0} collective-permute-done(%sent)\n  ROOT %result",
+    )
+    sent = next(c for c in estimate(wide(text)).collectives if c.name == "sent")
+    assert sent.exposed == pytest.approx(sent.seconds - 32 * 1e-6)
+
+
 def test_a_loop_without_a_bound_is_an_error():
     text = PROGRAM.replace("constant(32)", "constant({...})")
     with pytest.raises(ValueError, match="loop loop .* no bound that can be read"):
