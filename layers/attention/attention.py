@@ -211,8 +211,8 @@ class MultiHeadAttention(Layer):
           x: [B, S, M].
           paddings: [B, T], 1 at keys that no query may see, 0 elsewhere.
           segment_ids: int32 [B, S]; tokens see only tokens of the same segment.
-          segment_positions: int32 [B, S], for rotary positions; the index by default,
-            which gives the same up to rounding where tokens of segments are adjacent.
+          segment_positions: int32 [B, S], for rotary positions and masks; the index by
+            default, which rotary positions turn alike where segments are adjacent.
           memory: [B, T, M], what to attend to; None: `x` itself.
           memory_segment_ids: int32 [B, T], segments of the memory.
 
@@ -221,8 +221,9 @@ class MultiHeadAttention(Layer):
 
         Raises:
           ValueError: the last dim of `x` or `memory` is not M; a mask or positions for
-            a memory; segment ids of only one of `x` and the memory; a split sequence
-            that cannot be attended to as the plan says.
+            a memory; segment ids of only one of `x` and the memory, or without the
+            positions that the mask reads; a split sequence that cannot be attended to
+            as the plan says.
         """
         if memory is None:
             memory_segment_ids = segment_ids

@@ -29,7 +29,6 @@ from meshwright.layers.attention.learned_terms import (
     by_batch,
     no_gradients,
     over_batch,
-    sink_gradient,
 )
 from meshwright.layers.attention.logits import BlockTokens, Logits, PairLogits
 from meshwright.layers.attention.mask_rules import rule_of
@@ -106,9 +105,8 @@ class _Blockwise:
     def fprop(self, q, k, v, *tensors):
         """The output's blocks, and the function of their gradient."""
         learned = NestedMap(zip(self.names, tensors, strict=True))
-        sink = learned.pop("sink", None)
-        sums = self.blocks.forward(no_sums(self.blocks.ctx, q, sink), q, k, v, learned)
-        total, largest, weighted = sums
+        sums = no_sums(self.blocks.ctx, q, learned.get("sink"))
+        total, largest, weighted = self.blocks.forward(sums, q, k, v, learned)
         out = self.blocks.split(self.blocks.ctx.cast(weighted / total[..., None]))
         # Whoever saves the context saves what its gradient needs.
         out, total, largest = (save_name(t, "context") for t in (out, total, largest))
@@ -118,8 +116,6 @@ class _Blockwise:
             inner = inner_products(dy, out)
             query = QueryBlocks(q=q, dy=dy, inner=inner, total=total, largest=largest)
             *by_stack, dlearned = self._gradient(query, k, v, learned)
-            if sink is not None:
-                dlearned.sink = sink_gradient(sink, inner, total, largest)
             return [*by_stack, *dlearned.leaves()]
 
         return out, gradient
@@ -198,8 +194,7 @@ class PairsOfBlocks:
         """`sums` after these keys and values too, all float32.
 
         They are of each query the sum of exponentials and the largest logit [U, B, N,
-        C], and the weighted values [U, B, N, C, D]. `learned` is `Learned.in_blocks`
-        but for sinks.
+        C], and the weighted values [U, B, N, C, D]. `learned` is `Learned.in_blocks`.
         """
         batch = shape_of(q)[1]
 
@@ -244,15 +239,21 @@ class PairsOfBlocks:
             with tf.GradientTape() as tape:
                 tape.watch(sources)
                 logits = self.logits.of(i, j, **sources)
-            share = tf.exp(logits - read(query.largest, i)[..., None])
-            share /= read(query.total, i)[..., None]
+            largest, total = read(query.largest, i), read(query.total, i)
+            share = tf.exp(logits - largest[..., None]) / total[..., None]
             dout = read(query.dy, i)
             dshare = _product(dout, read(v, j), 1, 1)
             if "to_values" in here:
                 dshare += by_key(_product(dout, here.to_values, 1, 1), k.shape[3])
-            dshare = self._dropped(dshare, i, j) - read(query.inner, i)[..., None]
+            dshare = self._dropped(dshare, i, j)
             score = self._dropped(self.ctx.cast(share), i, j)
-            news = NestedMap(tape.gradient(logits, sources, share * dshare))
+            dlogits = share * (dshare - read(query.inner, i)[..., None])
+            news = NestedMap(tape.gradient(logits, sources, dlogits))
+            if "sink" in here:
+                # Of float32 products: `inner` is of the output, in 16 bits maybe.
+                of_sink = tf.exp(here.sink[..., None] - largest) / total
+                inner = tf.reduce_sum(share * dshare, -1)
+                news.sink = -tf.reduce_sum(of_sink * inner, -1)
             if "to_keys" in here:
                 news = self._of_vectors(news, sources["q"], here)
             if "to_values" in here:

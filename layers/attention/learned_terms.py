@@ -40,6 +40,7 @@ TABLES = {"to_keys", "to_values"}
 BY_BATCH = {
     "bias": ("batch", "relative_buckets", "heads"),
     "shift": ("batch", "heads", "head_dim"),
+    "sink": ("batch", "heads"),
     **dict.fromkeys(TABLES, ("batch", *TABLE)),
 }
 """The dims of what loops over pairs of blocks read, with a batch dim for gradients."""
@@ -92,23 +93,8 @@ def softmax(logits: tf.Tensor, sink: tf.Tensor | None) -> tf.Tensor:
     return score / tf.cast(total, score.dtype)
 
 
-def sink_gradient(
-    sink: tf.Tensor, inner: tf.Tensor, total: tf.Tensor, largest: tf.Tensor
-) -> tf.Tensor:
-    """The gradient [N] by the sink's logits, of what attention in blocks keeps.
-
-    Args:
-      sink: float32 [N].
-      inner: float32 [U, B, N, C], products of the output and its gradient.
-      total: the softmax's sums, likewise.
-      largest: the largest logits, likewise.
-    """
-    share = tf.exp(sink[:, None] - largest) / total
-    return -tf.reduce_sum(share * inner, [0, 1, 3])
-
-
 def by_batch(learned: NestedMap, q: tf.Tensor) -> NestedMap:
-    """`learned`, biases and shifts for each row of `q` [U, B, N, C, D].
+    """`learned`, all but tables for each row of `q` [U, B, N, C, D].
 
     Their gradients keep the batch dim in loops: split, a sum over it would be added up
     over devices for each pair.

@@ -20,6 +20,7 @@ from meshwright.layers.attention.mask_rules import (
     MaskRule,
     Tokens,
     kind_of,
+    reach_after,
     visibility,
 )
 from meshwright.layers.attention.positions import relative_bias
@@ -93,7 +94,7 @@ class Logits:
             sizes=(queries.size, keys.size),
             stride=queries.stride,
             reach=reach,
-            is_causal=kind_of(self.mask) is MaskKind.CAUSAL,
+            after=reach_after(self.mask, queries.end, queries.stride * queries.size),
         )
         return PairLogits(logits=self, queries=queries, keys=keys, rows=rows)
 

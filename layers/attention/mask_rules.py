@@ -68,6 +68,11 @@ class MaskRule(Checked):
         """
         raise NotImplementedError(f"{type(self).__name__}.visible")
 
+    @property
+    def reads_positions(self) -> bool:
+        """Whether `visible` reads positions, which packed rows must have then."""
+        return False
+
     def span(self, first: int, last: int) -> tuple[int | None, int | None]:
         """The first and the last key that any of some queries sees, by index.
 
@@ -143,6 +148,10 @@ class NearMask(MaskRule):
     right: int | None = bounded(None, at_least=0)
     first: int = bounded(0, at_least=0)
 
+    @property
+    def reads_positions(self) -> bool:
+        return self.left is not None and self.first > 0
+
     def visible(self, query: Tokens, key: Tokens) -> tf.Tensor | None:
         near = None
         if self.left is not None:
@@ -183,6 +192,10 @@ class PrefixMask(MaskRule):
 
     length: int = bounded(at_least=0)
 
+    @property
+    def reads_positions(self) -> bool:
+        return self.length > 0
+
     def visible(self, query: Tokens, key: Tokens) -> tf.Tensor:
         return (query.index >= key.index) | (key.position < self.length)
 
@@ -199,9 +212,29 @@ def rule_of(mask: MaskKind | MaskRule) -> MaskRule:
 
 
 def kind_of(mask: MaskKind | MaskRule) -> MaskKind:
-    """CAUSAL if no query sees later keys, otherwise FULL."""
+    """CAUSAL if the first query of a row sees no later keys, otherwise FULL."""
     last = rule_of(mask).span(0, 0)[1]
     return MaskKind.CAUSAL if last is not None and last <= 0 else MaskKind.FULL
+
+
+def reach_after(mask: MaskKind | MaskRule, queries: int, together: int) -> int | None:
+    """How far after the first of some queries the last key is that any of them sees.
+
+    Args:
+      mask: which keys a query sees by position.
+      queries: how many there are.
+      together: how many are taken together, from multiples of it on.
+
+    Returns:
+      The largest distance, at least 0; None: no bound.
+    """
+    rule, most = rule_of(mask), 0
+    for first in range(0, queries, together):
+        last = rule.span(first, min(first + together, queries) - 1)[1]
+        if last is None:
+            return None
+        most = max(most, last - first)
+    return most
 
 
 def visibility(
@@ -221,9 +254,18 @@ def visibility(
 
     Returns:
       bool [B or 1, S or 1, T], query before key, or None where every key is seen.
+
+    Raises:
+      ValueError: the mask reads positions in segments that have none.
     """
+    rule = rule_of(mask)
+    if rule.reads_positions and keys.segment is not None and keys.position is None:
+        raise ValueError(
+            f"{rule} reads positions in packed segments, but segment_ids are given "
+            "without them: give segment_positions too"
+        )
     queries, keys = queries.expanded(2), keys.expanded(1)
-    parts = [rule_of(mask).visible(queries, keys)]
+    parts = [rule.visible(queries, keys)]
     if queries.segment is not None:
         parts.append(queries.segment == keys.segment)
     if paddings is not None:

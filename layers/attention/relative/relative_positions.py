@@ -154,7 +154,7 @@ class TableRows:
         sizes: tuple[int, int],
         stride: int,
         reach: int | None,
-        is_causal: bool,
+        after: int | None,
     ) -> TableRows:
         """The rows that blocks may read.
 
@@ -164,12 +164,13 @@ class TableRows:
           sizes: the tokens of a block of queries, and of one of keys.
           stride: see `TableRows`.
           reach: see `DistanceVectors`.
-          is_causal: whether no query sees a later key.
+          after: how far after the first query of a block keys are in sight; in stripes,
+            after the first of all devices' blocks. None: no bound.
         """
         seen = sum(sizes)
         lowest, highest = -math.ceil(queries / stride), math.ceil(keys / stride)
-        if is_causal:  # A pair with a key in sight reaches no further.
-            highest = min(highest, seen)
+        if after is not None:  # A pair with a key in sight reaches no further.
+            highest = min(highest, after // stride + 1 + sizes[1])
         if reach is not None:
             # Where a read beyond an end begins at it instead, all vectors are the same.
             most = math.ceil(reach / stride) + seen

@@ -41,7 +41,6 @@ from meshwright.layers.attention.learned_terms import (
     by_batch,
     no_gradients,
     over_batch,
-    sink_gradient,
 )
 from meshwright.layers.attention.logits import BlockTokens, Logits, PairLogits
 from meshwright.layers.attention.mask_rules import Tokens, rule_of
@@ -178,8 +177,7 @@ class _Ring:
         `names` are those of `tensors`, see `Learned.in_blocks`.
         """
         ctx, learned = self.ctx, NestedMap(zip(names, tensors, strict=True))
-        sink = learned.pop("sink", None)
-        total, largest, weighted = self._forward(q, k, v, learned, sink)
+        total, largest, weighted = self._forward(q, k, v, learned)
         # At least the exponential of 0, but for queries that are filled up.
         out = weighted / tf.maximum(total, 1.0)[..., None]
         out = ctx.split(ctx.cast(out), _STACK)
@@ -191,13 +189,11 @@ class _Ring:
             inner = ctx.split(inner_products(dy, out), _STACK[:-1])
             query = [q, dy, inner, total, largest]
             *by_stack, dlearned = self._backward(k, v, learned, query)
-            if sink is not None:
-                dlearned.sink = sink_gradient(sink, inner, total, largest)
             return [*by_stack, *dlearned.leaves()]
 
         return out, gradient
 
-    def _forward(self, q, k, v, learned: NestedMap, sink) -> list[tf.Tensor]:
+    def _forward(self, q, k, v, learned: NestedMap) -> list[tf.Tensor]:
         """Stacks of what `PairsOfBlocks.forward` sums up."""
         q, queries = self._enter(q, BLOCKS), self._queries()
         learned = learned.map(self._enter_whole)
@@ -207,7 +203,7 @@ class _Ring:
             k, v = (_for_queries(blocks, keys[name], q) for name in "kv")
             return blocks.forward(sums, q, k, v, learned), []
 
-        sums = no_sums(self.ctx, q, sink if sink is None else self._enter_whole(sink))
+        sums = no_sums(self.ctx, q, learned.get("sink"))
         sums, _ = self._around(compute, self._keys(k, v), sums, [])
         return [self._leave(t, BLOCKS[: t.shape.rank]) for t in sums]
 

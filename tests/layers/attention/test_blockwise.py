@@ -11,7 +11,8 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks, Cut, Pairs
-from meshwright.layers.attention.learned_terms import Sink
+from meshwright.layers.attention.learned_terms import Learned, Sink
+from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import (
     MaskKind,
     MaskRule,
@@ -26,6 +27,8 @@ from meshwright.layers.attention.relative.relative_positions import (
     RelativeSinusoids,
     RelativeVectors,
 )
+from meshwright.layers.attention.weighted_sums import weighted_sums
+from meshwright.layers.basic.dropout import Dropout
 
 B, S, T, M, N, D = 2, 37, 23, 6, 2, 4
 RNG = np.random.default_rng(0)
@@ -50,6 +53,17 @@ class EveryOther(MaskRule):
 
     def visible(self, query: Tokens, key: Tokens) -> tf.Tensor:
         return ((query.index - key.index) % 2 == 0) | (query.segment % 2 == 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OddSeeAll(MaskRule):
+    """A user's rule: even queries see no later keys, odd ones all."""
+
+    def visible(self, query: Tokens, key: Tokens) -> tf.Tensor:
+        return (query.index >= key.index) | (query.index % 2 == 1)
+
+    def span(self, first: int, last: int) -> tuple[int | None, int | None]:
+        return None, last if first == last and first % 2 == 0 else None
 
 
 GROUPED = {"num_kv_heads": 1}
@@ -107,6 +121,8 @@ CASES = {
         {"paddings": PADDINGS},
         SMALL | GROUPED,
     ),
+    "vectors_own_rule": (OddSeeAll(), VECTORS, 1, {}),
+    "waves_own_rule": (OddSeeAll(), WAVES, 5, {}, SMALL),
     "waves_window": (NearMask(left=9, right=0, first=2), WAVES, 4, {}, SMALL | SINK),
 }
 
@@ -205,6 +221,42 @@ def test_so_they_are_with_vectors_and_sinks(positions):
     assert np.median(in_blocks / at_once) < 1.2
 
 
+def test_a_sinks_gradient_is_exact_where_values_have_a_part_in_common():
+    """It is not of outputs, which 16 bits round alike for many queries."""
+    S, N, D = 64, 16, 8
+    rng = np.random.default_rng(0)
+    q, k, v, dy = rng.standard_normal([4, 2, S, N, D])
+    inputs = [tf.constant(t, tf.bfloat16) for t in (q, k / 10, v + 3, dy)]
+    tokens = Tokens(index=tf.range(S)[None])
+    mask = MaskKind.CAUSAL
+    logits = Logits(mask=mask, queries=tokens, keys=tokens, dtype=tf.float32)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def gradient(q, k, v, dy, block_size):
+        sink = tf.zeros([N])
+        with tf.GradientTape() as tape:
+            tape.watch(sink)
+            y = weighted_sums(
+                Context(activation_dtype=q.dtype),
+                logits,
+                q,
+                k,
+                v,
+                Learned(sink=sink),
+                dropout=Dropout(rate=0.0),
+                block_size=block_size,
+                is_step=False,
+            )
+            loss = tf.reduce_sum(tf.cast(y * dy, tf.float32))
+        return tape.gradient(loss, sink)
+
+    exact = gradient(*(tf.cast(t, tf.float32) for t in inputs), Blocks.NONE)
+    in_blocks, at_once = (
+        np.abs(gradient(*inputs, size) - exact).mean() for size in (16, Blocks.NONE)
+    )
+    assert in_blocks < 0.5 * at_once
+
+
 def sixteen_bit_errors(positions, **kwargs):
     """The mean error of each tensor, in blocks and at once."""
     exact = gradients(*attention(MaskKind.CAUSAL, positions, **kwargs), X, {})
@@ -216,6 +268,17 @@ def sixteen_bit_errors(positions, **kwargs):
             [np.abs(a - b).mean() for a, b in zip(results, exact, strict=True)]
         )
     return np.array(errors)
+
+
+@pytest.mark.parametrize("size", [4, Blocks.NONE])
+@pytest.mark.parametrize(
+    "mask", [NearMask(left=2, right=0, first=1), PrefixMask(length=3)]
+)
+def test_masks_that_read_positions_are_refused_where_segments_have_none(mask, size):
+    layer, theta = attention(mask, block_size=size)
+    with pytest.raises(ValueError, match=r"Mask\(.*give segment_positions too"):
+        ids = tf.constant(SEGMENTS)
+        layer.fprop(Context(), theta, tf.constant(X), segment_ids=ids)
 
 
 RULES = [

@@ -27,6 +27,7 @@ RNG = np.random.default_rng(0)
 X = RNG.standard_normal([B, S, M])
 Y_GRADIENT = RNG.standard_normal([B, S, M])
 SEGMENTS = np.stack([np.arange(S) // 5, np.arange(S) // 9]).astype(np.int32)
+PLACES = np.stack([np.arange(S) % 5, np.arange(S) % 9]).astype(np.int32)
 CASES = {
     "no_positions": {
         "mask": NearMask(left=3, right=0, first=2),
@@ -69,9 +70,12 @@ def weights(layer):
     return layer.weights().map(lambda s: 0.7 * rng.standard_normal(s.shape))
 
 
-def sees(mask, i, j):
+def sees(mask, b, i, j):
+    if SEGMENTS[b, i] != SEGMENTS[b, j]:
+        return False
     if isinstance(mask, NearMask):
-        return i + mask.right >= j and (j + mask.left >= i or j < mask.first)
+        is_first = PLACES[b, j] < mask.first
+        return i + mask.right >= j and (j + mask.left >= i or is_first)
     return mask is MaskKind.FULL or j <= i
 
 
@@ -106,7 +110,7 @@ def plain(layer, w, x):
         q, group = x[b, i] @ w.w_q[:, n], n // (N // K)
         total, weighted = 0.0, np.zeros(D)
         for j in range(S):
-            if not sees(layer.mask, i, j) or SEGMENTS[b, i] != SEGMENTS[b, j]:
+            if not sees(layer.mask, b, i, j):
                 continue
             k, v = x[b, j] @ w.w_k[:, group], x[b, j] @ w.w_v[:, group]
             logit, value = pair(layer, w, q, k, v, i, j, n)
@@ -146,7 +150,13 @@ def computed(layer, w, x):
     def step(theta, x):
         with tf.GradientTape() as tape:
             tape.watch((theta, x))
-            y = layer.fprop(Context(), theta, x, segment_ids=tf.constant(SEGMENTS))
+            y = layer.fprop(
+                Context(),
+                theta,
+                x,
+                segment_ids=tf.constant(SEGMENTS),
+                segment_positions=tf.constant(PLACES),
+            )
             loss = tf.reduce_sum(y * tf.constant(Y_GRADIENT, tf.float32))
         return y, *tape.gradient(loss, (theta, x))
 
@@ -200,7 +210,7 @@ def test_blocks_read_the_rows_of_their_distances(stride, reach, is_causal):
         sizes=sizes,
         stride=stride,
         reach=reach,
-        is_causal=is_causal,
+        after=stride * sizes[0] - 1 if is_causal else None,
     )
     most = length if reach is None else reach
 

@@ -183,7 +183,7 @@ def test_processes_generate_as_one(straight, start, tmp_path):
     assert [each.count('{"prompt": ') for each in shown.outputs] == [2, 0]
 
 
-def test_processes_with_no_prompts_are_told(start, tmp_path):
+def test_processes_without_prompts_are_refused(start, tmp_path):
     generate = [COMMAND[0].with_name("meshwright-generate")]
     group = start(2, tmp_path, command=generate)
     assert group.wait() == [1, 1], group.outputs

@@ -162,6 +162,14 @@ def test_what_cannot_be_is_told(tmp_path, changes, message):
             "MultiHeadAttention.mask = @NearMask()",
             r"the window of MultiHeadAttention\.mask is NearMask\(.*\), but",
         ),
+        (
+            "MultiHeadAttention.sink = %Sink.LEARNED",
+            r"MultiHeadAttention\.sink is Sink\.LEARNED, but a qwen3 .* Sink\.NONE",
+        ),
+        (
+            "MultiHeadAttention.positions = @RelativeVectors()",
+            r"MultiHeadAttention\.positions is RelativeVectors\(.*\), but",
+        ),
     ],
 )
 def test_a_model_that_no_family_has_is_told(tmp_path, param, message):
