@@ -11,6 +11,7 @@ from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.sharding.plan import ShardingPlan
 from meshwright.layers.attention.attention import MultiHeadAttention
 from meshwright.layers.attention.blocks import Blocks, Cut, Pairs
+from meshwright.layers.attention.fused import Kernel
 from meshwright.layers.attention.learned_terms import Learned, Sink
 from meshwright.layers.attention.logits import Logits
 from meshwright.layers.attention.mask_rules import (
@@ -245,6 +246,7 @@ def test_a_sinks_gradient_is_exact_where_values_have_a_part_in_common():
                 Learned(sink=sink),
                 dropout=Dropout(rate=0.0),
                 block_size=block_size,
+                kernel=Kernel.NONE,
                 is_step=False,
             )
             loss = tf.reduce_sum(tf.cast(y * dy, tf.float32))
