@@ -1,7 +1,8 @@
 """How many cycles a tile of the fused attention kernel takes on TPUs, as scheduled.
 
     python benchmarks/kernel_cycles.py [--topologies=v4:2x2x1,v5e:2x2]
-        [--head_dims=64,128,256] [--tokens=2048] [--tile=1024]
+        [--dtypes=bfloat16,float32] [--head_dims=64,128,256] [--tokens=2048]
+        [--tile=1024]
 
 Compiles the kernel's passes for a TPU and counts the instruction bundles that libtpu
 schedules for a step of their grids: each takes a cycle, and more where it waits. The
@@ -10,6 +11,7 @@ table is of 1024 logits, for `_SCHEDULES` in `splash.py`. That wants libtpu, no 
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import re
@@ -33,6 +35,7 @@ def define_flags() -> None:
     """Called only by this program."""
     topologies = ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
     flags.DEFINE_list("topologies", topologies, "TPU topologies.")
+    flags.DEFINE_list("dtypes", ["bfloat16", "float32"], "Of queries and keys.")
     flags.DEFINE_list("head_dims", ["64", "128", "256"], "Features of a head.")
     flags.DEFINE_integer("tokens", 2048, "Of queries, and of keys.", lower_bound=128)
     flags.DEFINE_integer("tile", 1024, "The most tokens of a tile.", lower_bound=128)
@@ -49,12 +52,13 @@ def cycles_of(folder: pathlib.Path, logits: int) -> list[float]:
     return cycles
 
 
-def compile_passes(topology: str, tokens: int, head_dim: int, tile: int) -> None:
-    """Compiles both passes of a causal row of 8 heads, for a device of a TPU."""
-    kernel = Splash(left=None, right=0, cap=None, tile=tile, interpret=False)
+def compile_passes(
+    kernel: Splash, topology: str, dtype: jnp.dtype, tokens: int, head_dim: int
+) -> None:
+    """Compiles both passes of a row of 8 heads, for a device of a TPU."""
     device = jax.sharding.SingleDeviceSharding(topology_devices(topology)[0])
 
-    def spec(*shape, dtype=jnp.bfloat16):
+    def spec(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
     heads = spec(1, 8, tokens, head_dim)
@@ -74,15 +78,19 @@ def main(argv: Sequence[str]) -> None:
         "--xla_jf_emit_annotations=true"
     )
     mw.set_platform("cpu")
-    print("   topology  head_dim  forward  queries  keys")
-    for topology in given.topologies:
-        for head_dim in map(int, given.head_dims):
-            compile_passes(topology, given.tokens, head_dim, given.tile)
-            cycles = cycles_of(folder, given.tile**2)
-            numbers = "".join(f"{n:8.2f}" for n in cycles)
-            print(f"{topology:>11}{head_dim:10}{numbers}", flush=True)
-            for dump in folder.iterdir():
-                dump.unlink()
+    print("   topology     dtype  head_dim  forward  queries  keys")
+    kernel = Splash(left=None, right=0, cap=None, tile=given.tile, interpret=False)
+    dtypes, head_dims = map(jnp.dtype, given.dtypes), map(int, given.head_dims)
+    for topology, dtype, head_dim in itertools.product(
+        given.topologies, dtypes, head_dims
+    ):
+        compile_passes(kernel, topology, dtype, given.tokens, head_dim)
+        tile = kernel.tile_of(given.tokens, head_dim, dtype.itemsize)
+        cycles = cycles_of(folder, tile**2)
+        numbers = "".join(f"{n:8.2f}" for n in cycles)
+        print(f"{topology:>11}{dtype.name:>10}{head_dim:10}{numbers}", flush=True)
+        for dump in folder.iterdir():
+            dump.unlink()
     shutil.rmtree(folder)
 
 

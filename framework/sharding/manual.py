@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +16,8 @@ from meshwright.framework.sharding.collectives import all_reduce, full_axes
 from meshwright.framework.sharding.mesh import DeviceMesh
 from meshwright.framework.sharding.placeholders import placeholder
 from meshwright.framework.sharding.sharding import Sharding
+
+_IN_PARTITION = contextvars.ContextVar("in_partition", default=False)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -163,13 +167,26 @@ def manual_partition(
     @functools.wraps(fn)
     def partitioned(*args):
         with tf.name_scope(name):
-            return over(
-                manual_to_auto,
-                fn(*over(auto_to_manual, args, tuple(in_dims))),
-                out_dims,
-            )
+            shards = over(auto_to_manual, args, tuple(in_dims))
+            with _noted(mesh.axes_size(_manual(mesh, manual_axes)) > 1):
+                out = fn(*shards)
+            return over(manual_to_auto, out, out_dims)
 
     return partitioned
+
+
+def in_manual_partition() -> bool:
+    """Whether the body of a `manual_partition` over several devices is traced."""
+    return _IN_PARTITION.get()
+
+
+@contextlib.contextmanager
+def _noted(is_region: bool) -> Iterator[None]:
+    token = _IN_PARTITION.set(is_region or _IN_PARTITION.get())
+    try:
+        yield
+    finally:
+        _IN_PARTITION.reset(token)
 
 
 def _manual(mesh: DeviceMesh, manual_axes: Sequence[str] | None) -> list[str]:

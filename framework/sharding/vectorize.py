@@ -73,6 +73,20 @@ def vectorize(
         logger.removeFilter(_is_not_of_pfor)
 
 
+def is_vectorized() -> bool:
+    """Whether what is traced is the function of a `tf.vectorized_map`.
+
+    TF does not tell; it traces that in a name scope of its own.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        scopes = graph.get_name_scope().split("/")
+        if any(scope.startswith("loop_body") for scope in scopes):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
 def _is_not_of_pfor(record: logging.LogRecord) -> bool:
     """Filters out some hundred lines that TF logs about an op without a rule."""
     return record.module != "pfor"

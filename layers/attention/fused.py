@@ -17,8 +17,13 @@ import tensorflow as tf
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.recompute import save_name
 from meshwright.framework.modeling.shapes import copies_of_each
-from meshwright.framework.sharding.manual import auto_to_manual, manual_to_auto
+from meshwright.framework.sharding.manual import (
+    auto_to_manual,
+    in_manual_partition,
+    manual_to_auto,
+)
 from meshwright.framework.sharding.placeholders import kernel, traced_for
+from meshwright.framework.sharding.vectorize import is_vectorized
 from meshwright.layers.attention.blocks import AUTO_SIZE, AUTO_TOKENS, Blocks
 from meshwright.layers.attention.learned_terms import Learned
 from meshwright.layers.attention.logits import Logits
@@ -115,6 +120,10 @@ def _obstacles(
         yield f"as the devices are {traced_for()}: use {', '.join(kinds)}"
     if ctx.plan.pipeline_axes is not None:
         yield "which is in a pipeline: leave out the pipeline"
+    if in_manual_partition():
+        yield "which is in a manual region: call it outside of manual_partition"
+    if is_vectorized():
+        yield "which is vectorized: call it outside of tf.vectorized_map"
     if splits_sequence(ctx):
         yield (
             "as the plan splits 'sequence': set ShardingPlan.sequence_attention to "

@@ -28,7 +28,7 @@ _WITH_ATTRIBUTES = frozenset({"dot", "convolution", "custom-call"})
 _ORDERED = 'custom_call_target="LayoutConstraint"'
 _TAG = re.compile(r'meshwright_op="(?P<tag>\d+)"')
 _ESTIMATED = re.compile(r'"estimated_cycles":"(?P<cycles>\d+)"')
-_SAID = re.compile(r'meshwright_cycles="(?P<cycles>\d+)"')
+_GIVEN = re.compile(r'meshwright_cycles="(?P<cycles>\d+)"')
 _INDEX = re.compile(r"index=(?P<index>\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(?P<n>\d+)"')
 _ITEM = re.compile(r"(?:bf|[sufc])(?P<bits>\d+)(?:e\w+)?")
@@ -205,7 +205,7 @@ def _instruction(match: re.Match, line: str, computation: str) -> Instruction:
     trips = _TRIPS.search(backend_config) if opcode == "while" else None
     cycles = _ESTIMATED.search(backend_config)
     if opcode == "custom-call":  # What takes the elements of its result says so too.
-        cycles = cycles or _SAID.search(attributes)
+        cycles = cycles or _GIVEN.search(attributes)
     tag = _TAG.search(attributes)
     return Instruction(
         name=match["name"],

@@ -19,7 +19,7 @@ from meshwright.framework.compiler.partial.partial_types import (
 )
 from meshwright.framework.compiler.sharding_types.linear import choices
 from meshwright.framework.compiler.sharding_types.partial_sums import Summed, sum_of
-from meshwright.framework.compiler.stablehlo.carried import (
+from meshwright.framework.compiler.stablehlo.dataflow.carried import (
     Carried,
     carried_of,
     carried_of_op,

@@ -35,7 +35,7 @@ from meshwright.framework.compiler.sharding_types.tensor_type import (
     PartialValue,
     TensorType,
 )
-from meshwright.framework.compiler.stablehlo.carried import Carried
+from meshwright.framework.compiler.stablehlo.dataflow.carried import Carried
 from meshwright.framework.compiler.stablehlo.shardy.completed import CompletedModule
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     Blame,

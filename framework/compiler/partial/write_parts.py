@@ -15,7 +15,7 @@ from meshwright.framework.compiler.partial.ends import (
 )
 from meshwright.framework.compiler.partial.part_by_part import part_by_part
 from meshwright.framework.compiler.partial.partial_types import Axes
-from meshwright.framework.compiler.stablehlo.carried import (
+from meshwright.framework.compiler.stablehlo.dataflow.carried import (
     Carried,
     Use,
     carried_of_op,

@@ -29,7 +29,7 @@ from meshwright.framework.compiler.sharding_types.tensor_type import (
     PartialValue,
     TensorType,
 )
-from meshwright.framework.compiler.stablehlo.carried import (
+from meshwright.framework.compiler.stablehlo.dataflow.carried import (
     Carried,
     ForwardAnalysis,
 )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stablehlo.carried import (
+from meshwright.framework.compiler.stablehlo.dataflow.carried import (
     Carried,
     carried_of_op,
 )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.hlo.hlo_text import itemsize
-from meshwright.framework.compiler.stablehlo.carried import Carried, Use
+from meshwright.framework.compiler.stablehlo.dataflow.carried import Carried, Use
 from meshwright.framework.compiler.stablehlo.shardy.op_rules import OpRules
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     BRANCHES,

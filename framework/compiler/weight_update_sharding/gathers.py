@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stablehlo.carried import Use
+from meshwright.framework.compiler.stablehlo.dataflow.carried import Use
 from meshwright.framework.compiler.weight_update_sharding.carried_state import joined
 from meshwright.framework.compiler.weight_update_sharding.clusters import (
     Cluster,

@@ -16,7 +16,7 @@ from jax.extend.mlir import ir
 
 from meshwright.framework.compiler.sharding_types.combine import HALO
 from meshwright.framework.compiler.sharding_types.op_dims import op_dims
-from meshwright.framework.compiler.stablehlo.carried import (
+from meshwright.framework.compiler.stablehlo.dataflow.carried import (
     Carried,
     ForwardAnalysis,
 )

@@ -101,7 +101,7 @@ def vectorized(x):
     [
         (mixed, "moe/dispatch/mul.* uses a manual tensor together with an automatic"),
         (of_two_regions, "mixes tensors of manual axes"),
-        (manual_twice, "takes a tensor that is manual already"),
+        (manual_twice, "is manual already; regions do not nest: .* Kernel.NONE"),
         (never_left, "is in a manual region, and goes out as a result of the program"),
         (never_entered, "takes a tensor that is not manual along X, Y"),
         (collective_outside, "takes a tensor that is not manual along X"),

@@ -39,14 +39,30 @@ _CYCLES = "meshwright_cycles"
 # each, and their gradient in both calls of the backward pass.
 _PRODUCTS = {"_fwd_": 2, "_dq_": 3, "_dkv_": 4}
 
-# By kind of TPU, and by features of a head, up to: the cycles of 1024 logits in each of
-# these calls, as libtpu schedules their instructions (benchmarks/kernel_cycles.py).
+# By kind of TPU, bytes of an element, and features of a head, up to: the cycles of 1024
+# logits in each of these calls, as libtpu schedules their instructions for a causal row
+# (benchmarks/kernel_cycles.py).
 _SCHEDULES = {
-    "v4": {128: (8.8, 7.4, 11.3), 256: (13.2, 13.4, 17.1)},
-    "v5e": {128: (6.5, 6.2, 8.0), 256: (10.8, 12.1, 15.6)},
-    "v5p": {128: (6.6, 6.3, 8.4), 256: (10.4, 11.9, 15.2)},
-    "v6e": {128: (4.2, 3.9, 5.0), 256: (4.4, 4.2, 5.4)},
-    "tpu7x": {128: (4.1, 4.0, 4.9), 256: (5.6, 4.3, 5.3)},
+    "v4": {
+        2: {128: (8.8, 7.4, 11.3), 256: (17.4, 15.6, 21.1)},
+        4: {128: (11.8, 9.9, 12.6), 256: (26.9, 24.5, 32.4)},
+    },
+    "v5e": {
+        2: {128: (6.5, 6.2, 8.0), 256: (13.0, 13.7, 17.9)},
+        4: {128: (8.6, 8.2, 9.8), 256: (20.8, 20.8, 25.0)},
+    },
+    "v5p": {
+        2: {128: (6.6, 6.3, 8.4), 256: (13.4, 14.5, 17.0)},
+        4: {128: (9.2, 8.8, 11.3), 256: (23.2, 23.1, 29.5)},
+    },
+    "v6e": {
+        2: {128: (4.2, 3.9, 5.0), 256: (6.7, 5.4, 7.4)},
+        4: {128: (6.6, 5.1, 6.8), 256: (18.5, 12.8, 19.3)},
+    },
+    "tpu7x": {
+        2: {128: (4.1, 4.0, 4.9), 256: (8.0, 6.3, 7.8)},
+        4: {128: (6.5, 5.6, 7.4), 256: (18.3, 14.3, 19.5)},
+    },
 }
 
 
@@ -167,10 +183,10 @@ class Splash:
         if not calls:
             return
         B, N, S, D = queries
-        tile = self._tile(S, D, itemsize), self._tile(keys, D, itemsize)
+        tile = self.tile_of(S, D, itemsize), self.tile_of(keys, D, itemsize)
         tiles = B * N * _count(self._mask(S, keys), tile)
         logits = tiles * math.prod(tile)
-        cycles = _cycles(device_kind, logits, D)
+        cycles = _cycles(device_kind, itemsize, logits, D)
         for call in calls:
             name = ir.StringAttr(call.attributes["kernel_name"]).value
             (part,) = (part for part in _PRODUCTS if part in name)
@@ -193,7 +209,8 @@ class Splash:
         """The kernel for a row of queries [N, S, D] and keys [K, T, D]."""
         (heads, queries, head_dim), keys = q.shape, k.shape[1]
         query_tile, key_tile = (
-            self._tile(length, head_dim, q.dtype.itemsize) for length in (queries, keys)
+            self.tile_of(length, head_dim, q.dtype.itemsize)
+            for length in (queries, keys)
         )
         sizes = splash.BlockSizes(
             block_q=query_tile,
@@ -216,7 +233,7 @@ class Splash:
             return masks.FullMask((queries, keys))
         return _Window((queries, keys), (self.left, self.right), offset=0)
 
-    def _tile(self, length: int, head_dim: int, itemsize: int) -> int:
+    def tile_of(self, length: int, head_dim: int, itemsize: int) -> int:
         """The tokens of a tile: a multiple of 128 that divides the length."""
         token_bytes = math.ceil(head_dim / _LANES) * _LANES * itemsize
         most = min(length, self.tile, _TILE_BYTES // token_bytes)
@@ -257,11 +274,13 @@ def _count(mask: masks.Mask, tile: tuple[int, int]) -> int:
     return sum(bool(mask[pair].any()) for pair in itertools.product(*parts))
 
 
-def _cycles(device_kind: str, logits: int, head_dim: int) -> dict[str, int]:
+def _cycles(
+    device_kind: str, itemsize: int, logits: int, head_dim: int
+) -> dict[str, int]:
     """The cycles of each call that computes so many logits, where they are known."""
-    schedule = _SCHEDULES.get(device_kind)
-    if schedule is None:
+    if device_kind not in _SCHEDULES:
         return {}
+    schedule = _SCHEDULES[device_kind][itemsize]
     width = min(width for width in schedule if head_dim <= width)
     each = zip(_PRODUCTS, schedule[width], strict=True)
     return {part: round(cycles * logits / 1024) for part, cycles in each}

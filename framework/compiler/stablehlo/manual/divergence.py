@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 from jax.extend.mlir import ir
 
-from meshwright.framework.compiler.stablehlo.carried import Carried, ForwardAnalysis
+from meshwright.framework.compiler.stablehlo.dataflow.carried import (
+    Carried,
+    ForwardAnalysis,
+)
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     INTO_MANUAL,
     OUT_OF_MANUAL,

@@ -193,7 +193,8 @@ def _placeholder_kind(
             raise shared.error(
                 op,
                 "takes a tensor that is manual already; regions do not nest: make one "
-                "region manual along the axes of both",
+                "region manual along the axes of both, or, if one is a fused kernel's, "
+                "set the layer's kernel to Kernel.NONE",
             )
         return _Kind(axes=placeholder.axes)
     if placeholder.kind == OUT_OF_MANUAL:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.stablehlo.known_values import KnownValues
+from meshwright.framework.compiler.stablehlo.dataflow.known_values import KnownValues
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     replace_result,
     rows_of,

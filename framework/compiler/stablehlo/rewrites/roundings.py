@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.stablehlo.known_values import (
+from meshwright.framework.compiler.stablehlo.dataflow.known_values import (
     FLOATS,
     INTEGERS,
     KnownValues,

@@ -13,7 +13,7 @@ import dataclasses
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.stablehlo.known_values import KnownValues
+from meshwright.framework.compiler.stablehlo.dataflow.known_values import KnownValues
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     call_target,
     shape_of,

@@ -14,7 +14,10 @@ import math
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from meshwright.framework.compiler.stablehlo.carried import Carried, carried_of_op
+from meshwright.framework.compiler.stablehlo.dataflow.carried import (
+    Carried,
+    carried_of_op,
+)
 from meshwright.framework.compiler.stablehlo.stable_hlo import (
     WHILE,
     after,

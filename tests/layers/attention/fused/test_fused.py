@@ -29,6 +29,7 @@ from meshwright.framework.compiler.stablehlo.written import write_for
 from meshwright.framework.modeling.layer import Context, Mode, initialize
 from meshwright.framework.modeling.random import key_from_seed
 from meshwright.framework.modeling.recompute import Recompute
+from meshwright.framework.sharding.manual import manual_partition
 from meshwright.framework.sharding.placeholders import tracing_for
 from meshwright.framework.sharding.plan import SequenceAttention, ShardingPlan
 from meshwright.framework.testing import assert_layer_parity
@@ -294,6 +295,52 @@ SPLIT_SEQUENCE = dataclasses.replace(
 def test_a_kernel_that_cannot_is_refused(kwargs, given, message):
     with pytest.raises(ValueError, match=f"Kernel.*cannot.*{message}.*or set kernel"):
         lowered(layer_of(**kwargs), **{"device_kind": "cpu", **given})
+
+
+def in_partition(fn):
+    """`fn` of a row of "data", which is manual."""
+    dims = ["data", None, None]
+    mesh = PLANS[8].mesh
+    return manual_partition(
+        fn, mesh=mesh, in_dims=[dims], out_dims=dims, manual_axes=["data"]
+    )
+
+
+def vectorized(fn):
+    return lambda x: tf.vectorized_map(lambda row: fn(row[None])[0], x)
+
+
+@pytest.mark.parametrize(
+    "around,plan,message",
+    [
+        (
+            in_partition,
+            dataclasses.replace(PLANS[8], activations={"heads": "tensor"}),
+            "is in a manual region: call it outside of manual_partition",
+        ),
+        (
+            vectorized,
+            PLANS[1],
+            "is vectorized: call it outside of tf.vectorized_map",
+        ),
+    ],
+)
+def test_where_no_kernel_can_be_automatic_goes_without(around, plan, message):
+    """Around a layer; `Kernel.SPLASH` is refused there."""
+
+    def traced(layer):
+        def step(theta, x):
+            return around(lambda x: layer.fprop(Context(plan=plan), theta, x))(x)
+
+        weights = layer.weights().map(lambda s: tf.TensorSpec(s.shape))
+        with tracing_for("v5e"):
+            specs = [weights, tf.TensorSpec([B, 2048, M])]
+            return Module(lower(step, specs, name="step"), plan.mesh)
+
+    layer = layer_of(Kernel.AUTO, block_size=Blocks.AUTO)
+    assert calls(traced(layer)) == 0
+    with pytest.raises(ValueError, match=message):
+        traced(dataclasses.replace(layer, kernel=Kernel.SPLASH))
 
 
 def test_what_is_not_traced_for_devices_has_no_kernel():

@@ -111,7 +111,7 @@ def test_its_cycles_and_flops_grow_with_the_tiles_that_the_mask_leaves():
         found = kernels(compiled("v5e:2x2", 256, layer))
         logits = 4 * tiles * 128**2
         assert sorted(op.cycles for op in found) == [
-            pytest.approx(c * logits / 1024, abs=1) for c in (6.2, 6.5, 8.0)
+            pytest.approx(c * logits / 1024, abs=1) for c in (8.2, 8.6, 9.8)
         ]
     programs = [compiled("v5e:2x2", 512, layer) for layer in (LAYER, window)]
     cycles = [sum(op.cycles for op in kernels(program)) for program in programs]

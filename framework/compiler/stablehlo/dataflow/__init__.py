@@ -1,0 +1,1 @@
+"""What follows of the values of a program, through loops or of constants."""
