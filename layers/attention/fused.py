@@ -74,10 +74,18 @@ class Attention:
     learned: Learned
     dropout: Dropout
 
-    @property
-    def key_dims(self) -> tuple[str, ...]:
-        """The names of the dims of keys and values."""
-        return BSND if self.k.shape[2] == self.q.shape[2] else BTKD
+
+def dims_of_keys(q: tf.Tensor, k: tf.Tensor) -> tuple[str, ...]:
+    """The names of the dims of keys [B, T, K, D] of queries, and of their values."""
+    return BSND if k.shape[2] == q.shape[2] else BTKD
+
+
+def for_each_head(ctx: Context, heads: tf.Tensor, count: int) -> tf.Tensor:
+    """Keys or values [B, T, K, D] for the heads of queries: [B, T, N, D]."""
+    copies = count // heads.shape[2]
+    if copies == 1:
+        return heads
+    return ctx.split(copies_of_each(heads, copies, 2), BSND)
 
 
 def kernel_of(
@@ -218,12 +226,11 @@ def attend_by_kernel(
         config["cap"] = logits.cap
         config["tile"] = AUTO_SIZE if isinstance(block_size, Blocks) else block_size
         config["interpret"] = traced_for() == "cpu"
-    key_dims = attention.key_dims
-    k, v = attention.k, attention.v
+    q, k, v = attention.q, attention.k, attention.v
+    key_dims = dims_of_keys(q, k)
     if not _has_whole_groups(ctx, key_dims, k.shape[2]):
         # A device's heads of queries would not find theirs among its heads of keys.
-        copies = attention.q.shape[2] // k.shape[2]
-        k, v = (ctx.split(copies_of_each(t, copies, 2), BSND) for t in (k, v))
+        k, v = (for_each_head(ctx, t, q.shape[2]) for t in (k, v))
         key_dims = BSND
     run = _Fused(
         ctx=ctx,
@@ -232,7 +239,7 @@ def attend_by_kernel(
         key_dims=key_dims,
         segments=_segments(attention),
     )
-    heads = [tf.transpose(t, [0, 2, 1, 3]) for t in (attention.q, k, v)]
+    heads = [tf.transpose(t, [0, 2, 1, 3]) for t in (q, k, v)]
     out = tf.custom_gradient(run.fprop)(*heads)
     return ctx.split(tf.transpose(out, [0, 2, 1, 3]), BSND)
 

@@ -10,16 +10,16 @@ import tensorflow as tf
 
 from meshwright.framework.modeling.layer import Context
 from meshwright.framework.modeling.recompute import save_name
-from meshwright.framework.modeling.shapes import copies_of_each
 from meshwright.framework.nested_map import NestedMap
 from meshwright.framework.sharding.plan import SequenceAttention
 from meshwright.layers.attention.blocks import AUTO_SIZE, AUTO_TOKENS, Blocks
 from meshwright.layers.attention.blockwise import attend_in_blocks
 from meshwright.layers.attention.fused import (
-    BTKD,
     Attention,
     Kernel,
     attend_by_kernel,
+    dims_of_keys,
+    for_each_head,
     kernel_of,
 )
 from meshwright.layers.attention.learned_terms import Learned, softmax
@@ -69,7 +69,7 @@ def weighted_sums(
         for that cannot compute this.
     """
     way = way_of(ctx, q.shape[1])
-    key_dims = BSND if k.shape[2] == q.shape[2] else BTKD
+    key_dims = dims_of_keys(q, k)
     inside = ctx
     if way is SequenceAttention.ALL_TO_ALL:
         counts = {"num_heads": q.shape[2], "num_kv_heads": k.shape[2]}
@@ -95,7 +95,7 @@ def weighted_sums(
             dropout=dropout,
             block_size=_RING_SIZES.get(block_size, block_size),
         )
-    k, v = (_for_each_head(inside, heads, q.shape[2]) for heads in (k, v))
+    k, v = (for_each_head(inside, heads, q.shape[2]) for heads in (k, v))
     size = _size(ctx, block_size, q.shape[1], k.shape[1], is_step)
     if size is None:
         context = _at_once(inside, logits, q, k, v, learned, dropout)
@@ -117,14 +117,6 @@ def _at_once(ctx, logits: Logits, q, k, v, learned, dropout: Dropout) -> tf.Tens
     if learned.to_values is not None:
         context += learned.to_values.sums(ctx, probs, logits.offset)
     return save_name(ctx.split(context, BSND), "context")
-
-
-def _for_each_head(ctx: Context, heads: tf.Tensor, count: int) -> tf.Tensor:
-    """Keys or values [B, T, K, D] for the heads of queries: [B, T, N, D]."""
-    copies = count // heads.shape[2]
-    if copies == 1:
-        return heads
-    return ctx.split(copies_of_each(heads, copies, 2), BSND)
 
 
 def _size(
