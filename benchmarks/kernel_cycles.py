@@ -24,11 +24,10 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from meshwright import framework as mw
-from meshwright.framework.compiler.stablehlo.kernels.splash import Splash
+from meshwright.framework.compiler.stablehlo.kernels.splash import PRODUCTS, Splash
 from meshwright.framework.devices.topology import topology_devices
 
 _BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
-PASSES = ("_fwd_", "_dq_", "_dkv_")
 
 
 def define_flags() -> None:
@@ -44,7 +43,7 @@ def define_flags() -> None:
 def cycles_of(folder: pathlib.Path, logits: int) -> list[float]:
     """Cycles of 1024 logits in each pass, by libtpu's dumps of tiles of so many."""
     cycles = []
-    for name in PASSES:
+    for name in PRODUCTS:
         (dump,) = folder.glob(f"*{name}*schedule-analysis_final_bundles.txt")
         with dump.open() as lines:
             bundles = next(int(m[1]) for m in map(_BUNDLES.search, lines) if m)

@@ -107,19 +107,13 @@ class GpuTopology:
         return self.hosts * self.per_host
 
 
-def gpu_topology(name: str) -> GpuTopology:
-    """The topology of a name: kind, hosts if several, and GPUs of each: "h100:4x8".
+def gpu_topology(kind: GpuKind, name: str) -> GpuTopology:
+    """The topology of a name: `kind`, hosts if several, and GPUs of each: "h100:4x8".
 
     Raises:
-      ValueError: an unknown kind, or a size that it does not come in.
+      ValueError: a size that the kind does not come in.
     """
-    kind_name, _, size = name.partition(":")
-    kind = GPU_KINDS.get(kind_name)
-    if kind is None:
-        raise ValueError(
-            f"GPU topology {name!r} is of an unknown kind: one of "
-            f"{', '.join(GPU_KINDS)}, then the GPUs of a host, as in 'h100:8'"
-        )
+    _, _, size = name.partition(":")
     match = re.fullmatch(r"(?:(?P<hosts>[1-9]\d*)x)?(?P<gpus>[1-9]\d*)", size)
     if match is None or int(match["gpus"]) > kind.host_size:
         most = f"{kind.name}:{kind.host_size}"
@@ -152,7 +146,7 @@ def gpu_devices(gpus: GpuTopology) -> list[jax.Device]:
       ValueError: JAX found the plugin when no platform was chosen.
     """
     try:
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             gpus.name,
             platform="cuda",
             target_config=target_config(gpus.kind),
@@ -168,7 +162,7 @@ def gpu_devices(gpus: GpuTopology) -> list[jax.Device]:
             f"GPU topology {gpus.name!r}: JAX started its CUDA plugin for GPUs that "
             "are not here; call set_platform('cpu') first thing in the process"
         ) from e
-    return sorted(found.devices, key=lambda device: device.id)
+    return sorted(description.devices, key=lambda device: device.id)
 
 
 def target_config(kind: GpuKind) -> str:

@@ -86,7 +86,7 @@ def topology(name: str) -> Topology | GpuTopology:
     """
     kind_name, _, size = name.partition(":")
     if kind_name in GPU_KINDS:
-        return gpu_topology(name)
+        return gpu_topology(GPU_KINDS[kind_name], name)
     kind = TPU_KINDS.get(kind_name)
     if kind is None:
         raise ValueError(

@@ -163,6 +163,12 @@ def arrays_of(type_: str) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
+@functools.lru_cache(maxsize=4096)
+def type_bytes(type_: str) -> int:
+    """Bytes of all arrays in the text of a type."""
+    return sum(math.prod(shape) * itemsize(dtype) for dtype, shape in arrays_of(type_))
+
+
 def elements(text: str) -> list[str]:
     """The elements of a tuple's type or sharding; none of a text that is no tuple's.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 
 import numpy as np
@@ -14,7 +13,7 @@ from meshwright.framework.compiler.hlo.hlo_text import (
     Instruction,
     arrays_of,
     elements,
-    itemsize,
+    type_bytes,
 )
 from meshwright.framework.sharding.mesh import DeviceMesh, SubAxis
 from meshwright.framework.sharding.xla_form import axis_groups, ints, iota
@@ -80,7 +79,8 @@ def collectives_of(module: HloModule, mesh: DeviceMesh) -> list[Collective]:
 
 
 def _collective(instruction: Instruction, kind: str, groups, axes) -> Collective:
-    arrays = arrays_of(_result_type(instruction, kind))
+    result = _result_type(instruction, kind)
+    arrays = arrays_of(result)
     return Collective(
         name=instruction.name,
         kind=kind,
@@ -88,7 +88,7 @@ def _collective(instruction: Instruction, kind: str, groups, axes) -> Collective
         groups=groups,
         dtypes=tuple(dtype for dtype, _ in arrays),
         shapes=tuple(shape for _, shape in arrays),
-        bytes=sum(math.prod(shape) * itemsize(dtype) for dtype, shape in arrays),
+        bytes=type_bytes(result),
         op_name=instruction.op_name,
     )
 

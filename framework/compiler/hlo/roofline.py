@@ -14,7 +14,6 @@ products whose types are in no table XLA's are left out: it then counts dims in 
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 
@@ -23,6 +22,7 @@ from meshwright.framework.compiler.hlo.hlo_text import (
     Instruction,
     arrays_of,
     itemsize,
+    type_bytes,
 )
 from meshwright.framework.compiler.hlo.liveness import ELEMENTWISE, UPDATES
 from meshwright.framework.compiler.hlo.report import PERMUTE, Collective
@@ -126,8 +126,8 @@ class _GpuWalk(Walk):
 
     def _estimate(self, op: Instruction) -> float:
         """Seconds by XLA's estimate; 0 if it has none."""
-        found = self.with_estimates and _ESTIMATE.search(op.backend_config)
-        return 1e-6 * float(found[1]) if found else 0.0
+        match = self.with_estimates and _ESTIMATE.search(op.backend_config)
+        return 1e-6 * float(match[1]) if match else 0.0
 
 
 def product_flops(module: HloModule, op: Instruction) -> float:
@@ -222,10 +222,5 @@ def _written(module: HloModule, op: Instruction) -> int:
     return _size(op)
 
 
-@functools.lru_cache(maxsize=4096)
-def _type_size(type_: str) -> int:
-    return sum(math.prod(shape) * itemsize(dtype) for dtype, shape in arrays_of(type_))
-
-
 def _size(op: Instruction) -> int:
-    return _type_size(op.type)
+    return type_bytes(op.type)

@@ -35,9 +35,11 @@ _CALL = "tpu_custom_call"
 _ATTRIBUTES = "mhlo.frontend_attributes"
 _CYCLES = "meshwright_cycles"
 """XLA's frontend attribute that says what a call takes, see `step_time`."""
-# Products of a tile, by a part of the name of the call: the logits are computed in
-# each, and their gradient in both calls of the backward pass.
-_PRODUCTS = {"_fwd_": 2, "_dq_": 3, "_dkv_": 4}
+PRODUCTS = {"_fwd_": 2, "_dq_": 3, "_dkv_": 4}
+"""Products of a tile, by a part of the name of the call.
+
+The logits are computed in each, and their gradient in both of the backward pass.
+"""
 
 # By kind of TPU, bytes of an element, and features of a head, up to: the cycles of 1024
 # logits in each of these calls, as libtpu schedules their instructions for a causal row
@@ -189,10 +191,10 @@ class Splash:
         cycles = _cycles(device_kind, itemsize, logits, D)
         for call in calls:
             name = ir.StringAttr(call.attributes["kernel_name"]).value
-            (part,) = (part for part in _PRODUCTS if part in name)
+            (part,) = (part for part in PRODUCTS if part in name)
             config = json.loads(ir.StringAttr(call.attributes["backend_config"]).value)
             config["custom_call_config"]["cost_estimate"] = {
-                "flops": _PRODUCTS[part] * 2 * logits * D,
+                "flops": PRODUCTS[part] * 2 * logits * D,
                 "transcendentals": logits,
                 # What is fetched anew for each tile: keys and values, or queries and
                 # gradients.
@@ -282,5 +284,5 @@ def _cycles(
         return {}
     schedule = _SCHEDULES[device_kind][itemsize]
     width = min(width for width in schedule if head_dim <= width)
-    each = zip(_PRODUCTS, schedule[width], strict=True)
+    each = zip(PRODUCTS, schedule[width], strict=True)
     return {part: round(cycles * logits / 1024) for part, cycles in each}
